@@ -1,0 +1,54 @@
+// What the bucket operators' kernels share: the checks of their arguments, the reference kernels
+// and the list of segments that a tensor list is walked by.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+namespace commhook {
+
+// float64, float32, float16, bfloat16.
+bool is_bucket_dtype(at::ScalarType dtype);
+
+// The dtype in which values are scaled on their way from one dtype to another.
+inline at::ScalarType scaling_dtype(at::ScalarType from, at::ScalarType to) {
+  return from == at::kDouble || to == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// Sum of the tensors' elements.
+int64_t total_numel(at::TensorList tensors);
+
+// Each check throws an error that names the operator, the argument, its contract and the value.
+
+// tensors: dense, of a bucket dtype, all on one device. Returns that of the buffer: `dtype`, or the
+// tensors' own.
+at::ScalarType check_flatten(const char* op, at::TensorList tensors,
+                             std::optional<at::ScalarType> dtype);
+// Beyond check_flatten: out is contiguous, of a bucket dtype, of the tensors' device and total
+// length, and shares no memory with them.
+void check_flatten_out(const char* op, at::TensorList tensors, const at::Tensor& out);
+// buffer: dense, contiguous, of a bucket dtype; tensors (named `argument`): dense, of bucket
+// dtypes, on the buffer's device, and of its length in total.
+void check_unflatten(const char* op, const at::Tensor& buffer, at::TensorList tensors,
+                     const char* argument);
+// Beyond check_unflatten: no element of a destination is reached twice, or from the buffer.
+void check_unflatten_into(const char* op, const at::Tensor& buffer, at::TensorList tensors);
+
+// The reference kernels: plain ATen, every device.
+namespace reference {
+at::Tensor flatten(at::TensorList tensors, double scale, std::optional<at::ScalarType> dtype);
+at::Tensor& flatten_out(at::TensorList tensors, double scale, at::Tensor& out);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> flatten_stats(at::TensorList tensors, double scale,
+                                                             std::optional<at::ScalarType> dtype);
+std::vector<at::Tensor> unflatten(const at::Tensor& buffer, at::TensorList like, double scale);
+void unflatten_into(const at::Tensor& buffer, at::TensorList tensors, double scale);
+}  // namespace reference
+
+// An uninitialised tensor with the shape, dtype and device of `like`, and its strides where they
+// are dense (else row-major).
+at::Tensor empty_with_layout_of(const at::Tensor& like);
+
+}  // namespace commhook

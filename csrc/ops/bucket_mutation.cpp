@@ -1,0 +1,65 @@
+// Autograd's side of the operators that write to their arguments: destinations must not be part of
+// a graph that is being recorded, and their version counters move, so that autograd notices a saved
+// tensor that was overwritten. The functional operators have their formulas in Python.
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/library.h>
+
+namespace commhook {
+namespace {
+
+void check_not_recorded(const char* op, const char* argument, int64_t index,
+                        const at::Tensor& tensor, const char* remedy) {
+  if (!tensor.defined() || !tensor.requires_grad() || !at::GradMode::is_enabled()) {
+    return;
+  }
+  const auto name = index < 0 ? std::string(argument) : c10::str(argument, "[", index, "]");
+  TORCH_CHECK(false, op, ": ", name, " must not require grad while gradients are recorded, got a ",
+              tensor.is_leaf() ? "leaf" : "non-leaf", " tensor that does; ", remedy);
+}
+
+constexpr const char* kUseNoGrad = "call it under torch.no_grad()";
+
+at::Tensor& flatten_out(at::TensorList tensors, double scale, at::Tensor& out) {
+  check_not_recorded("flatten", "out", -1, out, kUseNoGrad);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    check_not_recorded("flatten", "tensors", static_cast<int64_t>(i), tensors[i],
+                       "without out= the operator is differentiable");
+  }
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("commhook::flatten", "out")
+                             .typed<at::Tensor&(at::TensorList, double, at::Tensor&)>();
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    op.call(tensors, scale, out);
+  }
+  torch::autograd::increment_version(out);
+  return out;
+}
+
+void unflatten_into(const at::Tensor& buffer, at::TensorList tensors, double scale) {
+  check_not_recorded("unflatten_into", "buffer", -1, buffer, "unflatten() is differentiable");
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    check_not_recorded("unflatten_into", "tensors", static_cast<int64_t>(i), tensors[i],
+                       kUseNoGrad);
+  }
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("commhook::unflatten_into", "")
+                             .typed<void(const at::Tensor&, at::TensorList, double)>();
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    op.call(buffer, tensors, scale);
+  }
+  for (const auto& tensor : tensors) {
+    torch::autograd::increment_version(tensor);
+  }
+}
+
+TORCH_LIBRARY_IMPL(commhook, Autograd, m) {
+  m.impl("flatten.out", flatten_out);
+  m.impl("unflatten_into", unflatten_into);
+}
+
+}  // namespace
+}  // namespace commhook

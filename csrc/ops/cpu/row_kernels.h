@@ -1,0 +1,64 @@
+// Kernels over one contiguous row: convert, scale and measure `count` elements. One set for each
+// instruction set, from one source (row_kernels.inl).
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+
+#include "ops/cpu/capability.h"
+
+namespace commhook::cpu {
+
+struct RowStats {
+  double sum_of_squares = 0;    // of the scaled values, before the cast
+  int64_t nonfinite_count = 0;  // of the written values
+};
+
+using RowKernel = void (*)(const void* source, void* destination, int64_t count, double scale,
+                           RowStats* stats);
+
+constexpr int kDtypes = 4;
+inline int dtype_index(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kDouble:
+      return 0;
+    case at::kFloat:
+      return 1;
+    case at::kHalf:
+      return 2;
+    default:
+      return 3;  // bfloat16
+  }
+}
+
+struct RowKernels {
+  // [source dtype][destination dtype]. `streamed` writes past the caches: for destinations larger
+  // than they are, it saves the read of each line that is written. Only `measured` uses stats.
+  RowKernel plain[kDtypes][kDtypes];
+  RowKernel streamed[kDtypes][kDtypes];
+  RowKernel measured[kDtypes][kDtypes];
+  RowKernel streamed_measured[kDtypes][kDtypes];
+};
+
+extern const RowKernels kRowKernelsDefault;
+#if defined(__x86_64__) && defined(__GNUC__)
+#define COMMHOOK_X86_KERNELS
+extern const RowKernels kRowKernelsAvx2;
+extern const RowKernels kRowKernelsAvx512;
+#endif
+
+inline const RowKernels& row_kernels(Capability capability) {
+#ifdef COMMHOOK_X86_KERNELS
+  if (capability == Capability::kAvx512) {
+    return kRowKernelsAvx512;
+  }
+  if (capability == Capability::kAvx2) {
+    return kRowKernelsAvx2;
+  }
+#endif
+  (void)capability;
+  return kRowKernelsDefault;
+}
+
+}  // namespace commhook::cpu

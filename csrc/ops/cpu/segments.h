@@ -1,0 +1,77 @@
+// A tensor list as rows of memory: how the CPU kernels walk any part of a bucket.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "ops/cpu/row_kernels.h"
+
+namespace commhook::cpu {
+
+// One tensor of the list. Elements are counted in logical (row-major) order.
+struct Segment {
+  char* data;
+  int64_t begin;  // of its first element in the bucket
+  int64_t end;
+  int element_size;
+  int dtype;  // dtype_index
+  // Where the tensor is not contiguous: its dimensions, merged where they are one in memory.
+  int dims;  // 0 where it is contiguous
+  size_t first_dimension;
+  const int64_t* shape;
+  const int64_t* stride;  // in elements
+};
+
+class Segments {
+ public:
+  // The tensors must outlive this.
+  explicit Segments(at::TensorList tensors);
+
+  int64_t total() const { return total_; }
+
+  // Calls row(segment, data, position, count) for each contiguous row of the elements [begin, end)
+  // of the bucket, and strided(segment, position, count) for pieces of at most kPieceElements where
+  // elements lie apart. position counts from the start of the bucket.
+  template <typename Row, typename Strided>
+  void walk(int64_t begin, int64_t end, const Row& row, const Strided& strided) const;
+
+  static constexpr int64_t kPieceElements = 512;
+
+ private:
+  size_t find(int64_t position) const;
+
+  std::vector<Segment> segments_;
+  std::vector<int64_t> dimensions_;
+  int64_t total_ = 0;
+};
+
+// Copies `count` elements of a strided segment, from the bucket position on, to or from a
+// contiguous piece.
+void gather(const Segment& segment, int64_t position, int64_t count, char* piece);
+void scatter(const Segment& segment, int64_t position, int64_t count, const char* piece);
+
+template <typename Row, typename Strided>
+void Segments::walk(int64_t begin, int64_t end, const Row& row, const Strided& strided) const {
+  for (size_t i = find(begin); begin < end; ++i) {
+    const Segment& segment = segments_[i];
+    const int64_t stop = segment.end < end ? segment.end : end;
+    if (segment.dims == 0) {
+      if (begin < stop) {
+        row(segment, segment.data + (begin - segment.begin) * segment.element_size, begin,
+            stop - begin);
+        begin = stop;
+      }
+      continue;
+    }
+    while (begin < stop) {
+      const int64_t left = stop - begin;
+      const int64_t count = left < kPieceElements ? left : kPieceElements;
+      strided(segment, begin, count);
+      begin += count;
+    }
+  }
+}
+
+}  // namespace commhook::cpu

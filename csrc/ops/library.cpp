@@ -1,0 +1,39 @@
+// Every operator of the library, by subject. The kernels register themselves where they stand:
+// reference kernels (plain ATen, every device), CPU kernels in csrc/ops/cpu, CUDA kernels in cuda.
+// Fakes and autograd formulas stand beside the Python declarations in torch_commhook/_ops.py.
+#include <torch/library.h>
+
+TORCH_LIBRARY(commhook, m) {
+  m.set_python_module("torch_commhook._ops");
+  const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
+
+  // ---- Bucket: many tensors <-> one flat buffer, in logical (row-major) order. Values are scaled
+  // ---- in float32 (float64 where either side is float64) before the cast.
+
+  // One-dimensional concatenation. dtype defaults to that of the tensors.
+  m.def("flatten(Tensor[] tensors, *, float scale=1.0, ScalarType? dtype=None) -> Tensor",
+        compliant);
+  // The same into a caller's contiguous buffer, whose dtype decides.
+  m.def("flatten.out(Tensor[] tensors, *, float scale=1.0, Tensor(a!) out) -> Tensor(a!)",
+        {at::Tag::pt2_compliant_tag, at::Tag::out});
+  // The same, with the sum of the squares of the scaled values (before the cast, accumulated in
+  // float64) and the number of non-finite values in the buffer (int64), both 0-dimensional.
+  m.def(
+      "flatten_stats(Tensor[] tensors, *, float scale=1.0, ScalarType? dtype=None) -> "
+      "(Tensor buffer, Tensor sum_of_squares, Tensor nonfinite_count)",
+      compliant);
+  // New tensors with the shapes, strides and dtypes of `like`, filled from the buffer.
+  m.def("unflatten(Tensor buffer, Tensor[] like, *, float scale=1.0) -> Tensor[]", compliant);
+  // The same into existing tensors.
+  m.def("unflatten_into(Tensor buffer, Tensor(a!)[] tensors, *, float scale=1.0) -> ()", compliant);
+
+  // ---- Build: what the library was compiled for and what it runs on.
+
+  // The instruction set of the CPU kernels: reference, default, avx2 or avx512. With `limit`, the
+  // kernels use at most that from here on (for tests and measurements).
+  m.def("cpu_capability(str? limit=None) -> str");
+  // The torch version that the library was built against.
+  m.def("built_for_torch() -> str");
+  // Whether CUDA kernels were compiled in.
+  m.def("has_cuda_kernels() -> bool");
+}

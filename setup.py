@@ -1,0 +1,198 @@
+"""Build of torch_commhook: two native libraries beside the Python package.
+
+``torch_commhook/lib/_ops``  operators and kernels; libtorch only, no Python (``csrc/ops``, ``cuda``)
+``torch_commhook/_C``        the runtime; pybind, bound to one Python (``csrc/runtime``)
+
+Settings, all optional:
+
+``COMMHOOK_CUDA``         ``auto`` (default): CUDA kernels are compiled when the installed torch is a CUDA
+                          build and an nvcc of the same major version is present, whether or not a GPU
+                          is visible. ``0``: never. ``1``: always, and an error says what is missing.
+``TORCH_CUDA_ARCH_LIST``  architectures, as for every torch extension. Default: the visible GPU's, or
+                          ``8.0;9.0+PTX`` where none is visible.
+``CUDA_HOME``             the CUDA toolkit. Default: the one that ``nvcc`` on the PATH belongs to.
+``COMMHOOK_DEBUG=1``      no optimisation, debug symbols.
+"""
+
+import glob
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Command, setup
+
+ROOT = Path(__file__).resolve().parent
+HOW_TO_BUILD = (
+    "torch_commhook is built against the torch that is installed: install torch first, then run\n"
+    "    python setup.py develop\n"
+    "or  pip install --no-build-isolation ."
+)
+
+
+def toolkit_of_nvcc() -> str | None:
+    """The toolkit's folder, asked of nvcc itself, which on the PATH may be a wrapper script."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        return None
+    dry_run = subprocess.run(
+        [nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True
+    )
+    here = re.search(r"^#\$ _HERE_=(.+)$", dry_run.stderr, re.MULTILINE)
+    return str(Path(here.group(1).strip()).parent) if here else None
+
+
+# torch.utils.cpp_extension reads CUDA_HOME when it is imported.
+if "CUDA_HOME" not in os.environ and "CUDA_PATH" not in os.environ:
+    toolkit = toolkit_of_nvcc()
+    if toolkit is not None:
+        os.environ["CUDA_HOME"] = toolkit
+
+try:
+    import torch
+    from torch.utils import cpp_extension
+except ImportError as error:
+    raise SystemExit(f"setup.py: cannot import torch ({error}).\n{HOW_TO_BUILD}") from error
+
+
+def cuda_obstacle() -> str | None:
+    """Why the CUDA kernels cannot be compiled here; None when they can."""
+    if torch.version.cuda is None:
+        return f"the installed torch {torch.__version__} is not a CUDA build"
+    home = cpp_extension.CUDA_HOME
+    nvcc = Path(home, "bin", "nvcc") if home else None
+    if nvcc is None or not nvcc.exists():
+        return "no nvcc was found (put it on the PATH or set CUDA_HOME)"
+    version = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True).stdout
+    release = re.search(r"release (\d+)\.(\d+)", version)
+    if release is None:
+        return f"{nvcc} --version names no release"
+    if release.group(1) != torch.version.cuda.split(".")[0]:
+        return (
+            f"nvcc is of CUDA {release.group(1)}.{release.group(2)}, "
+            f"torch {torch.__version__} of CUDA {torch.version.cuda}"
+        )
+    return None
+
+
+def want_cuda() -> bool:
+    setting = os.environ.get("COMMHOOK_CUDA", "auto").lower()
+    if setting not in ("auto", "0", "1"):
+        raise SystemExit(f"setup.py: COMMHOOK_CUDA must be auto, 0 or 1, got {setting!r}")
+    if setting == "0":
+        return False
+    obstacle = cuda_obstacle()
+    if obstacle is None:
+        return True
+    if setting == "1":
+        raise SystemExit(f"setup.py: COMMHOOK_CUDA=1, but {obstacle}")
+    if torch.version.cuda is not None:
+        print(
+            f"setup.py: CUDA kernels are left out, since {obstacle}; "
+            "CUDA tensors will be served by the slower reference kernels",
+            file=sys.stderr,
+        )
+    return False
+
+
+def nvidia_package_folders(name: str) -> list[str]:
+    """``include`` or ``lib`` folders of the nvidia packages that a torch wheel depends on."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = list(spec.submodule_search_locations or []) if spec else []
+    return sorted(folder for root in roots for folder in glob.glob(os.path.join(root, "*", name)))
+
+
+def sources(*patterns: str) -> list[str]:
+    found = [path for pattern in patterns for path in ROOT.glob(pattern)]
+    return sorted(str(path.relative_to(ROOT)) for path in found)
+
+
+def compile_flags() -> list[str]:
+    debug = os.environ.get("COMMHOOK_DEBUG") == "1"
+    flags = ["-O0", "-g"] if debug else ["-O3", "-g0"]
+    return [
+        *flags,
+        "-fvisibility=hidden",
+        "-fopenmp",  # at::parallel_for is inline and serial without it
+        "-Wall",
+        "-Wno-unknown-pragmas",
+        "-Wno-maybe-uninitialized",  # false in GCC's own intrinsics headers and SmallVector
+        f'-DCOMMHOOK_TORCH_VERSION="{torch.__version__}"',
+    ]
+
+
+def extensions() -> list:
+    include_dirs = [str(ROOT / "csrc"), str(ROOT / "csrc" / "include")]
+    cxx = compile_flags()
+    headers = sources("csrc/**/*.h", "csrc/**/*.inl", "cuda/*.cuh", "cuda/*.h")
+    ops: dict = {
+        "name": "torch_commhook.lib._ops",
+        "sources": sources("csrc/ops/**/*.cpp"),
+        "depends": headers,
+        "include_dirs": include_dirs,
+        "extra_link_args": ["-fopenmp"],
+        "py_limited_api": True,  # no libtorch_python, and a file name without a Python version
+    }
+    if want_cuda():
+        if "TORCH_CUDA_ARCH_LIST" not in os.environ and not torch.cuda.is_available():
+            os.environ["TORCH_CUDA_ARCH_LIST"] = "8.0;9.0+PTX"
+        ops["sources"] += sources("cuda/*.cu")
+        ops["include_dirs"] = [*include_dirs, str(ROOT / "cuda"), *nvidia_package_folders("include")]
+        ops["library_dirs"] = nvidia_package_folders("lib")
+        ops["extra_compile_args"] = {
+            "cxx": [*cxx, "-DCOMMHOOK_WITH_CUDA"],
+            "nvcc": ["-O3", "--expt-relaxed-constexpr", "-Xcompiler", "-fvisibility=hidden"],
+        }
+        ops_extension = cpp_extension.CUDAExtension(**ops)
+    else:
+        ops["extra_compile_args"] = {"cxx": cxx}
+        ops_extension = cpp_extension.CppExtension(**ops)
+    runtime_extension = cpp_extension.CppExtension(
+        name="torch_commhook._C",
+        sources=sources("csrc/runtime/*.cpp"),
+        depends=headers,
+        include_dirs=include_dirs,
+        # The CPU wheels hold c10d with Gloo; what a header declares depends on these.
+        define_macros=[("USE_C10D", None), ("USE_DISTRIBUTED", None), ("USE_C10D_GLOO", None)],
+        extra_compile_args={"cxx": cxx},
+        extra_link_args=["-fopenmp"],
+    )
+    return [ops_extension, runtime_extension]
+
+
+class build_ext(cpp_extension.BuildExtension):  # noqa: N801 (setuptools names commands so)
+    """torch's BuildExtension with a build folder that stays, so that ninja can be incremental."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        tag = f"torch-{torch.__version__}-cp{sys.version_info.major}{sys.version_info.minor}"
+        self.build_temp = str(ROOT / "build" / tag)
+
+
+class develop(Command):
+    """``python setup.py develop``: an editable install that sees the installed torch.
+
+    setuptools 80 and newer turn this command into an isolated ``pip install -e``, in whose
+    environment there is no torch.
+    """
+
+    description = "install in place, against the torch that is installed"
+    user_options: list = []
+
+    def initialize_options(self) -> None:
+        pass
+
+    def finalize_options(self) -> None:
+        pass
+
+    def run(self) -> None:
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
+        flags = ["--no-build-isolation", "--no-deps", "--verbose", "--editable", str(ROOT)]
+        subprocess.check_call([*pip, *flags])
+
+
+if __name__ == "__main__":
+    setup(ext_modules=extensions(), cmdclass={"build_ext": build_ext, "develop": develop})

@@ -1,0 +1,1 @@
+"""The folder that the build puts the operator library ``_ops`` into."""
