@@ -119,7 +119,9 @@ def compile_flags() -> list[str]:
         "-fopenmp",  # at::parallel_for is inline and serial without it
         "-Wall",
         "-Wno-unknown-pragmas",
-        "-Wno-maybe-uninitialized",  # false in GCC's own intrinsics headers and SmallVector
+        # False alarms of GCC in its own intrinsics headers and in c10::SmallVector.
+        "-Wno-maybe-uninitialized",
+        "-Wno-uninitialized",
         f'-DCOMMHOOK_TORCH_VERSION="{torch.__version__}"',
     ]
 

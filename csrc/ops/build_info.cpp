@@ -6,7 +6,11 @@
 namespace commhook {
 namespace {
 
-std::string built_for_torch() { return COMMHOOK_TORCH_VERSION; }
+// Python looks for this mark in the file before it loads it, since a library of another torch may
+// not load at all.
+constexpr char kMark[] = "commhook built for torch " COMMHOOK_TORCH_VERSION;
+
+std::string built_for_torch() { return std::string(kMark).substr(sizeof("commhook built for torch")); }
 
 bool has_cuda_kernels() {
 #ifdef COMMHOOK_WITH_CUDA

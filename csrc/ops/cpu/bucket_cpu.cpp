@@ -2,7 +2,8 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
-#include <unistd.h>
+
+#include <fstream>
 
 #include "ops/bucket.h"
 #include "ops/cpu/row_kernels.h"
@@ -18,15 +19,16 @@ constexpr int64_t kGrainElements = 64 * 1024;
 // the number of threads.
 constexpr int64_t kChunkElements = 32 * 1024;
 
+// The last-level cache that one processor sees. (sysconf adds up the caches of all of them.)
+int64_t cache_bytes() {
+  int64_t kibibytes = 0;
+  std::ifstream("/sys/devices/system/cpu/cpu0/cache/index3/size") >> kibibytes;
+  return kibibytes > 0 ? kibibytes << 10 : int64_t{32} << 20;
+}
+
 // A destination from this size on is written past the caches.
 int64_t streaming_bytes() {
-  static const int64_t bytes = [] {
-    int64_t cache = 0;
-#ifdef _SC_LEVEL3_CACHE_SIZE
-    cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
-#endif
-    return cache > 0 ? cache : int64_t{32} << 20;
-  }();
+  static const int64_t bytes = cache_bytes();
   return bytes;
 }
 

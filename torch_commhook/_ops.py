@@ -1,0 +1,327 @@
+"""Fakes, autograd formulas and typed functions of ``torch.ops.commhook``.
+
+The schemas stand in ``csrc/ops/library.cpp``, the kernels in ``csrc/ops`` and ``cuda``. Each
+operator has here, one below the other: its typed function with the documentation, its fake kernel,
+which checks what can be checked without data, and its derivative where it has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_commhook._native import load_ops
+
+load_ops()
+
+_ops = torch.ops.commhook
+
+#: The dtypes that a bucket's tensors and buffers may have.
+BUCKET_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_DTYPE_NAMES = "float64, float32, float16 or bfloat16"
+
+
+class FlattenStats(NamedTuple):
+    """What :func:`flatten_stats` returns."""
+
+    buffer: Tensor
+    sum_of_squares: Tensor
+    nonfinite_count: Tensor
+
+
+def cpu_capability(limit: str | None = None) -> str:
+    """The instruction set of the CPU kernels: ``reference``, ``default``, ``avx2`` or ``avx512``.
+
+    ``reference`` is plain ATen. With ``limit``, the kernels of this process use at most that from
+    here on, which is meant for tests and measurements; the environment variable
+    ``COMMHOOK_CPU_CAPABILITY`` does the same at the start.
+
+    Raises:
+        ValueError: ``limit`` is none of the four.
+    """
+    return _ops.cpu_capability(limit)
+
+
+# ---- checks that the fakes share -----------------------------------------------------------------
+
+
+def _check_type(condition: bool, message: Callable[[], str]) -> None:
+    if not condition:
+        raise TypeError(message())
+
+
+def _check_tensor(op: str, name: str, tensor: Tensor, device: torch.device) -> None:
+    _check_type(
+        tensor.layout is torch.strided,
+        lambda: f"{op}: {name} must be dense (torch.strided), got layout {tensor.layout}",
+    )
+    _check_type(
+        tensor.dtype in BUCKET_DTYPES,
+        lambda: f"{op}: {name} must be of dtype {_DTYPE_NAMES}, got {tensor.dtype}",
+    )
+    torch._check_value(
+        tensor.device == device, lambda: f"{op}: {name} must be on {device}, got {tensor.device}"
+    )
+
+
+def _total_numel(tensors: Sequence[Tensor]) -> int:
+    total = 0
+    for tensor in tensors:
+        total = total + tensor.numel()
+    return total
+
+
+def _check_length(op: str, name: str, buffer: Tensor, tensors: Sequence[Tensor]) -> None:
+    total = _total_numel(tensors)
+    torch._check_value(
+        buffer.numel() == total,
+        lambda: f"{op}: {name} must hold {total} elements, as many as the tensors, "
+        f"got {buffer.numel()}",
+    )
+    torch._check_value(
+        buffer.is_contiguous(),
+        lambda: f"{op}: {name} must be contiguous, got sizes {tuple(buffer.shape)} "
+        f"with strides {buffer.stride()}",
+    )
+
+
+def _empty_buffer(op: str, tensors: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
+    torch._check_value(
+        len(tensors) > 0, lambda: f"{op}: tensors must hold at least one tensor, got none"
+    )
+    for i, tensor in enumerate(tensors):
+        _check_tensor(op, f"tensors[{i}]", tensor, tensors[0].device)
+    if dtype is None:
+        dtype = tensors[0].dtype
+        for i, tensor in enumerate(tensors):
+            _check_type(
+                tensor.dtype == dtype,
+                lambda i=i, tensor=tensor: f"{op}: dtype must be given where the tensors differ "  # type: ignore[misc]
+                f"in theirs, got none for tensors[0] of {dtype} and tensors[{i}] of {tensor.dtype}",
+            )
+    _check_type(
+        dtype in BUCKET_DTYPES, lambda: f"{op}: dtype must be {_DTYPE_NAMES}, got {dtype}"
+    )
+    return tensors[0].new_empty((_total_numel(tensors),), dtype=dtype)
+
+
+# ---- flatten -------------------------------------------------------------------------------------
+
+
+def flatten(
+    tensors: Sequence[Tensor],
+    *,
+    scale: float = 1.0,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Concatenate tensors into one flat buffer, scaled and then cast, in one pass over memory.
+
+    Elements come in logical (row-major) order, whatever the strides. They are multiplied by
+    ``scale`` in float32, or in float64 where a tensor or the buffer is float64, and then rounded to
+    the buffer's dtype (to nearest, ties to even).
+
+    Args:
+        tensors: any number of dense tensors of any shape on one device, of dtype float64, float32,
+            float16 or bfloat16, contiguous or not.
+        scale: factor, a plain number.
+        dtype: of the buffer; by default that of the tensors, which must then agree.
+        out: a contiguous buffer to write, of any shape, with as many elements as the tensors and no
+            memory shared with them; its dtype decides.
+
+    Returns:
+        A buffer of shape ``(total number of elements,)``, or ``out``. Differentiable without
+        ``out``.
+
+    Raises:
+        TypeError: a tensor is sparse or of another dtype, or dtypes differ and none is given.
+        ValueError: no tensors, several devices, or ``out`` does not fit or shares memory.
+        RuntimeError: ``out`` with tensors that require grad, while gradients are recorded.
+    """
+    if out is None:
+        return _ops.flatten(tensors, scale=scale, dtype=dtype)
+    if dtype is not None and dtype != out.dtype:
+        raise TypeError(f"flatten: dtype must be that of out, {out.dtype}, or None, got {dtype}")
+    return _ops.flatten.out(tensors, scale=scale, out=out)
+
+
+@torch.library.register_fake("commhook::flatten")
+def _flatten_fake(
+    tensors: Sequence[Tensor], *, scale: float = 1.0, dtype: torch.dtype | None = None
+) -> Tensor:
+    return _empty_buffer("flatten", tensors, dtype)
+
+
+@torch.library.register_fake("commhook::flatten.out")
+def _flatten_out_fake(tensors: Sequence[Tensor], *, scale: float = 1.0, out: Tensor) -> Tensor:
+    _check_tensor("flatten", "out", out, out.device)
+    for i, tensor in enumerate(tensors):
+        _check_tensor("flatten", f"tensors[{i}]", tensor, out.device)
+    _check_length("flatten", "out", out, tensors)
+    return out
+
+
+def _remember_flatten(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
+    (tensors,) = inputs
+    ctx.scale = keyword_only_inputs["scale"]
+    # Only shapes, strides and dtypes are needed: views of no elements would not carry them, so the
+    # tensors themselves are kept, without their versions being watched.
+    ctx.tensors = [tensor.detach() for tensor in tensors]
+
+
+def _flatten_backward(ctx: Any, grad: Tensor) -> list[Tensor]:
+    return _ops.unflatten(grad.contiguous(), ctx.tensors, scale=ctx.scale)
+
+
+torch.library.register_autograd(
+    "commhook::flatten", _flatten_backward, setup_context=_remember_flatten
+)
+
+
+# ---- flatten_stats -------------------------------------------------------------------------------
+
+
+def flatten_stats(
+    tensors: Sequence[Tensor], *, scale: float = 1.0, dtype: torch.dtype | None = None
+) -> FlattenStats:
+    """:func:`flatten`, with the buffer's square sum and its count of non-finite values.
+
+    Both come from the same pass over memory. On the CPU they do not depend on the number of
+    threads.
+
+    Returns:
+        ``buffer``; ``sum_of_squares``, float64, 0-dimensional: of the scaled values before the
+        cast, added up in float64; ``nonfinite_count``, int64, 0-dimensional: infinities and NaNs in
+        the buffer, those that the cast made by overflow included.
+
+    Raises:
+        TypeError, ValueError: as :func:`flatten`.
+    """
+    return FlattenStats(*_ops.flatten_stats(tensors, scale=scale, dtype=dtype))
+
+
+@torch.library.register_fake("commhook::flatten_stats")
+def _flatten_stats_fake(
+    tensors: Sequence[Tensor], *, scale: float = 1.0, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    buffer = _empty_buffer("flatten_stats", tensors, dtype)
+    return (
+        buffer,
+        buffer.new_empty((), dtype=torch.float64),
+        buffer.new_empty((), dtype=torch.int64),
+    )
+
+
+def _remember_flatten_stats(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
+    (tensors,) = inputs
+    ctx.scale = keyword_only_inputs["scale"]
+    ctx.save_for_backward(*tensors)
+    ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _flatten_stats_backward(
+    ctx: Any, grad_buffer: Tensor | None, grad_sum: Tensor | None, _: None
+) -> list[Tensor | None]:
+    tensors = ctx.saved_tensors
+    grads: list[Tensor | None] = [None] * len(tensors)
+    if grad_buffer is not None:
+        grads = list(_ops.unflatten(grad_buffer.contiguous(), tensors, scale=ctx.scale))
+    if grad_sum is not None:
+        # d(sum (scale x)^2)/dx = 2 scale^2 x
+        factor = 2.0 * ctx.scale**2 * grad_sum
+        for i, tensor in enumerate(tensors):
+            own = (factor * tensor).to(tensor.dtype)
+            grads[i] = own if grads[i] is None else grads[i] + own
+    return grads
+
+
+torch.library.register_autograd(
+    "commhook::flatten_stats", _flatten_stats_backward, setup_context=_remember_flatten_stats
+)
+
+
+# ---- unflatten -----------------------------------------------------------------------------------
+
+
+def unflatten(buffer: Tensor, like: Sequence[Tensor], *, scale: float = 1.0) -> list[Tensor]:
+    """New tensors with the contents of a flat buffer: the inverse of :func:`flatten`.
+
+    Args:
+        buffer: contiguous, of any shape, with as many elements as ``like`` in total.
+        like: dense tensors whose shapes, strides and dtypes the result takes over. Only these are
+            read, never their contents.
+        scale: factor, applied in float32 (float64 where a side is float64) before the cast.
+
+    Returns:
+        One new tensor for each of ``like``. Differentiable with respect to ``buffer``.
+
+    Raises:
+        TypeError: a tensor is sparse or of a dtype that buckets do not have.
+        ValueError: lengths or devices differ, or ``buffer`` is not contiguous.
+    """
+    return _ops.unflatten(buffer, like, scale=scale)
+
+
+def _check_unflatten(op: str, argument: str, buffer: Tensor, tensors: Sequence[Tensor]) -> None:
+    _check_tensor(op, "buffer", buffer, buffer.device)
+    for i, tensor in enumerate(tensors):
+        _check_tensor(op, f"{argument}[{i}]", tensor, buffer.device)
+    _check_length(op, "buffer", buffer, tensors)
+
+
+@torch.library.register_fake("commhook::unflatten")
+def _unflatten_fake(buffer: Tensor, like: Sequence[Tensor], *, scale: float = 1.0) -> list[Tensor]:
+    _check_unflatten("unflatten", "like", buffer, like)
+    return [
+        torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+        if torch._prims_common.is_non_overlapping_and_dense(t)
+        else torch.empty(t.shape, dtype=t.dtype, device=t.device)
+        for t in like
+    ]
+
+
+def _remember_unflatten(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
+    buffer, like = inputs
+    ctx.scale = keyword_only_inputs["scale"]
+    ctx.dtype = buffer.dtype
+    ctx.shape = buffer.shape
+    ctx.count = len(like)
+
+
+def _unflatten_backward(ctx: Any, grads: list[Tensor]) -> tuple[Tensor, list[None]]:
+    grad = _ops.flatten(grads, scale=ctx.scale, dtype=ctx.dtype).view(ctx.shape)
+    return grad, [None] * ctx.count
+
+
+torch.library.register_autograd(
+    "commhook::unflatten", _unflatten_backward, setup_context=_remember_unflatten
+)
+
+
+# ---- unflatten_into ------------------------------------------------------------------------------
+
+
+def unflatten_into(buffer: Tensor, tensors: Sequence[Tensor], *, scale: float = 1.0) -> None:
+    """Write a flat buffer's contents into existing tensors, in one pass over memory.
+
+    Args:
+        buffer: contiguous, of any shape, with as many elements as ``tensors`` in total.
+        tensors: dense destinations, of any strides that reach each element once, sharing no memory
+            with the buffer or each other.
+        scale: factor, applied in float32 (float64 where a side is float64) before the cast.
+
+    Raises:
+        TypeError: a tensor is sparse or of a dtype that buckets do not have.
+        ValueError: lengths or devices differ, ``buffer`` is not contiguous, or memory is shared.
+        RuntimeError: a tensor requires grad while gradients are recorded.
+    """
+    _ops.unflatten_into(buffer, tensors, scale=scale)
+
+
+@torch.library.register_fake("commhook::unflatten_into")
+def _unflatten_into_fake(buffer: Tensor, tensors: Sequence[Tensor], *, scale: float = 1.0) -> None:
+    _check_unflatten("unflatten_into", "tensors", buffer, tensors)
