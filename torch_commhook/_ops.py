@@ -53,6 +53,12 @@ def _check_type(condition: bool, message: Callable[[], str]) -> None:
         raise TypeError(message())
 
 
+def _check_not_empty(op: str, tensors: Sequence[Tensor]) -> None:
+    # The dispatcher finds no device in an empty list, so no kernel could say this.
+    if len(tensors) == 0:
+        raise ValueError(f"{op}: tensors must hold at least one tensor, got none")
+
+
 def _check_tensor(op: str, name: str, tensor: Tensor, device: torch.device) -> None:
     _check_type(
         tensor.layout is torch.strided,
@@ -89,9 +95,6 @@ def _check_length(op: str, name: str, buffer: Tensor, tensors: Sequence[Tensor])
 
 
 def _empty_buffer(op: str, tensors: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
-    torch._check_value(
-        len(tensors) > 0, lambda: f"{op}: tensors must hold at least one tensor, got none"
-    )
     for i, tensor in enumerate(tensors):
         _check_tensor(op, f"tensors[{i}]", tensor, tensors[0].device)
     if dtype is None:
@@ -142,6 +145,7 @@ def flatten(
         RuntimeError: ``out`` with tensors that require grad, while gradients are recorded.
     """
     if out is None:
+        _check_not_empty("flatten", tensors)
         return _ops.flatten(tensors, scale=scale, dtype=dtype)
     if dtype is not None and dtype != out.dtype:
         raise TypeError(f"flatten: dtype must be that of out, {out.dtype}, or None, got {dtype}")
@@ -200,6 +204,7 @@ def flatten_stats(
     Raises:
         TypeError, ValueError: as :func:`flatten`.
     """
+    _check_not_empty("flatten_stats", tensors)
     return FlattenStats(*_ops.flatten_stats(tensors, scale=scale, dtype=dtype))
 
 
@@ -252,8 +257,8 @@ def unflatten(buffer: Tensor, like: Sequence[Tensor], *, scale: float = 1.0) -> 
 
     Args:
         buffer: contiguous, of any shape, with as many elements as ``like`` in total.
-        like: dense tensors whose shapes, strides and dtypes the result takes over. Only these are
-            read, never their contents.
+        like: dense tensors whose shapes, strides and dtypes the result takes over, as
+            ``torch.empty_like`` does. Their contents are not read.
         scale: factor, applied in float32 (float64 where a side is float64) before the cast.
 
     Returns:
@@ -276,12 +281,7 @@ def _check_unflatten(op: str, argument: str, buffer: Tensor, tensors: Sequence[T
 @torch.library.register_fake("commhook::unflatten")
 def _unflatten_fake(buffer: Tensor, like: Sequence[Tensor], *, scale: float = 1.0) -> list[Tensor]:
     _check_unflatten("unflatten", "like", buffer, like)
-    return [
-        torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
-        if torch._prims_common.is_non_overlapping_and_dense(t)
-        else torch.empty(t.shape, dtype=t.dtype, device=t.device)
-        for t in like
-    ]
+    return [torch.empty_like(tensor) for tensor in like]
 
 
 def _remember_unflatten(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:

@@ -7,11 +7,13 @@
 
 namespace commhook {
 
-at::Tensor empty_with_layout_of(const at::Tensor& like) {
-  if (like.is_non_overlapping_and_dense()) {
-    return at::empty_strided(like.sizes(), like.strides(), like.options());
+std::vector<at::Tensor> empty_like(at::TensorList like) {
+  std::vector<at::Tensor> tensors;
+  tensors.reserve(like.size());
+  for (const auto& tensor : like) {
+    tensors.push_back(at::empty_like(tensor));
   }
-  return at::empty(like.sizes(), like.options());
+  return tensors;
 }
 
 namespace reference {
@@ -63,11 +65,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> flatten_stats(at::TensorList tens
 
 std::vector<at::Tensor> unflatten(const at::Tensor& buffer, at::TensorList like, double scale) {
   check_unflatten("unflatten", buffer, like, "like");
-  std::vector<at::Tensor> tensors;
-  tensors.reserve(like.size());
-  for (const auto& tensor : like) {
-    tensors.push_back(empty_with_layout_of(tensor));
-  }
+  auto tensors = empty_like(like);
   unflatten_into(buffer, tensors, scale);
   return tensors;
 }
@@ -87,27 +85,12 @@ void unflatten_into(const at::Tensor& buffer, at::TensorList tensors, double sca
 
 namespace {
 
-// Without a tensor there is no device to dispatch on; this gives flatten's own message.
-at::Tensor flatten_of_nothing(at::TensorList tensors, double scale,
-                              std::optional<at::ScalarType> dtype) {
-  return reference::flatten(tensors, scale, dtype);
-}
-std::tuple<at::Tensor, at::Tensor, at::Tensor> flatten_stats_of_nothing(
-    at::TensorList tensors, double scale, std::optional<at::ScalarType> dtype) {
-  return reference::flatten_stats(tensors, scale, dtype);
-}
-
 TORCH_LIBRARY_IMPL(commhook, CompositeExplicitAutograd, m) {
   m.impl("flatten", reference::flatten);
   m.impl("flatten.out", reference::flatten_out);
   m.impl("flatten_stats", reference::flatten_stats);
   m.impl("unflatten", reference::unflatten);
   m.impl("unflatten_into", reference::unflatten_into);
-}
-
-TORCH_LIBRARY_IMPL(commhook, Undefined, m) {
-  m.impl("flatten", flatten_of_nothing);
-  m.impl("flatten_stats", flatten_stats_of_nothing);
 }
 
 }  // namespace

@@ -161,11 +161,7 @@ std::vector<at::Tensor> unflatten(const at::Tensor& buffer, at::TensorList like,
     return reference::unflatten(buffer, like, scale);
   }
   check_unflatten("unflatten", buffer, like, "like");
-  std::vector<at::Tensor> tensors;
-  tensors.reserve(like.size());
-  for (const auto& tensor : like) {
-    tensors.push_back(empty_with_layout_of(tensor));
-  }
+  auto tensors = empty_like(like);
   run_unflatten(buffer, tensors, scale);
   return tensors;
 }
