@@ -53,12 +53,6 @@ def _check_type(condition: bool, message: Callable[[], str]) -> None:
         raise TypeError(message())
 
 
-def _check_not_empty(op: str, tensors: Sequence[Tensor]) -> None:
-    # The dispatcher finds no device in an empty list, so no kernel could say this.
-    if len(tensors) == 0:
-        raise ValueError(f"{op}: tensors must hold at least one tensor, got none")
-
-
 def _check_tensor(op: str, name: str, tensor: Tensor, device: torch.device) -> None:
     _check_type(
         tensor.layout is torch.strided,
@@ -95,6 +89,9 @@ def _check_length(op: str, name: str, buffer: Tensor, tensors: Sequence[Tensor])
 
 
 def _empty_buffer(op: str, tensors: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
+    torch._check_value(
+        len(tensors) > 0, lambda: f"{op}: tensors must hold at least one tensor, got none"
+    )
     for i, tensor in enumerate(tensors):
         _check_tensor(op, f"tensors[{i}]", tensor, tensors[0].device)
     if dtype is None:
@@ -145,7 +142,6 @@ def flatten(
         RuntimeError: ``out`` with tensors that require grad, while gradients are recorded.
     """
     if out is None:
-        _check_not_empty("flatten", tensors)
         return _ops.flatten(tensors, scale=scale, dtype=dtype)
     if dtype is not None and dtype != out.dtype:
         raise TypeError(f"flatten: dtype must be that of out, {out.dtype}, or None, got {dtype}")
@@ -204,7 +200,6 @@ def flatten_stats(
     Raises:
         TypeError, ValueError: as :func:`flatten`.
     """
-    _check_not_empty("flatten_stats", tensors)
     return FlattenStats(*_ops.flatten_stats(tensors, scale=scale, dtype=dtype))
 
 

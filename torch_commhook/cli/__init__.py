@@ -1,0 +1,1 @@
+"""The command line: ``python -m torch_commhook`` (also ``commhook``), a module a subcommand."""

@@ -1,0 +1,208 @@
+"""Reads a hook from the command line: ``cast(bfloat16)``, ``none`` or ``my_hooks.py:my_hook``.
+
+An expression is parsed, never evaluated as Python: calls of the public names of
+``torch_commhook.hooks``, whose arguments are constants, names of dtypes, lists and tuples of those,
+or further such calls. A file is Python of the user's own, and is run.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+#: The expression for DDP as it is, with no hook.
+NO_HOOK = "none"
+
+
+class HookExpressionError(ValueError):
+    """A hook expression that can't be read, in one sentence that says what can."""
+
+
+def parse_hook(expression: str, hooks: ModuleType | None = None) -> Any:
+    """The hook that ``expression`` describes; None for ``none``.
+
+    Args:
+        expression: a call such as ``cast(bfloat16)``, a bare name such as ``allreduce``, ``none``,
+            or ``path/to/file.py:name`` for the object ``name`` of a Python file.
+        hooks: the module whose public names may be called; ``torch_commhook.hooks`` where None.
+
+    Raises:
+        HookExpressionError: the expression is not of this form, a name is unknown, the file
+            doesn't run, or the arguments don't suit the hook.
+    """
+    text = expression.strip()
+    if text.lower() == NO_HOOK:
+        return None
+    if _is_file_reference(text):
+        return _load_from_file(text)
+    if hooks is None:
+        from torch_commhook import hooks as library_hooks
+
+        hooks = library_hooks
+    return _Builder(text, hooks).build()
+
+
+def check_hook(expression: str, hooks: ModuleType | None = None) -> None:
+    """Raise HookExpressionError where :func:`parse_hook` would, without running a user's file."""
+    text = expression.strip()
+    if _is_file_reference(text):
+        path, name = _split_file_reference(text)
+        _check_file_defines(path, name)
+    else:
+        parse_hook(text, hooks)
+
+
+def public_names(hooks: ModuleType) -> list[str]:
+    """The names of ``hooks`` that an expression may call, sorted."""
+    names = getattr(hooks, "__all__", None)
+    if names is None:
+        names = [name for name in vars(hooks) if not name.startswith("_")]
+    return sorted(
+        name
+        for name in names
+        if callable(getattr(hooks, name, None)) and not isinstance(getattr(hooks, name), ModuleType)
+    )
+
+
+# ---- expressions ---------------------------------------------------------------------------------
+
+
+class _Builder:
+    """Turns the syntax tree of one expression into the hook."""
+
+    def __init__(self, text: str, hooks: ModuleType) -> None:
+        self.text = text
+        self.hooks = hooks
+        self.names = public_names(hooks)
+
+    def build(self) -> Any:
+        try:
+            node = ast.parse(self.text, mode="eval").body
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise self._error("is not a hook expression") from error
+        if isinstance(node, ast.Name):  # a bare name is a call without arguments
+            return self._call(node, [], {})
+        if not isinstance(node, ast.Call):
+            raise self._error("is not a hook expression")
+        return self._value(node)
+
+    def _value(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.Call):
+            if any(keyword.arg is None for keyword in node.keywords):
+                raise self._error("must not unpack a mapping (**)")
+            arguments = [self._value(argument) for argument in node.args]
+            keywords = {str(keyword.arg): self._value(keyword.value) for keyword in node.keywords}
+            return self._call(node.func, arguments, keywords)
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            number = self._value(node.operand)
+            if isinstance(number, (int, float)):
+                return -number
+        if isinstance(node, (ast.List, ast.Tuple)):
+            items = [self._value(item) for item in node.elts]
+            return items if isinstance(node, ast.List) else tuple(items)
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            return self._dtype(node)
+        raise self._error(f"must not contain {ast.unparse(node)!r}")
+
+    def _call(self, function: ast.expr, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+        name = ast.unparse(function)
+        if not isinstance(function, ast.Name) or name not in self.names:
+            raise self._unknown(name)
+        try:
+            return getattr(self.hooks, name)(*arguments, **keywords)
+        except HookExpressionError:
+            raise
+        except Exception as error:
+            raise self._error(f"is refused by {name}: {_one_line(error)}") from error
+
+    def _dtype(self, node: ast.Name | ast.Attribute) -> Any:
+        import torch
+
+        name = ast.unparse(node)
+        value = getattr(torch, name.removeprefix("torch."), None)
+        if isinstance(value, torch.dtype):
+            return value
+        if name in self.names:  # a wrapper's inner hook may be a bare name too
+            return self._call(node, [], {})
+        raise self._error(f"has the argument {name!r}, which is neither a dtype nor a hook")
+
+    def _unknown(self, name: str) -> HookExpressionError:
+        close = difflib.get_close_matches(name, self.names, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        return self._error(f"names the unknown hook {name!r}{hint}")
+
+    def _error(self, what: str) -> HookExpressionError:
+        return HookExpressionError(
+            f"hook {self.text!r} {what}; a hook is one of {', '.join(self.names)}, as in "
+            f"cast(bfloat16), or {NO_HOOK}, or FILE.py:NAME"
+        )
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def _is_file_reference(text: str) -> bool:
+    return ".py:" in text or text.endswith(".py")
+
+
+def _split_file_reference(text: str) -> tuple[Path, str]:
+    path, separator, name = text.rpartition(":")
+    if not separator or not path.endswith(".py") or not name.isidentifier():
+        raise HookExpressionError(
+            f"hook {text!r} must be FILE.py:NAME, where NAME is an object of that file"
+        )
+    if not Path(path).is_file():
+        raise HookExpressionError(f"hook {text!r}: there is no file {path}")
+    return Path(path), name
+
+
+def _load_from_file(text: str) -> Any:
+    path, name = _split_file_reference(text)
+    spec = importlib.util.spec_from_file_location(f"_commhook_user_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise HookExpressionError(f"hook {text!r}: {path} can't be imported as Python")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickling look a class's module up by name
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise HookExpressionError(f"hook {text!r}: {path} raised {_one_line(error)}") from error
+    if not hasattr(module, name):
+        raise HookExpressionError(f"hook {text!r}: {path} defines no {name}")
+    hook = getattr(module, name)
+    if not callable(hook):
+        raise HookExpressionError(
+            f"hook {text!r}: {name} must be callable, got {type(hook).__name__}"
+        )
+    return hook
+
+
+def _check_file_defines(path: Path, name: str) -> None:
+    try:
+        tree = ast.parse(path.read_bytes(), filename=str(path))
+    except (SyntaxError, ValueError, OSError) as error:
+        raise HookExpressionError(f"{path} can't be read as Python: {_one_line(error)}") from error
+    bound: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            bound.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound.add(node.id)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            bound.update(alias.asname or alias.name.split(".")[0] for alias in node.names)
+            if any(alias.name == "*" for alias in node.names):
+                return  # it may come from there; running the file will tell
+    if name not in bound:
+        raise HookExpressionError(f"{path} defines no {name}")
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
