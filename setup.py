@@ -141,7 +141,7 @@ def extensions() -> list:
     if want_cuda():
         if "TORCH_CUDA_ARCH_LIST" not in os.environ and not torch.cuda.is_available():
             os.environ["TORCH_CUDA_ARCH_LIST"] = "8.0;9.0+PTX"
-        ops["sources"] += sources("cuda/*.cu")
+        ops["sources"] += sources("cuda/*.cu", "cuda/*.cpp")
         ops["include_dirs"] = [*include_dirs, str(ROOT / "cuda"), *nvidia_package_folders("include")]
         ops["library_dirs"] = nvidia_package_folders("lib")
         ops["extra_compile_args"] = {

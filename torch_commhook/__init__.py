@@ -1,3 +1,26 @@
 """One gradient communication hook for every PyTorch execution mode, at the speed of memory."""
 
 from torch_commhook import _ops as _ops
+from torch_commhook import collectives, hooks
+from torch_commhook._native import NativeLibraryError
+from torch_commhook._runtime import check_hook, parse_hook_result, run_hook
+from torch_commhook.attach import HookHandle, attach
+from torch_commhook.bucket import BucketLayout, GradBucket
+from torch_commhook.metrics import BucketStats, HookStats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BucketLayout",
+    "BucketStats",
+    "GradBucket",
+    "HookHandle",
+    "HookStats",
+    "NativeLibraryError",
+    "attach",
+    "check_hook",
+    "collectives",
+    "hooks",
+    "parse_hook_result",
+    "run_hook",
+]

@@ -1,0 +1,41 @@
+// The communication hook that this library registers with DDP's C++ reducer. It runs a Python
+// callable for each bucket and keeps the reducer usable whatever that does: an exception reaches
+// the caller of backward() with its type and traceback, and the next backward works.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/comm.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include <exception>
+#include <map>
+#include <vector>
+
+#include "runtime/hook_result.h"
+#include "runtime/py_ref.h"
+
+namespace commhook {
+
+class DdpHook : public c10d::CommHookInterface {
+ public:
+  // runner(bucket: torch.distributed.GradBucket, rebuilt: bool) -> (hook, returned, dtype):
+  // the name of the hook for errors, what it returned (a Future or a tensor), and the dtype that
+  // the result must have. `rebuilt` says that the bucket holds other parameters than it held when
+  // the runner last saw its index.
+  explicit DdpHook(pybind11::object runner) : runner_(std::move(runner)) {}
+
+  c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override;
+  at::Tensor parseHookResult(const c10::IValue& result) override;
+
+ private:
+  c10::intrusive_ptr<c10::ivalue::Future> start(c10d::GradBucket& bucket);
+  bool remember_parameters(const c10d::GradBucket& bucket);
+
+  PyRef runner_;
+  std::map<int64_t, BucketSpec> specs_;
+  std::map<int64_t, std::vector<const c10::TensorImpl*>> parameters_;
+  // Set where a bucket of this backward failed; later buckets then issue no collectives, which
+  // the other ranks would pair with the wrong ones.
+  std::exception_ptr failure_;
+};
+
+}  // namespace commhook

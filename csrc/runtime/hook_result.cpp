@@ -1,0 +1,95 @@
+#include "runtime/hook_result.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+
+#include "runtime/hook_names.h"
+
+namespace py = pybind11;
+
+namespace commhook {
+namespace {
+
+constexpr const char* kExpected = "must give a tensor, or a list or tuple of one tensor, got ";
+
+std::string shape_name(at::IntArrayRef sizes) {
+  return sizes.size() == 1 ? c10::str(sizes[0], " elements") : c10::str("shape ", sizes);
+}
+
+}  // namespace
+
+BucketSpec::BucketSpec(std::string hook, int64_t index, int64_t count, const at::Tensor& buffer)
+    : hook(std::move(hook)),
+      index(index),
+      count(count),
+      sizes(buffer.sizes().vec()),
+      dtype(buffer.scalar_type()),
+      device(buffer.device()),
+      layout(buffer.layout()) {}
+
+std::string BucketSpec::name() const {
+  return hook.empty() ? bucket_name(index, count) : hook_on_bucket(hook, index, count);
+}
+
+at::Tensor check_result(const at::Tensor& result, const BucketSpec& spec) {
+  TORCH_CHECK_TYPE(result.defined(), spec.name(), ": the result ", kExpected,
+                   "an undefined tensor");
+  TORCH_CHECK_TYPE(result.layout() == spec.layout, spec.name(),
+                   ": the result must have the bucket's layout, ", spec.layout, ", got ",
+                   result.layout());
+  TORCH_CHECK_TYPE(result.scalar_type() == spec.dtype, spec.name(),
+                   ": the result must have dtype ", spec.dtype, ", got ", result.scalar_type());
+  TORCH_CHECK_VALUE(result.device() == spec.device, spec.name(), ": the result must be on ",
+                    spec.device, ", got ", result.device());
+  if (spec.layout != at::kStrided) {
+    TORCH_CHECK_VALUE(result.sizes() == at::IntArrayRef(spec.sizes), spec.name(),
+                      ": the result must have ", shape_name(spec.sizes), ", got ",
+                      shape_name(result.sizes()));
+    return result;
+  }
+  TORCH_CHECK_VALUE(result.numel() == c10::multiply_integers(spec.sizes), spec.name(),
+                    ": the result must have ", c10::multiply_integers(spec.sizes),
+                    " elements, one for each of the bucket's, got ", shape_name(result.sizes()));
+  return result.sizes() == at::IntArrayRef(spec.sizes) && result.is_contiguous()
+             ? result
+             : result.contiguous().view(spec.sizes);
+}
+
+at::Tensor parse_result(const py::object& value, const BucketSpec& spec) {
+  if (THPVariable_Check(value.ptr())) {
+    return check_result(THPVariable_Unpack(value.ptr()), spec);
+  }
+  if (PyExceptionInstance_Check(value.ptr())) {
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())), value.ptr());
+    throw py::error_already_set();
+  }
+  if (py::isinstance<py::list>(value) || py::isinstance<py::tuple>(value)) {
+    const auto sequence = py::reinterpret_borrow<py::sequence>(value);
+    TORCH_CHECK_VALUE(sequence.size() == 1, spec.name(), ": the result ", kExpected, "a ",
+                      type_name(value), " of ", sequence.size());
+    const py::object element = sequence[0];
+    TORCH_CHECK_TYPE(THPVariable_Check(element.ptr()), spec.name(), ": the result ", kExpected,
+                     "a ", type_name(value), " of ", type_name(element));
+    return check_result(THPVariable_Unpack(element.ptr()), spec);
+  }
+  const bool future = py::isinstance<torch::jit::PythonFutureWrapper>(value);
+  TORCH_CHECK_TYPE(false, spec.name(), ": the result ", kExpected, type_name(value),
+                   future ? "; a callback must return the tensor, not another Future" : "");
+}
+
+at::Tensor parse_result(const c10::IValue& value, const BucketSpec& spec) {
+  if (value.isTensor()) {
+    return check_result(value.toTensor(), spec);
+  }
+  if (value.isTensorList()) {
+    const auto tensors = value.toTensorList();
+    TORCH_CHECK_VALUE(tensors.size() == 1, spec.name(), ": the result ", kExpected, "a list of ",
+                      tensors.size());
+    return check_result(tensors.get(0), spec);
+  }
+  py::gil_scoped_acquire gil;
+  return parse_result(torch::jit::toPyObject(value), spec);
+}
+
+}  // namespace commhook

@@ -1,0 +1,81 @@
+#include "runtime/hook_runner.h"
+
+#include <ATen/core/ivalue.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+
+#include "runtime/grad_bucket.h"
+#include "runtime/hook_names.h"
+
+namespace py = pybind11;
+using torch::jit::PythonFutureWrapper;
+
+namespace commhook {
+namespace {
+
+// The exception stays the hook's own; where it came from is added as a note (Python 3.11).
+void add_note(const py::error_already_set& error, const std::string& where) {
+  const py::object& value = error.value();
+  if (!value || !py::hasattr(value, "add_note")) {
+    return;
+  }
+  try {
+    value.attr("add_note")("raised by " + where);
+  } catch (const py::error_already_set&) {
+    // An exception class that refuses notes is still raised.
+  }
+}
+
+std::string where_of(const py::object& hook, const py::object& bucket) {
+  const auto [index, count] = index_and_count(bucket);
+  return hook_on_bucket(hook_name(hook), index, count);
+}
+
+}  // namespace
+
+std::pair<int64_t, int64_t> index_and_count(const py::object& bucket) {
+  if (py::isinstance<c10d::GradBucket>(bucket)) {
+    const auto& torch_bucket = bucket.cast<const c10d::GradBucket&>();
+    return {static_cast<int64_t>(torch_bucket.getIndex()), bucket_count(torch_bucket)};
+  }
+  return {bucket.attr("index")().cast<int64_t>(), bucket.attr("bucket_count")().cast<int64_t>()};
+}
+
+py::object as_future(const py::object& returned, const std::string& where) {
+  if (py::isinstance<PythonFutureWrapper>(returned)) {
+    return returned;
+  }
+  if (THPVariable_Check(returned.ptr())) {
+    py::object result = returned;
+    if (py::hasattr(result, "trigger_wait")) {
+      result = result.attr("wait")();  // a functional collective's tensor that is still on its way
+    }
+    const at::Tensor tensor = THPVariable_Unpack(result.ptr());
+    std::vector<at::Device> devices;
+    if (!tensor.device().is_cpu()) {
+      devices.push_back(tensor.device());
+    }
+    auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get(), devices);
+    future->markCompleted(tensor);
+    return py::cast(std::make_shared<PythonFutureWrapper>(std::move(future)));
+  }
+  TORCH_CHECK_TYPE(false, where,
+                   ": must return a torch.futures.Future[torch.Tensor] or a torch.Tensor, got ",
+                   type_name(returned));
+}
+
+py::object run_hook(const py::object& hook, const py::object& state, const py::object& bucket) {
+  py::object returned;
+  try {
+    returned = hook(state, bucket);
+  } catch (const py::error_already_set& error) {
+    add_note(error, where_of(hook, bucket));
+    throw;
+  }
+  if (py::isinstance<PythonFutureWrapper>(returned)) {
+    return returned;  // the usual case needs no name
+  }
+  return as_future(returned, where_of(hook, bucket));
+}
+
+}  // namespace commhook

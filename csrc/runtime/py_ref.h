@@ -1,0 +1,45 @@
+// A reference to a Python object that C++ may hold and drop on any thread, with or without the GIL,
+// and after the interpreter has begun to end.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <utility>
+
+namespace commhook {
+
+// Whether it is safe to take the GIL. A thread that asks for it while the interpreter ends is hung
+// or killed.
+inline bool interpreter_is_running() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsInitialized() && !Py_IsFinalizing();
+#else
+  return Py_IsInitialized() && !_Py_IsFinalizing();
+#endif
+}
+
+class PyRef {
+ public:
+  explicit PyRef(pybind11::object object) : object_(std::move(object)) {}
+  PyRef(const PyRef&) = delete;
+  PyRef& operator=(const PyRef&) = delete;
+
+  ~PyRef() {
+    if (PyGILState_Check()) {
+      object_ = pybind11::object();
+    } else if (interpreter_is_running()) {
+      pybind11::gil_scoped_acquire gil;
+      object_ = pybind11::object();
+    } else {
+      object_.release();  // left to the end of the process
+    }
+  }
+
+  // To be used with the GIL held.
+  const pybind11::object& get() const { return object_; }
+
+ private:
+  pybind11::object object_;
+};
+
+}  // namespace commhook

@@ -1,0 +1,449 @@
+"""Buckets of gradients: where each gradient lies in a flat buffer, and the buffer itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_commhook import _C, _ops
+
+
+def _memory_order(tensor: Tensor) -> tuple[int, ...] | None:
+    """The permutation that makes a dense but permuted tensor contiguous; None for all others."""
+    if tensor.is_contiguous():
+        return None
+    order = sorted(range(tensor.dim()), key=lambda d: (-tensor.stride(d), -tensor.size(d)))
+    return tuple(order) if tensor.permute(order).is_contiguous() else None
+
+
+class BucketLayout:
+    """Where the gradients of a list of parameters lie in one flat buffer.
+
+    Gradients lie one after another, without gaps, in the order of the parameters. A gradient has
+    its parameter's strides where these are dense (channels_last, a transposed weight): its memory
+    is then copied as it lies. It has row-major strides where they are not. Since the layout comes
+    from parameters alone, every rank has the same.
+
+    Args:
+        parameters: tensors; only shapes, strides, dtypes and devices are read.
+
+    Attributes:
+        offsets: elements before each gradient.
+        lengths: elements of each gradient.
+        sizes: shape of each gradient.
+        strides: strides of each gradient, in elements.
+        numel: elements in all.
+    """
+
+    __slots__ = ("_orders", "lengths", "numel", "offsets", "sizes", "strides")
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.offsets: list[int] = []
+        self.lengths: list[int] = []
+        self.sizes: list[torch.Size] = []
+        self.strides: list[tuple[int, ...]] = []
+        self._orders: list[tuple[int, ...] | None] = []
+        self.numel = 0
+        for parameter in parameters:
+            order = _memory_order(parameter)
+            dense = order is not None or parameter.is_contiguous()
+            self.offsets.append(self.numel)
+            self.lengths.append(parameter.numel())
+            self.sizes.append(parameter.shape)
+            self.strides.append(
+                tuple(parameter.stride()) if dense else _row_major_strides(parameter.shape)
+            )
+            self._orders.append(order)
+            self.numel += parameter.numel()
+
+    def __len__(self) -> int:
+        """The number of gradients."""
+        return len(self.lengths)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BucketLayout):
+            return NotImplemented
+        return self.sizes == other.sizes and self.strides == other.strides
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"BucketLayout({len(self)} gradients, {self.numel} elements)"
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """The gradients as views of a flat buffer of ``numel`` elements.
+
+        Raises:
+            ValueError: the buffer is not one-dimensional and contiguous, or of another length.
+        """
+        self._check(buffer)
+        base = buffer.storage_offset()
+        return [
+            buffer.as_strided(size, stride, base + offset)
+            for size, stride, offset in zip(self.sizes, self.strides, self.offsets, strict=True)
+        ]
+
+    def in_memory_order(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients permuted so that their row-major order is the buffer's.
+
+        What ``flatten`` and ``unflatten_into`` are given: a gradient that lies in memory as its
+        parameter does is contiguous then.
+
+        Raises:
+            ValueError: a gradient has another shape than its parameter, or their number differs.
+        """
+        if len(gradients) != len(self):
+            raise ValueError(
+                f"BucketLayout: gradients must be {len(self)}, one for each parameter, "
+                f"got {len(gradients)}"
+            )
+        for i, (gradient, size) in enumerate(zip(gradients, self.sizes, strict=True)):
+            if gradient.shape != size:
+                raise ValueError(
+                    f"BucketLayout: gradients[{i}] must have its parameter's shape {tuple(size)}, "
+                    f"got {tuple(gradient.shape)}"
+                )
+        return [
+            gradient if order is None else gradient.permute(order)
+            for gradient, order in zip(gradients, self._orders, strict=True)
+        ]
+
+    def flatten(
+        self,
+        gradients: Sequence[Tensor],
+        *,
+        scale: float = 1.0,
+        dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Gradients into a flat buffer, in one pass (:func:`torch_commhook._ops.flatten`)."""
+        return _ops.flatten(self.in_memory_order(gradients), scale=scale, dtype=dtype, out=out)
+
+    def unflatten_into(
+        self, buffer: Tensor, gradients: Sequence[Tensor], *, scale: float = 1.0
+    ) -> None:
+        """A flat buffer into gradients, in one pass (:func:`torch_commhook._ops.unflatten_into`)."""
+        _ops.unflatten_into(buffer, self.in_memory_order(gradients), scale=scale)
+
+    def _check(self, buffer: Tensor) -> None:
+        if buffer.dim() != 1 or not buffer.is_contiguous() or buffer.numel() != self.numel:
+            raise ValueError(
+                f"BucketLayout: buffer must be contiguous, of shape ({self.numel},), "
+                f"got shape {tuple(buffer.shape)} with strides {buffer.stride()}"
+            )
+
+
+def _row_major_strides(size: torch.Size) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for length in reversed(size):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+class GradBucket:
+    """A bucket of gradients, as a communication hook gets it.
+
+    It has the methods of ``torch.distributed.GradBucket``, can be made from Python, copied and
+    pickled, and checks what it is given.
+
+    Args:
+        parameters: the parameters whose gradients the bucket holds.
+        gradients: one for each parameter, of its shape, or None for a gradient of zeros. They are
+            copied into the buffer.
+        buffer: flat and contiguous; the bucket shares it. With ``gradients``, it is written.
+            Without ``buffer``, a new one is made of the gradients' dtype. A sparse tensor makes a
+            sparse bucket, which holds one parameter.
+        index: of the bucket, from 0 on.
+        bucket_count: how many buckets there are.
+        sparse_grad_indices: for a sparse bucket whose indices are known beforehand.
+        process_group: the ranks to average over; None for the default group.
+
+    Raises:
+        ValueError: neither ``gradients`` nor ``buffer``, lengths, shapes or devices that do not
+            fit, or an index outside ``bucket_count``.
+        TypeError: sparse or non-floating gradients beside others.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_bucket_count",
+        "_buffer",
+        "_index",
+        "_layout",
+        "_parameters",
+        "_process_group",
+        "_sparse_grad_indices",
+    )
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor | None] | None = None,
+        buffer: Tensor | None = None,
+        index: int = 0,
+        bucket_count: int = 1,
+        sparse_grad_indices: Tensor | None = None,
+        process_group: Any = None,
+    ) -> None:
+        if bucket_count < 1 or not 0 <= index < bucket_count:
+            raise ValueError(
+                "GradBucket: index must be from 0 to bucket_count - 1, got "
+                f"index {index} with bucket_count {bucket_count}"
+            )
+        self._parameters = list(parameters)
+        if not self._parameters:
+            raise ValueError("GradBucket: parameters must hold at least one tensor, got none")
+        self._index = index
+        self._bucket_count = bucket_count
+        self._sparse_grad_indices = sparse_grad_indices
+        self._process_group = process_group
+        self._layout: BucketLayout | None = None
+        if gradients is None and buffer is None:
+            raise ValueError("GradBucket: gradients or buffer must be given, got neither")
+        if gradients is None:
+            assert buffer is not None
+            self._buffer = self._checked_buffer(buffer)
+        else:
+            self._buffer = self._buffer_of(list(gradients), buffer)
+
+    # ---- what PyTorch's GradBucket has -----------------------------------------------------------
+
+    def index(self) -> int:
+        """The bucket's index. DDP runs hooks in this order, and bucket 0 holds the last layers."""
+        return self._index
+
+    def buffer(self) -> Tensor:
+        """All gradients as one tensor of shape ``(elements,)``; for a sparse bucket the gradient."""
+        return self._buffer
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients as views of the buffer, with their parameters' shapes and strides.
+
+        For a sparse bucket, the sparse gradient itself.
+        """
+        if self._buffer.layout is not torch.strided:
+            return [self._buffer]
+        return self.layout().views(self._buffer)
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters, in the order of the gradients."""
+        return list(self._parameters)
+
+    def first_parameter(self) -> Tensor:
+        """The first of the parameters, by which a bucket can be known."""
+        return self._parameters[0]
+
+    def is_last(self) -> bool:
+        """Whether no bucket comes after this one in a backward pass."""
+        return self._index == self._bucket_count - 1
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Put another buffer in place of this one.
+
+        Raises:
+            TypeError: another dtype or layout than that of the buffer that is there.
+            ValueError: another number of elements, another device, or not contiguous.
+        """
+        buffer = self._checked_buffer(buffer)
+        if buffer.dtype != self._buffer.dtype:
+            raise TypeError(
+                f"GradBucket.set_buffer: buffer must have dtype {self._buffer.dtype}, "
+                f"got {buffer.dtype}"
+            )
+        if buffer.layout != self._buffer.layout:
+            raise TypeError(
+                f"GradBucket.set_buffer: buffer must have layout {self._buffer.layout}, "
+                f"got {buffer.layout}"
+            )
+        self._buffer = buffer
+
+    # ---- what it keeps to itself there -----------------------------------------------------------
+
+    def bucket_count(self) -> int:
+        """How many buckets there are."""
+        return self._bucket_count
+
+    def offsets(self) -> list[int]:
+        """Elements before each gradient in the buffer."""
+        return list(self.layout().offsets)
+
+    def lengths(self) -> list[int]:
+        """Elements of each gradient."""
+        return list(self.layout().lengths)
+
+    def sizes(self) -> list[torch.Size]:
+        """Shape of each gradient."""
+        return list(self.layout().sizes)
+
+    def strides(self) -> list[tuple[int, ...]]:
+        """Strides of each gradient, in elements."""
+        return list(self.layout().strides)
+
+    def sparse_grad_indices(self) -> Tensor | None:
+        """The indices of a sparse gradient, where they are known beforehand."""
+        return self._sparse_grad_indices
+
+    def layout(self) -> BucketLayout:
+        """Where each gradient lies in the buffer."""
+        if self._layout is None:
+            self._layout = BucketLayout(self._parameters)
+        return self._layout
+
+    def process_group(self) -> Any:
+        """The ranks to average over; None stands for the default group."""
+        return self._process_group
+
+    # ---- conversion and copies -------------------------------------------------------------------
+
+    @classmethod
+    def from_torch(cls, bucket: dist.GradBucket, process_group: Any = None) -> GradBucket:
+        """Our bucket over PyTorch's: the same buffer and parameters, nothing copied."""
+        self = cls.__new__(cls)  # what DDP made fits together: nothing to check
+        self._parameters = bucket.parameters()
+        self._buffer = bucket.buffer()
+        self._index = bucket.index()
+        self._bucket_count = _C.bucket_count(bucket)
+        self._sparse_grad_indices = None
+        self._process_group = process_group
+        self._layout = None
+        return self
+
+    @classmethod
+    def wrap(cls, bucket: GradBucket | dist.GradBucket) -> GradBucket:
+        """The bucket itself where it is ours, else :meth:`from_torch` of it.
+
+        Raises:
+            TypeError: neither kind of bucket.
+        """
+        if isinstance(bucket, cls):
+            return bucket
+        if isinstance(bucket, dist.GradBucket):
+            return cls.from_torch(bucket)
+        raise TypeError(
+            "GradBucket.wrap: bucket must be a GradBucket of torch_commhook or torch.distributed, "
+            f"got {type(bucket).__module__}.{type(bucket).__qualname__}"
+        )
+
+    def to_torch(self) -> dist.GradBucket:
+        """PyTorch's bucket over this one: the same buffer and parameters, nothing copied.
+
+        Its ``gradients()`` knows no strides: gradients of permuted parameters come out permuted.
+        """
+        dense = self._buffer.layout is torch.strided
+        return _C.make_grad_bucket(
+            self._index,
+            self._bucket_count,
+            self._buffer,
+            self.layout().offsets if dense else [],
+            self.layout().lengths if dense else [],
+            self._parameters,
+            self._sparse_grad_indices,
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A process group belongs to one process; the copy in another has the default group.
+        return _unpickle, (
+            type(self),
+            self._parameters,
+            self._buffer,
+            self._index,
+            self._bucket_count,
+            self._sparse_grad_indices,
+        )
+
+    def __copy__(self) -> GradBucket:
+        return type(self)(
+            self._parameters,
+            buffer=self._buffer,
+            index=self._index,
+            bucket_count=self._bucket_count,
+            sparse_grad_indices=self._sparse_grad_indices,
+            process_group=self._process_group,
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradBucket:
+        from copy import deepcopy
+
+        return type(self)(
+            deepcopy(self._parameters, memo),
+            buffer=self._buffer.detach().clone(),
+            index=self._index,
+            bucket_count=self._bucket_count,
+            sparse_grad_indices=deepcopy(self._sparse_grad_indices, memo),
+            process_group=self._process_group,
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"GradBucket({self._index} of {self._bucket_count}: {len(self._parameters)} parameters,"
+            f" {self._buffer.numel()} elements of {self._buffer.dtype} on {self._buffer.device})"
+        )
+
+    # ---- construction ----------------------------------------------------------------------------
+
+    def _checked_buffer(self, buffer: Tensor) -> Tensor:
+        device = self._parameters[0].device
+        if buffer.device != device:
+            raise ValueError(
+                f"GradBucket: buffer must be on the parameters' device {device}, "
+                f"got {buffer.device}"
+            )
+        if buffer.layout is not torch.strided:
+            if len(self._parameters) != 1 or buffer.shape != self._parameters[0].shape:
+                raise ValueError(
+                    "GradBucket: a sparse buffer must be the gradient of the one parameter, of "
+                    f"shape {tuple(self._parameters[0].shape)}, got shape {tuple(buffer.shape)} "
+                    f"for {len(self._parameters)} parameters"
+                )
+            return buffer
+        numel = sum(parameter.numel() for parameter in self._parameters)
+        if buffer.dim() != 1 or buffer.numel() != numel or not buffer.is_contiguous():
+            raise ValueError(
+                f"GradBucket: buffer must be contiguous, of shape ({numel},), "
+                f"got shape {tuple(buffer.shape)} with strides {buffer.stride()}"
+            )
+        return buffer
+
+    def _buffer_of(self, gradients: list[Tensor | None], buffer: Tensor | None) -> Tensor:
+        if len(gradients) != len(self._parameters):
+            raise ValueError(
+                f"GradBucket: gradients must be {len(self._parameters)}, one for each parameter, "
+                f"got {len(gradients)}"
+            )
+        first = next((gradient for gradient in gradients if gradient is not None), None)
+        if first is not None and first.layout is not torch.strided and len(gradients) == 1:
+            if buffer is not None:
+                raise ValueError("GradBucket: a sparse gradient has no buffer, got one")
+            return self._checked_buffer(first)
+        dtype = self._parameters[0].dtype if first is None else first.dtype
+        filled = [
+            torch.zeros_like(parameter, dtype=dtype) if gradient is None else gradient.detach()
+            for gradient, parameter in zip(gradients, self._parameters, strict=True)
+        ]
+        if buffer is not None:
+            self._checked_buffer(buffer)
+        with torch.no_grad():
+            return self.layout().flatten(filled, out=buffer)
+
+
+def _unpickle(
+    cls: type[GradBucket],
+    parameters: list[Tensor],
+    buffer: Tensor,
+    index: int,
+    bucket_count: int,
+    sparse_grad_indices: Tensor | None,
+) -> GradBucket:
+    return cls(
+        parameters,
+        buffer=buffer,
+        index=index,
+        bucket_count=bucket_count,
+        sparse_grad_indices=sparse_grad_indices,
+    )

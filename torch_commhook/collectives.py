@@ -1,0 +1,78 @@
+"""Collectives that return a Future, check what the group gives back, and count their bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_commhook.metrics import note_collective, ring_all_reduce_bytes
+
+
+def resolve_group(group: Any = None) -> Any:
+    """The process group itself: the default one for None.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialized.
+        ValueError: this rank is not in the group.
+    """
+    if group is None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "torch_commhook: a process group is needed; call "
+                "torch.distributed.init_process_group() first, or pass process_group="
+            )
+        group = dist.group.WORLD
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("torch_commhook: this rank is not a member of the given process group")
+    return group
+
+
+def all_reduce(tensor: Tensor, *, group: Any = None) -> torch.futures.Future[Tensor]:
+    """Sum a tensor over all ranks, in place.
+
+    Args:
+        tensor: contiguous; of a dtype that the group's backend reduces. Gloo takes bfloat16.
+        group: the process group; None for the default one.
+
+    Returns:
+        A Future of the same tensor, holding the sum. With one rank it is complete at once.
+
+    Raises:
+        TypeError: the group gives back no Work, or its Work no Future.
+        RuntimeError: torch.distributed is not initialized.
+    """
+    group = resolve_group(group)
+    world_size = group.size()
+    note_collective(ring_all_reduce_bytes(tensor.numel() * tensor.element_size(), world_size))
+    if world_size == 1:
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=_devices(tensor))
+        future.set_result(tensor)
+        return future
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.SUM
+    work = group.allreduce([tensor], options)
+    if not isinstance(work, dist.Work):
+        raise TypeError(
+            f"{_name(group)}.allreduce must return a torch.distributed.Work, got {_type(work)}"
+        )
+    future = work.get_future()
+    if not isinstance(future, torch._C.Future):
+        raise TypeError(
+            f"{_name(work)}.get_future must return a torch.futures.Future, got {_type(future)}"
+        )
+    return future
+
+
+def _devices(tensor: Tensor) -> list[torch.device]:
+    return [] if tensor.device.type == "cpu" else [tensor.device]
+
+
+def _name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _type(value: object) -> str:
+    return "None" if value is None else _name(value)

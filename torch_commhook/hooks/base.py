@@ -1,0 +1,109 @@
+"""What all hooks of the library share."""
+
+# No `from __future__ import annotations` here: DDP compares a hook's annotations as they are, and
+# does not understand strings.
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from torch_commhook import _C
+from torch_commhook.bucket import GradBucket
+from torch_commhook.collectives import resolve_group
+
+
+class Hook(ABC):
+    """A communication hook: average a bucket's gradients over the ranks, somehow.
+
+    A subclass says how in :meth:`average`. Called as ``hook(state, bucket)``, which is what DDP
+    does, it gives a Future of the average in the bucket's own dtype. ``state`` is not used: what a
+    hook remembers, it keeps itself, so that one object is all there is to pass around.
+
+    Args:
+        process_group: the ranks to average over. None for the bucket's own (that of the model
+            that the hook is attached to), and where it has none for the default group.
+    """
+
+    def __init__(self, process_group: Any = None) -> None:
+        self._process_group = process_group
+        # DDP reads these of every hook, for its log.
+        self.__name__ = self.__qualname__ = type(self).__name__
+
+    @abstractmethod
+    def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Start averaging a bucket's gradients over the ranks.
+
+        Returns:
+            A Future of a flat tensor with as many elements as the bucket. It may have another
+            dtype than the bucket where casting it back is all that is left to do: whoever takes
+            the result casts it on its way into the gradients.
+        """
+
+    # `bucket` has no annotation, since DDP takes only torch.distributed.GradBucket for one.
+    def __call__(self, state: object, bucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[no-untyped-def]
+        """PyTorch's form of a hook: a Future of the average, in the bucket's dtype."""
+        bucket = GradBucket.wrap(bucket)
+        return _C.cast_into(self.average(bucket), bucket.buffer())
+
+    def result_dtype(self, bucket: GradBucket) -> torch.dtype:
+        """The dtype of what :meth:`average` gives for this bucket."""
+        return bucket.buffer().dtype
+
+    def group(self, bucket: GradBucket) -> Any:
+        """The process group to average this bucket over.
+
+        Raises:
+            RuntimeError: there is none, and torch.distributed is not initialized.
+        """
+        return resolve_group(self._process_group or bucket.process_group())
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Process groups belong to one process.
+        return {**self.__dict__, "_process_group": None}
+
+
+class Workspaces:
+    """Persistent buffers of a hook, one for each bucket it has seen.
+
+    A bucket is known by its first parameter: DDP forms its buckets anew after the first step, and
+    one hook may serve several models, so that an index alone says little. Buffers go when their
+    model goes, or when their parameters move to other buckets.
+    """
+
+    def __init__(self) -> None:
+        self._buffers = WeakIdKeyDictionary()
+
+    def get(self, bucket: GradBucket, dtype: torch.dtype) -> Tensor:
+        """A flat buffer as long as the bucket, of ``dtype``, on its device.
+
+        Its contents are those that the last step left, or undefined.
+        """
+        like = bucket.buffer()
+        key = bucket.first_parameter()
+        buffer = self._buffers.get(key)
+        if (
+            buffer is None
+            or buffer.numel() != like.numel()
+            or buffer.dtype != dtype
+            or buffer.device != like.device
+        ):
+            for parameter in bucket.parameters():
+                self._buffers.pop(parameter, None)
+            buffer = torch.empty(like.numel(), dtype=dtype, device=like.device)
+            self._buffers[key] = buffer
+        return buffer
+
+    def __len__(self) -> int:
+        return len(self._buffers)
+
+    def __reduce__(self) -> tuple[type["Workspaces"], tuple[()]]:
+        return Workspaces, ()  # buffers hold nothing between steps that a copy would need
+
+
+def average_scale(group: dist.ProcessGroup) -> float:
+    """The factor that turns a sum over the group's ranks into their mean."""
+    return 1.0 / group.size()

@@ -1,0 +1,74 @@
+"""The plain mean over the ranks, at full precision or in 16 bits on the wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_commhook import _ops
+from torch_commhook.bucket import GradBucket
+from torch_commhook.collectives import all_reduce
+from torch_commhook.hooks.base import Hook, Workspaces, average_scale
+
+
+class allreduce(Hook):  # noqa: N801 (a hook is written as it is called)
+    """Average gradients with one all-reduce, as DDP does with no hook.
+
+    Gradients are divided by the number of ranks before they are summed, so that the sum of large
+    ones stays finite. Traffic per rank and element of b bytes: ``2 b (W - 1) / W``.
+
+    Same as PyTorch's ``allreduce_hook``.
+    """
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        group = self.group(bucket)
+        buffer = bucket.buffer()
+        if group.size() > 1:
+            buffer.mul_(average_scale(group))
+        return all_reduce(buffer, group=group)
+
+    def __repr__(self) -> str:
+        return "allreduce()"
+
+
+class cast(Hook):  # noqa: N801
+    """Average gradients with an all-reduce in 16 bits.
+
+    Gradients are scaled by 1 / ranks in float32 and then rounded to ``dtype``, in one pass over
+    memory, so that a sum over the ranks stays in range where the gradients do. Each rank's
+    rounding and each addition is off by at most the dtype's unit roundoff: 2^-11 for float16
+    (finite up to 65504), 2^-8 for bfloat16 (the range of float32). Traffic per rank and element:
+    ``4 (W - 1) / W`` bytes, half of float32's.
+
+    Does what PyTorch's ``fp16_compress_hook`` and ``bf16_compress_hook`` do; those divide after
+    the cast, where large values have already become infinite, and refuse bfloat16 on the CPU.
+
+    Args:
+        dtype: ``torch.float16`` or ``torch.bfloat16``.
+        process_group: the ranks to average over; see :class:`Hook`.
+
+    Raises:
+        TypeError: another dtype.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, process_group: Any = None) -> None:
+        super().__init__(process_group)
+        if dtype not in (torch.float16, torch.bfloat16):
+            raise TypeError(f"cast: dtype must be torch.float16 or torch.bfloat16, got {dtype}")
+        self.dtype = dtype
+        self._workspaces = Workspaces()
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        group = self.group(bucket)
+        wire = self._workspaces.get(bucket, self.dtype)
+        with torch.no_grad():
+            _ops.flatten([bucket.buffer()], scale=average_scale(group), out=wire)
+        return all_reduce(wire, group=group)
+
+    def result_dtype(self, bucket: GradBucket) -> torch.dtype:
+        return self.dtype
+
+    def __repr__(self) -> str:
+        return f"cast({str(self.dtype).removeprefix('torch.')})"
