@@ -1,0 +1,72 @@
+# Every target makes the environment that it needs; a second call only does its job.
+#   make train            train a small transformer on two ranks through a hook
+#   make test             build and run the tests
+#   make lint             ruff, mypy, clang-format (make format mends what can be mended)
+#   make bench            the benchmarks; results go to benchmarks/results
+#   make cuda-compile     compile and inspect the CUDA kernels; needs nvcc, not a GPU
+#   make test-torch TORCH=2.15.0   the tests against another torch, in an environment of its own
+# Settings: PYTHON, TORCH, ARGS (passed on to the command).
+
+PYTHON ?= python3
+# The torch that the project is developed and tested on; what else works: docs/torch_versions.md.
+TORCH ?= 2.13.0
+CUDA_TORCH ?= 2.14.1
+ARGS ?=
+
+VENV ?= .venv
+PIP = $(VENV)/bin/python -m pip --quiet --disable-pip-version-check
+NATIVE = setup.py $(shell find csrc cuda -type f)
+
+.PHONY: train test lint format bench cuda-compile test-torch clean
+.DELETE_ON_ERROR:
+
+train: $(VENV)/built
+	$(VENV)/bin/python -m torch_commhook train $(ARGS)
+
+test: $(VENV)/built
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+bench: $(VENV)/built
+	$(VENV)/bin/python benchmarks/bench_bucket.py $(ARGS)
+	$(VENV)/bin/python benchmarks/bench_hook.py $(ARGS)
+
+lint: $(VENV)/linters
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/clang-format --dry-run --Werror $(shell find csrc cuda -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' -o -name '*.inl')
+
+format: $(VENV)/linters
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i $(shell find csrc cuda -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' -o -name '*.inl')
+
+# torch comes first: the build is against the torch that is installed.
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install torch==$(TORCH) setuptools wheel ninja
+	touch $@
+
+$(VENV)/built: $(VENV)/installed $(NATIVE)
+	$(VENV)/bin/python setup.py --quiet develop --extras test
+	touch $@
+
+$(VENV)/linters: $(VENV)/built
+	$(PIP) install ruff mypy clang-format
+	touch $@
+
+# The kernels are compiled into a folder of their own, so that the build in place stays.
+cuda-compile:
+	$(MAKE) .venv-cuda/installed VENV=.venv-cuda TORCH=$(CUDA_TORCH)
+	COMMHOOK_CUDA=1 TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX" .venv-cuda/bin/python setup.py --quiet build_ext --build-lib build/cuda
+	.venv-cuda/bin/python cuda/check_build.py build/cuda/torch_commhook/lib
+
+# Another torch needs its own build in place, so a copy of the tree is built and tested.
+test-torch:
+	rm -rf build/test-torch-$(TORCH)/tree && mkdir -p build/test-torch-$(TORCH)/tree
+	git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents -t build/test-torch-$(TORCH)/tree
+	$(MAKE) -C build/test-torch-$(TORCH)/tree test TORCH=$(TORCH) VENV=../venv ARGS="$(ARGS)"
+
+clean:
+	rm -rf build .venv .venv-cuda torch_commhook.egg-info
+	find torch_commhook -name '*.so' -delete

@@ -1,17 +1,21 @@
 """Build of torch_commhook: two native libraries beside the Python package.
 
-``torch_commhook/lib/_ops``  operators and kernels; libtorch only, no Python (``csrc/ops``, ``cuda``)
-``torch_commhook/_C``        the runtime; pybind, bound to one Python (``csrc/runtime``)
+``torch_commhook/lib/_ops``: operators and kernels; libtorch only, no Python (``csrc/ops``, ``cuda``).
+``torch_commhook/_C``: the runtime; pybind, bound to one Python (``csrc/runtime``).
 
 Settings, all optional:
 
-``COMMHOOK_CUDA``         ``auto`` (default): CUDA kernels are compiled when the installed torch is a CUDA
-                          build and an nvcc of the same major version is present, whether or not a GPU
-                          is visible. ``0``: never. ``1``: always, and an error says what is missing.
-``TORCH_CUDA_ARCH_LIST``  architectures, as for every torch extension. Default: the visible GPU's, or
-                          ``8.0;9.0+PTX`` where none is visible.
-``CUDA_HOME``             the CUDA toolkit. Default: the one that ``nvcc`` on the PATH belongs to.
-``COMMHOOK_DEBUG=1``      no optimisation, debug symbols.
+``COMMHOOK_CUDA``
+    ``auto`` (default): CUDA kernels are compiled when the installed torch is a CUDA build and an
+    nvcc of the same major version is present, whether or not a GPU is visible. ``0``: never.
+    ``1``: always, and an error says what is missing.
+``TORCH_CUDA_ARCH_LIST``
+    Architectures, as for every torch extension. By default the visible GPU's, or ``8.0;9.0+PTX``
+    where none is visible.
+``CUDA_HOME``
+    The CUDA toolkit. By default the one that the ``nvcc`` on the PATH belongs to.
+``COMMHOOK_DEBUG=1``
+    No optimisation, debug symbols.
 """
 
 import glob
@@ -134,7 +138,7 @@ def extensions() -> list:
         "name": "torch_commhook.lib._ops",
         "sources": sources("csrc/ops/**/*.cpp"),
         "depends": headers,
-        "include_dirs": include_dirs,
+        "include_dirs": list(include_dirs),
         "extra_link_args": ["-fopenmp"],
         "py_limited_api": True,  # no libtorch_python, and a file name without a Python version
     }
@@ -142,7 +146,7 @@ def extensions() -> list:
         if "TORCH_CUDA_ARCH_LIST" not in os.environ and not torch.cuda.is_available():
             os.environ["TORCH_CUDA_ARCH_LIST"] = "8.0;9.0+PTX"
         ops["sources"] += sources("cuda/*.cu", "cuda/*.cpp")
-        ops["include_dirs"] = [*include_dirs, str(ROOT / "cuda"), *nvidia_package_folders("include")]
+        ops["include_dirs"] += [str(ROOT / "cuda"), *nvidia_package_folders("include")]
         ops["library_dirs"] = nvidia_package_folders("lib")
         ops["extra_compile_args"] = {
             "cxx": [*cxx, "-DCOMMHOOK_WITH_CUDA"],
@@ -174,7 +178,7 @@ class build_ext(cpp_extension.BuildExtension):  # noqa: N801 (setuptools names c
         self.build_temp = str(ROOT / "build" / tag)
 
 
-class develop(Command):
+class develop(Command):  # noqa: N801
     """``python setup.py develop``: an editable install that sees the installed torch.
 
     setuptools 80 and newer turn this command into an isolated ``pip install -e``, in whose
@@ -182,18 +186,20 @@ class develop(Command):
     """
 
     description = "install in place, against the torch that is installed"
-    user_options: list = []
+    user_options = [("extras=", None, "optional dependencies too, such as test or train")]  # noqa: RUF012
 
     def initialize_options(self) -> None:
-        pass
+        self.extras: str | None = None
 
     def finalize_options(self) -> None:
         pass
 
     def run(self) -> None:
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
-        flags = ["--no-build-isolation", "--no-deps", "--verbose", "--editable", str(ROOT)]
-        subprocess.check_call([*pip, *flags])
+        project = f"{ROOT}[{self.extras}]" if self.extras else str(ROOT)
+        built = subprocess.run([*pip, "--no-build-isolation", "--verbose", "--editable", project])
+        if built.returncode != 0:
+            raise SystemExit(built.returncode)  # pip has said what failed
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def _check_type(condition: bool, message: Callable[[], str]) -> None:
         raise TypeError(message())
 
 
-def _check_tensor(op: str, name: str, tensor: Tensor, device: torch.device) -> None:
+def _check_tensor(op: str, name: str, tensor: Tensor, beside: str, other: Tensor) -> None:
     _check_type(
         tensor.layout is torch.strided,
         lambda: f"{op}: {name} must be dense (torch.strided), got layout {tensor.layout}",
@@ -63,7 +63,10 @@ def _check_tensor(op: str, name: str, tensor: Tensor, device: torch.device) -> N
         lambda: f"{op}: {name} must be of dtype {_DTYPE_NAMES}, got {tensor.dtype}",
     )
     torch._check_value(
-        tensor.device == device, lambda: f"{op}: {name} must be on {device}, got {tensor.device}"
+        tensor.device == other.device,
+        lambda: (
+            f"{op}: {name} must be on the device of {beside}, {other.device}, got {tensor.device}"
+        ),
     )
 
 
@@ -74,17 +77,22 @@ def _total_numel(tensors: Sequence[Tensor]) -> int:
     return total
 
 
-def _check_length(op: str, name: str, buffer: Tensor, tensors: Sequence[Tensor]) -> None:
+def _check_length(
+    op: str, name: str, buffer: Tensor, others: str, tensors: Sequence[Tensor]
+) -> None:
     total = _total_numel(tensors)
     torch._check_value(
         buffer.numel() == total,
-        lambda: f"{op}: {name} must hold {total} elements, as many as the tensors, "
-        f"got {buffer.numel()}",
+        lambda: (
+            f"{op}: {name} must hold {total} elements, as many as {others}, got {buffer.numel()}"
+        ),
     )
     torch._check_value(
         buffer.is_contiguous(),
-        lambda: f"{op}: {name} must be contiguous, got sizes {tuple(buffer.shape)} "
-        f"with strides {buffer.stride()}",
+        lambda: (
+            f"{op}: {name} must be contiguous, got sizes {list(buffer.shape)} "
+            f"with strides {list(buffer.stride())}"
+        ),
     )
 
 
@@ -93,18 +101,19 @@ def _empty_buffer(op: str, tensors: Sequence[Tensor], dtype: torch.dtype | None)
         len(tensors) > 0, lambda: f"{op}: tensors must hold at least one tensor, got none"
     )
     for i, tensor in enumerate(tensors):
-        _check_tensor(op, f"tensors[{i}]", tensor, tensors[0].device)
+        _check_tensor(op, f"tensors[{i}]", tensor, "tensors[0]", tensors[0])
     if dtype is None:
         dtype = tensors[0].dtype
         for i, tensor in enumerate(tensors):
             _check_type(
                 tensor.dtype == dtype,
-                lambda i=i, tensor=tensor: f"{op}: dtype must be given where the tensors differ "  # type: ignore[misc]
-                f"in theirs, got none for tensors[0] of {dtype} and tensors[{i}] of {tensor.dtype}",
+                lambda i=i, tensor=tensor: (
+                    f"{op}: dtype must be given where the tensors differ in "  # type: ignore[misc]
+                    f"theirs, got none for tensors[0] of {dtype} and tensors[{i}] "
+                    f"of {tensor.dtype}"
+                ),
             )
-    _check_type(
-        dtype in BUCKET_DTYPES, lambda: f"{op}: dtype must be {_DTYPE_NAMES}, got {dtype}"
-    )
+    _check_type(dtype in BUCKET_DTYPES, lambda: f"{op}: dtype must be {_DTYPE_NAMES}, got {dtype}")
     return tensors[0].new_empty((_total_numel(tensors),), dtype=dtype)
 
 
@@ -157,10 +166,10 @@ def _flatten_fake(
 
 @torch.library.register_fake("commhook::flatten.out")
 def _flatten_out_fake(tensors: Sequence[Tensor], *, scale: float = 1.0, out: Tensor) -> Tensor:
-    _check_tensor("flatten", "out", out, out.device)
+    _check_tensor("flatten", "out", out, "out", out)
     for i, tensor in enumerate(tensors):
-        _check_tensor("flatten", f"tensors[{i}]", tensor, out.device)
-    _check_length("flatten", "out", out, tensors)
+        _check_tensor("flatten", f"tensors[{i}]", tensor, "out", out)
+    _check_length("flatten", "out", out, "the tensors", tensors)
     return out
 
 
@@ -267,10 +276,10 @@ def unflatten(buffer: Tensor, like: Sequence[Tensor], *, scale: float = 1.0) -> 
 
 
 def _check_unflatten(op: str, argument: str, buffer: Tensor, tensors: Sequence[Tensor]) -> None:
-    _check_tensor(op, "buffer", buffer, buffer.device)
+    _check_tensor(op, "buffer", buffer, "buffer", buffer)
     for i, tensor in enumerate(tensors):
-        _check_tensor(op, f"{argument}[{i}]", tensor, buffer.device)
-    _check_length(op, "buffer", buffer, tensors)
+        _check_tensor(op, f"{argument}[{i}]", tensor, "buffer", buffer)
+    _check_length(op, "buffer", buffer, argument, tensors)
 
 
 @torch.library.register_fake("commhook::unflatten")

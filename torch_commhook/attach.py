@@ -26,6 +26,13 @@ class _Attached:
     name: str
 
 
+def _delivery(model: DistributedDataParallel) -> str:
+    """Who brings a bucket's result into the gradients (csrc/runtime/ddp_hook.h)."""
+    if model.find_unused_parameters or model.static_graph or model.mixed_precision is not None:
+        return "reducer"  # it alone knows which gradients to leave as they are
+    return "buffer" if model.gradient_as_bucket_view else "write"
+
+
 class _DdpRoad:
     """What stands between DDP's reducer and the hook that is attached at the moment.
 
@@ -39,7 +46,7 @@ class _DdpRoad:
         self.stats = HookStats()
         self._plain = allreduce()
         self._buckets: dict[int, GradBucket] = {}
-        _C.register_ddp_hook(model.reducer, self._run)
+        _C.register_ddp_hook(model.reducer, self._run, _delivery(model))
 
     def put(self, attached: _Attached | None) -> None:
         self.attached = attached
@@ -60,8 +67,7 @@ class _DdpRoad:
         meter = WireMeter()
         with counting(meter):
             if isinstance(attached.hook, Hook):
-                # DDP copies the result into the gradients whatever its dtype: that copy is the
-                # cast back, and no pass over memory is spent on it.
+                # Bringing the result into the gradients casts it: no pass of its own for that.
                 dtype = attached.hook.result_dtype(bucket)
                 result: Any = attached.hook.average(bucket)
                 counted = True
@@ -168,9 +174,7 @@ def _checked(hook: Callable[..., Any], state: object) -> _Attached:
     return _Attached(hook, state, hook_name(hook))
 
 
-def attach(
-    model: torch.nn.Module, hook: Callable[..., Any], *, state: object = None
-) -> HookHandle:
+def attach(model: torch.nn.Module, hook: Callable[..., Any], *, state: object = None) -> HookHandle:
     """Let a model's gradients travel through a communication hook.
 
     Args:

@@ -120,13 +120,13 @@ class BucketLayout:
         dtype: torch.dtype | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Gradients into a flat buffer, in one pass (:func:`torch_commhook._ops.flatten`)."""
+        """Gradients into a flat buffer, in one pass (``_ops.flatten``)."""
         return _ops.flatten(self.in_memory_order(gradients), scale=scale, dtype=dtype, out=out)
 
     def unflatten_into(
         self, buffer: Tensor, gradients: Sequence[Tensor], *, scale: float = 1.0
     ) -> None:
-        """A flat buffer into gradients, in one pass (:func:`torch_commhook._ops.unflatten_into`)."""
+        """A flat buffer into gradients, in one pass (``_ops.unflatten_into``)."""
         _ops.unflatten_into(buffer, self.in_memory_order(gradients), scale=scale)
 
     def _check(self, buffer: Tensor) -> None:
@@ -219,7 +219,7 @@ class GradBucket:
         return self._index
 
     def buffer(self) -> Tensor:
-        """All gradients as one tensor of shape ``(elements,)``; for a sparse bucket the gradient."""
+        """All gradients, of shape ``(elements,)``; for a sparse bucket the gradient itself."""
         return self._buffer
 
     def gradients(self) -> list[Tensor]:

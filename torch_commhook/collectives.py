@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_commhook import _C
 from torch_commhook.metrics import note_collective, ring_all_reduce_bytes
 
 
@@ -48,9 +49,7 @@ def all_reduce(tensor: Tensor, *, group: Any = None) -> torch.futures.Future[Ten
     world_size = group.size()
     note_collective(ring_all_reduce_bytes(tensor.numel() * tensor.element_size(), world_size))
     if world_size == 1:
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=_devices(tensor))
-        future.set_result(tensor)
-        return future
+        return _C.as_future(tensor, "all_reduce")
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.SUM
     work = group.allreduce([tensor], options)
@@ -64,10 +63,6 @@ def all_reduce(tensor: Tensor, *, group: Any = None) -> torch.futures.Future[Ten
             f"{_name(work)}.get_future must return a torch.futures.Future, got {_type(future)}"
         )
     return future
-
-
-def _devices(tensor: Tensor) -> list[torch.device]:
-    return [] if tensor.device.type == "cpu" else [tensor.device]
 
 
 def _name(value: object) -> str:

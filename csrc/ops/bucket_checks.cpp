@@ -6,6 +6,7 @@
 #include <string>
 
 #include "ops/bucket.h"
+#include "ops/dtype_name.h"
 
 namespace commhook {
 namespace {
@@ -22,7 +23,7 @@ void check_dense(const char* op, const char* argument, int64_t index, const at::
   TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, op, ": ", name_of(argument, index),
                    " must be dense (torch.strided), got layout ", tensor.layout());
   TORCH_CHECK_TYPE(is_bucket_dtype(tensor.scalar_type()), op, ": ", name_of(argument, index),
-                   " must be of dtype ", kDtypes, ", got ", tensor.scalar_type());
+                   " must be of dtype ", kDtypes, ", got ", dtype_name(tensor.scalar_type()));
 }
 
 // The bytes [begin, end) between a tensor's first and last element.
@@ -99,15 +100,16 @@ at::ScalarType check_flatten(const char* op, at::TensorList tensors,
                       tensors[i].device());
   }
   if (dtype.has_value()) {
-    TORCH_CHECK_TYPE(is_bucket_dtype(*dtype), op, ": dtype must be ", kDtypes, ", got ", *dtype);
+    TORCH_CHECK_TYPE(is_bucket_dtype(*dtype), op, ": dtype must be ", kDtypes, ", got ",
+                     dtype_name(*dtype));
     return *dtype;
   }
   for (size_t i = 1; i < tensors.size(); ++i) {
     TORCH_CHECK_TYPE(tensors[i].scalar_type() == tensors[0].scalar_type(), op,
                      ": dtype must be given where the tensors differ in theirs, got none for "
                      "tensors[0] of ",
-                     tensors[0].scalar_type(), " and tensors[", i, "] of ",
-                     tensors[i].scalar_type());
+                     dtype_name(tensors[0].scalar_type()), " and tensors[", i, "] of ",
+                     dtype_name(tensors[i].scalar_type()));
   }
   return tensors[0].scalar_type();
 }
@@ -154,8 +156,10 @@ void check_unflatten_into(const char* op, const at::Tensor& buffer, at::TensorLi
   check_unflatten(op, buffer, tensors, "tensors");
   const Extent source = extent_of(buffer, -1);
   // Destinations in one dense piece each are compared by their extents. Strided ones may
-  // interleave without harm, so only what is sure to collide is refused.
+  // interleave without harm, so only what is sure to collide is refused: their first and last
+  // elements are compared with the dense ones, and the first ones with each other.
   std::vector<Extent> dense;
+  std::vector<Extent> strided;
   dense.reserve(tensors.size());
   bool ascending = true;
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -170,16 +174,33 @@ void check_unflatten_into(const char* op, const at::Tensor& buffer, at::TensorLi
     if (in_one_piece && extent.begin != extent.end) {
       ascending = ascending && (dense.empty() || dense.back().begin <= extent.begin);
       dense.push_back(extent);
+    } else if (!in_one_piece && extent.begin != extent.end) {
+      strided.push_back(extent);
     }
   }
+  const auto before = [](const Extent& a, const Extent& b) { return a.begin < b.begin; };
+  const auto check_apart = [op](bool apart, const Extent& a, const Extent& b) {
+    TORCH_CHECK_VALUE(apart, op, ": tensors must share no memory with each other, got tensors[",
+                      std::max(a.index, b.index), "] and tensors[", std::min(a.index, b.index),
+                      "] that overlap");
+  };
   if (!ascending) {
-    std::sort(dense.begin(), dense.end(),
-              [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+    std::sort(dense.begin(), dense.end(), before);
   }
   for (size_t i = 1; i < dense.size(); ++i) {
-    TORCH_CHECK_VALUE(dense[i - 1].end <= dense[i].begin, op,
-                      ": tensors must share no memory with each other, got tensors[",
-                      dense[i].index, "] and tensors[", dense[i - 1].index, "] that overlap");
+    check_apart(dense[i - 1].end <= dense[i].begin, dense[i - 1], dense[i]);
+  }
+  std::sort(strided.begin(), strided.end(), before);
+  for (size_t i = 0; i < strided.size(); ++i) {
+    if (i > 0) {
+      check_apart(strided[i - 1].begin != strided[i].begin, strided[i - 1], strided[i]);
+    }
+    for (const auto byte : {strided[i].begin, strided[i].end - 1}) {
+      const auto next = std::upper_bound(dense.begin(), dense.end(), Extent{byte, byte, 0}, before);
+      if (next != dense.begin()) {
+        check_apart(byte >= (next - 1)->end, *(next - 1), strided[i]);
+      }
+    }
   }
 }
 

@@ -21,35 +21,54 @@ void check_not_recorded(const char* op, const char* argument, int64_t index,
 
 constexpr const char* kUseNoGrad = "call it under torch.no_grad()";
 
-at::Tensor& flatten_out(at::TensorList tensors, double scale, at::Tensor& out) {
+auto flatten_out_op() {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("commhook::flatten", "out")
+                             .typed<at::Tensor&(at::TensorList, double, at::Tensor&)>();
+  return op;
+}
+
+auto unflatten_into_op() {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("commhook::unflatten_into", "")
+                             .typed<void(const at::Tensor&, at::TensorList, double)>();
+  return op;
+}
+
+at::Tensor& check_flatten_out_grad(at::TensorList tensors, double scale, at::Tensor& out) {
   check_not_recorded("flatten", "out", -1, out, kUseNoGrad);
   for (size_t i = 0; i < tensors.size(); ++i) {
     check_not_recorded("flatten", "tensors", static_cast<int64_t>(i), tensors[i],
                        "without out= the operator is differentiable");
   }
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("commhook::flatten", "out")
-                             .typed<at::Tensor&(at::TensorList, double, at::Tensor&)>();
-  {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    op.call(tensors, scale, out);
-  }
-  torch::autograd::increment_version(out);
-  return out;
+  at::AutoDispatchBelowAutograd guard;
+  return flatten_out_op().call(tensors, scale, out);
 }
 
-void unflatten_into(const at::Tensor& buffer, at::TensorList tensors, double scale) {
+void check_unflatten_into_grad(const at::Tensor& buffer, at::TensorList tensors, double scale) {
   check_not_recorded("unflatten_into", "buffer", -1, buffer, "unflatten() is differentiable");
   for (size_t i = 0; i < tensors.size(); ++i) {
     check_not_recorded("unflatten_into", "tensors", static_cast<int64_t>(i), tensors[i],
                        kUseNoGrad);
   }
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("commhook::unflatten_into", "")
-                             .typed<void(const at::Tensor&, at::TensorList, double)>();
+  at::AutoDispatchBelowAutograd guard;
+  unflatten_into_op().call(buffer, tensors, scale);
+}
+
+// A key of its own, since inference mode leaves autograd's out and still writes normal tensors.
+at::Tensor& flatten_out_versioned(at::TensorList tensors, double scale, at::Tensor& out) {
   {
     at::AutoDispatchBelowADInplaceOrView guard;
-    op.call(buffer, tensors, scale);
+    flatten_out_op().call(tensors, scale, out);
+  }
+  torch::autograd::increment_version(out);
+  return out;
+}
+
+void unflatten_into_versioned(const at::Tensor& buffer, at::TensorList tensors, double scale) {
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    unflatten_into_op().call(buffer, tensors, scale);
   }
   for (const auto& tensor : tensors) {
     torch::autograd::increment_version(tensor);
@@ -57,8 +76,13 @@ void unflatten_into(const at::Tensor& buffer, at::TensorList tensors, double sca
 }
 
 TORCH_LIBRARY_IMPL(commhook, Autograd, m) {
-  m.impl("flatten.out", flatten_out);
-  m.impl("unflatten_into", unflatten_into);
+  m.impl("flatten.out", check_flatten_out_grad);
+  m.impl("unflatten_into", check_unflatten_into_grad);
+}
+
+TORCH_LIBRARY_IMPL(commhook, ADInplaceOrView, m) {
+  m.impl("flatten.out", flatten_out_versioned);
+  m.impl("unflatten_into", unflatten_into_versioned);
 }
 
 }  // namespace

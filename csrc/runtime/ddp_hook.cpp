@@ -1,11 +1,16 @@
 #include "runtime/ddp_hook.h"
 
-#include <torch/csrc/Exceptions.h>
+#include <algorithm>
+#include <numeric>
+#include <stdexcept>
+#include <tuple>
+
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include "runtime/grad_bucket.h"
 #include "runtime/hook_names.h"
 #include "runtime/hook_runner.h"
+#include "runtime/unflatten.h"
 
 namespace py = pybind11;
 using c10::ivalue::Future;
@@ -19,24 +24,51 @@ c10::intrusive_ptr<Future> failed_future(const std::exception_ptr& failure) {
   return future;
 }
 
-// The current exception in a form that any thread may hold, copy and drop without the GIL. Needs
-// the GIL.
-std::exception_ptr persistent(py::error_already_set& error) {
-  error.restore();
-  python_error persisted;
-  persisted.persist();
-  return std::make_exception_ptr(std::move(persisted));
+// What PyTorch makes of an exception in a Python callback of a Future is a text that names neither
+// hook nor bucket.
+[[noreturn]] void rethrow_with(const std::string& where, const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::runtime_error& callback_error) {
+    throw std::runtime_error(where + ": " + callback_error.what());
+  }
+}
+
+// A tensor permuted so that its row-major order is the order of `like` in memory, which is that of
+// a bucket.
+at::Tensor in_memory_order(const at::Tensor& tensor, const at::Tensor& like) {
+  if (like.is_contiguous() || !like.is_non_overlapping_and_dense()) {
+    return tensor;
+  }
+  std::vector<int64_t> order(like.dim());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+    return std::pair(like.stride(a), like.size(a)) > std::pair(like.stride(b), like.size(b));
+  });
+  return tensor.permute(order);
+}
+
+// A bucket's result into its parameters' gradients, which backward() has made.
+void write_gradients(const at::Tensor& result, const std::vector<at::Tensor>& parameters) {
+  std::vector<at::Tensor> gradients;
+  gradients.reserve(parameters.size());
+  for (const auto& parameter : parameters) {
+    auto& gradient = parameter.mutable_grad();
+    if (!gradient.defined()) {
+      gradient = at::empty_like(parameter);
+    }
+    gradients.push_back(in_memory_order(gradient, parameter));
+  }
+  unflatten_into(result, gradients);
 }
 
 }  // namespace
 
 bool DdpHook::remember_parameters(const c10d::GradBucket& bucket) {
-  std::vector<const c10::TensorImpl*> now;
-  for (const auto& parameter : bucket.getParameters()) {
-    now.push_back(parameter.unsafeGetTensorImpl());
-  }
+  auto now = bucket.getParameters();
   auto& before = parameters_[static_cast<int64_t>(bucket.getIndex())];
-  if (before == now) {
+  if (std::equal(before.begin(), before.end(), now.begin(), now.end(),
+                 [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); })) {
     return false;
   }
   before = std::move(now);
@@ -46,14 +78,14 @@ bool DdpHook::remember_parameters(const c10d::GradBucket& bucket) {
 c10::intrusive_ptr<Future> DdpHook::start(c10d::GradBucket& bucket) {
   const auto index = static_cast<int64_t>(bucket.getIndex());
   const bool rebuilt = remember_parameters(bucket);
-  specs_.erase(index);
+  running_.erase(index);
   py::gil_scoped_acquire gil;
   try {
     const py::tuple ran = runner_.get()(bucket, rebuilt);
     BucketSpec spec(ran[0].cast<std::string>(), index, bucket_count(bucket), bucket.getBuffer());
     spec.dtype = ran[2].cast<at::ScalarType>();
     const py::object future = as_future(ran[1], spec.name());
-    specs_.emplace(index, std::move(spec));
+    running_.emplace(index, Running{std::move(spec), bucket.getBuffer()});
     return future.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()->fut;
   } catch (py::error_already_set& error) {
     failure_ = persistent(error);
@@ -74,23 +106,44 @@ c10::intrusive_ptr<Future> DdpHook::runHook(c10d::GradBucket& bucket) {
   const auto future = start(bucket);
   // parseHookResult is given a value and no bucket, so the value takes the index along. The
   // callback holds no Python object and needs no GIL.
+  const auto running = running_.find(index);
+  auto where = running == running_.end() ? std::string() : running->second.spec.name();
   return future->then(
-      [index](Future& done) -> std::tuple<c10::IValue, std::vector<Future::WeakStorage>> {
-        auto storages = done.hasError() ? std::vector<Future::WeakStorage>() : done.storages();
-        return {c10::ivalue::Tuple::create({c10::IValue(index), done.value()}),
-                std::move(storages)};
+      [index, where = std::move(where)](
+          Future& done) -> std::tuple<c10::IValue, std::vector<Future::WeakStorage>> {
+        if (done.hasError()) {
+          rethrow_with(where, done.exception_ptr());
+        }
+        return {c10::ivalue::Tuple::create({c10::IValue(index), done.value()}), done.storages()};
       },
       c10::AnyType::get());
 }
 
 at::Tensor DdpHook::parseHookResult(const c10::IValue& result) {
   const auto& elements = result.toTupleRef().elements();
-  const auto& spec = specs_.at(elements[0].toInt());
-  try {
-    return parse_result(elements[1], spec);
-  } catch (py::error_already_set& error) {
-    py::gil_scoped_acquire gil;
-    std::rethrow_exception(persistent(error));
+  const auto index = elements[0].toInt();
+  const auto& [spec, buffer] = running_.at(index);
+  const at::Tensor tensor = check_result(tensor_in(elements[1], spec.name()), spec);
+  if (delivery_ == Delivery::kReducer || buffer.layout() != at::kStrided) {
+    return tensor;
+  }
+  if (delivery_ == Delivery::kWrite) {
+    write_gradients(tensor, parameters_.at(index));
+  } else if (!tensor.is_alias_of(buffer)) {
+    unflatten_into(tensor, {buffer});
+  } else {
+    return tensor;
+  }
+  return buffer;
+}
+
+void register_ddp_hook(c10d::Reducer& reducer, py::object runner, const std::string& delivery) {
+  const auto parsed = delivery == "write"    ? DdpHook::Delivery::kWrite
+                      : delivery == "buffer" ? DdpHook::Delivery::kBuffer
+                                             : DdpHook::Delivery::kReducer;
+  reducer.register_comm_hook(std::make_unique<DdpHook>(std::move(runner), parsed));
+  if (parsed == DdpHook::Delivery::kWrite) {
+    reducer.set_optimizer_in_backward();  // what it does: the reducer leaves the gradients alone
   }
 }
 

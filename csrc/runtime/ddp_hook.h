@@ -4,10 +4,12 @@
 #pragma once
 
 #include <torch/csrc/distributed/c10d/comm.hpp>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <torch/csrc/utils/pybind.h>
 
 #include <exception>
 #include <map>
+#include <string>
 #include <vector>
 
 #include "runtime/hook_result.h"
@@ -15,13 +17,25 @@
 
 namespace commhook {
 
+// Registers a DdpHook with a reducer, for life: a reducer takes one hook.
+void register_ddp_hook(c10d::Reducer& reducer, pybind11::object runner,
+                       const std::string& delivery);
+
 class DdpHook : public c10d::CommHookInterface {
  public:
   // runner(bucket: torch.distributed.GradBucket, rebuilt: bool) -> (hook, returned, dtype):
   // the name of the hook for errors, what it returned (a Future or a tensor), and the dtype that
   // the result must have. `rebuilt` says that the bucket holds other parameters than it held when
   // the runner last saw its index.
-  explicit DdpHook(pybind11::object runner) : runner_(std::move(runner)) {}
+  //
+  // `delivery` says who brings results into the gradients.
+  enum class Delivery {
+    kReducer,  // the reducer, with a copy for each parameter
+    kBuffer,   // this: into the bucket's buffer, of which the gradients are views
+    kWrite,    // this: into the gradients, with one pass over memory for each bucket
+  };
+  DdpHook(pybind11::object runner, Delivery delivery)
+      : runner_(std::move(runner)), delivery_(delivery) {}
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override;
   at::Tensor parseHookResult(const c10::IValue& result) override;
@@ -30,9 +44,16 @@ class DdpHook : public c10d::CommHookInterface {
   c10::intrusive_ptr<c10::ivalue::Future> start(c10d::GradBucket& bucket);
   bool remember_parameters(const c10d::GradBucket& bucket);
 
+  // A bucket of the running backward.
+  struct Running {
+    BucketSpec spec;
+    at::Tensor buffer;
+  };
+
   PyRef runner_;
-  std::map<int64_t, BucketSpec> specs_;
-  std::map<int64_t, std::vector<const c10::TensorImpl*>> parameters_;
+  Delivery delivery_;
+  std::map<int64_t, Running> running_;
+  std::map<int64_t, std::vector<at::Tensor>> parameters_;
   // Set where a bucket of this backward failed; later buckets then issue no collectives, which
   // the other ranks would pair with the wrong ones.
   std::exception_ptr failure_;

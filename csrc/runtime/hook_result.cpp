@@ -1,9 +1,11 @@
 #include "runtime/hook_result.h"
 
 #include <ATen/ATen.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
+#include "ops/dtype_name.h"
 #include "runtime/hook_names.h"
 
 namespace py = pybind11;
@@ -11,7 +13,8 @@ namespace py = pybind11;
 namespace commhook {
 namespace {
 
-constexpr const char* kExpected = "must give a tensor, or a list or tuple of one tensor, got ";
+constexpr const char* kExpected =
+    ": the result must be a tensor, or a list or tuple of one tensor, got ";
 
 std::string shape_name(at::IntArrayRef sizes) {
   return sizes.size() == 1 ? c10::str(sizes[0], " elements") : c10::str("shape ", sizes);
@@ -33,13 +36,13 @@ std::string BucketSpec::name() const {
 }
 
 at::Tensor check_result(const at::Tensor& result, const BucketSpec& spec) {
-  TORCH_CHECK_TYPE(result.defined(), spec.name(), ": the result ", kExpected,
-                   "an undefined tensor");
+  TORCH_CHECK_TYPE(result.defined(), spec.name(), kExpected, "an undefined tensor");
   TORCH_CHECK_TYPE(result.layout() == spec.layout, spec.name(),
                    ": the result must have the bucket's layout, ", spec.layout, ", got ",
                    result.layout());
   TORCH_CHECK_TYPE(result.scalar_type() == spec.dtype, spec.name(),
-                   ": the result must have dtype ", spec.dtype, ", got ", result.scalar_type());
+                   ": the result must have dtype ", dtype_name(spec.dtype), ", got ",
+                   dtype_name(result.scalar_type()));
   TORCH_CHECK_VALUE(result.device() == spec.device, spec.name(), ": the result must be on ",
                     spec.device, ", got ", result.device());
   if (spec.layout != at::kStrided) {
@@ -56,9 +59,9 @@ at::Tensor check_result(const at::Tensor& result, const BucketSpec& spec) {
              : result.contiguous().view(spec.sizes);
 }
 
-at::Tensor parse_result(const py::object& value, const BucketSpec& spec) {
+at::Tensor tensor_in(const py::object& value, const std::string& where) {
   if (THPVariable_Check(value.ptr())) {
-    return check_result(THPVariable_Unpack(value.ptr()), spec);
+    return THPVariable_Unpack(value.ptr());
   }
   if (PyExceptionInstance_Check(value.ptr())) {
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())), value.ptr());
@@ -66,30 +69,40 @@ at::Tensor parse_result(const py::object& value, const BucketSpec& spec) {
   }
   if (py::isinstance<py::list>(value) || py::isinstance<py::tuple>(value)) {
     const auto sequence = py::reinterpret_borrow<py::sequence>(value);
-    TORCH_CHECK_VALUE(sequence.size() == 1, spec.name(), ": the result ", kExpected, "a ",
-                      type_name(value), " of ", sequence.size());
+    TORCH_CHECK_VALUE(sequence.size() == 1, where, kExpected, "a ", type_name(value), " of ",
+                      sequence.size());
     const py::object element = sequence[0];
-    TORCH_CHECK_TYPE(THPVariable_Check(element.ptr()), spec.name(), ": the result ", kExpected,
-                     "a ", type_name(value), " of ", type_name(element));
-    return check_result(THPVariable_Unpack(element.ptr()), spec);
+    TORCH_CHECK_TYPE(THPVariable_Check(element.ptr()), where, kExpected, "a ", type_name(value),
+                     " of ", type_name(element));
+    return THPVariable_Unpack(element.ptr());
   }
   const bool future = py::isinstance<torch::jit::PythonFutureWrapper>(value);
-  TORCH_CHECK_TYPE(false, spec.name(), ": the result ", kExpected, type_name(value),
+  TORCH_CHECK_TYPE(false, where, kExpected, type_name(value),
                    future ? "; a callback must return the tensor, not another Future" : "");
 }
 
-at::Tensor parse_result(const c10::IValue& value, const BucketSpec& spec) {
+at::Tensor tensor_in(const c10::IValue& value, const std::string& where) {
   if (value.isTensor()) {
-    return check_result(value.toTensor(), spec);
+    return value.toTensor();
   }
   if (value.isTensorList()) {
     const auto tensors = value.toTensorList();
-    TORCH_CHECK_VALUE(tensors.size() == 1, spec.name(), ": the result ", kExpected, "a list of ",
-                      tensors.size());
-    return check_result(tensors.get(0), spec);
+    TORCH_CHECK_VALUE(tensors.size() == 1, where, kExpected, "a list of ", tensors.size());
+    return tensors.get(0);
   }
   py::gil_scoped_acquire gil;
-  return parse_result(torch::jit::toPyObject(value), spec);
+  try {
+    return tensor_in(torch::jit::toPyObject(value), where);
+  } catch (py::error_already_set& error) {
+    std::rethrow_exception(persistent(error));
+  }
+}
+
+std::exception_ptr persistent(py::error_already_set& error) {
+  error.restore();
+  python_error persisted;
+  persisted.persist();
+  return std::make_exception_ptr(std::move(persisted));
 }
 
 }  // namespace commhook

@@ -5,8 +5,9 @@
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <optional>
+#include <exception>
 #include <string>
+#include <vector>
 
 namespace commhook {
 
@@ -29,10 +30,15 @@ struct BucketSpec {
 // buffer's shape. Throws TypeError or ValueError. No GIL needed.
 at::Tensor check_result(const at::Tensor& result, const BucketSpec& spec);
 
-// A Future's value as a checked tensor: a tensor, a list or tuple of one tensor, or an exception
+// The tensor in a completed Future's value: a tensor, a list or tuple of one tensor, or an exception
 // (which torch.futures.Future.set_exception stores as a value), which is raised with its type and
-// traceback. Takes the GIL where the value is Python's.
-at::Tensor parse_result(const c10::IValue& value, const BucketSpec& spec);
-at::Tensor parse_result(const pybind11::object& value, const BucketSpec& spec);
+// traceback. `where` begins the message of every other error. The first needs the GIL, the second
+// takes it where the value is Python's; what it throws can then be held without it.
+at::Tensor tensor_in(const pybind11::object& value, const std::string& where);
+at::Tensor tensor_in(const c10::IValue& value, const std::string& where);
+
+// A Python exception in a form that any thread may hold, copy and drop without the GIL. Needs the
+// GIL.
+std::exception_ptr persistent(pybind11::error_already_set& error);
 
 }  // namespace commhook

@@ -1,5 +1,4 @@
 // The Python module torch_commhook._C.
-#include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <torch/csrc/utils/pybind.h>
 
 #include "runtime/ddp_hook.h"
@@ -16,11 +15,7 @@ namespace {
 at::Tensor parse_hook_result(const py::object& value, const py::object& bucket) {
   const auto [index, count] = commhook::index_and_count(bucket);
   const commhook::BucketSpec spec("", index, count, bucket.attr("buffer")().cast<at::Tensor>());
-  return commhook::parse_result(value, spec);
-}
-
-void register_ddp_hook(c10d::Reducer& reducer, py::object runner) {
-  reducer.register_comm_hook(std::make_unique<commhook::DdpHook>(std::move(runner)));
+  return commhook::check_result(commhook::tensor_in(value, spec.name()), spec);
 }
 
 }  // namespace
@@ -31,11 +26,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("hook_name", &commhook::hook_name, py::arg("hook"));
   m.def("check_hook", &commhook::check_hook, py::arg("hook"));
   m.def("run_hook", &commhook::run_hook, py::arg("hook"), py::arg("state"), py::arg("bucket"));
+  m.def("as_future", &commhook::as_future, py::arg("returned"), py::arg("where"));
   m.def("parse_hook_result", &parse_hook_result, py::arg("value"), py::arg("bucket"));
   m.def("make_grad_bucket", &commhook::make_grad_bucket, py::arg("index"), py::arg("bucket_count"),
         py::arg("buffer"), py::arg("offsets"), py::arg("lengths"), py::arg("parameters"),
         py::arg("sparse_grad_indices"));
   m.def("bucket_count", &commhook::bucket_count, py::arg("bucket"));
-  m.def("register_ddp_hook", &register_ddp_hook, py::arg("reducer"), py::arg("runner"));
+  m.def("register_ddp_hook", &commhook::register_ddp_hook, py::arg("reducer"), py::arg("runner"),
+        py::arg("delivery"));
   m.def("cast_into", &commhook::cast_into, py::arg("future"), py::arg("destination"));
 }

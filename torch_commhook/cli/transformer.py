@@ -46,16 +46,12 @@ class ByteTransformer(nn.Module):
         layers: blocks, at least 1.
         dim: width, a multiple of ``2 * heads`` (rotary positions turn pairs of channels).
         heads: attention heads.
-        seq: the longest sequence, in bytes.
 
     Raises:
         ValueError: ``dim`` is not a multiple of ``2 * heads``.
     """
 
-    rotary_cosine: Tensor
-    rotary_sine: Tensor
-
-    def __init__(self, layers: int, dim: int, heads: int, seq: int) -> None:
+    def __init__(self, layers: int, dim: int, heads: int) -> None:
         super().__init__()
         if dim % (2 * heads) != 0:
             raise ValueError(
@@ -65,9 +61,7 @@ class ByteTransformer(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, VOCABULARY, bias=False)
-        cosine, sine = rotary_tables(dim // heads, seq)
-        self.register_buffer("rotary_cosine", cosine, persistent=False)
-        self.register_buffer("rotary_sine", sine, persistent=False)
+        self.head_dim = dim // heads
         self._initialize(layers)
 
     def _initialize(self, layers: int) -> None:
@@ -85,14 +79,14 @@ class ByteTransformer(nn.Module):
         """The mean cross-entropy in nats per byte.
 
         Args:
-            inputs: int64 ``[batch, length]``, bytes, ``length`` at most ``seq``.
+            inputs: int64 ``[batch, length]``, bytes.
             targets: int64 ``[batch, length]``, the bytes that follow.
 
         Returns:
             A scalar, in the parameters' dtype.
         """
-        length = inputs.shape[1]
-        cosine, sine = self.rotary_cosine[:length], self.rotary_sine[:length]
+        # Not buffers: DDP would send those from rank 0 before every step.
+        cosine, sine = rotary_tables(self.head_dim, inputs.shape[1], inputs.device)
         x = self.embedding(inputs)
         for block in self.blocks:
             x = block(x, cosine, sine)
@@ -104,14 +98,15 @@ class ByteTransformer(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
 
-def rotary_tables(head_dim: int, seq: int) -> tuple[Tensor, Tensor]:
+def rotary_tables(head_dim: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the rotary positions (RoFormer, arXiv:2104.09864).
 
     Returns:
-        Two fp32 tensors ``[seq, head_dim / 2]``.
+        Two fp32 tensors ``[length, head_dim / 2]``.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    angles = torch.outer(torch.arange(seq, dtype=torch.float32), _ROTARY_BASE**-exponents)
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    positions = torch.arange(length, dtype=torch.float32, device=device)
+    angles = torch.outer(positions, _ROTARY_BASE**-exponents)
     return angles.cos(), angles.sin()
 
 

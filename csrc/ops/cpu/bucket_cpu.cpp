@@ -26,9 +26,11 @@ int64_t cache_bytes() {
   return kibibytes > 0 ? kibibytes << 10 : int64_t{32} << 20;
 }
 
-// A destination from this size on is written past the caches.
+// A destination from this size on is written past the caches. By the time that it is read again the
+// rest of a step has gone through them: a quarter was the best of 1, 1/2, 1/4 and 0 for the backward
+// of 200 x 65,536 elements (benchmarks/bench_hook.py).
 int64_t streaming_bytes() {
-  static const int64_t bytes = cache_bytes();
+  static const int64_t bytes = cache_bytes() / 4;
   return bytes;
 }
 
@@ -66,9 +68,11 @@ void flatten_range(const Segments& segments, int64_t begin, int64_t end, char* b
       });
 }
 
-// Elements [begin, end) of the bucket, from the buffer into the tensors.
+// Elements [begin, end) of the bucket, from the buffer into the tensors. piece_kernels write what
+// is scattered from the first-level cache right away, so they must not stream.
 void unflatten_range(const Segments& segments, int64_t begin, int64_t end, const char* buffer,
-                     at::ScalarType from, double scale, const Table& kernels) {
+                     at::ScalarType from, double scale, const Table& kernels,
+                     const Table& piece_kernels) {
   const int row = dtype_index(from);
   const auto width = static_cast<int64_t>(c10::elementSize(from));
   alignas(64) char piece[Segments::kPieceElements * sizeof(double)];
@@ -78,7 +82,7 @@ void unflatten_range(const Segments& segments, int64_t begin, int64_t end, const
         kernels[row][segment.dtype](buffer + position * width, data, count, scale, nullptr);
       },
       [&](const Segment& segment, int64_t position, int64_t count) {
-        kernels[row][segment.dtype](buffer + position * width, piece, count, scale, nullptr);
+        piece_kernels[row][segment.dtype](buffer + position * width, piece, count, scale, nullptr);
         scatter(segment, position, count, piece);
       });
 }
@@ -148,11 +152,11 @@ void run_unflatten(const at::Tensor& buffer, at::TensorList tensors, double scal
     tensor.mutable_data_ptr();  // a lazily copied storage becomes the tensor's own here
   }
   const Segments segments(tensors);
-  const auto& kernels =
-      choose(row_kernels(capability()), bytes_of(tensors) >= streaming_bytes(), false);
+  const auto& all = row_kernels(capability());
+  const auto& kernels = choose(all, bytes_of(tensors) >= streaming_bytes(), false);
   const auto* data = static_cast<const char*>(buffer.const_data_ptr());
   at::parallel_for(0, segments.total(), kGrainElements, [&](int64_t begin, int64_t end) {
-    unflatten_range(segments, begin, end, data, buffer.scalar_type(), scale, kernels);
+    unflatten_range(segments, begin, end, data, buffer.scalar_type(), scale, kernels, all.plain);
   });
 }
 

@@ -32,7 +32,11 @@ void convert_float(const From* source, To* destination, int64_t count, float sca
     i += n;
   };
   if constexpr (kStream && kWidth > 1) {
-    // Streamed stores must be aligned; whole cache lines are what makes them pay.
+    // Streamed stores must be aligned; whole cache lines are what makes them pay. Foreign memory
+    // (torch.frombuffer) may start inside an element, where no element is aligned.
+    if (reinterpret_cast<uintptr_t>(destination) % sizeof(To) != 0) {
+      return convert_float<From, To, false, kMeasure>(source, destination, count, scale, stats);
+    }
     const auto misaligned = reinterpret_cast<uintptr_t>(destination) % 64 / sizeof(To);
     int64_t head = misaligned == 0 ? 0 : static_cast<int64_t>(64 / sizeof(To) - misaligned);
     head = head < count ? head : count;

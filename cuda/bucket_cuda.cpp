@@ -1,0 +1,147 @@
+// The bucket operators on CUDA: one pass over memory, split over elements, not tensors, in one
+// launch for each couple of thousand tensors.
+#include <ATen/ATen.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/library.h>
+
+#include "bucket_launch.h"
+#include "ops/bucket.h"
+
+namespace commhook::cuda {
+namespace {
+
+Dtype dtype_of(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kDouble:
+      return Dtype::kDouble;
+    case at::kFloat:
+      return Dtype::kFloat;
+    case at::kHalf:
+      return Dtype::kHalf;
+    default:
+      return Dtype::kBFloat16;  // the checks let no other pass
+  }
+}
+
+// Tensors to read. What is not contiguous is read through a contiguous copy, a pass over memory
+// more: a kernel that follows strides would be slow for all, and in a bucket's own layout parameters
+// of permuted memory, such as channels_last, are contiguous views.
+class Sources {
+ public:
+  explicit Sources(at::TensorList tensors) {
+    segments_.reserve(tensors.size());
+    for (const auto& tensor : tensors) {
+      if (tensor.numel() == 0) {
+        continue;
+      }
+      const void* data = nullptr;
+      if (tensor.is_contiguous()) {
+        data = tensor.const_data_ptr();
+      } else {
+        copies_.push_back(tensor.detach().contiguous());
+        data = copies_.back().const_data_ptr();
+      }
+      segments_.push_back({data, tensor.numel(), dtype_of(tensor)});
+    }
+  }
+
+  c10::ArrayRef<Segment<const void>> segments() const { return segments_; }
+
+ private:
+  std::vector<Segment<const void>> segments_;
+  std::vector<at::Tensor> copies_;
+};
+
+// Tensors to write. What is not contiguous is written through a contiguous tensor, see Sources;
+// finish() then copies from that.
+class Destinations {
+ public:
+  explicit Destinations(at::TensorList tensors) {
+    segments_.reserve(tensors.size());
+    for (const auto& tensor : tensors) {
+      if (tensor.numel() == 0) {
+        continue;
+      }
+      void* data = nullptr;
+      if (tensor.is_contiguous()) {
+        data = tensor.mutable_data_ptr();
+      } else {
+        auto piece = at::empty(tensor.sizes(), tensor.options());
+        data = piece.mutable_data_ptr();
+        copies_.emplace_back(tensor, std::move(piece));
+      }
+      segments_.push_back({data, tensor.numel(), dtype_of(tensor)});
+    }
+  }
+
+  c10::ArrayRef<Segment<void>> segments() const { return segments_; }
+
+  void finish() const {
+    for (const auto& [tensor, piece] : copies_) {
+      tensor.detach().copy_(piece);
+    }
+  }
+
+ private:
+  std::vector<Segment<void>> segments_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
+};
+
+at::Tensor flatten(at::TensorList tensors, double scale, std::optional<at::ScalarType> dtype) {
+  const auto to = check_flatten("flatten", tensors, dtype);
+  const c10::cuda::CUDAGuard guard(tensors[0].device());
+  auto buffer = at::empty({total_numel(tensors)}, tensors[0].options().dtype(to));
+  launch_flatten(Sources(tensors).segments(), scale, buffer);
+  return buffer;
+}
+
+at::Tensor& flatten_out(at::TensorList tensors, double scale, at::Tensor& out) {
+  check_flatten_out("flatten", tensors, out);
+  const c10::cuda::CUDAGuard guard(out.device());
+  launch_flatten(Sources(tensors).segments(), scale, out);
+  return out;
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> flatten_stats(at::TensorList tensors, double scale,
+                                                             std::optional<at::ScalarType> dtype) {
+  const auto to = check_flatten("flatten_stats", tensors, dtype);
+  const c10::cuda::CUDAGuard guard(tensors[0].device());
+  const auto options = tensors[0].options();
+  auto buffer = at::empty({total_numel(tensors)}, options.dtype(to));
+  auto sum_of_squares = at::empty({}, options.dtype(at::kDouble));
+  auto nonfinite_count = at::empty({}, options.dtype(at::kLong));
+  launch_flatten_stats(Sources(tensors).segments(), scale, buffer, sum_of_squares,
+                       nonfinite_count);
+  return {std::move(buffer), std::move(sum_of_squares), std::move(nonfinite_count)};
+}
+
+void run_unflatten(const at::Tensor& buffer, at::TensorList tensors, double scale) {
+  const Destinations destinations(tensors);
+  launch_unflatten_into(buffer, destinations.segments(), scale);
+  destinations.finish();
+}
+
+std::vector<at::Tensor> unflatten(const at::Tensor& buffer, at::TensorList like, double scale) {
+  check_unflatten("unflatten", buffer, like, "like");
+  const c10::cuda::CUDAGuard guard(buffer.device());
+  auto tensors = empty_like(like);
+  run_unflatten(buffer, tensors, scale);
+  return tensors;
+}
+
+void unflatten_into(const at::Tensor& buffer, at::TensorList tensors, double scale) {
+  check_unflatten_into("unflatten_into", buffer, tensors);
+  const c10::cuda::CUDAGuard guard(buffer.device());
+  run_unflatten(buffer, tensors, scale);
+}
+
+TORCH_LIBRARY_IMPL(commhook, CUDA, m) {
+  m.impl("flatten", flatten);
+  m.impl("flatten.out", flatten_out);
+  m.impl("flatten_stats", flatten_stats);
+  m.impl("unflatten", unflatten);
+  m.impl("unflatten_into", unflatten_into);
+}
+
+}  // namespace
+}  // namespace commhook::cuda

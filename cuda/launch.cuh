@@ -1,0 +1,82 @@
+// What the launchers share: tables of tensors in the kernel arguments, as many launches as that
+// takes, and the shape of a launch.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAException.h>
+#include <cuda_runtime.h>
+
+#include <limits>
+
+#include "tensor_table.h"
+
+namespace commhook::cuda {
+
+// Capacities: the arguments of a kernel are copied whole at each launch, so that a short list should
+// not pay for a long one. Beyond 4 KB they need CUDA 12.1, in the toolkit and in the driver.
+constexpr int kShortTable = 216;
+constexpr int kArgumentBytes = 4096;
+#if CUDART_VERSION >= 12010
+constexpr int kMediumTable = 896;
+constexpr int kLongTable = 1880;
+constexpr int kLargeArgumentBytes = 32764;
+
+inline bool has_large_arguments() {
+  static const bool has = [] {
+    int driver = 0;
+    C10_CUDA_CHECK(cudaDriverGetVersion(&driver));
+    return driver >= 12010;
+  }();
+  return has;
+}
+#endif
+
+constexpr int kOtherArgumentBytes = 64;  // more than any kernel's other arguments take
+
+// The shape of one launch over a table.
+struct Grid {
+  unsigned blocks;
+  int run;  // elements of a warp
+};
+
+inline Grid grid_of(int64_t total) {
+  const int run = run_length(total, at::cuda::getCurrentDeviceProperties()->multiProcessorCount);
+  const int64_t blocks = block_count(total, run);
+  TORCH_CHECK(blocks <= std::numeric_limits<int>::max(), "bucket: tensors must hold at most ",
+              int64_t{std::numeric_limits<int>::max()} * kWarpsPerBlock * run,
+              " elements in total, got ", total);
+  return {static_cast<unsigned>(blocks), run};
+}
+
+template <int kCapacity, typename Data, typename Launch>
+void for_each_table_of(c10::ArrayRef<Segment<Data>> segments, const Launch& launch) {
+  TensorTable<Data, kCapacity> table;
+  static_assert(kCapacity <= kShortTable
+                    ? sizeof(table) + kOtherArgumentBytes <= kArgumentBytes
+                    : sizeof(table) + kOtherArgumentBytes <= kLargeArgumentBytes);
+  int64_t offset = 0;
+  while (!segments.empty()) {
+    segments = segments.slice(fill_table(table, segments.data(), segments.size()));
+    launch(table, offset, grid_of(table.total));
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    offset += table.total;
+  }
+}
+
+// Calls launch(table, offset, grid) for the fewest tables that hold the segments. offset: position
+// of the table's first element in the bucket.
+template <typename Data, typename Launch>
+void for_each_table(c10::ArrayRef<Segment<Data>> segments, const Launch& launch) {
+#if CUDART_VERSION >= 12010
+  if (segments.size() > kMediumTable && has_large_arguments()) {
+    return for_each_table_of<kLongTable>(segments, launch);
+  }
+  if (segments.size() > kShortTable && has_large_arguments()) {
+    return for_each_table_of<kMediumTable>(segments, launch);
+  }
+#endif
+  for_each_table_of<kShortTable>(segments, launch);
+}
+
+}  // namespace commhook::cuda

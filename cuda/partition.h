@@ -1,0 +1,127 @@
+// Who moves what: the runs of the warps of one launch, and the parts of a row that a warp moves in
+// vectors. Plain index arithmetic for host and device, so that a test can try it without a GPU.
+#pragma once
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define COMMHOOK_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define COMMHOOK_HOST_DEVICE inline
+#endif
+
+namespace commhook::cuda {
+
+constexpr int kWarpSize = 32;
+constexpr int kThreads = 256;  // of a block
+constexpr int kWarpsPerBlock = kThreads / kWarpSize;
+
+// A run is what one warp moves: a power of two of elements, so that every run begins as well aligned
+// as the bucket itself. The shortest lets 1000 tensors of 64 elements reach every multiprocessor,
+// the longest repays a warp's search for its first tensor many times over.
+constexpr int kMinRun = 64;
+constexpr int kMaxRun = 4096;
+constexpr int kWarpsPerMultiprocessor = 64;
+
+// The shortest run with which one wave of warps moves `total` elements, within the bounds.
+inline int run_length(int64_t total, int multiprocessors) {
+  const int64_t warps = int64_t{multiprocessors} * kWarpsPerMultiprocessor;
+  int run = kMinRun;
+  while (run < kMaxRun && total > warps * run) {
+    run *= 2;
+  }
+  return run;
+}
+
+inline int64_t block_count(int64_t total, int run) {
+  const int64_t runs = (total + run - 1) / run;
+  return (runs + kWarpsPerBlock - 1) / kWarpsPerBlock;
+}
+
+// The run of one warp, [begin, end), empty past the last run.
+struct Run {
+  int64_t begin;
+  int64_t end;
+};
+
+COMMHOOK_HOST_DEVICE Run run_of(int64_t block, int warp, int run, int64_t total) {
+  const int64_t begin = (block * kWarpsPerBlock + warp) * run;
+  const int64_t end = begin + run;
+  return {begin, end < total ? end : total};
+}
+
+// A row, split at the addresses that are aligned for vectors: `head` elements before the first,
+// `vectors`, and `tail` elements after the last. Each edge is shorter than a vector.
+struct RowSplit {
+  int head;
+  int vectors;
+  int tail;
+};
+
+// misaligned: how many elements the row's first one lies past an address aligned for vectors.
+template <int kWidth>
+COMMHOOK_HOST_DEVICE RowSplit split_row(int misaligned, int count) {
+  int head = misaligned == 0 ? 0 : kWidth - misaligned;
+  head = head < count ? head : count;
+  const int vectors = (count - head) / kWidth;
+  return {head, vectors, count - head - vectors * kWidth};
+}
+
+// The element of head or tail that a lane moves, -1 for none. Both edges take a single step of the
+// warp: the head its first half, the tail its second.
+template <int kWidth>
+COMMHOOK_HOST_DEVICE int edge_element(const RowSplit& split, int lane) {
+  constexpr int kHalf = kWarpSize / 2;
+  static_assert(kWidth <= kHalf);
+  if (lane < split.head) {
+    return lane;
+  }
+  if (lane >= kHalf && lane - kHalf < split.tail) {
+    return split.head + split.vectors * kWidth + lane - kHalf;
+  }
+  return -1;
+}
+
+// A vector's bytes where it lies at no aligned address: two aligned neighbours hold them.
+template <int kWords>
+struct __attribute__((__aligned__(4 * kWords), __may_alias__)) Granule {
+  uint32_t words[kWords];
+};
+
+COMMHOOK_HOST_DEVICE uint32_t funnel_shift(uint32_t low, uint32_t high, int bits) {
+#ifdef __CUDA_ARCH__
+  return __funnelshift_r(low, high, bits);
+#else
+  return static_cast<uint32_t>((uint64_t{high} << 32 | low) >> bits);
+#endif
+}
+
+// The bytes from `shift` on, counted from the first byte of `first`; shift is below the size of a
+// granule. Every index is a constant: arrays then stay in registers.
+template <int kWords>
+COMMHOOK_HOST_DEVICE Granule<kWords> realign(const Granule<kWords>& first,
+                                             const Granule<kWords>& second, int shift) {
+  uint32_t words[2 * kWords];
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    words[i] = first.words[i];
+    words[kWords + i] = second.words[i];
+  }
+#pragma unroll
+  for (int step = kWords / 2; step > 0; step /= 2) {
+    if ((shift / 4 & step) != 0) {
+#pragma unroll
+      for (int i = 0; i + step < 2 * kWords; ++i) {
+        words[i] = words[i + step];
+      }
+    }
+  }
+  Granule<kWords> result;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    result.words[i] = funnel_shift(words[i], words[i + 1], shift % 4 * 8);
+  }
+  return result;
+}
+
+}  // namespace commhook::cuda

@@ -1,0 +1,200 @@
+// How a warp moves one contiguous row: convert, scale, measure. No lane needs another one, so that a
+// test can play all lanes of all warps on the host.
+#pragma once
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cfloat>
+#include <cstring>
+#include <type_traits>
+
+#include "tensor_table.h"
+
+namespace commhook::cuda {
+
+// Scaling is done in float64 where a side is float64, else in float32.
+template <typename From, typename To>
+using Scaling =
+    std::conditional_t<std::is_same_v<From, double> || std::is_same_v<To, double>, double, float>;
+
+// float64 becomes a 16-bit type by way of float32, as everywhere in PyTorch.
+template <typename To, typename Value>
+COMMHOOK_HOST_DEVICE To round_to(Value value) {
+  if constexpr (std::is_same_v<Value, double> && sizeof(To) == 2) {
+    return static_cast<To>(static_cast<float>(value));
+  } else {
+    return static_cast<To>(value);
+  }
+}
+
+COMMHOOK_HOST_DEVICE bool is_finite(double value) { return value >= -DBL_MAX && value <= DBL_MAX; }
+COMMHOOK_HOST_DEVICE bool is_finite(float value) { return value >= -FLT_MAX && value <= FLT_MAX; }
+COMMHOOK_HOST_DEVICE bool is_finite(c10::Half value) {
+  return is_finite(static_cast<float>(value));
+}
+COMMHOOK_HOST_DEVICE bool is_finite(c10::BFloat16 value) {
+  return is_finite(static_cast<float>(value));
+}
+
+// What a lane notices about the elements that pass: scaled, and written.
+struct NoMeasure {
+  template <typename Value, typename To>
+  COMMHOOK_HOST_DEVICE void add(Value, To) {}
+};
+
+struct Measure {
+  double sum_of_squares = 0;
+  int nonfinite_count = 0;
+
+  template <typename Value, typename To>
+  COMMHOOK_HOST_DEVICE void add(Value value, To written) {
+    sum_of_squares += static_cast<double>(value) * static_cast<double>(value);
+    nonfinite_count += is_finite(written) ? 0 : 1;
+  }
+};
+
+template <typename T, int kWidth>
+struct alignas(sizeof(T) * kWidth) Pack {
+  T values[kWidth];
+};
+
+template <typename To, typename From, typename Meter>
+COMMHOOK_HOST_DEVICE To convert(From source, Scaling<From, To> scale, Meter& meter) {
+  const auto value = static_cast<Scaling<From, To>>(source) * scale;
+  const To written = round_to<To>(value);
+  meter.add(value, written);
+  return written;
+}
+
+template <typename To, typename From, int kWidth, typename Meter>
+COMMHOOK_HOST_DEVICE Pack<To, kWidth> convert(const Pack<From, kWidth>& source,
+                                              Scaling<From, To> scale, Meter& meter) {
+  Pack<To, kWidth> written;
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    written.values[i] = convert<To>(source.values[i], scale, meter);
+  }
+  return written;
+}
+
+// One lane's part of the vectors of a row: elements of `destination` from an address on that is
+// aligned for them, from a source that is, too, or lies `shift` bytes past such an address. All loads
+// of a step come before the first use. They are kept as words, since 16-bit values would each take a
+// register, and start as zeros, since what a branch leaves undefined stays alive around all loops,
+// for each pair of dtypes in registers of its own.
+template <typename From, typename To, int kWidth, bool kShifted, typename Meter>
+COMMHOOK_HOST_DEVICE void copy_vectors(const From* source, To* destination, int vectors, int shift,
+                                       Scaling<From, To> scale, int lane, Meter& meter) {
+  constexpr int kUnroll = kShifted ? 2 : 4;  // shifted takes two loads for each
+  constexpr int kWords = kWidth * sizeof(From) / sizeof(uint32_t);
+  const auto* from = reinterpret_cast<const Granule<kWords>*>(
+      reinterpret_cast<const char*>(source) - (kShifted ? shift : 0));
+  auto* to = reinterpret_cast<Pack<To, kWidth>*>(destination);
+#pragma unroll 1
+  for (int first = lane; first < vectors; first += kUnroll * kWarpSize) {
+    Granule<kWords> low[kUnroll] = {};
+    Granule<kWords> high[kUnroll] = {};
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) {
+      const int v = first + k * kWarpSize;
+      if (v < vectors) {
+        low[k] = from[v];
+        if constexpr (kShifted) {
+          high[k] = from[v + 1];
+        }
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) {
+      const int v = first + k * kWarpSize;
+      if (v < vectors) {
+        if constexpr (kShifted) {
+          low[k] = realign(low[k], high[k], shift);
+        }
+        Pack<From, kWidth> values;
+        std::memcpy(&values, &low[k], sizeof(values));
+        to[v] = convert<To>(values, scale, meter);
+      }
+    }
+  }
+}
+
+// One lane's part of destination[i] = source[i] * scale. Vectors are of 16 bytes on the side of the
+// wider dtype and of as many elements on the other. Those of the destination are aligned; where the
+// source's then are not, each is put together from two aligned ones, which may reach over the row's
+// ends, but never out of the aligned 16 bytes around an element of the row.
+template <typename From, typename To, typename Meter>
+COMMHOOK_HOST_DEVICE void copy_row(const From* source, To* destination, int count, double scale,
+                                   int lane, Meter& meter) {
+  constexpr int kWidth = 16 / (sizeof(From) > sizeof(To) ? sizeof(From) : sizeof(To));
+  const auto factor = static_cast<Scaling<From, To>>(scale);
+
+  const auto past = reinterpret_cast<uintptr_t>(destination) % (kWidth * sizeof(To));
+  const auto split = split_row<kWidth>(static_cast<int>(past / sizeof(To)), count);
+  const int edge = edge_element<kWidth>(split, lane);
+  From at_edge{};
+  if (edge >= 0) {
+    at_edge = source[edge];
+  }
+
+  source += split.head;
+  const auto shift =
+      static_cast<int>(reinterpret_cast<uintptr_t>(source) % (kWidth * sizeof(From)));
+  if (shift == 0) {
+    copy_vectors<From, To, kWidth, false>(source, destination + split.head, split.vectors, 0,
+                                          factor, lane, meter);
+  } else {
+    copy_vectors<From, To, kWidth, true>(source, destination + split.head, split.vectors, shift,
+                                         factor, lane, meter);
+  }
+  if (edge >= 0) {
+    destination[edge] = convert<To>(at_edge, factor, meter);
+  }
+}
+
+// One lane's part of a run, from the table's tensors into the buffer.
+template <typename To, typename Table, typename Meter>
+COMMHOOK_HOST_DEVICE void flatten_run(const Table& table, To* buffer, double scale, Run run,
+                                      int lane, Meter& meter) {
+  for_each_piece(table, run, [&](const void* data, Dtype dtype, int64_t offset, int64_t position,
+                                 int count) {
+    To* to = buffer + position;
+    switch (dtype) {
+      case Dtype::kDouble:
+        return copy_row(static_cast<const double*>(data) + offset, to, count, scale, lane, meter);
+      case Dtype::kFloat:
+        return copy_row(static_cast<const float*>(data) + offset, to, count, scale, lane, meter);
+      case Dtype::kHalf:
+        return copy_row(static_cast<const c10::Half*>(data) + offset, to, count, scale, lane,
+                        meter);
+      case Dtype::kBFloat16:
+        return copy_row(static_cast<const c10::BFloat16*>(data) + offset, to, count, scale, lane,
+                        meter);
+    }
+  });
+}
+
+// One lane's part of a run, from the buffer into the table's tensors.
+template <typename From, typename Table>
+COMMHOOK_HOST_DEVICE void unflatten_run(const Table& table, const From* buffer, double scale,
+                                        Run run, int lane) {
+  NoMeasure meter;
+  for_each_piece(table, run, [&](void* data, Dtype dtype, int64_t offset, int64_t position,
+                                 int count) {
+    const From* from = buffer + position;
+    switch (dtype) {
+      case Dtype::kDouble:
+        return copy_row(from, static_cast<double*>(data) + offset, count, scale, lane, meter);
+      case Dtype::kFloat:
+        return copy_row(from, static_cast<float*>(data) + offset, count, scale, lane, meter);
+      case Dtype::kHalf:
+        return copy_row(from, static_cast<c10::Half*>(data) + offset, count, scale, lane, meter);
+      case Dtype::kBFloat16:
+        return copy_row(from, static_cast<c10::BFloat16*>(data) + offset, count, scale, lane,
+                        meter);
+    }
+  });
+}
+
+}  // namespace commhook::cuda

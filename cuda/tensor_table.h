@@ -1,0 +1,110 @@
+// The tensors of one launch, as its kernel gets them: by value, in its arguments. That needs no
+// copy to the device, no pinned memory and no synchronisation, and a CUDA graph keeps its own copy.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "partition.h"
+
+namespace commhook::cuda {
+
+enum class Dtype : uint8_t { kDouble, kFloat, kHalf, kBFloat16 };
+
+// One contiguous tensor. Data is `const void` where the tensors are read, `void` where written.
+template <typename Data>
+struct Segment {
+  Data* data;
+  int64_t numel;
+  Dtype dtype;
+};
+
+template <typename DataType, int kTensors>
+struct TensorTable {
+  using Data = DataType;
+  static constexpr int kCapacity = kTensors;
+  static constexpr int kSlices = kTensors / 8;
+  static_assert(kSlices >= 1 && kTensors <= UINT16_MAX);
+
+  struct Entry {
+    Data* data;
+    int64_t end;  // position after the tensor's last element; positions count from the table's first
+  };
+  Entry entries[kTensors];
+  int64_t total;  // elements
+  int count;      // tensors
+  // Positions in slices of 2^slice_shift: a search begins between the tensors that hold the first
+  // positions of a slice and of the next one. A whole binary search would be a chain of as many
+  // misses in the constant cache.
+  int slice_shift;
+  uint16_t slice_first[kSlices + 1];
+  Dtype dtypes[kTensors];
+};
+
+// Fills the table with as many segments as fit, and returns their number. No segment may be empty.
+template <typename Table>
+int fill_table(Table& table, const Segment<typename Table::Data>* segments, size_t count) {
+  const auto size =
+      static_cast<int>(count < Table::kCapacity ? count : size_t{Table::kCapacity});
+  table.total = 0;
+  table.count = size;
+  for (int i = 0; i < size; ++i) {
+    table.total += segments[i].numel;
+    table.entries[i] = {segments[i].data, table.total};
+    table.dtypes[i] = segments[i].dtype;
+  }
+  table.slice_shift = 0;
+  while ((table.total - 1) >> table.slice_shift >= Table::kSlices) {
+    ++table.slice_shift;
+  }
+  const auto slices = static_cast<int>((table.total - 1) >> table.slice_shift) + 1;
+  int tensor = 0;
+  for (int slice = 0; slice < slices; ++slice) {
+    while (table.entries[tensor].end <= int64_t{slice} << table.slice_shift) {
+      ++tensor;
+    }
+    table.slice_first[slice] = static_cast<uint16_t>(tensor);
+  }
+  table.slice_first[slices] = static_cast<uint16_t>(size - 1);
+  return size;
+}
+
+// The tensor that holds a position below the table's total.
+template <typename Table>
+COMMHOOK_HOST_DEVICE int find_tensor(const Table& table, int64_t position) {
+  const auto slice = static_cast<int>(position >> table.slice_shift);
+  int low = table.slice_first[slice];
+  int high = table.slice_first[slice + 1];
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (table.entries[middle].end <= position) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// Calls visit(data, dtype, offset, position, count) for each tensor's part of the run, in order:
+// `count` elements that begin at `offset` in the tensor and at `position` in the table.
+template <typename Table, typename Visit>
+COMMHOOK_HOST_DEVICE void for_each_piece(const Table& table, Run run, const Visit& visit) {
+  if (run.begin >= run.end) {
+    return;
+  }
+  int tensor = find_tensor(table, run.begin);
+  int64_t start = tensor == 0 ? 0 : table.entries[tensor - 1].end;
+  int64_t position = run.begin;
+  while (position < run.end) {
+    const int64_t end = table.entries[tensor].end;
+    const int64_t stop = run.end < end ? run.end : end;
+    visit(table.entries[tensor].data, table.dtypes[tensor], position - start, position,
+          static_cast<int>(stop - position));
+    position = stop;
+    start = end;
+    ++tensor;
+  }
+}
+
+}  // namespace commhook::cuda

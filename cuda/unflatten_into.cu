@@ -1,0 +1,37 @@
+#include <ATen/Dispatch.h>
+
+#include "bucket_launch.h"
+#include "launch.cuh"
+#include "row.h"
+
+namespace commhook::cuda {
+namespace {
+
+template <typename From, int kCapacity>
+__global__ void __launch_bounds__(kThreads)
+    unflatten_into_kernel(const __grid_constant__ TensorTable<void, kCapacity> table,
+                          const From* buffer, double scale, int run) {
+  unflatten_run(table, buffer, scale,
+                run_of(blockIdx.x, threadIdx.x / kWarpSize, run, table.total),
+                threadIdx.x % kWarpSize);
+}
+
+}  // namespace
+
+void launch_unflatten_into(const at::Tensor& buffer, c10::ArrayRef<Segment<void>> segments,
+                           double scale) {
+  if (segments.empty()) {
+    return;
+  }
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kHalf, at::kBFloat16, buffer.scalar_type(), "unflatten_into", [&] {
+        const auto* data = buffer.const_data_ptr<scalar_t>();
+        for_each_table(segments, [&](const auto& table, int64_t offset, Grid grid) {
+          unflatten_into_kernel<<<grid.blocks, kThreads, 0, stream>>>(table, data + offset, scale,
+                                                                      grid.run);
+        });
+      });
+}
+
+}  // namespace commhook::cuda

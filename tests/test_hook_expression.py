@@ -1,0 +1,134 @@
+"""The hook of ``--hook``: what is understood, and what is said about the rest."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from torch_commhook.cli.hook_expression import (
+    HookExpressionError,
+    check_hook,
+    parse_hook,
+    public_names,
+)
+
+
+def _hooks_module() -> types.ModuleType:
+    """A module like ``torch_commhook.hooks`` whose hooks are tuples of how they were called."""
+    module = types.ModuleType("hooks")
+
+    def cast(dtype: torch.dtype) -> tuple[object, ...]:
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError("cast: dtype must be a torch.dtype")
+        return ("cast", dtype)
+
+    def allreduce() -> tuple[object, ...]:
+        return ("allreduce",)
+
+    def error_feedback(hook: object, decay: float = 1.0) -> tuple[object, ...]:
+        return ("error_feedback", hook, decay)
+
+    def blockwise(bits: int = 8, *, sizes: object = None) -> tuple[object, ...]:
+        return ("blockwise", bits, sizes)
+
+    def secret() -> None:
+        raise AssertionError("not public")
+
+    for function in (cast, allreduce, error_feedback, blockwise, secret):
+        setattr(module, function.__name__, function)
+    module.__all__ = ["cast", "allreduce", "error_feedback", "blockwise"]  # type: ignore[attr-defined]
+    return module
+
+
+HOOKS = _hooks_module()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("none", None),
+        (" None ", None),
+        ("allreduce()", ("allreduce",)),
+        ("allreduce", ("allreduce",)),
+        ("cast(bfloat16)", ("cast", torch.bfloat16)),
+        ("cast(torch.float16)", ("cast", torch.float16)),
+        ("cast(dtype=float8_e4m3fn)", ("cast", torch.float8_e4m3fn)),
+        ("blockwise(bits=4, sizes=[1, (2, -3)])", ("blockwise", 4, [1, (2, -3)])),
+        (
+            "error_feedback(blockwise(4), decay=0.5)",
+            ("error_feedback", ("blockwise", 4, None), 0.5),
+        ),
+        ("error_feedback(allreduce)", ("error_feedback", ("allreduce",), 1.0)),
+    ],
+)
+def test_an_expression_builds_the_hook(text: str, expected: object) -> None:
+    assert parse_hook(text, HOOKS) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("casst(bfloat16)", "unknown hook 'casst' (did you mean 'cast'?)"),
+        ("secret()", "unknown hook 'secret'"),
+        ("__import__('os').system('true')", "unknown hook \"__import__('os').system\""),
+        ("hooks.cast(bfloat16)", "unknown hook 'hooks.cast'"),
+        ("cast(bfloat17)", "neither a dtype nor a hook"),
+        ("cast(torch.load)", "neither a dtype nor a hook"),
+        ("cast(8)", "is refused by cast: TypeError: cast: dtype must be"),
+        ("cast()", "is refused by cast: TypeError"),
+        ("cast(**{})", "must not unpack"),
+        ("blockwise(1 + 1)", "must not contain '1 + 1'"),
+        ("blockwise([x for x in y])", "must not contain"),
+        ("cast(bfloat16", "is not a hook expression"),
+        ("", "is not a hook expression"),
+        ("3", "is not a hook expression"),
+        ("cast(bfloat16); 1", "is not a hook expression"),
+        ("(" * 500, "is not a hook expression"),
+    ],
+)
+def test_a_wrong_expression_is_named_with_what_there_is(text: str, message: str) -> None:
+    with pytest.raises(HookExpressionError) as caught:
+        parse_hook(text, HOOKS)
+    assert message in str(caught.value)
+    assert "allreduce, blockwise, cast, error_feedback" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_library_offers_its_hooks() -> None:
+    from torch_commhook import hooks
+
+    assert {"allreduce", "cast"} <= set(public_names(hooks))
+    assert callable(parse_hook("cast(bfloat16)"))
+    assert callable(parse_hook("allreduce"))
+
+
+def test_a_file_gives_its_object(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def my_hook(state, bucket):\n    return bucket.buffer()\nsize = 3\n")
+    check_hook(f"{file}:my_hook")
+    assert parse_hook(f"{file}:my_hook").__name__ == "my_hook"
+    with pytest.raises(HookExpressionError, match="size must be callable, got int"):
+        parse_hook(f"{file}:size")
+    for text, message in [
+        (f"{file}:other", "defines no other"),
+        (f"{file}", "must be FILE.py:NAME"),
+        (f"{file}:not a name", "must be FILE.py:NAME"),
+        (f"{tmp_path}/missing.py:my_hook", "there is no file"),
+    ]:
+        for function in (check_hook, parse_hook):
+            with pytest.raises(HookExpressionError, match=message):
+                function(text)
+
+
+def test_checking_a_file_does_not_run_it(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("raise RuntimeError('it runs')\ndef my_hook(state, bucket): ...\n")
+    check_hook(f"{file}:my_hook")
+    with pytest.raises(HookExpressionError, match="raised RuntimeError: it runs"):
+        parse_hook(f"{file}:my_hook")
+    file.write_text("def my_hook(:\n")
+    with pytest.raises(HookExpressionError, match="can't be read as Python: SyntaxError"):
+        check_hook(f"{file}:my_hook")

@@ -1,0 +1,264 @@
+"""The launcher and the ranks' processes: whatever ends one, all end, with one message."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from train_processes import TINY, TrainProcess, start_train
+
+from torch_commhook.cli import launcher, rank_process
+from torch_commhook.cli.launcher import launch
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+
+_RANK_PROCESS = Path(rank_process.__file__)
+
+# A rank without torch: it starts in 0.1 s, and tells its process id in a file.
+_CHILD = f"""
+import importlib.util, os, pathlib, signal, sys, time
+spec = importlib.util.spec_from_file_location("rank_process", {str(_RANK_PROCESS)!r})
+rank_process = importlib.util.module_from_spec(spec)
+sys.modules["rank_process"] = rank_process
+spec.loader.exec_module(rank_process)
+rank_process.tie_to_launcher(int(os.environ["COMMHOOK_LAUNCHER_PID"]))
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+part = pathlib.Path(f"pid-{{rank}}.part")
+part.write_text(str(os.getpid()))
+part.rename(f"pid-{{rank}}")
+while not all(os.path.exists(f"pid-{{other}}") for other in range(size)):
+    time.sleep(0.01)  # so that what follows happens in all ranks at about the same time
+"""
+
+
+def _command(tmp_path: Path, body: str) -> list[str]:
+    script = tmp_path / "child.py"
+    script.write_text(_CHILD + body)
+    return [sys.executable, str(script)]
+
+
+def _pids(tmp_path: Path, ranks: int) -> list[int]:
+    """The process ids of all ranks, once all run."""
+    deadline = time.monotonic() + 20
+    files = [tmp_path / f"pid-{rank}" for rank in range(ranks)]
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < deadline, "the ranks did not start"
+        time.sleep(0.02)
+    return [int(file.read_text()) for file in files]
+
+
+def _assert_gone(pids: list[int]) -> None:
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def _when_running(tmp_path: Path, ranks: int, action: object) -> threading.Thread:
+    """Call ``action(pids)`` in a thread once all ranks run."""
+
+    def act() -> None:
+        pids = _pids(tmp_path, ranks)
+        action(pids)  # type: ignore[operator]
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    return thread
+
+
+def test_ranks_that_end_well_are_a_success(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = "print('rank', rank, 'of', size, os.environ['LOCAL_RANK'], flush=True)"
+    assert launch(_command(tmp_path, body), 3, tmp_path / "out", 1) == 0
+    output = capfd.readouterr()
+    assert sorted(output.out.splitlines()) == [f"rank {rank} of 3 {rank}" for rank in range(3)]
+    assert output.err == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_warnings_are_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    body = "rank == 1 and print('careful', file=sys.stderr)"
+    assert launch(_command(tmp_path, body), 2, tmp_path / "out", 1) == 0
+    assert (tmp_path / "out" / "rank1.log").read_text() == "careful\n"
+    assert "rank1.log" in capfd.readouterr().err
+    assert not (tmp_path / "out" / "rank0.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            "rank == 1 and sys.exit('the disk is on fire')\ntime.sleep(60)",
+            "rank 1 ended with exit code 1; the other 2 ended too\n  the disk is on fire\n",
+        ),
+        (
+            "rank == 2 and os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)",
+            "rank 2 was killed by SIGKILL (9)",
+        ),
+        (
+            "rank == 0 and os.kill(os.getpid(), signal.SIGSEGV)\ntime.sleep(60)",
+            "rank 0 was killed by SIGSEGV (11)",
+        ),
+        (  # rank 0 only noticed, and told it first: the cause is rank 1's
+            "error = RuntimeError('Connection closed by peer') if rank == 0 else ValueError('mine')"
+            "\nrank < 2 and rank_process.fail(error, rank)\ntime.sleep(60)",
+            "rank 1 failed: ValueError: mine; the other 2 ended too\n  full output:",
+        ),
+        (  # a signal is the cause of whatever the others say
+            "rank == 0 and rank_process.fail(RuntimeError('Broken pipe'), rank)\n"
+            "rank == 1 and os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)",
+            "rank 1 was killed by SIGKILL (9)",
+        ),
+        (
+            "rank == 0 and rank_process.fail(RuntimeError('Timed out after 5 s'), rank)\n"
+            "time.sleep(60)",
+            "rank 0 lost another rank: RuntimeError: Timed out after 5 s",
+        ),
+    ],
+)
+def test_one_failing_rank_ends_all_with_its_message(
+    body: str, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    started = time.monotonic()
+    assert launch(_command(tmp_path, body), 3, tmp_path / "out", 1) == 1
+    assert time.monotonic() - started < 10
+    _assert_gone(_pids(tmp_path, 3))
+    error = capfd.readouterr().err
+    assert error.startswith(f"commhook train: {message}")
+    assert error.count("commhook train:") == 1
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "_GRACE_SECONDS", 0.5)
+    body = (
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "rank == 0 and pathlib.Path('ready').touch()\n"
+        "while not pathlib.Path('ready').exists(): time.sleep(0.02)\n"
+        "rank == 1 and sys.exit(3)\ntime.sleep(60)"
+    )
+    started = time.monotonic()
+    assert launch(_command(tmp_path, body), 2, tmp_path / "out", 1) == 1
+    assert 0.5 < time.monotonic() - started < 10
+    _assert_gone(_pids(tmp_path, 2))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_ends_all(
+    number: signal.Signals, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(number)
+    thread = _when_running(tmp_path, 2, lambda pids: os.kill(os.getpid(), number))
+    code = launch(_command(tmp_path, "time.sleep(60)"), 2, tmp_path / "out", 1)
+    thread.join()
+    assert code == 128 + number
+    _assert_gone(_pids(tmp_path, 2))
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1
+    assert "all 2 ranks ended" in error
+    assert signal.getsignal(number) is before
+
+
+def test_ctrl_c_does_not_reach_the_ranks_themselves(tmp_path: Path) -> None:
+    body = "time.sleep(1)\npathlib.Path(f'done-{rank}').touch()"
+
+    def interrupt(pids: list[int]) -> None:
+        for pid in pids:
+            os.kill(pid, signal.SIGINT)
+
+    thread = _when_running(tmp_path, 2, interrupt)
+    assert launch(_command(tmp_path, body), 2, tmp_path / "out", 1) == 0
+    thread.join()
+    assert (tmp_path / "done-0").exists() and (tmp_path / "done-1").exists()
+
+
+def test_the_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "driver.py"
+    command = _command(tmp_path, "time.sleep(60)")
+    script.write_text(
+        "import pathlib\nfrom torch_commhook.cli.launcher import launch\n"
+        f"launch({command!r}, 2, pathlib.Path('out'), 1)\n"
+    )
+    with TrainProcess(script, folder=tmp_path) as driver:
+        _pids(tmp_path, 2)
+        os.kill(driver.process.pid, signal.SIGKILL)
+        driver.wait()
+        driver.assert_all_end()
+
+
+def test_the_watcher_ends_a_process_without_its_parent(tmp_path: Path) -> None:
+    """The way of systems without PR_SET_PDEATHSIG."""
+    child = tmp_path / "watched.py"
+    child.write_text(
+        _CHILD.replace("rank_process.tie_to_launcher", "(lambda pid: rank_process.watch_parent())")
+        + "time.sleep(60)"
+    )
+    script = tmp_path / "driver.py"
+    script.write_text(
+        "import subprocess, sys, os, time\n"
+        "os.environ.update(RANK='0', WORLD_SIZE='1', COMMHOOK_LAUNCHER_PID='0')\n"
+        f"subprocess.Popen([sys.executable, {str(child)!r}])\ntime.sleep(60)\n"
+    )
+    with TrainProcess(script, folder=tmp_path) as driver:
+        _pids(tmp_path, 1)
+        os.kill(driver.process.pid, signal.SIGKILL)
+        driver.wait()
+        driver.assert_all_end()
+
+
+def test_a_late_rank_notices_that_its_launcher_is_gone_already(tmp_path: Path) -> None:
+    script = tmp_path / "child.py"
+    script.write_text(_CHILD + "time.sleep(60)")
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "COMMHOOK_LAUNCHER_PID": "1"}
+    code = os.spawnve(os.P_WAIT, sys.executable, [sys.executable, str(script)], environment)
+    assert code == 1
+    assert not (tmp_path / "pid-0").exists()
+
+
+# ---- the whole command ---------------------------------------------------------------------------
+
+_LONG = ("--hook", "none", "--steps", "1000000", "--log-every", "1000000")
+
+
+def test_ctrl_c_ends_a_training_run(tmp_path: Path) -> None:
+    with start_train(*_LONG, folder=tmp_path) as run:
+        run.wait_for_steps(tmp_path / "out" / "metrics.jsonl")
+        os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: to all of them
+        assert run.wait(5) == 130
+        run.assert_all_end(0.5)
+        assert run.stderr.count("\n") == 1
+        assert run.stderr.startswith("commhook train: interrupted (Ctrl-C), all 2 ranks ended")
+
+
+def test_a_killed_rank_ends_a_training_run(tmp_path: Path) -> None:
+    with start_train(*_LONG, folder=tmp_path) as run:
+        run.wait_for_steps(tmp_path / "out" / "metrics.jsonl")
+        os.kill(run.rank_pid(1), signal.SIGKILL)
+        assert run.wait(5) == 1
+        run.assert_all_end(0.5)
+        assert run.stderr.startswith("commhook train: rank 1 was killed by SIGKILL (9)")
+        assert "Traceback" not in run.stderr
+
+
+def test_under_torchrun_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
+    arguments = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    train = ("-m", "torch_commhook", "train", *TINY, *_LONG, "--out", tmp_path / "out")
+    with TrainProcess(*arguments, *train, folder=tmp_path) as run:
+        run.wait_for_steps(tmp_path / "out" / "metrics.jsonl")
+        os.kill(run.rank_pid(1), signal.SIGKILL)
+        assert run.wait(10) != 0
+        run.assert_all_end(2)
+        lines = [line for line in run.stderr.splitlines() if line.startswith("commhook train:")]
+        assert len(lines) == 1
+        assert lines[0].startswith("commhook train: rank 0 lost another rank: ")

@@ -1,0 +1,290 @@
+"""The parts of ``train``: checkpoints, text, the model, the schedule and the report."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import itertools
+import math
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from train_processes import read_metrics
+
+from torch_commhook.cli import report, text_data
+from torch_commhook.cli.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    read_checkpoint,
+    to_cpu,
+    write_checkpoint,
+)
+from torch_commhook.cli.train_options import TrainConfig
+from torch_commhook.cli.train_rank import checkpoint_path, learning_rate
+from torch_commhook.cli.transformer import ByteTransformer, rotary_tables, rotate
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+def _checkpoint() -> Checkpoint:
+    config = TrainConfig(layers=1, dim=32, heads=2, seq=16, steps=4)
+    return Checkpoint(
+        config=config.to_plain(),
+        step=4,
+        model={"weight": torch.arange(1000.0)},
+        optimizer={"state": {}, "param_groups": [{"lr": 0.1}]},
+        rank_states=[{"hook": {"error": torch.ones(3)}, "rng": torch.get_rng_state()}] * 2,
+        data_fingerprint="00",
+        bytes_sent=None,
+        seconds=1.5,
+    )
+
+
+def test_a_checkpoint_comes_back_whole(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "c.pt"
+    write_checkpoint(path, _checkpoint())
+    loaded = read_checkpoint(path)
+    assert TrainConfig.from_plain(loaded.config) == TrainConfig.from_plain(_checkpoint().config)
+    assert torch.equal(loaded.model["weight"], torch.arange(1000.0))
+    assert loaded.has_hook_state
+    assert list(path.parent.iterdir()) == [path]
+    assert set(torch.load(path, weights_only=True)) > {"model", "optimizer", "step", "config"}
+
+
+def test_a_failed_write_leaves_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "c.pt"
+    write_checkpoint(path, _checkpoint())
+    before = path.read_bytes()
+
+    def save(content: object, stream: io.BufferedWriter) -> None:
+        stream.write(b"half")
+        raise OSError("no space")
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(OSError, match="no space"):
+        write_checkpoint(path, _checkpoint())
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[object, ...]:
+            return (os.mkdir, (str(tmp_path / "evil"),))
+
+    torch.save({"format": "torch_commhook.train", "version": 1, "x": Evil()}, tmp_path / "c.pt")
+    with pytest.raises(CheckpointError):
+        read_checkpoint(tmp_path / "c.pt")
+    assert not (tmp_path / "evil").exists()
+
+
+def test_to_cpu_copies_tensors_in_any_nesting() -> None:
+    tensor = torch.ones(2)
+    copied = to_cpu({"a": [tensor, (tensor, 3)], "b": None})
+    tensor.zero_()
+    assert torch.equal(copied["a"][0], torch.ones(2))
+    assert torch.equal(copied["a"][1][0], torch.ones(2))
+    assert copied["a"][1][1] == 3 and copied["b"] is None
+
+
+def test_the_step_in_a_checkpoints_path() -> None:
+    assert checkpoint_path(Path("a/c-{step}.pt"), 12) == Path("a/c-12.pt")
+    assert checkpoint_path(Path("a/c.pt"), 12) == Path("a/c.pt")
+
+
+# ---- text ----------------------------------------------------------------------------------------
+
+
+def test_batches_depend_on_seed_step_and_rank_alone() -> None:
+    data = text_data.split_text(bytes(range(256)) * 2000, seq=16)
+
+    def batch(seed: int, step: int, rank: int) -> torch.Tensor:
+        return text_data.training_batch(data, seed=seed, step=step, rank=rank, batch=8, seq=16)
+
+    first = batch(1, 2, 3)
+    torch.rand(5)  # the global generator plays no part
+    assert torch.equal(first, batch(1, 2, 3))
+    assert first.shape == (8, 17) and first.dtype == torch.int64
+    for other in (batch(2, 2, 3), batch(1, 3, 3), batch(1, 2, 4), batch(1, 23, 0)):
+        assert not torch.equal(first, other)
+    for row in first.tolist():  # each row is a piece of the text
+        assert bytes(row) in bytes(range(256)) * 2
+
+
+def test_the_shortest_text_gives_its_only_window() -> None:
+    data = text_data.split_text(b"abcd", seq=3)
+    batch = text_data.training_batch(data, seed=0, step=1, rank=0, batch=2, seq=3)
+    assert batch.tolist() == [list(b"abcd")] * 2
+    assert text_data.held_out_windows(data, rank=0, world_size=2, seq=3).shape == (0, 4)
+
+
+def test_held_out_text_is_not_trained_on_and_is_shared_out() -> None:
+    chunk = 16 * 1024
+    text = b"".join(bytes([number]) * chunk for number in range(40))
+    data = text_data.split_text(text, seq=16)
+    assert sorted(set(data.held_out.tolist())) == [10, 30]
+    assert set(data.train.tolist()) == set(range(40)) - {10, 30}
+    assert len(data) == len(text)
+    shares = [
+        text_data.held_out_windows(data, rank=rank, world_size=3, seq=16) for rank in range(3)
+    ]
+    assert sorted(len(share) for share in shares) == [21, 21, 22]
+
+
+def test_the_standard_library_is_text_without_its_tests() -> None:
+    files = text_data.standard_library_files()
+    assert any(file.name == "argparse.py" for file in files)
+    assert not any({"test", "tests", "site-packages"} & set(file.parts[-3:-1]) for file in files)
+    text = text_data.read_text(None, 300_000, seq=128)
+    assert len(text) == 300_000
+    assert text_data.read_text(None, 300_000, seq=128) == text
+
+
+def test_files_are_read_in_order_up_to_the_cap(tmp_path: Path) -> None:
+    files = [tmp_path / "b", tmp_path / "a"]
+    files[0].write_bytes(b"12345")
+    files[1].write_bytes(b"6789")
+    names = [str(file) for file in files]
+    assert text_data.read_text(names, None, seq=2) == b"123456789"
+    assert text_data.read_text(names, 7, seq=2) == b"1234567"
+
+
+# ---- the model and the schedule ------------------------------------------------------------------
+
+
+def test_the_default_model_has_about_ten_million_parameters() -> None:
+    default = TrainConfig()
+    with torch.device("meta"):
+        model = ByteTransformer(default.layers, default.dim, default.heads)
+    assert 9e6 < model.parameter_count() < 12e6
+
+
+def test_the_model_starts_uniform_and_sees_no_future_byte() -> None:
+    torch.manual_seed(0)
+    model = ByteTransformer(layers=2, dim=32, heads=2)
+    inputs = torch.randint(256, (1, 12))
+    assert model(inputs, torch.full((1, 12), 65)).item() == pytest.approx(math.log(256), abs=0.3)
+    at_5 = torch.full((1, 12), -100)  # cross_entropy leaves these positions out
+    at_5[0, 5] = 65
+    loss = model(inputs, at_5).item()
+    for position in range(12):
+        changed = inputs.clone()
+        changed[0, position] ^= 1
+        assert (model(changed, at_5).item() == loss) == (position > 5), position
+
+
+def test_rotary_scores_depend_on_the_distance_alone() -> None:
+    torch.manual_seed(0)
+    cosine, sine = rotary_tables(8, 10, torch.device("cpu"))
+    query, key = torch.randn(8), torch.randn(8)
+    turned_query = rotate(query.expand(1, 1, 10, 8), cosine, sine)[0, 0]
+    turned_key = rotate(key.expand(1, 1, 10, 8), cosine, sine)[0, 0]
+    scores = turned_query @ turned_key.T
+    assert torch.allclose(scores[2, 1], scores[9, 8], atol=1e-5)
+    assert torch.allclose(scores[7, 2], scores[5, 0], atol=1e-5)
+    assert not torch.allclose(scores[2, 1], scores[2, 0], atol=1e-3)
+
+
+def test_a_width_that_heads_do_not_divide_is_refused() -> None:
+    with pytest.raises(ValueError, match="multiple of 2 \\* heads = 6, got 32"):
+        ByteTransformer(layers=1, dim=32, heads=3)
+
+
+def test_the_learning_rate_rises_and_falls_to_a_tenth() -> None:
+    config = TrainConfig(steps=100, lr=1.0)
+    rates = [learning_rate(config, step) for step in range(1, 101)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == rates[9] > 0.97
+    assert rates[-1] == pytest.approx(0.1)
+    assert all(a > b for a, b in itertools.pairwise(rates[9:]))
+    assert learning_rate(TrainConfig(steps=1, lr=1.0), 1) == pytest.approx(1.0)
+
+
+# ---- the report ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.00 kB"),
+        (43_300_000, "43.3 MB"),
+        (999_900_000, "1.00 GB"),
+        (123_456_789_012_345, "123 TB"),
+        (None, "unknown"),
+    ],
+)
+def test_bytes_as_text(count: int | None, text: str) -> None:
+    assert report.format_bytes(count) == text
+
+
+def test_ratios_to_fp32() -> None:
+    assert report.fp32_bytes_per_step(1000, 1) == 0
+    assert report.fp32_bytes_per_step(1000, 2) == 4000
+    assert report.fp32_bytes_per_step(1000, 8) == 7000
+    assert report.fp32_ratio(2000, 4000) == 2.0
+    assert report.fp32_ratio(0, 0) is None
+    assert report.fp32_ratio(None, 4000) is None
+    assert report.format_ratio(2.0) == "2.00x smaller than fp32"
+    assert report.format_ratio(0.5) == "2.00x larger than fp32"
+    assert report.format_ratio(1.0001) == "the same as fp32"
+
+
+def _record(step: int) -> report.StepRecord:
+    return report.StepRecord(step, 1.0, 0.1, float(step), 10 * step, 20 * step, step)
+
+
+def test_metrics_of_a_resumed_run_go_on_in_the_same_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+
+    def write(steps: range, first_step: int) -> None:
+        line = report.PlainLine("x", 9, 1, stream=io.StringIO())
+        reporter = report.Reporter(path, line, first_step)
+        reporter.start(0.0)
+        for step in steps:
+            reporter.step(_record(step))
+        reporter.close()
+
+    write(range(1, 6), 0)
+    path.write_text(path.read_text() + '{"step": 6, "lo')  # a run that was killed in a line
+    write(range(4, 8), 3)
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4, 5, 6, 7]
+    write(range(1, 3), 0)
+    assert [line["step"] for line in read_metrics(path)] == [1, 2]
+
+
+def test_a_terminal_gets_a_line_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    line = report.make_live_line("cast(bfloat16)", 0, 4, 1)
+    assert isinstance(line, report.RichLine)
+    line.update(_record(4), 2.5)
+    line.close()
+    text = terminal.getvalue()
+    assert "4/4" in text and "2.50 steps/s" in text and "2.00x smaller" in text
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert isinstance(report.make_live_line("x", 0, 4, 1), report.PlainLine)
+
+
+def test_without_matplotlib_there_is_no_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch_commhook.cli import loss_plot
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert loss_plot.draw_loss(tmp_path / "loss.png", []) is False
+    assert "pip install torch-commhook[train]" in loss_plot.HOW_TO_GET_MATPLOTLIB

@@ -1,0 +1,261 @@
+"""Starts the ranks of a run on this machine, and ends them together.
+
+The ranks can outlive nothing: the launcher ends them when one fails or when it gets a signal, and
+they end themselves when the launcher is gone (``rank_process``).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch_commhook.cli.rank_process import (
+    LAUNCHER_FOLDER,
+    LAUNCHER_PID,
+    read_failure,
+    show_cursor,
+)
+
+_POLL_SECONDS = 0.05
+#: After the first rank ended: time for others that ended of the same cause to be seen.
+_SETTLE_SECONDS = 0.3
+#: From SIGTERM to SIGKILL.
+_GRACE_SECONDS = 2.0
+_LOG_LINES = 5
+_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
+
+
+@dataclass
+class Rank:
+    """One rank's process and the file that takes its stderr."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+def launch(command: Sequence[str], ranks: int, out: Path, threads: int) -> int:
+    """Run ``command`` in ``ranks`` processes of this machine, to their end.
+
+    Args:
+        command: the program and its arguments; each process gets its place by RANK, LOCAL_RANK,
+            WORLD_SIZE, LOCAL_WORLD_SIZE, COMMHOOK_LAUNCHER_PID and COMMHOOK_LAUNCHER_FOLDER.
+        ranks: how many.
+        out: the folder of the results; the stderr of a rank that wrote any is kept there.
+        threads: of each rank.
+
+    Returns:
+        The exit code: 0 where every rank's is 0, 128 + n after signal n, else 1. What went wrong
+        is one message on stderr.
+    """
+    with tempfile.TemporaryDirectory(prefix="commhook-") as name, _caught_signals() as received:
+        folder = Path(name)
+        started: list[Rank] = []
+        try:
+            for number in range(ranks):
+                if received:
+                    break
+                environment = _environment(number, ranks, threads, folder)
+                started.append(_start(number, command, environment, folder))
+            ended = _wait(started, received)
+            _end_all(started)
+            return _report(started, ended, received, folder, out)
+        finally:
+            _end_all(started)
+
+
+# ---- starting ------------------------------------------------------------------------------------
+
+
+def _environment(number: int, ranks: int, threads: int, folder: Path) -> dict[str, str]:
+    environment = dict(os.environ)
+    environment.update(
+        RANK=str(number),
+        LOCAL_RANK=str(number),
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
+    )
+    environment[LAUNCHER_PID] = str(os.getpid())
+    environment[LAUNCHER_FOLDER] = str(folder)
+    environment.setdefault("OMP_NUM_THREADS", str(threads))
+    if Path("/sys/class/net/lo").exists():  # Gloo else looks up the host's name, which may be slow
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return environment
+
+
+def _start(number: int, command: Sequence[str], environment: dict[str, str], folder: Path) -> Rank:
+    log = folder / f"rank{number}.log"
+    with open(log, "wb") as stream, _blocked_interrupts():
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stderr=stream
+        )
+    return Rank(number, process, log)
+
+
+@contextmanager
+def _blocked_interrupts() -> Iterator[None]:
+    """Block SIGINT for processes started within: Ctrl-C reaches the whole foreground group.
+
+    A blocked signal stays blocked in the child, and one that comes meanwhile isn't lost to us.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _caught_signals() -> Iterator[list[int]]:
+    """Collect the signals that end a run in a list instead of acting on them."""
+    received: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        received.append(number)
+
+    with ExitStack() as stack:
+        for number in _SIGNALS:
+            before = signal.getsignal(number)
+            # A script's background jobs ignore SIGINT: one that is sent to them still counts.
+            if before is signal.SIG_IGN and number not in (signal.SIGINT, signal.SIGTERM):
+                continue  # started by nohup
+            signal.signal(number, note)
+            stack.callback(signal.signal, number, before or signal.SIG_DFL)
+        yield received
+
+
+# ---- waiting and ending --------------------------------------------------------------------------
+
+
+def _wait(ranks: Sequence[Rank], received: list[int]) -> dict[int, int]:
+    """Wait until all ranks have ended, or the first has failed, or a signal came.
+
+    Returns:
+        Rank number to exit code (negative: the signal), of those that ended of themselves.
+    """
+    deadline: float | None = None
+    while not received:
+        codes = {rank.number: rank.process.poll() for rank in ranks}
+        ended = {number: code for number, code in codes.items() if code is not None}
+        if len(ended) == len(ranks):
+            return ended
+        if deadline is None and any(ended.values()):
+            deadline = time.monotonic() + _SETTLE_SECONDS
+        if deadline is not None and time.monotonic() >= deadline:
+            return ended
+        time.sleep(_POLL_SECONDS)
+    return {}
+
+
+def _end_all(ranks: Sequence[Rank]) -> None:
+    """End the ranks that still run: SIGTERM, and SIGKILL after the grace."""
+    for rank in ranks:
+        if rank.process.poll() is None:
+            rank.process.terminate()
+    deadline = time.monotonic() + _GRACE_SECONDS
+    for rank in ranks:
+        try:
+            rank.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            rank.process.kill()
+            rank.process.wait()
+
+
+# ---- saying what happened ------------------------------------------------------------------------
+
+
+def _report(
+    ranks: Sequence[Rank], ended: dict[int, int], received: list[int], folder: Path, out: Path
+) -> int:
+    if received:
+        name = signal.Signals(received[0]).name
+        what = "interrupted (Ctrl-C)" if received[0] == signal.SIGINT else f"stopped by {name}"
+        kept = f"; the steps so far are in {out}" if (out / "metrics.jsonl").exists() else ""
+        _say(f"{what}, all {len(ranks)} ranks ended{kept}")
+        return 128 + received[0]
+    failed = {number: code for number, code in ended.items() if code != 0}
+    logs = _keep_logs(ranks, out)
+    if not failed:
+        for number, log in sorted(logs.items()):
+            print(f"warnings of rank {number}: {log}", file=sys.stderr)
+        return 0
+    number = _first_cause(failed, folder)
+    code, failure = failed[number], read_failure(folder, number)
+    if code < 0:
+        text = f"was killed by {_signal_name(-code)}"
+        if -code == signal.SIGKILL:
+            text += " (if nobody did that: did the machine run out of memory?)"
+    elif failure is None:
+        text = f"ended with exit code {code}"
+    elif failure.peer:
+        text = f"lost another rank: {failure.summary}"
+    else:
+        text = f"failed: {failure.summary}"
+    message = f"rank {number} {text}"
+    others = len(ranks) - 1
+    if others:
+        message += f"; the other {others} ended too" if others > 1 else "; the other ended too"
+    if number in logs:
+        if failure is None and code != -signal.SIGKILL:  # else the log says nothing more
+            message += "".join(f"\n  {line}" for line in _last_lines(logs[number]))
+        message += f"\n  full output: {logs[number]}"
+    _say(message)
+    return 1
+
+
+def _first_cause(failed: dict[int, int], folder: Path) -> int:
+    """The rank whose end caused the others': a signal, else the first error that's its own."""
+
+    def order(number: int) -> tuple[bool, bool, float, int]:
+        failure = read_failure(folder, number)
+        peer = failure is not None and failure.peer
+        return failed[number] > 0, peer, failure.seconds if failure else 0.0, number
+
+    return min(failed, key=order)
+
+
+def _keep_logs(ranks: Sequence[Rank], out: Path) -> dict[int, Path]:
+    """Copy what the ranks wrote to stderr to ``out``; rank number to file, of those that wrote."""
+    kept: dict[int, Path] = {}
+    for rank in ranks:
+        path = out / rank.log.name
+        try:
+            path.unlink(missing_ok=True)  # an earlier run's
+            if rank.log.stat().st_size > 0:
+                out.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(rank.log, path)
+                kept[rank.number] = path
+        except OSError:
+            continue
+    return kept
+
+
+def _last_lines(log: Path) -> list[str]:
+    lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines()]
+    return [line for line in lines if line][-_LOG_LINES:]
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return f"{signal.Signals(number).name} ({number})"
+    except ValueError:
+        return f"signal {number}"
+
+
+def _say(message: str) -> None:
+    show_cursor()
+    print(f"commhook train: {message}", file=sys.stderr, flush=True)

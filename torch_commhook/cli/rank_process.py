@@ -1,0 +1,190 @@
+"""What ends a rank's process: its launcher's death, a signal, a failure; each at once.
+
+A rank that waits in a collective can't run Python's signal handlers, and the destructors of a
+broken process group may wait for peers that are gone. So a rank ends by ``os._exit``, and what must
+react during a collective stands in a thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+#: The launcher's process id, set for the ranks that it starts.
+LAUNCHER_PID = "COMMHOOK_LAUNCHER_PID"
+#: The launcher's temporary folder: the rendezvous file and the ranks' failures.
+LAUNCHER_FOLDER = "COMMHOOK_LAUNCHER_FOLDER"
+
+_PR_SET_PDEATHSIG = 1
+_WATCH_SECONDS = 0.5
+# What Gloo, NCCL and the store say where another rank is gone or silent.
+_PEER_LOST = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|closed by peer"
+    r"|timed? ?out|remote process exited|failed to recv",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank ended, as it tells its launcher.
+
+    Attributes:
+        seconds: when, in seconds since the epoch.
+        summary: one line.
+        peer: whether it only noticed that another rank is gone.
+    """
+
+    seconds: float
+    summary: str
+    peer: bool
+
+
+def launched_by_us(environment: Mapping[str, str]) -> bool:
+    """Whether this process is a rank that ``train`` started itself."""
+    return LAUNCHER_PID in environment
+
+
+def in_a_world(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher such as torchrun has described the world to join."""
+    return all(name in environment for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
+
+
+def tie_to_launcher(launcher_pid: int) -> None:
+    """End this process as soon as its launcher is gone, even if it was killed."""
+    if sys.platform == "linux":
+        try:
+            libc = ctypes.CDLL(None, use_errno=True)
+            tied = libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) == 0
+        except (OSError, AttributeError):
+            tied = False
+    else:
+        tied = False
+    if os.getppid() != launcher_pid:  # it died before this line
+        os._exit(1)
+    if not tied:
+        watch_parent()
+
+
+def watch_parent() -> None:
+    """End this process within a second after its parent is gone.
+
+    For a parent that may start ranks from a thread: PR_SET_PDEATHSIG would take that thread's end
+    for the parent's.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_WATCH_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def end_on_signals(rank: int) -> None:
+    """On SIGINT or SIGTERM end this process at once, also within a collective.
+
+    Local rank 0 says so in one line; the others get the same signal and are silent.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _ignore)  # the thread acts; a handler must be there for the fd
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def wait_for_signal() -> None:
+        while True:
+            number = os.read(reader, 1)[0]
+            if number not in (signal.SIGINT, signal.SIGTERM):
+                continue
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                show_cursor()
+                name = signal.Signals(number).name
+                print(f"commhook train: rank {rank} stopped by {name}", file=sys.stderr, flush=True)
+            os._exit(128 + number)
+
+    threading.Thread(target=wait_for_signal, daemon=True).start()
+
+
+def _ignore(number: int, frame: object) -> None:
+    """A handler that does nothing."""
+
+
+def show_cursor() -> None:
+    """Give a terminal its cursor back, which the live line hides while it runs."""
+    if sys.stdout.isatty():
+        sys.stdout.write("\r\x1b[?25h\n")
+        sys.stdout.flush()
+
+
+def describe(error: BaseException) -> Failure:
+    """The failure that ``error`` is, from its first line and those of its causes."""
+    text = " ".join(str(error).split()) or "no message"
+    summary = f"{type(error).__name__}: {text}"
+    return Failure(time.time(), summary[:600], _is_lost_peer(error))
+
+
+def _is_lost_peer(error: BaseException | None) -> bool:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        # Only what comes from C++ is a RuntimeError itself or one of torch.distributed's own.
+        distributed = type(error).__module__.startswith("torch")
+        if (type(error) is RuntimeError or distributed) and _PEER_LOST.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def fail(error: BaseException, rank: int) -> NoReturn:
+    """End this process with exit code 1: tell the launcher of ``error``, or else say it here."""
+    failure = describe(error)
+    folder = os.environ.get(LAUNCHER_FOLDER)
+    if folder is not None:
+        traceback.print_exception(error)  # the launcher keeps this process's stderr in a log
+        _write_failure(Path(folder), rank, failure)
+    elif failure.peer:
+        show_cursor()
+        line = f"commhook train: rank {rank} lost another rank: {failure.summary}"
+        print(line, file=sys.stderr)
+    else:
+        show_cursor()
+        traceback.print_exception(error)
+        print(f"commhook train: rank {rank} failed: {failure.summary}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _failure_path(folder: Path, rank: int) -> Path:
+    return folder / f"failure-{rank}.json"
+
+
+def _write_failure(folder: Path, rank: int, failure: Failure) -> None:
+    path = _failure_path(folder, rank)
+    temporary = path.with_suffix(".part")
+    try:
+        temporary.write_text(json.dumps(vars(failure)))
+        os.replace(temporary, path)
+    except OSError:
+        pass  # the launcher still has the exit code and the log
+
+
+def read_failure(folder: Path, rank: int) -> Failure | None:
+    """What rank ``rank`` told its launcher, None where it told nothing."""
+    try:
+        return Failure(**json.loads(_failure_path(folder, rank).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None

@@ -1,0 +1,298 @@
+"""What a run tells: the live line, ``metrics.jsonl``, the table and ``summary.json``."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import sys
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+#: How many steps' mean time the live line's speed is.
+_SPEED_STEPS = 20
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One line of ``metrics.jsonl``.
+
+    Attributes:
+        step: from 1.
+        loss: nats per byte before this step's update, the mean over the ranks.
+        lr: the learning rate of this step.
+        seconds: spent on the steps so far.
+        bytes_sent: by rank 0 for gradients since step 1; None where the hook doesn't tell.
+        fp32_bytes: what rank 0 would have sent by a ring all-reduce of fp32 gradients.
+        tokens: bytes of text trained on so far, by all ranks.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    seconds: float
+    bytes_sent: int | None
+    fp32_bytes: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The outcome of one run, a row of the table.
+
+    Attributes:
+        hook: its expression.
+        steps: done in this run.
+        final_loss: nats per byte, the mean over the last ``final_steps`` steps.
+        final_steps: see there.
+        held_out_loss: nats per byte of the text that was held out, None where none was.
+        steps_per_second: without evaluation and checkpoints.
+        bytes_per_step: sent by rank 0 for gradients; None where the hook doesn't tell.
+        fp32_bytes_per_step: of a ring all-reduce of fp32 gradients.
+        records: the steps.
+    """
+
+    hook: str
+    steps: int
+    final_loss: float
+    final_steps: int
+    held_out_loss: float | None
+    steps_per_second: float
+    bytes_per_step: float | None
+    fp32_bytes_per_step: float
+    records: tuple[StepRecord, ...]
+
+    @property
+    def fp32_ratio(self) -> float | None:
+        """How many times less than fp32 was sent; None where nothing or an unknown amount was."""
+        return fp32_ratio(self.bytes_per_step, self.fp32_bytes_per_step)
+
+    def to_plain(self) -> dict[str, Any]:
+        """The result without its records, for JSON."""
+        plain = asdict(self)
+        del plain["records"]
+        plain["fp32_ratio"] = self.fp32_ratio
+        return plain
+
+
+def fp32_bytes_per_step(numel: int, world_size: int) -> int:
+    """Bytes that a rank sends in a ring all-reduce of ``numel`` fp32 elements: 8 (W-1)/W each."""
+    return round(2 * (world_size - 1) / world_size * 4 * numel)
+
+
+def fp32_ratio(sent: float | None, fp32: float) -> float | None:
+    """``fp32 / sent``: how many times less was sent; None where ``sent`` is 0 or unknown."""
+    return fp32 / sent if sent else None
+
+
+# ---- numbers as text -----------------------------------------------------------------------------
+
+
+def format_bytes(count: float | None) -> str:
+    """``count`` with three digits in decimal units: ``21.6 MB``; ``unknown`` for None."""
+    if count is None:
+        return "unknown"
+    value = float(count)
+    units = ["B", "kB", "MB", "GB", "TB"]
+    unit = units.pop(0)
+    while value >= 999.5 and units:
+        value /= 1000
+        unit = units.pop(0)
+    digits = 0 if unit == "B" or value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:.{digits}f} {unit}"
+
+
+def format_ratio(ratio: float | None) -> str:
+    """``2.00x smaller than fp32``, for a ratio of :func:`fp32_ratio`."""
+    if ratio is None:
+        return "no ratio to fp32"
+    if round(ratio, 2) == 1:
+        return "the same as fp32"
+    if ratio > 1:
+        return f"{ratio:.2f}x smaller than fp32"
+    return f"{1 / ratio:.2f}x larger than fp32"
+
+
+# ---- the live line -------------------------------------------------------------------------------
+
+
+class LiveLine(Protocol):
+    """Shows a run's progress."""
+
+    def update(self, record: StepRecord, speed: float) -> None:
+        """Show a step; ``speed`` is in steps per second."""
+
+    def close(self) -> None:
+        """Leave the last state on the screen."""
+
+
+class PlainLine:
+    """A line of text every ``every`` steps, for logs."""
+
+    def __init__(
+        self, title: str, last_step: int, every: int, stream: TextIO | None = None
+    ) -> None:
+        self._title = title
+        self._last_step = last_step
+        self._every = every
+        self._stream = stream
+
+    def update(self, record: StepRecord, speed: float) -> None:
+        if record.step % self._every != 0 and record.step != self._last_step:
+            return
+        step = f"{record.step:{len(str(self._last_step))}}/{self._last_step}"
+        print(
+            f"{self._title}  step {step}  loss {record.loss:.4f}  {speed:.2f} steps/s"
+            f"  sent {format_bytes(record.bytes_sent)}"
+            f", {format_ratio(fp32_ratio(record.bytes_sent, record.fp32_bytes))}",
+            file=self._stream or sys.stdout,
+            flush=True,
+        )
+
+    def close(self) -> None:
+        pass
+
+
+class RichLine:
+    """A progress bar in place, for terminals."""
+
+    def __init__(self, title: str, first_step: int, last_step: int) -> None:
+        from rich.markup import escape
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            expand=True,
+        )
+        self._task = self._progress.add_task(
+            escape(title), total=last_step, completed=first_step, numbers="starting"
+        )
+        self._progress.start()
+
+    def update(self, record: StepRecord, speed: float) -> None:
+        ratio = fp32_ratio(record.bytes_sent, record.fp32_bytes)
+        numbers = (
+            f"loss {record.loss:.3f}  {speed:.2f} steps/s"
+            f"  sent {format_bytes(record.bytes_sent)}, {format_ratio(ratio)}"
+        )
+        self._progress.update(self._task, completed=record.step, numbers=numbers)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def make_live_line(title: str, first_step: int, last_step: int, every: int) -> LiveLine:
+    """A :class:`RichLine` where stdout is a terminal and rich is there, else a PlainLine."""
+    terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    if terminal and importlib.util.find_spec("rich") is not None:
+        return RichLine(title, first_step, last_step)
+    return PlainLine(title, last_step, every)
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+class Reporter:
+    """Takes the records of one run on rank 0: the live line and a file of JSON lines.
+
+    Args:
+        path: the file. Lines of steps up to ``first_step`` are kept (a resumed run goes on in the
+            file of the run before), others are replaced.
+        line: the live line.
+        first_step: the steps done before this run.
+    """
+
+    def __init__(self, path: Path, line: LiveLine, first_step: int = 0) -> None:
+        self._line = line
+        self._times: deque[float] = deque(maxlen=_SPEED_STEPS + 1)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = _lines_up_to(path, first_step) if first_step > 0 else []
+        self._file = open(path, "w", encoding="utf-8")
+        self._file.writelines(kept)
+        self._file.flush()
+
+    def start(self, seconds: float) -> None:
+        """The time from which the first step's speed counts."""
+        self._times.append(seconds)
+
+    def step(self, record: StepRecord) -> None:
+        """Take one step."""
+        self._times.append(record.seconds)
+        elapsed = self._times[-1] - self._times[0]
+        speed = (len(self._times) - 1) / elapsed if elapsed > 0 else 0.0
+        self._file.write(json.dumps(asdict(record)) + "\n")
+        self._file.flush()
+        self._line.update(record, speed)
+
+    def close(self) -> None:
+        """Close the file and the live line."""
+        self._line.close()
+        self._file.close()
+
+
+def _lines_up_to(path: Path, step: int) -> list[str]:
+    kept = []
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            if line.endswith("\n") and json.loads(line)["step"] <= step:
+                kept.append(line)
+    except (OSError, ValueError, KeyError, TypeError):
+        return kept
+    return kept
+
+
+def write_summary(path: Path, config: dict[str, Any], results: Sequence[RunResult]) -> None:
+    """Write the configuration and the outcome of each run as JSON."""
+    content = {"config": config, "runs": [result.to_plain() for result in results]}
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+# ---- the end -------------------------------------------------------------------------------------
+
+
+def format_table(results: Sequence[RunResult]) -> str:
+    """The runs side by side, a line each."""
+    header = ("hook", "final loss", "held-out", "steps/s", "sent per step", "fp32 / sent")
+    rows = [header]
+    for result in results:
+        held_out = "-" if result.held_out_loss is None else f"{result.held_out_loss:.4f}"
+        ratio = result.fp32_ratio
+        rows.append(
+            (
+                result.hook,
+                f"{result.final_loss:.4f}",
+                held_out,
+                f"{result.steps_per_second:.2f}",
+                format_bytes(result.bytes_per_step),
+                "-" if ratio is None else f"{ratio:.2f}x",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def format_final_loss(result: RunResult) -> str:
+    """The sentence that states the final loss."""
+    last = "of the last step"
+    if result.final_steps > 1:
+        last = f"the mean over the last {result.final_steps} steps"
+    text = (
+        f"final loss {result.final_loss:.4f} nats per byte ({result.final_loss / math.log(2):.2f} "
+        f"bits), {last}"
+    )
+    if result.held_out_loss is not None:
+        text += f"; held-out loss {result.held_out_loss:.4f}"
+    return text

@@ -1,0 +1,59 @@
+"""``train``: launches the ranks, or is one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+from collections.abc import Sequence
+
+from torch_commhook.cli import rank_process
+from torch_commhook.cli.train_options import TrainOptions, parse_options
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``train argv``; returns the exit code.
+
+    A process without a described world launches its own ranks and waits for them. A rank of ours
+    finds COMMHOOK_LAUNCHER_PID in its environment, and a rank of torchrun (or of anything else
+    that sets RANK, WORLD_SIZE and MASTER_ADDR) joins the world that is there.
+    """
+    environment = os.environ
+    if rank_process.launched_by_us(environment):
+        rank_process.tie_to_launcher(int(environment[rank_process.LAUNCHER_PID]))
+        return _run_rank(argv)
+    if rank_process.in_a_world(environment):
+        rank_process.end_on_signals(int(environment["RANK"]))
+        rank_process.watch_parent()
+        return _run_rank(argv)
+    from torch_commhook.cli.launcher import launch
+
+    options = parse_options(argv)
+    _print_notes(options)
+    command = [sys.executable, "-m", "torch_commhook", "train", *argv, "--out", str(options.out)]
+    return launch(command, options.config.ranks, options.out, options.threads)
+
+
+def _run_rank(argv: Sequence[str]) -> int:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank == 0:
+        options = parse_options(argv, world_size=size)
+        if not rank_process.launched_by_us(os.environ):  # the launcher has said them already
+            _print_notes(options)
+    else:  # rank 0 speaks for all
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+            options = parse_options(argv, world_size=size)
+    try:
+        faulthandler.enable()
+        from torch_commhook.cli.train_rank import train_rank
+
+        train_rank(options)
+    except BaseException as error:
+        rank_process.fail(error, rank)
+    return 0
+
+
+def _print_notes(options: TrainOptions) -> None:
+    for note in options.notes:
+        print(f"commhook train: note: {note}", file=sys.stderr)

@@ -1,0 +1,350 @@
+"""One rank's run: the training loop, its checkpoints, and rank 0's report."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_commhook.cli.checkpoint import Checkpoint, read_checkpoint, to_cpu, write_checkpoint
+from torch_commhook.cli.hook_expression import NO_HOOK, parse_hook
+from torch_commhook.cli.loss_plot import HOW_TO_GET_MATPLOTLIB, draw_loss
+from torch_commhook.cli.report import (
+    Reporter,
+    RunResult,
+    StepRecord,
+    format_bytes,
+    format_final_loss,
+    format_table,
+    fp32_bytes_per_step,
+    make_live_line,
+    write_summary,
+)
+from torch_commhook.cli.text_data import (
+    TextData,
+    held_out_windows,
+    read_text,
+    split_text,
+    training_batch,
+)
+from torch_commhook.cli.train_options import TrainConfig, TrainOptions
+from torch_commhook.cli.transformer import ByteTransformer
+from torch_commhook.cli.world import World, join_world
+
+_WARM_UP_STEPS = 20
+_FINAL_STEPS = 20
+_LOWEST_LR = 0.1
+_WEIGHT_DECAY = 0.1
+_GRADIENT_NORM = 1.0
+_EVALUATION_BATCH = 8
+
+
+class LossNotFiniteError(ArithmeticError):
+    """The loss became infinite or NaN: the run can't go on."""
+
+
+def train_rank(options: TrainOptions) -> None:
+    """Train as one rank of a world, to the end; rank 0 prints and writes the results.
+
+    Raises:
+        RuntimeError: another rank is gone, or didn't answer within the timeout.
+        LossNotFiniteError: see there; on all ranks at the same step.
+    """
+    world = join_world(options)
+    config = options.config
+    data = split_text(read_text(config.data, config.cap_bytes, config.seq), config.seq)
+    checkpoint = None if options.resume is None else read_checkpoint(options.resume)
+    if world.rank == 0:
+        _print_start(options, world, data, checkpoint)
+    results = [_train_once(options, world, data, checkpoint, main_run=True)]
+    if options.compare:
+        plain = replace(options, config=replace(config, hook=NO_HOOK), save=None, save_every=None)
+        results.append(_train_once(plain, world, data, checkpoint, main_run=False))
+    world.mean(torch.zeros(()))  # rank 0 may still have been writing: nobody leaves before
+    dist.destroy_process_group()
+    if world.rank == 0:
+        _print_end(options, results)
+
+
+# ---- one run -------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Run:
+    """The parts of a run that a checkpoint holds."""
+
+    model: ByteTransformer
+    ddp: DistributedDataParallel
+    optimizer: torch.optim.Optimizer
+    handle: Any  # HookHandle, or None without a hook
+    step: int = 0
+    seconds: float = 0.0
+    bytes_before: int | None = 0  # sent before this process: by the runs that were resumed
+
+    def bytes_sent(self, fp32_bytes: int, steps: int) -> int | None:
+        """Sent by this rank since step 1, after ``steps`` steps of this process."""
+        sent = fp32_bytes * steps if self.handle is None else self.handle.stats().bytes_sent
+        return None if sent is None or self.bytes_before is None else self.bytes_before + sent
+
+
+def _train_once(
+    options: TrainOptions,
+    world: World,
+    data: TextData,
+    checkpoint: Checkpoint | None,
+    main_run: bool,
+) -> RunResult:
+    config = options.config
+    run = _prepare(config, world, checkpoint, main_run)
+    first_step, last_step = run.step, options.last_step
+    fp32_bytes = fp32_bytes_per_step(run.model.parameter_count(), world.size)
+    records: list[StepRecord] = []
+    reporter = None
+    if world.rank == 0:
+        name = "metrics.jsonl" if main_run else "metrics-none.jsonl"
+        line = make_live_line(config.hook, first_step, last_step, options.log_every)
+        reporter = Reporter(options.out / name, line, first_step)
+        reporter.start(run.seconds)
+    try:
+        while run.step < last_step:
+            started = time.perf_counter()
+            loss, lr = _step(run, config, world, data)
+            run.seconds += time.perf_counter() - started
+            record = StepRecord(
+                step=run.step,
+                loss=loss,
+                lr=lr,
+                seconds=round(run.seconds, 6),
+                bytes_sent=run.bytes_sent(fp32_bytes, run.step - first_step),
+                fp32_bytes=fp32_bytes * run.step,
+                tokens=run.step * config.batch * config.seq * world.size,
+            )
+            records.append(record)
+            if reporter is not None:
+                reporter.step(record)
+            if not math.isfinite(loss):
+                raise LossNotFiniteError(
+                    f"the loss is {loss} at step {run.step}: --lr {config.lr:g} may be too high"
+                )
+            if _is_save_step(options, run.step):
+                _save(run, options, world, data, record.bytes_sent)
+    finally:
+        if reporter is not None:
+            reporter.close()
+    result = _result(run, config, world, data, records, first_step, fp32_bytes, checkpoint)
+    if run.handle is not None:
+        run.handle.remove()
+    return result
+
+
+def _prepare(
+    config: TrainConfig, world: World, checkpoint: Checkpoint | None, main_run: bool
+) -> _Run:
+    torch.manual_seed(config.seed)
+    model = ByteTransformer(config.layers, config.dim, config.heads)
+    if checkpoint is not None:
+        model.load_state_dict(checkpoint.model)
+    model.to(world.device)
+    ddp = DistributedDataParallel(
+        model,
+        device_ids=None if world.device.type == "cpu" else [world.device],
+        bucket_cap_mb=config.bucket_cap_mb,
+    )
+    _settle_buckets(ddp, world)
+    run = _Run(model, ddp, _make_optimizer(model, config), None)
+    hook = parse_hook(config.hook)
+    if hook is not None:
+        from torch_commhook import attach
+
+        run.handle = attach(ddp, hook)
+    if checkpoint is not None:
+        _restore(run, config, world, checkpoint, main_run)
+    return run
+
+
+def _settle_buckets(ddp: DistributedDataParallel, world: World) -> None:
+    """Have DDP order its buckets now, from one tiny backward pass, before a hook is attached.
+
+    It does so once, after the first step. A hook whose result depends on what shares a bucket
+    would else give a resumed run's first step another result than that step had in one go.
+    """
+    byte = torch.zeros(1, 1, dtype=torch.int64, device=world.device)
+    ddp(byte, byte).backward()
+    ddp.zero_grad(set_to_none=True)
+
+
+def _restore(
+    run: _Run, config: TrainConfig, world: World, checkpoint: Checkpoint, main_run: bool
+) -> None:
+    run.optimizer.load_state_dict(checkpoint.optimizer)
+    run.step, run.seconds = checkpoint.step, checkpoint.seconds
+    if not main_run:  # nothing of the comparison was sent before, in this or another process
+        per_step = fp32_bytes_per_step(run.model.parameter_count(), world.size)
+        run.bytes_before = per_step * checkpoint.step
+        return
+    run.bytes_before = checkpoint.bytes_sent
+    if world.rank >= len(checkpoint.rank_states):
+        return
+    state = checkpoint.rank_states[world.rank]
+    torch.set_rng_state(state["rng"])
+    same_hook = checkpoint.config.get("hook") == config.hook
+    if same_hook and state["hook"] and hasattr(run.handle, "load_state_dict"):
+        run.handle.load_state_dict(state["hook"])
+
+
+def _make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": _WEIGHT_DECAY},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """The learning rate of ``step`` (from 1): a linear warm-up, then a cosine down to a tenth."""
+    warm_up = max(1, min(_WARM_UP_STEPS, config.steps // 10))
+    progress = (step - 1) / max(1, config.steps - 1)
+    cosine = _LOWEST_LR + (1 - _LOWEST_LR) * 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr * cosine * min(1.0, step / warm_up)
+
+
+def _step(run: _Run, config: TrainConfig, world: World, data: TextData) -> tuple[float, float]:
+    """One step of training; returns the mean loss over the ranks and the learning rate."""
+    run.step += 1
+    lr = learning_rate(config, run.step)
+    for group in run.optimizer.param_groups:
+        group["lr"] = lr
+    windows = training_batch(
+        data, seed=config.seed, step=run.step, rank=world.rank, batch=config.batch, seq=config.seq
+    ).to(world.device)
+    loss: Tensor = run.ddp(windows[:, :-1], windows[:, 1:])
+    loss.backward()
+    nn.utils.clip_grad_norm_(run.model.parameters(), _GRADIENT_NORM)
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    return world.mean(loss), lr
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+def _is_save_step(options: TrainOptions, step: int) -> bool:
+    if options.save is None:
+        return False
+    every = options.save_every
+    return step == options.last_step or (every is not None and step % every == 0)
+
+
+def checkpoint_path(save: Path, step: int) -> Path:
+    """The file of ``--save``, where ``{step}`` stands for the step."""
+    return Path(str(save).replace("{step}", str(step)))
+
+
+def _save(
+    run: _Run, options: TrainOptions, world: World, data: TextData, bytes_sent: int | None
+) -> None:
+    hook_state = run.handle.state_dict() if hasattr(run.handle, "state_dict") else None
+    state = {"hook": to_cpu(hook_state), "rng": torch.get_rng_state()}
+    states: list[Any] | None = [None] * world.size if world.rank == 0 else None
+    dist.gather_object(state, states)
+    if states is None or options.save is None:
+        return
+    write_checkpoint(
+        checkpoint_path(options.save, run.step),
+        Checkpoint(
+            config=options.config.to_plain(),
+            step=run.step,
+            model=run.model.state_dict(),
+            optimizer=run.optimizer.state_dict(),
+            rank_states=states,
+            data_fingerprint=data.fingerprint,
+            bytes_sent=bytes_sent,
+            seconds=run.seconds,
+        ),
+    )
+
+
+# ---- the end of a run ----------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _held_out_loss(model: nn.Module, world: World, data: TextData, seq: int) -> float | None:
+    windows = held_out_windows(data, rank=world.rank, world_size=world.size, seq=seq)
+    total = torch.zeros(2, dtype=torch.float64, device=world.device)  # the sum, and its windows
+    for part in windows.split(_EVALUATION_BATCH):
+        if len(part) > 0:
+            part = part.to(world.device)
+            total[0] += model(part[:, :-1], part[:, 1:]).double() * len(part)
+            total[1] += len(part)
+    dist.all_reduce(total)
+    return None if total[1] == 0 else (total[0] / total[1]).item()
+
+
+def _result(
+    run: _Run,
+    config: TrainConfig,
+    world: World,
+    data: TextData,
+    records: list[StepRecord],
+    first_step: int,
+    fp32_bytes: int,
+    checkpoint: Checkpoint | None,
+) -> RunResult:
+    steps = run.step - first_step
+    seconds = run.seconds - (0.0 if checkpoint is None else checkpoint.seconds)
+    final = [record.loss for record in records[-min(_FINAL_STEPS, max(1, steps // 5)) :]]
+    sent, before = records[-1].bytes_sent, run.bytes_before
+    return RunResult(
+        hook=config.hook,
+        steps=steps,
+        final_loss=sum(final) / len(final),
+        final_steps=len(final),
+        held_out_loss=_held_out_loss(run.model, world, data, config.seq),
+        steps_per_second=steps / seconds,
+        bytes_per_step=None if sent is None or before is None else (sent - before) / steps,
+        fp32_bytes_per_step=fp32_bytes,
+        records=tuple(records),
+    )
+
+
+def _print_start(
+    options: TrainOptions, world: World, data: TextData, checkpoint: Checkpoint | None
+) -> None:
+    config = options.config
+    with torch.device("meta"):
+        count = ByteTransformer(config.layers, config.dim, config.heads).parameter_count()
+    where = f"{world.backend} on {world.device.type}"
+    if world.device.type == "cpu":
+        where += f", {options.threads} thread{'s' if options.threads > 1 else ''} each"
+    text = "the standard library" if config.data is None else ", ".join(config.data)
+    print(
+        f"{count / 1e6:.2f} M parameters, {world.size} rank{'s' if world.size > 1 else ''} ({where}), hook {config.hook}, "
+        f"{format_bytes(len(data))} of {text}, results in {options.out}",
+        flush=True,
+    )
+    if checkpoint is not None:
+        print(f"going on from step {checkpoint.step} of {options.resume}", flush=True)
+        if checkpoint.data_fingerprint != data.fingerprint:
+            print("note: the text is not the one of the checkpoint", file=sys.stderr)
+
+
+def _print_end(options: TrainOptions, results: list[RunResult]) -> None:
+    out: Path = options.out
+    write_summary(out / "summary.json", options.config.to_plain(), results)
+    print(f"\n{format_table(results)}\n")
+    print(format_final_loss(results[0]), flush=True)
+    if not draw_loss(out / "loss.png", results):
+        print(HOW_TO_GET_MATPLOTLIB)
+    if options.save is not None:
+        print(f"checkpoint: {checkpoint_path(options.save, options.last_step)}")
+    print(f"results: {out}", flush=True)

@@ -1,0 +1,74 @@
+"""The ranks of a run: how they find each other, and on which device each works."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from torch_commhook.cli.rank_process import LAUNCHER_FOLDER
+from torch_commhook.cli.train_options import TrainOptions
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's place.
+
+    Attributes:
+        rank: 0 to ``size - 1``.
+        size: the ranks.
+        device: where the model is.
+        backend: ``gloo`` or ``nccl``.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    backend: str
+
+    def mean(self, value: torch.Tensor) -> float:
+        """The mean over the ranks of a scalar."""
+        total = value.detach().to(self.device, torch.float64, copy=True)
+        dist.all_reduce(total)
+        return total.item() / self.size
+
+
+def join_world(options: TrainOptions) -> World:
+    """Join the process group that the environment describes, as the launcher or torchrun set it.
+
+    Raises:
+        RuntimeError: the other ranks didn't come within ``options.timeout`` seconds.
+    """
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device, backend = _choose_device(options, int(os.environ.get("LOCAL_RANK", rank)))
+    folder = os.environ.get(LAUNCHER_FOLDER)
+    # A file needs no port, so nobody else can have taken it between the choice and its use.
+    address = "env://" if folder is None else (Path(folder) / "rendezvous").resolve().as_uri()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(options.threads)
+    dist.init_process_group(
+        backend,
+        init_method=address,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=options.timeout),
+    )
+    return World(rank, size, device, backend)
+
+
+def _choose_device(options: TrainOptions, local_rank: int) -> tuple[torch.device, str]:
+    gpus = torch.cuda.device_count()
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    use_cuda = options.device == "cuda" or options.backend == "nccl"
+    if options.device == "auto" and not use_cuda:
+        use_cuda = gpus >= local_ranks
+    if not use_cuda:
+        return torch.device("cpu"), "gloo"
+    backend = "nccl" if options.backend == "auto" else options.backend
+    return torch.device("cuda", local_rank % gpus), backend
