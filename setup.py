@@ -1,6 +1,6 @@
 """Build of torch_commhook: two native libraries beside the Python package.
 
-``torch_commhook/lib/_ops``: operators and kernels; libtorch only, no Python (``csrc/ops``, ``cuda``).
+``torch_commhook/lib/_ops``: operators and kernels, libtorch only (``csrc/ops``, ``cuda``).
 ``torch_commhook/_C``: the runtime; pybind, bound to one Python (``csrc/runtime``).
 
 Settings, all optional:

@@ -68,8 +68,8 @@ COMMHOOK_HOST_DEVICE To convert(From source, Scaling<From, To> scale, Meter& met
 }
 
 template <typename To, typename From, int kWidth, typename Meter>
-COMMHOOK_HOST_DEVICE Pack<To, kWidth> convert(const Pack<From, kWidth>& source,
-                                              Scaling<From, To> scale, Meter& meter) {
+COMMHOOK_HOST_DEVICE Pack<To, kWidth> convert_pack(const Pack<From, kWidth>& source,
+                                                   Scaling<From, To> scale, Meter& meter) {
   Pack<To, kWidth> written;
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) {
@@ -114,7 +114,7 @@ COMMHOOK_HOST_DEVICE void copy_vectors(const From* source, To* destination, int 
         }
         Pack<From, kWidth> values;
         std::memcpy(&values, &low[k], sizeof(values));
-        to[v] = convert<To>(values, scale, meter);
+        to[v] = convert_pack<To>(values, scale, meter);
       }
     }
   }

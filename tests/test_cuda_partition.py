@@ -19,7 +19,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("cuda_partition") / "program"
     command = [
         compiler,
-        "-std=c++17",
+        "-std=c++20",
         "-O1",
         "-Wall",
         "-Werror",

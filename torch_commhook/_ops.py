@@ -173,6 +173,22 @@ def _flatten_out_fake(tensors: Sequence[Tensor], *, scale: float = 1.0, out: Ten
     return out
 
 
+# Inductor (seen in 2.13) takes what an out= operator returns for new memory, and gives the memory
+# of `out` to others while the result is still read. So compilers get the functional form, which
+# they write back themselves.
+@_ops.flatten.out.py_functionalize_impl
+def _flatten_out_functional(
+    ctx: Any, tensors: Sequence[Tensor], *, scale: float = 1.0, out: Tensor
+) -> Tensor:
+    _flatten_out_fake(tensors, scale=scale, out=out)
+    inputs = ctx.unwrap_tensors(tensors)
+    with ctx.redispatch_to_next():
+        ctx.replace(out, _ops.flatten(inputs, scale=scale, dtype=out.dtype).view(out.shape))
+    ctx.commit_update(out)
+    ctx.sync(out)
+    return out
+
+
 def _remember_flatten(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
     (tensors,) = inputs
     ctx.scale = keyword_only_inputs["scale"]

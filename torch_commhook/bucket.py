@@ -16,7 +16,8 @@ def _memory_order(tensor: Tensor) -> tuple[int, ...] | None:
     """The permutation that makes a dense but permuted tensor contiguous; None for all others."""
     if tensor.is_contiguous():
         return None
-    order = sorted(range(tensor.dim()), key=lambda d: (-tensor.stride(d), -tensor.size(d)))
+    strides, sizes = tensor.stride(), tensor.shape
+    order = sorted(range(tensor.dim()), key=lambda d: (strides[d], sizes[d]), reverse=True)
     return tuple(order) if tensor.permute(order).is_contiguous() else None
 
 
@@ -81,10 +82,11 @@ class BucketLayout:
             ValueError: the buffer is not one-dimensional and contiguous, or of another length.
         """
         self._check(buffer)
-        base = buffer.storage_offset()
         return [
-            buffer.as_strided(size, stride, base + offset)
-            for size, stride, offset in zip(self.sizes, self.strides, self.offsets, strict=True)
+            buffer.narrow(0, offset, length).as_strided(size, stride)
+            for offset, length, size, stride in zip(
+                self.offsets, self.lengths, self.sizes, self.strides, strict=True
+            )
         ]
 
     def in_memory_order(self, gradients: Sequence[Tensor]) -> list[Tensor]:

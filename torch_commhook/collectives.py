@@ -50,9 +50,7 @@ def all_reduce(tensor: Tensor, *, group: Any = None) -> torch.futures.Future[Ten
     note_collective(ring_all_reduce_bytes(tensor.numel() * tensor.element_size(), world_size))
     if world_size == 1:
         return _C.as_future(tensor, "all_reduce")
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.SUM
-    work = group.allreduce([tensor], options)
+    work = group.allreduce([tensor], dist.AllreduceOptions())  # which sums by default
     if not isinstance(work, dist.Work):
         raise TypeError(
             f"{_name(group)}.allreduce must return a torch.distributed.Work, got {_type(work)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torch_commhook.cli.report import RunResult
 
@@ -26,12 +27,15 @@ def draw_loss(path: Path, results: Sequence[RunResult]) -> bool:
     figure = Figure(figsize=(10, 4), layout="constrained")
     FigureCanvasAgg(figure)  # no pyplot: that would look for a display
     by_step, by_bytes = figure.subplots(1, 2, sharey=True)
-    for result in results:
+    for number, result in enumerate(results):
         losses = [record.loss for record in result.records]
-        by_step.plot([record.step for record in result.records], losses, label=result.hook)
+        # Curves that agree lie on each other: through the dashes the first one shows.
+        line = "-" if number == 0 else (0, (3, 2))
+        style: dict[str, Any] = {"label": result.hook, "linestyle": line}
+        by_step.plot([record.step for record in result.records], losses, **style)
         if all(record.bytes_sent is not None for record in result.records):
             sent = [(record.bytes_sent or 0) / 1e6 for record in result.records]
-            by_bytes.plot(sent, losses, label=result.hook)
+            by_bytes.plot(sent, losses, **style)
     by_step.set(xlabel="step", ylabel="loss (nats per byte)")
     by_bytes.set(xlabel="sent by rank 0 (MB)")
     for axes in (by_step, by_bytes):

@@ -327,8 +327,9 @@ def _print_start(
     if world.device.type == "cpu":
         where += f", {options.threads} thread{'s' if options.threads > 1 else ''} each"
     text = "the standard library" if config.data is None else ", ".join(config.data)
+    ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
     print(
-        f"{count / 1e6:.2f} M parameters, {world.size} rank{'s' if world.size > 1 else ''} ({where}), hook {config.hook}, "
+        f"{count / 1e6:.2f} M parameters, {ranks} ({where}), hook {config.hook}, "
         f"{format_bytes(len(data))} of {text}, results in {options.out}",
         flush=True,
     )

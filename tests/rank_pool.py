@@ -1,0 +1,133 @@
+"""Two or more ranks in processes of their own that stay for the whole test run.
+
+Starting Python and torch takes seconds; a pool pays that once. A function for the ranks must stand
+at the top of a module. A rank that fails or hangs ends its pool; the next call starts a new one.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+START_SECONDS = 90  # a cold start of Python and torch on a busy machine
+
+
+class RankError(AssertionError):
+    """A rank raised; the message holds its traceback."""
+
+
+def _serve(rank: int, world_size: int, store: str, connection: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=30),
+    )
+    connection.send(("ready", None))
+    while True:
+        try:
+            task = connection.recv()
+        except EOFError:  # the test run is over
+            break
+        if task is None:
+            break
+        function, args = task
+        try:
+            reply = ("ok", function(rank, *args))
+        except Exception:
+            reply = ("error", traceback.format_exc())
+        connection.send(reply)
+    dist.destroy_process_group()
+
+
+class RankPool:
+    """``world_size`` processes with a Gloo group among them."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._processes: list[mp.process.BaseProcess] = []
+        self._connections: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        store = os.path.join(self._folder.name, "store")
+        for rank in range(self.world_size):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, self.world_size, store, there), daemon=True
+            )
+            process.start()
+            there.close()
+            self._processes.append(process)
+            self._connections.append(here)
+        self._replies(START_SECONDS)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+        """``function(rank, *args)`` on every rank; returns what each gave, in order of rank."""
+        if not self._processes:
+            self._start()
+        for connection in self._connections:
+            connection.send((function, args))
+        return self._replies(timeout)
+
+    def _replies(self, timeout: float) -> list[Any]:
+        replies: list[Any] = [None] * self.world_size
+        waiting = dict(zip(self._connections, range(self.world_size), strict=True))
+        errors = []
+        while waiting:
+            ready = wait(list(waiting), timeout)
+            if not ready:
+                self.stop(kill=True)
+                raise TimeoutError(
+                    f"ranks {sorted(waiting.values())} gave no answer in {timeout} s"
+                )
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                try:
+                    kind, value = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    kind, value = "error", "the process ended"
+                if kind == "error":
+                    errors.append(f"rank {rank}: {value}")
+                    timeout = min(timeout, 5)  # the others may wait for it in vain
+                replies[rank] = value
+        if errors:
+            self.stop(kill=True)
+            raise RankError("\n".join(errors))
+        return replies
+
+    def stop(self, kill: bool = False) -> None:
+        """End the processes."""
+        for connection in self._connections:
+            if not kill:
+                try:
+                    connection.send(None)
+                except (BrokenPipeError, ConnectionResetError):
+                    kill = True
+        for process in self._processes:
+            if kill:
+                process.kill()
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None

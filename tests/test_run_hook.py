@@ -1,0 +1,250 @@
+"""run_hook, parse_hook_result and check_hook."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import traceback
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torch_commhook import GradBucket, check_hook, hooks, parse_hook_result, run_hook
+
+
+def _bucket(numel: int = 6) -> GradBucket:
+    parameter = torch.zeros(numel)
+    return GradBucket([parameter], [torch.arange(float(numel))], index=1, bucket_count=4)
+
+
+def _completed(value: object) -> torch.futures.Future:
+    future: torch.futures.Future = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
+def returns_buffer(state: object, bucket: GradBucket) -> torch.Tensor:
+    return bucket.buffer()
+
+
+class Callable:
+    def __call__(self, state: object, bucket: GradBucket) -> torch.Tensor:
+        return bucket.buffer()
+
+    def method(self, state: object, grads: GradBucket) -> torch.Tensor:
+        return grads.buffer()
+
+
+# ---- run_hook ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        returns_buffer,
+        lambda state, bucket: _completed(bucket.buffer()),
+        functools.partial(returns_buffer),
+        Callable(),
+        Callable().method,
+    ],
+)
+@pytest.mark.parametrize("theirs", [False, True])
+def test_a_future_comes_back(hook: object, theirs: bool) -> None:
+    bucket = _bucket()
+    future = run_hook(hook, None, bucket.to_torch() if theirs else bucket)
+    assert isinstance(future, torch._C.Future)
+    assert parse_hook_result(future.wait(), bucket).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_state_and_bucket_arrive_as_they_are() -> None:
+    seen = []
+    state, bucket = object(), _bucket()
+
+    def hook(first: object, second: object) -> torch.Tensor:
+        seen.append((first, second))
+        return bucket.buffer()
+
+    run_hook(hook, state, bucket)
+    assert seen[0][0] is state and seen[0][1] is bucket
+
+
+@pytest.mark.parametrize(
+    ("value", "got"),
+    [(None, "None"), (3, "int"), ([torch.ones(2)], "list"), (gc, "module")],
+)
+@pytest.mark.parametrize("theirs", [False, True])
+def test_what_is_no_future_is_named(value: object, got: str, theirs: bool) -> None:
+    def nonsense(state: object, bucket: object) -> object:
+        return value
+
+    bucket = _bucket()
+    with pytest.raises(TypeError) as caught:
+        run_hook(nonsense, None, bucket.to_torch() if theirs else bucket)
+    message = str(caught.value).splitlines()[0]
+    assert "test_what_is_no_future_is_named.<locals>.nonsense' on bucket 1 of 4" in message
+    assert message.endswith(
+        f"must return a torch.futures.Future[torch.Tensor] or a torch.Tensor, got {got}"
+    )
+
+
+def test_an_exception_keeps_type_value_and_traceback() -> None:
+    class OwnError(Exception):
+        pass
+
+    error = OwnError("boo", 3)
+
+    def raises_deep_inside(state: object, bucket: object) -> None:
+        raise error
+
+    with pytest.raises(OwnError) as caught:
+        run_hook(raises_deep_inside, None, _bucket())
+    assert caught.value is error and caught.value.args == ("boo", 3)
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert frames[-1] == "raises_deep_inside"
+    if sys.version_info >= (3, 11):
+        assert "raises_deep_inside' on bucket 1 of 4" in caught.value.__notes__[0]
+
+
+def test_nothing_is_kept_alive() -> None:
+    class State:
+        pass
+
+    class Hook:
+        def __call__(self, state: object, bucket: GradBucket) -> torch.Tensor:
+            return bucket.buffer()
+
+    state, hook = State(), Hook()
+    gone = [weakref.ref(state), weakref.ref(hook)]
+    future = run_hook(hook, state, _bucket())
+    del state, hook
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
+    assert future.done()
+
+
+# ---- parse_hook_result ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: [t], lambda t: (t,)])
+def test_one_tensor_in_any_wrapping(wrap: object) -> None:
+    tensor = torch.ones(6)
+    assert parse_hook_result(wrap(tensor), _bucket()) is tensor  # type: ignore[operator]
+
+
+def test_any_shape_and_strides_of_the_right_length() -> None:
+    tensor = torch.arange(6.0).reshape(3, 2).t()
+    result = parse_hook_result(tensor, _bucket())
+    assert result.shape == (6,) and result.is_contiguous()
+    assert result.tolist() == [0, 2, 4, 1, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (torch.ones(7), ValueError, "must have 6 elements, one for each of the bucket's, got 7"),
+        (torch.ones(5), ValueError, "must have 6 elements, one for each of the bucket's, got 5"),
+        (torch.ones(6).double(), TypeError, "dtype torch.float32, got torch.float64"),
+        (torch.ones(6, device="meta"), ValueError, "must be on cpu, got meta"),
+        (torch.ones(6).to_sparse(), TypeError, "layout, Strided, got Sparse"),
+        ([torch.ones(6), torch.ones(6)], ValueError, "one tensor, got a list of 2"),
+        ([], ValueError, "one tensor, got a list of 0"),
+        ([3], TypeError, "one tensor, got a list of int"),
+        (None, TypeError, "one tensor, got None"),
+        (_completed(torch.ones(6)), TypeError, "must return the tensor, not another Future"),
+    ],
+)
+def test_a_wrong_result_is_named(value: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message) as caught:
+        parse_hook_result(value, _bucket())
+    assert str(caught.value).startswith("bucket 1 of 4: the result must")
+
+
+def test_a_stored_exception_is_raised() -> None:
+    error = ValueError("boo")
+    with pytest.raises(ValueError, match="boo") as caught:
+        parse_hook_result(error, _bucket())
+    assert caught.value is error
+
+
+# ---- check_hook ----------------------------------------------------------------------------------
+
+
+def torch_annotated(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    raise NotImplementedError
+
+
+def any_names(a, b):  # type: ignore[no-untyped-def]
+    raise NotImplementedError
+
+
+def with_default(state: object, bucket: GradBucket, scale: float = 1.0) -> torch.Tensor:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        returns_buffer,
+        torch_annotated,
+        any_names,
+        with_default,
+        lambda *args: args,
+        functools.partial(with_default, scale=2.0),
+        Callable(),
+        Callable().method,
+        hooks.allreduce(),
+        hooks.cast(torch.float16),
+        max,  # a builtin without a signature
+    ],
+)
+def test_good_hooks_pass(hook: object) -> None:
+    check_hook(hook)
+
+
+async def is_coroutine(state: object, bucket: GradBucket) -> torch.Tensor:
+    return bucket.buffer()
+
+
+def is_generator(state: object, bucket: GradBucket):  # type: ignore[no-untyped-def]
+    yield bucket.buffer()
+
+
+class AsyncCallable:
+    async def __call__(self, state: object, bucket: GradBucket) -> torch.Tensor:
+        return bucket.buffer()
+
+
+def takes_int(state: object, bucket: int) -> torch.Tensor:
+    raise NotImplementedError
+
+
+def returns_none(state: object, bucket: GradBucket) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("hook", "error", "message"),
+    [
+        (3, TypeError, "a hook must be callable as hook.state, bucket., got int"),
+        (None, TypeError, "got None"),
+        (Callable, TypeError, "got the class itself; call it first"),
+        (hooks.cast, TypeError, "got the class itself; call it first"),
+        (lambda bucket: bucket, TypeError, r"got the signature \(bucket\)"),
+        (lambda a, b, c: a, TypeError, r"got the signature \(a, b, c\)"),
+        (is_coroutine, TypeError, "got a coroutine function"),
+        (AsyncCallable(), TypeError, "got a coroutine function"),
+        (is_generator, TypeError, "got a generator function"),
+        (
+            takes_int,
+            ValueError,
+            "must take a GradBucket as its second argument.*got the annotation",
+        ),
+        (returns_none, ValueError, "got the annotation None"),
+    ],
+)
+def test_bad_hooks_are_refused(hook: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        check_hook(hook)
