@@ -32,7 +32,7 @@ def two_ranks() -> Iterator[RankPool]:
     pool.stop()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A Gloo group of this process alone."""
     store = tmp_path_factory.mktemp("store") / "store"

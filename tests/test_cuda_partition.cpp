@@ -105,8 +105,10 @@ To expected(const void* at, Dtype dtype, double scale) {
     using From = decltype(tag);
     From value;
     std::memcpy(&value, at, sizeof(From));
-    if (std::is_same_v<From, double> || std::is_same_v<To, double>) {
-      result = round_to<To>(static_cast<double>(value) * scale);
+    if constexpr (std::is_same_v<To, double>) {
+      result = static_cast<double>(value) * scale;
+    } else if constexpr (std::is_same_v<From, double>) {
+      result = static_cast<To>(static_cast<float>(value * scale));
     } else {
       result = static_cast<To>(static_cast<float>(value) * static_cast<float>(scale));
     }

@@ -35,6 +35,7 @@ class TrainProcess:
         paths = [str(_ROOT), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         environment[_MARK] = self.mark
+        environment["TMPDIR"] = str(folder)  # a launcher that is killed leaves its folder
         self.stdout_path, self.stderr_path = folder / "stdout", folder / "stderr"
         with open(self.stdout_path, "wb") as stdout, open(self.stderr_path, "wb") as stderr:
             self.process = subprocess.Popen(

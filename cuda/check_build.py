@@ -1,0 +1,205 @@
+"""Checks a build with CUDA kernels on a machine without a GPU.
+
+    python cuda/check_build.py [LIBRARY] [--arch-list "8.0;9.0+PTX"] [--reference-only OPERATOR ...]
+
+Prints a line for each check and exits with 1 if one fails:
+
+* every operator that takes tensors has a kernel of its own for CUDA (not only the reference kernel,
+  which serves all devices);
+* the library holds machine code and PTX for the architectures asked for;
+* no kernel keeps registers on the stack.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+NAMESPACE = "commhook"
+
+
+class Report:
+    """Prints the outcome of each check, and remembers whether one failed."""
+
+    def __init__(self) -> None:
+        self.failures = 0
+
+    def check(self, passed: bool, line: str) -> None:
+        self.failures += not passed
+        print(f"{'ok  ' if passed else 'FAIL'}  {line}")
+
+
+def built_library() -> Path:
+    libraries = sorted((ROOT / "torch_commhook" / "lib").glob("_ops*.so"))
+    if not libraries:
+        raise SystemExit("check_build: no library was built: torch_commhook/lib/_ops*.so is missing")
+    return libraries[0]
+
+
+# ---- operators -----------------------------------------------------------------------------------
+
+
+def takes_tensors(name: str) -> bool:
+    operator, _, overload = name.partition(".")
+    schemas = torch._C._jit_get_schemas_for_operator(operator)
+    return any(
+        "Tensor" in str(argument.type)
+        for schema in schemas
+        if schema.overload_name == overload
+        for argument in schema.arguments
+    )
+
+
+def check_operators(report: Report, reference_only: list[str]) -> None:
+    has_kernels = torch.ops.commhook.has_cuda_kernels()
+    report.check(has_kernels, f"{NAMESPACE}::has_cuda_kernels() is {has_kernels}")
+    names = sorted(
+        name
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith(f"{NAMESPACE}::") and takes_tensors(name)
+    )
+    report.check(bool(names), f"{len(names)} operators take tensors")
+    for name in names:
+        # Looks at the CUDA key alone: a kernel for an alias key, such as the reference kernels',
+        # does not count.
+        registered = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
+        if name.split("::")[1] in reference_only:
+            report.check(not registered, f"{name}: served on CUDA by the reference kernel")
+        else:
+            what = "a CUDA kernel" if registered else "no CUDA kernel, only the reference kernel"
+            report.check(registered, f"{name}: {what}")
+
+
+# ---- binary --------------------------------------------------------------------------------------
+
+
+def candidates(tool: str) -> Iterator[Path]:
+    """Where a tool of the CUDA toolkit may stand: the toolkit itself does not always bring it."""
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if variable in os.environ:
+            yield Path(os.environ[variable], "bin", tool)
+    for name in (tool, "nvcc"):
+        found = shutil.which(name)
+        if found is not None:
+            yield Path(found).with_name(tool)
+            yield Path(found).resolve().with_name(tool)
+    for folder in sys.path:
+        yield from sorted(Path(folder).glob(f"nvidia/*/bin/{tool}"))
+        yield Path(folder, "triton", "backends", "nvidia", "bin", tool)
+
+
+def find_tool(tool: str) -> Path | None:
+    return next((path for path in candidates(tool) if os.access(path, os.X_OK)), None)
+
+
+def output_of(*command: str | Path) -> str:
+    # cuobjdump fails where there is nothing of the kind to list.
+    return subprocess.run(command, capture_output=True, text=True).stdout
+
+
+def demangled(text: str) -> str:
+    tool = shutil.which("c++filt")
+    if tool is None:
+        return text
+    return subprocess.run([tool], input=text, capture_output=True, text=True, check=True).stdout
+
+
+def asked_for(arch_list: str) -> tuple[set[str], set[str]]:
+    """``8.0;9.0+PTX`` as machine code for ``80`` and ``90``, and PTX for ``90``."""
+    machine, ptx = set(), set()
+    for entry in re.split(r"[;\s]+", arch_list.strip()):
+        digits = entry.removesuffix("+PTX").replace(".", "")
+        machine.add(digits)
+        if entry.endswith("+PTX"):
+            ptx.add(digits)
+    return machine, ptx
+
+
+def count_by_arch(listing: str, ending: str) -> dict[str, int]:
+    counts: dict[str, int] = defaultdict(int)
+    for arch in re.findall(rf"\.sm_(\w+)\.{ending}\b", listing):
+        counts[arch] += 1
+    return counts
+
+
+def check_architectures(report: Report, cuobjdump: Path, library: Path, arch_list: str) -> None:
+    machine, ptx = asked_for(arch_list)
+    files = len(list((ROOT / "cuda").glob("*.cu")))
+    for option, ending, wanted, what in (
+        ("--list-elf", "cubin", machine, "machine code"),
+        ("--list-ptx", "ptx", ptx, "PTX"),
+    ):
+        counts = count_by_arch(output_of(cuobjdump, option, library), ending)
+        for arch in sorted(wanted):
+            found = counts.get(arch, 0)
+            report.check(found == files, f"sm_{arch}: {what} of {found} of {files} files")
+
+
+def check_resources(report: Report, cuobjdump: Path, library: Path) -> None:
+    listing = demangled(output_of(cuobjdump, "--dump-resource-usage", library))
+    usage: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+    arch, function = "", ""
+    for line in listing.splitlines():
+        if match := re.match(r"\s*arch = (\w+)", line):
+            arch = match.group(1)
+        elif match := re.match(r"\s*Function (.+):\s*$", line):
+            function = match.group(1)
+        elif match := re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", line):
+            registers, stack, local = map(int, match.groups())
+            kernel = re.search(r"(\w+_kernel)\b", function)
+            name = kernel.group(1) if kernel else function
+            usage[name, arch].append((registers, stack + local))
+    report.check(bool(usage), f"{sum(map(len, usage.values()))} kernels say what they use")
+    for (name, arch), variants in sorted(usage.items()):
+        registers = [variant[0] for variant in variants]
+        stack = max(variant[1] for variant in variants)
+        report.check(
+            stack == 0,
+            f"{name} ({arch}): {len(variants)} variants, {min(registers)} to {max(registers)} "
+            f"registers, {'nothing' if stack == 0 else f'up to {stack} bytes'} on the stack",
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("library", nargs="?", type=Path, help="default: the one built in place")
+    parser.add_argument(
+        "--arch-list",
+        default=os.environ.get("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX"),
+        help="as in TORCH_CUDA_ARCH_LIST (default: that variable, or %(default)s)",
+    )
+    parser.add_argument(
+        "--reference-only",
+        nargs="*",
+        default=[],
+        metavar="OPERATOR",
+        help="operators that are meant to have no CUDA kernel, without the namespace",
+    )
+    arguments = parser.parse_args()
+    library = arguments.library or built_library()
+    torch.ops.load_library(library)
+
+    report = Report()
+    print(f"      {library.name}: {library.stat().st_size / 2**20:.1f} MiB, torch {torch.__version__}")
+    check_operators(report, arguments.reference_only)
+    cuobjdump = find_tool("cuobjdump")
+    report.check(cuobjdump is not None, "cuobjdump: in the CUDA toolkit, or beside triton")
+    if cuobjdump is not None:
+        check_architectures(report, cuobjdump, library, arguments.arch_list)
+        check_resources(report, cuobjdump, library)
+    print(f"check_build: {report.failures} failures" if report.failures else "check_build: passed")
+    return 1 if report.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

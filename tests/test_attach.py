@@ -1,0 +1,326 @@
+"""attach() and its handle; failures of hooks under DDP."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankPool
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from torch_commhook import GradBucket, attach, collectives, hooks
+
+BUCKET_CAP_MB = 0.001
+
+
+def _model(**options: object) -> DDP:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(16, 16) for _ in range(4)]
+    return DDP(torch.nn.Sequential(*layers), bucket_cap_mb=BUCKET_CAP_MB, **options)
+
+
+def _step(model: torch.nn.Module, rank: int = 0) -> list[torch.Tensor]:
+    model.zero_grad()
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(rank))
+    model(x).square().sum().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def _equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def doubled(state: object, bucket: GradBucket) -> torch.Tensor:
+    return bucket.buffer() * 2
+
+
+class OwnError(Exception):
+    pass
+
+
+@pytest.mark.usefixtures("one_rank")
+class TestHandle:
+    def test_attach_remove_and_attach_again(self) -> None:
+        model = _model()
+        plain = _step(model)
+        handle = attach(model, doubled)
+        assert handle.is_attached and handle.hook is doubled
+        assert repr(handle) == "HookHandle(test_attach.doubled, attached)"
+        assert _equal(_step(model), [2 * gradient for gradient in plain])
+        handle.remove()
+        handle.remove()
+        assert not handle.is_attached and "removed" in repr(handle)
+        assert _equal(_step(model), plain)
+        again = attach(model, doubled)
+        assert _equal(_step(model), [2 * gradient for gradient in plain])
+        assert again.is_attached and not handle.is_attached
+
+    def test_replace(self) -> None:
+        model = _model()
+        plain = _step(model)
+        handle = attach(model, doubled)
+        _step(model)
+        handle.replace(hooks.allreduce())
+        assert repr(handle) == "HookHandle(allreduce(), attached)"
+        assert handle.stats().steps == 0
+        assert _equal(_step(model), plain)
+        with pytest.raises(TypeError, match="got int"):
+            handle.replace(3)  # type: ignore[arg-type]
+        assert _equal(_step(model), plain)
+        handle.remove()
+        with pytest.raises(RuntimeError, match=r"allreduce\(\)' is not attached any more"):
+            handle.replace(doubled)
+        with pytest.raises(RuntimeError, match="not attached any more"):
+            handle.stats()
+
+    def test_twice_says_what_is_attached(self) -> None:
+        model = _model()
+        handle = attach(model, doubled)
+        with pytest.raises(RuntimeError, match=r"'test_attach.doubled' is attached to this model"):
+            attach(model, hooks.allreduce())
+        assert handle.is_attached
+
+    def test_ddps_own_registration_is_respected(self) -> None:
+        model = _model()
+        model.register_comm_hook(None, hooks.cast(torch.float16))
+        with pytest.raises(RuntimeError, match=r"register_comm_hook: 'cast\(float16\)'"):
+            attach(model, doubled)
+
+    def test_what_cannot_take_a_hook(self) -> None:
+        with pytest.raises(TypeError, match=r"DistributedDataParallel, got torch.nn.*Linear"):
+            attach(torch.nn.Linear(2, 2), doubled)
+        model = _model()
+        with pytest.raises(TypeError, match="a hook must be callable"):
+            attach(model, None)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="state must be None for hook 'allreduce"):
+            attach(model, hooks.allreduce(), state=3)
+        attach(model, hooks.allreduce())  # the refused ones left nothing behind
+
+    def test_a_hook_of_any_kind(self) -> None:
+        model = _model()
+        plain = _step(model)
+
+        class Callable:
+            def __call__(self, state: object, grads: GradBucket) -> torch.Tensor:
+                return grads.buffer() * 2
+
+            def method(self, state: object, grads: GradBucket) -> torch.Tensor:
+                return grads.buffer() * 2
+
+        def with_factor(state: object, b: GradBucket, factor: float) -> torch.Tensor:
+            return b.buffer() * factor
+
+        def in_list(state: object, bucket: GradBucket) -> torch.futures.Future:
+            future: torch.futures.Future = torch.futures.Future()
+            future.set_result([bucket.buffer() * 2])
+            return future
+
+        handle = attach(model, doubled)
+        for hook in (Callable(), Callable().method, functools.partial(with_factor, factor=2), in_list):
+            handle.replace(hook)
+            assert _equal(_step(model), [2 * gradient for gradient in plain]), hook
+
+    def test_state_is_passed(self) -> None:
+        seen: list[object] = []
+
+        def hook(state: list, bucket: GradBucket) -> torch.Tensor:
+            state.append(bucket.index())
+            return bucket.buffer()
+
+        model = _model()
+        attach(model, hook, state=seen)
+        _step(model)
+        _step(model)
+        assert seen == [0, *range(4)]  # one bucket in the first step, then as DDP rebuilt them
+
+    def test_the_bucket_is_ours_and_complete(self) -> None:
+        model = _model()
+        names: list[str] = []
+
+        def hook(state: object, bucket: GradBucket) -> torch.Tensor:
+            assert isinstance(bucket, GradBucket)
+            assert sum(bucket.lengths()) == bucket.buffer().numel()
+            assert bucket.process_group() is model.process_group
+            for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
+                assert torch.equal(gradient, parameter.grad)
+                names.extend(n for n, p in model.named_parameters() if p is parameter)
+            return bucket.buffer()
+
+        attach(model, hook)
+        _step(model)
+        names.clear()
+        _step(model)
+        assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+
+    def test_stats_of_a_hook_with_collectives_of_its_own(self) -> None:
+        def through_the_library(state: object, bucket: GradBucket) -> torch.futures.Future:
+            return collectives.all_reduce(bucket.buffer())
+
+        model = _model()
+        handle = attach(model, doubled)
+        _step(model)
+        assert handle.stats().bytes_sent is None and handle.stats().steps == 1
+        handle.replace(through_the_library)
+        _step(model)
+        assert handle.stats().bytes_sent == 0  # one rank sends nothing
+
+    def test_gradients_of_none_and_of_other_strides(self) -> None:
+        model = _model()
+        plain = _step(model)
+        attach(model, hooks.cast(torch.bfloat16))
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros(parameter.shape[::-1]).t() if parameter.dim() == 2 else None
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+        model(x).square().sum().backward()
+        for parameter, want in zip(model.parameters(), plain, strict=True):
+            assert parameter.grad is not None
+            assert torch.allclose(parameter.grad, want, rtol=2.0**-7, atol=1e-6)
+
+
+# ---- failures ------------------------------------------------------------------------------------
+
+
+def raises(state: object, bucket: GradBucket) -> torch.Tensor:
+    if bucket.is_last():
+        raise OwnError("boo")
+    return bucket.buffer()
+
+
+def raises_in_first(state: object, bucket: GradBucket) -> torch.Tensor:
+    raise OwnError("boo")
+
+
+def returns_none(state, bucket):  # type: ignore[no-untyped-def]
+    return None
+
+
+def too_long(state: object, bucket: GradBucket) -> torch.Tensor:
+    return torch.zeros(bucket.buffer().numel() + 1)
+
+
+def other_dtype(state: object, bucket: GradBucket) -> torch.Tensor:
+    return bucket.buffer().double()
+
+
+def stores_exception(state: object, bucket: GradBucket) -> torch.futures.Future:
+    future: torch.futures.Future = torch.futures.Future()
+    future.set_exception(OwnError("boo"))
+    return future
+
+
+def raises_in_callback(state: object, bucket: GradBucket) -> torch.futures.Future:
+    def callback(done: torch.futures.Future) -> torch.Tensor:
+        raise OwnError("boo")
+
+    future: torch.futures.Future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future.then(callback)
+
+
+FAILURES = [
+    (raises, OwnError, "boo"),
+    (raises_in_first, OwnError, "boo"),
+    (returns_none, TypeError, r"hook '.*returns_none' on bucket 0 of 4: must return .* got None"),
+    (too_long, ValueError, r"'test_attach.too_long' on bucket 0 of 4: the result must have"),
+    (other_dtype, TypeError, r"on bucket 0 of 4: .*torch.float32, got torch.float64"),
+    (stores_exception, OwnError, "boo"),
+    (raises_in_callback, RuntimeError, r"raises_in_callback' on bucket 0 of 4: (.|\n)*OwnError: boo"),
+]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["copy", "view"])
+@pytest.mark.parametrize(("hook", "error", "message"), FAILURES, ids=lambda f: getattr(f, "__name__", ""))
+class TestFailure:
+    def test_it_surfaces_and_the_next_backward_works(
+        self, hook: object, error: type[Exception], message: str, options: dict
+    ) -> None:
+        model = _model(**options)
+        handle = attach(model, hooks.allreduce())
+        _step(model)
+        want = _step(model)
+        handle.replace(hook)  # type: ignore[arg-type]
+        for _ in range(2):
+            with pytest.raises(error, match=message):
+                _step(model)
+        handle.replace(hooks.allreduce())
+        for _ in range(2):
+            assert _equal(_step(model), want)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_traceback_leads_into_the_hook() -> None:
+    model = _model()
+    attach(model, raises_in_first)
+    with pytest.raises(OwnError) as caught:
+        _step(model)
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert frames[-1] == "raises_in_first" and "backward" in frames
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_later_buckets_issue_no_collectives_after_a_failure() -> None:
+    model = _model()
+    called: list[int] = []
+
+    def hook(state: object, bucket: GradBucket) -> torch.Tensor:
+        called.append(bucket.index())
+        if bucket.index() == 1:
+            raise OwnError
+        return bucket.buffer()
+
+    attach(model, hook)
+    _step_of_one_bucket = called.copy()
+    _step(model)
+    with pytest.raises(OwnError):
+        _step(model)
+    assert called == [*_step_of_one_bucket, 0, 0, 1]
+
+
+def _fail_everywhere_then_train(rank: int) -> None:
+    model = _model()
+    want = _step(model, rank)
+    handle = attach(model, hooks.allreduce())
+    for step in range(6):
+        handle.replace(raises if step % 2 else hooks.allreduce())
+        if step % 2:
+            with pytest.raises(OwnError, match="boo"):
+                _step(model, rank)
+        else:
+            assert _equal(_step(model, rank), want)
+    dist.barrier()
+
+
+def test_all_ranks_fail_and_go_on(two_ranks: RankPool) -> None:
+    two_ranks.run(_fail_everywhere_then_train)
+
+
+EXIT_SCRIPT = """
+import sys, threading, torch, torch.distributed as dist
+import torch_commhook as tc
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+class Hook:
+    def __call__(self, state, bucket):
+        return bucket.buffer()
+    def __del__(self):
+        print("dropped")
+handle = tc.attach(model, Hook(), state=[model])
+model(torch.ones(2, 4)).sum().backward()
+if sys.argv[1] == "destroyed":
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("group", ["destroyed", "alive"])
+def test_the_interpreter_ends_with_a_hook_attached(group: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", EXIT_SCRIPT, group], capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "Fatal" not in ended.stderr and "rror" not in ended.stderr, ended.stderr

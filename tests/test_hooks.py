@@ -1,0 +1,307 @@
+"""The library's hooks under DDP, on two ranks: values, wire bytes, buffers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankPool
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from torch_commhook import GradBucket, attach, hooks
+
+WORLD_SIZE = 2
+#: Unit roundoff of the dtype that travels, and how often a value is rounded to it: once by each
+#: rank and once by the sum.
+ROUNDING = {"allreduce()": 0.0, "cast(float16)": 2.0**-11, "cast(bfloat16)": 2.0**-8}
+
+HOOKS = {
+    "allreduce()": hooks.allreduce,
+    "cast(float16)": lambda: hooks.cast(torch.float16),
+    "cast(bfloat16)": lambda: hooks.cast(torch.bfloat16),
+}
+
+
+class Net(torch.nn.Module):
+    """Several buckets' worth of parameters, one of them channels_last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 40, 3).to(memory_format=torch.channels_last)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(40, 40) for _ in range(6))
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv(x).amax((2, 3))
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x * self.scale
+
+
+def _input(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def _net(dtype: torch.dtype = torch.float32) -> Net:
+    torch.manual_seed(0)
+    return Net().to(dtype)
+
+
+def _gradients(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def _exact_mean(step: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The float64 mean of what each rank computes by itself."""
+    sums: list[torch.Tensor] = []
+    for rank in range(WORLD_SIZE):
+        net = _net(dtype)
+        net(_input(rank, step).to(dtype)).square().sum().backward()
+        own = [gradient.double() for gradient in _gradients(net)]
+        sums = own if not sums else [a + b for a, b in zip(sums, own, strict=True)]
+    return [total / WORLD_SIZE for total in sums]
+
+
+def _train(rank: int, way: str, name: str, dtype: torch.dtype, options: dict) -> None:
+    net = _net(dtype)
+    model = DDP(net, bucket_cap_mb=0.01, **options)
+    hook = HOOKS[name]()
+    if way == "attach":
+        handle = attach(model, hook)
+    else:
+        model.register_comm_hook(None, hook)
+    numel = sum(parameter.numel() for parameter in net.parameters())
+    for step in range(3):
+        model.zero_grad()
+        model(_input(rank, step).to(dtype)).square().sum().backward()
+        exact = _exact_mean(step, dtype)
+        bound = max(3 * ROUNDING[name], 4 * torch.finfo(dtype).eps)
+        for (path, parameter), want in zip(net.named_parameters(), exact, strict=True):
+            got = parameter.grad
+            assert got is not None and got.dtype == dtype
+            assert got.stride() == parameter.stride(), path
+            error = (got.double() - want).abs().max()
+            assert error <= bound * want.abs().max() + 1e-12, (path, step, error)
+        # All ranks hold the same bits.
+        mine = torch.cat([gradient.reshape(-1) for gradient in _gradients(net)])
+        everyone = [torch.empty_like(mine) for _ in range(WORLD_SIZE)]
+        dist.all_gather(everyone, mine)
+        assert torch.equal(everyone[0], everyone[1])
+    if way == "attach":
+        stats = handle.stats()
+        width = dtype.itemsize if name == "allreduce()" else 2
+        assert stats.steps == 3
+        assert stats.bytes_sent_last_step == numel * width  # 2 (W - 1) / W = 1 for 2 ranks
+        assert stats.bytes_sent == 3 * numel * width
+        assert len(stats.buckets) >= 2
+        assert sum(bucket.numel for bucket in stats.buckets) == numel
+
+
+@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("way", ["attach", "register_comm_hook"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_as_bucket_view": True},
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+    ],
+    ids=lambda options: next(iter(options), "default"),
+)
+def test_gradients_are_the_mean(two_ranks: RankPool, way: str, name: str, options: dict) -> None:
+    two_ranks.run(_train, way, name, torch.float32, options)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_parameters_of_other_dtypes(two_ranks: RankPool, name: str, dtype: torch.dtype) -> None:
+    two_ranks.run(_train, "attach", name, dtype, {})
+
+
+def _large_values(rank: int) -> torch.Tensor:
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    module = torch.nn.Module()
+    module.weight = parameter
+    # A mean of 5e4 fits into float16, whose largest value is 65504; a gradient of 1e5 does not.
+    module.forward = lambda: (parameter * (1e5 if rank == 0 else 0.0)).sum()  # type: ignore[method-assign]
+    model = DDP(module)
+    attach(model, hooks.cast(torch.float16))
+    model().backward()
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def test_scaling_comes_before_the_cast(two_ranks: RankPool) -> None:
+    for gradient in two_ranks.run(_large_values):
+        assert torch.allclose(gradient, torch.full((4,), 5e4), rtol=2.0**-11)
+
+
+def _accumulate(rank: int, options: dict) -> None:
+    model = DDP(_net(), bucket_cap_mb=0.01, **options)
+    handle = attach(model, hooks.allreduce())
+    with model.no_sync():
+        model(_input(rank, 0)).square().sum().backward()
+    assert handle.stats().steps == 0
+    model(_input(rank, 1)).square().sum().backward()
+    wants = [a + b for a, b in zip(*(_exact_mean(s, torch.float32) for s in (0, 1)), strict=True)]
+    for gradient, want in zip(_gradients(model), wants, strict=True):
+        assert torch.allclose(gradient.double(), want, rtol=1e-4, atol=1e-5)
+    assert handle.stats().steps == 1
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_no_sync_accumulates(two_ranks: RankPool, view: bool) -> None:
+    two_ranks.run(_accumulate, {"gradient_as_bucket_view": view})
+
+
+class Branches(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = torch.nn.Linear(3, 3)
+        self.on_rank_0 = torch.nn.Linear(3, 3)
+        self.never = torch.nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        x = self.used(x)
+        return self.on_rank_0(x) if rank == 0 else x
+
+
+def _unused(rank: int, own_hook: bool) -> list[torch.Tensor | None]:
+    torch.manual_seed(0)
+    model = DDP(Branches(), find_unused_parameters=True, bucket_cap_mb=0.0001)
+    if own_hook:
+        attach(model, hooks.allreduce())
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(2, 3), rank).sum().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def test_unused_parameters_are_treated_as_by_ddp(two_ranks: RankPool) -> None:
+    ours, theirs = two_ranks.run(_unused, True)[1], two_ranks.run(_unused, False)[1]
+    assert ours[-1] is None and theirs[-1] is None
+    for mine, want in zip(ours[:-2], theirs[:-2], strict=True):
+        assert torch.equal(mine, want)
+
+
+def _join(rank: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = DDP(torch.nn.Linear(3, 2), bucket_cap_mb=0.00001)
+    attach(model, hooks.allreduce())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.join():
+        for step in range(2 + rank):  # rank 1 has one batch more
+            optimizer.zero_grad()
+            model(torch.full((2, 3), float(step + rank))).sum().backward()
+            optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_uneven_inputs_with_join(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(_join)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def _sparse(rank: int) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = DDP(torch.nn.Embedding(10, 3, sparse=True))
+    attach(model, lambda state, bucket: bucket.buffer())
+    model(torch.tensor([1, 4])).sum().backward()
+    (parameter,) = model.parameters()
+    assert parameter.grad is not None and parameter.grad.is_sparse
+    return parameter.grad.to_dense()
+
+
+def test_a_sparse_gradient_reaches_the_hook(two_ranks: RankPool) -> None:
+    want = torch.zeros(10, 3)
+    want[[1, 4]] = 1
+    assert torch.equal(two_ranks.run(_sparse)[0], want)
+
+
+def _compiled(rank: int) -> float:
+    net = _net()
+    model = DDP(net, bucket_cap_mb=1)  # less than the first bucket's 1 MiB is refused by Dynamo
+    attach(model, hooks.cast(torch.bfloat16))
+    compiled = torch.compile(model, backend="aot_eager")
+    worst = 0.0
+    for step in range(2):
+        model.zero_grad()
+        compiled(_input(rank, step)).square().sum().backward()
+        for gradient, want in zip(_gradients(net), _exact_mean(step, torch.float32), strict=True):
+            worst = max(worst, ((gradient - want).abs().max() / want.abs().max()).item())
+    return worst
+
+
+def test_under_torch_compile(two_ranks: RankPool) -> None:
+    for worst in two_ranks.run(_compiled, timeout=180):
+        assert worst <= 3 * 2.0**-8
+
+
+# ---- one rank, no DDP ----------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("one_rank")
+class TestAlone:
+    def _bucket(self, numel: int = 100) -> GradBucket:
+        return GradBucket([torch.zeros(numel)], [torch.randn(numel)])
+
+    @pytest.mark.parametrize("name", HOOKS)
+    def test_called_as_a_plain_function(self, name: str) -> None:
+        bucket = self._bucket()
+        before = bucket.buffer().clone()
+        result = HOOKS[name]()(None, bucket).wait()
+        assert result is bucket.buffer() and result.dtype == torch.float32
+        assert torch.allclose(result, before, rtol=2 * ROUNDING[name], atol=0)
+
+    def test_buffers_stay_between_steps(self) -> None:
+        hook = hooks.cast(torch.bfloat16)
+        bucket = self._bucket()
+        first = hook.average(bucket).wait()
+        assert hook.average(bucket).wait().data_ptr() == first.data_ptr()
+        assert len(hook._workspaces) == 1
+
+    def test_buffers_go_when_buckets_are_formed_anew(self) -> None:
+        hook = hooks.cast(torch.bfloat16)
+        parameters = [torch.zeros(3), torch.zeros(4), torch.zeros(5)]
+
+        def run(*groups: list[torch.Tensor]) -> None:
+            for i, group in enumerate(groups):
+                gradients = [torch.ones_like(parameter) for parameter in group]
+                bucket = GradBucket(group, gradients, index=i, bucket_count=len(groups))
+                assert hook.average(bucket).wait().numel() == sum(p.numel() for p in group)
+
+        run(parameters[:1], parameters[1:])
+        assert len(hook._workspaces) == 2
+        run(parameters)
+        assert len(hook._workspaces) == 1
+        del parameters
+        assert len(hook._workspaces) == 0
+
+    def test_two_models_share_a_hook(self) -> None:
+        hook = hooks.cast(torch.bfloat16)
+        a, b = self._bucket(5), self._bucket(5)
+        first = hook.average(a).wait()
+        second = hook.average(b).wait()
+        assert first.data_ptr() != second.data_ptr()
+
+    def test_hooks_are_copied_and_pickled(self) -> None:
+        hook = hooks.cast(torch.float16)
+        hook(None, self._bucket())
+        for twin in (copy.deepcopy(hook), pickle.loads(pickle.dumps(hook))):
+            assert repr(twin) == "cast(float16)" and len(twin._workspaces) == 0
+            twin(None, self._bucket()).wait()
+
+    def test_other_dtypes_are_refused(self) -> None:
+        with pytest.raises(TypeError, match=r"float16 or torch.bfloat16, got torch.float32"):
+            hooks.cast(torch.float32)
+
+
+def test_without_a_process_group() -> None:
+    assert not dist.is_initialized()
+    bucket = GradBucket([torch.zeros(3)], [torch.ones(3)])
+    with pytest.raises(RuntimeError, match="a process group is needed"):
+        hooks.allreduce()(None, bucket)
