@@ -229,7 +229,7 @@ struct Buffer {
   explicit Buffer(int64_t total) : memory(static_cast<size_t>(total) * sizeof(T) + 64), total(total) {
     std::memset(memory.begin(), kPattern, memory.size());
     const int64_t room = static_cast<int64_t>(memory.size() / sizeof(T)) - total;
-    const int64_t place = below(2) == 0 ? 0 : below(2) == 0 ? room : below(16);
+    const int64_t place = below(2) == 0 ? 0 : below(2) == 0 ? room : std::min(room, below(16));
     data = reinterpret_cast<T*>(memory.begin()) + place;
   }
   bool is_surrounded() const {

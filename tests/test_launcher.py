@@ -114,9 +114,11 @@ def test_warnings_are_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
             "\nrank < 2 and rank_process.fail(error, rank)\ntime.sleep(60)",
             "rank 1 failed: ValueError: mine; the other 2 ended too\n  full output:",
         ),
-        (  # a signal is the cause of whatever the others say
+        (  # a signal is the cause of whatever the others say, also if it is seen a little later
             "rank == 0 and rank_process.fail(RuntimeError('Broken pipe'), rank)\n"
-            "rank == 1 and os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)",
+            "first = pathlib.Path(os.environ['COMMHOOK_LAUNCHER_FOLDER']) / 'failure-0.json'\n"
+            "while not first.exists(): time.sleep(0.01)\n"
+            "time.sleep(0.1)\nrank == 1 and os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)",
             "rank 1 was killed by SIGKILL (9)",
         ),
         (

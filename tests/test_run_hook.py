@@ -7,6 +7,7 @@ import gc
 import sys
 import traceback
 import weakref
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -180,6 +181,34 @@ def any_names(a, b):  # type: ignore[no-untyped-def]
     raise NotImplementedError
 
 
+def any_types(state: Any, bucket: Any) -> Any:
+    raise NotImplementedError
+
+
+def objects(state: object, bucket: object) -> object:
+    raise NotImplementedError
+
+
+def union(state: object, bucket: GradBucket | dist.GradBucket) -> torch.Tensor | None:
+    raise NotImplementedError
+
+
+def unresolvable(state: object, bucket: OnlyTheCheckerKnows) -> torch.Tensor:  # noqa: F821
+    raise NotImplementedError
+
+
+def own_future(state: object, bucket: HasBuffer) -> OwnFuture:
+    raise NotImplementedError
+
+
+class HasBuffer(Protocol):
+    def buffer(self) -> torch.Tensor: ...
+
+
+class OwnFuture(torch.futures.Future):
+    pass
+
+
 def with_default(state: object, bucket: GradBucket, scale: float = 1.0) -> torch.Tensor:
     raise NotImplementedError
 
@@ -190,6 +219,11 @@ def with_default(state: object, bucket: GradBucket, scale: float = 1.0) -> torch
         returns_buffer,
         torch_annotated,
         any_names,
+        any_types,
+        objects,
+        union,
+        unresolvable,
+        own_future,
         with_default,
         lambda *args: args,
         functools.partial(with_default, scale=2.0),
@@ -221,8 +255,16 @@ def takes_int(state: object, bucket: int) -> torch.Tensor:
     raise NotImplementedError
 
 
+def takes_gradient(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    raise NotImplementedError
+
+
 def returns_none(state: object, bucket: GradBucket) -> None:
     pass
+
+
+def returns_list(state: object, bucket: GradBucket) -> list[torch.Tensor]:
+    raise NotImplementedError
 
 
 @pytest.mark.parametrize(
@@ -242,7 +284,10 @@ def returns_none(state: object, bucket: GradBucket) -> None:
             ValueError,
             "must take a GradBucket as its second argument.*got the annotation",
         ),
-        (returns_none, ValueError, "got the annotation None"),
+        (functools.partial(takes_int), ValueError, "got the annotation <class 'int'>"),
+        (takes_gradient, ValueError, "must take a GradBucket.*Tensor"),
+        (returns_none, ValueError, "got the annotation <class 'NoneType'>"),
+        (returns_list, ValueError, "got the annotation list"),
     ],
 )
 def test_bad_hooks_are_refused(hook: object, error: type[Exception], message: str) -> None:

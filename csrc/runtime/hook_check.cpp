@@ -1,6 +1,9 @@
 // What can be said of a hook before it is called.
 #include <torch/csrc/utils/pybind.h>
 
+#include <utility>
+#include <vector>
+
 #include "runtime/hook_names.h"
 #include "runtime/hook_runner.h"
 
@@ -21,15 +24,6 @@ py::object signature_of(const py::object& hook) {
   }
 }
 
-std::string text_of(const py::handle& annotation) {
-  return py::isinstance<py::str>(annotation) ? annotation.cast<std::string>()
-                                             : py::repr(annotation).cast<std::string>();
-}
-
-bool mentions(const std::string& text, const char* word) {
-  return text.find(word) != std::string::npos;
-}
-
 void check_parameters(const std::string& name, const py::object& signature) {
   try {
     signature.attr("bind")(py::none(), py::none());
@@ -43,31 +37,73 @@ void check_parameters(const std::string& name, const py::object& signature) {
   }
 }
 
-// Annotations are compared by name, so that strings (PEP 563) and both GradBucket classes pass.
-void check_annotations(const std::string& name, const py::object& signature) {
-  const py::object empty = py::module_::import("inspect").attr("Signature").attr("empty");
-  const py::object any = py::module_::import("typing").attr("Any");
-  py::list positional;
-  for (const auto& parameter : signature.attr("parameters").attr("values")()) {
-    positional.append(parameter);
+// The function whose annotations a hook has: that behind partials, methods and callable objects.
+py::object function_of(const py::object& hook) {
+  const auto inspect = py::module_::import("inspect");
+  py::object function = hook;
+  while (py::isinstance(function, py::module_::import("functools").attr("partial"))) {
+    function = function.attr("func");
   }
-  if (positional.size() >= 2) {
-    const py::object annotation = positional[1].attr("annotation");
-    const bool stated = !annotation.is(empty) && !annotation.is(any);
-    TORCH_CHECK_VALUE(!stated || mentions(text_of(annotation), "GradBucket"), "check_hook: hook '",
-                      name,
-                      "' must take a GradBucket as its second argument (of torch_commhook or "
-                      "torch.distributed), got the annotation ",
-                      text_of(annotation));
+  return inspect.attr("isroutine")(function).cast<bool>() ? function : function.attr("__call__");
+}
+
+// Annotations with their strings resolved; those that cannot be are left out.
+py::dict annotations_of(const py::object& hook) {
+  try {
+    return py::module_::import("typing").attr("get_type_hints")(function_of(hook));
+  } catch (const py::error_already_set&) {
+    return py::dict();  // a name that only a type checker knows, say: no reason to refuse a hook
   }
-  const py::object returned = signature.attr("return_annotation");
-  const bool stated = !returned.is(empty) && !returned.is(any);
-  TORCH_CHECK_VALUE(!stated || mentions(text_of(returned), "Tensor") ||
-                        mentions(text_of(returned), "Future"),
-                    "check_hook: hook '", name,
-                    "' must return a torch.futures.Future[torch.Tensor] or a torch.Tensor, got the "
-                    "annotation ",
-                    returned.is_none() ? "None" : text_of(returned));
+}
+
+// Whether an annotation is a class that none of `wanted` could be passed for. What is no plain
+// class (a union, a protocol, a type variable) is given the benefit of the doubt.
+bool excludes(const py::object& annotation, const std::vector<py::object>& wanted) {
+  const auto typing = py::module_::import("typing");
+  if (annotation.is(typing.attr("Any"))) {  // a class since Python 3.11
+    return false;
+  }
+  if (!PyType_Check(annotation.ptr())) {
+    const py::object origin = typing.attr("get_origin")(annotation);
+    const bool is_union = origin.is(py::module_::import("types").attr("UnionType"));
+    return !is_union && PyType_Check(origin.ptr()) && excludes(origin, wanted);
+  }
+  for (const auto& type : wanted) {
+    for (const auto& pair : {std::pair(type, annotation), std::pair(annotation, type)}) {
+      const int related = PyObject_IsSubclass(pair.first.ptr(), pair.second.ptr());
+      if (related != 0) {
+        PyErr_Clear();  // set where a class refuses the question
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
+void check_annotations(const std::string& name, const py::object& hook,
+                       const py::object& signature) {
+  const auto annotations = annotations_of(hook);
+  const py::list parameters(signature.attr("parameters"));
+  const auto torch = py::module_::import("torch");
+  if (parameters.size() >= 2 && annotations.contains(parameters[1])) {
+    const py::object annotation = annotations[parameters[1]];
+    TORCH_CHECK_VALUE(
+        !excludes(annotation, {torch.attr("distributed").attr("GradBucket"),
+                               py::module_::import("torch_commhook.bucket").attr("GradBucket")}),
+        "check_hook: hook '", name,
+        "' must take a GradBucket as its second argument (of torch_commhook or "
+        "torch.distributed), got the annotation ",
+        py::repr(annotation).cast<std::string>());
+  }
+  if (annotations.contains("return")) {
+    const py::object annotation = annotations["return"];
+    TORCH_CHECK_VALUE(
+        !excludes(annotation, {torch.attr("Tensor"), torch.attr("futures").attr("Future")}),
+        "check_hook: hook '", name,
+        "' must return a torch.futures.Future[torch.Tensor] or a torch.Tensor, got the "
+        "annotation ",
+        py::repr(annotation).cast<std::string>());
+  }
 }
 
 }  // namespace
@@ -80,26 +116,21 @@ void check_hook(const py::object& hook) {
   TORCH_CHECK_TYPE(!PyType_Check(hook.ptr()), "check_hook: hook '", name,
                    "' must be an instance or a function, got the class itself; call it first");
   const auto inspect = py::module_::import("inspect");
-  py::object target = hook;
-  if (!inspect.attr("isroutine")(hook).cast<bool>() && py::hasattr(hook, "__call__")) {
-    target = hook.attr("__call__");
-  }
-  for (const auto& callable : {hook, target}) {
-    TORCH_CHECK_TYPE(!inspect.attr("iscoroutinefunction")(callable).cast<bool>(),
-                     "check_hook: hook '", name,
-                     "' must return a Future or a tensor, got a coroutine function (async def), "
-                     "which nothing would await");
-    TORCH_CHECK_TYPE(!inspect.attr("isgeneratorfunction")(callable).cast<bool>(),
-                     "check_hook: hook '", name,
-                     "' must return a Future or a tensor, got a generator function (it holds a "
-                     "yield)");
-  }
+  const py::object function = function_of(hook);
+  TORCH_CHECK_TYPE(!inspect.attr("iscoroutinefunction")(function).cast<bool>(),
+                   "check_hook: hook '", name,
+                   "' must return a Future or a tensor, got a coroutine function (async def), "
+                   "which nothing would await");
+  TORCH_CHECK_TYPE(!inspect.attr("isgeneratorfunction")(function).cast<bool>(),
+                   "check_hook: hook '", name,
+                   "' must return a Future or a tensor, got a generator function (it holds a "
+                   "yield)");
   const py::object signature = signature_of(hook);
   if (signature.is_none()) {
     return;
   }
   check_parameters(name, signature);
-  check_annotations(name, signature);
+  check_annotations(name, hook, signature);
 }
 
 }  // namespace commhook
