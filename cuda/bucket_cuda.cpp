@@ -4,6 +4,8 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
+#include <cstdint>
+
 #include "bucket_launch.h"
 #include "ops/bucket.h"
 
@@ -23,17 +25,30 @@ Dtype dtype_of(const at::Tensor& tensor) {
   }
 }
 
+// No processor loads an element from an address that is not a multiple of its size, and the error
+// would make the device useless to the whole program. Only foreign memory can lie so.
+void check_aligned(const char* op, const char* argument, int64_t index, const at::Tensor& tensor) {
+  const auto size = static_cast<std::uintptr_t>(tensor.element_size());
+  const auto past = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % size;
+  TORCH_CHECK_VALUE(past == 0, op, ": ", argument,
+                    index < 0 ? std::string() : c10::str("[", index, "]"),
+                    " must begin at an address that is a multiple of its element size, ", size,
+                    ", got one ", past, " bytes past such");
+}
+
 // Tensors to read. What is not contiguous is read through a contiguous copy, a pass over memory
 // more: a kernel that follows strides would be slow for all, and in a bucket's own layout parameters
 // of permuted memory, such as channels_last, are contiguous views.
 class Sources {
  public:
-  explicit Sources(at::TensorList tensors) {
+  Sources(const char* op, at::TensorList tensors) {
     segments_.reserve(tensors.size());
-    for (const auto& tensor : tensors) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      const auto& tensor = tensors[i];
       if (tensor.numel() == 0) {
         continue;
       }
+      check_aligned(op, "tensors", static_cast<int64_t>(i), tensor);
       const void* data = nullptr;
       if (tensor.is_contiguous()) {
         data = tensor.const_data_ptr();
@@ -56,12 +71,14 @@ class Sources {
 // finish() then copies from that.
 class Destinations {
  public:
-  explicit Destinations(at::TensorList tensors) {
+  Destinations(const char* op, at::TensorList tensors) {
     segments_.reserve(tensors.size());
-    for (const auto& tensor : tensors) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      const auto& tensor = tensors[i];
       if (tensor.numel() == 0) {
         continue;
       }
+      check_aligned(op, "tensors", static_cast<int64_t>(i), tensor);
       void* data = nullptr;
       if (tensor.is_contiguous()) {
         data = tensor.mutable_data_ptr();
@@ -91,14 +108,15 @@ at::Tensor flatten(at::TensorList tensors, double scale, std::optional<at::Scala
   const auto to = check_flatten("flatten", tensors, dtype);
   const c10::cuda::CUDAGuard guard(tensors[0].device());
   auto buffer = at::empty({total_numel(tensors)}, tensors[0].options().dtype(to));
-  launch_flatten(Sources(tensors).segments(), scale, buffer);
+  launch_flatten(Sources("flatten", tensors).segments(), scale, buffer);
   return buffer;
 }
 
 at::Tensor& flatten_out(at::TensorList tensors, double scale, at::Tensor& out) {
   check_flatten_out("flatten", tensors, out);
+  check_aligned("flatten", "out", -1, out);
   const c10::cuda::CUDAGuard guard(out.device());
-  launch_flatten(Sources(tensors).segments(), scale, out);
+  launch_flatten(Sources("flatten", tensors).segments(), scale, out);
   return out;
 }
 
@@ -110,29 +128,29 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> flatten_stats(at::TensorList tens
   auto buffer = at::empty({total_numel(tensors)}, options.dtype(to));
   auto sum_of_squares = at::empty({}, options.dtype(at::kDouble));
   auto nonfinite_count = at::empty({}, options.dtype(at::kLong));
-  launch_flatten_stats(Sources(tensors).segments(), scale, buffer, sum_of_squares,
+  launch_flatten_stats(Sources("flatten_stats", tensors).segments(), scale, buffer, sum_of_squares,
                        nonfinite_count);
   return {std::move(buffer), std::move(sum_of_squares), std::move(nonfinite_count)};
 }
 
-void run_unflatten(const at::Tensor& buffer, at::TensorList tensors, double scale) {
-  const Destinations destinations(tensors);
+void run_unflatten(const char* op, const at::Tensor& buffer, at::TensorList tensors, double scale) {
+  check_aligned(op, "buffer", -1, buffer);
+  const c10::cuda::CUDAGuard guard(buffer.device());
+  const Destinations destinations(op, tensors);
   launch_unflatten_into(buffer, destinations.segments(), scale);
   destinations.finish();
 }
 
 std::vector<at::Tensor> unflatten(const at::Tensor& buffer, at::TensorList like, double scale) {
   check_unflatten("unflatten", buffer, like, "like");
-  const c10::cuda::CUDAGuard guard(buffer.device());
   auto tensors = empty_like(like);
-  run_unflatten(buffer, tensors, scale);
+  run_unflatten("unflatten", buffer, tensors, scale);
   return tensors;
 }
 
 void unflatten_into(const at::Tensor& buffer, at::TensorList tensors, double scale) {
   check_unflatten_into("unflatten_into", buffer, tensors);
-  const c10::cuda::CUDAGuard guard(buffer.device());
-  run_unflatten(buffer, tensors, scale);
+  run_unflatten("unflatten_into", buffer, tensors, scale);
 }
 
 TORCH_LIBRARY_IMPL(commhook, CUDA, m) {

@@ -39,11 +39,13 @@ class Report:
         print(f"{'ok  ' if passed else 'FAIL'}  {line}")
 
 
-def built_library() -> Path:
-    libraries = sorted((ROOT / "torch_commhook" / "lib").glob("_ops*.so"))
-    if not libraries:
-        raise SystemExit("check_build: no library was built: torch_commhook/lib/_ops*.so is missing")
-    return libraries[0]
+def library_at(path: Path) -> Path:
+    """The library itself, or the one in a folder."""
+    if path.is_dir():
+        path = next(iter(sorted(path.glob("_ops*.so"))), path / "_ops*.so")
+    if not path.exists():
+        raise SystemExit(f"check_build: LIBRARY must be a built library or its folder, got {path}")
+    return path
 
 
 # ---- operators -----------------------------------------------------------------------------------
@@ -172,7 +174,13 @@ def check_resources(report: Report, cuobjdump: Path, library: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("library", nargs="?", type=Path, help="default: the one built in place")
+    parser.add_argument(
+        "library",
+        nargs="?",
+        type=Path,
+        default=ROOT / "torch_commhook" / "lib",
+        help="_ops*.so, or its folder (default: the one built in place)",
+    )
     parser.add_argument(
         "--arch-list",
         default=os.environ.get("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX"),
@@ -186,7 +194,7 @@ def main() -> int:
         help="operators that are meant to have no CUDA kernel, without the namespace",
     )
     arguments = parser.parse_args()
-    library = arguments.library or built_library()
+    library = library_at(arguments.library)
     torch.ops.load_library(library)
 
     report = Report()

@@ -1,0 +1,285 @@
+"""What the bucket operators' CUDA kernels compute, bit by bit.
+
+Streams, graphs, launches and refusals stand in test_cuda_launch.py; the index arithmetic, which
+needs no GPU, in test_cuda_partition.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from test_ops_reference import (
+    DTYPES,
+    PAIRS,
+    SHAPE_CLASSES,
+    SOURCE_CLASSES,
+    assert_same_bits,
+    expected_flatten,
+    expected_sum_of_squares,
+    expected_unflatten,
+    make,
+    maker,
+)
+from test_ops_rounding import ROUNDED, every_16bit, float32_patterns, there_and_back
+from torch import Tensor
+
+import torch_commhook._ops as ops
+
+pytestmark = pytest.mark.cuda
+
+DEVICE = "cuda"
+SCALES = (1.0, 1 / 3)
+#: Lengths of lists around the capacities of the kernels' tables, and beyond the longest.
+COUNTS = (1, 2, 215, 216, 217, 895, 896, 897, 1879, 1880, 1881, 4000)
+
+
+def on_device(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies with the same strides and offsets in storages of the same size."""
+    copies = []
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        bytes_ = torch.empty(0, dtype=torch.uint8).set_(storage).to(DEVICE)
+        copy = torch.empty(0, dtype=tensor.dtype, device=DEVICE)
+        copy.set_(bytes_.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        copies.append(copy)
+    return copies
+
+
+def total(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def assert_flattens(tensors: Sequence[Tensor], scale: float, dtype: torch.dtype) -> None:
+    """Tries the three operators that read tensors, with CPU tensors copied to the device."""
+    expected = expected_flatten(tensors, scale, dtype)
+    copies = on_device(tensors)
+    context = f"{tensors[0].dtype} to {dtype} by {scale}"
+    assert_same_bits(ops.flatten(copies, scale=scale, dtype=dtype).cpu(), expected, context)
+
+    memory = torch.full((expected.numel() + 8,), 7.0, dtype=dtype, device=DEVICE)
+    for offset in (0, 1, 5):
+        out = memory[offset : offset + expected.numel()]
+        assert ops.flatten(copies, scale=scale, out=out) is out
+        assert_same_bits(out.cpu(), expected, f"{context}, offset {offset}")
+        assert (memory[:offset] == 7).all() and (memory[offset + expected.numel() :] == 7).all()
+        memory.fill_(7.0)
+
+    stats = ops.flatten_stats(copies, scale=scale, dtype=dtype)
+    assert_same_bits(stats.buffer.cpu(), expected, context)
+    assert_same_bits(stats.nonfinite_count.cpu(), (~expected.isfinite()).sum(), context)
+    assert stats.sum_of_squares.dtype == torch.float64 and stats.sum_of_squares.shape == ()
+    if expected.isfinite().all():
+        squares = expected_sum_of_squares(tensors, scale, dtype)
+        assert float(stats.sum_of_squares) == pytest.approx(squares, rel=1e-12, abs=0), context
+    for copy, tensor in zip(copies, tensors, strict=True):
+        assert_same_bits(copy.cpu(), tensor, "the tensors must stay as they are")
+
+
+def assert_unflattens(buffer: Tensor, tensors: Sequence[Tensor], scale: float) -> None:
+    """Tries the two operators that write tensors, with CPU tensors copied to the device."""
+    expected = expected_unflatten(buffer, tensors, scale)
+    context = f"from {buffer.dtype} by {scale}"
+    source, copies = buffer.to(DEVICE), on_device(tensors)
+    for new, right, model in zip(
+        ops.unflatten(source, copies, scale=scale), expected, tensors, strict=True
+    ):
+        assert_same_bits(new.cpu(), right, context)
+        assert new.stride() == torch.empty_like(model).stride()
+    for copy, tensor in zip(copies, tensors, strict=True):
+        assert_same_bits(copy.cpu(), tensor, "like must stay as it is")
+
+
+def assert_unflattens_into(buffer: Tensor, tensors: Sequence[Tensor], scale: float) -> None:
+    expected = expected_unflatten(buffer, tensors, scale)
+    source, copies = buffer.to(DEVICE), on_device(tensors)
+    assert ops.unflatten_into(source, copies, scale=scale) is None
+    # All that lies around and between the elements of a destination must stay.
+    for tensor, right in zip(tensors, expected, strict=True):
+        tensor.copy_(right)
+    for copy, tensor in zip(copies, tensors, strict=True):
+        whole = [torch.empty(0, dtype=t.dtype, device=t.device) for t in (copy, tensor)]
+        whole[0].set_(copy.untyped_storage())
+        whole[1].set_(tensor.untyped_storage())
+        assert_same_bits(whole[0].cpu(), whole[1], f"from {buffer.dtype} by {scale}")
+    assert_same_bits(source.cpu(), buffer, "the buffer must stay as it is")
+
+
+# ---- shapes and dtypes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*SHAPE_CLASSES, *SOURCE_CLASSES])
+def test_flatten(name):
+    for source, target in PAIRS:
+        for scale in SCALES:
+            assert_flattens(make(name, source), scale, target)
+
+
+@pytest.mark.parametrize("name", [*SHAPE_CLASSES, *SOURCE_CLASSES])
+def test_unflatten(name):
+    for source, target in PAIRS:
+        like = make(name, target, seed=1)
+        for scale in SCALES:
+            assert_unflattens(maker(source)(total(like)), like, scale)
+
+
+@pytest.mark.parametrize("name", SHAPE_CLASSES)
+def test_unflatten_into(name):
+    for source, target in PAIRS:
+        tensors = make(name, target, seed=1)
+        for scale in SCALES:
+            assert_unflattens_into(maker(source)(total(tensors)), tensors, scale)
+
+
+@pytest.mark.parametrize("name", ["some_empty", "mixed", "strided", "transposed", "odd_rows"])
+def test_mixed_dtypes(name):
+    tensors = [tensor for dtype in DTYPES for tensor in make(name, dtype)]
+    tensors = tensors[::2] + tensors[1::2]
+    for dtype in DTYPES:
+        assert_flattens(tensors, 1 / 3, dtype)
+        assert_unflattens(maker(dtype)(total(tensors)), tensors, 1 / 3)
+        assert_unflattens_into(maker(dtype)(total(tensors)), tensors, 1 / 3)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_any_number_of_tensors(count):
+    new = maker(torch.float32)
+    tensors = [new(1 + 37 * i % 101) for i in range(count)]
+    assert_flattens(tensors, 1 / 3, torch.bfloat16)
+    assert_unflattens_into(maker(torch.bfloat16)(total(tensors)), tensors, 1 / 3)
+    assert_flattens([new(64) for _ in range(count)], 1.0, torch.float32)
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda dtype: str(dtype)[6:])
+def test_every_relative_alignment(source, target):
+    values, memory = maker(source)(700), torch.empty(700, dtype=target, device=DEVICE)
+    (copy,) = on_device([values])
+    for first in range(9):
+        for offset in range(9):
+            for count in (5, 64, 640):
+                expected = expected_flatten([values[first : first + count]], 0.7, target)
+                out = memory[offset : offset + count]
+                memory.fill_(7)
+                ops.flatten([copy[first : first + count]], scale=0.7, out=out)
+                context = f"{first} to {offset}, {count} elements"
+                assert_same_bits(out.cpu(), expected, context)
+                assert (memory[:offset] == 7).all() and (memory[offset + count :] == 7).all()
+                memory.fill_(7)
+                ops.unflatten_into(copy[first : first + count], [out], scale=0.7)
+                assert_same_bits(out.cpu(), expected, context)
+                assert (memory[:offset] == 7).all() and (memory[offset + count :] == 7).all()
+
+
+def test_interleaved_destinations():
+    memory = torch.zeros(12, device=DEVICE)
+    ops.unflatten_into(torch.arange(12.0, device=DEVICE), [memory[::2], memory[1::2]])
+    assert memory.tolist() == [i // 2 + 6 * (i % 2) for i in range(12)]
+    gap = torch.zeros(9, device=DEVICE)
+    ops.unflatten_into(torch.arange(1.0, 6.0, device=DEVICE), [gap[::4], gap[1:3]])
+    assert gap.tolist() == [1, 4, 5, 0, 2, 0, 0, 0, 3]
+
+
+def test_of_nothing():
+    empty = torch.empty(0, device=DEVICE)
+    assert ops.unflatten(empty, []) == []
+    ops.unflatten_into(empty, [])
+    assert ops.flatten([empty], out=torch.empty(2, 0, device=DEVICE)).shape == (2, 0)
+    stats = ops.flatten_stats([empty, empty])
+    assert stats.sum_of_squares == 0 and stats.nonfinite_count == 0
+
+
+def test_more_than_2_31_elements():
+    count = (1 << 31) + 12345
+    if DEVICE == "cpu" or torch.cuda.mem_get_info()[0] < 8 * count:
+        pytest.skip("needs 16 GiB of free GPU memory")
+    large = torch.empty(count, dtype=torch.bfloat16, device=DEVICE).uniform_(-1, 1)
+    small = torch.ones(7, dtype=torch.bfloat16, device=DEVICE)
+    out = ops.flatten([small, large, small])
+    assert torch.equal(out[7 : 7 + count], large)
+    assert (out[:7] == 1).all() and (out[7 + count :] == 1).all()
+    large.zero_()
+    out[7 + count - 9 : 7 + count] = 5
+    ops.unflatten_into(out, [small, large, small.clone()])
+    assert torch.equal(out[7 : 7 + count], large)
+
+
+# ---- rounding and special values -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ROUNDED)
+def test_rounding(dtype):
+    given, rounded = (torch.tensor(column) for column in zip(*ROUNDED[dtype], strict=True))
+    for actual in there_and_back(given.to(DEVICE), dtype):
+        assert_same_bits(actual.cpu(), rounded.to(dtype), dtype)
+    source = float32_patterns()
+    for scale in (1.0, 0.7):
+        expected = expected_flatten([source], scale, dtype)
+        for actual in there_and_back(source.to(DEVICE), dtype, scale):
+            assert_same_bits(actual.cpu(), expected, f"{dtype} by {scale}")
+
+
+@pytest.mark.parametrize("source", ROUNDED)
+def test_every_16_bit_value(source):
+    values = every_16bit(source)
+    for target in DTYPES:
+        for scale in (1.0, 0.7, 1e30):
+            expected = expected_flatten([values], scale, target)
+            for actual in there_and_back(values.to(DEVICE), target, scale):
+                assert_same_bits(actual.cpu(), expected, f"{source} to {target} by {scale}")
+
+
+def test_float64():
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(1 << 63), (1 << 63) - 1, (200_000,), generator=generator)
+    source = bits.view(torch.float64)
+    near_one = torch.rand(100_000, dtype=torch.float64, generator=generator)
+    for values in (source, near_one, near_one * 1e-42):
+        for target in DTYPES:
+            expected = expected_flatten([values], 1.0, target)
+            for actual in there_and_back(values.to(DEVICE), target):
+                assert_same_bits(actual.cpu(), expected, target)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.0, -2.0, 1e-50, 1e300, float("inf"), float("nan")])
+def test_any_scale(scale):
+    for source, target in PAIRS:
+        tensors = make("mixed", source)
+        expected = expected_flatten(tensors, scale, target)
+        actual = ops.flatten(on_device(tensors), scale=scale, dtype=target)
+        assert_same_bits(actual.cpu(), expected, f"{source} to {target}")
+
+
+# ---- flatten_stats -------------------------------------------------------------------------------
+
+
+def test_flatten_stats_counts_what_is_not_finite_in_the_buffer():
+    for source, target in PAIRS:
+        tensors = make("odd_rows", source)
+        for i, tensor in enumerate(tensors):
+            tensor[i % 7 :: 11] = float("nan")
+            tensor[i % 5 :: 13] = float("-inf")
+            tensor[i % 3 :: 17] = torch.finfo(source).max  # finite only in some dtypes
+        stats = ops.flatten_stats(on_device(tensors), dtype=target)
+        expected = expected_flatten(tensors, 1.0, target)
+        assert_same_bits(stats.buffer.cpu(), expected, f"{source} to {target}")
+        assert stats.nonfinite_count == (~expected.isfinite()).sum()
+        assert not stats.sum_of_squares.isfinite()
+
+
+def test_flatten_stats_sums_before_the_cast_in_float64():
+    stats = ops.flatten_stats([torch.full((3,), 1e5, device=DEVICE)], dtype=torch.float16)
+    assert stats.nonfinite_count == 3 and stats.sum_of_squares == 3e10
+    tensors = [torch.tensor([2.0**20]), torch.full((1 << 17,), 2.0**-6)]
+    assert ops.flatten_stats(on_device(tensors)).sum_of_squares == 2.0**40 + 2.0**5
+
+
+@pytest.mark.parametrize("count", [3, 500, 4000])
+def test_flatten_stats_is_repeatable(count):
+    new = maker(torch.float32)
+    tensors = on_device([new(1 + 997 * i % 5000) for i in range(count)])
+    once = ops.flatten_stats(tensors, scale=1 / 3, dtype=torch.bfloat16)
+    for _ in range(5):
+        again = ops.flatten_stats(tensors, scale=1 / 3, dtype=torch.bfloat16)
+        for one, other in zip(once, again, strict=True):
+            assert_same_bits(other.cpu(), one.cpu())
