@@ -3,14 +3,17 @@
 
 #include <string>
 
+// Python looks for this text in the file before it loads it, since a library of another torch may
+// not load at all. Kept whole, though nothing here reads it.
+extern "C" __attribute__((used, visibility("default"))) const char commhook_built_for_torch[] =
+    "commhook built for torch " COMMHOOK_TORCH_VERSION;
+
 namespace commhook {
 namespace {
 
-// Python looks for this mark in the file before it loads it, since a library of another torch may
-// not load at all.
-constexpr char kMark[] = "commhook built for torch " COMMHOOK_TORCH_VERSION;
+constexpr char kVersion[] = COMMHOOK_TORCH_VERSION;
 
-std::string built_for_torch() { return std::string(kMark).substr(sizeof("commhook built for torch")); }
+std::string built_for_torch() { return kVersion; }
 
 bool has_cuda_kernels() {
 #ifdef COMMHOOK_WITH_CUDA
