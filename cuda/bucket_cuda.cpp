@@ -37,8 +37,8 @@ void check_aligned(const char* op, const char* argument, int64_t index, const at
 }
 
 // Tensors to read. What is not contiguous is read through a contiguous copy, a pass over memory
-// more: a kernel that follows strides would be slow for all, and in a bucket's own layout parameters
-// of permuted memory, such as channels_last, are contiguous views.
+// more: a kernel that follows strides would be slow for all, and in a bucket's own layout
+// parameters of permuted memory, such as channels_last, are contiguous views.
 class Sources {
  public:
   Sources(const char* op, at::TensorList tensors) {

@@ -1,5 +1,5 @@
-// The launchers of the bucket kernels. Each takes the current stream of the current device, launches
-// nothing for no elements, and never waits for the device.
+// The launchers of the bucket kernels. Each takes the current stream of the current device,
+// launches nothing for no elements, and never waits for the device.
 #pragma once
 
 #include <ATen/core/Tensor.h>

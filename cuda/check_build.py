@@ -198,7 +198,9 @@ def main() -> int:
     torch.ops.load_library(library)
 
     report = Report()
-    print(f"      {library.name}: {library.stat().st_size / 2**20:.1f} MiB, torch {torch.__version__}")
+    print(
+        f"      {library.name}: {library.stat().st_size / 2**20:.1f} MiB, torch {torch.__version__}"
+    )
     check_operators(report, arguments.reference_only)
     cuobjdump = find_tool("cuobjdump")
     report.check(cuobjdump is not None, "cuobjdump: in the CUDA toolkit, or beside triton")

@@ -12,8 +12,7 @@ __global__ void __launch_bounds__(kThreads)
     flatten_kernel(const __grid_constant__ TensorTable<const void, kCapacity> table, To* buffer,
                    double scale, int run) {
   NoMeasure meter;
-  flatten_run(table, buffer, scale,
-              run_of(blockIdx.x, threadIdx.x / kWarpSize, run, table.total),
+  flatten_run(table, buffer, scale, run_of(blockIdx.x, threadIdx.x / kWarpSize, run, table.total),
               threadIdx.x % kWarpSize, meter);
 }
 
@@ -25,14 +24,12 @@ void launch_flatten(c10::ArrayRef<Segment<const void>> segments, double scale,
     return;
   }
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kHalf, at::kBFloat16, buffer.scalar_type(), "flatten", [&] {
-        auto* data = buffer.mutable_data_ptr<scalar_t>();
-        for_each_table(segments, [&](const auto& table, int64_t offset, Grid grid) {
-          flatten_kernel<<<grid.blocks, kThreads, 0, stream>>>(table, data + offset, scale,
-                                                               grid.run);
-        });
-      });
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, buffer.scalar_type(), "flatten", [&] {
+    auto* data = buffer.mutable_data_ptr<scalar_t>();
+    for_each_table(segments, [&](const auto& table, int64_t offset, Grid grid) {
+      flatten_kernel<<<grid.blocks, kThreads, 0, stream>>>(table, data + offset, scale, grid.run);
+    });
+  });
 }
 
 }  // namespace commhook::cuda

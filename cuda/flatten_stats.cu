@@ -46,8 +46,7 @@ __global__ void __launch_bounds__(kThreads)
     flatten_stats_kernel(const __grid_constant__ TensorTable<const void, kCapacity> table,
                          To* buffer, double scale, int run, Partial* partials) {
   Measure meter;
-  flatten_run(table, buffer, scale,
-              run_of(blockIdx.x, threadIdx.x / kWarpSize, run, table.total),
+  flatten_run(table, buffer, scale, run_of(blockIdx.x, threadIdx.x / kWarpSize, run, table.total),
               threadIdx.x % kWarpSize, meter);
   const Partial partial = sum_of_block({meter.sum_of_squares, meter.nonfinite_count});
   if (threadIdx.x == 0) {
@@ -90,9 +89,8 @@ void launch_flatten_stats(c10::ArrayRef<Segment<const void>> segments, double sc
         for_each_table(segments, [&](const auto& table, int64_t offset, Grid grid) {
           // From the caching allocator, so that it is safe in a CUDA graph; once freed, it can only
           // go to work that follows on this stream.
-          const auto workspace =
-              at::empty({static_cast<int64_t>(grid.blocks * sizeof(Partial))},
-                        buffer.options().dtype(at::kByte));
+          const auto workspace = at::empty({static_cast<int64_t>(grid.blocks * sizeof(Partial))},
+                                           buffer.options().dtype(at::kByte));
           auto* partials = static_cast<Partial*>(workspace.mutable_data_ptr());
           flatten_stats_kernel<<<grid.blocks, kThreads, 0, stream>>>(table, data + offset, scale,
                                                                      grid.run, partials);

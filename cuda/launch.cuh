@@ -13,8 +13,8 @@
 
 namespace commhook::cuda {
 
-// Capacities: the arguments of a kernel are copied whole at each launch, so that a short list should
-// not pay for a long one. Beyond 4 KB they need CUDA 12.1, in the toolkit and in the driver.
+// Capacities: the arguments of a kernel are copied whole at each launch, so that a short list
+// should not pay for a long one. Beyond 4 KB they need CUDA 12.1, in the toolkit and in the driver.
 constexpr int kShortTable = 216;
 constexpr int kArgumentBytes = 4096;
 #if CUDART_VERSION >= 12010

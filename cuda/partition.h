@@ -16,9 +16,9 @@ constexpr int kWarpSize = 32;
 constexpr int kThreads = 256;  // of a block
 constexpr int kWarpsPerBlock = kThreads / kWarpSize;
 
-// A run is what one warp moves: a power of two of elements, so that every run begins as well aligned
-// as the bucket itself. The shortest lets 1000 tensors of 64 elements reach every multiprocessor,
-// the longest repays a warp's search for its first tensor many times over.
+// A run is what one warp moves: a power of two of elements, so that every run begins as well
+// aligned as the bucket itself. The shortest lets 1000 tensors of 64 elements reach every
+// multiprocessor, the longest repays a warp's search for its first tensor many times over.
 constexpr int kMinRun = 64;
 constexpr int kMaxRun = 4096;
 constexpr int kWarpsPerMultiprocessor = 64;

@@ -1,5 +1,5 @@
-// How a warp moves one contiguous row: convert, scale, measure. No lane needs another one, so that a
-// test can play all lanes of all warps on the host.
+// How a warp moves one contiguous row: convert, scale, measure. No lane needs another one, so that
+// a test can play all lanes of all warps on the host.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -79,10 +79,10 @@ COMMHOOK_HOST_DEVICE Pack<To, kWidth> convert_pack(const Pack<From, kWidth>& sou
 }
 
 // One lane's part of the vectors of a row: elements of `destination` from an address on that is
-// aligned for them, from a source that is, too, or lies `shift` bytes past such an address. All loads
-// of a step come before the first use. They are kept as words, since 16-bit values would each take a
-// register, and start as zeros, since what a branch leaves undefined stays alive around all loops,
-// for each pair of dtypes in registers of its own.
+// aligned for them, from a source that is, too, or lies `shift` bytes past such an address. All
+// loads of a step come before the first use. They are kept as words, since 16-bit values would each
+// take a register, and start as zeros, since what a branch leaves undefined stays alive around all
+// loops, for each pair of dtypes in registers of its own.
 template <typename From, typename To, int kWidth, bool kShifted, typename Meter>
 COMMHOOK_HOST_DEVICE void copy_vectors(const From* source, To* destination, int vectors, int shift,
                                        Scaling<From, To> scale, int lane, Meter& meter) {
@@ -157,22 +157,24 @@ COMMHOOK_HOST_DEVICE void copy_row(const From* source, To* destination, int coun
 template <typename To, typename Table, typename Meter>
 COMMHOOK_HOST_DEVICE void flatten_run(const Table& table, To* buffer, double scale, Run run,
                                       int lane, Meter& meter) {
-  for_each_piece(table, run, [&](const void* data, Dtype dtype, int64_t offset, int64_t position,
-                                 int count) {
-    To* to = buffer + position;
-    switch (dtype) {
-      case Dtype::kDouble:
-        return copy_row(static_cast<const double*>(data) + offset, to, count, scale, lane, meter);
-      case Dtype::kFloat:
-        return copy_row(static_cast<const float*>(data) + offset, to, count, scale, lane, meter);
-      case Dtype::kHalf:
-        return copy_row(static_cast<const c10::Half*>(data) + offset, to, count, scale, lane,
-                        meter);
-      case Dtype::kBFloat16:
-        return copy_row(static_cast<const c10::BFloat16*>(data) + offset, to, count, scale, lane,
-                        meter);
-    }
-  });
+  for_each_piece(table, run,
+                 [&](const void* data, Dtype dtype, int64_t offset, int64_t position, int count) {
+                   To* to = buffer + position;
+                   switch (dtype) {
+                     case Dtype::kDouble:
+                       return copy_row(static_cast<const double*>(data) + offset, to, count, scale,
+                                       lane, meter);
+                     case Dtype::kFloat:
+                       return copy_row(static_cast<const float*>(data) + offset, to, count, scale,
+                                       lane, meter);
+                     case Dtype::kHalf:
+                       return copy_row(static_cast<const c10::Half*>(data) + offset, to, count,
+                                       scale, lane, meter);
+                     case Dtype::kBFloat16:
+                       return copy_row(static_cast<const c10::BFloat16*>(data) + offset, to, count,
+                                       scale, lane, meter);
+                   }
+                 });
 }
 
 // One lane's part of a run, from the buffer into the table's tensors.
@@ -180,21 +182,22 @@ template <typename From, typename Table>
 COMMHOOK_HOST_DEVICE void unflatten_run(const Table& table, const From* buffer, double scale,
                                         Run run, int lane) {
   NoMeasure meter;
-  for_each_piece(table, run, [&](void* data, Dtype dtype, int64_t offset, int64_t position,
-                                 int count) {
-    const From* from = buffer + position;
-    switch (dtype) {
-      case Dtype::kDouble:
-        return copy_row(from, static_cast<double*>(data) + offset, count, scale, lane, meter);
-      case Dtype::kFloat:
-        return copy_row(from, static_cast<float*>(data) + offset, count, scale, lane, meter);
-      case Dtype::kHalf:
-        return copy_row(from, static_cast<c10::Half*>(data) + offset, count, scale, lane, meter);
-      case Dtype::kBFloat16:
-        return copy_row(from, static_cast<c10::BFloat16*>(data) + offset, count, scale, lane,
-                        meter);
-    }
-  });
+  for_each_piece(
+      table, run, [&](void* data, Dtype dtype, int64_t offset, int64_t position, int count) {
+        const From* from = buffer + position;
+        switch (dtype) {
+          case Dtype::kDouble:
+            return copy_row(from, static_cast<double*>(data) + offset, count, scale, lane, meter);
+          case Dtype::kFloat:
+            return copy_row(from, static_cast<float*>(data) + offset, count, scale, lane, meter);
+          case Dtype::kHalf:
+            return copy_row(from, static_cast<c10::Half*>(data) + offset, count, scale, lane,
+                            meter);
+          case Dtype::kBFloat16:
+            return copy_row(from, static_cast<c10::BFloat16*>(data) + offset, count, scale, lane,
+                            meter);
+        }
+      });
 }
 
 }  // namespace commhook::cuda

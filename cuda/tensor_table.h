@@ -28,7 +28,8 @@ struct TensorTable {
 
   struct Entry {
     Data* data;
-    int64_t end;  // position after the tensor's last element; positions count from the table's first
+    int64_t
+        end;  // position after the tensor's last element; positions count from the table's first
   };
   Entry entries[kTensors];
   int64_t total;  // elements
@@ -44,8 +45,7 @@ struct TensorTable {
 // Fills the table with as many segments as fit, and returns their number. No segment may be empty.
 template <typename Table>
 int fill_table(Table& table, const Segment<typename Table::Data>* segments, size_t count) {
-  const auto size =
-      static_cast<int>(count < Table::kCapacity ? count : size_t{Table::kCapacity});
+  const auto size = static_cast<int>(count < Table::kCapacity ? count : size_t{Table::kCapacity});
   table.total = 0;
   table.count = size;
   for (int i = 0; i < size; ++i) {

@@ -11,8 +11,7 @@ template <typename From, int kCapacity>
 __global__ void __launch_bounds__(kThreads)
     unflatten_into_kernel(const __grid_constant__ TensorTable<void, kCapacity> table,
                           const From* buffer, double scale, int run) {
-  unflatten_run(table, buffer, scale,
-                run_of(blockIdx.x, threadIdx.x / kWarpSize, run, table.total),
+  unflatten_run(table, buffer, scale, run_of(blockIdx.x, threadIdx.x / kWarpSize, run, table.total),
                 threadIdx.x % kWarpSize);
 }
 

@@ -1,4 +1,4 @@
-"""How the bucket operators run on CUDA: streams, graphs, launches, devices, and what they refuse."""
+"""How the bucket operators run on CUDA: streams, graphs, launches, devices, refusals."""
 
 from __future__ import annotations
 

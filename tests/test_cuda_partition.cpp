@@ -25,14 +25,14 @@ std::mt19937_64 generator;
 
 int64_t below(int64_t n) { return static_cast<int64_t>(generator() % static_cast<uint64_t>(n)); }
 
-#define EXPECT(condition, ...)                                         \
-  do {                                                                 \
-    if (!(condition)) {                                                \
+#define EXPECT(condition, ...)                                          \
+  do {                                                                  \
+    if (!(condition)) {                                                 \
       std::printf("line %d: %s does not hold: ", __LINE__, #condition); \
-      std::printf(__VA_ARGS__);                                        \
-      std::printf("\n");                                               \
-      std::exit(1);                                                    \
-    }                                                                  \
+      std::printf(__VA_ARGS__);                                         \
+      std::printf("\n");                                                \
+      std::exit(1);                                                     \
+    }                                                                   \
   } while (0)
 
 // Memory between two pages that may not be touched. The kernels read whole granules of 16 bytes
@@ -43,8 +43,8 @@ class Fenced {
     const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
     size_ = (bytes + page - 1) / page * page;
     mapped_ = size_ + 2 * page;
-    base_ = static_cast<char*>(
-        mmap(nullptr, mapped_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    base_ =
+        static_cast<char*>(mmap(nullptr, mapped_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
     EXPECT(base_ != MAP_FAILED, "%zu bytes", mapped_);
     begin_ = base_ + page;
     EXPECT(mprotect(begin_, size_, PROT_READ | PROT_WRITE) == 0, "%zu bytes", size_);
@@ -71,9 +71,7 @@ constexpr Dtype kDtypeOf<c10::Half> = Dtype::kHalf;
 template <>
 constexpr Dtype kDtypeOf<c10::BFloat16> = Dtype::kBFloat16;
 
-size_t size_of(Dtype dtype) {
-  return dtype == Dtype::kDouble ? 8 : dtype == Dtype::kFloat ? 4 : 2;
-}
+size_t size_of(Dtype dtype) { return dtype == Dtype::kDouble ? 8 : dtype == Dtype::kFloat ? 4 : 2; }
 
 template <typename T>
 void visit(Dtype dtype, const T& call) {
@@ -226,7 +224,8 @@ struct Buffer {
   int64_t total;
   static constexpr char kPattern = 0x5a;
 
-  explicit Buffer(int64_t total) : memory(static_cast<size_t>(total) * sizeof(T) + 64), total(total) {
+  explicit Buffer(int64_t total)
+      : memory(static_cast<size_t>(total) * sizeof(T) + 64), total(total) {
     std::memset(memory.begin(), kPattern, memory.size());
     const int64_t room = static_cast<int64_t>(memory.size() / sizeof(T)) - total;
     const int64_t place = below(2) == 0 ? 0 : below(2) == 0 ? room : std::min(room, below(16));
@@ -269,8 +268,8 @@ void check_flatten(int count, int dtype) {
   TensorTable<const void, kCapacity> table;
   int64_t offset = 0;
   for (size_t first = 0; first < segments.size();) {
-    first += static_cast<size_t>(
-        fill_table(table, segments.data() + first, segments.size() - first));
+    first +=
+        static_cast<size_t>(fill_table(table, segments.data() + first, segments.size() - first));
     launch(table.total, multiprocessors, [&](Run run, int lane) {
       Counter meter;
       flatten_run(table, buffer.data + offset, scale, run, lane, meter);
@@ -318,8 +317,8 @@ void check_unflatten(int count, int dtype) {
   TensorTable<void, kCapacity> table;
   int64_t offset = 0;
   for (size_t first = 0; first < segments.size();) {
-    first += static_cast<size_t>(
-        fill_table(table, segments.data() + first, segments.size() - first));
+    first +=
+        static_cast<size_t>(fill_table(table, segments.data() + first, segments.size() - first));
     launch(table.total, multiprocessors, [&](Run run, int lane) {
       unflatten_run(table, buffer.data + offset, scale, run, lane);
     });
@@ -374,17 +373,16 @@ void check_search(int64_t largest) {
     const Run part = run_of(below((begin + kWarpsPerBlock * run) / (kWarpsPerBlock * run)),
                             static_cast<int>(below(kWarpsPerBlock)), run, begin);
     int64_t next = part.begin;
-    for_each_piece(table, part,
-                   [&](const void*, Dtype, int64_t offset, int64_t position, int length) {
-                     EXPECT(position == next && length > 0, "piece at %lld of %d",
-                            static_cast<long long>(position), length);
-                     const int tensor = find_tensor(table, position);
-                     const int64_t start = tensor == 0 ? 0 : table.entries[tensor - 1].end;
-                     EXPECT(offset == position - start, "offset %lld",
-                            static_cast<long long>(offset));
-                     EXPECT(position + length <= table.entries[tensor].end, "length %d", length);
-                     next += length;
-                   });
+    for_each_piece(
+        table, part, [&](const void*, Dtype, int64_t offset, int64_t position, int length) {
+          EXPECT(position == next && length > 0, "piece at %lld of %d",
+                 static_cast<long long>(position), length);
+          const int tensor = find_tensor(table, position);
+          const int64_t start = tensor == 0 ? 0 : table.entries[tensor - 1].end;
+          EXPECT(offset == position - start, "offset %lld", static_cast<long long>(offset));
+          EXPECT(position + length <= table.entries[tensor].end, "length %d", length);
+          next += length;
+        });
     EXPECT(next == std::max(part.begin, part.end), "run ends at %lld",
            static_cast<long long>(next));
   }

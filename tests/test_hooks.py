@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rank_pool import RankPool
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_commhook import GradBucket, attach, hooks
+from torch_commhook import GradBucket, attach, collectives, hooks
 
 WORLD_SIZE = 2
 #: Unit roundoff of the dtype that travels, and how often a value is rounded to it: once by each
@@ -120,6 +120,16 @@ def test_gradients_are_the_mean(two_ranks: RankPool, way: str, name: str, option
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_parameters_of_other_dtypes(two_ranks: RankPool, name: str, dtype: torch.dtype) -> None:
     two_ranks.run(_train, "attach", name, dtype, {})
+
+
+def _all_reduce(rank: int) -> None:
+    tensor = torch.full((3,), float(rank + 1))
+    assert collectives.all_reduce(tensor).wait() is tensor
+    assert tensor.tolist() == [3.0, 3.0, 3.0]
+
+
+def test_all_reduce_gives_the_tensor(two_ranks: RankPool) -> None:
+    two_ranks.run(_all_reduce)
 
 
 def _large_values(rank: int) -> torch.Tensor:

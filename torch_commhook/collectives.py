@@ -60,7 +60,7 @@ def all_reduce(tensor: Tensor, *, group: Any = None) -> torch.futures.Future[Ten
         raise TypeError(
             f"{_name(work)}.get_future must return a torch.futures.Future, got {_type(future)}"
         )
-    return future
+    return _C.cast_into(future, tensor)  # a Work's own Future holds a list
 
 
 def _name(value: object) -> str:

@@ -17,7 +17,7 @@ std::shared_ptr<PythonFutureWrapper> cast_into(const std::shared_ptr<PythonFutur
   const c10::IValue value = torch::jit::toIValue(destination, c10::PyObjectType::get());
   auto finish = [tensor, value](Future& done) {
     const at::Tensor source = tensor_in(done.value(), "cast_into");
-    if (!source.is_same(tensor)) {
+    if (!is_that_memory(source, tensor)) {
       unflatten_into(source, {tensor});
     }
     std::vector<Future::WeakStorage> storages{tensor.storage().getWeakStorageImpl()};
