@@ -16,12 +16,13 @@ namespace commhook::cuda {
 // Capacities: the arguments of a kernel are copied whole at each launch, so that a short list
 // should not pay for a long one. Beyond 4 KB they need CUDA 12.1, in the toolkit and in the driver.
 constexpr int kShortTable = 216;
-constexpr int kArgumentBytes = 4096;
-#if CUDART_VERSION >= 12010
 constexpr int kMediumTable = 896;
 constexpr int kLongTable = 1880;
+constexpr int kArgumentBytes = 4096;
 constexpr int kLargeArgumentBytes = 32764;
+constexpr int kOtherArgumentBytes = 64;  // more than any kernel's other arguments take
 
+#if CUDART_VERSION >= 12010
 inline bool has_large_arguments() {
   static const bool has = [] {
     int driver = 0;
@@ -31,8 +32,6 @@ inline bool has_large_arguments() {
   return has;
 }
 #endif
-
-constexpr int kOtherArgumentBytes = 64;  // more than any kernel's other arguments take
 
 // The shape of one launch over a table.
 struct Grid {
@@ -52,9 +51,8 @@ inline Grid grid_of(int64_t total) {
 template <int kCapacity, typename Data, typename Launch>
 void for_each_table_of(c10::ArrayRef<Segment<Data>> segments, const Launch& launch) {
   TensorTable<Data, kCapacity> table;
-  static_assert(kCapacity <= kShortTable
-                    ? sizeof(table) + kOtherArgumentBytes <= kArgumentBytes
-                    : sizeof(table) + kOtherArgumentBytes <= kLargeArgumentBytes);
+  static_assert(sizeof(table) + kOtherArgumentBytes <=
+                (kCapacity <= kShortTable ? kArgumentBytes : kLargeArgumentBytes));
   int64_t offset = 0;
   while (!segments.empty()) {
     segments = segments.slice(fill_table(table, segments.data(), segments.size()));
