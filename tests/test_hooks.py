@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankPool
+from rank_pool import RankError, RankPool
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import GradBucket, attach, collectives, hooks
@@ -216,20 +216,42 @@ def test_uneven_inputs_with_join(two_ranks: RankPool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def _sparse(rank: int) -> torch.Tensor:
+def _sparse(rank: int, way: str) -> torch.Tensor:
     torch.manual_seed(0)
     model = DDP(torch.nn.Embedding(10, 3, sparse=True))
-    attach(model, lambda state, bucket: bucket.buffer())
-    model(torch.tensor([1, 4])).sum().backward()
+    if way == "function":
+        attach(model, lambda state, bucket: bucket.buffer() / 2)
+    elif way == "attach":
+        attach(model, hooks.allreduce())
+    elif way == "register":
+        model.register_comm_hook(None, hooks.allreduce())
+    else:
+        attach(model, hooks.cast(torch.bfloat16))
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.tensor([1, 4 + rank])).sum().backward()
     (parameter,) = model.parameters()
     assert parameter.grad is not None and parameter.grad.is_sparse
     return parameter.grad.to_dense()
 
 
-def test_a_sparse_gradient_reaches_the_hook(two_ranks: RankPool) -> None:
+@pytest.mark.parametrize("way", ["attach", "register"])
+def test_sparse_gradients_are_averaged(two_ranks: RankPool, way: str) -> None:
     want = torch.zeros(10, 3)
-    want[[1, 4]] = 1
-    assert torch.equal(two_ranks.run(_sparse)[0], want)
+    want[1], want[4], want[5] = 1, 0.5, 0.5
+    for gradient in two_ranks.run(_sparse, way):
+        assert torch.equal(gradient, want)
+
+
+def test_a_sparse_gradient_reaches_a_function(two_ranks: RankPool) -> None:
+    want = torch.zeros(10, 3)
+    want[[1, 4]] = 0.5
+    assert torch.equal(two_ranks.run(_sparse, "function")[0], want)
+
+
+def test_a_cast_refuses_sparse_gradients(two_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"cast\(bfloat16\) on bucket 0 of 1: .* allreduce\(\) takes"):
+        two_ranks.run(_sparse, "cast")
 
 
 def _compiled(rank: int) -> float:

@@ -35,7 +35,9 @@ def all_reduce(tensor: Tensor, *, group: Any = None) -> torch.futures.Future[Ten
     """Sum a tensor over all ranks, in place.
 
     Args:
-        tensor: contiguous; of a dtype that the group's backend reduces. Gloo takes bfloat16.
+        tensor: contiguous, of a dtype that the group's backend reduces (Gloo takes bfloat16), or
+            sparse_coo where the backend reduces that (Gloo does). The bytes of a sparse tensor are
+            counted as those of this rank's entries.
         group: the process group; None for the default one.
 
     Returns:
@@ -47,7 +49,7 @@ def all_reduce(tensor: Tensor, *, group: Any = None) -> torch.futures.Future[Ten
     """
     group = resolve_group(group)
     world_size = group.size()
-    note_collective(ring_all_reduce_bytes(tensor.numel() * tensor.element_size(), world_size))
+    note_collective(ring_all_reduce_bytes(_payload_bytes(tensor), world_size))
     if world_size == 1:
         return _C.as_future(tensor, "all_reduce")
     work = group.allreduce([tensor], dist.AllreduceOptions())  # which sums by default
@@ -61,6 +63,13 @@ def all_reduce(tensor: Tensor, *, group: Any = None) -> torch.futures.Future[Ten
             f"{_name(work)}.get_future must return a torch.futures.Future, got {_type(future)}"
         )
     return _C.cast_into(future, tensor)  # a Work's own Future holds a list
+
+
+def _payload_bytes(tensor: Tensor) -> int:
+    if tensor.layout is torch.sparse_coo:
+        parts = (tensor._indices(), tensor._values())
+        return sum(part.numel() * part.element_size() for part in parts)
+    return tensor.numel() * tensor.element_size()
 
 
 def _name(value: object) -> str:

@@ -25,13 +25,21 @@ c10::intrusive_ptr<Future> failed_future(const std::exception_ptr& failure) {
 }
 
 // What PyTorch makes of an exception in a Python callback of a Future is a text that names neither
-// hook nor bucket.
+// hook nor bucket. (Its type is std::runtime_error up to torch 2.13 and c10::Error later.)
 [[noreturn]] void rethrow_with(const std::string& where, const std::exception_ptr& error) {
+  std::string message;
   try {
     std::rethrow_exception(error);
+  } catch (const c10::Error& callback_error) {
+    message = callback_error.what_without_backtrace();
   } catch (const std::runtime_error& callback_error) {
-    throw std::runtime_error(where + ": " + callback_error.what());
+    message = callback_error.what();
+  } catch (...) {
   }
+  if (message.find("error when running the callback") != std::string::npos) {
+    throw std::runtime_error(where + ": " + message);
+  }
+  std::rethrow_exception(error);
 }
 
 // A tensor permuted so that its row-major order is the order of `like` in memory, which is that of

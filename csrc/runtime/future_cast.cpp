@@ -27,6 +27,11 @@ std::shared_ptr<PythonFutureWrapper> cast_into(const std::shared_ptr<PythonFutur
   const c10::IValue value = torch::jit::toIValue(destination, c10::PyObjectType::get());
   auto finish = [tensor, value](Future& done) {
     const at::Tensor source = tensor_in(done.value(), "cast_into");
+    if (tensor.layout() != at::kStrided) {
+      py::gil_scoped_acquire gil;  // a sparse result has its own number of entries: a new object
+      return std::tuple<c10::IValue, std::vector<Future::WeakStorage>>(
+          torch::jit::toIValue(py::cast(source), c10::PyObjectType::get()), done.storages());
+    }
     if (!is_that_memory(source, tensor)) {
       unflatten_into(source, {tensor});
     }

@@ -61,6 +61,11 @@ class cast(Hook):  # noqa: N801
         self._workspaces = Workspaces()
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        if bucket.buffer().layout is not torch.strided:
+            raise TypeError(
+                f"{self} on bucket {bucket.index()} of {bucket.bucket_count()}: gradients must be "
+                f"dense, got layout {bucket.buffer().layout}; allreduce() takes sparse ones"
+            )
         group = self.group(bucket)
         wire = self._workspaces.get(bucket, self.dtype)
         with torch.no_grad():
