@@ -3,6 +3,20 @@
 // Fakes and autograd formulas stand beside the Python declarations in torch_commhook/_ops.py.
 #include <torch/library.h>
 
+namespace {
+
+// at::Tag::out, which torch 2.11 does not have.
+template <typename Tag>
+constexpr auto out_tag(int) -> decltype(Tag::out) {
+  return Tag::out;
+}
+template <typename Tag>
+constexpr Tag out_tag(long) {  // NOLINT: the worse match
+  return Tag::pt2_compliant_tag;
+}
+
+}  // namespace
+
 TORCH_LIBRARY(commhook, m) {
   m.set_python_module("torch_commhook._ops");
   const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
@@ -15,7 +29,7 @@ TORCH_LIBRARY(commhook, m) {
         compliant);
   // The same into a caller's contiguous buffer, whose dtype decides.
   m.def("flatten.out(Tensor[] tensors, *, float scale=1.0, Tensor(a!) out) -> Tensor(a!)",
-        {at::Tag::pt2_compliant_tag, at::Tag::out});
+        {at::Tag::pt2_compliant_tag, out_tag<at::Tag>(0)});
   // The same, with the sum of the squares of the scaled values (before the cast, accumulated in
   // float64) and the number of non-finite values in the buffer (int64), both 0-dimensional.
   m.def(

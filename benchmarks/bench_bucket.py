@@ -1,0 +1,198 @@
+"""The bucket operators against a plain copy and against PyTorch's own ways, on real shapes.
+
+``python benchmarks/bench_bucket.py --help`` shows the options; see benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from harness import Against, Job, Report, parse, parser
+from machine import FOLDER, memory
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors
+
+import torch_commhook._ops as ops
+
+MANY_SMALL = "1000x64"
+SHAPES = ("resnet50", "gpt2", "bert_large", "llama3_8b_4layers", MANY_SMALL)
+#: The shapes that the targets are set for.
+TARGETED = ("resnet50", "gpt2", MANY_SMALL)
+
+SCALE = 1 / 8  # the mean over eight ranks
+COPY = "plain copy"
+#: Bytes per element of all that one shape needs: tensors, two float32 and two 16-bit buffers,
+#: and what the baselines allocate.
+BYTES_PER_ELEMENT = 4 + 2 * 4 + 2 * 2 + 6
+
+
+def read_shapes(name: str) -> list[tuple[int, ...]]:
+    """The shapes of a model's parameters, in its order."""
+    if name == MANY_SMALL:
+        return [(64,)] * 1000
+    document = json.loads((FOLDER / "shapes" / f"{name}.json").read_text())
+    return [tuple(parameter["shape"]) for parameter in document["parameters"]]
+
+
+def leading(shapes: Sequence[tuple[int, ...]], elements: int) -> list[tuple[int, ...]]:
+    """As many of the shapes, from the first on, as together have at most so many elements."""
+    chosen: list[tuple[int, ...]] = []
+    for shape in shapes:
+        elements -= torch.Size(shape).numel()
+        if elements < 0:
+            break
+        chosen.append(shape)
+    return chosen
+
+
+class Bucket:
+    """float32 tensors of the given shapes, each allocated by itself, and persistent buffers."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], device: torch.device) -> None:
+        self.tensors = [torch.randn(shape, device=device) for shape in shapes]
+        self.numel = sum(tensor.numel() for tensor in self.tensors)
+        self.flat = torch.zeros(self.numel, device=device)
+        self.other = torch.randn(self.numel, device=device)
+        self.views = self.views_of(self.flat)
+        self.narrow: dict[torch.dtype, Tensor] = {}
+        self.narrow_views: dict[torch.dtype, list[Tensor]] = {}
+        for dtype in (torch.bfloat16, torch.float16):
+            self.narrow[dtype] = torch.empty(self.numel, dtype=dtype, device=device)
+            self.narrow[dtype].copy_(self.other)
+            self.narrow_views[dtype] = self.views_of(self.narrow[dtype])
+
+    def views_of(self, buffer: Tensor) -> list[Tensor]:
+        pieces = buffer.split([tensor.numel() for tensor in self.tensors])
+        return [piece.view_as(tensor) for piece, tensor in zip(pieces, self.tensors, strict=True)]
+
+
+def jobs_of(name: str, bucket: Bucket, at_least: float | None) -> list[Job]:
+    """All jobs of one shape. Bytes: the fewest that must move, 8 an element for float32 to
+    float32, 6 for float32 to or from 16 bits."""
+    tensors, flat, views = bucket.tensors, bucket.flat, bucket.views
+    wide = 8 * bucket.numel
+
+    def against(each: str, target: bool = True) -> Against:
+        """The plain copy; for many small tensors, the _foreach_copy_ that moves the same."""
+        baseline = each if name == MANY_SMALL else COPY
+        return Against(baseline, at_least=at_least if target else None)
+
+    into, out_of = "_foreach_copy_ into views", "_foreach_copy_ out of views"
+    jobs = [
+        Job(COPY, lambda: flat.copy_(bucket.other), wide),
+        Job(into, lambda: torch._foreach_copy_(views, tensors), wide, Against(COPY)),
+        Job(out_of, lambda: torch._foreach_copy_(tensors, views), wide, Against(COPY)),
+        Job("torch.cat", lambda: torch.cat([t.view(-1) for t in tensors]), wide, Against(COPY)),
+        Job("_flatten_dense_tensors", lambda: _flatten_dense_tensors(tensors), wide, Against(COPY)),
+        Job("flatten", lambda: ops.flatten(tensors, out=flat), wide, against(into)),
+        Job(
+            "flatten, scale",
+            lambda: ops.flatten(tensors, scale=SCALE, out=flat),
+            wide,
+            against(into, target=False),
+        ),
+        # Has no form with a buffer of the caller: a fresh buffer is part of its time.
+        Job(
+            "flatten_stats (allocates)",
+            lambda: ops.flatten_stats(tensors, scale=SCALE),
+            wide,
+            against(into, target=False),
+        ),
+        Job("unflatten", lambda: ops.unflatten_into(flat, tensors), wide, against(out_of)),
+    ]
+    for dtype in (torch.bfloat16, torch.float16):
+        jobs += narrow_jobs(bucket, dtype, against)
+    return jobs
+
+
+def narrow_jobs(bucket: Bucket, dtype: torch.dtype, against: Callable[[str], Against]) -> list[Job]:
+    """The jobs with a 16-bit buffer."""
+    short, mixed = str(dtype).removeprefix("torch."), 6 * bucket.numel
+    tensors, flat, views = bucket.tensors, bucket.flat, bucket.views
+    narrow, narrow_views = bucket.narrow[dtype], bucket.narrow_views[dtype]
+
+    def pytorchs_way_there() -> Tensor:
+        return _flatten_dense_tensors(tensors).to(dtype).div_(8)
+
+    def pytorchs_way_back() -> None:
+        flat.copy_(narrow)
+        for tensor, view in zip(tensors, views, strict=True):
+            tensor.copy_(view)
+
+    into, out_of = f"_foreach_copy_ into {short} views", f"_foreach_copy_ out of {short} views"
+    return [
+        Job(f"plain copy to {short}", lambda: narrow.copy_(bucket.other), mixed, Against(COPY)),
+        Job(into, lambda: torch._foreach_copy_(narrow_views, tensors), mixed, Against(COPY)),
+        Job(out_of, lambda: torch._foreach_copy_(tensors, narrow_views), mixed, Against(COPY)),
+        Job(f"flatten, to {short}, div_", pytorchs_way_there, mixed, Against(COPY)),
+        Job(f"copy_ from {short}, split copies", pytorchs_way_back, mixed, Against(COPY)),
+        Job(
+            f"flatten, scale, cast to {short}",
+            lambda: ops.flatten(tensors, scale=SCALE, out=narrow),
+            mixed,
+            against(into),
+        ),
+        Job(
+            f"unflatten, upcast from {short}",
+            lambda: ops.unflatten_into(narrow, tensors, scale=SCALE),
+            mixed,
+            against(out_of),
+        ),
+    ]
+
+
+def memory_for_jobs(options: argparse.Namespace) -> int:
+    """Bytes that may be used."""
+    if options.memory_gib is not None:
+        return int(options.memory_gib * 2**30)
+    if options.device == "cuda":
+        return int(0.8 * torch.cuda.mem_get_info()[0])
+    return int(0.7 * memory("MemAvailable")) or 8 << 30
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser(__doc__.splitlines()[0])
+    options.add_argument("--shapes", nargs="+", choices=SHAPES, default=None, help="default: all")
+    options.add_argument(
+        "--memory-gib",
+        type=float,
+        metavar="N",
+        help="longer shape lists are cut to what fits (default: 70%% of the available memory)",
+    )
+    parsed = parse(options, arguments)
+    if parsed.shapes is None:
+        parsed.shapes = ["resnet50", MANY_SMALL] if parsed.quick else list(SHAPES)
+    report = Report("bucket" if parsed.device == "cpu" else "bucket_cuda", parsed)
+    report.environment["cpu_capability"] = ops.cpu_capability()
+    for name in parsed.shapes:
+        shapes = read_shapes(name)
+        fitting = leading(shapes, memory_for_jobs(parsed) // BYTES_PER_ELEMENT)
+        if not fitting:
+            report.note(f"{name}: skipped, not even its first tensor fits into memory.")
+            continue
+        if len(fitting) < len(shapes):
+            report.note(f"{name}: the first {len(fitting)} of {len(shapes)} tensors fit.")
+        bucket = Bucket(fitting, torch.device(parsed.device))
+        target = None
+        if name in TARGETED:
+            target = 1.0 if parsed.device == "cpu" else 0.9
+        for threads in parsed.threads:
+            torch.set_num_threads(threads)
+            plural = "s" if threads > 1 else ""
+            where = f"{threads} thread{plural}" if parsed.device == "cpu" else "CUDA"
+            report.run(
+                f"{name}, {where}",
+                jobs_of(name, bucket, target),
+                f"{name}: {len(fitting)} tensors, {bucket.numel * 4 / 1e6:.1f} MB, {where}",
+            )
+        del bucket
+    report.finish()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

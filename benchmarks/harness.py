@@ -1,0 +1,349 @@
+"""One way to run, name and store measurements, for every bench_*.py in this folder.
+
+A benchmark makes jobs, baselines among them, and measures those that are to be compared together:
+:func:`measure` runs all of them in turn, round after round, so that each figure stands beside its
+baseline from the same minutes of the same machine. :class:`Report` prints the table and stores it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from machine import FOLDER, environment, processors
+
+#: A sample lasts at least this long, so that short jobs are called several times for one.
+SAMPLE_SECONDS = 2e-3
+MIN_ROUNDS = 5
+
+
+# ---- what is measured ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Against:
+    """What a job is compared with, and what it must reach where a target is set.
+
+    The ratio is one of speeds: bytes per second where both jobs say their bytes, else calls per
+    second. With ``at_most`` or ``beyond`` it is one of times, counted beyond those of the job
+    ``beyond``: what a hook costs is its time less that of training without one.
+    """
+
+    baseline: str
+    at_least: float | None = None
+    at_most: float | None = None
+    beyond: str | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """Something to time.
+
+    Attributes:
+        name: unique among the jobs that are measured together.
+        call: what is timed.
+        bytes_moved: the fewest bytes that one call must read and write, for GB/s.
+        against: its baseline; None for a baseline.
+        prepare: called before each sample, not timed; a sample is then a single call.
+    """
+
+    name: str
+    call: Callable[[], object]
+    bytes_moved: int | None = None
+    against: Against | None = None
+    prepare: Callable[[], object] | None = None
+
+
+@dataclass
+class Samples:
+    """The times of one job, in seconds per call, one of each round."""
+
+    calls: int = 1
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+
+
+def measure(
+    jobs: Sequence[Job], *, rounds: int, seconds: float, device: torch.device
+) -> dict[str, Samples]:
+    """Runs the jobs in turn, in another order each round.
+
+    Args:
+        rounds: how many samples each job gets, unless ``seconds`` end them (after 5 rounds).
+        seconds: when to stop.
+        device: on ``cuda``, times are taken between events on the current stream, and
+            ``cpu_seconds`` tell how long the calls kept the CPU.
+    """
+    samples = {job.name: Samples() for job in jobs}
+    if len(samples) != len(jobs):
+        raise ValueError(f"jobs must have different names, got {[job.name for job in jobs]}")
+    for job in jobs:  # warm up, and choose the calls of a sample
+        time_once(job, 1, device)
+        if job.prepare is None:
+            took, _ = time_once(job, 1, device)
+            samples[job.name].calls = max(1, min(1000, int(SAMPLE_SECONDS / max(took, 1e-7))))
+    order = list(jobs)
+    shuffle = random.Random(0).shuffle
+    end = time.perf_counter() + seconds
+    for number in range(rounds):
+        if number >= MIN_ROUNDS and time.perf_counter() > end:
+            break
+        shuffle(order)
+        for job in order:
+            sample = samples[job.name]
+            took, cpu = time_once(job, sample.calls, device)
+            sample.seconds.append(took)
+            if cpu is not None:
+                sample.cpu_seconds.append(cpu)
+    return samples
+
+
+def time_once(job: Job, calls: int, device: torch.device) -> tuple[float, float | None]:
+    """Seconds per call; on CUDA those of the device, and those of the CPU."""
+    if job.prepare is not None:
+        job.prepare()
+    call = job.call
+    if device.type != "cuda":
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return (time.perf_counter() - start) / calls, None
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    begin.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    cpu = (time.perf_counter() - start) / calls
+    torch.cuda.synchronize(device)
+    return begin.elapsed_time(end) / 1e3 / calls, cpu
+
+
+# ---- what comes out ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """The figures of one job, as they are stored."""
+
+    group: str
+    job: str
+    threads: int
+    seconds: float  # the median
+    first_quartile: float
+    third_quartile: float
+    samples: int
+    calls_per_sample: int
+    cpu_seconds: float | None
+    bytes_moved: int | None
+    gigabytes_per_second: float | None
+    baseline: str | None
+    ratio: float | None
+    target: str | None
+    holds: bool | None
+
+
+def rows_of(group: str, jobs: Sequence[Job], samples: dict[str, Samples]) -> list[Row]:
+    """The figures of jobs that were measured together."""
+    medians = {name: statistics.median(sample.seconds) for name, sample in samples.items()}
+    # Of bytes, or of calls where they are not told.
+    speeds = {job.name: (job.bytes_moved or 1) / medians[job.name] for job in jobs}
+    rows = []
+    for job in jobs:
+        sample, against = samples[job.name], job.against
+        ratio = target = holds = None
+        if against is not None and (against.at_most is not None or against.beyond is not None):
+            alone = medians[against.beyond] if against.beyond is not None else 0.0
+            ratio = (medians[job.name] - alone) / (medians[against.baseline] - alone)
+            if against.at_most is not None:
+                target, holds = f"<= {against.at_most:g}", ratio <= against.at_most
+        elif against is not None:
+            ratio = speeds[job.name] / speeds[against.baseline]
+            if against.at_least is not None:
+                target, holds = f">= {against.at_least:g}", ratio >= against.at_least
+        ordered = sorted(sample.seconds)
+        cpu = statistics.median(sample.cpu_seconds) if sample.cpu_seconds else None
+        rows.append(
+            Row(
+                group=group,
+                job=job.name,
+                threads=torch.get_num_threads(),
+                seconds=medians[job.name],
+                first_quartile=ordered[len(ordered) // 4],
+                third_quartile=ordered[(3 * len(ordered)) // 4],
+                samples=len(ordered),
+                calls_per_sample=sample.calls,
+                cpu_seconds=cpu,
+                bytes_moved=job.bytes_moved,
+                gigabytes_per_second=speeds[job.name] / 1e9 if job.bytes_moved else None,
+                baseline=against.baseline if against is not None else None,
+                ratio=ratio,
+                target=target,
+                holds=holds,
+            )
+        )
+    return rows
+
+
+class Report:
+    """Collects rows, prints each group as a table and stores all of them with the machine's data.
+
+    Args:
+        name: of the benchmark, and of its file in ``results``.
+        options: the parsed command line.
+    """
+
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        self.name = name
+        self.options = options
+        self.rows: list[Row] = []
+        self.notes: list[str] = []
+        self.environment = environment(options.device)
+        load = self.environment["load_average"]
+        if load is not None and load > 0.5:
+            self.note(f"The machine is not calm (load average {load:.1f}).")
+
+    def note(self, text: str) -> None:
+        """Prints a remark and stores it with the figures."""
+        self.notes.append(text)
+        print(text, file=sys.stderr)
+
+    def run(self, group: str, jobs: Sequence[Job], title: str) -> None:
+        """Measures jobs together, prints their table and keeps their rows."""
+        samples = measure(
+            jobs,
+            rounds=self.options.rounds,
+            seconds=self.options.seconds,
+            device=torch.device(self.options.device),
+        )
+        rows = rows_of(group, jobs, samples)
+        self.rows += rows
+        print_table(title, rows)
+
+    def finish(self) -> None:
+        """Says which targets were missed, and stores the results."""
+        checked = [row for row in self.rows if row.holds is not None]
+        missed = [row for row in checked if not row.holds]
+        if checked:
+            print(f"{len(checked) - len(missed)} of {len(checked)} targets hold.")
+        for row in missed:
+            print(f"  missed: {row.group}, {row.job}: {row.ratio:.2f}, target {row.target}")
+        path = self.options.out
+        if path is None and not self.options.quick:
+            path = FOLDER / "results" / f"{self.name}.json"
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            options = {
+                key: str(value) if isinstance(value, Path) else value
+                for key, value in vars(self.options).items()
+                if key != "out"
+            }
+            document = {
+                "name": self.name,
+                "environment": self.environment,
+                "options": options,
+                "notes": self.notes,
+                "rows": [asdict(row) for row in self.rows],
+            }
+            path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+COLUMNS = ("job", "time", "GB/s", "ratio", "to", "target", "holds")
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    speed = row.gigabytes_per_second
+    took = duration(row.seconds)
+    if row.cpu_seconds is not None:
+        took += f" (CPU {duration(row.cpu_seconds)})"
+    return (
+        row.job,
+        took,
+        "" if speed is None else f"{speed:.1f}",
+        "" if row.ratio is None else f"{row.ratio:.2f}",
+        row.baseline or "",
+        row.target or "",
+        "" if row.holds is None else ("yes" if row.holds else "NO"),
+    )
+
+
+def duration(seconds: float) -> str:
+    if seconds >= 1.0:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+
+
+def print_table(title: str, rows: Iterable[Row]) -> None:
+    """With rich where it is installed, else as plain columns."""
+    lines = [cells(row) for row in rows]
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        print(title)
+        widths = [max(len(line[i]) for line in [COLUMNS, *lines]) for i in range(len(COLUMNS))]
+        for line in [COLUMNS, *lines]:
+            print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
+        print()
+        return
+    table = Table(title=title, title_justify="left")
+    for i, column in enumerate(COLUMNS):
+        table.add_column(column, justify="right" if 1 <= i <= 3 else "left", no_wrap=True)
+    for line in lines:
+        style = {"yes": "green", "NO": "red"}.get(line[-1])
+        table.add_row(*line, style=style)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=140)
+    console.print(table)
+
+
+# ---- the command line ----------------------------------------------------------------------------
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The options that all benchmarks share. Read them with :func:`parse`."""
+    options = argparse.ArgumentParser(description=description)
+    add = options.add_argument
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors lie")
+    add("--threads", type=int, nargs="+", metavar="N", help="CPU threads, one table for each")
+    add("--rounds", type=int, default=40, help="samples of each job (default: 40)")
+    add(
+        "--seconds",
+        type=float,
+        default=60.0,
+        help=f"end of a table's rounds, after {MIN_ROUNDS} of them (default: 60)",
+    )
+    add("--out", type=Path, metavar="FILE", help="where to store the results as JSON")
+    add(
+        "--quick",
+        action="store_true",
+        help="few rounds and cases, to see that it works; stored only with --out",
+    )
+    return options
+
+
+def parse(options: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line, with --quick and the defaults applied."""
+    parsed = options.parse_args(arguments)
+    if parsed.device == "cuda" and not torch.cuda.is_available():
+        options.error("--device cuda: no CUDA device is available")
+    if parsed.threads is None:
+        parsed.threads = [1, 2] if parsed.device == "cpu" and processors() > 1 else [1]
+    if min(parsed.threads) < 1 or parsed.rounds < 1:
+        options.error("--threads and --rounds must be at least 1")
+    if parsed.quick:
+        parsed.rounds = min(parsed.rounds, MIN_ROUNDS)
+        parsed.seconds = min(parsed.seconds, 5.0)
+    return parsed

@@ -1,0 +1,76 @@
+"""What figures depend on: the machine, the software and the moment."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FOLDER = Path(__file__).resolve().parent
+
+
+def environment(device: str) -> dict[str, Any]:
+    """The machine, the software and the moment."""
+    gpu = None
+    if device == "cuda":
+        gpu = torch.cuda.get_device_name()
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": processor(),
+        "processors": processors(),
+        "memory_gib": round(memory("MemTotal") / 2**30, 1),
+        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "gpu": gpu,
+    }
+
+
+def commit() -> str:
+    """The checked-out commit, with ``+`` where files differ from it."""
+
+    def git(*args: str) -> str:
+        command = ["git", "-C", str(FOLDER), *args]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def processors() -> int:
+    """How many this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def processor() -> str:
+    """What the system calls its processor."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown"
+
+
+def memory(entry: str) -> int:
+    """Bytes of an entry of /proc/meminfo; 0 where there is none."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith(entry + ":"):
+                return int(line.split()[1]) << 10
+    except OSError:
+        pass
+    return 0
