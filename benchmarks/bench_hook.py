@@ -83,7 +83,7 @@ def jobs_of(size: tuple[int, int], view: bool, device: torch.device, targets: bo
         ("PyTorch bf16_compress_hook", torch_bf16, "register", None),
         ("allreduce()", hooks.allreduce(), "attach",
          against("PyTorch allreduce_hook", ALLREDUCE_AT_MOST)),
-        ("cast(float16)", fp16, "attach", against("PyTorch fp16_compress_hook", CAST_AT_MOST)),
+        ("cast(float16)", fp16, "attach", against("PyTorch fp16_compress_hook")),
         ("cast(bfloat16)", bf16, "attach", against("PyTorch bf16_compress_hook", CAST_AT_MOST)),
         ("cast(bfloat16), registered with DDP", hooks.cast(torch.bfloat16), "register",
          against("PyTorch bf16_compress_hook")),

@@ -121,7 +121,12 @@ class TestHandle:
             return future
 
         handle = attach(model, doubled)
-        for hook in (Callable(), Callable().method, functools.partial(with_factor, factor=2), in_list):
+        for hook in (
+            Callable(),
+            Callable().method,
+            functools.partial(with_factor, factor=2),
+            in_list,
+        ):
             handle.replace(hook)
             assert _equal(_step(model), [2 * gradient for gradient in plain]), hook
 
@@ -174,7 +179,9 @@ class TestHandle:
         plain = _step(model)
         attach(model, hooks.cast(torch.bfloat16))
         for parameter in model.parameters():
-            parameter.grad = torch.zeros(parameter.shape[::-1]).t() if parameter.dim() == 2 else None
+            parameter.grad = (
+                torch.zeros(parameter.shape[::-1]).t() if parameter.dim() == 2 else None
+            )
         x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
         model(x).square().sum().backward()
         for parameter, want in zip(model.parameters(), plain, strict=True):
@@ -229,13 +236,19 @@ FAILURES = [
     (too_long, ValueError, r"'test_attach.too_long' on bucket 0 of 4: the result must have"),
     (other_dtype, TypeError, r"on bucket 0 of 4: .*torch.float32, got torch.float64"),
     (stores_exception, OwnError, "boo"),
-    (raises_in_callback, RuntimeError, r"raises_in_callback' on bucket 0 of 4: (.|\n)*OwnError: boo"),
+    (
+        raises_in_callback,
+        RuntimeError,
+        r"raises_in_callback' on bucket 0 of 4: (.|\n)*OwnError: boo",
+    ),
 ]
 
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["copy", "view"])
-@pytest.mark.parametrize(("hook", "error", "message"), FAILURES, ids=lambda f: getattr(f, "__name__", ""))
+@pytest.mark.parametrize(
+    ("hook", "error", "message"), FAILURES, ids=lambda f: getattr(f, "__name__", "")
+)
 class TestFailure:
     def test_it_surfaces_and_the_next_backward_works(
         self, hook: object, error: type[Exception], message: str, options: dict

@@ -250,7 +250,9 @@ def test_a_sparse_gradient_reaches_a_function(two_ranks: RankPool) -> None:
 
 
 def test_a_cast_refuses_sparse_gradients(two_ranks: RankPool) -> None:
-    with pytest.raises(RankError, match=r"cast\(bfloat16\) on bucket 0 of 1: .* allreduce\(\) takes"):
+    with pytest.raises(
+        RankError, match=r"cast\(bfloat16\) on bucket 0 of 1: .* allreduce\(\) takes"
+    ):
         two_ranks.run(_sparse, "cast")
 
 

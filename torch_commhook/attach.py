@@ -58,6 +58,7 @@ class _DdpRoad:
         if rebuilt:
             bucket = GradBucket.from_torch(torch_bucket, self.process_group)
             self._buckets[index] = bucket
+            _C.prefer_huge_pages(bucket.buffer())  # which lives until DDP forms its buckets anew
         else:
             bucket = self._buckets[index]
             bucket._buffer = torch_bucket.buffer()

@@ -47,8 +47,8 @@ std::vector<at::Tensor> unflatten(const at::Tensor& buffer, at::TensorList like,
 void unflatten_into(const at::Tensor& buffer, at::TensorList tensors, double scale);
 }  // namespace reference
 
-// Uninitialised tensors with the shapes, dtypes and device of `like`, and, where those are dense, the
-// strides.
+// Uninitialised tensors with the shapes, dtypes and device of `like`, and, where those are dense,
+// the strides.
 std::vector<at::Tensor> empty_like(at::TensorList like);
 
 }  // namespace commhook

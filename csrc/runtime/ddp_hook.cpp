@@ -1,11 +1,11 @@
 #include "runtime/ddp_hook.h"
 
+#include <torch/csrc/jit/python/pybind_utils.h>
+
 #include <algorithm>
 #include <numeric>
 #include <stdexcept>
 #include <tuple>
-
-#include <torch/csrc/jit/python/pybind_utils.h>
 
 #include "runtime/grad_bucket.h"
 #include "runtime/hook_names.h"

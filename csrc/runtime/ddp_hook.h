@@ -3,13 +3,13 @@
 // the caller of backward() with its type and traceback, and the next backward works.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/comm.hpp>
-#include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <torch/csrc/utils/pybind.h>
 
 #include <exception>
 #include <map>
 #include <string>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <vector>
 
 #include "runtime/hook_result.h"

@@ -1,10 +1,9 @@
 // PyTorch's GradBucket, which has no constructor in Python.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/comm.hpp>
-
 #include <memory>
 #include <optional>
+#include <torch/csrc/distributed/c10d/comm.hpp>
 #include <vector>
 
 namespace commhook {

@@ -40,9 +40,8 @@ at::Tensor check_result(const at::Tensor& result, const BucketSpec& spec) {
   TORCH_CHECK_TYPE(result.layout() == spec.layout, spec.name(),
                    ": the result must have the bucket's layout, ", spec.layout, ", got ",
                    result.layout());
-  TORCH_CHECK_TYPE(result.scalar_type() == spec.dtype, spec.name(),
-                   ": the result must have dtype ", dtype_name(spec.dtype), ", got ",
-                   dtype_name(result.scalar_type()));
+  TORCH_CHECK_TYPE(result.scalar_type() == spec.dtype, spec.name(), ": the result must have dtype ",
+                   dtype_name(spec.dtype), ", got ", dtype_name(result.scalar_type()));
   TORCH_CHECK_VALUE(result.device() == spec.device, spec.name(), ": the result must be on ",
                     spec.device, ", got ", result.device());
   if (spec.layout != at::kStrided) {

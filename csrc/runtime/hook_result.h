@@ -30,10 +30,10 @@ struct BucketSpec {
 // buffer's shape. Throws TypeError or ValueError. No GIL needed.
 at::Tensor check_result(const at::Tensor& result, const BucketSpec& spec);
 
-// The tensor in a completed Future's value: a tensor, a list or tuple of one tensor, or an exception
-// (which torch.futures.Future.set_exception stores as a value), which is raised with its type and
-// traceback. `where` begins the message of every other error. The first needs the GIL, the second
-// takes it where the value is Python's; what it throws can then be held without it.
+// The tensor in a completed Future's value: a tensor, a list or tuple of one tensor, or an
+// exception (which torch.futures.Future.set_exception stores as a value), which is raised with its
+// type and traceback. `where` begins the message of every other error. The first needs the GIL, the
+// second takes it where the value is Python's; what it throws can then be held without it.
 at::Tensor tensor_in(const pybind11::object& value, const std::string& where);
 at::Tensor tensor_in(const c10::IValue& value, const std::string& where);
 

@@ -7,6 +7,7 @@
 #include "runtime/hook_names.h"
 #include "runtime/hook_result.h"
 #include "runtime/hook_runner.h"
+#include "runtime/huge_pages.h"
 
 namespace py = pybind11;
 
@@ -21,7 +22,8 @@ at::Tensor parse_hook_result(const py::object& value, const py::object& bucket) 
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  py::module_::import("torch._C._distributed_c10d");  // GradBucket, Reducer and Future are its types
+  py::module_::import(
+      "torch._C._distributed_c10d");  // GradBucket, Reducer and Future are its types
   m.def("built_for_torch", [] { return COMMHOOK_TORCH_VERSION; });
   m.def("hook_name", &commhook::hook_name, py::arg("hook"));
   m.def("check_hook", &commhook::check_hook, py::arg("hook"));
@@ -34,5 +36,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("bucket_count", &commhook::bucket_count, py::arg("bucket"));
   m.def("register_ddp_hook", &commhook::register_ddp_hook, py::arg("reducer"), py::arg("runner"),
         py::arg("delivery"));
+  m.def("prefer_huge_pages", &commhook::prefer_huge_pages, py::arg("tensor"),
+        py::call_guard<py::gil_scoped_release>());
   m.def("cast_into", &commhook::cast_into, py::arg("future"), py::arg("destination"));
 }

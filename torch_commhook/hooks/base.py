@@ -94,6 +94,7 @@ class Workspaces:
             for parameter in bucket.parameters():
                 self._buffers.pop(parameter, None)
             buffer = torch.empty(like.numel(), dtype=dtype, device=like.device)
+            _C.prefer_huge_pages(buffer)
             self._buffers[key] = buffer
         return buffer
 

@@ -27,8 +27,8 @@ int64_t cache_bytes() {
 }
 
 // A destination from this size on is written past the caches. By the time that it is read again the
-// rest of a step has gone through them: a quarter was the best of 1, 1/2, 1/4 and 0 for the backward
-// of 200 x 65,536 elements (benchmarks/bench_hook.py).
+// rest of a step has gone through them: a quarter was the best of 1, 1/2, 1/4 and 0 for the
+// backward of 200 x 65,536 elements (benchmarks/bench_hook.py).
 int64_t streaming_bytes() {
   static const int64_t bytes = cache_bytes() / 4;
   return bytes;

@@ -20,9 +20,8 @@ Capability parse(const std::string& name) {
       return static_cast<Capability>(i);
     }
   }
-  TORCH_CHECK_VALUE(false,
-                    "cpu_capability: limit must be reference, default, avx2 or avx512, got '", name,
-                    "'");
+  TORCH_CHECK_VALUE(
+      false, "cpu_capability: limit must be reference, default, avx2 or avx512, got '", name, "'");
 }
 
 Capability of_this_processor() {

@@ -9,8 +9,9 @@
 #include <immintrin.h>
 
 #ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c,bmi2,popcnt"))), \
-                             apply_to = function)
+#pragma clang attribute push(                                                           \
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c,bmi2,popcnt"))), \
+    apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c,bmi2,popcnt")
