@@ -7,6 +7,7 @@ import faulthandler
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from torch_commhook.cli import rank_process
 from torch_commhook.cli.train_options import TrainOptions, parse_options
@@ -22,11 +23,11 @@ def main(argv: Sequence[str]) -> int:
     environment = os.environ
     if rank_process.launched_by_us(environment):
         rank_process.tie_to_launcher(int(environment[rank_process.LAUNCHER_PID]))
-        return _run_rank(argv)
+        _run_rank(argv)
     if rank_process.in_a_world(environment):
         rank_process.end_on_signals(int(environment["RANK"]))
         rank_process.watch_parent()
-        return _run_rank(argv)
+        _run_rank(argv)
     from torch_commhook.cli.launcher import launch
 
     options = parse_options(argv)
@@ -35,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     return launch(command, options.config.ranks, options.out, options.threads)
 
 
-def _run_rank(argv: Sequence[str]) -> int:
+def _run_rank(argv: Sequence[str]) -> NoReturn:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank == 0:
         options = parse_options(argv, world_size=size)
@@ -51,7 +52,7 @@ def _run_rank(argv: Sequence[str]) -> int:
         train_rank(options)
     except BaseException as error:
         rank_process.fail(error, rank)
-    return 0
+    rank_process.finish()
 
 
 def _print_notes(options: TrainOptions) -> None:
