@@ -189,6 +189,52 @@ class TestHandle:
             assert torch.allclose(parameter.grad, want, rtol=2.0**-7, atol=1e-6)
 
 
+class TwoDtypes(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.single = torch.nn.Parameter(torch.ones(30))
+        self.double = torch.nn.Parameter(torch.ones(30, dtype=torch.float64))
+
+    def forward(self) -> torch.Tensor:
+        return (self.single.double() * 2 + self.double * 5).sum()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("hook", [hooks.allreduce(), hooks.cast(torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("static", [False, True])
+def test_several_dtypes(hook: hooks.Hook, static: bool) -> None:
+    # In the first step of a static graph DDP calls every bucket number 0.
+    net = TwoDtypes()
+    model = DDP(net, static_graph=static)
+    handle = attach(model, hook)
+    for step in range(3):
+        model.zero_grad()
+        model().backward()
+        assert net.single.grad is not None and net.double.grad is not None
+        assert (net.single.grad == 2).all() and (net.double.grad == 5).all()
+        assert handle.stats().steps == step + 1
+
+
+class GivesNone(hooks.Hook):
+    def average(self, bucket: GradBucket) -> torch.futures.Future:
+        return None  # type: ignore[return-value]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("way", ["attach", "register_comm_hook", "call"])
+def test_a_hook_class_that_gives_none(way: str) -> None:
+    model = _model()
+    with pytest.raises(TypeError, match="got None"):
+        if way == "call":
+            GivesNone()(None, GradBucket([torch.zeros(3)], [torch.ones(3)]))
+        elif way == "attach":
+            attach(model, GivesNone())
+            _step(model)
+        else:
+            model.register_comm_hook(None, GivesNone())
+            _step(model)
+
+
 # ---- failures ------------------------------------------------------------------------------------
 
 

@@ -52,7 +52,9 @@ class _DdpRoad:
         self.attached = attached
         self.stats = HookStats()
 
-    def _run(self, torch_bucket: dist.GradBucket, rebuilt: bool) -> tuple[str, Any, torch.dtype]:
+    def _run(
+        self, torch_bucket: dist.GradBucket, first: bool, rebuilt: bool
+    ) -> tuple[str, Any, torch.dtype]:
         """Called by the reducer for each bucket that is full (csrc/runtime/ddp_hook.h)."""
         index = torch_bucket.index()
         if rebuilt:
@@ -76,13 +78,13 @@ class _DdpRoad:
                 dtype = bucket.buffer().dtype
                 result = run_hook(attached.hook, attached.state, bucket)
                 counted = meter.collectives > 0
-        self._note(bucket, meter.bytes_sent if counted else None)
+        self._note(bucket, first, meter.bytes_sent if counted else None)
         return attached.name, result, dtype
 
-    def _note(self, bucket: GradBucket, bytes_sent: int | None) -> None:
+    def _note(self, bucket: GradBucket, first: bool, bytes_sent: int | None) -> None:
         stats = self.stats
         index = bucket.index()
-        if index == 0:
+        if first:
             stats.steps += 1
             stats.bytes_sent_last_step = 0
             del stats.buckets[bucket.bucket_count() :]

@@ -72,71 +72,81 @@ void write_gradients(const at::Tensor& result, const std::vector<at::Tensor>& pa
 
 }  // namespace
 
-bool DdpHook::remember_parameters(const c10d::GradBucket& bucket) {
-  auto now = bucket.getParameters();
-  auto& before = parameters_[static_cast<int64_t>(bucket.getIndex())];
-  if (std::equal(before.begin(), before.end(), now.begin(), now.end(),
-                 [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); })) {
-    return false;
-  }
-  before = std::move(now);
-  return true;
+bool DdpHook::begins_backward(int64_t index, const at::Tensor& parameter) const {
+  // Within one backward a parameter comes once, and buckets come in order, though with the index 0
+  // for each in the first step of a static graph.
+  return (index == 0 && last_index_ != 0) ||
+         std::find(begun_.begin(), begun_.end(), parameter.unsafeGetTensorImpl()) != begun_.end();
 }
 
-c10::intrusive_ptr<Future> DdpHook::start(c10d::GradBucket& bucket) {
+c10::intrusive_ptr<Future> DdpHook::start(c10d::GradBucket& bucket,
+                                          std::vector<at::Tensor> parameters, bool first) {
   const auto index = static_cast<int64_t>(bucket.getIndex());
-  const bool rebuilt = remember_parameters(bucket);
-  running_.erase(index);
+  auto& before = parameters_[index];
+  const bool rebuilt =
+      !std::equal(before.begin(), before.end(), parameters.begin(), parameters.end(),
+                  [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); });
+  before = parameters;
   py::gil_scoped_acquire gil;
   try {
-    const py::tuple ran = runner_.get()(bucket, rebuilt);
+    const py::tuple ran = runner_.get()(bucket, first, rebuilt);
     BucketSpec spec(ran[0].cast<std::string>(), index, bucket_count(bucket), bucket.getBuffer());
     spec.dtype = ran[2].cast<at::ScalarType>();
     const py::object future = as_future(ran[1], spec.name());
-    running_.emplace(index, Running{std::move(spec), bucket.getBuffer()});
+    running_.emplace(next_number_,
+                     Running{std::move(spec), bucket.getBuffer(), std::move(parameters)});
     return future.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()->fut;
   } catch (py::error_already_set& error) {
     failure_ = persistent(error);
   } catch (const std::exception&) {
     failure_ = std::current_exception();
   }
+  parameters_.erase(index);  // the runner may not have seen the bucket
   return failed_future(failure_);
 }
 
 c10::intrusive_ptr<Future> DdpHook::runHook(c10d::GradBucket& bucket) {
   const auto index = static_cast<int64_t>(bucket.getIndex());
-  if (index == 0) {
-    failure_ = nullptr;  // the reducer launches buckets in order: a new backward
+  auto parameters = bucket.getParameters();
+  const bool first = begins_backward(index, parameters.at(0));
+  if (first) {
+    running_.clear();
+    begun_.clear();
+    failure_ = nullptr;
+  }
+  last_index_ = index;
+  for (const auto& parameter : parameters) {
+    begun_.push_back(parameter.unsafeGetTensorImpl());
   }
   if (failure_) {
     return failed_future(failure_);
   }
-  const auto future = start(bucket);
-  // parseHookResult is given a value and no bucket, so the value takes the index along. The
+  const int64_t number = ++next_number_;
+  const auto future = start(bucket, std::move(parameters), first);
+  // parseHookResult is given a value and no bucket, so the value takes the number along. The
   // callback holds no Python object and needs no GIL.
-  const auto running = running_.find(index);
+  const auto running = running_.find(number);
   auto where = running == running_.end() ? std::string() : running->second.spec.name();
   return future->then(
-      [index, where = std::move(where)](
+      [number, where = std::move(where)](
           Future& done) -> std::tuple<c10::IValue, std::vector<Future::WeakStorage>> {
         if (done.hasError()) {
           rethrow_with(where, done.exception_ptr());
         }
-        return {c10::ivalue::Tuple::create({c10::IValue(index), done.value()}), done.storages()};
+        return {c10::ivalue::Tuple::create({c10::IValue(number), done.value()}), done.storages()};
       },
       c10::AnyType::get());
 }
 
 at::Tensor DdpHook::parseHookResult(const c10::IValue& result) {
   const auto& elements = result.toTupleRef().elements();
-  const auto index = elements[0].toInt();
-  const auto& [spec, buffer] = running_.at(index);
+  const auto& [spec, buffer, parameters] = running_.at(elements[0].toInt());
   const at::Tensor tensor = check_result(tensor_in(elements[1], spec.name()), spec);
   if (delivery_ == Delivery::kReducer || buffer.layout() != at::kStrided) {
     return tensor;
   }
   if (delivery_ == Delivery::kWrite) {
-    write_gradients(tensor, parameters_.at(index));
+    write_gradients(tensor, parameters);
   } else if (!tensor.is_alias_of(buffer)) {
     unflatten_into(tensor, {buffer});
   } else {

@@ -23,10 +23,11 @@ void register_ddp_hook(c10d::Reducer& reducer, pybind11::object runner,
 
 class DdpHook : public c10d::CommHookInterface {
  public:
-  // runner(bucket: torch.distributed.GradBucket, rebuilt: bool) -> (hook, returned, dtype):
+  // runner(bucket: torch.distributed.GradBucket, first: bool, rebuilt: bool) ->
+  //     (hook, returned, dtype):
   // the name of the hook for errors, what it returned (a Future or a tensor), and the dtype that
-  // the result must have. `rebuilt` says that the bucket holds other parameters than it held when
-  // the runner last saw its index.
+  // the result must have. `first` says that a backward begins; `rebuilt`, that the bucket holds
+  // other parameters than it held when the runner last saw its index.
   //
   // `delivery` says who brings results into the gradients.
   enum class Delivery {
@@ -41,19 +42,28 @@ class DdpHook : public c10d::CommHookInterface {
   at::Tensor parseHookResult(const c10::IValue& result) override;
 
  private:
-  c10::intrusive_ptr<c10::ivalue::Future> start(c10d::GradBucket& bucket);
-  bool remember_parameters(const c10d::GradBucket& bucket);
+  c10::intrusive_ptr<c10::ivalue::Future> start(c10d::GradBucket& bucket,
+                                                std::vector<at::Tensor> parameters, bool first);
+  bool begins_backward(int64_t index, const at::Tensor& parameter) const;
 
   // A bucket of the running backward.
   struct Running {
     BucketSpec spec;
     at::Tensor buffer;
+    std::vector<at::Tensor> parameters;
   };
 
   PyRef runner_;
   Delivery delivery_;
+  // By a number of our own: in the first step of a static graph the reducer gives every bucket the
+  // index 0.
   std::map<int64_t, Running> running_;
+  int64_t next_number_ = 0;
+  // What the runner last saw under an index.
   std::map<int64_t, std::vector<at::Tensor>> parameters_;
+  // The buckets of this backward so far: the last index, and their parameters.
+  int64_t last_index_ = -1;
+  std::vector<const c10::TensorImpl*> begun_;
   // Set where a bucket of this backward failed; later buckets then issue no collectives, which
   // the other ranks would pair with the wrong ones.
   std::exception_ptr failure_;

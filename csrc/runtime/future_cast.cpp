@@ -22,6 +22,7 @@ bool is_that_memory(const at::Tensor& source, const at::Tensor& tensor) {
 
 std::shared_ptr<PythonFutureWrapper> cast_into(const std::shared_ptr<PythonFutureWrapper>& future,
                                                const py::object& destination) {
+  TORCH_CHECK_TYPE(future != nullptr, "cast_into: future must be a torch.futures.Future, got None");
   const auto tensor = destination.cast<at::Tensor>();
   // PyTorch's reducer takes nothing but a Python object. Made here, it is only passed on later.
   const c10::IValue value = torch::jit::toIValue(destination, c10::PyObjectType::get());

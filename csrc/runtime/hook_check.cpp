@@ -41,8 +41,8 @@ void check_parameters(const std::string& name, const py::object& signature) {
 py::object function_of(const py::object& hook) {
   const auto inspect = py::module_::import("inspect");
   py::object function = hook;
-  while (py::isinstance(function, py::module_::import("functools").attr("partial"))) {
-    function = function.attr("func");
+  if (py::isinstance(function, py::module_::import("functools").attr("partial"))) {
+    function = function.attr("func");  // never a partial itself, unless made by hand
   }
   return inspect.attr("isroutine")(function).cast<bool>() ? function : function.attr("__call__");
 }

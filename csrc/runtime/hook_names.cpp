@@ -28,7 +28,10 @@ std::string hook_name(const py::handle& hook) {
     const py::handle type(reinterpret_cast<PyObject*>(Py_TYPE(hook.ptr())));
     const auto type_module = text_attribute(type, "__module__");
     if (type_module == "functools" && py::hasattr(hook, "func")) {
-      return "partial of " + hook_name(hook.attr("func"));
+      const py::object inner = hook.attr("func");
+      // Python flattens partials of partials; one that was made to hold another could hold itself.
+      const bool nested = Py_TYPE(inner.ptr()) == Py_TYPE(hook.ptr());
+      return "partial of " + (nested ? "a partial" : hook_name(inner));
     }
     if (type_module.rfind("torch_commhook.hooks", 0) == 0) {
       return py::str(hook).cast<std::string>();  // these print as they are written
