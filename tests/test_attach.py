@@ -192,11 +192,11 @@ class TestHandle:
 class TwoDtypes(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.single = torch.nn.Parameter(torch.ones(30))
-        self.double = torch.nn.Parameter(torch.ones(30, dtype=torch.float64))
+        self.narrow = torch.nn.Parameter(torch.ones(30))
+        self.wide = torch.nn.Parameter(torch.ones(30, dtype=torch.float64))
 
     def forward(self) -> torch.Tensor:
-        return (self.single.double() * 2 + self.double * 5).sum()
+        return (self.narrow.double() * 2 + self.wide * 5).sum()
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -210,8 +210,8 @@ def test_several_dtypes(hook: hooks.Hook, static: bool) -> None:
     for step in range(3):
         model.zero_grad()
         model().backward()
-        assert net.single.grad is not None and net.double.grad is not None
-        assert (net.single.grad == 2).all() and (net.double.grad == 5).all()
+        assert net.narrow.grad is not None and net.wide.grad is not None
+        assert (net.narrow.grad == 2).all() and (net.wide.grad == 5).all()
         assert handle.stats().steps == step + 1
 
 
