@@ -8,10 +8,9 @@
 #include <tuple>
 #include <vector>
 
-namespace commhook {
+#include "ops/bucket_dtype.h"
 
-// float64, float32, float16, bfloat16.
-bool is_bucket_dtype(at::ScalarType dtype);
+namespace commhook {
 
 // The dtype in which values are scaled on their way from one dtype to another.
 inline at::ScalarType scaling_dtype(at::ScalarType from, at::ScalarType to) {

@@ -77,11 +77,6 @@ bool overlaps_itself(const at::Tensor& tensor) {
 
 }  // namespace
 
-bool is_bucket_dtype(at::ScalarType dtype) {
-  return dtype == at::kDouble || dtype == at::kFloat || dtype == at::kHalf ||
-         dtype == at::kBFloat16;
-}
-
 int64_t total_numel(at::TensorList tensors) {
   int64_t total = 0;
   for (const auto& tensor : tensors) {

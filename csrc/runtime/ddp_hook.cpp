@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "ops/bucket_dtype.h"
 #include "runtime/grad_bucket.h"
 #include "runtime/hook_names.h"
 #include "runtime/hook_runner.h"
@@ -18,15 +19,9 @@ using c10::ivalue::Future;
 namespace commhook {
 namespace {
 
-c10::intrusive_ptr<Future> failed_future(const std::exception_ptr& failure) {
-  auto future = c10::make_intrusive<Future>(c10::AnyType::get());
-  future->setError(failure);
-  return future;
-}
-
 // What PyTorch makes of an exception in a Python callback of a Future is a text that names neither
 // hook nor bucket. (Its type is std::runtime_error up to torch 2.13 and c10::Error later.)
-[[noreturn]] void rethrow_with(const std::string& where, const std::exception_ptr& error) {
+std::exception_ptr named(const std::string& where, const std::exception_ptr& error) {
   std::string message;
   try {
     std::rethrow_exception(error);
@@ -37,9 +32,9 @@ c10::intrusive_ptr<Future> failed_future(const std::exception_ptr& failure) {
   } catch (...) {
   }
   if (message.find("error when running the callback") != std::string::npos) {
-    throw std::runtime_error(where + ": " + message);
+    return std::make_exception_ptr(std::runtime_error(where + ": " + message));
   }
-  std::rethrow_exception(error);
+  return error;
 }
 
 // A tensor permuted so that its row-major order is the order of `like` in memory, which is that of
@@ -67,7 +62,21 @@ void write_gradients(const at::Tensor& result, const std::vector<at::Tensor>& pa
     }
     gradients.push_back(in_memory_order(gradient, parameter));
   }
-  unflatten_into(result, gradients);
+  if (is_bucket_dtype(gradients.at(0).scalar_type())) {
+    unflatten_into(result, gradients);
+    return;
+  }
+  at::NoGradGuard no_grad;  // complex gradients, say, which the operator does not take
+  int64_t offset = 0;
+  for (const auto& gradient : gradients) {
+    gradient.copy_(result.narrow(0, offset, gradient.numel()).view(gradient.sizes()));
+    offset += gradient.numel();
+  }
+}
+
+bool is_same_memory(const at::Tensor& a, const at::Tensor& b) {
+  return a.const_data_ptr() == b.const_data_ptr() && a.scalar_type() == b.scalar_type() &&
+         a.numel() == b.numel();
 }
 
 }  // namespace
@@ -79,79 +88,114 @@ bool DdpHook::begins_backward(int64_t index, const at::Tensor& parameter) const 
          std::find(begun_.begin(), begun_.end(), parameter.unsafeGetTensorImpl()) != begun_.end();
 }
 
-c10::intrusive_ptr<Future> DdpHook::start(c10d::GradBucket& bucket,
-                                          std::vector<at::Tensor> parameters, bool first) {
+c10::intrusive_ptr<Future> DdpHook::start(c10d::GradBucket& bucket, Running& running, bool first) {
   const auto index = static_cast<int64_t>(bucket.getIndex());
   auto& before = parameters_[index];
+  const auto& now = running.parameters;
   const bool rebuilt =
-      !std::equal(before.begin(), before.end(), parameters.begin(), parameters.end(),
+      !std::equal(before.begin(), before.end(), now.begin(), now.end(),
                   [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); });
-  before = parameters;
+  before = now;
   py::gil_scoped_acquire gil;
   try {
     const py::tuple ran = runner_.get()(bucket, first, rebuilt);
     BucketSpec spec(ran[0].cast<std::string>(), index, bucket_count(bucket), bucket.getBuffer());
     spec.dtype = ran[2].cast<at::ScalarType>();
     const py::object future = as_future(ran[1], spec.name());
-    running_.emplace(next_number_,
-                     Running{std::move(spec), bucket.getBuffer(), std::move(parameters)});
+    running.spec.emplace(std::move(spec));
     return future.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()->fut;
   } catch (py::error_already_set& error) {
-    failure_ = persistent(error);
+    running.failure = persistent(error);
   } catch (const std::exception&) {
-    failure_ = std::current_exception();
+    running.failure = std::current_exception();
   }
   parameters_.erase(index);  // the runner may not have seen the bucket
-  return failed_future(failure_);
+  return nullptr;
 }
 
 c10::intrusive_ptr<Future> DdpHook::runHook(c10d::GradBucket& bucket) {
   const auto index = static_cast<int64_t>(bucket.getIndex());
-  auto parameters = bucket.getParameters();
-  const bool first = begins_backward(index, parameters.at(0));
+  auto running = std::make_shared<Running>();
+  running->parameters = bucket.getParameters();
+  running->buffer = bucket.getBuffer();
+  const bool first = begins_backward(index, running->parameters.at(0));
   if (first) {
     running_.clear();
     begun_.clear();
     failure_ = nullptr;
   }
   last_index_ = index;
-  for (const auto& parameter : parameters) {
+  for (const auto& parameter : running->parameters) {
     begun_.push_back(parameter.unsafeGetTensorImpl());
   }
-  if (failure_) {
-    return failed_future(failure_);
-  }
   const int64_t number = ++next_number_;
-  const auto future = start(bucket, std::move(parameters), first);
-  // parseHookResult is given a value and no bucket, so the value takes the number along. The
-  // callback holds no Python object and needs no GIL.
-  const auto running = running_.find(number);
-  auto where = running == running_.end() ? std::string() : running->second.spec.name();
-  return future->then(
-      [number, where = std::move(where)](
+  running_.emplace(number, running);
+  c10::intrusive_ptr<Future> future;
+  if (failure_) {
+    running->failure = failure_;
+  } else {
+    future = start(bucket, *running, first);
+    failure_ = running->failure;
+  }
+  // parseHookResult is given a value and no bucket, so the value takes the number along. What the
+  // reducer gets never fails: it would stop waiting for the other buckets, whose collectives could
+  // then write into the next step's gradients.
+  if (future == nullptr) {
+    running->future = c10::make_intrusive<Future>(c10::AnyType::get());
+    running->future->markCompleted(c10::ivalue::Tuple::create({c10::IValue(number), {}}));
+    return running->future;
+  }
+  // The callback holds no Python object and needs no GIL.
+  running->future = future->then(
+      [number, running = std::weak_ptr<Running>(running)](
           Future& done) -> std::tuple<c10::IValue, std::vector<Future::WeakStorage>> {
         if (done.hasError()) {
-          rethrow_with(where, done.exception_ptr());
+          if (const auto failed = running.lock()) {
+            failed->failure = named(failed->spec->name(), done.exception_ptr());
+          }
+          return {c10::ivalue::Tuple::create({c10::IValue(number), {}}), {}};
         }
         return {c10::ivalue::Tuple::create({c10::IValue(number), done.value()}), done.storages()};
       },
       c10::AnyType::get());
+  return running->future;
 }
 
 at::Tensor DdpHook::parseHookResult(const c10::IValue& result) {
   const auto& elements = result.toTupleRef().elements();
-  const auto& [spec, buffer, parameters] = running_.at(elements[0].toInt());
-  const at::Tensor tensor = check_result(tensor_in(elements[1], spec.name()), spec);
-  if (delivery_ == Delivery::kReducer || buffer.layout() != at::kStrided) {
-    return tensor;
+  const auto running = running_.at(elements[0].toInt());
+  try {
+    if (running->failure) {
+      std::rethrow_exception(running->failure);
+    }
+    const auto& spec = *running->spec;
+    return deliver(*running, check_result(tensor_in(elements[1], spec.name()), spec));
+  } catch (...) {
+    // The reducer will wait for no other bucket now.
+    for (const auto& other : running_) {
+      other.second->future->wait();
+    }
+    throw;
+  }
+}
+
+at::Tensor DdpHook::deliver(const Running& running, const at::Tensor& result) const {
+  const at::Tensor& buffer = running.buffer;
+  if (buffer.layout() != at::kStrided) {
+    return result;
   }
   if (delivery_ == Delivery::kWrite) {
-    write_gradients(tensor, parameters);
-  } else if (!tensor.is_alias_of(buffer)) {
-    unflatten_into(tensor, {buffer});
-  } else {
-    return tensor;
+    write_gradients(result, running.parameters);
+    return buffer;
   }
+  const bool same_dtype = result.scalar_type() == buffer.scalar_type();
+  if (is_same_memory(result, buffer) || (delivery_ == Delivery::kReducer && same_dtype)) {
+    return result;
+  }
+  if (!is_bucket_dtype(buffer.scalar_type())) {
+    return buffer.copy_(result);
+  }
+  unflatten_into(result.is_alias_of(buffer) ? result.clone() : result, {buffer});
   return buffer;
 }
 

@@ -7,6 +7,8 @@
 
 #include <exception>
 #include <map>
+#include <memory>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
@@ -42,22 +44,28 @@ class DdpHook : public c10d::CommHookInterface {
   at::Tensor parseHookResult(const c10::IValue& result) override;
 
  private:
-  c10::intrusive_ptr<c10::ivalue::Future> start(c10d::GradBucket& bucket,
-                                                std::vector<at::Tensor> parameters, bool first);
+  struct Running;
+
+  // Runs the hook; null where it failed, with the reason in running.failure.
+  c10::intrusive_ptr<c10::ivalue::Future> start(c10d::GradBucket& bucket, Running& running,
+                                                bool first);
   bool begins_backward(int64_t index, const at::Tensor& parameter) const;
 
-  // A bucket of the running backward.
+  // A bucket of the running backward. Shared with the callback that completes it.
   struct Running {
-    BucketSpec spec;
-    at::Tensor buffer;
     std::vector<at::Tensor> parameters;
+    at::Tensor buffer;
+    std::optional<BucketSpec> spec;  // missing where the hook did not come to give a result
+    c10::intrusive_ptr<c10::ivalue::Future> future;
+    std::exception_ptr failure;
   };
+  at::Tensor deliver(const Running& running, const at::Tensor& result) const;
 
   PyRef runner_;
   Delivery delivery_;
   // By a number of our own: in the first step of a static graph the reducer gives every bucket the
   // index 0.
-  std::map<int64_t, Running> running_;
+  std::map<int64_t, std::shared_ptr<Running>> running_;
   int64_t next_number_ = 0;
   // What the runner last saw under an index.
   std::map<int64_t, std::vector<at::Tensor>> parameters_;

@@ -15,7 +15,7 @@ namespace {
 // Collectives work in place, and backends differ in whether they give back the same tensor object.
 bool is_that_memory(const at::Tensor& source, const at::Tensor& tensor) {
   return source.const_data_ptr() == tensor.const_data_ptr() &&
-         source.scalar_type() == tensor.scalar_type();
+         source.scalar_type() == tensor.scalar_type() && source.numel() == tensor.numel();
 }
 
 }  // namespace

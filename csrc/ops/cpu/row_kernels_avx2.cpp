@@ -102,7 +102,12 @@ struct Measure {
   // An implicit constructor would not be compiled for this instruction set.
   Measure() : low(_mm256_setzero_pd()), high(_mm256_setzero_pd()) {}
 
-  void add(Vec v, int64_t) {  // lanes past the row's end hold zeros
+  void add(Vec v, int64_t n) {
+    if (n != kWidth) {  // padding times an infinite scale is NaN
+      const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+      const __m256i inside = _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(n)), lane);
+      v = _mm256_and_ps(v, _mm256_castsi256_ps(inside));
+    }
     const __m256d a = _mm256_cvtps_pd(_mm256_castps256_ps128(v));
     const __m256d b = _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1));
     low = _mm256_fmadd_pd(a, a, low);

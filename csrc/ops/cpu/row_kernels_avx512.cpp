@@ -92,12 +92,14 @@ struct Measure {
   // An implicit constructor would not be compiled for this instruction set.
   Measure() : low(_mm512_setzero_pd()), high(_mm512_setzero_pd()) {}
 
-  void add(Vec v, int64_t n) {  // lanes from n on hold zeros
+  void add(Vec v, int64_t n) {
+    if (n != kWidth) {
+      v = _mm512_maskz_mov_ps(first(n), v);  // padding times an infinite scale is NaN
+    }
     const __m512d a = _mm512_cvtps_pd(_mm512_castps512_ps256(v));
     const __m512d b = _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1));
     low = _mm512_fmadd_pd(a, a, low);
     high = _mm512_fmadd_pd(b, b, high);
-    (void)n;
     const __mmask16 overflowing =
         _mm512_cmp_ps_mask(_mm512_abs_ps(v), _mm512_set1_ps(overflow<To>()), _CMP_NLT_UQ);
     nonfinite += __builtin_popcount(overflowing);
