@@ -166,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parse(options, arguments)
     if parsed.shapes is None:
         parsed.shapes = ["resnet50", MANY_SMALL] if parsed.quick else list(SHAPES)
-    report = Report("bucket" if parsed.device == "cpu" else "bucket_cuda", parsed)
+    report = Report("bench_bucket" if parsed.device == "cpu" else "bucket_cuda", parsed)
     report.environment["cpu_capability"] = ops.cpu_capability()
     for name in parsed.shapes:
         shapes = read_shapes(name)

@@ -383,3 +383,68 @@ def test_the_interpreter_ends_with_a_hook_attached(group: str) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     assert "Fatal" not in ended.stderr and "rror" not in ended.stderr, ended.stderr
+
+
+def _error_with_others_in_flight(rank: int, options: dict) -> int:
+    model = _model(**options)
+    want = _step(model, rank)
+    wrong = 0
+
+    def bad_first(state: object, bucket: GradBucket) -> torch.futures.Future | torch.Tensor:
+        future = collectives.all_reduce(bucket.buffer().div_(2))
+        return torch.zeros(1) if bucket.index() == 0 else future
+
+    handle = attach(model, hooks.allreduce())
+    _step(model, rank)
+    for _ in range(10):
+        handle.replace(bad_first)
+        with pytest.raises(ValueError, match="on bucket 0 of 4"):
+            _step(model, rank)
+        handle.replace(hooks.allreduce())
+        wrong += not _equal(_step(model, rank), want)
+    return wrong
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["copy", "view"])
+def test_an_error_leaves_nothing_in_flight(two_ranks: RankPool, options: dict) -> None:
+    assert two_ranks.run(_error_with_others_in_flight, options) == [0, 0]
+
+
+class InPlace16(hooks.Hook):
+    """Gives a 16-bit result that lies in the bucket's own memory."""
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future:
+        buffer = bucket.buffer()
+        narrow = buffer.view(torch.bfloat16)[: buffer.numel()]
+        narrow.copy_(buffer.clone())
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result(narrow)
+        return future
+
+    def result_dtype(self, bucket: GradBucket) -> torch.dtype:
+        return torch.bfloat16
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["copy", "view"])
+def test_a_result_in_the_buckets_own_memory(options: dict) -> None:
+    model = _model(**options)
+    want = _step(model)
+    attach(model, InPlace16())
+    for gradient, exact in zip(_step(model), want, strict=True):
+        assert torch.allclose(gradient, exact, rtol=2.0**-7, atol=1e-6)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_complex_gradients() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    module = torch.nn.Module()
+    module.weight = parameter
+    module.forward = lambda: (parameter * 2j).abs().sum()  # type: ignore[method-assign]
+    model = DDP(module)
+    model().backward()
+    want = parameter.grad
+    attach(model, hooks.allreduce())
+    parameter.grad = None
+    model().backward()
+    assert torch.equal(parameter.grad, want)

@@ -198,6 +198,30 @@ def test_unused_parameters_are_treated_as_by_ddp(two_ranks: RankPool) -> None:
         assert torch.equal(mine, want)
 
 
+class UsedOnRank1(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = torch.nn.Linear(3, 3)
+        self.one = torch.nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        return self.one(self.both(x)) if rank == 1 else self.both(x)
+
+
+def _used_elsewhere(rank: int) -> list[torch.dtype]:
+    model = DDP(UsedOnRank1(), find_unused_parameters=True)
+    attach(model, hooks.cast(torch.bfloat16))
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.ones(2, 3), rank).sum().backward()
+    return [parameter.grad.dtype for parameter in model.parameters()]
+
+
+def test_a_parameter_used_on_another_rank_keeps_its_dtype(two_ranks: RankPool) -> None:
+    for dtypes in two_ranks.run(_used_elsewhere):
+        assert dtypes == [torch.float32] * 4
+
+
 def _join(rank: int) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = DDP(torch.nn.Linear(3, 2), bucket_cap_mb=0.00001)

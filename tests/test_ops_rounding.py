@@ -179,3 +179,10 @@ def test_signs_of_zero_and_nan():
         nans = torch.tensor(bits * 7, dtype=torch.int32).view(torch.float32)
         for actual in there_and_back(nans, dtype):
             assert actual.isnan().all()
+
+
+@pytest.mark.parametrize("scale", [float("inf"), 1e39])
+@pytest.mark.parametrize("numel", [1, 3, 17])
+def test_stats_count_no_padding(scale: float, numel: int) -> None:
+    _, sum_of_squares, count = ops.flatten_stats([torch.ones(numel)], scale=scale)
+    assert count.item() == numel and sum_of_squares.item() == float("inf")

@@ -30,6 +30,8 @@ def _delivery(model: DistributedDataParallel) -> str:
     """Who brings a bucket's result into the gradients (csrc/runtime/ddp_hook.h)."""
     if model.find_unused_parameters or model.static_graph or model.mixed_precision is not None:
         return "reducer"  # it alone knows which gradients to leave as they are
+    if any(parameter.is_complex() for parameter in model.parameters()):
+        return "reducer"  # the operators take no complex tensors
     return "buffer" if model.gradient_as_bucket_view else "write"
 
 

@@ -62,16 +62,7 @@ void write_gradients(const at::Tensor& result, const std::vector<at::Tensor>& pa
     }
     gradients.push_back(in_memory_order(gradient, parameter));
   }
-  if (is_bucket_dtype(gradients.at(0).scalar_type())) {
-    unflatten_into(result, gradients);
-    return;
-  }
-  at::NoGradGuard no_grad;  // complex gradients, say, which the operator does not take
-  int64_t offset = 0;
-  for (const auto& gradient : gradients) {
-    gradient.copy_(result.narrow(0, offset, gradient.numel()).view(gradient.sizes()));
-    offset += gradient.numel();
-  }
+  unflatten_into(result, gradients);
 }
 
 bool is_same_memory(const at::Tensor& a, const at::Tensor& b) {
