@@ -27,8 +27,8 @@ int64_t cache_bytes() {
 }
 
 // A destination from this size on is written past the caches. By the time that it is read again the
-// rest of a step has gone through them: a quarter was the best of 1, 1/2, 1/4 and 0 for the
-// backward of 200 x 65,536 elements (benchmarks/bench_hook.py).
+// rest of a step has gone through them. Between a quarter and a half of the cache the backward of
+// benchmarks/bench_hook.py differs by less than its noise; above the whole cache it is slower.
 int64_t streaming_bytes() {
   static const int64_t bytes = cache_bytes() / 4;
   return bytes;
