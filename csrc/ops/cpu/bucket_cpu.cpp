@@ -27,8 +27,9 @@ int64_t cache_bytes() {
 }
 
 // A destination from this size on is written past the caches. By the time that it is read again the
-// rest of a step has gone through them. Between a quarter and a half of the cache the backward of
-// benchmarks/bench_hook.py differs by less than its noise; above the whole cache it is slower.
+// rest of a step has gone through them. Where exactly makes less difference to the backward of
+// benchmarks/bench_hook.py than its noise; for the 51 to 102 MB of ResNet-50 in
+// benchmarks/bench_bucket.py it is faster by a quarter and more.
 int64_t streaming_bytes() {
   static const int64_t bytes = cache_bytes() / 4;
   return bytes;
