@@ -12,7 +12,7 @@ from test_ops_reference import (
     maker,
     one_thread,  # noqa: F401
 )
-from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 import torch_commhook._ops as ops
 
@@ -177,3 +177,47 @@ def test_under_no_grad_nothing_is_recorded():
         assert not ops.flatten_stats([tensor]).buffer.requires_grad
         assert not ops.unflatten(tensor, [new(3)])[0].requires_grad
     assert not ops.flatten([tensor.detach()]).requires_grad
+
+
+def test_like_takes_no_part_in_the_graph():
+    assert not ops.unflatten(new(3), [new(3).requires_grad_()])[0].requires_grad
+
+
+def test_forward_mode_is_refused_rather_than_lost():
+    def dual():
+        return forward_ad.make_dual(new(3), new(3))
+
+    with forward_ad.dual_level():
+        for call in (
+            lambda: ops.flatten([new(3), dual()]),
+            lambda: ops.flatten([dual()], out=new(3)),
+            lambda: ops.flatten([new(3)], out=dual()),
+            lambda: ops.flatten_stats([dual()]),
+            lambda: ops.unflatten(dual(), [new(3)]),
+            lambda: ops.unflatten_into(dual(), [new(3)]),
+            lambda: ops.unflatten_into(new(3), [dual()]),
+        ):
+            with pytest.raises(NotImplementedError, match="must be no dual tensor"):
+                call()
+        ops.flatten([new(3)])
+        ops.unflatten(new(3), [dual()])  # whose contents are not read
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiled_autograd(backend):
+    def loss():
+        torch.manual_seed(0)
+        tensors = [torch.rand(2, 3).requires_grad_(), torch.rand(4).requires_grad_()]
+        buffer = ops.flatten(tensors, scale=2.0)
+        stats = ops.flatten_stats([buffer, *tensors], scale=0.5)
+        parts = ops.unflatten(stats.buffer.view(2, 10), [buffer, *tensors], scale=3.0)
+        total = sum((part**2).sum() for part in parts) + stats.sum_of_squares.float()
+        return total, tensors
+
+    expected, leaves = loss()
+    expected.backward()
+    got, compiled_leaves = loss()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
+        got.backward()
+    for leaf, compiled in zip(leaves, compiled_leaves, strict=True):
+        torch.testing.assert_close(compiled.grad, leaf.grad)

@@ -358,3 +358,12 @@ def test_an_unknown_capability():
     with pytest.raises(ValueError, match=message):
         ops.cpu_capability("sse")
     assert ops.cpu_capability() == before
+
+
+@pytest.mark.parametrize("op", ["flatten", "flatten_stats"])
+@pytest.mark.parametrize("number", [-1, 99])
+def test_a_number_that_is_no_dtype(op, number):
+    # PyTorch passes numbers on unchecked, and crashes where it makes a Python dtype of one.
+    for tensor in (f(2), f(2).requires_grad_()):
+        with pytest.raises(TypeError, match=f"{op}: dtype must be .* got dtype number {number}"):
+            getattr(torch.ops.commhook, op)([tensor], dtype=number)

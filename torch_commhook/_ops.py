@@ -1,8 +1,9 @@
-"""Fakes, autograd formulas and typed functions of ``torch.ops.commhook``.
+"""Fakes and typed functions of ``torch.ops.commhook``.
 
-The schemas stand in ``csrc/ops/library.cpp``, the kernels in ``csrc/ops`` and ``cuda``. Each
-operator has here, one below the other: its typed function with the documentation, its fake kernel,
-which checks what can be checked without data, and its derivative where it has one.
+The schemas stand in ``csrc/ops/library.cpp``, the kernels in ``csrc/ops`` and ``cuda``, the
+derivatives in ``csrc/ops/bucket_autograd.cpp``. Each operator has here, one below the other: its
+typed function with the documentation and its fake kernel, which checks what can be checked without
+data.
 """
 
 from __future__ import annotations
@@ -189,23 +190,6 @@ def _flatten_out_functional(
     return out
 
 
-def _remember_flatten(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
-    (tensors,) = inputs
-    ctx.scale = keyword_only_inputs["scale"]
-    # Only shapes, strides and dtypes are needed: views of no elements would not carry them, so the
-    # tensors themselves are kept, without their versions being watched.
-    ctx.tensors = [tensor.detach() for tensor in tensors]
-
-
-def _flatten_backward(ctx: Any, grad: Tensor) -> list[Tensor]:
-    return _ops.unflatten(grad.contiguous(), ctx.tensors, scale=ctx.scale)
-
-
-torch.library.register_autograd(
-    "commhook::flatten", _flatten_backward, setup_context=_remember_flatten
-)
-
-
 # ---- flatten_stats -------------------------------------------------------------------------------
 
 
@@ -238,35 +222,6 @@ def _flatten_stats_fake(
         buffer.new_empty((), dtype=torch.float64),
         buffer.new_empty((), dtype=torch.int64),
     )
-
-
-def _remember_flatten_stats(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
-    (tensors,) = inputs
-    ctx.scale = keyword_only_inputs["scale"]
-    ctx.save_for_backward(*tensors)
-    ctx.mark_non_differentiable(output[2])
-    ctx.set_materialize_grads(False)
-
-
-def _flatten_stats_backward(
-    ctx: Any, grad_buffer: Tensor | None, grad_sum: Tensor | None, _: None
-) -> list[Tensor | None]:
-    tensors = ctx.saved_tensors
-    grads: list[Tensor | None] = [None] * len(tensors)
-    if grad_buffer is not None:
-        grads = list(_ops.unflatten(grad_buffer.contiguous(), tensors, scale=ctx.scale))
-    if grad_sum is not None:
-        # d(sum (scale x)^2)/dx = 2 scale^2 x
-        factor = 2.0 * ctx.scale**2 * grad_sum
-        for i, tensor in enumerate(tensors):
-            own = (factor * tensor).to(tensor.dtype)
-            grads[i] = own if grads[i] is None else grads[i] + own
-    return grads
-
-
-torch.library.register_autograd(
-    "commhook::flatten_stats", _flatten_stats_backward, setup_context=_remember_flatten_stats
-)
 
 
 # ---- unflatten -----------------------------------------------------------------------------------
@@ -302,24 +257,6 @@ def _check_unflatten(op: str, argument: str, buffer: Tensor, tensors: Sequence[T
 def _unflatten_fake(buffer: Tensor, like: Sequence[Tensor], *, scale: float = 1.0) -> list[Tensor]:
     _check_unflatten("unflatten", "like", buffer, like)
     return [torch.empty_like(tensor) for tensor in like]
-
-
-def _remember_unflatten(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
-    buffer, like = inputs
-    ctx.scale = keyword_only_inputs["scale"]
-    ctx.dtype = buffer.dtype
-    ctx.shape = buffer.shape
-    ctx.count = len(like)
-
-
-def _unflatten_backward(ctx: Any, grads: list[Tensor]) -> tuple[Tensor, list[None]]:
-    grad = _ops.flatten(grads, scale=ctx.scale, dtype=ctx.dtype).view(ctx.shape)
-    return grad, [None] * ctx.count
-
-
-torch.library.register_autograd(
-    "commhook::unflatten", _unflatten_backward, setup_context=_remember_unflatten
-)
 
 
 # ---- unflatten_into ------------------------------------------------------------------------------

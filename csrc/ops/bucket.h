@@ -1,5 +1,5 @@
-// What the bucket operators' kernels share: the checks of their arguments, the reference kernels
-// and the list of segments that a tensor list is walked by.
+// What the bucket operators' kernels share: the checks of their arguments and the reference
+// kernels.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,6 +22,8 @@ int64_t total_numel(at::TensorList tensors);
 
 // Each check throws an error that names the operator, the argument, its contract and the value.
 
+// dtype: none, or one that buckets have.
+void check_buffer_dtype(const char* op, std::optional<at::ScalarType> dtype);
 // tensors: dense, of a bucket dtype, all on one device. Returns that of the buffer: `dtype`, or the
 // tensors' own.
 at::ScalarType check_flatten(const char* op, at::TensorList tensors,

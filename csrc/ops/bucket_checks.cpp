@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string>
 
+#include "ops/autograd_checks.h"
 #include "ops/bucket.h"
 #include "ops/dtype_name.h"
 
@@ -13,16 +14,12 @@ namespace {
 
 constexpr const char* kDtypes = "float64, float32, float16 or bfloat16";
 
-// "tensors[3]", or "out" where there is no index.
-std::string name_of(const char* argument, int64_t index) {
-  return index < 0 ? std::string(argument) : c10::str(argument, "[", index, "]");
-}
-
 void check_dense(const char* op, const char* argument, int64_t index, const at::Tensor& tensor) {
-  TORCH_CHECK(tensor.defined(), op, ": ", name_of(argument, index), " must be a tensor, got None");
-  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, op, ": ", name_of(argument, index),
+  TORCH_CHECK(tensor.defined(), op, ": ", argument_name(argument, index),
+              " must be a tensor, got None");
+  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, op, ": ", argument_name(argument, index),
                    " must be dense (torch.strided), got layout ", tensor.layout());
-  TORCH_CHECK_TYPE(is_bucket_dtype(tensor.scalar_type()), op, ": ", name_of(argument, index),
+  TORCH_CHECK_TYPE(is_bucket_dtype(tensor.scalar_type()), op, ": ", argument_name(argument, index),
                    " must be of dtype ", kDtypes, ", got ", dtype_name(tensor.scalar_type()));
 }
 
@@ -85,6 +82,11 @@ int64_t total_numel(at::TensorList tensors) {
   return total;
 }
 
+void check_buffer_dtype(const char* op, std::optional<at::ScalarType> dtype) {
+  TORCH_CHECK_TYPE(!dtype.has_value() || is_bucket_dtype(*dtype), op, ": dtype must be ", kDtypes,
+                   ", got ", dtype_name(*dtype));
+}
+
 at::ScalarType check_flatten(const char* op, at::TensorList tensors,
                              std::optional<at::ScalarType> dtype) {
   TORCH_CHECK_VALUE(!tensors.empty(), op, ": tensors must hold at least one tensor, got none");
@@ -95,8 +97,7 @@ at::ScalarType check_flatten(const char* op, at::TensorList tensors,
                       tensors[i].device());
   }
   if (dtype.has_value()) {
-    TORCH_CHECK_TYPE(is_bucket_dtype(*dtype), op, ": dtype must be ", kDtypes, ", got ",
-                     dtype_name(*dtype));
+    check_buffer_dtype(op, dtype);
     return *dtype;
   }
   for (size_t i = 1; i < tensors.size(); ++i) {

@@ -1,23 +1,14 @@
 // Autograd's side of the operators that write to their arguments: destinations must not be part of
 // a graph that is being recorded, and their version counters move, so that autograd notices a saved
-// tensor that was overwritten. The functional operators have their formulas in Python.
+// tensor that was overwritten. The functional operators' formulas are in bucket_autograd.cpp.
 #include <ATen/ATen.h>
-#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/library.h>
 
+#include "ops/autograd_checks.h"
+
 namespace commhook {
 namespace {
-
-void check_not_recorded(const char* op, const char* argument, int64_t index,
-                        const at::Tensor& tensor, const char* remedy) {
-  if (!tensor.defined() || !tensor.requires_grad() || !at::GradMode::is_enabled()) {
-    return;
-  }
-  const auto name = index < 0 ? std::string(argument) : c10::str(argument, "[", index, "]");
-  TORCH_CHECK(false, op, ": ", name, " must not require grad while gradients are recorded, got a ",
-              tensor.is_leaf() ? "leaf" : "non-leaf", " tensor that does; ", remedy);
-}
 
 constexpr const char* kUseNoGrad = "call it under torch.no_grad()";
 
@@ -41,6 +32,8 @@ at::Tensor& check_flatten_out_grad(at::TensorList tensors, double scale, at::Ten
     check_not_recorded("flatten", "tensors", static_cast<int64_t>(i), tensors[i],
                        "without out= the operator is differentiable");
   }
+  check_no_forward_gradient("flatten", "out", -1, out);
+  check_no_forward_gradient("flatten", "tensors", tensors);
   at::AutoDispatchBelowAutograd guard;
   return flatten_out_op().call(tensors, scale, out);
 }
@@ -51,6 +44,8 @@ void check_unflatten_into_grad(const at::Tensor& buffer, at::TensorList tensors,
     check_not_recorded("unflatten_into", "tensors", static_cast<int64_t>(i), tensors[i],
                        kUseNoGrad);
   }
+  check_no_forward_gradient("unflatten_into", "buffer", -1, buffer);
+  check_no_forward_gradient("unflatten_into", "tensors", tensors);
   at::AutoDispatchBelowAutograd guard;
   unflatten_into_op().call(buffer, tensors, scale);
 }

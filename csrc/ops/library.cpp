@@ -1,6 +1,6 @@
 // Every operator of the library, by subject. The kernels register themselves where they stand:
 // reference kernels (plain ATen, every device), CPU kernels in csrc/ops/cpu, CUDA kernels in cuda.
-// Fakes and autograd formulas stand beside the Python declarations in torch_commhook/_ops.py.
+// The fakes stand beside the Python declarations in torch_commhook/_ops.py.
 #include <torch/library.h>
 
 namespace {

@@ -1,0 +1,45 @@
+// What the operators' autograd kernels refuse.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+
+#include <cstdint>
+#include <string>
+
+namespace commhook {
+
+// "tensors[3]", or "out" where there is no index.
+inline std::string argument_name(const char* argument, int64_t index) {
+  return index < 0 ? std::string(argument) : c10::str(argument, "[", index, "]");
+}
+
+// A tensor that must not be part of a graph that is being recorded.
+inline void check_not_recorded(const char* op, const char* argument, int64_t index,
+                               const at::Tensor& tensor, const char* remedy) {
+  if (!tensor.defined() || !tensor.requires_grad() || !at::GradMode::is_enabled()) {
+    return;
+  }
+  TORCH_CHECK(false, op, ": ", argument_name(argument, index),
+              " must not require grad while gradients are recorded, got a ",
+              tensor.is_leaf() ? "leaf" : "non-leaf", " tensor that does; ", remedy);
+}
+
+// The operators have no forward-mode derivatives, which would otherwise be lost without a word.
+inline void check_no_forward_gradient(const char* op, const char* argument, int64_t index,
+                                      const at::Tensor& tensor) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !tensor.defined() || !tensor._fw_grad(/*level=*/0).defined(), op, ": ",
+      argument_name(argument, index),
+      " must be no dual tensor of torch.autograd.forward_ad, got one; the operator has no "
+      "forward-mode derivative");
+}
+
+inline void check_no_forward_gradient(const char* op, const char* argument,
+                                      at::TensorList tensors) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    check_no_forward_gradient(op, argument, static_cast<int64_t>(i), tensors[i]);
+  }
+}
+
+}  // namespace commhook
