@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import re
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -75,8 +78,40 @@ class TestHandle:
         handle.remove()
         with pytest.raises(RuntimeError, match=r"allreduce\(\)' is not attached any more"):
             handle.replace(doubled)
-        with pytest.raises(RuntimeError, match="not attached any more"):
-            handle.stats()
+        assert handle.stats().steps == 2  # what it did stays known
+
+    def test_a_change_in_mid_backward_waits_for_the_next(self) -> None:
+        model = _model()
+        plain = _step(model)  # after which DDP forms its four buckets
+        handle = attach(model, doubled)
+        _step(model)
+
+        def removes(state: object, bucket: GradBucket) -> torch.Tensor:
+            handle.remove()
+            return doubled(state, bucket)
+
+        handle.replace(removes)
+        assert _equal(_step(model), [2 * gradient for gradient in plain])
+        assert handle.stats().steps == 1 and len(handle.stats().buckets) == 4
+        assert _equal(_step(model), plain)
+
+    def test_a_static_graph_that_is_set_after_attach(self) -> None:
+        class Net(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.used = torch.nn.Linear(16, 16)
+                self.unused = torch.nn.Linear(16, 16)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.used(x)
+
+        model = DDP(Net())
+        attach(model, hooks.allreduce())
+        model._set_static_graph()
+        for _ in range(3):
+            model(torch.ones(2, 16)).sum().backward()
+            assert model.module.used.weight.grad is not None
+            assert model.module.unused.weight.grad is None
 
     def test_twice_says_what_is_attached(self) -> None:
         model = _model()
@@ -105,7 +140,7 @@ class TestHandle:
         model = _model()
         plain = _step(model)
 
-        class Callable:
+        class Multiplies:
             def __call__(self, state: object, grads: GradBucket) -> torch.Tensor:
                 return grads.buffer() * 2
 
@@ -122,8 +157,8 @@ class TestHandle:
 
         handle = attach(model, doubled)
         for hook in (
-            Callable(),
-            Callable().method,
+            Multiplies(),
+            Multiplies().method,
             functools.partial(with_factor, factor=2),
             in_list,
         ):
@@ -215,24 +250,76 @@ def test_several_dtypes(hook: hooks.Hook, static: bool) -> None:
         assert handle.stats().steps == step + 1
 
 
-class GivesNone(hooks.Hook):
+class Gives(hooks.Hook):
+    """A hook class whose average is `function` of the buffer."""
+
+    def __init__(self, function: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
     def average(self, bucket: GradBucket) -> torch.futures.Future:
-        return None  # type: ignore[return-value]
+        return self.function(bucket.buffer())
+
+
+def _by_call(model: DDP, hook: hooks.Hook) -> None:
+    parameters = list(model.parameters())
+    bucket = GradBucket(parameters, [torch.ones_like(p) for p in parameters])
+    hook(None, bucket).wait()
+
+
+def _by_attach(model: DDP, hook: hooks.Hook) -> None:
+    attach(model, hook)
+    _step(model)
+
+
+def _by_register(model: DDP, hook: hooks.Hook) -> None:
+    model.register_comm_hook(None, hook)
+    _step(model)
+
+
+each_way = pytest.mark.parametrize("way", [_by_call, _by_attach, _by_register])
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("way", ["attach", "register_comm_hook", "call"])
-def test_a_hook_class_that_gives_none(way: str) -> None:
-    model = _model()
-    with pytest.raises(TypeError, match="got None"):
-        if way == "call":
-            GivesNone()(None, GradBucket([torch.zeros(3)], [torch.ones(3)]))
-        elif way == "attach":
-            attach(model, GivesNone())
-            _step(model)
-        else:
-            model.register_comm_hook(None, GivesNone())
-            _step(model)
+@each_way
+@pytest.mark.parametrize(
+    ("function", "error", "message"),
+    [
+        (lambda b: None, TypeError, "must return .* got None"),
+        (lambda b: b[:-1], ValueError, "the result must have 1088 elements.*, got 1087"),
+        (
+            lambda b: b.double(),
+            TypeError,
+            "the result must have dtype torch.float32, got torch.float64",
+        ),
+    ],
+    ids=["none", "length", "dtype"],
+)
+def test_a_hook_class_that_gives_something_else(
+    way: Callable, function: Callable, error: type[Exception], message: str
+) -> None:
+    # PyTorch wraps what is raised in a Future's callback.
+    with pytest.raises((error, RuntimeError)) as caught:
+        way(_model(), Gives(function))
+    assert re.search(f"hook 'test_attach.Gives' on bucket 0 of 1: {message}", str(caught.value))
+
+
+@pytest.mark.usefixtures("one_rank")
+@each_way
+def test_a_hook_class_that_gives_a_tensor(way: Callable) -> None:
+    way(_model(), Gives(lambda buffer: buffer * 2))
+
+
+@pytest.mark.usefixtures("one_rank")
+@each_way
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes since Python 3.11")
+def test_a_hook_class_that_raises_is_named_in_a_note(way: Callable) -> None:
+    def fails(buffer: torch.Tensor) -> None:
+        raise OwnError("boo")
+
+    with pytest.raises(OwnError) as caught:
+        way(_model(), Gives(fails))
+    assert caught.value.__notes__ == ["raised by hook 'test_attach.Gives' on bucket 0 of 1"]
 
 
 # ---- failures ------------------------------------------------------------------------------------

@@ -158,6 +158,34 @@ def test_construction_checks(arguments: dict, message: str) -> None:
         GradBucket([torch.ones(3), torch.ones(2)], **arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"index": 0.0}, "index must be an int, got 0.0"),
+        ({"bucket_count": None}, "bucket_count must be an int, got None"),
+        ({"buffer": [1.0] * 5}, "buffer must be a tensor, got list"),
+        ({"buffer": torch.zeros(5, dtype=torch.int64)}, "buffer must be of a floating-point or"),
+        ({"gradients": [torch.ones(3), 2.0]}, r"gradients\[1\] must be a tensor, got float"),
+        ({"parameters": [torch.ones(3), None]}, r"parameters\[1\] must be a tensor, got None"),
+    ],
+)
+def test_arguments_of_other_types(arguments: dict, message: str) -> None:
+    fitting = {"parameters": [torch.ones(3), torch.ones(2)], "buffer": torch.ones(5)}
+    with pytest.raises(TypeError, match=message):
+        GradBucket(**{**fitting, **arguments})
+    if "buffer" in arguments:
+        with pytest.raises(TypeError):
+            GradBucket(**fitting).set_buffer(arguments["buffer"])
+
+
+def test_sparse_indices_survive_the_way_to_pytorch_and_back() -> None:
+    gradient = torch.sparse_coo_tensor([[1, 3]], torch.randn(2, 3), (5, 3), check_invariants=True)
+    indices = torch.tensor([1, 3])
+    bucket = GradBucket([torch.zeros(5, 3)], buffer=gradient, sparse_grad_indices=indices)
+    again = GradBucket.from_torch(bucket.to_torch()).sparse_grad_indices()
+    assert again is not None and again.tolist() == [1, 3]
+
+
 def test_a_bucket_needs_parameters() -> None:
     with pytest.raises(ValueError, match="parameters must hold at least one tensor"):
         GradBucket([], buffer=torch.empty(0))

@@ -353,6 +353,18 @@ class TestAlone:
             assert repr(twin) == "cast(float16)" and len(twin._workspaces) == 0
             twin(None, self._bucket()).wait()
 
+    def test_copies_keep_the_group_and_have_their_own_buffers(self) -> None:
+        group = dist.group.WORLD
+        hook = hooks.cast(torch.float16, process_group=group)
+        bucket = self._bucket()
+        hook(None, bucket)
+        for twin in (copy.copy(hook), copy.deepcopy(hook)):
+            assert twin.process_group is group
+            assert len(twin._workspaces) == 0 and len(hook._workspaces) == 1
+        with pytest.warns(UserWarning, match=r"cast\(float16\): a process group cannot be pickled"):
+            data = pickle.dumps(hook)
+        assert pickle.loads(data).process_group is None
+
     def test_other_dtypes_are_refused(self) -> None:
         with pytest.raises(TypeError, match=r"float16 or torch.bfloat16, got torch.float32"):
             hooks.cast(torch.float32)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from torch_commhook import GradBucket, check_hook, hooks, parse_hook_result, run_hook
+from torch_commhook._runtime import hook_name
 
 
 def _bucket(numel: int = 6) -> GradBucket:
@@ -107,6 +108,31 @@ def test_an_exception_keeps_type_value_and_traceback() -> None:
     assert frames[-1] == "raises_deep_inside"
     if sys.version_info >= (3, 11):
         assert "raises_deep_inside' on bucket 1 of 4" in caught.value.__notes__[0]
+
+
+def test_a_hooks_own_error_about_what_is_no_bucket() -> None:
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'buffer'"):
+        run_hook(returns_buffer, None, None)
+    with pytest.raises(TypeError, match=r"hook '.*lambda.*' on None: must return .*, got int"):
+        run_hook(lambda state, bucket: 3, None, None)
+
+
+def test_names_that_cannot_be_told() -> None:
+    class Endless:
+        __module__ = "functools"
+
+        @property
+        def func(self) -> object:
+            return Endless()
+
+    assert hook_name(Endless()).startswith("partial of partial of ")
+
+    class Odd:
+        __module__ = "\ud800"  # which no encoding has
+
+    assert hook_name(Odd()).endswith("Odd object")
+    with pytest.raises(TypeError, match=r"got .*Odd"):
+        run_hook(lambda state, bucket: Odd(), None, _bucket())
 
 
 def test_nothing_is_kept_alive() -> None:

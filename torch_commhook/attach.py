@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,16 +19,17 @@ from torch_commhook.hooks.mean import allreduce
 from torch_commhook.metrics import BucketStats, HookStats, WireMeter, counting
 
 
-@dataclass
+@dataclass(eq=False)
 class _Attached:
     hook: Callable[..., Any]
     state: object
     name: str
+    stats: HookStats = field(default_factory=HookStats)
 
 
 def _delivery(model: DistributedDataParallel) -> str:
     """Who brings a bucket's result into the gradients (csrc/runtime/ddp_hook.h)."""
-    if model.find_unused_parameters or model.static_graph or model.mixed_precision is not None:
+    if model.find_unused_parameters or model.static_graph:
         return "reducer"  # it alone knows which gradients to leave as they are
     if any(parameter.is_complex() for parameter in model.parameters()):
         return "reducer"  # the operators take no complex tensors
@@ -45,14 +46,16 @@ class _DdpRoad:
     def __init__(self, model: DistributedDataParallel) -> None:
         self.process_group = model.process_group
         self.attached: _Attached | None = None
-        self.stats = HookStats()
+        self._running: _Attached | None = None  # in this backward
         self._plain = allreduce()
         self._buckets: dict[int, GradBucket] = {}
-        _C.register_ddp_hook(model.reducer, self._run, _delivery(model))
+        model_ref = weakref.ref(model)  # whose reducer owns the hook
 
-    def put(self, attached: _Attached | None) -> None:
-        self.attached = attached
-        self.stats = HookStats()
+        def choose_delivery() -> str:
+            model = model_ref()
+            return "reducer" if model is None else _delivery(model)
+
+        _C.register_ddp_hook(model.reducer, self._run, choose_delivery)
 
     def _run(
         self, torch_bucket: dist.GradBucket, first: bool, rebuilt: bool
@@ -66,7 +69,10 @@ class _DdpRoad:
         else:
             bucket = self._buckets[index]
             bucket._buffer = torch_bucket.buffer()
-        attached = self.attached
+            bucket._sparse_grad_indices = _C.sparse_grad_indices(torch_bucket)
+        if first:
+            self._running = self.attached
+        attached = self._running
         if attached is None:
             return "none", self._plain.average(bucket), bucket.buffer().dtype
         meter = WireMeter()
@@ -74,40 +80,38 @@ class _DdpRoad:
             if isinstance(attached.hook, Hook):
                 # Bringing the result into the gradients casts it: no pass of its own for that.
                 dtype = attached.hook.result_dtype(bucket)
-                result: Any = attached.hook.average(bucket)
+                result: Any = _C.run_average(attached.hook, bucket)
                 counted = True
             else:
                 dtype = bucket.buffer().dtype
                 result = run_hook(attached.hook, attached.state, bucket)
                 counted = meter.collectives > 0
-        self._note(bucket, first, meter.bytes_sent if counted else None)
+        _note(attached.stats, bucket, first, meter.bytes_sent if counted else None)
         return attached.name, result, dtype
 
-    def _note(self, bucket: GradBucket, first: bool, bytes_sent: int | None) -> None:
-        stats = self.stats
-        index = bucket.index()
-        if first:
-            stats.steps += 1
-            stats.bytes_sent_last_step = 0
-            del stats.buckets[bucket.bucket_count() :]
-        elif len(stats.buckets) < index:
-            return  # attached in mid-backward: the step counts from its first bucket on
-        if index == len(stats.buckets):
-            stats.buckets.append(BucketStats(index, 0, torch.float32))
-        entry = stats.buckets[index]
-        entry.numel = bucket.buffer().numel()
-        entry.dtype = bucket.buffer().dtype
-        entry.bytes_sent_last_step = bytes_sent
-        entry.bytes_sent = _sum(entry.bytes_sent, bytes_sent)
-        stats.bytes_sent_last_step = _sum(stats.bytes_sent_last_step, bytes_sent)
-        stats.bytes_sent = _sum(stats.bytes_sent, bytes_sent)
+
+def _note(stats: HookStats, bucket: GradBucket, first: bool, bytes_sent: int | None) -> None:
+    index = bucket.index()
+    if first:
+        stats.steps += 1
+        stats.bytes_sent_last_step = 0
+        del stats.buckets[bucket.bucket_count() :]
+    if index == len(stats.buckets):
+        stats.buckets.append(BucketStats(index, 0, torch.float32))
+    entry = stats.buckets[index]
+    entry.numel = bucket.buffer().numel()
+    entry.dtype = bucket.buffer().dtype
+    entry.bytes_sent_last_step = bytes_sent
+    entry.bytes_sent = _sum(entry.bytes_sent, bytes_sent)
+    stats.bytes_sent_last_step = _sum(stats.bytes_sent_last_step, bytes_sent)
+    stats.bytes_sent = _sum(stats.bytes_sent, bytes_sent)
 
 
 def _sum(a: int | None, b: int | None) -> int | None:
     return None if a is None or b is None else a + b
 
 
-_roads: WeakKeyDictionary[DistributedDataParallel, _DdpRoad] = WeakKeyDictionary()
+_roads: weakref.WeakKeyDictionary[DistributedDataParallel, _DdpRoad] = weakref.WeakKeyDictionary()
 
 
 class HookHandle:
@@ -133,7 +137,7 @@ class HookHandle:
         Does nothing where it is off already. All ranks must do so between the same two steps.
         """
         if self.is_attached:
-            self._road.put(None)
+            self._road.attached = None
 
     def replace(self, hook: Callable[..., Any], *, state: object = None) -> None:
         """Put another hook in this one's place, from the next backward on. Statistics begin anew.
@@ -150,19 +154,11 @@ class HookHandle:
                 "use attach()"
             )
         self._attached = _checked(hook, state)
-        self._road.put(self._attached)
+        self._road.attached = self._attached
 
     def stats(self) -> HookStats:
-        """What the hook has sent since it was attached; see :class:`HookStats`.
-
-        Raises:
-            RuntimeError: the handle's hook is not attached any more.
-        """
-        if not self.is_attached:
-            raise RuntimeError(
-                f"HookHandle.stats: hook '{self._attached.name}' is not attached any more"
-            )
-        return self._road.stats
+        """What the hook sent while it was attached; see :class:`HookStats`."""
+        return self._attached.stats
 
     def __repr__(self) -> str:
         where = "attached" if self.is_attached else "removed"
@@ -216,7 +212,7 @@ def attach(model: torch.nn.Module, hook: Callable[..., Any], *, state: object = 
             f"attach: hook '{road.attached.name}' is attached to this model already; remove() it, "
             f"or replace() it through its handle"
         )
-    road.put(attached)
+    road.attached = attached
     return HookHandle(road, attached)
 
 

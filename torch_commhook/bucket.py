@@ -169,7 +169,8 @@ class GradBucket:
     Raises:
         ValueError: neither ``gradients`` nor ``buffer``, lengths, shapes or devices that do not
             fit, or an index outside ``bucket_count``.
-        TypeError: sparse or non-floating gradients beside others.
+        TypeError: an argument that is no tensor of a floating-point or complex dtype, or sparse
+            gradients beside others.
     """
 
     __slots__ = (
@@ -193,6 +194,9 @@ class GradBucket:
         sparse_grad_indices: Tensor | None = None,
         process_group: Any = None,
     ) -> None:
+        for name, value in (("index", index), ("bucket_count", bucket_count)):
+            if not isinstance(value, int):
+                raise TypeError(f"GradBucket: {name} must be an int, got {value!r}")
         if bucket_count < 1 or not 0 <= index < bucket_count:
             raise ValueError(
                 "GradBucket: index must be from 0 to bucket_count - 1, got "
@@ -201,6 +205,8 @@ class GradBucket:
         self._parameters = list(parameters)
         if not self._parameters:
             raise ValueError("GradBucket: parameters must hold at least one tensor, got none")
+        for i, parameter in enumerate(self._parameters):
+            _check_tensor(f"parameters[{i}]", parameter)
         self._index = index
         self._bucket_count = bucket_count
         self._sparse_grad_indices = sparse_grad_indices
@@ -311,7 +317,7 @@ class GradBucket:
         self._buffer = bucket.buffer()
         self._index = bucket.index()
         self._bucket_count = _C.bucket_count(bucket)
-        self._sparse_grad_indices = None
+        self._sparse_grad_indices = _C.sparse_grad_indices(bucket)
         self._process_group = process_group
         self._layout = None
         return self
@@ -390,6 +396,7 @@ class GradBucket:
     # ---- construction ----------------------------------------------------------------------------
 
     def _checked_buffer(self, buffer: Tensor) -> Tensor:
+        _check_tensor("buffer", buffer)
         device = self._parameters[0].device
         if buffer.device != device:
             raise ValueError(
@@ -418,6 +425,9 @@ class GradBucket:
                 f"GradBucket: gradients must be {len(self._parameters)}, one for each parameter, "
                 f"got {len(gradients)}"
             )
+        for i, gradient in enumerate(gradients):
+            if gradient is not None:
+                _check_tensor(f"gradients[{i}]", gradient)
         first = next((gradient for gradient in gradients if gradient is not None), None)
         if first is not None and first.layout is not torch.strided and len(gradients) == 1:
             if buffer is not None:
@@ -432,6 +442,18 @@ class GradBucket:
             self._checked_buffer(buffer)
         with torch.no_grad():
             return self.layout().flatten(filled, out=buffer)
+
+
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"GradBucket: {name} must be a tensor, got "
+            f"{'None' if value is None else type(value).__qualname__}"
+        )
+    if not (value.is_floating_point() or value.is_complex()):
+        raise TypeError(
+            f"GradBucket: {name} must be of a floating-point or complex dtype, got {value.dtype}"
+        )
 
 
 def _unpickle(

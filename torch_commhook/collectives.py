@@ -62,7 +62,8 @@ def all_reduce(tensor: Tensor, *, group: Any = None) -> torch.futures.Future[Ten
         raise TypeError(
             f"{_name(work)}.get_future must return a torch.futures.Future, got {_type(future)}"
         )
-    return _C.cast_into(future, tensor)  # a Work's own Future holds a list
+    # A Work's own Future holds a list.
+    return _C.cast_into(future, tensor, tensor.dtype, f"all_reduce through {_name(group)}")
 
 
 def _payload_bytes(tensor: Tensor) -> int:

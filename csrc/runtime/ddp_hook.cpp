@@ -79,6 +79,16 @@ bool DdpHook::begins_backward(int64_t index, const at::Tensor& parameter) const 
          std::find(begun_.begin(), begun_.end(), parameter.unsafeGetTensorImpl()) != begun_.end();
 }
 
+void DdpHook::choose_delivery() {
+  const auto chosen = choose_delivery_.get()().cast<std::string>();
+  delivery_ = chosen == "write"    ? Delivery::kWrite
+              : chosen == "buffer" ? Delivery::kBuffer
+                                   : Delivery::kReducer;
+  if (delivery_ == Delivery::kWrite) {
+    reducer_.set_optimizer_in_backward();  // what it does: the reducer leaves the gradients alone
+  }
+}
+
 c10::intrusive_ptr<Future> DdpHook::start(c10d::GradBucket& bucket, Running& running, bool first) {
   const auto index = static_cast<int64_t>(bucket.getIndex());
   auto& before = parameters_[index];
@@ -89,10 +99,14 @@ c10::intrusive_ptr<Future> DdpHook::start(c10d::GradBucket& bucket, Running& run
   before = now;
   py::gil_scoped_acquire gil;
   try {
+    if (!delivery_) {
+      choose_delivery();
+    }
     const py::tuple ran = runner_.get()(bucket, first, rebuilt);
-    BucketSpec spec(ran[0].cast<std::string>(), index, bucket_count(bucket), bucket.getBuffer());
+    ResultSpec spec(hook_on_bucket(ran[0].cast<std::string>(), index, bucket_count(bucket)),
+                    bucket.getBuffer());
     spec.dtype = ran[2].cast<at::ScalarType>();
-    const py::object future = as_future(ran[1], spec.name());
+    const py::object future = as_future(ran[1], spec.where);
     running.spec.emplace(std::move(spec));
     return future.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()->fut;
   } catch (py::error_already_set& error) {
@@ -142,7 +156,7 @@ c10::intrusive_ptr<Future> DdpHook::runHook(c10d::GradBucket& bucket) {
           Future& done) -> std::tuple<c10::IValue, std::vector<Future::WeakStorage>> {
         if (done.hasError()) {
           if (const auto failed = running.lock()) {
-            failed->failure = named(failed->spec->name(), done.exception_ptr());
+            failed->failure = named(failed->spec->where, done.exception_ptr());
           }
           return {c10::ivalue::Tuple::create({c10::IValue(number), {}}), {}};
         }
@@ -160,7 +174,7 @@ at::Tensor DdpHook::parseHookResult(const c10::IValue& result) {
       std::rethrow_exception(running->failure);
     }
     const auto& spec = *running->spec;
-    return deliver(*running, check_result(tensor_in(elements[1], spec.name()), spec));
+    return deliver(*running, check_result(tensor_in(elements[1], spec.where), spec));
   } catch (...) {
     // The reducer will wait for no other bucket now.
     for (const auto& other : running_) {
@@ -190,14 +204,9 @@ at::Tensor DdpHook::deliver(const Running& running, const at::Tensor& result) co
   return buffer;
 }
 
-void register_ddp_hook(c10d::Reducer& reducer, py::object runner, const std::string& delivery) {
-  const auto parsed = delivery == "write"    ? DdpHook::Delivery::kWrite
-                      : delivery == "buffer" ? DdpHook::Delivery::kBuffer
-                                             : DdpHook::Delivery::kReducer;
-  reducer.register_comm_hook(std::make_unique<DdpHook>(std::move(runner), parsed));
-  if (parsed == DdpHook::Delivery::kWrite) {
-    reducer.set_optimizer_in_backward();  // what it does: the reducer leaves the gradients alone
-  }
+void register_ddp_hook(c10d::Reducer& reducer, py::object runner, py::object choose_delivery) {
+  reducer.register_comm_hook(
+      std::make_unique<DdpHook>(reducer, std::move(runner), std::move(choose_delivery)));
 }
 
 }  // namespace commhook

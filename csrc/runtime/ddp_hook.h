@@ -21,7 +21,7 @@ namespace commhook {
 
 // Registers a DdpHook with a reducer, for life: a reducer takes one hook.
 void register_ddp_hook(c10d::Reducer& reducer, pybind11::object runner,
-                       const std::string& delivery);
+                       pybind11::object choose_delivery);
 
 class DdpHook : public c10d::CommHookInterface {
  public:
@@ -31,14 +31,18 @@ class DdpHook : public c10d::CommHookInterface {
   // the result must have. `first` says that a backward begins; `rebuilt`, that the bucket holds
   // other parameters than it held when the runner last saw its index.
   //
-  // `delivery` says who brings results into the gradients.
+  // choose_delivery() -> "reducer", "buffer" or "write" says who brings results into the gradients:
   enum class Delivery {
     kReducer,  // the reducer, with a copy for each parameter
     kBuffer,   // this: into the bucket's buffer, of which the gradients are views
     kWrite,    // this: into the gradients, with one pass over memory for each bucket
   };
-  DdpHook(pybind11::object runner, Delivery delivery)
-      : runner_(std::move(runner)), delivery_(delivery) {}
+  // It is asked once, when the first bucket comes, since DDP can be told that its graph is static
+  // until then.
+  DdpHook(c10d::Reducer& reducer, pybind11::object runner, pybind11::object choose_delivery)
+      : reducer_(reducer),
+        runner_(std::move(runner)),
+        choose_delivery_(std::move(choose_delivery)) {}
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override;
   at::Tensor parseHookResult(const c10::IValue& result) override;
@@ -49,20 +53,23 @@ class DdpHook : public c10d::CommHookInterface {
   // Runs the hook; null where it failed, with the reason in running.failure.
   c10::intrusive_ptr<c10::ivalue::Future> start(c10d::GradBucket& bucket, Running& running,
                                                 bool first);
+  void choose_delivery();
   bool begins_backward(int64_t index, const at::Tensor& parameter) const;
 
   // A bucket of the running backward. Shared with the callback that completes it.
   struct Running {
     std::vector<at::Tensor> parameters;
     at::Tensor buffer;
-    std::optional<BucketSpec> spec;  // missing where the hook did not come to give a result
+    std::optional<ResultSpec> spec;  // missing where the hook did not come to give a result
     c10::intrusive_ptr<c10::ivalue::Future> future;
     std::exception_ptr failure;
   };
   at::Tensor deliver(const Running& running, const at::Tensor& result) const;
 
+  c10d::Reducer& reducer_;  // which owns this
   PyRef runner_;
-  Delivery delivery_;
+  PyRef choose_delivery_;
+  std::optional<Delivery> delivery_;
   // By a number of our own: in the first step of a static graph the reducer gives every bucket the
   // index 0.
   std::map<int64_t, std::shared_ptr<Running>> running_;

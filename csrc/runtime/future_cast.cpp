@@ -3,6 +3,7 @@
 #include <tuple>
 
 #include "runtime/hook_result.h"
+#include "runtime/hook_runner.h"
 #include "runtime/unflatten.h"
 
 namespace py = pybind11;
@@ -20,14 +21,17 @@ bool is_that_memory(const at::Tensor& source, const at::Tensor& tensor) {
 
 }  // namespace
 
-std::shared_ptr<PythonFutureWrapper> cast_into(const std::shared_ptr<PythonFutureWrapper>& future,
-                                               const py::object& destination) {
-  TORCH_CHECK_TYPE(future != nullptr, "cast_into: future must be a torch.futures.Future, got None");
+std::shared_ptr<PythonFutureWrapper> cast_into(const py::object& returned,
+                                               const py::object& destination, at::ScalarType dtype,
+                                               const std::string& where) {
+  const auto future = as_future(returned, where).cast<std::shared_ptr<PythonFutureWrapper>>();
   const auto tensor = destination.cast<at::Tensor>();
+  ResultSpec spec(where, tensor);
+  spec.dtype = dtype;
   // PyTorch's reducer takes nothing but a Python object. Made here, it is only passed on later.
   const c10::IValue value = torch::jit::toIValue(destination, c10::PyObjectType::get());
-  auto finish = [tensor, value](Future& done) {
-    const at::Tensor source = tensor_in(done.value(), "cast_into");
+  auto finish = [tensor, value, spec = std::move(spec)](Future& done) {
+    const at::Tensor source = check_result(tensor_in(done.value(), spec.where), spec);
     if (tensor.layout() != at::kStrided) {
       py::gil_scoped_acquire gil;  // a sparse result has its own number of entries: a new object
       return std::tuple<c10::IValue, std::vector<Future::WeakStorage>>(

@@ -14,24 +14,30 @@ std::string text_attribute(const py::handle& object, const char* name) {
     PyErr_Clear();
     return "";
   }
-  return py::isinstance<py::str>(value) ? value.cast<std::string>() : "";
+  Py_ssize_t size = 0;
+  const char* text =
+      PyUnicode_Check(value.ptr()) ? PyUnicode_AsUTF8AndSize(value.ptr(), &size) : nullptr;
+  if (text == nullptr) {
+    PyErr_Clear();  // no string, or one that UTF-8 has no form for
+    return "";
+  }
+  return {text, static_cast<size_t>(size)};
 }
 
 std::string qualified(const std::string& module, const std::string& name) {
   return module.empty() || module == "builtins" ? name : module + "." + name;
 }
 
-}  // namespace
-
-std::string hook_name(const py::handle& hook) {
+std::string name_within(const py::handle& hook, int depth) {
+  // What is called partial may hold itself.
+  if (depth > 4) {
+    return "...";
+  }
   try {
     const py::handle type(reinterpret_cast<PyObject*>(Py_TYPE(hook.ptr())));
     const auto type_module = text_attribute(type, "__module__");
     if (type_module == "functools" && py::hasattr(hook, "func")) {
-      const py::object inner = hook.attr("func");
-      // Python flattens partials of partials; one that was made to hold another could hold itself.
-      const bool nested = Py_TYPE(inner.ptr()) == Py_TYPE(hook.ptr());
-      return "partial of " + (nested ? "a partial" : hook_name(inner));
+      return "partial of " + name_within(hook.attr("func"), depth + 1);
     }
     if (type_module.rfind("torch_commhook.hooks", 0) == 0) {
       return py::str(hook).cast<std::string>();  // these print as they are written
@@ -45,6 +51,10 @@ std::string hook_name(const py::handle& hook) {
     return "<unknown>";
   }
 }
+
+}  // namespace
+
+std::string hook_name(const py::handle& hook) { return name_within(hook, 0); }
 
 std::string bucket_name(int64_t index, int64_t count) {
   return c10::str("bucket ", index, " of ", count);

@@ -22,35 +22,29 @@ std::string shape_name(at::IntArrayRef sizes) {
 
 }  // namespace
 
-BucketSpec::BucketSpec(std::string hook, int64_t index, int64_t count, const at::Tensor& buffer)
-    : hook(std::move(hook)),
-      index(index),
-      count(count),
+ResultSpec::ResultSpec(std::string where, const at::Tensor& buffer)
+    : where(std::move(where)),
       sizes(buffer.sizes().vec()),
       dtype(buffer.scalar_type()),
       device(buffer.device()),
       layout(buffer.layout()) {}
 
-std::string BucketSpec::name() const {
-  return hook.empty() ? bucket_name(index, count) : hook_on_bucket(hook, index, count);
-}
-
-at::Tensor check_result(const at::Tensor& result, const BucketSpec& spec) {
-  TORCH_CHECK_TYPE(result.defined(), spec.name(), kExpected, "an undefined tensor");
-  TORCH_CHECK_TYPE(result.layout() == spec.layout, spec.name(),
+at::Tensor check_result(const at::Tensor& result, const ResultSpec& spec) {
+  TORCH_CHECK_TYPE(result.defined(), spec.where, kExpected, "an undefined tensor");
+  TORCH_CHECK_TYPE(result.layout() == spec.layout, spec.where,
                    ": the result must have the bucket's layout, ", spec.layout, ", got ",
                    result.layout());
-  TORCH_CHECK_TYPE(result.scalar_type() == spec.dtype, spec.name(), ": the result must have dtype ",
+  TORCH_CHECK_TYPE(result.scalar_type() == spec.dtype, spec.where, ": the result must have dtype ",
                    dtype_name(spec.dtype), ", got ", dtype_name(result.scalar_type()));
-  TORCH_CHECK_VALUE(result.device() == spec.device, spec.name(), ": the result must be on ",
+  TORCH_CHECK_VALUE(result.device() == spec.device, spec.where, ": the result must be on ",
                     spec.device, ", got ", result.device());
   if (spec.layout != at::kStrided) {
-    TORCH_CHECK_VALUE(result.sizes() == at::IntArrayRef(spec.sizes), spec.name(),
+    TORCH_CHECK_VALUE(result.sizes() == at::IntArrayRef(spec.sizes), spec.where,
                       ": the result must have ", shape_name(spec.sizes), ", got ",
                       shape_name(result.sizes()));
     return result;
   }
-  TORCH_CHECK_VALUE(result.numel() == c10::multiply_integers(spec.sizes), spec.name(),
+  TORCH_CHECK_VALUE(result.numel() == c10::multiply_integers(spec.sizes), spec.where,
                     ": the result must have ", c10::multiply_integers(spec.sizes),
                     " elements, one for each of the bucket's, got ", shape_name(result.sizes()));
   return result.sizes() == at::IntArrayRef(spec.sizes) && result.is_contiguous()

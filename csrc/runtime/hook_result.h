@@ -11,24 +11,20 @@
 
 namespace commhook {
 
-// What a bucket's result must be like, and how errors name it.
-struct BucketSpec {
-  std::string hook;  // may be empty
-  int64_t index;
-  int64_t count;
+// What a bucket's result must be like.
+struct ResultSpec {
+  std::string where;  // begins every error: "hook 'f' on bucket 1 of 4", say
   std::vector<int64_t> sizes;
   at::ScalarType dtype;
   at::Device device;
   at::Layout layout;
 
-  BucketSpec(std::string hook, int64_t index, int64_t count, const at::Tensor& buffer);
-  // "hook 'f' on bucket 1 of 4", or "bucket 1 of 4".
-  std::string name() const;
+  ResultSpec(std::string where, const at::Tensor& buffer);
 };
 
 // Checks length, dtype, device and layout, and returns the result as a contiguous tensor of the
 // buffer's shape. Throws TypeError or ValueError. No GIL needed.
-at::Tensor check_result(const at::Tensor& result, const BucketSpec& spec);
+at::Tensor check_result(const at::Tensor& result, const ResultSpec& spec);
 
 // The tensor in a completed Future's value: a tensor, a list or tuple of one tensor, or an
 // exception (which torch.futures.Future.set_exception stores as a value), which is raised with its

@@ -27,8 +27,24 @@ void add_note(const py::error_already_set& error, const std::string& where) {
 }
 
 std::string where_of(const py::object& hook, const py::object& bucket) {
-  const auto [index, count] = index_and_count(bucket);
-  return hook_on_bucket(hook_name(hook), index, count);
+  try {
+    const auto [index, count] = index_and_count(bucket);
+    return hook_on_bucket(hook_name(hook), index, count);
+  } catch (const std::exception&) {
+    // A bucket that is none: what the hook made of it is the error to tell.
+    return "hook '" + hook_name(hook) + "' on " + type_name(bucket);
+  }
+}
+
+// call(), which runs the hook, with a note on what it raises.
+template <typename Call>
+py::object noted(const py::object& hook, const py::object& bucket, const Call& call) {
+  try {
+    return call();
+  } catch (const py::error_already_set& error) {
+    add_note(error, where_of(hook, bucket));
+    throw;
+  }
 }
 
 }  // namespace
@@ -65,17 +81,15 @@ py::object as_future(const py::object& returned, const std::string& where) {
 }
 
 py::object run_hook(const py::object& hook, const py::object& state, const py::object& bucket) {
-  py::object returned;
-  try {
-    returned = hook(state, bucket);
-  } catch (const py::error_already_set& error) {
-    add_note(error, where_of(hook, bucket));
-    throw;
-  }
+  const py::object returned = noted(hook, bucket, [&] { return hook(state, bucket); });
   if (py::isinstance<PythonFutureWrapper>(returned)) {
     return returned;  // the usual case needs no name
   }
   return as_future(returned, where_of(hook, bucket));
+}
+
+py::object run_average(const py::object& hook, const py::object& bucket) {
+  return noted(hook, bucket, [&] { return hook.attr("average")(bucket); });
 }
 
 }  // namespace commhook

@@ -15,6 +15,9 @@ namespace commhook {
 pybind11::object run_hook(const pybind11::object& hook, const pybind11::object& state,
                           const pybind11::object& bucket);
 
+// hook.average(bucket) of a hook of this library, whatever it returns. Exceptions as above.
+pybind11::object run_average(const pybind11::object& hook, const pybind11::object& bucket);
+
 // A bucket's index and the number of buckets, of our GradBucket or PyTorch's. Needs the GIL.
 std::pair<int64_t, int64_t> index_and_count(const pybind11::object& bucket);
 

@@ -15,8 +15,9 @@ namespace {
 
 at::Tensor parse_hook_result(const py::object& value, const py::object& bucket) {
   const auto [index, count] = commhook::index_and_count(bucket);
-  const commhook::BucketSpec spec("", index, count, bucket.attr("buffer")().cast<at::Tensor>());
-  return commhook::check_result(commhook::tensor_in(value, spec.name()), spec);
+  const commhook::ResultSpec spec(commhook::bucket_name(index, count),
+                                  bucket.attr("buffer")().cast<at::Tensor>());
+  return commhook::check_result(commhook::tensor_in(value, spec.where), spec);
 }
 
 }  // namespace
@@ -28,15 +29,22 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("hook_name", &commhook::hook_name, py::arg("hook"));
   m.def("check_hook", &commhook::check_hook, py::arg("hook"));
   m.def("run_hook", &commhook::run_hook, py::arg("hook"), py::arg("state"), py::arg("bucket"));
+  m.def("run_average", &commhook::run_average, py::arg("hook"), py::arg("bucket"));
   m.def("as_future", &commhook::as_future, py::arg("returned"), py::arg("where"));
   m.def("parse_hook_result", &parse_hook_result, py::arg("value"), py::arg("bucket"));
   m.def("make_grad_bucket", &commhook::make_grad_bucket, py::arg("index"), py::arg("bucket_count"),
         py::arg("buffer"), py::arg("offsets"), py::arg("lengths"), py::arg("parameters"),
         py::arg("sparse_grad_indices"));
   m.def("bucket_count", &commhook::bucket_count, py::arg("bucket"));
+  m.def(
+      "sparse_grad_indices", [](c10d::GradBucket& bucket) { return bucket.getSparseGradIndices(); },
+      py::arg("bucket"));
   m.def("register_ddp_hook", &commhook::register_ddp_hook, py::arg("reducer"), py::arg("runner"),
-        py::arg("delivery"));
+        py::arg("choose_delivery"));
   m.def("prefer_huge_pages", &commhook::prefer_huge_pages, py::arg("tensor"),
         py::call_guard<py::gil_scoped_release>());
-  m.def("cast_into", &commhook::cast_into, py::arg("future"), py::arg("destination"));
+  m.def("cast_into", &commhook::cast_into, py::arg("returned"), py::arg("destination"),
+        py::arg("dtype"), py::arg("where"));
+  m.def("hook_on_bucket", &commhook::hook_on_bucket, py::arg("hook"), py::arg("index"),
+        py::arg("count"));
 }

@@ -3,6 +3,8 @@
 # No `from __future__ import annotations` here: DDP compares a hook's annotations as they are, and
 # does not understand strings.
 
+import copy
+import warnings
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_commhook import _C
+from torch_commhook._runtime import hook_name
 from torch_commhook.bucket import GradBucket
 from torch_commhook.collectives import resolve_group
 
@@ -29,7 +32,7 @@ class Hook(ABC):
     """
 
     def __init__(self, process_group: Any = None) -> None:
-        self._process_group = process_group
+        self.process_group = process_group
         # DDP reads these of every hook, for its log.
         self.__name__ = self.__qualname__ = type(self).__name__
 
@@ -39,15 +42,24 @@ class Hook(ABC):
 
         Returns:
             A Future of a flat tensor with as many elements as the bucket. It may have another
-            dtype than the bucket where casting it back is all that is left to do: whoever takes
-            the result casts it on its way into the gradients.
+            dtype than the bucket, which :meth:`result_dtype` then tells, where casting it back is
+            all that is left to do: whoever takes the result casts it on its way into the
+            gradients. A tensor is taken for a Future that is complete.
         """
 
     # `bucket` has no annotation, since DDP takes only torch.distributed.GradBucket for one.
     def __call__(self, state: object, bucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[no-untyped-def]
-        """PyTorch's form of a hook: a Future of the average, in the bucket's dtype."""
+        """PyTorch's form of a hook: a Future of the average, in the bucket's dtype.
+
+        Raises:
+            TypeError: :meth:`average` returned neither a Future nor a tensor. Names hook and
+                bucket, as do errors about what the Future holds.
+            Exception: whatever :meth:`average` raised, with a note that names hook and bucket.
+        """
         bucket = GradBucket.wrap(bucket)
-        return _C.cast_into(self.average(bucket), bucket.buffer())
+        dtype = self.result_dtype(bucket)
+        where = _C.hook_on_bucket(hook_name(self), bucket.index(), bucket.bucket_count())
+        return _C.cast_into(_C.run_average(self, bucket), bucket.buffer(), dtype, where)
 
     def result_dtype(self, bucket: GradBucket) -> torch.dtype:
         """The dtype of what :meth:`average` gives for this bucket."""
@@ -59,11 +71,37 @@ class Hook(ABC):
         Raises:
             RuntimeError: there is none, and torch.distributed is not initialized.
         """
-        return resolve_group(self._process_group or bucket.process_group())
+        return resolve_group(self.process_group or bucket.process_group())
+
+    # Copies keep the group, and have buffers of their own. Process groups belong to one process,
+    # so that pickles go without.
+
+    def __copy__(self) -> "Hook":
+        return self._with_state(
+            {
+                name: copy.copy(value) if isinstance(value, Workspaces) else value
+                for name, value in self.__dict__.items()
+            }
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Hook":
+        group = self.process_group
+        memo[id(group)] = group
+        return self._with_state(copy.deepcopy(self.__dict__, memo))
+
+    def _with_state(self, state: dict[str, Any]) -> "Hook":
+        hook = type(self).__new__(type(self))
+        hook.__dict__.update(state)
+        return hook
 
     def __getstate__(self) -> dict[str, Any]:
-        # Process groups belong to one process.
-        return {**self.__dict__, "_process_group": None}
+        if self.process_group is not None:
+            warnings.warn(
+                f"{self}: a process group cannot be pickled, and is left out; the copy averages "
+                "over the ranks of the model that it is attached to",
+                stacklevel=2,
+            )
+        return {**self.__dict__, "process_group": None}
 
 
 class Workspaces:
