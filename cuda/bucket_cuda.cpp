@@ -36,6 +36,17 @@ void check_aligned(const char* op, const char* argument, int64_t index, const at
                     ", got one ", past, " bytes past such");
 }
 
+// visit(tensor) for each tensor that holds elements.
+template <typename Visit>
+void visit_tensors(const char* op, at::TensorList tensors, const Visit& visit) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (tensors[i].numel() > 0) {
+      check_aligned(op, "tensors", static_cast<int64_t>(i), tensors[i]);
+      visit(tensors[i]);
+    }
+  }
+}
+
 // Tensors to read. What is not contiguous is read through a contiguous copy, a pass over memory
 // more: a kernel that follows strides would be slow for all, and in a bucket's own layout
 // parameters of permuted memory, such as channels_last, are contiguous views.
@@ -43,12 +54,7 @@ class Sources {
  public:
   Sources(const char* op, at::TensorList tensors) {
     segments_.reserve(tensors.size());
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      const auto& tensor = tensors[i];
-      if (tensor.numel() == 0) {
-        continue;
-      }
-      check_aligned(op, "tensors", static_cast<int64_t>(i), tensor);
+    visit_tensors(op, tensors, [this](const at::Tensor& tensor) {
       const void* data = nullptr;
       if (tensor.is_contiguous()) {
         data = tensor.const_data_ptr();
@@ -57,7 +63,7 @@ class Sources {
         data = copies_.back().const_data_ptr();
       }
       segments_.push_back({data, tensor.numel(), dtype_of(tensor)});
-    }
+    });
   }
 
   c10::ArrayRef<Segment<const void>> segments() const { return segments_; }
@@ -73,12 +79,7 @@ class Destinations {
  public:
   Destinations(const char* op, at::TensorList tensors) {
     segments_.reserve(tensors.size());
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      const auto& tensor = tensors[i];
-      if (tensor.numel() == 0) {
-        continue;
-      }
-      check_aligned(op, "tensors", static_cast<int64_t>(i), tensor);
+    visit_tensors(op, tensors, [this](const at::Tensor& tensor) {
       void* data = nullptr;
       if (tensor.is_contiguous()) {
         data = tensor.mutable_data_ptr();
@@ -88,7 +89,7 @@ class Destinations {
         copies_.emplace_back(tensor, std::move(piece));
       }
       segments_.push_back({data, tensor.numel(), dtype_of(tensor)});
-    }
+    });
   }
 
   c10::ArrayRef<Segment<void>> segments() const { return segments_; }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_ops_errors import check_that_devices_must_agree
 from test_ops_reference import assert_same_bits, make
 
 import torch_commhook._ops as ops
@@ -189,25 +190,9 @@ def test_the_device_of_the_tensors_is_used():
     assert all((tensor == 2).all() for tensor in tensors)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_tensors_of_several_devices(device):
-    other = {"cpu": "cuda:0", "cuda": "cpu"}[device]
-    tensors = [torch.ones(2, device=device), torch.ones(2, device=other)]
-    contract = rf"tensors\[1\] must be on the device of ARGUMENT, {device}(:0)?, got {other}$"
-    among, beside_out, beside_buffer = (
-        contract.replace("ARGUMENT", argument) for argument in (r"tensors\[0\]", "out", "buffer")
-    )
-    buffer = torch.empty(4, device=device)
-    with pytest.raises(ValueError, match="^flatten: " + among):
-        ops.flatten(tensors)
-    with pytest.raises(ValueError, match="^flatten_stats: " + among):
-        ops.flatten_stats(tensors)
-    with pytest.raises(ValueError, match="^flatten: " + beside_out):
-        ops.flatten(tensors, out=buffer)
-    with pytest.raises(ValueError, match="^unflatten_into: " + beside_buffer):
-        ops.unflatten_into(buffer, tensors)
-    with pytest.raises(ValueError, match="^unflatten: " + beside_buffer.replace("tensors", "like")):
-        ops.unflatten(buffer, tensors)
+@pytest.mark.parametrize(("device", "other"), [("cpu", "cuda"), ("cuda", "cpu")])
+def test_tensors_of_several_devices(device, other):
+    check_that_devices_must_agree(device, other)
 
 
 def test_shared_memory():

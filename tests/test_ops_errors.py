@@ -175,25 +175,26 @@ def test_refused_by_the_fake_with_the_same_exception(case):
 # ---- devices -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_tensors_of_several_devices(device):
-    other = "meta" if device == "cpu" else "cpu"
+def check_that_devices_must_agree(device: str, other: str) -> None:
+    """Each operator, with tensors[0] and the buffer on ``device`` and tensors[1] on ``other``."""
     tensors = [torch.ones(2, device=device), torch.ones(2, device=other)]
-    contract = rf"tensors\[1\] must be on the device of ARGUMENT, {device}, got {other}$"
-    among, beside_out, beside_buffer = (
-        contract.replace("ARGUMENT", argument) for argument in (r"tensors\[0\]", "out", "buffer")
-    )
     buffer = torch.empty(4, device=device)
-    with pytest.raises(ValueError, match="^flatten: " + among):
-        ops.flatten(tensors)
-    with pytest.raises(ValueError, match="^flatten_stats: " + among):
-        ops.flatten_stats(tensors)
-    with pytest.raises(ValueError, match="^flatten: " + beside_out):
-        ops.flatten(tensors, out=buffer)
-    with pytest.raises(ValueError, match="^unflatten_into: " + beside_buffer):
-        ops.unflatten_into(buffer, tensors)
-    with pytest.raises(ValueError, match="^unflatten: " + beside_buffer.replace("tensors", "like")):
-        ops.unflatten(buffer, tensors)
+    home, away = tensors[0].device, tensors[1].device
+    for op, argument, beside, call in (
+        ("flatten", "tensors", r"tensors\[0\]", lambda: ops.flatten(tensors)),
+        ("flatten_stats", "tensors", r"tensors\[0\]", lambda: ops.flatten_stats(tensors)),
+        ("flatten", "tensors", "out", lambda: ops.flatten(tensors, out=buffer)),
+        ("unflatten_into", "tensors", "buffer", lambda: ops.unflatten_into(buffer, tensors)),
+        ("unflatten", "like", "buffer", lambda: ops.unflatten(buffer, tensors)),
+    ):
+        message = rf"^{op}: {argument}\[1\] must be on the device of {beside}, {home}, got {away}$"
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.parametrize(("device", "other"), [("cpu", "meta"), ("meta", "cpu")])
+def test_tensors_of_several_devices(device, other):
+    check_that_devices_must_agree(device, other)
 
 
 def test_a_buffer_of_another_device():

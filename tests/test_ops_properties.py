@@ -87,8 +87,15 @@ def total(tensors: list[torch.Tensor]) -> int:
     return sum(tensor.numel() for tensor in tensors)
 
 
+def random_buffer(tensors: list[torch.Tensor], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(total(tensors), generator=generator).to(dtype)
+
+
 lists = st.lists(views(), min_size=1, max_size=8)
-scales = st.one_of(st.just(1.0), st.floats(-1e3, 1e3), st.sampled_from((2.0**-30, 1e30)))
+# 1e39 is infinite where scaling is done in float32.
+EXTREME = (2.0**-30, 1e30, 1e39, math.inf, -math.inf, math.nan)
+scales = st.one_of(st.just(1.0), st.floats(-1e3, 1e3), st.sampled_from(EXTREME))
 dtypes = st.sampled_from(DTYPES)
 
 
@@ -109,7 +116,7 @@ def test_the_sum_of_squares_is_the_reference(inputs, scale, dtype):
     tensors = tensors_of(inputs)
     actual = float(ops.flatten_stats(tensors, scale=scale, dtype=dtype).sum_of_squares)
     expected = expected_sum_of_squares(tensors, scale, dtype)
-    assert actual == pytest.approx(expected, rel=1e-12, abs=0)
+    assert actual == pytest.approx(expected, rel=1e-12, abs=0, nan_ok=True)
 
 
 @repeatable
@@ -131,8 +138,7 @@ def test_flatten_writes_nothing_but_out(inputs, scale, dtype, offset):
 @given(lists, dtypes, st.integers(0, 1 << 30), scales)
 def test_unflatten_into_writes_nothing_but_the_tensors(outputs, dtype, seed, scale):
     tensors = tensors_of(outputs)
-    generator = torch.Generator().manual_seed(seed)
-    buffer = torch.randn(total(tensors), generator=generator).to(dtype)
+    buffer = random_buffer(tensors, dtype, seed)
     old_buffer = buffer.clone()
     before = [view.untouched() for view in outputs]
     expected = expected_unflatten(buffer, tensors, scale)
@@ -147,8 +153,7 @@ def test_unflatten_into_writes_nothing_but_the_tensors(outputs, dtype, seed, sca
 @given(lists, dtypes, st.integers(0, 1 << 30), scales)
 def test_unflatten_is_unflatten_into_new_tensors(models, dtype, seed, scale):
     like = tensors_of(models)
-    generator = torch.Generator().manual_seed(seed)
-    buffer = torch.randn(total(like), generator=generator).to(dtype)
+    buffer = random_buffer(like, dtype, seed)
     before = [view.memory.clone() for view in models]
     results = ops.unflatten(buffer, like, scale=scale)
     for result, right, model in zip(
