@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
@@ -238,6 +239,53 @@ def _join(rank: int) -> list[torch.Tensor]:
 def test_uneven_inputs_with_join(two_ranks: RankPool) -> None:
     first, second = two_ranks.run(_join)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+class InJoinError(Exception):
+    pass
+
+
+def _fails_in_join(rank: int, how: str) -> str:
+    torch.manual_seed(0)
+    model = DDP(torch.nn.Linear(3, 2))
+    steps = 0
+
+    def hook(state: object, bucket: GradBucket) -> torch.futures.Future:
+        nonlocal steps
+        steps += 1
+        future = collectives.all_reduce(bucket.buffer())
+        if steps < 3:
+            return future
+        if how == "raises":
+            raise InJoinError("boo")
+        if how == "too long":
+            return future.then(lambda done: torch.ones(99))
+        return future.then(lambda done: [][0])
+
+    attach(model, hook)
+    try:
+        with model.join():
+            for _ in range(2 + rank):  # in the third step rank 0 has run out
+                model(torch.ones(2, 3)).sum().backward()
+    except (InJoinError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raises", "InJoinError: boo"),
+        (
+            "too long",
+            r"ValueError: hook '.*hook' on bucket 0 of 1: the result must have 8 elements",
+        ),
+        ("callback", r"RuntimeError: hook '.*hook' on bucket 0 of 1: (.|\n)*IndexError"),
+    ],
+)
+def test_errors_of_a_rank_that_has_run_out(two_ranks: RankPool, how: str, message: str) -> None:
+    for got in two_ranks.run(_fails_in_join, how):
+        assert re.match(message, got), got
 
 
 def _sparse(rank: int, way: str) -> torch.Tensor:

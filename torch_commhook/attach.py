@@ -192,6 +192,9 @@ def attach(model: torch.nn.Module, hook: Callable[..., Any], *, state: object = 
     An exception that the hook raises comes out of ``backward()`` with its type and traceback, and
     the next backward works. All ranks must attach the same hook between the same two steps.
 
+    Under ``model.join()`` a rank that has run out of inputs adds zeros, and hooks of this library
+    divide by all ranks, as with ``divide_by_initial_world_size=True``.
+
     Raises:
         TypeError: the model is no DistributedDataParallel, or :func:`torch_commhook.check_hook`
             refuses the hook.

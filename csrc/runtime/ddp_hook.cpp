@@ -1,5 +1,6 @@
 #include "runtime/ddp_hook.h"
 
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <algorithm>
@@ -135,6 +136,9 @@ c10::intrusive_ptr<Future> DdpHook::runHook(c10d::GradBucket& bucket) {
   }
   const int64_t number = ++next_number_;
   running_.emplace(number, running);
+  // DDP calls its hook from Python for the gradients of zeros of a rank that has run out of inputs
+  // (join). Nobody takes the results then, and only the Future can tell what failed.
+  const bool in_backward = torch::autograd::get_current_graph_task_id() >= 0;
   c10::intrusive_ptr<Future> future;
   if (failure_) {
     running->failure = failure_;
@@ -147,16 +151,27 @@ c10::intrusive_ptr<Future> DdpHook::runHook(c10d::GradBucket& bucket) {
   // then write into the next step's gradients.
   if (future == nullptr) {
     running->future = c10::make_intrusive<Future>(c10::AnyType::get());
+    if (!in_backward) {
+      running->future->markCompleted();
+      wait_for_all();
+      std::rethrow_exception(running->failure);
+    }
     running->future->markCompleted(c10::ivalue::Tuple::create({c10::IValue(number), {}}));
     return running->future;
   }
   // The callback holds no Python object and needs no GIL.
   running->future = future->then(
-      [number, running = std::weak_ptr<Running>(running)](
+      [number, in_backward, spec = *running->spec, running = std::weak_ptr<Running>(running)](
           Future& done) -> std::tuple<c10::IValue, std::vector<Future::WeakStorage>> {
+        if (!in_backward) {
+          if (done.hasError()) {
+            std::rethrow_exception(named(spec.where, done.exception_ptr()));
+          }
+          check_result(tensor_in(done.value(), spec.where), spec);
+        }
         if (done.hasError()) {
           if (const auto failed = running.lock()) {
-            failed->failure = named(failed->spec->where, done.exception_ptr());
+            failed->failure = named(spec.where, done.exception_ptr());
           }
           return {c10::ivalue::Tuple::create({c10::IValue(number), {}}), {}};
         }
@@ -176,11 +191,19 @@ at::Tensor DdpHook::parseHookResult(const c10::IValue& result) {
     const auto& spec = *running->spec;
     return deliver(*running, check_result(tensor_in(elements[1], spec.where), spec));
   } catch (...) {
-    // The reducer will wait for no other bucket now.
-    for (const auto& other : running_) {
-      other.second->future->wait();
-    }
+    wait_for_all();  // since the reducer will wait for no other bucket now
     throw;
+  }
+}
+
+void DdpHook::wait_for_all() const {
+  // What completes them may be in Python.
+  std::optional<py::gil_scoped_release> no_gil;
+  if (PyGILState_Check()) {
+    no_gil.emplace();
+  }
+  for (const auto& running : running_) {
+    running.second->future->wait();
   }
 }
 

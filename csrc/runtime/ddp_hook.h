@@ -54,6 +54,7 @@ class DdpHook : public c10d::CommHookInterface {
   c10::intrusive_ptr<c10::ivalue::Future> start(c10d::GradBucket& bucket, Running& running,
                                                 bool first);
   void choose_delivery();
+  void wait_for_all() const;
   bool begins_backward(int64_t index, const at::Tensor& parameter) const;
 
   // A bucket of the running backward. Shared with the callback that completes it.
