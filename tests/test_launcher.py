@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from train_processes import TINY, TrainProcess, start_train
+from train_processes import LIMIT_SECONDS, TINY, TrainProcess, start_train
 
 from torch_commhook.cli import launcher, rank_process
 from torch_commhook.cli.launcher import launch
@@ -33,6 +35,9 @@ part.write_text(str(os.getpid()))
 part.rename(f"pid-{{rank}}")
 while not all(os.path.exists(f"pid-{{other}}") for other in range(size)):
     time.sleep(0.01)  # so that what follows happens in all ranks at about the same time
+def linger():
+    time.sleep(60)
+    pathlib.Path(f"lingered-{{rank}}").touch()  # nobody has ended this rank
 """
 
 
@@ -42,20 +47,26 @@ def _command(tmp_path: Path, body: str) -> list[str]:
     return [sys.executable, str(script)]
 
 
+def _wait_for(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
 def _pids(tmp_path: Path, ranks: int) -> list[int]:
     """The process ids of all ranks, once all run."""
-    deadline = time.monotonic() + 20
     files = [tmp_path / f"pid-{rank}" for rank in range(ranks)]
-    while not all(file.exists() for file in files):
-        assert time.monotonic() < deadline, "the ranks did not start"
-        time.sleep(0.02)
+    _wait_for(lambda: all(file.exists() for file in files), "the ranks did not start")
     return [int(file.read_text()) for file in files]
 
 
-def _assert_gone(pids: list[int]) -> None:
-    for pid in pids:
+def _assert_were_ended(tmp_path: Path, ranks: int) -> None:
+    """Fail where a rank still runs, or came to its own end in ``linger``."""
+    for pid in _pids(tmp_path, ranks):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+    assert list(tmp_path.glob("lingered-*")) == []
 
 
 @pytest.fixture(autouse=True)
@@ -63,12 +74,13 @@ def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def _when_running(tmp_path: Path, ranks: int, action: object) -> threading.Thread:
+def _when_running(
+    tmp_path: Path, ranks: int, action: Callable[[list[int]], None]
+) -> threading.Thread:
     """Call ``action(pids)`` in a thread once all ranks run."""
 
     def act() -> None:
-        pids = _pids(tmp_path, ranks)
-        action(pids)  # type: ignore[operator]
+        action(_pids(tmp_path, ranks))
 
     thread = threading.Thread(target=act)
     thread.start()
@@ -99,32 +111,31 @@ def test_warnings_are_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
     ("body", "message"),
     [
         (
-            "rank == 1 and sys.exit('the disk is on fire')\ntime.sleep(60)",
+            "rank == 1 and sys.exit('the disk is on fire')\nlinger()",
             "rank 1 ended with exit code 1; the other 2 ended too\n  the disk is on fire\n",
         ),
         (
-            "rank == 2 and os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)",
+            "rank == 2 and os.kill(os.getpid(), signal.SIGKILL)\nlinger()",
             "rank 2 was killed by SIGKILL (9)",
         ),
         (
-            "rank == 0 and os.kill(os.getpid(), signal.SIGSEGV)\ntime.sleep(60)",
+            "rank == 0 and os.kill(os.getpid(), signal.SIGSEGV)\nlinger()",
             "rank 0 was killed by SIGSEGV (11)",
         ),
         (  # rank 0 only noticed, and told it first: the cause is rank 1's
             "error = RuntimeError('Connection closed by peer') if rank == 0 else ValueError('mine')"
-            "\nrank < 2 and rank_process.fail(error, rank)\ntime.sleep(60)",
+            "\nrank < 2 and rank_process.fail(error, rank)\nlinger()",
             "rank 1 failed: ValueError: mine; the other 2 ended too\n  full output:",
         ),
         (  # a signal is the cause of whatever the others say, also if it is seen a little later
             "rank == 0 and rank_process.fail(RuntimeError('Broken pipe'), rank)\n"
             "first = pathlib.Path(os.environ['COMMHOOK_LAUNCHER_FOLDER']) / 'failure-0.json'\n"
             "while not first.exists(): time.sleep(0.01)\n"
-            "time.sleep(0.1)\nrank == 1 and os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)",
+            "time.sleep(0.1)\nrank == 1 and os.kill(os.getpid(), signal.SIGKILL)\nlinger()",
             "rank 1 was killed by SIGKILL (9)",
         ),
         (
-            "rank == 0 and rank_process.fail(RuntimeError('Timed out after 5 s'), rank)\n"
-            "time.sleep(60)",
+            "rank == 0 and rank_process.fail(RuntimeError('Timed out after 5 s'), rank)\nlinger()",
             "rank 0 lost another rank: RuntimeError: Timed out after 5 s",
         ),
     ],
@@ -132,10 +143,8 @@ def test_warnings_are_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
 def test_one_failing_rank_ends_all_with_its_message(
     body: str, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    started = time.monotonic()
     assert launch(_command(tmp_path, body), 3, tmp_path / "out", 1) == 1
-    assert time.monotonic() - started < 10
-    _assert_gone(_pids(tmp_path, 3))
+    _assert_were_ended(tmp_path, 3)
     error = capfd.readouterr().err
     assert error.startswith(f"commhook train: {message}")
     assert error.count("commhook train:") == 1
@@ -146,15 +155,14 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(
 ) -> None:
     monkeypatch.setattr(launcher, "_GRACE_SECONDS", 0.5)
     body = (
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: pathlib.Path('asked').touch())\n"
         "rank == 0 and pathlib.Path('ready').touch()\n"
         "while not pathlib.Path('ready').exists(): time.sleep(0.02)\n"
-        "rank == 1 and sys.exit(3)\ntime.sleep(60)"
+        "rank == 1 and sys.exit(3)\nlinger()"
     )
-    started = time.monotonic()
     assert launch(_command(tmp_path, body), 2, tmp_path / "out", 1) == 1
-    assert time.monotonic() - started > 0.5  # the grace
-    _assert_gone(_pids(tmp_path, 2))
+    assert (tmp_path / "asked").exists()  # it had the time to take SIGTERM
+    _assert_were_ended(tmp_path, 2)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -163,14 +171,53 @@ def test_a_signal_to_the_launcher_ends_all(
 ) -> None:
     before = signal.getsignal(number)
     thread = _when_running(tmp_path, 2, lambda pids: os.kill(os.getpid(), number))
-    code = launch(_command(tmp_path, "time.sleep(60)"), 2, tmp_path / "out", 1)
+    code = launch(_command(tmp_path, "linger()"), 2, tmp_path / "out", 1)
     thread.join()
     assert code == 128 + number
-    _assert_gone(_pids(tmp_path, 2))
+    _assert_were_ended(tmp_path, 2)
     error = capfd.readouterr().err
     assert error.count("\n") == 1
     assert "all 2 ranks ended" in error
     assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_only_the_steps_of_this_run_are_claimed(
+    steps: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out, told = tmp_path / "out", tmp_path / "told"
+    out.mkdir()
+    (out / "metrics.jsonl").write_text('{"step": 1}\n')  # of an earlier run
+    tell = "rank == 0 and rank_process.tell_first_step()\n" if steps else ""
+
+    def interrupt(pids: list[int]) -> None:
+        _wait_for(told.exists, "rank 0 did not come so far")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = _when_running(tmp_path, 2, interrupt)
+    body = f"{tell}rank == 0 and pathlib.Path('told').touch()\nlinger()"
+    assert launch(_command(tmp_path, body), 2, out, 1) == 130
+    thread.join()
+    assert (f"; the steps so far are in {out}" in capfd.readouterr().err) == steps
+
+
+def test_a_machine_without_room_for_a_rank_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = _command(tmp_path, "linger()")
+    start = subprocess.Popen
+
+    def popen(*arguments: object, env: dict[str, str], **more: object) -> object:
+        if env["RANK"] == "2":
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return start(*arguments, env=env, **more)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    assert launch(command, 3, tmp_path / "out", 1) == 1
+    assert list(tmp_path.glob("lingered-*")) == []
+    error = capfd.readouterr().err
+    assert error.startswith("commhook train: rank 2 of 3 can't be started: ")
+    assert error.count("\n") == 1
 
 
 def test_ctrl_c_does_not_reach_the_ranks_themselves(tmp_path: Path) -> None:
@@ -186,18 +233,25 @@ def test_ctrl_c_does_not_reach_the_ranks_themselves(tmp_path: Path) -> None:
     assert (tmp_path / "done-0").exists() and (tmp_path / "done-1").exists()
 
 
-def test_the_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
+def _assert_ranks_follow_a_killed_launcher(tmp_path: Path, ranks: int, launcher: str) -> None:
+    """Run the Python code ``launcher``, kill it once its ranks run, and see that they end."""
     script = tmp_path / "driver.py"
-    command = _command(tmp_path, "time.sleep(60)")
-    script.write_text(
-        "import pathlib\nfrom torch_commhook.cli.launcher import launch\n"
-        f"launch({command!r}, 2, pathlib.Path('out'), 1)\n"
-    )
+    script.write_text(launcher)
     with TrainProcess(script, folder=tmp_path) as driver:
-        _pids(tmp_path, 2)
+        _pids(tmp_path, ranks)
         os.kill(driver.process.pid, signal.SIGKILL)
         driver.wait()
         driver.assert_all_end()
+
+
+def test_the_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    command = _command(tmp_path, "linger()")
+    _assert_ranks_follow_a_killed_launcher(
+        tmp_path,
+        2,
+        "import pathlib\nfrom torch_commhook.cli.launcher import launch\n"
+        f"launch({command!r}, 2, pathlib.Path('out'), 1)\n",
+    )
 
 
 def test_the_watcher_ends_a_process_without_its_parent(tmp_path: Path) -> None:
@@ -205,19 +259,15 @@ def test_the_watcher_ends_a_process_without_its_parent(tmp_path: Path) -> None:
     child = tmp_path / "watched.py"
     child.write_text(
         _CHILD.replace("rank_process.tie_to_launcher", "(lambda pid: rank_process.watch_parent())")
-        + "time.sleep(60)"
+        + "linger()"
     )
-    script = tmp_path / "driver.py"
-    script.write_text(
+    _assert_ranks_follow_a_killed_launcher(
+        tmp_path,
+        1,
         "import subprocess, sys, os, time\n"
         "os.environ.update(RANK='0', WORLD_SIZE='1', COMMHOOK_LAUNCHER_PID='0')\n"
-        f"subprocess.Popen([sys.executable, {str(child)!r}])\ntime.sleep(60)\n"
+        f"subprocess.Popen([sys.executable, {str(child)!r}])\ntime.sleep(60)\n",
     )
-    with TrainProcess(script, folder=tmp_path) as driver:
-        _pids(tmp_path, 1)
-        os.kill(driver.process.pid, signal.SIGKILL)
-        driver.wait()
-        driver.assert_all_end()
 
 
 def test_a_late_rank_notices_that_its_launcher_is_gone_already(tmp_path: Path) -> None:
@@ -231,17 +281,76 @@ def test_a_late_rank_notices_that_its_launcher_is_gone_already(tmp_path: Path) -
 
 # ---- the whole command ---------------------------------------------------------------------------
 
+
+@pytest.mark.parametrize("start", ["-m", "commhook"])
+def test_ctrl_c_while_torch_is_imported_is_one_line(start: str, tmp_path: Path) -> None:
+    torch = tmp_path / "torch.py"  # found before the real one
+    torch.write_text("import pathlib, time\npathlib.Path('importing').touch()\ntime.sleep(60)\n")
+    script = tmp_path / "commhook"  # as pip makes it
+    script.write_text("from torch_commhook.cli.main import main\nmain()\n")
+    arguments = ("-m", "torch_commhook") if start == "-m" else (script,)
+    with TrainProcess(*arguments, "train", folder=tmp_path) as run:
+        _wait_for((tmp_path / "importing").exists, "torch is not imported")
+        while run.process.poll() is None:
+            os.killpg(run.process.pid, signal.SIGINT)
+            time.sleep(0.02)
+        assert run.wait() == 130
+        run.assert_all_end()
+        assert run.stderr == "commhook: interrupted (Ctrl-C)\n"
+
+
+def test_importing_the_package_leaves_ctrl_c_as_it_is(tmp_path: Path) -> None:
+    code = (
+        "import signal, torch_commhook\n"
+        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
+    )
+    with TrainProcess("-c", code, "train", folder=tmp_path) as run:
+        assert run.wait() == 0, run.stderr
+
+
+@pytest.mark.parametrize("when", ["before there are ranks", "when they have ended"])
+def test_more_than_one_ctrl_c_is_one_line_and_exit_code_130(when: str, tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    if when == "before there are ranks":
+        body = f"pathlib.Path({str(ready)!r}).touch()\n    time.sleep(60)"
+        message = "commhook: interrupted (Ctrl-C)\n"
+    else:
+        command = _command(tmp_path, "linger()")
+        body = f"return launch({command!r}, 1, pathlib.Path('out'), 1)"
+        ready = tmp_path / "pid-0"
+        message = "commhook train: interrupted (Ctrl-C), the rank ended\n"
+    script = tmp_path / "driver.py"
+    script.write_text(
+        "import pathlib, sys, time\n"
+        "from torch_commhook.cli import train\n"
+        "from torch_commhook.cli.launcher import launch\n"
+        "from torch_commhook.cli.main import main\n"
+        f"def run(argv):\n    {body}\n"
+        "train.main = run\n"
+        "sys.exit(main())\n"
+    )
+    with TrainProcess(script, "train", folder=tmp_path) as run:
+        _wait_for(ready.exists, "it did not start")
+        while run.process.poll() is None:
+            os.killpg(run.process.pid, signal.SIGINT)
+            time.sleep(0.02)
+        assert run.wait() == 130
+        run.assert_all_end()
+        assert run.stderr == message
+
+
 _LONG = ("--hook", "none", "--steps", "1000000", "--log-every", "1000000")
 
 
 def test_ctrl_c_ends_a_training_run(tmp_path: Path) -> None:
     with start_train(*_LONG, folder=tmp_path) as run:
-        run.wait_for_steps(tmp_path / "out" / "metrics.jsonl")
+        run.wait_for_steps(tmp_path / "out" / "metrics.jsonl", 2)
         os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: to all of them
         assert run.wait(5) == 130
         run.assert_all_end(0.5)
         assert run.stderr.count("\n") == 1
-        assert run.stderr.startswith("commhook train: interrupted (Ctrl-C), all 2 ranks ended")
+        ended = "commhook train: interrupted (Ctrl-C), all 2 ranks ended; the steps so far are in "
+        assert run.stderr.startswith(ended)
 
 
 def test_a_killed_rank_ends_a_training_run(tmp_path: Path) -> None:

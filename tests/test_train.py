@@ -12,10 +12,14 @@ import pytest
 import torch
 from train_processes import TINY, TrainProcess, read_metrics, start_train
 
+from torch_commhook import hooks as library_hooks
 from torch_commhook.cli import train
-from torch_commhook.cli.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from torch_commhook.cli.checkpoint import read_checkpoint
+from torch_commhook.cli.hook_expression import HookExpressionError, check_hook
 from torch_commhook.cli.main import main
-from torch_commhook.cli.train_options import TrainConfig, parse_options
+from torch_commhook.cli.outputs import checkpoint_path
+from torch_commhook.cli.place import Place, read_place
+from torch_commhook.cli.train_options import MOST_RANKS, available_cores, parse_options
 from torch_commhook.cli.transformer import ByteTransformer
 
 processes = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
@@ -160,16 +164,21 @@ def test_a_failing_hook_is_one_message_with_its_rank(tmp_path: Path) -> None:
 # ---- options -------------------------------------------------------------------------------------
 
 
+_WORLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
 @pytest.fixture
 def _no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail if anything is started."""
-    from torch_commhook.cli import launcher
+    """Fail if anything is started, or this process becomes a rank."""
+    from torch_commhook.cli import launcher, rank_process
 
     def launch(*arguments: object) -> int:
         raise AssertionError("a wrong command line must not start ranks")
 
     monkeypatch.setattr(launcher, "launch", launch)
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "COMMHOOK_LAUNCHER_PID"):
+    for name in ("tie_to_launcher", "end_on_signals"):
+        monkeypatch.setattr(rank_process, name, launch)
+    for name in (*_WORLD, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "COMMHOOK_LAUNCHER_PID"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -183,26 +192,33 @@ def _no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--lr nan", "argument --lr: must be more than 0"),
         ("--seed -1", "argument --seed: must be from 0"),
         ("--ranks 0", "argument --ranks: must be at least 1"),
+        ("--ranks 1025", "argument --ranks: must be at most 1024, got 1025"),
         ("--dim 100 --heads 3", "argument --dim: must be a multiple of 2 * heads = 6, got 100"),
         ("--data missing.txt", "argument --data: missing.txt can't be read: No such file"),
         ("--data empty.txt", "argument --data: the data is empty"),
         ("--data ten.txt --seq 10", "must be longer than a sequence (10 bytes), got 10"),
         ("--data .", "argument --data: . can't be read: Is a directory"),
+        ("--data pipe --data-cap-mb 0.001", "argument --data: pipe can't be read: it is not a reg"),
+        ("--data /dev/zero --data-cap-mb 0.001", "argument --data: /dev/zero can't be read: it is"),
         ("--hook casst(bfloat16)", "argument --hook: hook 'casst(bfloat16)' names the unknown"),
         ("--hook missing.py:hook", "there is no file missing.py"),
         ("--hook none --compare", "argument --compare"),
         ("--save-every 2", "argument --save-every: needs --save"),
         ("--steps 4 --stop-after 5", "argument --stop-after: must be at most --steps 4, got 5"),
-        ("--resume missing.pt", "argument --resume: there is no file missing.pt"),
-        ("--resume ten.txt", "argument --resume: ten.txt is not a whole checkpoint"),
-        ("--resume other.pt", "argument --resume: other.pt is not a checkpoint of commhook train"),
-        ("--resume cut.pt", "argument --resume: cut.pt is not a whole checkpoint"),
-        ("--resume good.pt --dim 64", "argument --dim: must be 32 as in the checkpoint good.pt"),
-        ("--resume good.pt --seq 8", "argument --seq: must be 16 as in the checkpoint good.pt"),
-        ("--resume good.pt", "argument --steps: must be more than the 4 steps of the checkpoint"),
-        ("--resume good.pt --steps 9 --ranks 3", "holds the hook's state of 2 ranks"),
         ("--backend nccl --device cpu", "argument --backend: nccl needs --device cuda"),
         ("--out ten.txt", "argument --out: ten.txt is not a directory"),
+        ("--out ten.txt/new/out", "argument --out: ten.txt is not a directory"),
+        ("--out taken", "argument --out: taken/metrics.jsonl is a directory"),
+        pytest.param(
+            "--out /proc/out", "argument --out: /proc takes no new files", marks=processes
+        ),
+        ("--save taken", "argument --save: taken is a directory"),
+        ("--save ten.txt/c.pt", "argument --save: ten.txt is not a directory"),
+        ("--save pipe", "argument --save: pipe is not a regular file"),
+        ("--save at-{step} --steps 3", "argument --save: at-3 is a directory"),
+        pytest.param(
+            "--save /proc/new/c.pt", "argument --save: /proc takes no new files", marks=processes
+        ),
         ("--nonsense", "unrecognized arguments: --nonsense"),
     ],
 )
@@ -216,34 +232,109 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").touch()
     Path("ten.txt").write_bytes(b"0123456789")
-    torch.save({"model": {}}, "other.pt")
-    write_checkpoint(Path("good.pt"), _checkpoint())
-    Path("cut.pt").write_bytes(Path("good.pt").read_bytes()[:-500])
+    Path("taken", "metrics.jsonl").mkdir(parents=True)
+    Path("at-3").mkdir()
+    os.mkfifo("pipe")
+    pipe = os.open("pipe", os.O_RDWR)  # with 1 kB in it: who reads that much does not wait
+    os.write(pipe, bytes(1000))
+    before = sorted(Path().iterdir())
+    try:
+        error = _error_of(["train", *arguments.split()], capsys)
+    finally:
+        os.close(pipe)
+    assert message in error
+    assert sorted(Path().iterdir()) == before
+
+
+def _error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that ``main`` ends with, and exit code 2."""
     with pytest.raises(SystemExit) as ended:
-        main(["train", *arguments.split()])
+        main(arguments)
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("commhook train: error: ")
     assert error.count("\n") == 1
-    assert message in error
+    return error
+
+
+def test_places_that_can_be_written_are_left_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("old.pt").write_text("old")
+    for save in ("new/folder/{step}.pt", "old.pt"):
+        options = parse_options(["--out", "out/new", "--save", save])
+        assert options.out == Path("out/new")
+    assert list(Path().iterdir()) == [Path("old.pt")]
+    assert Path("old.pt").read_text() == "old"
+
+
+def test_the_step_in_a_checkpoints_path() -> None:
+    assert checkpoint_path(Path("a/c-{step}.pt"), 12) == Path("a/c-12.pt")
+    assert checkpoint_path(Path("a/c.pt"), 12) == Path("a/c.pt")
+
+
+@pytest.mark.usefixtures("_no_launch")
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({**_WORLD, "RANK": "abc"}, "RANK: must be a whole number from 0 to 1, got 'abc'"),
+        ({**_WORLD, "RANK": "2"}, "RANK: must be a whole number from 0 to 1, got '2'"),
+        ({**_WORLD, "WORLD_SIZE": "x"}, "WORLD_SIZE: must be a whole number of at least 1, got"),
+        ({**_WORLD, "WORLD_SIZE": "0"}, "WORLD_SIZE: must be a whole number of at least 1, got"),
+        ({**_WORLD, "LOCAL_RANK": "-1"}, "LOCAL_RANK: must be a whole number of at least 0, got"),
+        ({**_WORLD, "LOCAL_WORLD_SIZE": ""}, "LOCAL_WORLD_SIZE: must be a whole number of at le"),
+        ({**_WORLD, "MASTER_PORT": "http"}, "MASTER_PORT: must be a whole number from 0 to 65535"),
+        ({"COMMHOOK_LAUNCHER_PID": "abc"}, "COMMHOOK_LAUNCHER_PID: must be a whole num"),
+        (
+            {"COMMHOOK_LAUNCHER_PID": "1"},
+            "WORLD_SIZE: must be a whole number of at least 1, got no",
+        ),
+    ],
+)
+def test_an_environment_that_describes_no_place_is_one_line(
+    environment: dict[str, str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert f"environment variable {message}" in _error_of(["train"], capsys)
+
+
+def test_the_environment_gives_the_place() -> None:
+    assert read_place(_WORLD) == Place(1, 2, 1, 2)
+    assert read_place({**_WORLD, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}) == Place(1, 2, 0, 1)
+    ours = {"RANK": "0", "WORLD_SIZE": "3", "COMMHOOK_LAUNCHER_PID": "77"}
+    assert read_place(ours) == Place(0, 3, 0, 3, launcher_pid=77)
+    assert read_place({"WORLD_SIZE": "x", "RANK": "0"}) is None  # a world has an address as well
 
 
 def test_a_world_that_is_there_decides_the_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse_options([], world_size=5).config.ranks == 5
+    place = Place(0, 5, 0, 5)
+    assert parse_options([], place).config.ranks == 5
     with pytest.raises(SystemExit):
-        parse_options(["--ranks", "2"], world_size=5)
+        parse_options(["--ranks", "2"], place)
     assert "must be the 5 of the world that is there, got 2" in capsys.readouterr().err
+    many = MOST_RANKS + 1  # on many machines
+    assert parse_options([], Place(0, many, 0, 1)).config.ranks == many
 
 
-def test_what_is_not_given_comes_from_the_checkpoint(tmp_path: Path) -> None:
-    path = tmp_path / "good.pt"
-    write_checkpoint(path, _checkpoint())
-    options = parse_options(["--resume", str(path), "--steps", "9", "--batch", "5"])
-    assert (options.config.dim, options.config.seq, options.config.ranks) == (32, 16, 2)
-    assert (options.config.steps, options.config.batch) == (9, 5)
-    assert len(options.notes) == 2
-    assert any("--batch is 5, it was 4" in note for note in options.notes)
-    assert parse_options(["--resume", str(path), "--steps", "9"]).config.batch == 4
+def test_ranks_that_share_cores_are_a_note() -> None:
+    cores = available_cores()
+    assert parse_options(["--ranks", str(cores)]).notes == ()
+    (note,) = parse_options(["--ranks", str(cores + 1)]).notes
+    assert note.startswith(f"{cores + 1} ranks share {cores} core")
+
+
+def test_only_hooks_that_can_be_made_are_offered() -> None:
+    with pytest.raises(HookExpressionError, match=r"is one of .*allreduce, cast") as caught:
+        check_hook("nonsense")
+    assert "Hook," not in str(caught.value)
+    assert "Hook" in library_hooks.__all__
+    with pytest.raises(HookExpressionError, match="names the unknown hook 'Hook'"):
+        check_hook("Hook")
 
 
 def test_by_default_the_ranks_share_the_cores() -> None:
@@ -279,17 +370,3 @@ def test_ctrl_c_before_the_ranks_start_has_no_traceback(
     monkeypatch.setattr(train, "main", interrupted)
     assert main(["train"]) == 130
     assert capsys.readouterr().err == "commhook train: interrupted\n"
-
-
-def _checkpoint() -> Checkpoint:
-    config = TrainConfig(layers=1, dim=32, heads=2, seq=16, steps=4)
-    return Checkpoint(
-        config=config.to_plain(),
-        step=4,
-        model={"weight": torch.arange(1000.0)},
-        optimizer={"state": {}, "param_groups": [{"lr": 0.1}]},
-        rank_states=[{"hook": {"error": torch.ones(3)}, "rng": torch.get_rng_state()}] * 2,
-        data_fingerprint="00",
-        bytes_sent=None,
-        seconds=1.5,
-    )

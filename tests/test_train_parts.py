@@ -1,4 +1,4 @@
-"""The parts of ``train``: checkpoints, text, the model, the schedule and the report."""
+"""The parts of ``train``: text, the model, the schedule and the report."""
 
 from __future__ import annotations
 
@@ -15,87 +15,9 @@ import torch
 from train_processes import read_metrics
 
 from torch_commhook.cli import report, text_data
-from torch_commhook.cli.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    read_checkpoint,
-    to_cpu,
-    write_checkpoint,
-)
 from torch_commhook.cli.train_options import TrainConfig
-from torch_commhook.cli.train_rank import checkpoint_path, learning_rate
+from torch_commhook.cli.train_rank import learning_rate
 from torch_commhook.cli.transformer import ByteTransformer, rotary_tables, rotate
-
-# ---- checkpoints ---------------------------------------------------------------------------------
-
-
-def _checkpoint() -> Checkpoint:
-    config = TrainConfig(layers=1, dim=32, heads=2, seq=16, steps=4)
-    return Checkpoint(
-        config=config.to_plain(),
-        step=4,
-        model={"weight": torch.arange(1000.0)},
-        optimizer={"state": {}, "param_groups": [{"lr": 0.1}]},
-        rank_states=[{"hook": {"error": torch.ones(3)}, "rng": torch.get_rng_state()}] * 2,
-        data_fingerprint="00",
-        bytes_sent=None,
-        seconds=1.5,
-    )
-
-
-def test_a_checkpoint_comes_back_whole(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "c.pt"
-    write_checkpoint(path, _checkpoint())
-    loaded = read_checkpoint(path)
-    assert TrainConfig.from_plain(loaded.config) == TrainConfig.from_plain(_checkpoint().config)
-    assert torch.equal(loaded.model["weight"], torch.arange(1000.0))
-    assert loaded.has_hook_state
-    assert list(path.parent.iterdir()) == [path]
-    assert set(torch.load(path, weights_only=True)) > {"model", "optimizer", "step", "config"}
-
-
-def test_a_failed_write_leaves_the_old_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "c.pt"
-    write_checkpoint(path, _checkpoint())
-    before = path.read_bytes()
-
-    def save(content: object, stream: io.BufferedWriter) -> None:
-        stream.write(b"half")
-        raise OSError("no space")
-
-    monkeypatch.setattr(torch, "save", save)
-    with pytest.raises(OSError, match="no space"):
-        write_checkpoint(path, _checkpoint())
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
-    class Evil:
-        def __reduce__(self) -> tuple[object, ...]:
-            return (os.mkdir, (str(tmp_path / "evil"),))
-
-    torch.save({"format": "torch_commhook.train", "version": 1, "x": Evil()}, tmp_path / "c.pt")
-    with pytest.raises(CheckpointError):
-        read_checkpoint(tmp_path / "c.pt")
-    assert not (tmp_path / "evil").exists()
-
-
-def test_to_cpu_copies_tensors_in_any_nesting() -> None:
-    tensor = torch.ones(2)
-    copied = to_cpu({"a": [tensor, (tensor, 3)], "b": None})
-    tensor.zero_()
-    assert torch.equal(copied["a"][0], torch.ones(2))
-    assert torch.equal(copied["a"][1][0], torch.ones(2))
-    assert copied["a"][1][1] == 3 and copied["b"] is None
-
-
-def test_the_step_in_a_checkpoints_path() -> None:
-    assert checkpoint_path(Path("a/c-{step}.pt"), 12) == Path("a/c-12.pt")
-    assert checkpoint_path(Path("a/c.pt"), 12) == Path("a/c.pt")
-
 
 # ---- text ----------------------------------------------------------------------------------------
 
@@ -152,6 +74,15 @@ def test_files_are_read_in_order_up_to_the_cap(tmp_path: Path) -> None:
     names = [str(file) for file in files]
     assert text_data.read_text(names, None, seq=2) == b"123456789"
     assert text_data.read_text(names, 7, seq=2) == b"1234567"
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads all files")
+def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b"0123456789")
+    path.chmod(0)
+    with pytest.raises(text_data.DataError, match="secret can't be read: Permission denied"):
+        text_data.read_text([str(path)], None, seq=2)
 
 
 # ---- the model and the schedule ------------------------------------------------------------------

@@ -1,5 +1,10 @@
 """One gradient communication hook for every PyTorch execution mode, at the speed of memory."""
 
+from torch_commhook.cli import interrupt as _interrupt  # isort: split
+
+if _interrupt.runs_the_command():  # before torch is imported, which takes seconds
+    _interrupt.end_on_interrupt()
+
 from torch_commhook import _ops as _ops
 from torch_commhook import collectives, hooks
 from torch_commhook._native import NativeLibraryError

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
-import pickle
-from collections.abc import Mapping
+import stat
+import warnings
+import zipfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _FORMAT = "torch_commhook.train"
 _VERSION = 1
@@ -71,38 +74,124 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         raise
 
 
-def read_checkpoint(path: Path, *, memory_map: bool = False) -> Checkpoint:
+def read_checkpoint(path: Path) -> Checkpoint:
     """Read what :func:`write_checkpoint` wrote, on the CPU.
-
-    Args:
-        path: the file.
-        memory_map: leave the tensors on disk until they are used.
 
     Raises:
         CheckpointError: the file is missing, damaged, or no checkpoint of ``train``.
     """
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=memory_map)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"there is no file {path}") from error
-    except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path} is not a whole checkpoint of commhook train") from error
+    content = _load(path)
     if not isinstance(content, Mapping) or content.get("format") != _FORMAT:
         raise CheckpointError(f"{path} is not a checkpoint of commhook train")
-    if content["version"] != _VERSION:
+    version = content.get("version")
+    if type(version) is not int or version != _VERSION:
         raise CheckpointError(
-            f"{path} is a checkpoint of version {content['version']}, this is for {_VERSION}"
+            f"{path} is a checkpoint of version {version}, this is for {_VERSION}"
         )
     names = Checkpoint.__dataclass_fields__
     missing = [name for name in names if name not in content]
     if missing:
         raise CheckpointError(f"{path} lacks {', '.join(missing)}")
-    return Checkpoint(**{name: content[name] for name in names})
+    checkpoint = Checkpoint(**{name: content[name] for name in names})
+    wrong = [name for name, is_right in _right_fields(checkpoint).items() if not is_right]
+    if wrong:
+        raise CheckpointError(f"{path} is damaged: its {', '.join(wrong)} can't be read")
+    return checkpoint
 
 
-def read_header(path: Path) -> Checkpoint:
-    """The checkpoint with its tensors left on disk, for a look at its configuration."""
-    return read_checkpoint(path, memory_map=True)
+def _load(path: Path) -> Any:
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe may wait for ever
+            raise CheckpointError(f"{path} is not a regular file")
+        with zipfile.ZipFile(path) as archive:  # torch.load doesn't compare the checksums
+            if archive.testzip() is not None:
+                raise zipfile.BadZipFile
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is wrong with it is an error, in one line
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
+    except FileNotFoundError as error:
+        raise CheckpointError(f"there is no file {path}") from error
+    except PermissionError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
+    except Exception as error:  # what torch.load raises depends on where the damage is
+        raise CheckpointError(f"{path} is not a whole checkpoint of commhook train") from error
+
+
+def _right_fields(checkpoint: Checkpoint) -> dict[str, bool]:
+    """For each field whether it is of the form that :class:`Checkpoint` says."""
+    model, optimizer, ranks = checkpoint.model, checkpoint.optimizer, checkpoint.rank_states
+    return {
+        "config": isinstance(checkpoint.config, Mapping),
+        "step": _is_count(checkpoint.step),
+        "model": isinstance(model, Mapping)
+        and all(isinstance(name, str) and isinstance(model[name], Tensor) for name in model),
+        "optimizer": isinstance(optimizer, Mapping) and isinstance(optimizer.get("state"), Mapping),
+        "rank_states": isinstance(ranks, list) and all(_is_rank_state(state) for state in ranks),
+        "data_fingerprint": isinstance(checkpoint.data_fingerprint, str),
+        "bytes_sent": checkpoint.bytes_sent is None or _is_count(checkpoint.bytes_sent),
+        "seconds": isinstance(checkpoint.seconds, float) and 0 <= checkpoint.seconds < math.inf,
+    }
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_rank_state(state: object) -> bool:
+    if not isinstance(state, Mapping) or not {"hook", "rng"} <= set(state):
+        return False
+    if state["hook"] is not None and not isinstance(state["hook"], Mapping):
+        return False
+    try:
+        torch.Generator().set_state(state["rng"])
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+def check_fits(
+    checkpoint: Checkpoint, model: nn.Module, groups: Sequence[Sequence[Tensor]]
+) -> None:
+    """Check that the weights and AdamW's state of ``checkpoint`` can be loaded.
+
+    Args:
+        checkpoint: a checkpoint.
+        model: of the shapes that are needed.
+        groups: the optimizer's groups of parameters of ``model``.
+
+    Raises:
+        CheckpointError: one is missing, too many, or of another shape or dtype.
+    """
+    _check_tensors("model", model.state_dict(), checkpoint.model)
+    parameters = [parameter for group in groups for parameter in group]
+    states = checkpoint.optimizer["state"]
+    if set(states) != set(range(len(parameters))):
+        raise CheckpointError(
+            f"its optimizer must have the state of {len(parameters)} parameters, got {len(states)}"
+        )
+    step = torch.zeros(())
+    for index, parameter in enumerate(parameters):
+        expected = {"step": step, "exp_avg": parameter, "exp_avg_sq": parameter}
+        if not isinstance(states[index], Mapping):
+            raise CheckpointError(f"its optimizer has no state of parameter {index}")
+        _check_tensors(f"optimizer, parameter {index}", expected, states[index])
+
+
+def _check_tensors(what: str, expected: Mapping[str, Tensor], got: Mapping[str, Any]) -> None:
+    for name in [*expected, *(name for name in got if name not in expected)]:
+        must, has = _describe(expected.get(name)), _describe(got.get(name))
+        if must != has:
+            raise CheckpointError(f"its {what}: {name} must be {must}, got {has}")
+
+
+def _describe(value: object) -> str:
+    if value is None:
+        return "missing"
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
 def to_cpu(value: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import inspect
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -58,14 +59,15 @@ def check_hook(expression: str, hooks: ModuleType | None = None) -> None:
 
 
 def public_names(hooks: ModuleType) -> list[str]:
-    """The names of ``hooks`` that an expression may call, sorted."""
+    """The names of ``hooks`` that an expression may call, sorted: not its abstract classes."""
     names = getattr(hooks, "__all__", None)
     if names is None:
         names = [name for name in vars(hooks) if not name.startswith("_")]
+    found = {name: getattr(hooks, name, None) for name in names}
     return sorted(
         name
-        for name in names
-        if callable(getattr(hooks, name, None)) and not isinstance(getattr(hooks, name), ModuleType)
+        for name, value in found.items()
+        if callable(value) and not isinstance(value, ModuleType) and not inspect.isabstract(value)
     )
 
 

@@ -18,11 +18,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch_commhook.cli.interrupt import add_no_line
 from torch_commhook.cli.rank_process import (
     LAUNCHER_FOLDER,
     LAUNCHER_PID,
     read_failure,
     show_cursor,
+    told_first_step,
 )
 
 _POLL_SECONDS = 0.05
@@ -59,7 +61,7 @@ def launch(command: Sequence[str], ranks: int, out: Path, threads: int) -> int:
         The exit code: 0 where every rank's is 0, 128 + n after signal n, else 1. What went wrong
         is one message on stderr.
     """
-    with tempfile.TemporaryDirectory(prefix="commhook-") as name, _caught_signals() as received:
+    with _caught_signals() as received, tempfile.TemporaryDirectory(prefix="commhook-") as name:
         folder = Path(name)
         started: list[Rank] = []
         try:
@@ -67,7 +69,12 @@ def launch(command: Sequence[str], ranks: int, out: Path, threads: int) -> int:
                 if received:
                     break
                 environment = _environment(number, ranks, threads, folder)
-                started.append(_start(number, command, environment, folder))
+                try:
+                    started.append(_start(number, command, environment, folder))
+                except OSError as error:  # the machine takes no more processes
+                    _end_all(started)
+                    _say(f"rank {number} of {ranks} can't be started: {error}; the others ended")
+                    return 1
             ended = _wait(started, received)
             _end_all(started)
             return _report(started, ended, received, folder, out)
@@ -184,8 +191,10 @@ def _report(
     if received:
         name = signal.Signals(received[0]).name
         what = "interrupted (Ctrl-C)" if received[0] == signal.SIGINT else f"stopped by {name}"
-        kept = f"; the steps so far are in {out}" if (out / "metrics.jsonl").exists() else ""
-        _say(f"{what}, all {len(ranks)} ranks ended{kept}")
+        kept = f"; the steps so far are in {out}" if told_first_step(folder) else ""
+        which = f"all {len(ranks)} ranks" if len(ranks) != 1 else "the rank"
+        _say(f"{what}, {which} ended{kept}")
+        add_no_line()  # more of the same signal may be on their way
         return 128 + received[0]
     failed = {number: code for number, code in ended.items() if code != 0}
     logs = _keep_logs(ranks, out)

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from torch_commhook.cli.interrupt import INTERRUPTED, end_on_interrupt, ignore_interrupts
+
 #: name: (module with ``main(argv) -> exit code``, what it does). A new subcommand is a line here.
 COMMANDS = {
     "train": (
@@ -16,9 +18,6 @@ COMMANDS = {
         "train a byte-level transformer on real text with a communication hook",
     ),
 }
-
-#: The exit code of a process that Ctrl-C ended, by the shell's rule 128 + signal number.
-INTERRUPTED = 130
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -30,12 +29,26 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the subcommand that ``argv`` names (``sys.argv[1:]`` where it is None).
+    """Run the subcommand that ``argv`` names.
+
+    Args:
+        argv: the arguments. Where it is None they are ``sys.argv[1:]``, and this process is the
+            command's own: Ctrl-C ends it at once until the subcommand sees to that, and does
+            nothing any more when the subcommand is done.
 
     Returns:
         The exit code: 0 done, 1 failed, 2 wrong arguments, 128 + n ended by signal n.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is not None:
+        return _run(list(argv))
+    end_on_interrupt()
+    try:
+        return _run(sys.argv[1:])
+    finally:
+        ignore_interrupts()  # else one that comes while Python ends is what the process ends of
+
+
+def _run(arguments: list[str]) -> int:
     listing = "\n".join(f"  {name:8} {text}" for name, (_, text) in COMMANDS.items())
     parser = OneLineParser(
         prog="commhook",

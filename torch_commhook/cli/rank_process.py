@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -49,16 +48,6 @@ class Failure:
     seconds: float
     summary: str
     peer: bool
-
-
-def launched_by_us(environment: Mapping[str, str]) -> bool:
-    """Whether this process is a rank that ``train`` started itself."""
-    return LAUNCHER_PID in environment
-
-
-def in_a_world(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher such as torchrun has described the world to join."""
-    return all(name in environment for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
 
 
 def tie_to_launcher(launcher_pid: int) -> None:
@@ -178,6 +167,25 @@ def fail(error: BaseException, rank: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
+
+
+def tell_first_step() -> None:
+    """Tell the launcher that this run has results of its own."""
+    folder = os.environ.get(LAUNCHER_FOLDER)
+    if folder is not None:
+        try:
+            _first_step_path(Path(folder)).touch()
+        except OSError:
+            pass  # it only says less then
+
+
+def told_first_step(folder: Path) -> bool:
+    """Whether a rank has called :func:`tell_first_step`."""
+    return _first_step_path(folder).exists()
+
+
+def _first_step_path(folder: Path) -> Path:
+    return folder / "first-step"
 
 
 def _failure_path(folder: Path, rank: int) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,7 +60,8 @@ def read_bytes(files: Sequence[str | Path], cap_bytes: int | None = None) -> byt
     """The bytes of ``files`` one after the other, at most ``cap_bytes``.
 
     Raises:
-        DataError: a file is missing or can't be read.
+        DataError: a file is missing, can't be read, or is no regular file: a pipe could be read
+            only once, and only by one rank.
     """
     parts: list[bytes] = []
     left = cap_bytes
@@ -67,6 +69,9 @@ def read_bytes(files: Sequence[str | Path], cap_bytes: int | None = None) -> byt
         if left is not None and left <= 0:
             break
         try:
+            mode = os.stat(file).st_mode  # asked before it is opened: to open a pipe may wait
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                raise DataError(f"{file} can't be read: it is not a regular file")
             with open(file, "rb") as stream:
                 part = stream.read() if left is None else stream.read(left)
         except OSError as error:

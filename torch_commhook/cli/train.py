@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from torch_commhook.cli import rank_process
-from torch_commhook.cli.train_options import TrainOptions, parse_options
+from torch_commhook.cli.place import Place, PlaceError, read_place
+from torch_commhook.cli.train_options import TrainOptions, build_parser, parse_options
 
 
 def main(argv: Sequence[str]) -> int:
@@ -20,14 +21,17 @@ def main(argv: Sequence[str]) -> int:
     finds COMMHOOK_LAUNCHER_PID in its environment, and a rank of torchrun (or of anything else
     that sets RANK, WORLD_SIZE and MASTER_ADDR) joins the world that is there.
     """
-    environment = os.environ
-    if rank_process.launched_by_us(environment):
-        rank_process.tie_to_launcher(int(environment[rank_process.LAUNCHER_PID]))
-        _run_rank(argv)
-    if rank_process.in_a_world(environment):
-        rank_process.end_on_signals(int(environment["RANK"]))
-        rank_process.watch_parent()
-        _run_rank(argv)
+    try:
+        place = read_place(os.environ)
+    except PlaceError as error:
+        build_parser().error(str(error))
+    if place is not None:
+        if place.launcher_pid is not None:
+            rank_process.tie_to_launcher(place.launcher_pid)
+        else:
+            rank_process.end_on_signals(place.rank)
+            rank_process.watch_parent()
+        _run_rank(argv, place)
     from torch_commhook.cli.launcher import launch
 
     options = parse_options(argv)
@@ -36,22 +40,21 @@ def main(argv: Sequence[str]) -> int:
     return launch(command, options.config.ranks, options.out, options.threads)
 
 
-def _run_rank(argv: Sequence[str]) -> NoReturn:
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if rank == 0:
-        options = parse_options(argv, world_size=size)
-        if not rank_process.launched_by_us(os.environ):  # the launcher has said them already
+def _run_rank(argv: Sequence[str], place: Place) -> NoReturn:
+    if place.rank == 0:
+        options = parse_options(argv, place)
+        if place.launcher_pid is None:  # else the launcher has said them already
             _print_notes(options)
     else:  # rank 0 speaks for all
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
-            options = parse_options(argv, world_size=size)
+            options = parse_options(argv, place)
     try:
         faulthandler.enable()
         from torch_commhook.cli.train_rank import train_rank
 
-        train_rank(options)
+        train_rank(options, place)
     except BaseException as error:
-        rank_process.fail(error, rank)
+        rank_process.fail(error, place.rank)
     rank_process.finish()
 
 

@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import argparse
 import os
+import reprlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch_commhook.cli.hook_expression import NO_HOOK, HookExpressionError, check_hook
 from torch_commhook.cli.main import OneLineParser
+from torch_commhook.cli.outputs import (
+    METRICS,
+    PLOT,
+    SUMMARY,
+    OutputError,
+    check_checkpoint,
+    check_results,
+    checkpoint_path,
+)
+from torch_commhook.cli.place import Place
 from torch_commhook.cli.text_data import DataError, read_text
+
+if TYPE_CHECKING:  # it imports torch, which only --resume needs
+    from torch_commhook.cli.checkpoint import Checkpoint
+
+_Number = TypeVar("_Number", int, float)
+#: More ranks than this on one machine are a slip of the keyboard.
+MOST_RANKS = 1024
 
 
 @dataclass(frozen=True)
@@ -49,12 +67,34 @@ class TrainConfig:
 
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> TrainConfig:
-        """The inverse of :meth:`to_plain`; unknown keys are ignored, missing ones get defaults."""
-        known = {f.name for f in fields(TrainConfig)}
+        """The inverse of :meth:`to_plain`; unknown keys are ignored, missing ones get defaults.
+
+        Raises:
+            ValueError: a value is not one that the field can have.
+        """
+        known = {f.name: f.default for f in fields(TrainConfig)}
         values = {name: value for name, value in plain.items() if name in known}
+        for name, value in values.items():
+            if not _can_be(name, value, known[name]):
+                raise ValueError(f"its {name} can't be {reprlib.repr(value)}")
         if values.get("data") is not None:
             values["data"] = tuple(values["data"])
         return TrainConfig(**values)
+
+
+def _can_be(name: str, value: Any, default: Any) -> bool:
+    """Whether ``value`` is one that the field ``name`` of TrainConfig can have."""
+    if name == "data":
+        return value is None or (
+            isinstance(value, list) and all(isinstance(item, str) for item in value)
+        )
+    if isinstance(default, str):
+        return isinstance(value, str)
+    if isinstance(default, int):
+        return type(value) is int and (0 if name == "seed" else 1) <= value < 2**63
+    if value is None:
+        return default is None
+    return type(value) in (int, float) and 0 < value < float("inf")
 
 
 #: The fields that fix the shapes of the model: a checkpoint fits no others.
@@ -87,7 +127,6 @@ class TrainOptions:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of ``train``. An option of TrainConfig that isn't given is None."""
-    default = TrainConfig()
     parser = OneLineParser(
         prog="commhook train",
         description=(
@@ -101,116 +140,119 @@ def build_parser() -> argparse.ArgumentParser:
             "taken from the checkpoint."
         ),
     )
-
-    model = parser.add_argument_group("model")
-    model.add_argument("--layers", type=_positive_int, help=f"blocks ({default.layers})")
-    model.add_argument("--dim", type=_positive_int, help=f"width ({default.dim})")
-    model.add_argument("--heads", type=_positive_int, help=f"attention heads ({default.heads})")
-    model.add_argument("--seq", type=_positive_int, help=f"bytes a sequence ({default.seq})")
-
-    training = parser.add_argument_group("training")
-    training.add_argument(
-        "--batch", type=_positive_int, help=f"sequences a step and rank ({default.batch})"
-    )
-    training.add_argument("--steps", type=_positive_int, help=f"steps in all ({default.steps})")
-    training.add_argument(
-        "--lr", type=_positive_float, help=f"highest learning rate of AdamW ({default.lr:g})"
-    )
-    training.add_argument(
-        "--seed", type=_seed, help=f"of the weights and the batches ({default.seed})"
-    )
-    training.add_argument(
-        "--stop-after",
-        type=_positive_int,
-        metavar="STEP",
-        help="end after this step; the learning rate's schedule still spans --steps",
-    )
-
-    communication = parser.add_argument_group("communication")
-    communication.add_argument(
-        "--hook",
-        help=f"a hook of the library such as {default.hook}, {NO_HOOK} for plain DDP, "
-        f"or FILE.py:NAME ({default.hook})",
-    )
-    communication.add_argument(
-        "--bucket-cap-mb", type=_positive_float, help=f"DDP's buckets ({default.bucket_cap_mb:g})"
-    )
-    communication.add_argument(
-        "--ranks", type=_positive_int, help=f"ranks to launch ({default.ranks})"
-    )
-    communication.add_argument(
-        "--timeout", type=_positive_float, default=300.0, help="of a collective, seconds (300)"
-    )
-    communication.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="auto: CUDA where every rank of this machine gets a GPU of its own, else the CPU",
-    )
-    communication.add_argument(
-        "--backend",
-        choices=("auto", "gloo", "nccl"),
-        default="auto",
-        help="auto: NCCL on CUDA, Gloo on the CPU",
-    )
-    communication.add_argument(
-        "--threads", type=_positive_int, help="threads a rank on the CPU (cores // ranks)"
-    )
-
-    data = parser.add_argument_group("data")
-    data.add_argument(
-        "--data",
-        nargs="+",
-        metavar="FILE",
-        help="text to train on (the sources of Python's standard library)",
-    )
-    data.add_argument(
-        "--data-cap-mb",
-        type=_positive_float,
-        metavar="MB",
-        help="the most text to use (16 of the standard library, all of --data)",
-    )
-
-    results = parser.add_argument_group("results")
-    results.add_argument(
-        "--compare", action="store_true", help="train again without a hook and print a table"
-    )
-    results.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="where metrics.jsonl, summary.json and loss.png go (runs/DATE-TIME)",
-    )
-    results.add_argument(
-        "--save",
-        type=Path,
-        metavar="PATH",
-        help="write a checkpoint at the end; {step} in the path is the step",
-    )
-    results.add_argument(
-        "--save-every", type=_positive_int, metavar="N", help="and after every N steps"
-    )
-    results.add_argument("--resume", type=Path, metavar="PATH", help="go on from a checkpoint")
-    results.add_argument(
-        "--log-every",
-        type=_positive_int,
-        metavar="N",
-        help="steps between lines where stdout is no terminal (a line for each 5 %%)",
-    )
+    for title, options in _option_groups().items():
+        group = parser.add_argument_group(title)
+        for name, settings in options.items():
+            group.add_argument(name, **settings)
     return parser
 
 
-def parse_options(argv: Sequence[str], world_size: int | None = None) -> TrainOptions:
+def _option_groups() -> dict[str, dict[str, dict[str, Any]]]:
+    """For each title in the help: the options, and what ``add_argument`` takes for each."""
+    default = TrainConfig()
+    return {
+        "model": {
+            "--layers": _option(_positive_int, f"blocks ({default.layers})"),
+            "--dim": _option(_positive_int, f"width ({default.dim})"),
+            "--heads": _option(_positive_int, f"attention heads ({default.heads})"),
+            "--seq": _option(_positive_int, f"bytes a sequence ({default.seq})"),
+        },
+        "training": {
+            "--batch": _option(_positive_int, f"sequences a step and rank ({default.batch})"),
+            "--steps": _option(_positive_int, f"steps in all ({default.steps})"),
+            "--lr": _option(_positive_float, f"highest learning rate of AdamW ({default.lr:g})"),
+            "--seed": _option(_seed, f"of the weights and the batches ({default.seed})"),
+            "--stop-after": _option(
+                _positive_int,
+                "end after this step; the learning rate's schedule still spans --steps",
+                metavar="STEP",
+            ),
+        },
+        "communication": {
+            "--hook": _option(
+                str,
+                f"a hook of the library such as {default.hook}, {NO_HOOK} for plain DDP, "
+                f"or FILE.py:NAME ({default.hook})",
+            ),
+            "--bucket-cap-mb": _option(
+                _positive_float, f"DDP's buckets ({default.bucket_cap_mb:g})"
+            ),
+            "--ranks": _option(
+                _positive_int, f"ranks to launch, at most {MOST_RANKS} ({default.ranks})"
+            ),
+            "--timeout": _option(_positive_float, "of a collective, seconds (300)", default=300.0),
+            "--device": _option(
+                str,
+                "auto: CUDA where every rank of this machine gets a GPU of its own, else the CPU",
+                choices=("auto", "cpu", "cuda"),
+                default="auto",
+            ),
+            "--backend": _option(
+                str,
+                "auto: NCCL on CUDA, Gloo on the CPU",
+                choices=("auto", "gloo", "nccl"),
+                default="auto",
+            ),
+            "--threads": _option(_positive_int, "threads a rank on the CPU (cores // ranks)"),
+        },
+        "data": {
+            "--data": _option(
+                str,
+                "text to train on (the sources of Python's standard library)",
+                nargs="+",
+                metavar="FILE",
+            ),
+            "--data-cap-mb": _option(
+                _positive_float,
+                "the most text to use (16 of the standard library, all of --data)",
+                metavar="MB",
+            ),
+        },
+        "results": {
+            "--compare": {
+                "action": "store_true",
+                "help": "train again without a hook and print a table",
+            },
+            "--out": _option(
+                Path,
+                f"where {METRICS}, {SUMMARY} and {PLOT} go (runs/DATE-TIME)",
+                metavar="DIR",
+            ),
+            "--save": _option(
+                Path,
+                "write a checkpoint at the end; {step} in the path is the step",
+                metavar="PATH",
+            ),
+            "--save-every": _option(_positive_int, "and after every N steps", metavar="N"),
+            "--resume": _option(Path, "go on from a checkpoint", metavar="PATH"),
+            "--log-every": _option(
+                _positive_int,
+                "steps between lines where stdout is no terminal (a line for each 5 %%)",
+                metavar="N",
+            ),
+        },
+    }
+
+
+def _option(kind: Callable[[str], Any], text: str, **more: Any) -> dict[str, Any]:
+    """What ``add_argument`` takes for an option with a value of ``kind``."""
+    return {"type": kind, "help": text, **more}
+
+
+def parse_options(argv: Sequence[str], place: Place | None = None) -> TrainOptions:
     """Read and check the options; ends the process with one line and exit code 2 on an error.
 
     Args:
         argv: the arguments after ``train``.
-        world_size: ranks of the world that this process is part of, None where it is to launch one.
+        place: of this process in the world that is there, None where it is to launch one.
     """
     parser = build_parser()
     args = parser.parse_args(list(argv))
     try:
-        return _resolve(args, world_size)
+        options = _resolve(args, place)
+        if place is None or (place.rank == 0 and place.launcher_pid is None):
+            _check_outputs(options)  # once, where it will be written
+        return options
     except (OptionError, HookExpressionError, DataError) as error:
         parser.error(str(error))
 
@@ -219,7 +261,7 @@ class OptionError(ValueError):
     """Options that are wrong together, in one sentence."""
 
 
-def _resolve(args: argparse.Namespace, world_size: int | None) -> TrainOptions:
+def _resolve(args: argparse.Namespace, place: Place | None) -> TrainOptions:
     given = {
         f.name: getattr(args, f.name)
         for f in fields(TrainConfig)
@@ -227,30 +269,30 @@ def _resolve(args: argparse.Namespace, world_size: int | None) -> TrainOptions:
     }
     if "data" in given:
         given["data"] = tuple(given["data"])
-    if world_size is not None:
-        if given.get("ranks", world_size) != world_size:
+    if place is not None:
+        if given.get("ranks", place.size) != place.size:
             raise OptionError(
-                f"argument --ranks: must be the {world_size} of the world that is there, "
+                f"argument --ranks: must be the {place.size} of the world that is there, "
                 f"got {given['ranks']}"
             )
-        given["ranks"] = world_size
+        given["ranks"] = place.size
     notes: tuple[str, ...] = ()
     base = TrainConfig()
     saved_step = 0
     if args.resume is not None:
         base, saved_step, notes = _base_from_checkpoint(args.resume, given)
     config = replace(base, **given)
+    if place is None:
+        notes += _check_ranks(config.ranks, chosen="ranks" in given, device=args.device)
     _check_config(config)
     _check_steps(args, config, saved_step)
     if config.hook.strip().lower() == NO_HOOK and args.compare:
         raise OptionError(f"argument --compare: compares --hook with {NO_HOOK}: give another hook")
     if args.save_every is not None and args.save is None:
         raise OptionError("argument --save-every: needs --save PATH")
-    _check_device(args, config.ranks)
+    _check_device(args, config.ranks if place is None else place.local_size)
     last_step = config.steps if args.stop_after is None else args.stop_after
     out = Path(time.strftime("runs/%Y%m%d-%H%M%S")) if args.out is None else args.out
-    if not out.is_dir() and out.exists():
-        raise OptionError(f"argument --out: {out} is not a directory")
     return TrainOptions(
         config=config,
         out=out,
@@ -271,13 +313,13 @@ def _resolve(args: argparse.Namespace, world_size: int | None) -> TrainOptions:
 def _base_from_checkpoint(
     path: Path, given: Mapping[str, Any]
 ) -> tuple[TrainConfig, int, tuple[str, ...]]:
-    from torch_commhook.cli.checkpoint import CheckpointError, read_header
+    from torch_commhook.cli.checkpoint import CheckpointError, read_checkpoint
 
     try:
-        header = read_header(path)
+        checkpoint = read_checkpoint(path)
+        saved = _saved_config(path, checkpoint)
     except CheckpointError as error:
         raise OptionError(f"argument --resume: {error}") from error
-    saved = TrainConfig.from_plain(header.config)
     notes = []
     for name, value in given.items():
         was = getattr(saved, name)
@@ -288,15 +330,61 @@ def _base_from_checkpoint(
             raise OptionError(
                 f"argument {option}: must be {was} as in the checkpoint {path}, got {value}"
             )
-        if name == "ranks" and header.has_hook_state:
+        if name == "ranks" and checkpoint.has_hook_state:
             raise OptionError(
                 f"argument {option}: the checkpoint {path} holds the hook's state of {was} ranks, "
                 f"which is each rank's own; resume with {was} ranks, got {value}"
             )
-        if name == "hook" and header.has_hook_state:
+        if name == "hook" and checkpoint.has_hook_state:
             notes.append(f"the state of the hook {was} in {path} is not used")
         notes.append(f"{option} is {value}, it was {was} in {path}: not the same run any more")
-    return saved, header.step, tuple(notes)
+    return saved, checkpoint.step, tuple(notes)
+
+
+def _saved_config(path: Path, checkpoint: Checkpoint) -> TrainConfig:
+    """The configuration of ``checkpoint``, whose tensors suit it.
+
+    Raises:
+        CheckpointError: it is none, or the weights or the optimizer's state don't suit it.
+    """
+    from torch_commhook.cli.checkpoint import CheckpointError, check_fits
+    from torch_commhook.cli.transformer import ByteTransformer
+
+    try:
+        saved = TrainConfig.from_plain(checkpoint.config)
+        if saved.layers > len(checkpoint.model):  # no such model is made, it may be a huge one
+            raise ValueError(f"it has no weights for {saved.layers} layers")
+        embedding = checkpoint.model.get("embedding.weight")
+        if embedding is None or embedding.shape[1:] != (saved.dim,):
+            raise ValueError(f"it has no embedding of dim {saved.dim}")
+        model = ByteTransformer(saved.layers, saved.dim, saved.heads)
+        check_fits(checkpoint, model, model.parameter_groups())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    return saved
+
+
+def _check_ranks(ranks: int, chosen: bool, device: str) -> tuple[str, ...]:
+    """A note where the ranks that a user chose have to share cores."""
+    if ranks > MOST_RANKS:
+        raise OptionError(f"argument --ranks: must be at most {MOST_RANKS}, got {ranks}")
+    cores = available_cores()
+    if ranks <= cores or not chosen or device == "cuda":
+        return ()
+    return (f"{ranks} ranks share {cores} core{'s' if cores > 1 else ''}",)
+
+
+def _check_outputs(options: TrainOptions) -> None:
+    try:
+        check_results(options.out)
+    except OutputError as error:
+        raise OptionError(f"argument --out: {error}") from error
+    if options.save is None:
+        return
+    try:
+        check_checkpoint(checkpoint_path(options.save, options.last_step))
+    except OutputError as error:
+        raise OptionError(f"argument --save: {error}") from error
 
 
 def _check_config(config: TrainConfig) -> None:
@@ -329,7 +417,7 @@ def _check_steps(args: argparse.Namespace, config: TrainConfig, saved_step: int)
         )
 
 
-def _check_device(args: argparse.Namespace, ranks: int) -> None:
+def _check_device(args: argparse.Namespace, local_ranks: int) -> None:
     if args.device == "cpu" and args.backend == "nccl":
         raise OptionError("argument --backend: nccl needs --device cuda, got cpu")
     if args.device != "cuda" and args.backend != "nccl":
@@ -337,7 +425,6 @@ def _check_device(args: argparse.Namespace, ranks: int) -> None:
     import torch
 
     gpus = torch.cuda.device_count()
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if gpus == 0:
         raise OptionError("argument --device: torch sees no CUDA GPU")
     if local_ranks > gpus and args.backend != "gloo":
@@ -358,30 +445,28 @@ def available_cores() -> int:
 
 
 def _positive_int(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
+    value = _number(text, int, "a whole number")
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
 
 
 def _positive_float(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+    value = _number(text, float, "a number")
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be more than 0 and finite, got {text}")
     return value
 
 
 def _seed(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
+    value = _number(text, int, "a whole number")
     if not 0 <= value < 2**63:
         raise argparse.ArgumentTypeError(f"must be from 0 to 2**63 - 1, got {value}")
     return value
+
+
+def _number(text: str, kind: Callable[[str], _Number], what: str) -> _Number:
+    try:
+        return kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}") from None

@@ -14,9 +14,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_commhook.cli.checkpoint import Checkpoint, read_checkpoint, to_cpu, write_checkpoint
+from torch_commhook.cli.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    read_checkpoint,
+    to_cpu,
+    write_checkpoint,
+)
 from torch_commhook.cli.hook_expression import NO_HOOK, parse_hook
 from torch_commhook.cli.loss_plot import HOW_TO_GET_MATPLOTLIB, draw_loss
+from torch_commhook.cli.outputs import METRICS, PLAIN_METRICS, PLOT, SUMMARY, checkpoint_path
+from torch_commhook.cli.place import Place
+from torch_commhook.cli.rank_process import tell_first_step
 from torch_commhook.cli.report import (
     Reporter,
     RunResult,
@@ -51,14 +60,15 @@ class LossNotFiniteError(ArithmeticError):
     """The loss became infinite or NaN: the run can't go on."""
 
 
-def train_rank(options: TrainOptions) -> None:
-    """Train as one rank of a world, to the end; rank 0 prints and writes the results.
+def train_rank(options: TrainOptions, place: Place) -> None:
+    """Train as the rank at ``place``, to the end; rank 0 prints and writes the results.
 
     Raises:
+        CheckpointError: the checkpoint of ``--resume`` is damaged, or the hook refuses its state.
         RuntimeError: another rank is gone, or didn't answer within the timeout.
         LossNotFiniteError: see there; on all ranks at the same step.
     """
-    world = join_world(options)
+    world = join_world(options, place)
     config = options.config
     data = split_text(read_text(config.data, config.cap_bytes, config.seq), config.seq)
     checkpoint = None if options.resume is None else read_checkpoint(options.resume)
@@ -109,7 +119,7 @@ def _train_once(
     records: list[StepRecord] = []
     reporter = None
     if world.rank == 0:
-        name = "metrics.jsonl" if main_run else "metrics-none.jsonl"
+        name = METRICS if main_run else PLAIN_METRICS
         line = make_live_line(config.hook, first_step, last_step, options.log_every)
         reporter = Reporter(options.out / name, line, first_step)
         reporter.start(run.seconds)
@@ -130,6 +140,8 @@ def _train_once(
             records.append(record)
             if reporter is not None:
                 reporter.step(record)
+                if len(records) == 1:
+                    tell_first_step()
             if not math.isfinite(loss):
                 raise LossNotFiniteError(
                     f"the loss is {loss} at step {run.step}: --lr {config.lr:g} may be too high"
@@ -184,7 +196,10 @@ def _settle_buckets(ddp: DistributedDataParallel, world: World) -> None:
 def _restore(
     run: _Run, config: TrainConfig, world: World, checkpoint: Checkpoint, main_run: bool
 ) -> None:
-    run.optimizer.load_state_dict(checkpoint.optimizer)
+    # The settings of the groups come from this run's own options: only the state is loaded.
+    groups = run.optimizer.state_dict()["param_groups"]
+    state = checkpoint.optimizer["state"]
+    run.optimizer.load_state_dict({"state": state, "param_groups": groups})
     run.step, run.seconds = checkpoint.step, checkpoint.seconds
     if not main_run:  # nothing of the comparison was sent before, in this or another process
         per_step = fp32_bytes_per_step(run.model.parameter_count(), world.size)
@@ -193,16 +208,20 @@ def _restore(
     run.bytes_before = checkpoint.bytes_sent
     if world.rank >= len(checkpoint.rank_states):
         return
-    state = checkpoint.rank_states[world.rank]
-    torch.set_rng_state(state["rng"])
+    saved = checkpoint.rank_states[world.rank]
+    torch.set_rng_state(saved["rng"])
     same_hook = checkpoint.config.get("hook") == config.hook
-    if same_hook and state["hook"] and hasattr(run.handle, "load_state_dict"):
-        run.handle.load_state_dict(state["hook"])
+    if same_hook and saved["hook"] and hasattr(run.handle, "load_state_dict"):
+        try:
+            run.handle.load_state_dict(saved["hook"])
+        except Exception as error:
+            raise CheckpointError(
+                f"the hook {config.hook} refuses its state in the checkpoint: {error}"
+            ) from error
 
 
-def _make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+def _make_optimizer(model: ByteTransformer, config: TrainConfig) -> torch.optim.Optimizer:
+    matrices, vectors = model.parameter_groups()
     groups = [
         {"params": matrices, "weight_decay": _WEIGHT_DECAY},
         {"params": vectors, "weight_decay": 0.0},
@@ -243,11 +262,6 @@ def _is_save_step(options: TrainOptions, step: int) -> bool:
         return False
     every = options.save_every
     return step == options.last_step or (every is not None and step % every == 0)
-
-
-def checkpoint_path(save: Path, step: int) -> Path:
-    """The file of ``--save``, where ``{step}`` stands for the step."""
-    return Path(str(save).replace("{step}", str(step)))
 
 
 def _save(
@@ -341,10 +355,10 @@ def _print_start(
 
 def _print_end(options: TrainOptions, results: list[RunResult]) -> None:
     out: Path = options.out
-    write_summary(out / "summary.json", options.config.to_plain(), results)
+    write_summary(out / SUMMARY, options.config.to_plain(), results)
     print(f"\n{format_table(results)}\n")
     print(format_final_loss(results[0]), flush=True)
-    if not draw_loss(out / "loss.png", results):
+    if not draw_loss(out / PLOT, results):
         print(HOW_TO_GET_MATPLOTLIB)
     if options.save is not None:
         print(f"checkpoint: {checkpoint_path(options.save, options.last_step)}")

@@ -93,6 +93,12 @@ class ByteTransformer(nn.Module):
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
+    def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """The matrices, which weight decay is for, and the vectors."""
+        matrices = [parameter for parameter in self.parameters() if parameter.dim() >= 2]
+        vectors = [parameter for parameter in self.parameters() if parameter.dim() < 2]
+        return matrices, vectors
+
     def parameter_count(self) -> int:
         """The number of elements of all parameters."""
         return sum(parameter.numel() for parameter in self.parameters())

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from torch_commhook.cli.place import Place
 from torch_commhook.cli.rank_process import LAUNCHER_FOLDER
 from torch_commhook.cli.train_options import TrainOptions
 
@@ -37,14 +38,13 @@ class World:
         return total.item() / self.size
 
 
-def join_world(options: TrainOptions) -> World:
-    """Join the process group that the environment describes, as the launcher or torchrun set it.
+def join_world(options: TrainOptions, place: Place) -> World:
+    """Join the process group of the launcher, ours or torchrun, at ``place``.
 
     Raises:
         RuntimeError: the other ranks didn't come within ``options.timeout`` seconds.
     """
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device, backend = _choose_device(options, int(os.environ.get("LOCAL_RANK", rank)))
+    device, backend = _choose_device(options, place)
     folder = os.environ.get(LAUNCHER_FOLDER)
     # A file needs no port, so nobody else can have taken it between the choice and its use.
     address = "env://" if folder is None else (Path(folder) / "rendezvous").resolve().as_uri()
@@ -55,20 +55,19 @@ def join_world(options: TrainOptions) -> World:
     dist.init_process_group(
         backend,
         init_method=address,
-        rank=rank,
-        world_size=size,
+        rank=place.rank,
+        world_size=place.size,
         timeout=timedelta(seconds=options.timeout),
     )
-    return World(rank, size, device, backend)
+    return World(place.rank, place.size, device, backend)
 
 
-def _choose_device(options: TrainOptions, local_rank: int) -> tuple[torch.device, str]:
+def _choose_device(options: TrainOptions, place: Place) -> tuple[torch.device, str]:
     gpus = torch.cuda.device_count()
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     use_cuda = options.device == "cuda" or options.backend == "nccl"
     if options.device == "auto" and not use_cuda:
-        use_cuda = gpus >= local_ranks
+        use_cuda = gpus >= place.local_size
     if not use_cuda:
         return torch.device("cpu"), "gloo"
     backend = "nccl" if options.backend == "auto" else options.backend
-    return torch.device("cuda", local_rank % gpus), backend
+    return torch.device("cuda", place.local_rank % gpus), backend

@@ -1,0 +1,293 @@
+"""Checkpoints of ``train``: written whole, read back, and what ``--resume`` says of bad ones."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torch_commhook.cli.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    read_checkpoint,
+    to_cpu,
+    write_checkpoint,
+)
+from torch_commhook.cli.train_options import TrainConfig, parse_options
+from torch_commhook.cli.train_rank import _make_optimizer, _restore
+from torch_commhook.cli.transformer import ByteTransformer
+from torch_commhook.cli.world import World
+
+_CONFIG = TrainConfig(layers=1, dim=32, heads=2, seq=16, steps=4)
+
+
+def _model_and_optimizer() -> tuple[ByteTransformer, torch.optim.Optimizer]:
+    """As they are after a step."""
+    model = ByteTransformer(_CONFIG.layers, _CONFIG.dim, _CONFIG.heads)
+    optimizer = _make_optimizer(model, _CONFIG)
+    windows = torch.arange(17)[None]
+    model(windows[:, :-1], windows[:, 1:]).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def _checkpoint() -> Checkpoint:
+    model, optimizer = _model_and_optimizer()
+    return Checkpoint(
+        config=_CONFIG.to_plain(),
+        step=4,
+        model=model.state_dict(),
+        optimizer=optimizer.state_dict(),
+        rank_states=[{"hook": {"error": torch.ones(3)}, "rng": torch.get_rng_state()}] * 2,
+        data_fingerprint="00",
+        bytes_sent=None,
+        seconds=1.5,
+    )
+
+
+# ---- writing and reading -------------------------------------------------------------------------
+
+
+def test_a_checkpoint_comes_back_whole(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "c.pt"
+    written = _checkpoint()
+    write_checkpoint(path, written)
+    loaded = read_checkpoint(path)
+    assert TrainConfig.from_plain(loaded.config) == TrainConfig.from_plain(written.config)
+    assert loaded.model.keys() == written.model.keys()
+    for name, tensor in written.model.items():
+        assert torch.equal(loaded.model[name], tensor)
+    assert loaded.has_hook_state
+    assert list(path.parent.iterdir()) == [path]
+    assert set(torch.load(path, weights_only=True)) > {"model", "optimizer", "step", "config"}
+
+
+def test_a_failed_write_leaves_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "c.pt"
+    write_checkpoint(path, _checkpoint())
+    before = path.read_bytes()
+
+    def save(content: object, stream: io.BufferedWriter) -> None:
+        stream.write(b"half")
+        raise OSError("no space")
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(OSError, match="no space"):
+        write_checkpoint(path, _checkpoint())
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_to_cpu_copies_tensors_in_any_nesting() -> None:
+    tensor = torch.ones(2)
+    copied = to_cpu({"a": [tensor, (tensor, 3)], "b": None})
+    tensor.zero_()
+    assert torch.equal(copied["a"][0], torch.ones(2))
+    assert torch.equal(copied["a"][1][0], torch.ones(2))
+    assert copied["a"][1][1] == 3 and copied["b"] is None
+
+
+# ---- going on from one ---------------------------------------------------------------------------
+
+
+def test_what_is_not_given_comes_from_the_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "good.pt"
+    write_checkpoint(path, _checkpoint())
+    options = parse_options(["--resume", str(path), "--steps", "9", "--batch", "5"])
+    assert (options.config.dim, options.config.seq, options.config.ranks) == (32, 16, 2)
+    assert (options.config.steps, options.config.batch) == (9, 5)
+    assert len(options.notes) == 2
+    assert any("--batch is 5, it was 4" in note for note in options.notes)
+    assert parse_options(["--resume", str(path), "--steps", "9"]).config.batch == 4
+
+
+def _error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that the options end with, and exit code 2."""
+    with pytest.raises(SystemExit) as ended:
+        parse_options(arguments)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("commhook train: error: argument ")
+    assert error.count("\n") == 1
+    return error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--dim 64", "argument --dim: must be 32 as in the checkpoint good.pt, got 64"),
+        ("--seq 8", "argument --seq: must be 16 as in the checkpoint good.pt, got 8"),
+        ("", "argument --steps: must be more than the 4 steps of the checkpoint good.pt"),
+        ("--steps 9 --ranks 3", "good.pt holds the hook's state of 2 ranks"),
+    ],
+)
+def test_options_that_do_not_suit_the_checkpoint_are_named(
+    arguments: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint(Path("good.pt"), _checkpoint())
+    assert message in _error_of(["--resume", "good.pt", *arguments.split()], capsys)
+
+
+# ---- bad files -----------------------------------------------------------------------------------
+
+
+def _assert_refused(path: Path, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    error = _error_of(["--resume", str(path), "--steps", "9"], capsys)
+    assert f"argument --resume: {message}" in error
+
+
+def test_a_path_that_is_no_file_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _assert_refused(tmp_path / "none.pt", f"there is no file {tmp_path}/none.pt", capsys)
+    _assert_refused(tmp_path, f"{tmp_path} is not a regular file", capsys)
+    os.mkfifo(tmp_path / "pipe")
+    pipe = os.open(tmp_path / "pipe", os.O_RDWR)  # so that opening it doesn't wait
+    os.write(pipe, b"some text")
+    _assert_refused(tmp_path / "pipe", f"{tmp_path}/pipe is not a regular file", capsys)
+    os.close(pipe)
+
+
+def test_a_part_of_a_checkpoint_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "c.pt"
+    write_checkpoint(path, _checkpoint())
+    whole = path.read_bytes()
+    weights = whole.index(read_checkpoint(path).model["head.weight"].numpy().tobytes())
+    for content in (
+        b"",
+        whole[:10],
+        whole[: len(whole) // 2],
+        whole[:-500],
+        whole[:weights] + bytes(100) + whole[weights + 100 :],
+        b"\x80" + bytes(range(256)) * 4,
+        b"just a text\n",
+        pickle.dumps({"a": 1}),
+        pickle.dumps(types.SimpleNamespace(a=1)),
+    ):
+        path.write_bytes(content)
+        _assert_refused(path, f"{path} is not a", capsys)
+        with pytest.raises(CheckpointError):
+            read_checkpoint(path)
+
+
+def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[object, ...]:
+            return (os.mkdir, (str(tmp_path / "evil"),))
+
+    torch.save({"format": "torch_commhook.train", "version": 1, "x": Evil()}, tmp_path / "c.pt")
+    with pytest.raises(CheckpointError):
+        read_checkpoint(tmp_path / "c.pt")
+    assert not (tmp_path / "evil").exists()
+
+
+def _set(*keys: Any, to: Any) -> Callable[[dict[str, Any]], object]:
+    """Something that sets ``content[keys[0]][keys[1]]...``."""
+
+    def change(content: dict[str, Any]) -> None:
+        inner: Any = content
+        for key in keys[:-1]:
+            inner = inner[key]
+        inner[keys[-1]] = to
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: content.clear(), "is not a checkpoint of commhook train"),
+        (_set("format", to="torch_other"), "is not a checkpoint of commhook train"),
+        (lambda content: content.pop("version"), "is a checkpoint of version None, this is for 1"),
+        (_set("version", to=torch.ones(2)), "is a checkpoint of version"),
+        (_set("version", to=2), "is a checkpoint of version 2, this is for 1"),
+        (lambda content: (content.pop("step"), content.pop("model")), "lacks step, model"),
+        (_set("step", to="four"), "is damaged: its step can't be read"),
+        (_set("step", to=-1), "is damaged: its step can't be read"),
+        (_set("config", to=[1]), "is damaged: its config can't be read"),
+        (_set("model", to={"a": 1}), "is damaged: its model can't be read"),
+        (_set("optimizer", to={}), "is damaged: its optimizer can't be read"),
+        (_set("rank_states", to=[1]), "is damaged: its rank_states can't be read"),
+        (
+            _set("rank_states", 0, "rng", to=torch.zeros(3, dtype=torch.uint8)),
+            "is damaged: its rank_states can't be read",
+        ),
+        (_set("bytes_sent", to="many"), "is damaged: its bytes_sent can't be read"),
+        (_set("seconds", to=float("nan")), "is damaged: its seconds can't be read"),
+        (_set("config", "dim", to="wide"), "is damaged: its dim can't be 'wide'"),
+        (_set("config", "layers", to=0), "is damaged: its layers can't be 0"),
+        (_set("config", "lr", to=float("inf")), "is damaged: its lr can't be inf"),
+        (_set("config", "data", to=[3]), "is damaged: its data can't be [3]"),
+        (_set("config", "heads", to=3), "is damaged: ByteTransformer: dim must be a multiple of"),
+        (_set("config", "layers", to=10**9), "is damaged: it has no weights for 1000000000 layers"),
+        (_set("config", "dim", to=10**9), "is damaged: it has no embedding of dim 1000000000"),
+        (
+            lambda content: content["model"].pop("norm.weight"),
+            "is damaged: its model: norm.weight must be float32 [32], got missing",
+        ),
+        (
+            _set("model", "more", to=torch.zeros(3)),
+            "is damaged: its model: more must be missing, got float32 [3]",
+        ),
+        (
+            _set("model", "head.weight", to=torch.zeros(32, 256)),
+            "is damaged: its model: head.weight must be float32 [256, 32], got float32 [32, 256]",
+        ),
+        (
+            _set("model", "norm.bias", to=torch.zeros(32, dtype=torch.int64)),
+            "is damaged: its model: norm.bias must be float32 [32], got int64 [32]",
+        ),
+        (
+            lambda content: content["optimizer"]["state"].pop(0),
+            "is damaged: its optimizer must have the state of 12 parameters, got 11",
+        ),
+        (
+            lambda content: content["optimizer"]["state"][2].pop("exp_avg"),
+            "is damaged: its optimizer, parameter 2: exp_avg must be float32 [32, 32], got missing",
+        ),
+        (
+            _set("optimizer", "state", 0, "exp_avg_sq", to=torch.zeros(3)),
+            "is damaged: its optimizer, parameter 0: exp_avg_sq must be float32 [256, 32], got",
+        ),
+    ],
+)
+def test_a_checkpoint_with_other_content_is_refused(
+    change: Callable[[dict[str, Any]], object],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "c.pt"
+    write_checkpoint(path, _checkpoint())
+    content = torch.load(path, weights_only=True)
+    change(content)
+    torch.save(content, path)
+    _assert_refused(path, f"{path} {message}", capsys)
+
+
+def test_a_hook_that_refuses_its_state_is_an_error_of_the_checkpoint() -> None:
+    class Handle:
+        def load_state_dict(self, state: object) -> None:
+            raise KeyError("residual")
+
+    model, optimizer = _model_and_optimizer()
+    run: Any = types.SimpleNamespace(model=model, optimizer=optimizer, handle=Handle())
+    world = World(0, 2, torch.device("cpu"), "gloo")
+    with pytest.raises(CheckpointError, match=r"the hook cast\(bfloat16\) refuses its state"):
+        _restore(run, _CONFIG, world, _checkpoint(), main_run=True)
