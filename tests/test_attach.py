@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
+import gc
 import re
 import subprocess
 import sys
 import traceback
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -322,6 +327,54 @@ def test_a_hook_class_that_raises_is_named_in_a_note(way: Callable) -> None:
     assert caught.value.__notes__ == ["raised by hook 'test_attach.Gives' on bucket 0 of 1"]
 
 
+@pytest.mark.usefixtures("one_rank")
+@each_way
+@pytest.mark.parametrize("dtype", [None, "float32", torch.int32])
+def test_a_result_dtype_that_is_none(way: Callable, dtype: object) -> None:
+    hook = Gives(lambda buffer: buffer)
+    hook.result_dtype = lambda bucket: dtype  # type: ignore[assignment,return-value]
+    with pytest.raises(TypeError, match=r"'test_attach.Gives' on bucket 0 of 1: result_dtype must"):
+        way(_model(), hook)
+
+
+@pytest.mark.usefixtures("one_rank")
+@each_way
+def test_a_hook_class_without_its_base_constructor(way: Callable) -> None:
+    class Forgetful(hooks.Hook):
+        def __init__(self) -> None:
+            self.mine = 1
+
+        def average(self, bucket: GradBucket) -> torch.futures.Future:
+            return collectives.all_reduce(bucket.buffer(), group=self.group(bucket))
+
+    way(_model(), copy.deepcopy(Forgetful()))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_bytes_that_go_past_the_library_are_not_known() -> None:
+    def past(buffer: torch.Tensor) -> torch.futures.Future:
+        work = dist.all_reduce(buffer, async_op=True)
+        return work.get_future()
+
+    model = _model()
+    handle = attach(model, Gives(past))
+    _step(model)
+    assert handle.stats().bytes_sent is None
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_handle_keeps_nothing_of_a_model_that_is_gone() -> None:
+    model = _model()
+    handle = attach(model, hooks.cast(torch.bfloat16))
+    _step(model)
+    parameter = weakref.ref(next(model.parameters()))
+    del model
+    gc.collect()
+    assert parameter() is None
+    assert not handle.is_attached and handle.stats().steps == 1
+    assert len(handle.hook._workspaces) == 0  # type: ignore[attr-defined]
+
+
 # ---- failures ------------------------------------------------------------------------------------
 
 
@@ -407,6 +460,85 @@ def test_the_traceback_leads_into_the_hook() -> None:
         _step(model)
     frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert frames[-1] == "raises_in_first" and "backward" in frames
+
+
+class Futures:
+    """Completes all buckets' Futures at the last one, if it comes to that."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[torch.futures.Future, torch.Tensor]] = []
+
+    def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future:
+        if bucket.index() == 0:
+            self.open.clear()
+        if bucket.is_last() and bucket.bucket_count() > 1:
+            raise OwnError("boo")
+        self.open.append((torch.futures.Future(), bucket.buffer()))
+        if bucket.is_last():
+            for future, buffer in self.open:
+                future.set_result(buffer)
+        return self.open[-1][0]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_future_that_a_failure_leaves_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["torch_commhook.attach"], "_DRAIN_SECONDS", 0.2)
+    model = _model()
+    plain = _step(model)
+    handle = attach(model, Futures())
+    for _ in range(2):
+        with pytest.warns(
+            UserWarning, match="on bucket 0 of 4: its Future is not complete 0.2 sec"
+        ):
+            with pytest.raises(OwnError):
+                _step(model)
+    handle.remove()
+    assert _equal(_step(model), plain)
+
+
+def test_ctrl_c_ends_the_wait_for_a_future() -> None:
+    script = """
+import _thread, threading, torch, torch.distributed as dist
+from test_attach import Futures, _model, _step
+from torch_commhook import attach
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = _model()
+_step(model)
+attach(model, Futures())
+threading.Timer(1, _thread.interrupt_main).start()
+try:
+    _step(model)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=50,  # less than the wait
+        cwd=Path(__file__).parent,
+    )
+    assert ended.stdout == "interrupted\n", ended.stderr
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_error_that_was_caught_keeps_nothing_alive() -> None:
+    class Large:
+        pass
+
+    seen: list[weakref.ref] = []
+
+    def hook(state: object, bucket: GradBucket) -> torch.Tensor:
+        large = Large()
+        seen.append(weakref.ref(large))
+        raise OwnError("boo")
+
+    model = _model()
+    attach(model, hook)
+    with contextlib.suppress(OwnError):
+        _step(model)
+    gc.collect()
+    assert seen[0]() is None
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -164,9 +164,19 @@ def test_construction_checks(arguments: dict, message: str) -> None:
         ({"index": 0.0}, "index must be an int, got 0.0"),
         ({"bucket_count": None}, "bucket_count must be an int, got None"),
         ({"buffer": [1.0] * 5}, "buffer must be a tensor, got list"),
-        ({"buffer": torch.zeros(5, dtype=torch.int64)}, "buffer must be of a floating-point or"),
+        (
+            {"buffer": torch.zeros(5, dtype=torch.int64)},
+            "buffer must be of dtype float64, .* got torch.int64",
+        ),
         ({"gradients": [torch.ones(3), 2.0]}, r"gradients\[1\] must be a tensor, got float"),
         ({"parameters": [torch.ones(3), None]}, r"parameters\[1\] must be a tensor, got None"),
+        ({"parameters": None}, "parameters must be a list of tensors, got None"),
+        (
+            {"parameters": torch.ones(5, 1)},
+            "parameters must be a list of tensors, got torch.Tensor",
+        ),
+        ({"gradients": torch.ones(2, 3)}, "gradients must be a list of tensors, got torch.Tensor"),
+        ({"sparse_grad_indices": "x"}, "sparse_grad_indices must be a tensor, got str"),
     ],
 )
 def test_arguments_of_other_types(arguments: dict, message: str) -> None:
@@ -176,6 +186,24 @@ def test_arguments_of_other_types(arguments: dict, message: str) -> None:
     if "buffer" in arguments:
         with pytest.raises(TypeError):
             GradBucket(**fitting).set_buffer(arguments["buffer"])
+
+
+def test_a_layout_of_other_things() -> None:
+    for parameters in (None, torch.ones(2, 2), [1]):
+        with pytest.raises(TypeError, match=r"^BucketLayout: parameters"):
+            BucketLayout(parameters)  # type: ignore[arg-type]
+    layout = BucketLayout([torch.ones(3)])
+    with pytest.raises(TypeError, match=r"^BucketLayout: buffer must be a tensor, got None"):
+        layout.views(None)  # type: ignore[arg-type]
+
+
+def test_complex_gradients() -> None:
+    parameters = [torch.ones(2, 3, dtype=torch.complex64).t(), torch.ones(2, dtype=torch.complex64)]
+    gradients = [torch.randn_like(parameter) for parameter in parameters]
+    buffer = torch.empty(8, dtype=torch.complex64)
+    for bucket in (GradBucket(parameters, gradients), GradBucket(parameters, gradients, buffer)):
+        assert all(torch.equal(a, b) for a, b in zip(bucket.gradients(), gradients, strict=True))
+    assert bucket.buffer() is buffer
 
 
 def test_sparse_indices_survive_the_way_to_pytorch_and_back() -> None:
@@ -222,9 +250,7 @@ def test_to_and_from_torch_copy_nothing() -> None:
     assert back.strides() == bucket.strides()
     assert GradBucket.wrap(bucket) is bucket
     assert GradBucket.wrap(theirs).bucket_count() == 3
-    with pytest.raises(
-        TypeError, match=r"of torch_commhook or torch.distributed, got builtins.int"
-    ):
+    with pytest.raises(TypeError, match=r"of torch_commhook or torch.distributed, got int"):
         GradBucket.wrap(3)  # type: ignore[arg-type]
 
 

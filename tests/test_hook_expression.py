@@ -31,7 +31,9 @@ def _hooks_module() -> types.ModuleType:
     def error_feedback(hook: object, decay: float = 1.0) -> tuple[object, ...]:
         return ("error_feedback", hook, decay)
 
-    def blockwise(bits: int = 8, *, sizes: object = None) -> tuple[object, ...]:
+    def blockwise(
+        bits: int = 8, process_group: object = None, *, sizes: object = None
+    ) -> tuple[object, ...]:
         return ("blockwise", bits, sizes)
 
     def secret() -> None:
@@ -62,6 +64,7 @@ HOOKS = _hooks_module()
             ("error_feedback", ("blockwise", 4, None), 0.5),
         ),
         ("error_feedback(allreduce)", ("error_feedback", ("allreduce",), 1.0)),
+        ("blockwise(process_group=None)", ("blockwise", 8, None)),
     ],
 )
 def test_an_expression_builds_the_hook(text: str, expected: object) -> None:
@@ -79,6 +82,9 @@ def test_an_expression_builds_the_hook(text: str, expected: object) -> None:
         ("cast(torch.load)", "neither a dtype nor a hook"),
         ("cast(8)", "is refused by cast: TypeError: cast: dtype must be"),
         ("cast()", "is refused by cast: TypeError"),
+        ("blockwise(process_group=1)", "gives blockwise a process_group, which can't be written"),
+        ("blockwise(4, (1, 2))", "gives blockwise a process_group, which can't be written"),
+        ("error_feedback(blockwise(4, 'x'))", "gives blockwise a process_group, which can't be"),
         ("cast(**{})", "must not unpack"),
         ("blockwise(1 + 1)", "must not contain '1 + 1'"),
         ("blockwise([x for x in y])", "must not contain"),
@@ -121,6 +127,21 @@ def test_a_file_gives_its_object(tmp_path: Path) -> None:
         for function in (check_hook, parse_hook):
             with pytest.raises(HookExpressionError, match=message):
                 function(text)
+
+
+def test_a_coroutine_function_of_a_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    definition = "async def co(state, bucket): ...\n"
+    file.write_text(definition)
+    with pytest.raises(HookExpressionError, match=r"mine.py:co' .* got a coroutine function \(asy"):
+        check_hook(f"{file}:co")
+    for text in (
+        f"{definition}co = run(co)\n",
+        f"@run\n{definition}",
+        f"try:\n  from a import co\nexcept ImportError:\n  {definition}",
+    ):
+        file.write_text(text)
+        check_hook(f"{file}:co")
 
 
 def test_checking_a_file_does_not_run_it(tmp_path: Path) -> None:

@@ -117,6 +117,21 @@ def test_gradients_are_the_mean(two_ranks: RankPool, way: str, name: str, option
     two_ranks.run(_train, way, name, torch.float32, options)
 
 
+def _registered_with_a_group(rank: int, state: str) -> bool:
+    alone = [dist.new_group([r]) for r in range(WORLD_SIZE)][rank]
+    model = DDP(torch.nn.Linear(3, 2), process_group=alone)
+    model.register_comm_hook(alone if state == "group" else None, hooks.allreduce())
+    model(torch.full((1, 3), 1.0 + rank)).sum().backward()
+    gradient = next(model.parameters()).grad
+    assert gradient is not None
+    return bool((gradient == (1.0 + rank if state == "group" else 1.5)).all())
+
+
+@pytest.mark.parametrize("state", ["group", "none"])
+def test_a_state_that_is_a_group_is_averaged_over(two_ranks: RankPool, state: str) -> None:
+    assert two_ranks.run(_registered_with_a_group, state) == [True, True]
+
+
 @pytest.mark.parametrize("name", HOOKS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_parameters_of_other_dtypes(two_ranks: RankPool, name: str, dtype: torch.dtype) -> None:
@@ -412,6 +427,12 @@ class TestAlone:
         with pytest.warns(UserWarning, match=r"cast\(float16\): a process group cannot be pickled"):
             data = pickle.dumps(hook)
         assert pickle.loads(data).process_group is None
+
+    def test_other_states_and_groups_are_refused(self) -> None:
+        with pytest.raises(TypeError, match=r"'allreduce\(\)': state must be a ProcessGroup or"):
+            hooks.allreduce()("nonsense", self._bucket())
+        with pytest.raises(TypeError, match="process_group must be a ProcessGroup, got int"):
+            hooks.allreduce(process_group=1)(None, self._bucket())
 
     def test_other_dtypes_are_refused(self) -> None:
         with pytest.raises(TypeError, match=r"float16 or torch.bfloat16, got torch.float32"):

@@ -109,6 +109,17 @@ def test_flatten_stats_adds_both_gradients():
         torch.testing.assert_close(tensor.grad.double(), expected, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_flatten_stats_computes_in_float64(dtype):
+    # The factor is past the range of float16, and once past that of float32; the gradient is not.
+    for scale, value, weight in ((300.0, 0.01, 1.0), (1.0, 0.01, 40000.0), (1e20, 1e-30, 1e-9)):
+        tensor = torch.full((4,), value).to(dtype).requires_grad_()
+        stats = ops.flatten_stats([tensor], scale=scale, dtype=torch.float64)
+        (stats.sum_of_squares * weight).backward()
+        expected = 2 * scale**2 * weight * tensor.detach().double()
+        assert_same_bits(tensor.grad, expected.to(dtype), (scale, value, weight))
+
+
 def test_unflatten_collects_the_gradients_in_the_buffers_dtype():
     for source in DTYPES:
         buffer = maker(source)(48).requires_grad_()
@@ -168,6 +179,42 @@ def test_backward_does_not_depend_on_what_the_tensors_hold_later():
         tensor.fill_(8)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         stats.sum_of_squares.backward()
+
+
+def test_flatten_keeps_no_tensor_for_backward():
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda _: None):
+        ops.flatten([new(3).requires_grad_()]).sum()
+        ops.unflatten(new(3).requires_grad_(), [new(3)])
+    assert packed == []
+    with torch.inference_mode():
+        inference = new(3)
+    tensor = new(3).requires_grad_()
+    ops.flatten([inference, tensor], scale=2.0).sum().backward()
+    assert (tensor.grad == 2).all()
+
+
+def test_torch_func():
+    like = [new(2), new(1)]
+
+    def ours(x, y):
+        buffer = ops.flatten([x, y.t()], scale=0.5)
+        stats = ops.flatten_stats([x, y], scale=2.0)
+        parts = ops.unflatten(x, like, scale=3.0)
+        return (buffer**2).sum() + stats.sum_of_squares + sum((part**3).sum() for part in parts)
+
+    def plain(x, y):
+        both = torch.cat([x, y.t().reshape(-1)])
+        return ((both / 2) ** 2).sum() + ((2 * both) ** 2).sum() + ((3 * x) ** 3).sum()
+
+    x, y = new(3), new(2, 3)
+    for transform in (
+        lambda f: torch.func.grad(f, (0, 1))(x, y),
+        lambda f: torch.func.jvp(f, (x, y), (y[0], y))[1],
+        lambda f: torch.func.hessian(f)(x, y),
+        lambda f: torch.func.vjp(f, x, y)[1](torch.ones((), dtype=torch.float64)),
+    ):
+        torch.testing.assert_close(transform(ours), transform(plain))
 
 
 def test_under_no_grad_nothing_is_recorded():

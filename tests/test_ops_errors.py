@@ -265,6 +265,12 @@ def test_a_buffer_that_shares_memory_with_a_destination(view):
         lambda m: (m[1::2], m[1::2]),
         lambda m: (m[::11], m[4:]),
         lambda m: (m[4:6], m[1:6:4]),
+        lambda m: (m[0:8:2], m[2:12:2]),
+        lambda m: (m[0:12:3], m[1:12:2]),
+        lambda m: (m.view(3, 4)[:, :3], m.view(3, 4)[:, 2:]),
+        lambda m: (m.view(2, 6)[:, ::2], m.view(2, 6)[:, 1:5:3]),
+        lambda m: (m.view(3, 4)[:, :2], m.view(torch.float64)[3:5]),
+        lambda m: (m.view(torch.bfloat16)[1::4], m[2:]),
     ],
 )
 def test_destinations_that_overlap(views):
@@ -305,6 +311,21 @@ def test_nothing_is_written_by_a_refused_call():
     assert (destination == 0).all() and destination._version == 0
 
 
+@pytest.mark.parametrize("place", ["tensors", "out", "buffer", "destinations"])
+def test_a_storage_that_was_freed(place):
+    freed = torch.ones(1 << 20)
+    freed.untyped_storage().resize_(0)
+    calls = {
+        "tensors": lambda: ops.flatten([f(2), freed]),
+        "out": lambda: ops.flatten([torch.ones(1 << 20)], out=freed),
+        "buffer": lambda: ops.unflatten(freed, [torch.ones(1 << 20)]),
+        "destinations": lambda: ops.unflatten_into(torch.ones(1 << 20), [freed]),
+    }
+    with pytest.raises(ValueError, match=r"must have a storage of 4194304 bytes or more, got one"):
+        calls[place]()
+    ops.unflatten(torch.ones(1 << 20), [freed])  # whose contents are not read
+
+
 def test_what_only_looks_like_shared_memory_is_accepted():
     memory = torch.zeros(12)
     ops.unflatten_into(torch.arange(12.0), [memory[::2], memory[1::2]])
@@ -323,6 +344,16 @@ def test_what_only_looks_like_shared_memory_is_accepted():
     assert memory.tolist() == [*range(6, 12)] * 2
     # One source may stand twice, or reach its elements twice.
     assert ops.flatten([memory[:1], memory[:1], memory[:1].expand(2)]).tolist() == [6] * 4
+
+
+def test_tensors_that_interleave_are_accepted():
+    columns = torch.zeros(4, 30)
+    ops.unflatten_into(torch.arange(120.0), [columns[:, :7], columns[:, 7:9], columns[:, 9:]])
+    ops.unflatten_into(torch.arange(120.0), list(columns.t().unbind()))  # too many to compare pairs
+    # Apart, though neither strides nor columns say so.
+    memory = torch.zeros(12)
+    ops.unflatten_into(torch.arange(1.0, 8.0), [memory[0:10:3], memory[1:9:6], memory[2:3]])
+    assert memory.tolist() == [1, 5, 7, 2, 0, 0, 3, 6, 0, 4, 0, 0]
 
 
 # ---- gradients -----------------------------------------------------------------------------------

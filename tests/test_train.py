@@ -193,6 +193,16 @@ def _no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--seed -1", "argument --seed: must be from 0"),
         ("--ranks 0", "argument --ranks: must be at least 1"),
         ("--ranks 1025", "argument --ranks: must be at most 1024, got 1025"),
+        ("--timeout 1e300", "argument --timeout: must be at most 2592000, got 1e300"),
+        ("--bucket-cap-mb 1e300", "argument --bucket-cap-mb: must be at most 1000000, got 1e300"),
+        ("--threads 1000000000000", "argument --threads: must be at most 1024, got 1000000000000"),
+        ("--data-cap-mb 1e13", "argument --data-cap-mb: must be at most 1000000, got 1e13"),
+        ("--data-cap-mb 1e308", "argument --data-cap-mb: must be at most 1000000, got 1e308"),
+        (
+            "--data-cap-mb 1e-9",
+            "argument --data-cap-mb: must be more than a sequence (128 bytes), got 1e-09 (0 bytes)",
+        ),
+        ("--data-cap-mb 0.000128", "argument --data-cap-mb: must be more than a sequence (128 by"),
         ("--dim 100 --heads 3", "argument --dim: must be a multiple of 2 * heads = 6, got 100"),
         ("--data missing.txt", "argument --data: missing.txt can't be read: No such file"),
         ("--data empty.txt", "argument --data: the data is empty"),
@@ -202,6 +212,7 @@ def _no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--data /dev/zero --data-cap-mb 0.001", "argument --data: /dev/zero can't be read: it is"),
         ("--hook casst(bfloat16)", "argument --hook: hook 'casst(bfloat16)' names the unknown"),
         ("--hook missing.py:hook", "there is no file missing.py"),
+        ("--hook cast(process_group=1)", "argument --hook: hook 'cast(process_group=1)' gives cas"),
         ("--hook none --compare", "argument --compare"),
         ("--save-every 2", "argument --save-every: needs --save"),
         ("--steps 4 --stop-after 5", "argument --stop-after: must be at most --steps 4, got 5"),
@@ -216,6 +227,25 @@ def _no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--save ten.txt/c.pt", "argument --save: ten.txt is not a directory"),
         ("--save pipe", "argument --save: pipe is not a regular file"),
         ("--save at-{step} --steps 3", "argument --save: at-3 is a directory"),
+        (
+            "--out new --save new/metrics.jsonl",
+            "argument --save: new/metrics.jsonl collides with new/metrics.jsonl, which the run its",
+        ),
+        ("--out new --save at-3/../new/summary.json", "new/summary.json collides with new/summary"),
+        ("--out new --save new/metrics-none.jsonl", "argument --save: new/metrics-none.jsonl coll"),
+        ("--out link --save at-3/loss.png", "at-3/loss.png collides with link/loss.png, which"),
+        (
+            "--out new --save new/rank1.log",
+            "argument --save: new/rank1.log collides with new/rank1",
+        ),
+        ("--out new/out --save new", "argument --save: new collides with new/out/metrics.jsonl"),
+        ("--out new --save new/loss.png/c", "argument --save: new/loss.png/c collides with new/lo"),
+        ("--out at-3 --save at-{step}/loss.png --steps 3", "at-3/loss.png collides with at-3/loss"),
+        ("--out at-3 --save link{step}/loss.png --steps 9", "link9/loss.png collides with at-3/lo"),
+        (
+            "--out at-3 --save at-{step}/loss.png --save-every 1 --steps 1000000000000000",
+            "argument --save: at-3/loss.png collides with at-3/loss.png",
+        ),
         pytest.param(
             "--save /proc/new/c.pt", "argument --save: /proc takes no new files", marks=processes
         ),
@@ -234,6 +264,8 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(
     Path("ten.txt").write_bytes(b"0123456789")
     Path("taken", "metrics.jsonl").mkdir(parents=True)
     Path("at-3").mkdir()
+    Path("link").symlink_to("at-3")
+    Path("link9").symlink_to("at-3")
     os.mkfifo("pipe")
     pipe = os.open("pipe", os.O_RDWR)  # with 1 kB in it: who reads that much does not wait
     os.write(pipe, bytes(1000))
@@ -262,9 +294,19 @@ def test_places_that_can_be_written_are_left_as_they_are(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("old.pt").write_text("old")
-    for save in ("new/folder/{step}.pt", "old.pt"):
+    for save in (
+        "new/folder/{step}.pt",
+        "old.pt",
+        "out/new/c.pt",
+        "out/metrics.jsonl",
+        "out/new/metrics-{step}.jsonl",
+        "out/{step}/metrics.jsonl",
+    ):
         options = parse_options(["--out", "out/new", "--save", save])
         assert options.out == Path("out/new")
+    # No checkpoint of step 3 is written.
+    parse_options(["--out", "at-3", "--save", "at-{step}/loss.png", "--save-every", "2"])
+    parse_options(["--out", "at-300", "--save", "at-{step}/loss.png", "--save-every", "2"])
     assert list(Path().iterdir()) == [Path("old.pt")]
     assert Path("old.pt").read_text() == "old"
 

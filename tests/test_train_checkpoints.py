@@ -234,6 +234,8 @@ def _set(*keys: Any, to: Any) -> Callable[[dict[str, Any]], object]:
         (_set("config", "layers", to=0), "is damaged: its layers can't be 0"),
         (_set("config", "lr", to=float("inf")), "is damaged: its lr can't be inf"),
         (_set("config", "data", to=[3]), "is damaged: its data can't be [3]"),
+        (_set("config", "data_cap_mb", to=1e13), "is damaged: its data_cap_mb can't be 1000"),
+        (_set("config", "bucket_cap_mb", to=1e300), "is damaged: its bucket_cap_mb can't be 1e"),
         (_set("config", "heads", to=3), "is damaged: ByteTransformer: dim must be a multiple of"),
         (_set("config", "layers", to=10**9), "is damaged: it has no weights for 1000000000 layers"),
         (_set("config", "dim", to=10**9), "is damaged: it has no embedding of dim 1000000000"),

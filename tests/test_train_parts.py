@@ -73,7 +73,9 @@ def test_files_are_read_in_order_up_to_the_cap(tmp_path: Path) -> None:
     files[1].write_bytes(b"6789")
     names = [str(file) for file in files]
     assert text_data.read_text(names, None, seq=2) == b"123456789"
-    assert text_data.read_text(names, 7, seq=2) == b"1234567"
+    for cap in (4, 5, 7, 9):
+        assert text_data.read_text(names, cap, seq=2) == b"123456789"[:cap]
+    assert text_data.read_text(names, 10**30, seq=2) == b"123456789"
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads all files")
@@ -159,6 +161,7 @@ def test_ratios_to_fp32() -> None:
     assert report.fp32_bytes_per_step(1000, 1) == 0
     assert report.fp32_bytes_per_step(1000, 2) == 4000
     assert report.fp32_bytes_per_step(1000, 8) == 7000
+    assert report.fp32_bytes_per_step(10**15 + 1, 3) == 5333333333333339
     assert report.fp32_ratio(2000, 4000) == 2.0
     assert report.fp32_ratio(0, 0) is None
     assert report.fp32_ratio(None, 4000) is None

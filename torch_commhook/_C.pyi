@@ -29,6 +29,7 @@ def register_ddp_hook(
     reducer: Any,
     runner: Callable[[TorchGradBucket, bool, bool], tuple[str, Any, torch.dtype]],
     choose_delivery: Callable[[], str],
+    drain_seconds: float,
 ) -> None: ...
 def cast_into(
     returned: object, destination: Tensor, dtype: torch.dtype, where: str

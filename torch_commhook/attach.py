@@ -14,9 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_commhook import _C
 from torch_commhook._runtime import check_hook, hook_name, run_hook
 from torch_commhook.bucket import GradBucket
-from torch_commhook.hooks.base import Hook
+from torch_commhook.hooks.base import Hook, checked_result_dtype
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.metrics import BucketStats, HookStats, WireMeter, counting
+
+#: How long a hook that failed waits for the buckets in flight before it.
+_DRAIN_SECONDS = 60.0
 
 
 @dataclass(eq=False)
@@ -49,13 +52,15 @@ class _DdpRoad:
         self._running: _Attached | None = None  # in this backward
         self._plain = allreduce()
         self._buckets: dict[int, GradBucket] = {}
-        model_ref = weakref.ref(model)  # whose reducer owns the hook
+        # The model's reducer owns this; a handle that outlives the model keeps nothing of it.
+        buckets = self._buckets
+        self.model = weakref.ref(model, lambda _: buckets.clear())
 
         def choose_delivery() -> str:
-            model = model_ref()
+            model = self.model()
             return "reducer" if model is None else _delivery(model)
 
-        _C.register_ddp_hook(model.reducer, self._run, choose_delivery)
+        _C.register_ddp_hook(model.reducer, self._run, choose_delivery, _DRAIN_SECONDS)
 
     def _run(
         self, torch_bucket: dist.GradBucket, first: bool, rebuilt: bool
@@ -79,14 +84,12 @@ class _DdpRoad:
         with counting(meter):
             if isinstance(attached.hook, Hook):
                 # Bringing the result into the gradients casts it: no pass of its own for that.
-                dtype = attached.hook.result_dtype(bucket)
+                dtype = checked_result_dtype(attached.hook, bucket)
                 result: Any = _C.run_average(attached.hook, bucket)
-                counted = True
             else:
                 dtype = bucket.buffer().dtype
                 result = run_hook(attached.hook, attached.state, bucket)
-                counted = meter.collectives > 0
-        _note(attached.stats, bucket, first, meter.bytes_sent if counted else None)
+        _note(attached.stats, bucket, first, meter.bytes_sent if meter.collectives else None)
         return attached.name, result, dtype
 
 
@@ -129,7 +132,7 @@ class HookHandle:
     @property
     def is_attached(self) -> bool:
         """Whether the hook is still the one that the model uses."""
-        return self._road.attached is self._attached
+        return self._road.attached is self._attached and self._road.model() is not None
 
     def remove(self) -> None:
         """Take the hook off; from the next backward on gradients are averaged as without one.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +44,9 @@ class BucketLayout:
     __slots__ = ("_orders", "lengths", "numel", "offsets", "sizes", "strides")
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
+        parameters = _checked_list("BucketLayout", "parameters", parameters)
+        for i, parameter in enumerate(parameters):
+            _check_tensor("BucketLayout", f"parameters[{i}]", parameter)
         self.offsets: list[int] = []
         self.lengths: list[int] = []
         self.sizes: list[torch.Size] = []
@@ -98,6 +102,7 @@ class BucketLayout:
         Raises:
             ValueError: a gradient has another shape than its parameter, or their number differs.
         """
+        gradients = _checked_list("BucketLayout", "gradients", gradients)
         if len(gradients) != len(self):
             raise ValueError(
                 f"BucketLayout: gradients must be {len(self)}, one for each parameter, "
@@ -132,6 +137,7 @@ class BucketLayout:
         _ops.unflatten_into(buffer, self.in_memory_order(gradients), scale=scale)
 
     def _check(self, buffer: Tensor) -> None:
+        _check_tensor("BucketLayout", "buffer", buffer)
         if buffer.dim() != 1 or not buffer.is_contiguous() or buffer.numel() != self.numel:
             raise ValueError(
                 f"BucketLayout: buffer must be contiguous, of shape ({self.numel},), "
@@ -169,8 +175,8 @@ class GradBucket:
     Raises:
         ValueError: neither ``gradients`` nor ``buffer``, lengths, shapes or devices that do not
             fit, or an index outside ``bucket_count``.
-        TypeError: an argument that is no tensor of a floating-point or complex dtype, or sparse
-            gradients beside others.
+        TypeError: an argument that is no tensor, or of a dtype other than float64, float32,
+            float16, bfloat16 and complex ones, or sparse gradients beside others.
     """
 
     __slots__ = (
@@ -202,11 +208,13 @@ class GradBucket:
                 "GradBucket: index must be from 0 to bucket_count - 1, got "
                 f"index {index} with bucket_count {bucket_count}"
             )
-        self._parameters = list(parameters)
+        self._parameters = _checked_list("GradBucket", "parameters", parameters)
         if not self._parameters:
             raise ValueError("GradBucket: parameters must hold at least one tensor, got none")
         for i, parameter in enumerate(self._parameters):
-            _check_tensor(f"parameters[{i}]", parameter)
+            _check_floating(f"parameters[{i}]", parameter)
+        if sparse_grad_indices is not None:
+            _check_tensor("GradBucket", "sparse_grad_indices", sparse_grad_indices)
         self._index = index
         self._bucket_count = bucket_count
         self._sparse_grad_indices = sparse_grad_indices
@@ -218,7 +226,8 @@ class GradBucket:
             assert buffer is not None
             self._buffer = self._checked_buffer(buffer)
         else:
-            self._buffer = self._buffer_of(list(gradients), buffer)
+            gradients = _checked_list("GradBucket", "gradients", gradients)
+            self._buffer = self._buffer_of(gradients, buffer)
 
     # ---- what PyTorch's GradBucket has -----------------------------------------------------------
 
@@ -310,8 +319,17 @@ class GradBucket:
     # ---- conversion and copies -------------------------------------------------------------------
 
     @classmethod
-    def from_torch(cls, bucket: dist.GradBucket, process_group: Any = None) -> GradBucket:
-        """Our bucket over PyTorch's: the same buffer and parameters, nothing copied."""
+    def from_torch(cls, bucket: Any, process_group: Any = None) -> GradBucket:
+        """Our bucket over PyTorch's: the same buffer and parameters, nothing copied.
+
+        Raises:
+            TypeError: no bucket of PyTorch's.
+        """
+        if not isinstance(bucket, dist.GradBucket):
+            raise TypeError(
+                "GradBucket: bucket must be a GradBucket of torch_commhook or torch.distributed, "
+                f"got {_type_name(bucket)}"
+            )
         self = cls.__new__(cls)  # what DDP made fits together: nothing to check
         self._parameters = bucket.parameters()
         self._buffer = bucket.buffer()
@@ -323,20 +341,20 @@ class GradBucket:
         return self
 
     @classmethod
-    def wrap(cls, bucket: GradBucket | dist.GradBucket) -> GradBucket:
+    def wrap(cls, bucket: GradBucket | dist.GradBucket, process_group: Any = None) -> GradBucket:
         """The bucket itself where it is ours, else :meth:`from_torch` of it.
+
+        With ``process_group``, it has that; one of ours is then copied, and shares its buffer.
 
         Raises:
             TypeError: neither kind of bucket.
         """
-        if isinstance(bucket, cls):
-            return bucket
-        if isinstance(bucket, dist.GradBucket):
-            return cls.from_torch(bucket)
-        raise TypeError(
-            "GradBucket.wrap: bucket must be a GradBucket of torch_commhook or torch.distributed, "
-            f"got {type(bucket).__module__}.{type(bucket).__qualname__}"
-        )
+        if not isinstance(bucket, cls):
+            return cls.from_torch(bucket, process_group)
+        if process_group is not None:
+            bucket = copy.copy(bucket)
+            bucket._process_group = process_group
+        return bucket
 
     def to_torch(self) -> dist.GradBucket:
         """PyTorch's bucket over this one: the same buffer and parameters, nothing copied.
@@ -376,14 +394,12 @@ class GradBucket:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradBucket:
-        from copy import deepcopy
-
         return type(self)(
-            deepcopy(self._parameters, memo),
+            copy.deepcopy(self._parameters, memo),
             buffer=self._buffer.detach().clone(),
             index=self._index,
             bucket_count=self._bucket_count,
-            sparse_grad_indices=deepcopy(self._sparse_grad_indices, memo),
+            sparse_grad_indices=copy.deepcopy(self._sparse_grad_indices, memo),
             process_group=self._process_group,
         )
 
@@ -396,7 +412,7 @@ class GradBucket:
     # ---- construction ----------------------------------------------------------------------------
 
     def _checked_buffer(self, buffer: Tensor) -> Tensor:
-        _check_tensor("buffer", buffer)
+        _check_floating("buffer", buffer)
         device = self._parameters[0].device
         if buffer.device != device:
             raise ValueError(
@@ -427,7 +443,7 @@ class GradBucket:
             )
         for i, gradient in enumerate(gradients):
             if gradient is not None:
-                _check_tensor(f"gradients[{i}]", gradient)
+                _check_floating(f"gradients[{i}]", gradient)
         first = next((gradient for gradient in gradients if gradient is not None), None)
         if first is not None and first.layout is not torch.strided and len(gradients) == 1:
             if buffer is not None:
@@ -441,18 +457,38 @@ class GradBucket:
         if buffer is not None:
             self._checked_buffer(buffer)
         with torch.no_grad():
-            return self.layout().flatten(filled, out=buffer)
+            if not dtype.is_complex:
+                return self.layout().flatten(filled, out=buffer)
+            # The operators take no complex tensors.
+            pieces = [piece.reshape(-1) for piece in self.layout().in_memory_order(filled)]
+            return torch.cat(pieces) if buffer is None else torch.cat(pieces, out=buffer)
 
 
-def _check_tensor(name: str, value: object) -> None:
+def _type_name(value: object) -> str:
+    if value is None:
+        return "None"
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    return name.removeprefix("builtins.")
+
+
+def _checked_list(what: str, name: str, values: Any) -> list[Any]:
+    # A tensor is a sequence too, of its rows, which nobody means.
+    if isinstance(values, Tensor) or not isinstance(values, Iterable):
+        raise TypeError(f"{what}: {name} must be a list of tensors, got {_type_name(values)}")
+    return list(values)
+
+
+def _check_tensor(what: str, name: str, value: object) -> None:
     if not isinstance(value, Tensor):
+        raise TypeError(f"{what}: {name} must be a tensor, got {_type_name(value)}")
+
+
+def _check_floating(name: str, value: Any) -> None:
+    _check_tensor("GradBucket", name, value)
+    if not (value.dtype in _ops.BUCKET_DTYPES or value.is_complex()):
         raise TypeError(
-            f"GradBucket: {name} must be a tensor, got "
-            f"{'None' if value is None else type(value).__qualname__}"
-        )
-    if not (value.is_floating_point() or value.is_complex()):
-        raise TypeError(
-            f"GradBucket: {name} must be of a floating-point or complex dtype, got {value.dtype}"
+            f"GradBucket: {name} must be of dtype float64, float32, float16, bfloat16 or complex, "
+            f"got {value.dtype}"
         )
 
 

@@ -18,6 +18,7 @@ def resolve_group(group: Any = None) -> Any:
     Raises:
         RuntimeError: torch.distributed is not initialized.
         ValueError: this rank is not in the group.
+        TypeError: no process group.
     """
     if group is None:
         if not dist.is_initialized():
@@ -28,6 +29,10 @@ def resolve_group(group: Any = None) -> Any:
         group = dist.group.WORLD
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("torch_commhook: this rank is not a member of the given process group")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"torch_commhook: process_group must be a ProcessGroup, got {type(group).__qualname__}"
+        )
     return group
 
 

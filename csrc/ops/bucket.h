@@ -38,12 +38,14 @@ void check_unflatten(const char* op, const at::Tensor& buffer, at::TensorList te
 // Beyond check_unflatten: no element of a destination is reached twice, or from the buffer.
 void check_unflatten_into(const char* op, const at::Tensor& buffer, at::TensorList tensors);
 
-// The reference kernels: plain ATen, every device.
+// The reference kernels: plain ATen, every device. The first two can be differentiated through.
 namespace reference {
+// One-dimensional, scaled, in the dtype in which values are scaled on their way to `to`.
+at::Tensor scaled(const at::Tensor& tensor, double scale, at::ScalarType to);
 at::Tensor flatten(at::TensorList tensors, double scale, std::optional<at::ScalarType> dtype);
-at::Tensor& flatten_out(at::TensorList tensors, double scale, at::Tensor& out);
 std::tuple<at::Tensor, at::Tensor, at::Tensor> flatten_stats(at::TensorList tensors, double scale,
                                                              std::optional<at::ScalarType> dtype);
+at::Tensor& flatten_out(at::TensorList tensors, double scale, at::Tensor& out);
 std::vector<at::Tensor> unflatten(const at::Tensor& buffer, at::TensorList like, double scale);
 void unflatten_into(const at::Tensor& buffer, at::TensorList tensors, double scale);
 }  // namespace reference

@@ -1,8 +1,9 @@
 // Derivatives of the bucket operators that return new tensors. In C++, so that a call that records
-// nothing costs no Python, and so that a bad dtype is refused before PyTorch makes a Python object
-// of it (which ends the process where the number is none).
+// nothing costs no Python, and so that a number that is no dtype is refused before PyTorch makes a
+// Python object of it, which ends the process. (What was made in inference mode is not seen here.)
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -13,6 +14,7 @@
 
 #include "ops/autograd_checks.h"
 #include "ops/bucket.h"
+#include "ops/op_handle.h"
 
 namespace commhook {
 namespace {
@@ -23,13 +25,7 @@ using torch::autograd::variable_list;
 using Dtype = std::optional<at::ScalarType>;
 using Stats = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-// ---- the operators, as seen by the kernels below
-// -------------------------------------------------
-
-template <typename Signature>
-auto find_op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
+// ---- the operators, called again below autograd -------------------------------------------
 
 at::Tensor call_flatten(at::TensorList tensors, double scale, Dtype dtype) {
   static const auto op = find_op<at::Tensor(at::TensorList, double, Dtype)>("commhook::flatten");
@@ -47,23 +43,14 @@ variable_list call_unflatten(const at::Tensor& buffer, at::TensorList like, doub
   return op.call(buffer, like, scale);
 }
 
-// ---- what forward hands to backward
-// --------------------------------------------------------------
+// ---- what the three share -----------------------------------------------------------------
 
-// The tensors as far as shapes, strides and dtypes go: what they hold may change before backward.
-variable_list shapes_of(at::TensorList tensors) {
-  variable_list shapes;
-  shapes.reserve(tensors.size());
-  for (const auto& tensor : tensors) {
-    shapes.push_back(tensor.variable_data());
-  }
-  return shapes;
-}
-
-// One gradient for each input, with an undefined one for each argument that is no tensor.
-variable_list padded(variable_list gradients, size_t others) {
-  gradients.resize(gradients.size() + others);
-  return gradients;
+// Inside torch.func's transforms, which take no autograd::Function of C++, the operators are what
+// they consist of.
+bool in_functorch() {
+  return c10::impl::tls_local_dispatch_key_set().included_.has_any(
+      c10::DispatchKeySet({c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                           c10::DispatchKey::FuncTorchDynamicLayerBackMode}));
 }
 
 bool is_recorded(at::TensorList tensors) {
@@ -72,8 +59,47 @@ bool is_recorded(at::TensorList tensors) {
                      [](const at::Tensor& tensor) { return tensor.requires_grad(); });
 }
 
-// ---- flatten
-// -------------------------------------------------------------------------------------
+// Shapes, strides and dtypes of tensors, as values that autograd can keep: the tensors themselves
+// would keep their memory.
+void save_shapes(AutogradContext* ctx, at::TensorList tensors) {
+  std::vector<c10::SymInt> shapes;
+  std::vector<int64_t> dims_and_dtypes;
+  for (const auto& tensor : tensors) {
+    const auto sizes = tensor.sym_sizes();
+    const auto strides = tensor.sym_strides();
+    shapes.insert(shapes.end(), sizes.begin(), sizes.end());
+    shapes.insert(shapes.end(), strides.begin(), strides.end());
+    dims_and_dtypes.push_back(tensor.dim());
+    dims_and_dtypes.push_back(static_cast<int64_t>(tensor.scalar_type()));
+  }
+  ctx->saved_data["shapes"] = c10::SymIntArrayRef(shapes);
+  ctx->saved_data["dims_and_dtypes"] = dims_and_dtypes;
+}
+
+// Tensors of these shapes, with nothing in them, on the device of `gradient`.
+variable_list tensors_of_saved_shapes(AutogradContext* ctx, const at::Tensor& gradient) {
+  const auto shapes = ctx->saved_data["shapes"].toSymIntVector();
+  const auto dims_and_dtypes = ctx->saved_data["dims_and_dtypes"].toIntVector();
+  variable_list tensors;
+  auto next = shapes.begin();
+  for (size_t i = 0; i < dims_and_dtypes.size(); i += 2) {
+    const auto dim = dims_and_dtypes[i];
+    const std::vector<c10::SymInt> sizes(next, next + dim);
+    const std::vector<c10::SymInt> strides(next + dim, next + 2 * dim);
+    next += 2 * dim;
+    const auto like = gradient.options().dtype(static_cast<at::ScalarType>(dims_and_dtypes[i + 1]));
+    tensors.push_back(at::empty_strided_symint(sizes, strides, like));
+  }
+  return tensors;
+}
+
+// One gradient for each input, with an undefined one for each argument that is no tensor.
+variable_list padded(variable_list gradients, size_t others) {
+  gradients.resize(gradients.size() + others);
+  return gradients;
+}
+
+// ---- flatten ------------------------------------------------------------------------------
 
 struct Flatten : Function<Flatten> {
   static constexpr bool is_traceable = true;
@@ -82,19 +108,22 @@ struct Flatten : Function<Flatten> {
                             Dtype dtype) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->saved_data["scale"] = scale;
-    ctx->save_for_backward(shapes_of(tensors));
+    save_shapes(ctx, tensors);
     return call_flatten(tensors, scale, dtype);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
-    return padded(call_unflatten(gradients[0].contiguous(), ctx->get_saved_variables(),
-                                 ctx->saved_data["scale"].toDouble()),
-                  2);
+    const auto like = tensors_of_saved_shapes(ctx, gradients[0]);
+    const auto scale = ctx->saved_data["scale"].toDouble();
+    return padded(call_unflatten(gradients[0].contiguous(), like, scale), 2);
   }
 };
 
 at::Tensor flatten(at::TensorList tensors, double scale, Dtype dtype) {
   check_buffer_dtype("flatten", dtype);
+  if (in_functorch()) {
+    return reference::flatten(tensors, scale, dtype);
+  }
   check_no_forward_gradient("flatten", "tensors", tensors);
   if (is_recorded(tensors)) {
     return Flatten::apply(tensors, scale, dtype);
@@ -103,8 +132,7 @@ at::Tensor flatten(at::TensorList tensors, double scale, Dtype dtype) {
   return call_flatten(tensors, scale, dtype);
 }
 
-// ---- flatten_stats
-// -------------------------------------------------------------------------------
+// ---- flatten_stats ------------------------------------------------------------------------
 
 struct FlattenStats : Function<FlattenStats> {
   static constexpr bool is_traceable = true;
@@ -127,11 +155,11 @@ struct FlattenStats : Function<FlattenStats> {
       results = call_unflatten(gradients[0].contiguous(), tensors, scale);
     }
     if (gradients[1].defined()) {
-      // d(sum (scale x)^2)/dx = 2 scale^2 x
+      // d(sum (scale x)^2)/dx = 2 scale^2 x, in float64 as the sum is.
       const auto factor = gradients[1] * (2.0 * scale * scale);
       for (size_t i = 0; i < tensors.size(); ++i) {
-        const auto own = (factor * tensors[i]).to(tensors[i].scalar_type());
-        results[i] = results[i].defined() ? results[i] + own : own;
+        const auto own = tensors[i].to(at::kDouble) * factor;
+        results[i] = (results[i].defined() ? results[i] + own : own).to(tensors[i].scalar_type());
       }
     }
     return padded(std::move(results), 2);
@@ -140,6 +168,9 @@ struct FlattenStats : Function<FlattenStats> {
 
 Stats flatten_stats(at::TensorList tensors, double scale, Dtype dtype) {
   check_buffer_dtype("flatten_stats", dtype);
+  if (in_functorch()) {
+    return reference::flatten_stats(tensors, scale, dtype);
+  }
   check_no_forward_gradient("flatten_stats", "tensors", tensors);
   if (is_recorded(tensors)) {
     const auto outputs = FlattenStats::apply(tensors, scale, dtype);
@@ -149,8 +180,7 @@ Stats flatten_stats(at::TensorList tensors, double scale, Dtype dtype) {
   return call_flatten_stats(tensors, scale, dtype);
 }
 
-// ---- unflatten
-// -----------------------------------------------------------------------------------
+// ---- unflatten ----------------------------------------------------------------------------
 
 struct Unflatten : Function<Unflatten> {
   static constexpr bool is_traceable = true;
@@ -176,7 +206,25 @@ struct Unflatten : Function<Unflatten> {
   }
 };
 
+// Like reference::unflatten, without writing to tensors.
+variable_list composed_unflatten(const at::Tensor& buffer, at::TensorList like, double scale) {
+  check_unflatten("unflatten", buffer, like, "like");
+  const auto flat = buffer.reshape(-1);
+  variable_list tensors;
+  int64_t offset = 0;
+  for (const auto& tensor : like) {
+    const auto piece = flat.narrow(0, offset, tensor.numel());
+    const auto dtype = tensor.scalar_type();
+    tensors.push_back(reference::scaled(piece, scale, dtype).to(dtype).view(tensor.sizes()));
+    offset += tensor.numel();
+  }
+  return tensors;
+}
+
 variable_list unflatten(const at::Tensor& buffer, at::TensorList like, double scale) {
+  if (in_functorch()) {
+    return composed_unflatten(buffer, like, scale);
+  }
   check_no_forward_gradient("unflatten", "buffer", -1, buffer);
   if (is_recorded(buffer)) {
     return Unflatten::apply(buffer, Unflatten::Like{like}, scale);

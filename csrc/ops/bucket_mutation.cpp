@@ -2,28 +2,36 @@
 // a graph that is being recorded, and their version counters move, so that autograd notices a saved
 // tensor that was overwritten. The functional operators' formulas are in bucket_autograd.cpp.
 #include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/library.h>
 
 #include "ops/autograd_checks.h"
+#include "ops/op_handle.h"
 
 namespace commhook {
 namespace {
 
 constexpr const char* kUseNoGrad = "call it under torch.no_grad()";
 
-auto flatten_out_op() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("commhook::flatten", "out")
-                             .typed<at::Tensor&(at::TensorList, double, at::Tensor&)>();
+const auto& flatten_out_op() {
+  static const auto op =
+      find_op<at::Tensor&(at::TensorList, double, at::Tensor&)>("commhook::flatten", "out");
   return op;
 }
 
-auto unflatten_into_op() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("commhook::unflatten_into", "")
-                             .typed<void(const at::Tensor&, at::TensorList, double)>();
+const auto& unflatten_into_op() {
+  static const auto op =
+      find_op<void(const at::Tensor&, at::TensorList, double)>("commhook::unflatten_into");
   return op;
+}
+
+// A tensor made in inference mode has no version to count. Asked before anything is written.
+void check_has_version(const char* op, const char* argument, int64_t index,
+                       const at::Tensor& tensor) {
+  TORCH_CHECK(!tensor.is_inference() || c10::InferenceMode::is_enabled(), op, ": ",
+              argument_name(argument, index),
+              " must be no inference tensor outside of torch.inference_mode(), got one");
 }
 
 at::Tensor& check_flatten_out_grad(at::TensorList tensors, double scale, at::Tensor& out) {
@@ -52,6 +60,7 @@ void check_unflatten_into_grad(const at::Tensor& buffer, at::TensorList tensors,
 
 // A key of its own, since inference mode leaves autograd's out and still writes normal tensors.
 at::Tensor& flatten_out_versioned(at::TensorList tensors, double scale, at::Tensor& out) {
+  check_has_version("flatten", "out", -1, out);
   {
     at::AutoDispatchBelowADInplaceOrView guard;
     flatten_out_op().call(tensors, scale, out);
@@ -61,6 +70,9 @@ at::Tensor& flatten_out_versioned(at::TensorList tensors, double scale, at::Tens
 }
 
 void unflatten_into_versioned(const at::Tensor& buffer, at::TensorList tensors, double scale) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    check_has_version("unflatten_into", "tensors", static_cast<int64_t>(i), tensors[i]);
+  }
   {
     at::AutoDispatchBelowADInplaceOrView guard;
     unflatten_into_op().call(buffer, tensors, scale);

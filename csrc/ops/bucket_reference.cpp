@@ -17,13 +17,13 @@ std::vector<at::Tensor> empty_like(at::TensorList like) {
 }
 
 namespace reference {
-namespace {
 
-// One-dimensional, scaled, in the dtype that scaling is done in.
 at::Tensor scaled(const at::Tensor& tensor, double scale, at::ScalarType to) {
-  const auto flat = tensor.detach().reshape(-1).to(scaling_dtype(tensor.scalar_type(), to));
+  const auto flat = tensor.reshape(-1).to(scaling_dtype(tensor.scalar_type(), to));
   return scale == 1.0 ? flat : flat.mul(scale);
 }
+
+namespace {
 
 at::Tensor concatenate(at::TensorList tensors, double scale, at::ScalarType dtype) {
   std::vector<at::Tensor> pieces;
@@ -57,7 +57,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> flatten_stats(at::TensorList tens
   auto buffer = concatenate(tensors, scale, to);
   auto sum_of_squares = at::zeros({}, tensors[0].options().dtype(at::kDouble));
   for (const auto& tensor : tensors) {
-    sum_of_squares.add_(scaled(tensor, scale, to).to(at::kDouble).square().sum());
+    sum_of_squares = sum_of_squares + scaled(tensor, scale, to).to(at::kDouble).square().sum();
   }
   auto nonfinite_count = buffer.isfinite().logical_not().sum();
   return {std::move(buffer), std::move(sum_of_squares), std::move(nonfinite_count)};

@@ -4,8 +4,10 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <algorithm>
+#include <chrono>
 #include <numeric>
 #include <stdexcept>
+#include <thread>
 #include <tuple>
 
 #include "ops/bucket_dtype.h"
@@ -66,11 +68,6 @@ void write_gradients(const at::Tensor& result, const std::vector<at::Tensor>& pa
   unflatten_into(result, gradients);
 }
 
-bool is_same_memory(const at::Tensor& a, const at::Tensor& b) {
-  return a.const_data_ptr() == b.const_data_ptr() && a.scalar_type() == b.scalar_type() &&
-         a.numel() == b.numel();
-}
-
 }  // namespace
 
 bool DdpHook::begins_backward(int64_t index, const at::Tensor& parameter) const {
@@ -119,11 +116,30 @@ c10::intrusive_ptr<Future> DdpHook::start(c10d::GradBucket& bucket, Running& run
   return nullptr;
 }
 
+void DdpHook::Running::settle(std::exception_ptr error, c10::IValue value,
+                              std::vector<Future::WeakStorage> storages) {
+  if (settled.exchange(true)) {
+    return;
+  }
+  if (error && !in_backward) {
+    future->setError(std::move(error));
+    return;
+  }
+  // In backward it never fails: the reducer would stop waiting for the other buckets, whose
+  // collectives could then write into the next step's gradients.
+  failure = std::move(error);
+  future->markCompleted(c10::ivalue::Tuple::create({c10::IValue(number), std::move(value)}),
+                        std::move(storages));
+}
+
 c10::intrusive_ptr<Future> DdpHook::runHook(c10d::GradBucket& bucket) {
   const auto index = static_cast<int64_t>(bucket.getIndex());
   auto running = std::make_shared<Running>();
   running->parameters = bucket.getParameters();
   running->buffer = bucket.getBuffer();
+  // DDP calls its hook from Python for the gradients of zeros of a rank that has run out of inputs
+  // (join). Nobody takes the results then, and only the Future can tell what failed.
+  running->in_backward = torch::autograd::get_current_graph_task_id() >= 0;
   const bool first = begins_backward(index, running->parameters.at(0));
   if (first) {
     running_.clear();
@@ -134,56 +150,66 @@ c10::intrusive_ptr<Future> DdpHook::runHook(c10d::GradBucket& bucket) {
   for (const auto& parameter : running->parameters) {
     begun_.push_back(parameter.unsafeGetTensorImpl());
   }
-  const int64_t number = ++next_number_;
-  running_.emplace(number, running);
-  // DDP calls its hook from Python for the gradients of zeros of a rank that has run out of inputs
-  // (join). Nobody takes the results then, and only the Future can tell what failed.
-  const bool in_backward = torch::autograd::get_current_graph_task_id() >= 0;
   c10::intrusive_ptr<Future> future;
-  if (failure_) {
-    running->failure = failure_;
-  } else {
+  if (!failure_) {
     future = start(bucket, *running, first);
-    failure_ = running->failure;
   }
-  // parseHookResult is given a value and no bucket, so the value takes the number along. What the
-  // reducer gets never fails: it would stop waiting for the other buckets, whose collectives could
-  // then write into the next step's gradients.
   if (future == nullptr) {
-    running->future = c10::make_intrusive<Future>(c10::AnyType::get());
-    if (!in_backward) {
-      running->future->markCompleted();
-      wait_for_all();
-      std::rethrow_exception(running->failure);
+    fail(*running);
+    if (!running->in_backward) {
+      std::rethrow_exception(failure_);
     }
-    running->future->markCompleted(c10::ivalue::Tuple::create({c10::IValue(number), {}}));
+  }
+  // parseHookResult is given a value and no bucket, so the value takes the number along.
+  running->number = ++next_number_;
+  running->future = future ? future->createInstance(c10::AnyType::get())
+                           : c10::make_intrusive<Future>(c10::AnyType::get());
+  running_.emplace(running->number, running);
+  if (future == nullptr) {
+    running->settle(failure_);
     return running->future;
   }
   // The callback holds no Python object and needs no GIL.
-  running->future = future->then(
-      [number, in_backward, spec = *running->spec, running = std::weak_ptr<Running>(running)](
-          Future& done) -> std::tuple<c10::IValue, std::vector<Future::WeakStorage>> {
-        if (!in_backward) {
-          if (done.hasError()) {
-            std::rethrow_exception(named(spec.where, done.exception_ptr()));
-          }
-          check_result(tensor_in(done.value(), spec.where), spec);
-        }
-        if (done.hasError()) {
-          if (const auto failed = running.lock()) {
-            failed->failure = named(spec.where, done.exception_ptr());
-          }
-          return {c10::ivalue::Tuple::create({c10::IValue(number), {}}), {}};
-        }
-        return {c10::ivalue::Tuple::create({c10::IValue(number), done.value()}), done.storages()};
-      },
-      c10::AnyType::get());
+  future->addCallback([running](Future& done) {
+    const auto& where = running->spec->where;
+    if (done.hasError()) {
+      running->settle(named(where, done.exception_ptr()));
+      return;
+    }
+    if (!running->in_backward) {
+      try {
+        check_result(tensor_in(done.value(), where), *running->spec);
+      } catch (...) {
+        running->settle(std::current_exception());
+        return;
+      }
+    }
+    running->settle(nullptr, done.value(), done.storages());
+  });
   return running->future;
+}
+
+// A bucket's hook failed, or one before it.
+void DdpHook::fail(const Running& running) {
+  if (failure_) {
+    return;
+  }
+  failure_ = running.failure;
+  try {
+    drain();
+  } catch (...) {
+    failure_ = std::current_exception();
+  }
+  // What is not complete now may never be, and backward would wait for it.
+  for (const auto& other : running_) {
+    other.second->settle(failure_);
+  }
 }
 
 at::Tensor DdpHook::parseHookResult(const c10::IValue& result) {
   const auto& elements = result.toTupleRef().elements();
   const auto running = running_.at(elements[0].toInt());
+  std::exception_ptr error;
   try {
     if (running->failure) {
       std::rethrow_exception(running->failure);
@@ -191,19 +217,47 @@ at::Tensor DdpHook::parseHookResult(const c10::IValue& result) {
     const auto& spec = *running->spec;
     return deliver(*running, check_result(tensor_in(elements[1], spec.where), spec));
   } catch (...) {
-    wait_for_all();  // since the reducer will wait for no other bucket now
-    throw;
+    error = std::current_exception();
   }
+  // The reducer will wait for no other bucket now.
+  try {
+    drain();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  // What an exception holds, a hook's locals say, must not live until the next backward.
+  running->failure = nullptr;
+  running_.clear();
+  failure_ = nullptr;
+  std::rethrow_exception(error);
 }
 
-void DdpHook::wait_for_all() const {
+// Waits for the buckets in flight, within limits. Throws what Ctrl-C raises meanwhile.
+void DdpHook::drain() const {
   // What completes them may be in Python.
   std::optional<py::gil_scoped_release> no_gil;
   if (PyGILState_Check()) {
     no_gil.emplace();
   }
-  for (const auto& running : running_) {
-    running.second->future->wait();
+  using Clock = std::chrono::steady_clock;
+  const auto deadline = Clock::now() + std::chrono::duration<double>(drain_seconds_);
+  for (const auto& [number, running] : running_) {
+    for (int64_t polls = 1; !running->future->completed(); ++polls) {
+      if (Clock::now() > deadline) {
+        TORCH_WARN(running->spec->where, ": its Future is not complete ", drain_seconds_,
+                   " seconds after another bucket failed. It is given up; should its collective "
+                   "still be under way, this group cannot be used any more.");
+        break;
+      }
+      if (polls % 50 == 0) {
+        py::gil_scoped_acquire gil;
+        if (PyErr_CheckSignals() != 0) {
+          py::error_already_set interrupt;
+          std::rethrow_exception(persistent(interrupt));
+        }
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
   }
 }
 
@@ -227,9 +281,10 @@ at::Tensor DdpHook::deliver(const Running& running, const at::Tensor& result) co
   return buffer;
 }
 
-void register_ddp_hook(c10d::Reducer& reducer, py::object runner, py::object choose_delivery) {
-  reducer.register_comm_hook(
-      std::make_unique<DdpHook>(reducer, std::move(runner), std::move(choose_delivery)));
+void register_ddp_hook(c10d::Reducer& reducer, py::object runner, py::object choose_delivery,
+                       double drain_seconds) {
+  reducer.register_comm_hook(std::make_unique<DdpHook>(reducer, std::move(runner),
+                                                       std::move(choose_delivery), drain_seconds));
 }
 
 }  // namespace commhook

@@ -5,6 +5,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <atomic>
 #include <exception>
 #include <map>
 #include <memory>
@@ -21,7 +22,7 @@ namespace commhook {
 
 // Registers a DdpHook with a reducer, for life: a reducer takes one hook.
 void register_ddp_hook(c10d::Reducer& reducer, pybind11::object runner,
-                       pybind11::object choose_delivery);
+                       pybind11::object choose_delivery, double drain_seconds);
 
 class DdpHook : public c10d::CommHookInterface {
  public:
@@ -39,10 +40,15 @@ class DdpHook : public c10d::CommHookInterface {
   };
   // It is asked once, when the first bucket comes, since DDP can be told that its graph is static
   // until then.
-  DdpHook(c10d::Reducer& reducer, pybind11::object runner, pybind11::object choose_delivery)
+  //
+  // `drain_seconds` is how long a bucket that failed waits for those in flight: what their
+  // collectives write must not come into the next step.
+  DdpHook(c10d::Reducer& reducer, pybind11::object runner, pybind11::object choose_delivery,
+          double drain_seconds)
       : reducer_(reducer),
         runner_(std::move(runner)),
-        choose_delivery_(std::move(choose_delivery)) {}
+        choose_delivery_(std::move(choose_delivery)),
+        drain_seconds_(drain_seconds) {}
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override;
   at::Tensor parseHookResult(const c10::IValue& result) override;
@@ -54,16 +60,25 @@ class DdpHook : public c10d::CommHookInterface {
   c10::intrusive_ptr<c10::ivalue::Future> start(c10d::GradBucket& bucket, Running& running,
                                                 bool first);
   void choose_delivery();
-  void wait_for_all() const;
+  void fail(const Running& running);
+  void drain() const;
   bool begins_backward(int64_t index, const at::Tensor& parameter) const;
 
-  // A bucket of the running backward. Shared with the callback that completes it.
+  // A bucket of the running backward. Shared with the callback of the hook's Future.
   struct Running {
     std::vector<at::Tensor> parameters;
     at::Tensor buffer;
     std::optional<ResultSpec> spec;  // missing where the hook did not come to give a result
+    // What the reducer waits for, a Future of (number, value).
     c10::intrusive_ptr<c10::ivalue::Future> future;
+    int64_t number;
+    bool in_backward;
+    std::atomic<bool> settled{false};
     std::exception_ptr failure;
+
+    // Completes the Future, the first time that this is called.
+    void settle(std::exception_ptr error, c10::IValue value = {},
+                std::vector<c10::ivalue::Future::WeakStorage> storages = {});
   };
   at::Tensor deliver(const Running& running, const at::Tensor& result) const;
 
@@ -71,6 +86,7 @@ class DdpHook : public c10d::CommHookInterface {
   PyRef runner_;
   PyRef choose_delivery_;
   std::optional<Delivery> delivery_;
+  double drain_seconds_;
   // By a number of our own: in the first step of a static graph the reducer gives every bucket the
   // index 0.
   std::map<int64_t, std::shared_ptr<Running>> running_;

@@ -11,15 +11,6 @@ using c10::ivalue::Future;
 using torch::jit::PythonFutureWrapper;
 
 namespace commhook {
-namespace {
-
-// Collectives work in place, and backends differ in whether they give back the same tensor object.
-bool is_that_memory(const at::Tensor& source, const at::Tensor& tensor) {
-  return source.const_data_ptr() == tensor.const_data_ptr() &&
-         source.scalar_type() == tensor.scalar_type() && source.numel() == tensor.numel();
-}
-
-}  // namespace
 
 std::shared_ptr<PythonFutureWrapper> cast_into(const py::object& returned,
                                                const py::object& destination, at::ScalarType dtype,
@@ -37,7 +28,7 @@ std::shared_ptr<PythonFutureWrapper> cast_into(const py::object& returned,
       return std::tuple<c10::IValue, std::vector<Future::WeakStorage>>(
           torch::jit::toIValue(py::cast(source), c10::PyObjectType::get()), done.storages());
     }
-    if (!is_that_memory(source, tensor)) {
+    if (!is_same_memory(source, tensor)) {
       unflatten_into(source, {tensor});
     }
     std::vector<Future::WeakStorage> storages{tensor.storage().getWeakStorageImpl()};

@@ -29,6 +29,11 @@ ResultSpec::ResultSpec(std::string where, const at::Tensor& buffer)
       device(buffer.device()),
       layout(buffer.layout()) {}
 
+bool is_same_memory(const at::Tensor& a, const at::Tensor& b) {
+  return a.const_data_ptr() == b.const_data_ptr() && a.scalar_type() == b.scalar_type() &&
+         a.numel() == b.numel();
+}
+
 at::Tensor check_result(const at::Tensor& result, const ResultSpec& spec) {
   TORCH_CHECK_TYPE(result.defined(), spec.where, kExpected, "an undefined tensor");
   TORCH_CHECK_TYPE(result.layout() == spec.layout, spec.where,

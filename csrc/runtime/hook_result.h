@@ -22,6 +22,10 @@ struct ResultSpec {
   ResultSpec(std::string where, const at::Tensor& buffer);
 };
 
+// Whether two tensors are the same elements of memory: collectives work in place, and backends
+// differ in whether they give back the same tensor object.
+bool is_same_memory(const at::Tensor& a, const at::Tensor& b);
+
 // Checks length, dtype, device and layout, and returns the result as a contiguous tensor of the
 // buffer's shape. Throws TypeError or ValueError. No GIL needed.
 at::Tensor check_result(const at::Tensor& result, const ResultSpec& spec);

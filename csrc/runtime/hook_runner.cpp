@@ -68,7 +68,7 @@ py::object as_future(const py::object& returned, const std::string& where) {
     }
     const at::Tensor tensor = THPVariable_Unpack(result.ptr());
     std::vector<at::Device> devices;
-    if (!tensor.device().is_cpu()) {
+    if (tensor.device().has_index()) {
       devices.push_back(tensor.device());
     }
     auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get(), devices);

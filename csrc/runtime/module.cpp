@@ -40,7 +40,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "sparse_grad_indices", [](c10d::GradBucket& bucket) { return bucket.getSparseGradIndices(); },
       py::arg("bucket"));
   m.def("register_ddp_hook", &commhook::register_ddp_hook, py::arg("reducer"), py::arg("runner"),
-        py::arg("choose_delivery"));
+        py::arg("choose_delivery"), py::arg("drain_seconds"));
   m.def("prefer_huge_pages", &commhook::prefer_huge_pages, py::arg("tensor"),
         py::call_guard<py::gil_scoped_release>());
   m.def("cast_into", &commhook::cast_into, py::arg("returned"), py::arg("destination"),

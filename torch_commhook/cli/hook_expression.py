@@ -8,16 +8,21 @@ or further such calls. A file is Python of the user's own, and is run.
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 #: The expression for DDP as it is, with no hook.
 NO_HOOK = "none"
+
+#: Arguments of hooks that are objects of a running program.
+_NOT_WRITABLE = ("process_group",)
 
 
 class HookExpressionError(ValueError):
@@ -53,7 +58,7 @@ def check_hook(expression: str, hooks: ModuleType | None = None) -> None:
     text = expression.strip()
     if _is_file_reference(text):
         path, name = _split_file_reference(text)
-        _check_file_defines(path, name)
+        _check_file_defines(text, path, name)
     else:
         parse_hook(text, hooks)
 
@@ -117,8 +122,14 @@ class _Builder:
         name = ast.unparse(function)
         if not isinstance(function, ast.Name) or name not in self.names:
             raise self._unknown(name)
+        hook = getattr(self.hooks, name)
+        for argument in _NOT_WRITABLE:
+            if _bound(hook, arguments, keywords).get(argument) is not None:
+                raise self._error(
+                    f"gives {name} a {argument}, which can't be written on a command line"
+                )
         try:
-            return getattr(self.hooks, name)(*arguments, **keywords)
+            return hook(*arguments, **keywords)
         except HookExpressionError:
             raise
         except Exception as error:
@@ -145,6 +156,15 @@ class _Builder:
             f"hook {self.text!r} {what}; a hook is one of {', '.join(self.names)}, as in "
             f"cast(bfloat16), or {NO_HOOK}, or FILE.py:NAME"
         )
+
+
+def _bound(
+    function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Parameter name to argument; only ``keywords`` where they don't suit ``function``."""
+    with contextlib.suppress(TypeError, ValueError):  # the call itself will tell
+        return inspect.signature(function).bind(*arguments, **keywords).arguments
+    return keywords
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -186,14 +206,17 @@ def _load_from_file(text: str) -> Any:
     return hook
 
 
-def _check_file_defines(path: Path, name: str) -> None:
+def _check_file_defines(text: str, path: Path, name: str) -> None:
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
     except (SyntaxError, ValueError, OSError) as error:
         raise HookExpressionError(f"{path} can't be read as Python: {_one_line(error)}") from error
     bound: set[str] = set()
+    coroutine_functions: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        if isinstance(node, ast.AsyncFunctionDef) and not node.decorator_list:
+            coroutine_functions.add(node.name)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             bound.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             bound.add(node.id)
@@ -201,8 +224,14 @@ def _check_file_defines(path: Path, name: str) -> None:
             bound.update(alias.asname or alias.name.split(".")[0] for alias in node.names)
             if any(alias.name == "*" for alias in node.names):
                 return  # it may come from there; running the file will tell
-    if name not in bound:
-        raise HookExpressionError(f"{path} defines no {name}")
+    if name in bound:
+        return
+    if name in coroutine_functions:
+        raise HookExpressionError(
+            f"hook {text!r} must return a Future or a tensor, got a coroutine function "
+            "(async def), which nothing would await"
+        )
+    raise HookExpressionError(f"{path} defines no {name}")
 
 
 def _one_line(error: BaseException) -> str:

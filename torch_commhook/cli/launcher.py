@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_commhook.cli.interrupt import add_no_line
+from torch_commhook.cli.outputs import log_name
 from torch_commhook.cli.rank_process import (
     LAUNCHER_FOLDER,
     LAUNCHER_PID,
@@ -102,7 +103,7 @@ def _environment(number: int, ranks: int, threads: int, folder: Path) -> dict[st
 
 
 def _start(number: int, command: Sequence[str], environment: dict[str, str], folder: Path) -> Rank:
-    log = folder / f"rank{number}.log"
+    log = folder / log_name(number)
     with open(log, "wb") as stream, _blocked_interrupts():
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stderr=stream

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 METRICS = "metrics.jsonl"
@@ -12,6 +14,8 @@ METRICS = "metrics.jsonl"
 PLAIN_METRICS = "metrics-none.jsonl"
 SUMMARY = "summary.json"
 PLOT = "loss.png"
+_RESULTS = (METRICS, PLAIN_METRICS, SUMMARY, PLOT)
+_STEP = "{step}"
 
 
 class OutputError(ValueError):
@@ -20,7 +24,12 @@ class OutputError(ValueError):
 
 def checkpoint_path(save: Path, step: int) -> Path:
     """The file of ``--save``, where ``{step}`` stands for the step."""
-    return Path(str(save).replace("{step}", str(step)))
+    return Path(str(save).replace(_STEP, str(step)))
+
+
+def log_name(rank: int) -> str:
+    """The file of what a rank wrote to stderr."""
+    return f"rank{rank}.log"
 
 
 def check_checkpoint(path: Path) -> None:
@@ -32,11 +41,46 @@ def check_checkpoint(path: Path) -> None:
 def check_results(folder: Path) -> None:
     """Raise OutputError unless the results can be written in ``folder``. Leaves nothing behind."""
     _check_folder(folder)
-    for name in (METRICS, PLAIN_METRICS, SUMMARY, PLOT):
+    for name in _RESULTS:
         path = folder / name
         _check_regular(path)
         if path.exists() and not os.access(path, os.W_OK):
             raise OutputError(f"{path} can't be written: Permission denied")
+
+
+def check_apart(
+    save: Path, last_step: int, saves_at: Callable[[int], bool], folder: Path, ranks: int
+) -> None:
+    """Raise OutputError where a checkpoint would be in the place of what the run writes itself.
+
+    Args:
+        save: the path of ``--save``.
+        last_step: of the run, which is saved.
+        saves_at: whether a step is saved.
+        folder: of the results.
+        ranks: the run's, each of which may leave a log in ``folder``.
+    """
+    results = {
+        _real(folder / name): folder / name
+        for name in (*_RESULTS, *(log_name(rank) for rank in range(ranks)))
+    }
+    # The steps may be too many to try each: only those that fit the names of the results.
+    pattern = re.compile(re.escape(str(_real(save))).replace(re.escape(_STEP), "([0-9]+)"))
+    steps = {last_step}
+    for place in {place for real in results for place in (real, *real.parents)}:
+        match = pattern.fullmatch(str(place))
+        if match:
+            steps.update(int(digits) for digits in match.groups())
+    for step in sorted(step for step in steps if saves_at(step)):
+        path = checkpoint_path(save, step)
+        checkpoint = _real(path)
+        for real, result in results.items():
+            if checkpoint == real or checkpoint in real.parents or real in checkpoint.parents:
+                raise OutputError(f"{path} collides with {result}, which the run itself writes")
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))
 
 
 def _check_regular(path: Path) -> None:

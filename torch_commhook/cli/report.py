@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from torch_commhook.metrics import ring_all_reduce_bytes
+
 #: How many steps' mean time the live line's speed is.
 _SPEED_STEPS = 20
 
@@ -81,7 +83,7 @@ class RunResult:
 
 def fp32_bytes_per_step(numel: int, world_size: int) -> int:
     """Bytes that a rank sends in a ring all-reduce of ``numel`` fp32 elements: 8 (W-1)/W each."""
-    return round(2 * (world_size - 1) / world_size * 4 * numel)
+    return ring_all_reduce_bytes(4 * numel, world_size)
 
 
 def fp32_ratio(sent: float | None, fp32: float) -> float | None:

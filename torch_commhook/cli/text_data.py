@@ -69,11 +69,13 @@ def read_bytes(files: Sequence[str | Path], cap_bytes: int | None = None) -> byt
         if left is not None and left <= 0:
             break
         try:
-            mode = os.stat(file).st_mode  # asked before it is opened: to open a pipe may wait
-            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            status = os.stat(file)  # asked before it is opened: to open a pipe may wait
+            if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
                 raise DataError(f"{file} can't be read: it is not a regular file")
             with open(file, "rb") as stream:
-                part = stream.read() if left is None else stream.read(left)
+                # read(n) takes memory for all n bytes, however short the file is.
+                capped = left is not None and left < status.st_size
+                part = stream.read(left if capped else None)[:left]
         except OSError as error:
             raise DataError(f"{file} can't be read: {error.strerror or error}") from error
         parts.append(part)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import reprlib
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -18,6 +19,7 @@ from torch_commhook.cli.outputs import (
     PLOT,
     SUMMARY,
     OutputError,
+    check_apart,
     check_checkpoint,
     check_results,
     checkpoint_path,
@@ -31,6 +33,13 @@ if TYPE_CHECKING:  # it imports torch, which only --resume needs
 _Number = TypeVar("_Number", int, float)
 #: More ranks than this on one machine are a slip of the keyboard.
 MOST_RANKS = 1024
+#: The most that other options take. What is far beyond would fail only inside the ranks.
+_MOST = {
+    "timeout": 30 * 24 * 3600,  # 30 days
+    "threads": 1024,
+    "bucket_cap_mb": 10**6,
+    "data_cap_mb": 10**6,
+}
 
 
 @dataclass(frozen=True)
@@ -94,7 +103,7 @@ def _can_be(name: str, value: Any, default: Any) -> bool:
         return type(value) is int and (0 if name == "seed" else 1) <= value < 2**63
     if value is None:
         return default is None
-    return type(value) in (int, float) and 0 < value < float("inf")
+    return type(value) in (int, float) and 0 < value <= _MOST.get(name, sys.float_info.max)
 
 
 #: The fields that fix the shapes of the model: a checkpoint fits no others.
@@ -123,6 +132,14 @@ class TrainOptions:
     def last_step(self) -> int:
         """The step after which this run ends; the schedule spans ``config.steps`` anyway."""
         return self.config.steps if self.stop_after is None else self.stop_after
+
+    def saves_at(self, step: int) -> bool:
+        """Whether a checkpoint is written after ``step``."""
+        if self.save is None or not 0 < step <= self.last_step:
+            return False
+        return step == self.last_step or (
+            self.save_every is not None and step % self.save_every == 0
+        )
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -175,12 +192,17 @@ def _option_groups() -> dict[str, dict[str, dict[str, Any]]]:
                 f"or FILE.py:NAME ({default.hook})",
             ),
             "--bucket-cap-mb": _option(
-                _positive_float, f"DDP's buckets ({default.bucket_cap_mb:g})"
+                _at_most(_MOST["bucket_cap_mb"], _positive_float),
+                f"DDP's buckets ({default.bucket_cap_mb:g})",
             ),
             "--ranks": _option(
                 _positive_int, f"ranks to launch, at most {MOST_RANKS} ({default.ranks})"
             ),
-            "--timeout": _option(_positive_float, "of a collective, seconds (300)", default=300.0),
+            "--timeout": _option(
+                _at_most(_MOST["timeout"], _positive_float),
+                "of a collective, seconds (300)",
+                default=300.0,
+            ),
             "--device": _option(
                 str,
                 "auto: CUDA where every rank of this machine gets a GPU of its own, else the CPU",
@@ -193,7 +215,10 @@ def _option_groups() -> dict[str, dict[str, dict[str, Any]]]:
                 choices=("auto", "gloo", "nccl"),
                 default="auto",
             ),
-            "--threads": _option(_positive_int, "threads a rank on the CPU (cores // ranks)"),
+            "--threads": _option(
+                _at_most(_MOST["threads"], _positive_int),
+                "threads a rank on the CPU (cores // ranks)",
+            ),
         },
         "data": {
             "--data": _option(
@@ -203,7 +228,7 @@ def _option_groups() -> dict[str, dict[str, dict[str, Any]]]:
                 metavar="FILE",
             ),
             "--data-cap-mb": _option(
-                _positive_float,
+                _at_most(_MOST["data_cap_mb"], _positive_float),
                 "the most text to use (16 of the standard library, all of --data)",
                 metavar="MB",
             ),
@@ -383,6 +408,8 @@ def _check_outputs(options: TrainOptions) -> None:
         return
     try:
         check_checkpoint(checkpoint_path(options.save, options.last_step))
+        ranks = options.config.ranks
+        check_apart(options.save, options.last_step, options.saves_at, options.out, ranks)
     except OutputError as error:
         raise OptionError(f"argument --save: {error}") from error
 
@@ -397,6 +424,12 @@ def _check_config(config: TrainConfig) -> None:
         check_hook(config.hook)
     except HookExpressionError as error:
         raise OptionError(f"argument --hook: {error}") from error
+    cap = config.cap_bytes
+    if config.data_cap_mb is not None and cap is not None and cap <= config.seq:
+        raise OptionError(
+            f"argument --data-cap-mb: must be more than a sequence ({config.seq} bytes), "
+            f"got {config.data_cap_mb:g} ({cap} bytes)"
+        )
     try:
         read_text(config.data, config.cap_bytes, config.seq)
     except DataError as error:
@@ -456,6 +489,16 @@ def _positive_float(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be more than 0 and finite, got {text}")
     return value
+
+
+def _at_most(most: int, kind: Callable[[str], _Number]) -> Callable[[str], _Number]:
+    def read(text: str) -> _Number:
+        value = kind(text)
+        if value > most:
+            raise argparse.ArgumentTypeError(f"must be at most {most}, got {text}")
+        return value
+
+    return read
 
 
 def _seed(text: str) -> int:

@@ -146,7 +146,7 @@ def _train_once(
                 raise LossNotFiniteError(
                     f"the loss is {loss} at step {run.step}: --lr {config.lr:g} may be too high"
                 )
-            if _is_save_step(options, run.step):
+            if options.saves_at(run.step):
                 _save(run, options, world, data, record.bytes_sent)
     finally:
         if reporter is not None:
@@ -255,13 +255,6 @@ def _step(run: _Run, config: TrainConfig, world: World, data: TextData) -> tuple
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
-
-
-def _is_save_step(options: TrainOptions, step: int) -> bool:
-    if options.save is None:
-        return False
-    every = options.save_every
-    return step == options.last_step or (every is not None and step % every == 0)
 
 
 def _save(

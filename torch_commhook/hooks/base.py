@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_commhook import _C
+from torch_commhook._ops import BUCKET_DTYPES
 from torch_commhook._runtime import hook_name
 from torch_commhook.bucket import GradBucket
 from torch_commhook.collectives import resolve_group
@@ -27,14 +28,21 @@ class Hook(ABC):
     hook remembers, it keeps itself, so that one object is all there is to pass around.
 
     Args:
-        process_group: the ranks to average over. None for the bucket's own (that of the model
-            that the hook is attached to), and where it has none for the default group.
+        process_group: the ranks to average over. None for the bucket's own: that of the model
+            which the hook is attached to, or the ``state`` that it was registered with. A bucket
+            has none where the hook was registered as ``ddp.register_comm_hook(None, hook)``; the
+            average is then over the default group.
     """
+
+    process_group: Any = None
 
     def __init__(self, process_group: Any = None) -> None:
         self.process_group = process_group
-        # DDP reads these of every hook, for its log.
-        self.__name__ = self.__qualname__ = type(self).__name__
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("__name__", "__qualname__"):  # which DDP reads of every hook, for its log
+            return type(self).__name__
+        raise AttributeError(f"'{type(self).__qualname__}' object has no attribute '{name}'")
 
     @abstractmethod
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -51,18 +59,30 @@ class Hook(ABC):
     def __call__(self, state: object, bucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[no-untyped-def]
         """PyTorch's form of a hook: a Future of the average, in the bucket's dtype.
 
+        Args:
+            state: None, or a process group to average over, as PyTorch's own hooks take it.
+            bucket: a :class:`torch_commhook.GradBucket` or a ``torch.distributed.GradBucket``.
+
         Raises:
-            TypeError: :meth:`average` returned neither a Future nor a tensor. Names hook and
-                bucket, as do errors about what the Future holds.
+            TypeError: another state, or :meth:`average` returned neither a Future nor a tensor.
+                Names hook and bucket, as do errors about what the Future holds.
             Exception: whatever :meth:`average` raised, with a note that names hook and bucket.
         """
-        bucket = GradBucket.wrap(bucket)
-        dtype = self.result_dtype(bucket)
-        where = _C.hook_on_bucket(hook_name(self), bucket.index(), bucket.bucket_count())
+        if state is not None and not isinstance(state, dist.ProcessGroup):
+            raise TypeError(
+                f"hook '{hook_name(self)}': state must be a ProcessGroup or None, got "
+                f"{type(state).__qualname__}; a hook of the library keeps its own"
+            )
+        bucket = GradBucket.wrap(bucket, state)
+        dtype = checked_result_dtype(self, bucket)
+        where = _where(self, bucket)
         return _C.cast_into(_C.run_average(self, bucket), bucket.buffer(), dtype, where)
 
     def result_dtype(self, bucket: GradBucket) -> torch.dtype:
-        """The dtype of what :meth:`average` gives for this bucket."""
+        """The dtype of what :meth:`average` gives for this bucket.
+
+        The bucket's own, or another floating-point dtype that buckets can have.
+        """
         return bucket.buffer().dtype
 
     def group(self, bucket: GradBucket) -> Any:
@@ -102,6 +122,26 @@ class Hook(ABC):
                 stacklevel=2,
             )
         return {**self.__dict__, "process_group": None}
+
+
+def _where(hook: Hook, bucket: GradBucket) -> str:
+    return _C.hook_on_bucket(hook_name(hook), bucket.index(), bucket.bucket_count())
+
+
+def checked_result_dtype(hook: Hook, bucket: GradBucket) -> torch.dtype:
+    """``hook.result_dtype(bucket)``.
+
+    Raises:
+        TypeError: that is no dtype which could be cast into the bucket. Names hook and bucket.
+    """
+    dtype = hook.result_dtype(bucket)
+    own = bucket.buffer().dtype
+    if dtype != own and not (dtype in BUCKET_DTYPES and own in BUCKET_DTYPES):
+        raise TypeError(
+            f"{_where(hook, bucket)}: result_dtype must return a dtype that can be cast to {own}, "
+            f"got {dtype}"
+        )
+    return dtype
 
 
 class Workspaces:

@@ -1,0 +1,34 @@
+// Which tensors share memory.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <utility>
+
+namespace commhook {
+
+// Elements from a tensor's first to its last, both counted.
+int64_t span_of(const at::Tensor& tensor);
+
+// The bytes [begin, end) between a tensor's first and last element.
+struct Extent {
+  std::uintptr_t begin;
+  std::uintptr_t end;
+  int64_t index;  // of the tensor in its list
+};
+
+Extent extent_of(const at::Tensor& tensor, int64_t index);
+
+// Whether two extents have a byte in common.
+bool overlap(const Extent& a, const Extent& b);
+
+// Whether two indices of the tensor may reach one element.
+bool overlaps_itself(const at::Tensor& tensor);
+
+// The indices of two tensors that share an element, the smaller first; none where all are apart,
+// interleaved ones included. No tensor may overlap itself.
+std::optional<std::pair<int64_t, int64_t>> find_overlap(at::TensorList tensors);
+
+}  // namespace commhook
