@@ -25,6 +25,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Command, setup
@@ -48,6 +49,11 @@ def toolkit_of_nvcc() -> str | None:
     here = re.search(r"^#\$ _HERE_=(.+)$", dry_run.stderr, re.MULTILINE)
     return str(Path(here.group(1).strip()).parent) if here else None
 
+
+# torch looks for ninja on the PATH; pip put it beside this Python, which need not be there.
+os.environ["PATH"] = os.pathsep.join(
+    [sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]
+)
 
 # torch.utils.cpp_extension reads CUDA_HOME when it is imported.
 if "CUDA_HOME" not in os.environ and "CUDA_PATH" not in os.environ:
@@ -176,6 +182,8 @@ class build_ext(cpp_extension.BuildExtension):  # noqa: N801 (setuptools names c
         super().finalize_options()
         tag = f"torch-{torch.__version__}-cp{sys.version_info.major}{sys.version_info.minor}"
         self.build_temp = str(ROOT / "build" / tag)
+        # setuptools compares times only: without ninja a library of another torch would stay.
+        self.force = True
 
 
 class develop(Command):  # noqa: N801

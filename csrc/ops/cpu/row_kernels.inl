@@ -12,6 +12,10 @@ template <typename T>
 constexpr bool is_double = false;
 template <>
 constexpr bool is_double<double> = true;
+template <typename T>
+constexpr bool is_half = false;
+template <>
+constexpr bool is_half<c10::Half> = true;
 
 // Rows whose scaling is done in float32.
 template <typename From, typename To, bool kStream, bool kMeasure>
@@ -100,6 +104,17 @@ void convert_double(const From* source, To* destination, int64_t count, double s
           nonfinite += !(__builtin_fabs(values[i]) <= __DBL_MAX__);
         }
       }
+#ifdef __aarch64__
+    } else if constexpr (is_half<To>) {
+      // A c10::Half is made of a float16_t here, so that ATen rounds a float64 once.
+      for (int64_t i = 0; i < n; ++i) {
+        destination[begin + i] = static_cast<To>(values[i]);
+        if constexpr (kMeasure) {
+          nonfinite +=
+              !(__builtin_fabsf(static_cast<float>(destination[begin + i])) <= __FLT_MAX__);
+        }
+      }
+#endif
     } else {
       float narrow[kPiece];
       for (int64_t i = 0; i < n; ++i) {
