@@ -173,7 +173,7 @@ def _checked(hook: Callable[..., Any], state: object) -> _Attached:
     if isinstance(hook, Hook) and state is not None:
         raise TypeError(
             f"attach: state must be None for hook '{hook_name(hook)}', which keeps its own, "
-            f"got {type(state).__qualname__}"
+            f"got {_C.type_name(state)}"
         )
     return _Attached(hook, state, hook_name(hook))
 
@@ -207,7 +207,7 @@ def attach(model: torch.nn.Module, hook: Callable[..., Any], *, state: object = 
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
             "attach: model must be a torch.nn.parallel.DistributedDataParallel, "
-            f"got {type(model).__module__}.{type(model).__qualname__}"
+            f"got {_C.type_name(model)}"
         )
     attached = _checked(hook, state)
     road = _roads.get(model)

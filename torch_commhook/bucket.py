@@ -328,7 +328,7 @@ class GradBucket:
         if not isinstance(bucket, dist.GradBucket):
             raise TypeError(
                 "GradBucket: bucket must be a GradBucket of torch_commhook or torch.distributed, "
-                f"got {_type_name(bucket)}"
+                f"got {_C.type_name(bucket)}"
             )
         self = cls.__new__(cls)  # what DDP made fits together: nothing to check
         self._parameters = bucket.parameters()
@@ -464,23 +464,16 @@ class GradBucket:
             return torch.cat(pieces) if buffer is None else torch.cat(pieces, out=buffer)
 
 
-def _type_name(value: object) -> str:
-    if value is None:
-        return "None"
-    name = f"{type(value).__module__}.{type(value).__qualname__}"
-    return name.removeprefix("builtins.")
-
-
 def _checked_list(what: str, name: str, values: Any) -> list[Any]:
     # A tensor is a sequence too, of its rows, which nobody means.
     if isinstance(values, Tensor) or not isinstance(values, Iterable):
-        raise TypeError(f"{what}: {name} must be a list of tensors, got {_type_name(values)}")
+        raise TypeError(f"{what}: {name} must be a list of tensors, got {_C.type_name(values)}")
     return list(values)
 
 
 def _check_tensor(what: str, name: str, value: object) -> None:
     if not isinstance(value, Tensor):
-        raise TypeError(f"{what}: {name} must be a tensor, got {_type_name(value)}")
+        raise TypeError(f"{what}: {name} must be a tensor, got {_C.type_name(value)}")
 
 
 def _check_floating(name: str, value: Any) -> None:

@@ -31,7 +31,7 @@ def resolve_group(group: Any = None) -> Any:
         raise ValueError("torch_commhook: this rank is not a member of the given process group")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
-            f"torch_commhook: process_group must be a ProcessGroup, got {type(group).__qualname__}"
+            f"torch_commhook: process_group must be a ProcessGroup, got {_C.type_name(group)}"
         )
     return group
 
@@ -60,15 +60,17 @@ def all_reduce(tensor: Tensor, *, group: Any = None) -> torch.futures.Future[Ten
     work = group.allreduce([tensor], dist.AllreduceOptions())  # which sums by default
     if not isinstance(work, dist.Work):
         raise TypeError(
-            f"{_name(group)}.allreduce must return a torch.distributed.Work, got {_type(work)}"
+            f"{_C.type_name(group)}.allreduce must return a torch.distributed.Work, "
+            f"got {_C.type_name(work)}"
         )
     future = work.get_future()
     if not isinstance(future, torch._C.Future):
         raise TypeError(
-            f"{_name(work)}.get_future must return a torch.futures.Future, got {_type(future)}"
+            f"{_C.type_name(work)}.get_future must return a torch.futures.Future, "
+            f"got {_C.type_name(future)}"
         )
     # A Work's own Future holds a list.
-    return _C.cast_into(future, tensor, tensor.dtype, f"all_reduce through {_name(group)}")
+    return _C.cast_into(future, tensor, tensor.dtype, f"all_reduce through {_C.type_name(group)}")
 
 
 def _payload_bytes(tensor: Tensor) -> int:
@@ -76,11 +78,3 @@ def _payload_bytes(tensor: Tensor) -> int:
         parts = (tensor._indices(), tensor._values())
         return sum(part.numel() * part.element_size() for part in parts)
     return tensor.numel() * tensor.element_size()
-
-
-def _name(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def _type(value: object) -> str:
-    return "None" if value is None else _name(value)

@@ -1,8 +1,8 @@
 #include <ATen/core/Tensor.h>
 
-#include <algorithm>
 #include <cstdint>
-#include <string>
+#include <utility>
+#include <vector>
 
 #include "ops/autograd_checks.h"
 #include "ops/bucket.h"
@@ -23,10 +23,8 @@ void check_dense(const char* op, const char* argument, int64_t index, const at::
                    " must be of dtype ", kDtypes, ", got ", dtype_name(tensor.scalar_type()));
 }
 
-// What is read or written beyond check_dense: a storage can be resized under its tensors.
-void check_dense_memory(const char* op, const char* argument, int64_t index,
-                        const at::Tensor& tensor) {
-  check_dense(op, argument, index, tensor);
+// What is read or written must be there: a storage can be resized under its tensors.
+void check_memory(const char* op, const char* argument, int64_t index, const at::Tensor& tensor) {
   if (tensor.numel() == 0 || !tensor.has_storage()) {
     return;
   }
@@ -55,7 +53,9 @@ at::ScalarType check_flatten(const char* op, at::TensorList tensors,
                              std::optional<at::ScalarType> dtype) {
   TORCH_CHECK_VALUE(!tensors.empty(), op, ": tensors must hold at least one tensor, got none");
   for (size_t i = 0; i < tensors.size(); ++i) {
-    check_dense_memory(op, "tensors", static_cast<int64_t>(i), tensors[i]);
+    const auto index = static_cast<int64_t>(i);
+    check_dense(op, "tensors", index, tensors[i]);
+    check_memory(op, "tensors", index, tensors[i]);
     TORCH_CHECK_VALUE(tensors[i].device() == tensors[0].device(), op, ": tensors[", i,
                       "] must be on the device of tensors[0], ", tensors[0].device(), ", got ",
                       tensors[i].device());
@@ -75,14 +75,16 @@ at::ScalarType check_flatten(const char* op, at::TensorList tensors,
 }
 
 void check_flatten_out(const char* op, at::TensorList tensors, const at::Tensor& out) {
-  check_dense_memory(op, "out", -1, out);
+  check_dense(op, "out", -1, out);
+  check_memory(op, "out", -1, out);
   TORCH_CHECK_VALUE(out.is_contiguous(), op, ": out must be contiguous, got sizes ", out.sizes(),
                     " with strides ", out.strides());
   const Extent destination = extent_of(out, -1);
   int64_t total = 0;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const auto index = static_cast<int64_t>(i);
-    check_dense_memory(op, "tensors", index, tensors[i]);
+    check_dense(op, "tensors", index, tensors[i]);
+    check_memory(op, "tensors", index, tensors[i]);
     TORCH_CHECK_VALUE(tensors[i].device() == out.device(), op, ": tensors[", i,
                       "] must be on the device of out, ", out.device(), ", got ",
                       tensors[i].device());
@@ -97,7 +99,8 @@ void check_flatten_out(const char* op, at::TensorList tensors, const at::Tensor&
 
 void check_unflatten(const char* op, const at::Tensor& buffer, at::TensorList tensors,
                      const char* argument) {
-  check_dense_memory(op, "buffer", -1, buffer);
+  check_dense(op, "buffer", -1, buffer);
+  check_memory(op, "buffer", -1, buffer);
   TORCH_CHECK_VALUE(buffer.is_contiguous(), op, ": buffer must be contiguous, got sizes ",
                     buffer.sizes(), " with strides ", buffer.strides());
   int64_t total = 0;
@@ -115,16 +118,20 @@ void check_unflatten(const char* op, const at::Tensor& buffer, at::TensorList te
 void check_unflatten_into(const char* op, const at::Tensor& buffer, at::TensorList tensors) {
   check_unflatten(op, buffer, tensors, "tensors");
   const Extent source = extent_of(buffer, -1);
+  std::vector<Extent> extents;
+  extents.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     const auto& tensor = tensors[i];
-    check_dense_memory(op, "tensors", static_cast<int64_t>(i), tensor);
-    TORCH_CHECK_VALUE(!overlap(source, extent_of(tensor, 0)), op, ": tensors[", i,
+    const auto index = static_cast<int64_t>(i);
+    check_memory(op, "tensors", index, tensor);
+    extents.push_back(extent_of(tensor, index));
+    TORCH_CHECK_VALUE(!overlap(source, extents.back()), op, ": tensors[", i,
                       "] must share no memory with buffer, got one that overlaps it");
     TORCH_CHECK_VALUE(!overlaps_itself(tensor), op, ": tensors[", i,
                       "] must reach each of its elements once, got sizes ", tensor.sizes(),
                       " with strides ", tensor.strides());
   }
-  const auto pair = find_overlap(tensors);
+  const auto pair = find_overlap(tensors, std::move(extents));
   TORCH_CHECK_VALUE(!pair, op, ": tensors must share no memory with each other, got tensors[",
                     pair->second, "] and tensors[", pair->first, "] that overlap");
 }

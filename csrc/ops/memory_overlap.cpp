@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <numeric>
-#include <vector>
 
 namespace commhook {
 namespace {
@@ -184,20 +183,12 @@ bool overlaps_itself(const at::Tensor& tensor) {
   return false;
 }
 
-Pair find_overlap(at::TensorList tensors) {
-  std::vector<Extent> extents;
-  extents.reserve(tensors.size());
-  bool ascending = true;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const Extent extent = extent_of(tensors[i], static_cast<int64_t>(i));
-    if (extent.begin != extent.end) {
-      ascending = ascending && (extents.empty() || extents.back().begin <= extent.begin);
-      extents.push_back(extent);
-    }
-  }
-  if (!ascending) {
-    std::sort(extents.begin(), extents.end(),
-              [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+Pair find_overlap(at::TensorList tensors, std::vector<Extent> extents) {
+  const auto is_empty = [](const Extent& extent) { return extent.begin == extent.end; };
+  extents.erase(std::remove_if(extents.begin(), extents.end(), is_empty), extents.end());
+  const auto before = [](const Extent& a, const Extent& b) { return a.begin < b.begin; };
+  if (!std::is_sorted(extents.begin(), extents.end(), before)) {
+    std::sort(extents.begin(), extents.end(), before);
   }
   for (size_t i = 0; i < extents.size();) {
     Extent whole = extents[i];

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <optional>
 #include <utility>
+#include <vector>
 
 namespace commhook {
 
@@ -28,7 +29,8 @@ bool overlap(const Extent& a, const Extent& b);
 bool overlaps_itself(const at::Tensor& tensor);
 
 // The indices of two tensors that share an element, the smaller first; none where all are apart,
-// interleaved ones included. No tensor may overlap itself.
-std::optional<std::pair<int64_t, int64_t>> find_overlap(at::TensorList tensors);
+// interleaved ones included. `extents` are the tensors', in their order; none may overlap itself.
+std::optional<std::pair<int64_t, int64_t>> find_overlap(at::TensorList tensors,
+                                                        std::vector<Extent> extents);
 
 }  // namespace commhook

@@ -153,12 +153,12 @@ c10::intrusive_ptr<Future> DdpHook::runHook(c10d::GradBucket& bucket) {
   c10::intrusive_ptr<Future> future;
   if (!failure_) {
     future = start(bucket, *running, first);
-  }
-  if (future == nullptr) {
-    fail(*running);
-    if (!running->in_backward) {
-      std::rethrow_exception(failure_);
+    if (future == nullptr) {
+      fail(running->failure);
     }
+  }
+  if (future == nullptr && !running->in_backward) {
+    std::rethrow_exception(failure_);
   }
   // parseHookResult is given a value and no bucket, so the value takes the number along.
   running->number = ++next_number_;
@@ -189,12 +189,9 @@ c10::intrusive_ptr<Future> DdpHook::runHook(c10d::GradBucket& bucket) {
   return running->future;
 }
 
-// A bucket's hook failed, or one before it.
-void DdpHook::fail(const Running& running) {
-  if (failure_) {
-    return;
-  }
-  failure_ = running.failure;
+// The first hook of this backward failed.
+void DdpHook::fail(const std::exception_ptr& failure) {
+  failure_ = failure;
   try {
     drain();
   } catch (...) {

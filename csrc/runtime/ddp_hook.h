@@ -60,7 +60,7 @@ class DdpHook : public c10d::CommHookInterface {
   c10::intrusive_ptr<c10::ivalue::Future> start(c10d::GradBucket& bucket, Running& running,
                                                 bool first);
   void choose_delivery();
-  void fail(const Running& running);
+  void fail(const std::exception_ptr& failure);
   void drain() const;
   bool begins_backward(int64_t index, const at::Tensor& parameter) const;
 

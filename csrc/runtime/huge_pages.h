@@ -6,7 +6,7 @@
 namespace commhook {
 
 // Asks the system to hold a CPU tensor's memory in huge pages, also what has been touched already.
-// Streaming through memory in 4 KiB pages spends up to a third of its time on address translation.
+// Streaming through memory in 4 KiB pages spends much of its time on address translation.
 // A hint: does nothing where the system has no huge pages, or none left, or the tensor is small.
 void prefer_huge_pages(const at::Tensor& tensor);
 

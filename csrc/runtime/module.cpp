@@ -27,6 +27,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "torch._C._distributed_c10d");  // GradBucket, Reducer and Future are its types
   m.def("built_for_torch", [] { return COMMHOOK_TORCH_VERSION; });
   m.def("hook_name", &commhook::hook_name, py::arg("hook"));
+  m.def("type_name", &commhook::type_name, py::arg("value"));
   m.def("check_hook", &commhook::check_hook, py::arg("hook"));
   m.def("run_hook", &commhook::run_hook, py::arg("hook"), py::arg("state"), py::arg("bucket"));
   m.def("run_average", &commhook::run_average, py::arg("hook"), py::arg("bucket"));

@@ -142,7 +142,7 @@ def finish() -> NoReturn:
 
     A thread of Gloo may be dropping the last reference to a tensor at this moment. For that it
     takes the GIL, and a thread that asks for the GIL while the interpreter ends aborts the process
-    (seen on torch 2.13, in one run of six).
+    (seen on torch 2.13).
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -71,7 +71,7 @@ class Hook(ABC):
         if state is not None and not isinstance(state, dist.ProcessGroup):
             raise TypeError(
                 f"hook '{hook_name(self)}': state must be a ProcessGroup or None, got "
-                f"{type(state).__qualname__}; a hook of the library keeps its own"
+                f"{_C.type_name(state)}; a hook of the library keeps its own"
             )
         bucket = GradBucket.wrap(bucket, state)
         dtype = checked_result_dtype(self, bucket)
