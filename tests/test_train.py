@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from train_errors import train_error
 from train_processes import TINY, TrainProcess, read_metrics, start_train
 
 from torch_commhook import hooks as library_hooks
@@ -19,7 +20,8 @@ from torch_commhook.cli.hook_expression import HookExpressionError, check_hook
 from torch_commhook.cli.main import main
 from torch_commhook.cli.outputs import checkpoint_path
 from torch_commhook.cli.place import Place, read_place
-from torch_commhook.cli.train_options import MOST_RANKS, available_cores, parse_options
+from torch_commhook.cli.train_config import MOST_RANKS
+from torch_commhook.cli.train_options import available_cores, parse_options
 from torch_commhook.cli.transformer import ByteTransformer
 
 processes = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
@@ -271,22 +273,11 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(
     os.write(pipe, bytes(1000))
     before = sorted(Path().iterdir())
     try:
-        error = _error_of(["train", *arguments.split()], capsys)
+        error = train_error(arguments.split(), capsys)
     finally:
         os.close(pipe)
     assert message in error
     assert sorted(Path().iterdir()) == before
-
-
-def _error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that ``main`` ends with, and exit code 2."""
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith("commhook train: error: ")
-    assert error.count("\n") == 1
-    return error
 
 
 def test_places_that_can_be_written_are_left_as_they_are(
@@ -342,7 +333,7 @@ def test_an_environment_that_describes_no_place_is_one_line(
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert f"environment variable {message}" in _error_of(["train"], capsys)
+    assert f"environment variable {message}" in train_error([], capsys)
 
 
 def test_the_environment_gives_the_place() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from train_errors import train_error
 
 from torch_commhook.cli.checkpoint import (
     Checkpoint,
@@ -20,7 +21,8 @@ from torch_commhook.cli.checkpoint import (
     to_cpu,
     write_checkpoint,
 )
-from torch_commhook.cli.train_options import TrainConfig, parse_options
+from torch_commhook.cli.train_config import TrainConfig
+from torch_commhook.cli.train_options import parse_options
 from torch_commhook.cli.train_rank import _make_optimizer, _restore
 from torch_commhook.cli.transformer import ByteTransformer
 from torch_commhook.cli.world import World
@@ -110,17 +112,6 @@ def test_what_is_not_given_comes_from_the_checkpoint(tmp_path: Path) -> None:
     assert parse_options(["--resume", str(path), "--steps", "9"]).config.batch == 4
 
 
-def _error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that the options end with, and exit code 2."""
-    with pytest.raises(SystemExit) as ended:
-        parse_options(arguments)
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith("commhook train: error: argument ")
-    assert error.count("\n") == 1
-    return error
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -139,14 +130,16 @@ def test_options_that_do_not_suit_the_checkpoint_are_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_checkpoint(Path("good.pt"), _checkpoint())
-    assert message in _error_of(["--resume", "good.pt", *arguments.split()], capsys)
+    error = train_error(["--resume", "good.pt", *arguments.split()], capsys)
+    assert error.startswith("commhook train: error: argument ") and message in error
 
 
 # ---- bad files -----------------------------------------------------------------------------------
 
 
 def _assert_refused(path: Path, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    error = _error_of(["--resume", str(path), "--steps", "9"], capsys)
+    error = train_error(["--resume", str(path), "--steps", "9"], capsys)
+    assert error.startswith("commhook train: error: argument ")
     assert f"argument --resume: {message}" in error
 
 

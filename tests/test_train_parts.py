@@ -15,7 +15,7 @@ import torch
 from train_processes import read_metrics
 
 from torch_commhook.cli import report, text_data
-from torch_commhook.cli.train_options import TrainConfig
+from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.train_rank import learning_rate
 from torch_commhook.cli.transformer import ByteTransformer, rotary_tables, rotate
 

@@ -11,7 +11,8 @@ from typing import NoReturn
 
 from torch_commhook.cli import rank_process
 from torch_commhook.cli.place import Place, PlaceError, read_place
-from torch_commhook.cli.train_options import TrainOptions, build_parser, parse_options
+from torch_commhook.cli.train_options import TrainOptions, parse_options
+from torch_commhook.cli.train_parser import build_parser
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,23 +1,17 @@
-"""The options of ``train``: their defaults, what a checkpoint decides, and every check."""
+"""The options of a run of ``train``: what a checkpoint decides, and what must fit together."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import reprlib
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from torch_commhook.cli.hook_expression import NO_HOOK, HookExpressionError, check_hook
-from torch_commhook.cli.main import OneLineParser
 from torch_commhook.cli.outputs import (
-    METRICS,
-    PLOT,
-    SUMMARY,
     OutputError,
     check_apart,
     check_checkpoint,
@@ -26,88 +20,11 @@ from torch_commhook.cli.outputs import (
 )
 from torch_commhook.cli.place import Place
 from torch_commhook.cli.text_data import DataError, read_text
+from torch_commhook.cli.train_config import MODEL_FIELDS, MOST_RANKS, TrainConfig
+from torch_commhook.cli.train_parser import build_parser
 
 if TYPE_CHECKING:  # it imports torch, which only --resume needs
     from torch_commhook.cli.checkpoint import Checkpoint
-
-_Number = TypeVar("_Number", int, float)
-#: More ranks than this on one machine are a slip of the keyboard.
-MOST_RANKS = 1024
-#: The most that other options take. What is far beyond would fail only inside the ranks.
-_MOST = {
-    "timeout": 30 * 24 * 3600,  # 30 days
-    "threads": 1024,
-    "bucket_cap_mb": 10**6,
-    "data_cap_mb": 10**6,
-}
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """Everything that decides the numbers of a run; a checkpoint holds it."""
-
-    layers: int = 6
-    dim: int = 384
-    heads: int = 6
-    seq: int = 128
-    batch: int = 4
-    steps: int = 200
-    lr: float = 1e-3
-    seed: int = 0
-    ranks: int = 2
-    hook: str = "cast(bfloat16)"
-    bucket_cap_mb: float = 25.0
-    data: tuple[str, ...] | None = None
-    data_cap_mb: float | None = None
-
-    @property
-    def cap_bytes(self) -> int | None:
-        """The most bytes of text to use: 16 MB of the standard library, all of given files."""
-        cap = self.data_cap_mb
-        if cap is None and self.data is None:
-            cap = 16.0
-        return None if cap is None else int(cap * 1e6)
-
-    def to_plain(self) -> dict[str, Any]:
-        """The configuration as plain values, for JSON and for a checkpoint."""
-        plain = asdict(self)
-        plain["data"] = None if self.data is None else list(self.data)
-        return plain
-
-    @staticmethod
-    def from_plain(plain: Mapping[str, Any]) -> TrainConfig:
-        """The inverse of :meth:`to_plain`; unknown keys are ignored, missing ones get defaults.
-
-        Raises:
-            ValueError: a value is not one that the field can have.
-        """
-        known = {f.name: f.default for f in fields(TrainConfig)}
-        values = {name: value for name, value in plain.items() if name in known}
-        for name, value in values.items():
-            if not _can_be(name, value, known[name]):
-                raise ValueError(f"its {name} can't be {reprlib.repr(value)}")
-        if values.get("data") is not None:
-            values["data"] = tuple(values["data"])
-        return TrainConfig(**values)
-
-
-def _can_be(name: str, value: Any, default: Any) -> bool:
-    """Whether ``value`` is one that the field ``name`` of TrainConfig can have."""
-    if name == "data":
-        return value is None or (
-            isinstance(value, list) and all(isinstance(item, str) for item in value)
-        )
-    if isinstance(default, str):
-        return isinstance(value, str)
-    if isinstance(default, int):
-        return type(value) is int and (0 if name == "seed" else 1) <= value < 2**63
-    if value is None:
-        return default is None
-    return type(value) in (int, float) and 0 < value <= _MOST.get(name, sys.float_info.max)
-
-
-#: The fields that fix the shapes of the model: a checkpoint fits no others.
-MODEL_FIELDS = ("layers", "dim", "heads", "seq")
 
 
 @dataclass(frozen=True)
@@ -140,128 +57,6 @@ class TrainOptions:
         return step == self.last_step or (
             self.save_every is not None and step % self.save_every == 0
         )
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of ``train``. An option of TrainConfig that isn't given is None."""
-    parser = OneLineParser(
-        prog="commhook train",
-        description=(
-            "Train a byte-level transformer with DistributedDataParallel and a communication hook. "
-            "Started alone it launches its own ranks on this machine; under torchrun it joins "
-            "the world that is there."
-        ),
-        epilog=(
-            "Exit codes: 0 done, 1 a rank failed, 2 wrong arguments, 130 Ctrl-C, 143 SIGTERM. "
-            "An option of the model, the training or the data that isn't given with --resume is "
-            "taken from the checkpoint."
-        ),
-    )
-    for title, options in _option_groups().items():
-        group = parser.add_argument_group(title)
-        for name, settings in options.items():
-            group.add_argument(name, **settings)
-    return parser
-
-
-def _option_groups() -> dict[str, dict[str, dict[str, Any]]]:
-    """For each title in the help: the options, and what ``add_argument`` takes for each."""
-    default = TrainConfig()
-    return {
-        "model": {
-            "--layers": _option(_positive_int, f"blocks ({default.layers})"),
-            "--dim": _option(_positive_int, f"width ({default.dim})"),
-            "--heads": _option(_positive_int, f"attention heads ({default.heads})"),
-            "--seq": _option(_positive_int, f"bytes a sequence ({default.seq})"),
-        },
-        "training": {
-            "--batch": _option(_positive_int, f"sequences a step and rank ({default.batch})"),
-            "--steps": _option(_positive_int, f"steps in all ({default.steps})"),
-            "--lr": _option(_positive_float, f"highest learning rate of AdamW ({default.lr:g})"),
-            "--seed": _option(_seed, f"of the weights and the batches ({default.seed})"),
-            "--stop-after": _option(
-                _positive_int,
-                "end after this step; the learning rate's schedule still spans --steps",
-                metavar="STEP",
-            ),
-        },
-        "communication": {
-            "--hook": _option(
-                str,
-                f"a hook of the library such as {default.hook}, {NO_HOOK} for plain DDP, "
-                f"or FILE.py:NAME ({default.hook})",
-            ),
-            "--bucket-cap-mb": _option(
-                _at_most(_MOST["bucket_cap_mb"], _positive_float),
-                f"DDP's buckets ({default.bucket_cap_mb:g})",
-            ),
-            "--ranks": _option(
-                _positive_int, f"ranks to launch, at most {MOST_RANKS} ({default.ranks})"
-            ),
-            "--timeout": _option(
-                _at_most(_MOST["timeout"], _positive_float),
-                "of a collective, seconds (300)",
-                default=300.0,
-            ),
-            "--device": _option(
-                str,
-                "auto: CUDA where every rank of this machine gets a GPU of its own, else the CPU",
-                choices=("auto", "cpu", "cuda"),
-                default="auto",
-            ),
-            "--backend": _option(
-                str,
-                "auto: NCCL on CUDA, Gloo on the CPU",
-                choices=("auto", "gloo", "nccl"),
-                default="auto",
-            ),
-            "--threads": _option(
-                _at_most(_MOST["threads"], _positive_int),
-                "threads a rank on the CPU (cores // ranks)",
-            ),
-        },
-        "data": {
-            "--data": _option(
-                str,
-                "text to train on (the sources of Python's standard library)",
-                nargs="+",
-                metavar="FILE",
-            ),
-            "--data-cap-mb": _option(
-                _at_most(_MOST["data_cap_mb"], _positive_float),
-                "the most text to use (16 of the standard library, all of --data)",
-                metavar="MB",
-            ),
-        },
-        "results": {
-            "--compare": {
-                "action": "store_true",
-                "help": "train again without a hook and print a table",
-            },
-            "--out": _option(
-                Path,
-                f"where {METRICS}, {SUMMARY} and {PLOT} go (runs/DATE-TIME)",
-                metavar="DIR",
-            ),
-            "--save": _option(
-                Path,
-                "write a checkpoint at the end; {step} in the path is the step",
-                metavar="PATH",
-            ),
-            "--save-every": _option(_positive_int, "and after every N steps", metavar="N"),
-            "--resume": _option(Path, "go on from a checkpoint", metavar="PATH"),
-            "--log-every": _option(
-                _positive_int,
-                "steps between lines where stdout is no terminal (a line for each 5 %%)",
-                metavar="N",
-            ),
-        },
-    }
-
-
-def _option(kind: Callable[[str], Any], text: str, **more: Any) -> dict[str, Any]:
-    """What ``add_argument`` takes for an option with a value of ``kind``."""
-    return {"type": kind, "help": text, **more}
 
 
 def parse_options(argv: Sequence[str], place: Place | None = None) -> TrainOptions:
@@ -310,13 +105,13 @@ def _resolve(args: argparse.Namespace, place: Place | None) -> TrainOptions:
     if place is None:
         notes += _check_ranks(config.ranks, chosen="ranks" in given, device=args.device)
     _check_config(config)
-    _check_steps(args, config, saved_step)
+    last_step = config.steps if args.stop_after is None else args.stop_after
+    _check_steps(args, config, last_step, saved_step)
     if config.hook.strip().lower() == NO_HOOK and args.compare:
         raise OptionError(f"argument --compare: compares --hook with {NO_HOOK}: give another hook")
     if args.save_every is not None and args.save is None:
         raise OptionError("argument --save-every: needs --save PATH")
     _check_device(args, config.ranks if place is None else place.local_size)
-    last_step = config.steps if args.stop_after is None else args.stop_after
     out = Path(time.strftime("runs/%Y%m%d-%H%M%S")) if args.out is None else args.out
     return TrainOptions(
         config=config,
@@ -436,13 +231,14 @@ def _check_config(config: TrainConfig) -> None:
         raise OptionError(f"argument --data: {error}") from error
 
 
-def _check_steps(args: argparse.Namespace, config: TrainConfig, saved_step: int) -> None:
+def _check_steps(
+    args: argparse.Namespace, config: TrainConfig, last_step: int, saved_step: int
+) -> None:
     if args.stop_after is not None and args.stop_after > config.steps:
         raise OptionError(
             f"argument --stop-after: must be at most --steps {config.steps}, got {args.stop_after}"
         )
     name = "--steps" if args.stop_after is None else "--stop-after"
-    last_step = config.steps if args.stop_after is None else args.stop_after
     if last_step <= saved_step:
         raise OptionError(
             f"argument {name}: must be more than the {saved_step} steps of the checkpoint "
@@ -472,44 +268,3 @@ def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-# ---- types of single options ---------------------------------------------------------------------
-
-
-def _positive_int(text: str) -> int:
-    value = _number(text, int, "a whole number")
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
-def _positive_float(text: str) -> float:
-    value = _number(text, float, "a number")
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be more than 0 and finite, got {text}")
-    return value
-
-
-def _at_most(most: int, kind: Callable[[str], _Number]) -> Callable[[str], _Number]:
-    def read(text: str) -> _Number:
-        value = kind(text)
-        if value > most:
-            raise argparse.ArgumentTypeError(f"must be at most {most}, got {text}")
-        return value
-
-    return read
-
-
-def _seed(text: str) -> int:
-    value = _number(text, int, "a whole number")
-    if not 0 <= value < 2**63:
-        raise argparse.ArgumentTypeError(f"must be from 0 to 2**63 - 1, got {value}")
-    return value
-
-
-def _number(text: str, kind: Callable[[str], _Number], what: str) -> _Number:
-    try:
-        return kind(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}") from None

@@ -44,7 +44,8 @@ from torch_commhook.cli.text_data import (
     split_text,
     training_batch,
 )
-from torch_commhook.cli.train_options import TrainConfig, TrainOptions
+from torch_commhook.cli.train_config import TrainConfig
+from torch_commhook.cli.train_options import TrainOptions
 from torch_commhook.cli.transformer import ByteTransformer
 from torch_commhook.cli.world import World, join_world
 

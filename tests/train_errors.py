@@ -1,0 +1,20 @@
+"""How ``train`` refuses what it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from torch_commhook.cli.main import main
+
+
+def train_error(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that ``train`` with these arguments ends with, and exit code 2."""
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *arguments])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("commhook train: error: ")
+    assert error.count("\n") == 1
+    return error

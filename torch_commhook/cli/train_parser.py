@@ -1,0 +1,178 @@
+"""The command line of ``train``: its options, each by itself."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch_commhook.cli.hook_expression import NO_HOOK
+from torch_commhook.cli.main import OneLineParser
+from torch_commhook.cli.outputs import METRICS, PLOT, SUMMARY
+from torch_commhook.cli.train_config import MOST, MOST_RANKS, TrainConfig
+
+_Number = TypeVar("_Number", int, float)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of ``train``. An option of TrainConfig that isn't given is None."""
+    parser = OneLineParser(
+        prog="commhook train",
+        description=(
+            "Train a byte-level transformer with DistributedDataParallel and a communication hook. "
+            "Started alone it launches its own ranks on this machine; under torchrun it joins "
+            "the world that is there."
+        ),
+        epilog=(
+            "Exit codes: 0 done, 1 a rank failed, 2 wrong arguments, 130 Ctrl-C, 143 SIGTERM. "
+            "An option of the model, the training or the data that isn't given with --resume is "
+            "taken from the checkpoint."
+        ),
+    )
+    for title, options in _option_groups().items():
+        group = parser.add_argument_group(title)
+        for name, settings in options.items():
+            group.add_argument(name, **settings)
+    return parser
+
+
+def _option_groups() -> dict[str, dict[str, dict[str, Any]]]:
+    """For each title in the help: the options, and what ``add_argument`` takes for each."""
+    default = TrainConfig()
+    return {
+        "model": {
+            "--layers": _option(_positive_int, f"blocks ({default.layers})"),
+            "--dim": _option(_positive_int, f"width ({default.dim})"),
+            "--heads": _option(_positive_int, f"attention heads ({default.heads})"),
+            "--seq": _option(_positive_int, f"bytes a sequence ({default.seq})"),
+        },
+        "training": {
+            "--batch": _option(_positive_int, f"sequences a step and rank ({default.batch})"),
+            "--steps": _option(_positive_int, f"steps in all ({default.steps})"),
+            "--lr": _option(_positive_float, f"highest learning rate of AdamW ({default.lr:g})"),
+            "--seed": _option(_seed, f"of the weights and the batches ({default.seed})"),
+            "--stop-after": _option(
+                _positive_int,
+                "end after this step; the learning rate's schedule still spans --steps",
+                metavar="STEP",
+            ),
+        },
+        "communication": {
+            "--hook": _option(
+                str,
+                f"a hook of the library such as {default.hook}, {NO_HOOK} for plain DDP, "
+                f"or FILE.py:NAME ({default.hook})",
+            ),
+            "--bucket-cap-mb": _option(
+                _at_most(MOST["bucket_cap_mb"], _positive_float),
+                f"DDP's buckets ({default.bucket_cap_mb:g})",
+            ),
+            "--ranks": _option(
+                _positive_int, f"ranks to launch, at most {MOST_RANKS} ({default.ranks})"
+            ),
+            "--timeout": _option(
+                _at_most(MOST["timeout"], _positive_float),
+                "of a collective, seconds (300)",
+                default=300.0,
+            ),
+            "--device": _option(
+                str,
+                "auto: CUDA where every rank of this machine gets a GPU of its own, else the CPU",
+                choices=("auto", "cpu", "cuda"),
+                default="auto",
+            ),
+            "--backend": _option(
+                str,
+                "auto: NCCL on CUDA, Gloo on the CPU",
+                choices=("auto", "gloo", "nccl"),
+                default="auto",
+            ),
+            "--threads": _option(
+                _at_most(MOST["threads"], _positive_int),
+                "threads a rank on the CPU (cores // ranks)",
+            ),
+        },
+        "data": {
+            "--data": _option(
+                str,
+                "text to train on (the sources of Python's standard library)",
+                nargs="+",
+                metavar="FILE",
+            ),
+            "--data-cap-mb": _option(
+                _at_most(MOST["data_cap_mb"], _positive_float),
+                "the most text to use (16 of the standard library, all of --data)",
+                metavar="MB",
+            ),
+        },
+        "results": {
+            "--compare": {
+                "action": "store_true",
+                "help": "train again without a hook and print a table",
+            },
+            "--out": _option(
+                Path,
+                f"where {METRICS}, {SUMMARY} and {PLOT} go (runs/DATE-TIME)",
+                metavar="DIR",
+            ),
+            "--save": _option(
+                Path,
+                "write a checkpoint at the end; {step} in the path is the step",
+                metavar="PATH",
+            ),
+            "--save-every": _option(_positive_int, "and after every N steps", metavar="N"),
+            "--resume": _option(Path, "go on from a checkpoint", metavar="PATH"),
+            "--log-every": _option(
+                _positive_int,
+                "steps between lines where stdout is no terminal (a line for each 5 %%)",
+                metavar="N",
+            ),
+        },
+    }
+
+
+def _option(kind: Callable[[str], Any], text: str, **more: Any) -> dict[str, Any]:
+    """What ``add_argument`` takes for an option with a value of ``kind``."""
+    return {"type": kind, "help": text, **more}
+
+
+# ---- types of single options ---------------------------------------------------------------------
+
+
+def _positive_int(text: str) -> int:
+    value = _number(text, int, "a whole number")
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _positive_float(text: str) -> float:
+    value = _number(text, float, "a number")
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be more than 0 and finite, got {text}")
+    return value
+
+
+def _at_most(most: int, kind: Callable[[str], _Number]) -> Callable[[str], _Number]:
+    def read(text: str) -> _Number:
+        value = kind(text)
+        if value > most:
+            raise argparse.ArgumentTypeError(f"must be at most {most}, got {text}")
+        return value
+
+    return read
+
+
+def _seed(text: str) -> int:
+    value = _number(text, int, "a whole number")
+    if not 0 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 2**63 - 1, got {value}")
+    return value
+
+
+def _number(text: str, kind: Callable[[str], _Number], what: str) -> _Number:
+    try:
+        return kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}") from None
