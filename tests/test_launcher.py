@@ -221,11 +221,15 @@ def test_a_machine_without_room_for_a_rank_is_one_message(
 
 
 def test_ctrl_c_does_not_reach_the_ranks_themselves(tmp_path: Path) -> None:
-    body = "time.sleep(1)\npathlib.Path(f'done-{rank}').touch()"
+    body = (
+        "while not pathlib.Path('interrupted').exists(): time.sleep(0.01)\n"
+        "pathlib.Path(f'done-{rank}').touch()"
+    )
 
     def interrupt(pids: list[int]) -> None:
         for pid in pids:
             os.kill(pid, signal.SIGINT)
+        (tmp_path / "interrupted").touch()
 
     thread = _when_running(tmp_path, 2, interrupt)
     assert launch(_command(tmp_path, body), 2, tmp_path / "out", 1) == 0
