@@ -10,8 +10,10 @@ from torch_commhook import collectives, hooks
 from torch_commhook._native import NativeLibraryError
 from torch_commhook._runtime import check_hook, parse_hook_result, run_hook
 from torch_commhook.attach import HookHandle, attach
+from torch_commhook.attached import traceable
 from torch_commhook.bucket import BucketLayout, GradBucket
 from torch_commhook.metrics import BucketStats, HookStats
+from torch_commhook.step_group import PeerError
 
 __version__ = "0.1.0"
 
@@ -22,10 +24,12 @@ __all__ = [
     "HookHandle",
     "HookStats",
     "NativeLibraryError",
+    "PeerError",
     "attach",
     "check_hook",
     "collectives",
     "hooks",
     "parse_hook_result",
     "run_hook",
+    "traceable",
 ]

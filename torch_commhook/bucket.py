@@ -244,9 +244,9 @@ class GradBucket:
 
         For a sparse bucket, the sparse gradient itself.
         """
-        if self._buffer.layout is not torch.strided:
-            return [self._buffer]
-        return self.layout().views(self._buffer)
+        if self.buffer().layout is not torch.strided:
+            return [self.buffer()]
+        return self.layout().views(self.buffer())
 
     def parameters(self) -> list[Tensor]:
         """The parameters, in the order of the gradients."""
@@ -268,19 +268,35 @@ class GradBucket:
             ValueError: another number of elements, another device, or not contiguous.
         """
         buffer = self._checked_buffer(buffer)
-        if buffer.dtype != self._buffer.dtype:
+        if buffer.dtype != self.buffer().dtype:
             raise TypeError(
-                f"GradBucket.set_buffer: buffer must have dtype {self._buffer.dtype}, "
+                f"GradBucket.set_buffer: buffer must have dtype {self.buffer().dtype}, "
                 f"got {buffer.dtype}"
             )
-        if buffer.layout != self._buffer.layout:
+        if buffer.layout != self.buffer().layout:
             raise TypeError(
-                f"GradBucket.set_buffer: buffer must have layout {self._buffer.layout}, "
+                f"GradBucket.set_buffer: buffer must have layout {self.buffer().layout}, "
                 f"got {buffer.layout}"
             )
         self._buffer = buffer
 
     # ---- what it keeps to itself there -----------------------------------------------------------
+
+    def numel(self) -> int:
+        """Elements in all."""
+        return self.buffer().numel()
+
+    def dtype(self) -> torch.dtype:
+        """The dtype of the gradients."""
+        return self.buffer().dtype
+
+    def device(self) -> torch.device:
+        """The device of the gradients."""
+        return self.buffer().device
+
+    def is_sparse(self) -> bool:
+        """Whether the bucket holds one sparse gradient, which its buffer is then."""
+        return self.buffer().layout is not torch.strided
 
     def bucket_count(self) -> int:
         """How many buckets there are."""
@@ -315,6 +331,35 @@ class GradBucket:
     def process_group(self) -> Any:
         """The ranks to average over; None stands for the default group."""
         return self._process_group
+
+    # ---- one pass over memory --------------------------------------------------------------------
+
+    def scaled_buffer(self, scale: float) -> Tensor:
+        """The buffer, multiplied by ``scale`` in place.
+
+        Asked for before :meth:`buffer`, it saves a pass over memory where the gradients are yet to
+        be gathered.
+        """
+        return self.buffer() if scale == 1.0 else self.buffer().mul_(scale)
+
+    def flatten(
+        self, *, scale: float = 1.0, dtype: torch.dtype | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """The gradients in another flat tensor, scaled and then cast, in one pass over memory.
+
+        The bucket's own buffer stays as it is.
+
+        Args:
+            scale: factor, applied in float32 (float64 for float64 gradients).
+            dtype: of the result; by default the bucket's.
+            out: written, if given; of shape ``(elements,)``. Its dtype decides.
+
+        Raises:
+            TypeError: the bucket is sparse or complex, or ``dtype`` is not that of ``out``.
+            ValueError: ``out`` has another length or shares memory with the buffer.
+        """
+        with torch.no_grad():
+            return _ops.flatten([self.buffer()], scale=scale, dtype=dtype, out=out)
 
     # ---- conversion and copies -------------------------------------------------------------------
 
@@ -361,11 +406,11 @@ class GradBucket:
 
         Its ``gradients()`` knows no strides: gradients of permuted parameters come out permuted.
         """
-        dense = self._buffer.layout is torch.strided
+        dense = self.buffer().layout is torch.strided
         return _C.make_grad_bucket(
             self._index,
             self._bucket_count,
-            self._buffer,
+            self.buffer(),
             self.layout().offsets if dense else [],
             self.layout().lengths if dense else [],
             self._parameters,
@@ -377,7 +422,7 @@ class GradBucket:
         return _unpickle, (
             type(self),
             self._parameters,
-            self._buffer,
+            self.buffer(),
             self._index,
             self._bucket_count,
             self._sparse_grad_indices,
@@ -386,7 +431,7 @@ class GradBucket:
     def __copy__(self) -> GradBucket:
         return type(self)(
             self._parameters,
-            buffer=self._buffer,
+            buffer=self.buffer(),
             index=self._index,
             bucket_count=self._bucket_count,
             sparse_grad_indices=self._sparse_grad_indices,
@@ -396,7 +441,7 @@ class GradBucket:
     def __deepcopy__(self, memo: dict[int, Any]) -> GradBucket:
         return type(self)(
             copy.deepcopy(self._parameters, memo),
-            buffer=self._buffer.detach().clone(),
+            buffer=self.buffer().detach().clone(),
             index=self._index,
             bucket_count=self._bucket_count,
             sparse_grad_indices=copy.deepcopy(self._sparse_grad_indices, memo),
@@ -406,7 +451,7 @@ class GradBucket:
     def __repr__(self) -> str:
         return (
             f"GradBucket({self._index} of {self._bucket_count}: {len(self._parameters)} parameters,"
-            f" {self._buffer.numel()} elements of {self._buffer.dtype} on {self._buffer.device})"
+            f" {self.buffer().numel()} elements of {self.buffer().dtype} on {self.buffer().device})"
         )
 
     # ---- construction ----------------------------------------------------------------------------

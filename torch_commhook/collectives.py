@@ -1,7 +1,14 @@
-"""Collectives that return a Future, check what the group gives back, and count their bytes."""
+"""Collectives with one interface in every mode.
+
+Each starts at once and returns a future. Eager, that is a ``torch.futures.Future``; what the group
+gives back is checked. While a compiler traces it is a :class:`TracedFuture` over PyTorch's
+functional collectives, which the compiler sees and may overlap with other work. All count the
+bytes that they put on the wire.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +17,43 @@ from torch import Tensor
 
 from torch_commhook import _C
 from torch_commhook.metrics import note_collective, ring_all_reduce_bytes
+
+
+class TracedFuture:
+    """What a collective returns while a compiler traces: a Future as far as hooks need one.
+
+    Compilers cannot trace ``torch.futures.Future``. Here everything happens on one thread: a
+    callback runs when its result is asked for.
+    """
+
+    def __init__(self, wait: Callable[[], Tensor]) -> None:
+        self._wait: Callable[[], Tensor] | None = wait
+        self._tensor: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """The result, once it is there."""
+        if self._wait is not None:
+            self._tensor = self._wait()
+            self._wait = None
+        assert self._tensor is not None
+        return self._tensor
+
+    def value(self) -> Tensor:
+        """Same as :meth:`wait`."""
+        return self.wait()
+
+    def then(self, callback: Callable[[TracedFuture], Tensor]) -> TracedFuture:
+        """A future of ``callback(self)``."""
+
+        def run() -> Tensor:
+            self.wait()
+            return callback(self)
+
+        return TracedFuture(run)
+
+
+def _traced(tensor: Tensor) -> TracedFuture:
+    return TracedFuture(lambda: torch.ops._c10d_functional.wait_tensor(tensor))
 
 
 def resolve_group(group: Any = None) -> Any:
@@ -27,6 +71,8 @@ def resolve_group(group: Any = None) -> Any:
                 "torch.distributed.init_process_group() first, or pass process_group="
             )
         group = dist.group.WORLD
+    if torch.compiler.is_compiling():  # which was checked where it was made
+        return group
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("torch_commhook: this rank is not a member of the given process group")
     if not isinstance(group, dist.ProcessGroup):
@@ -37,16 +83,17 @@ def resolve_group(group: Any = None) -> Any:
 
 
 def all_reduce(tensor: Tensor, *, group: Any = None) -> torch.futures.Future[Tensor]:
-    """Sum a tensor over all ranks, in place.
+    """Sum a tensor over all ranks.
 
     Args:
         tensor: contiguous, of a dtype that the group's backend reduces (Gloo takes bfloat16), or
             sparse_coo where the backend reduces that (Gloo does). The bytes of a sparse tensor are
-            counted as those of this rank's entries.
+            counted as those of this rank's entries. Its contents are undefined from here on.
         group: the process group; None for the default one.
 
     Returns:
-        A Future of the same tensor, holding the sum. With one rank it is complete at once.
+        A Future of the sum. In eager that is the same tensor, written in place. With one rank it is
+        complete at once.
 
     Raises:
         TypeError: the group gives back no Work, or its Work no Future.
@@ -55,12 +102,164 @@ def all_reduce(tensor: Tensor, *, group: Any = None) -> torch.futures.Future[Ten
     group = resolve_group(group)
     world_size = group.size()
     note_collective(ring_all_reduce_bytes(_payload_bytes(tensor), world_size))
+    if torch.compiler.is_compiling():
+        if world_size == 1:
+            return TracedFuture(lambda: tensor)  # type: ignore[return-value]
+        # By its name: with the group itself a compiler cannot keep the graph.
+        functional = torch.ops._c10d_functional
+        return _traced(functional.all_reduce(tensor, "sum", group.group_name))  # type: ignore[return-value]
     if world_size == 1:
         return _C.as_future(tensor, "all_reduce")
-    work = group.allreduce([tensor], dist.AllreduceOptions())  # which sums by default
+    # Sums by default.
+    work = group.allreduce([tensor], dist.AllreduceOptions())
+    return _future(work, group, "allreduce", tensor)
+
+
+def all_gather(tensor: Tensor, *, group: Any = None) -> torch.futures.Future[Tensor]:
+    """Give every rank the tensors of all ranks.
+
+    Args:
+        tensor: contiguous, of the same shape and dtype on all ranks.
+        group: the process group; None for the default one.
+
+    Returns:
+        A Future of a new tensor of shape ``(ranks, *tensor.shape)``.
+
+    Raises:
+        TypeError, RuntimeError: as :func:`all_reduce`.
+    """
+    group = resolve_group(group)
+    world_size = group.size()
+    note_collective(_payload_bytes(tensor) * (world_size - 1))
+    shape = (world_size, *tensor.shape)
+    flat = tensor.reshape(-1)
+    if torch.compiler.is_compiling():
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(
+            flat, world_size, group.group_name
+        )
+        return _traced(gathered).then(lambda done: done.value().view(shape))  # type: ignore[return-value]
+    result = tensor.new_empty(shape)
+    if world_size == 1:
+        return _C.as_future(result.copy_(tensor.unsqueeze(0)), "all_gather")
+    work = dist.all_gather_into_tensor(result.view(-1), flat, group=group, async_op=True)
+    return _future(work, group, "all_gather_into_tensor", result)
+
+
+def all_to_all(
+    tensor: Tensor,
+    *,
+    input_split_sizes: Sequence[int] | None = None,
+    output_split_sizes: Sequence[int] | None = None,
+    group: Any = None,
+) -> torch.futures.Future[Tensor]:
+    """Send a piece of a tensor to each rank, and get one from each.
+
+    Args:
+        tensor: contiguous; cut along its first dimension.
+        input_split_sizes: rows that go to each rank; by default equal shares, and the rows must
+            then be a multiple of the ranks.
+        output_split_sizes: rows that come from each rank; by default equal shares of as many rows.
+        group: the process group; None for the default one.
+
+    Returns:
+        A Future of a new tensor: the pieces in order of rank.
+
+    Raises:
+        ValueError: the rows do not fit the splits.
+        TypeError, RuntimeError: as :func:`all_reduce`.
+    """
+    group = resolve_group(group)
+    world_size = group.size()
+    sends = _splits("input_split_sizes", tensor, input_split_sizes, world_size)
+    if output_split_sizes is None:
+        gets = _splits("output_split_sizes", tensor, None, world_size)
+    else:
+        gets = list(output_split_sizes)
+        if len(gets) != world_size:
+            raise ValueError(
+                f"all_to_all: output_split_sizes must be {world_size}, one for each rank, "
+                f"got {len(gets)}"
+            )
+    row_bytes = _payload_bytes(tensor) // max(tensor.shape[0], 1)
+    note_collective(row_bytes * (tensor.shape[0] - sends[group.rank()]))
+    if torch.compiler.is_compiling():
+        return _traced(  # type: ignore[return-value]
+            torch.ops._c10d_functional.all_to_all_single(tensor, gets, sends, group.group_name)
+        )
+    result = tensor.new_empty((sum(gets), *tensor.shape[1:]))
+    if world_size == 1:
+        return _C.as_future(result.copy_(tensor), "all_to_all")
+    work = dist.all_to_all_single(result, tensor, gets, sends, group=group, async_op=True)
+    return _future(work, group, "all_to_all_single", result)
+
+
+def reduce_scatter(tensor: Tensor, *, group: Any = None) -> torch.futures.Future[Tensor]:
+    """Sum a tensor over all ranks and give each rank its share of the sum.
+
+    Args:
+        tensor: contiguous; its first dimension is a multiple of the ranks.
+        group: the process group; None for the default one.
+
+    Returns:
+        A Future of a new tensor: of the rows, the share with this rank's number.
+
+    Raises:
+        ValueError: the rows are no multiple of the ranks.
+        TypeError, RuntimeError: as :func:`all_reduce`.
+    """
+    group = resolve_group(group)
+    world_size = group.size()
+    rows = _splits("tensor's first dimension", tensor, None, world_size)[0]
+    note_collective(_payload_bytes(tensor) // world_size * (world_size - 1))
+    if torch.compiler.is_compiling():
+        return _traced(  # type: ignore[return-value]
+            torch.ops._c10d_functional.reduce_scatter_tensor(
+                tensor, "sum", world_size, group.group_name
+            )
+        )
+    result = tensor.new_empty((rows, *tensor.shape[1:]))
+    if world_size == 1:
+        return _C.as_future(result.copy_(tensor), "reduce_scatter")
+    work = dist.reduce_scatter_tensor(result, tensor, group=group, async_op=True)
+    return _future(work, group, "reduce_scatter_tensor", result)
+
+
+def broadcast(tensor: Tensor, *, src: int = 0, group: Any = None) -> torch.futures.Future[Tensor]:
+    """Give every rank the tensor of one.
+
+    Args:
+        tensor: contiguous, of the same shape and dtype on all ranks. Its contents are undefined
+            from here on.
+        src: the rank within the group whose tensor it is.
+        group: the process group; None for the default one.
+
+    Returns:
+        A Future of that rank's tensor. In eager that is the same tensor, written in place.
+
+    Raises:
+        ValueError: no such rank.
+        TypeError, RuntimeError: as :func:`all_reduce`.
+    """
+    group = resolve_group(group)
+    world_size = group.size()
+    if not 0 <= src < world_size:
+        raise ValueError(f"broadcast: src must be a rank below {world_size}, got {src}")
+    # Each rank but one has to be sent it, by whom is the backend's choice: an equal share each.
+    note_collective(round(_payload_bytes(tensor) * (world_size - 1) / world_size))
+    if torch.compiler.is_compiling():
+        return _traced(  # type: ignore[return-value]
+            torch.ops._c10d_functional.broadcast(tensor, src, group.group_name)
+        )
+    if world_size == 1:
+        return _C.as_future(tensor, "broadcast")
+    work = dist.broadcast(tensor, group_src=src, group=group, async_op=True)
+    return _future(work, group, "broadcast", tensor)
+
+
+def _future(work: Any, group: Any, method: str, result: Tensor) -> torch.futures.Future[Tensor]:
     if not isinstance(work, dist.Work):
         raise TypeError(
-            f"{_C.type_name(group)}.allreduce must return a torch.distributed.Work, "
+            f"{_C.type_name(group)}.{method} must return a torch.distributed.Work, "
             f"got {_C.type_name(work)}"
         )
     future = work.get_future()
@@ -70,7 +269,25 @@ def all_reduce(tensor: Tensor, *, group: Any = None) -> torch.futures.Future[Ten
             f"got {_C.type_name(future)}"
         )
     # A Work's own Future holds a list.
-    return _C.cast_into(future, tensor, tensor.dtype, f"all_reduce through {_C.type_name(group)}")
+    return _C.cast_into(future, result, result.dtype, f"{method} through {_C.type_name(group)}")
+
+
+def _splits(name: str, tensor: Tensor, given: Sequence[int] | None, world_size: int) -> list[int]:
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if given is None:
+        if not rows or rows % world_size:
+            raise ValueError(
+                f"torch_commhook: {name} must be a multiple of the {world_size} ranks where no "
+                f"splits are given, got {rows} rows"
+            )
+        return [rows // world_size] * world_size
+    splits = list(given)
+    if len(splits) != world_size or sum(splits) != rows:
+        raise ValueError(
+            f"torch_commhook: {name} must be {world_size} numbers that add up to {rows} rows, "
+            f"got {splits}"
+        )
+    return splits
 
 
 def _payload_bytes(tensor: Tensor) -> int:

@@ -58,6 +58,60 @@ class HookStats:
     buckets: list[BucketStats] = field(default_factory=list)
 
 
+#: Elements, dtype and bytes on the wire of a bucket.
+BucketTraffic = tuple[int, torch.dtype, int | None]
+
+
+def count_bucket(
+    stats: HookStats,
+    index: int,
+    bucket_count: int,
+    traffic: BucketTraffic,
+    *,
+    first: bool,
+    steps: int = 1,
+) -> None:
+    """Add what one bucket sent, in each of so many steps; ``first``: a step begins with it."""
+    numel, dtype, sent = traffic
+    if first:
+        stats.steps += steps
+        stats.bytes_sent_last_step = 0
+        del stats.buckets[bucket_count:]
+    if index == len(stats.buckets):
+        stats.buckets.append(BucketStats(index, numel, dtype))
+    entry = stats.buckets[index]
+    entry.numel, entry.dtype, entry.bytes_sent_last_step = numel, dtype, sent
+    entry.bytes_sent = _sum(entry.bytes_sent, sent, steps)
+    stats.bytes_sent_last_step = _sum(stats.bytes_sent_last_step, sent)
+    stats.bytes_sent = _sum(stats.bytes_sent, sent, steps)
+
+
+def _sum(a: int | None, b: int | None, times: int = 1) -> int | None:
+    return None if a is None or b is None else a + times * b
+
+
+class TracedSteps:
+    """Counts steps in compiled code, where a plain number would be a constant."""
+
+    def __init__(self) -> None:
+        self.steps = torch.zeros((), dtype=torch.int64)
+        self.buckets: list[BucketTraffic] = []
+
+    def add(self, buckets: list[BucketTraffic]) -> None:
+        """Count one step; traced."""
+        self.steps.add_(1)
+        self.buckets = buckets
+
+    def move_to(self, stats: HookStats) -> None:
+        """Put into ``stats`` what has been counted since the last time."""
+        steps = int(self.steps)
+        if steps:
+            for index, traffic in enumerate(self.buckets):
+                count = len(self.buckets)
+                count_bucket(stats, index, count, traffic, first=index == 0, steps=steps)
+            self.steps.zero_()
+
+
 class WireMeter:
     """Counts the bytes of one call of a hook, while :func:`counting` has it on this thread."""
 
@@ -84,8 +138,15 @@ def counting(meter: WireMeter) -> Iterator[None]:
         _current.meter = before
 
 
+#: Where collectives are noted while a compiler traces, which knows no thread-local state.
+TRACED_METER = WireMeter()
+
+
 def note_collective(bytes_sent: int) -> None:
     """Tell the meter of this thread, where there is one, of a collective."""
+    if torch.compiler.is_compiling():
+        TRACED_METER.add(bytes_sent)
+        return
     meter = getattr(_current, "meter", None)
     if meter is not None:
         meter.add(bytes_sent)

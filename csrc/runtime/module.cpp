@@ -8,6 +8,7 @@
 #include "runtime/hook_result.h"
 #include "runtime/hook_runner.h"
 #include "runtime/huge_pages.h"
+#include "runtime/waiting.h"
 
 namespace py = pybind11;
 
@@ -46,6 +47,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::call_guard<py::gil_scoped_release>());
   m.def("cast_into", &commhook::cast_into, py::arg("returned"), py::arg("destination"),
         py::arg("dtype"), py::arg("where"));
+  m.def("wait_for", &commhook::wait_for, py::arg("future"), py::arg("seconds"));
   m.def("hook_on_bucket", &commhook::hook_on_bucket, py::arg("hook"), py::arg("index"),
         py::arg("count"));
 }

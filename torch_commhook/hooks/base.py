@@ -83,7 +83,7 @@ class Hook(ABC):
 
         The bucket's own, or another floating-point dtype that buckets can have.
         """
-        return bucket.buffer().dtype
+        return bucket.dtype()
 
     def group(self, bucket: GradBucket) -> Any:
         """The process group to average this bucket over.
@@ -135,7 +135,7 @@ def checked_result_dtype(hook: Hook, bucket: GradBucket) -> torch.dtype:
         TypeError: that is no dtype which could be cast into the bucket. Names hook and bucket.
     """
     dtype = hook.result_dtype(bucket)
-    own = bucket.buffer().dtype
+    own = bucket.dtype()
     if dtype != own and not (dtype in BUCKET_DTYPES and own in BUCKET_DTYPES):
         raise TypeError(
             f"{_where(hook, bucket)}: result_dtype must return a dtype that can be cast to {own}, "
@@ -155,23 +155,26 @@ class Workspaces:
     def __init__(self) -> None:
         self._buffers = WeakIdKeyDictionary()
 
-    def get(self, bucket: GradBucket, dtype: torch.dtype) -> Tensor:
+    def get(self, bucket: GradBucket, dtype: torch.dtype) -> Tensor | None:
         """A flat buffer as long as the bucket, of ``dtype``, on its device.
 
-        Its contents are those that the last step left, or undefined.
+        Its contents are those that the last step left, or undefined. None while a compiler traces,
+        which plans memory itself.
         """
-        like = bucket.buffer()
+        if torch.compiler.is_compiling():
+            return None
+        numel, device = bucket.numel(), bucket.device()
         key = bucket.first_parameter()
         buffer = self._buffers.get(key)
         if (
             buffer is None
-            or buffer.numel() != like.numel()
+            or buffer.numel() != numel
             or buffer.dtype != dtype
-            or buffer.device != like.device
+            or buffer.device != device
         ):
             for parameter in bucket.parameters():
                 self._buffers.pop(parameter, None)
-            buffer = torch.empty(like.numel(), dtype=dtype, device=like.device)
+            buffer = torch.empty(numel, dtype=dtype, device=device)
             _C.prefer_huge_pages(buffer)
             self._buffers[key] = buffer
         return buffer

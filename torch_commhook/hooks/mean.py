@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_commhook import _ops
 from torch_commhook.bucket import GradBucket
 from torch_commhook.collectives import all_reduce
 from torch_commhook.hooks.base import Hook, Workspaces, average_scale
@@ -22,12 +21,11 @@ class allreduce(Hook):  # noqa: N801 (a hook is written as it is called)
     Same as PyTorch's ``allreduce_hook``.
     """
 
+    _commhook_traceable = True
+
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         group = self.group(bucket)
-        buffer = bucket.buffer()
-        if group.size() > 1:
-            buffer.mul_(average_scale(group))
-        return all_reduce(buffer, group=group)
+        return all_reduce(bucket.scaled_buffer(average_scale(group)), group=group)
 
     def __repr__(self) -> str:
         return "allreduce()"
@@ -53,6 +51,8 @@ class cast(Hook):  # noqa: N801
         TypeError: another dtype.
     """
 
+    _commhook_traceable = True
+
     def __init__(self, dtype: torch.dtype = torch.bfloat16, process_group: Any = None) -> None:
         super().__init__(process_group)
         if dtype not in (torch.float16, torch.bfloat16):
@@ -61,15 +61,14 @@ class cast(Hook):  # noqa: N801
         self._workspaces = Workspaces()
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        if bucket.buffer().layout is not torch.strided:
+        if bucket.is_sparse():
             raise TypeError(
                 f"{self} on bucket {bucket.index()} of {bucket.bucket_count()}: gradients must be "
                 f"dense, got layout {bucket.buffer().layout}; allreduce() takes sparse ones"
             )
         group = self.group(bucket)
-        wire = self._workspaces.get(bucket, self.dtype)
-        with torch.no_grad():
-            _ops.flatten([bucket.buffer()], scale=average_scale(group), out=wire)
+        workspace = self._workspaces.get(bucket, self.dtype)
+        wire = bucket.flatten(scale=average_scale(group), dtype=self.dtype, out=workspace)
         return all_reduce(wire, group=group)
 
     def result_dtype(self, bucket: GradBucket) -> torch.dtype:

@@ -1,0 +1,81 @@
+"""A hook that is attached to a model, and how it is called for one bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torch_commhook import _C
+from torch_commhook._runtime import check_hook, hook_name, run_hook
+from torch_commhook.bucket import GradBucket
+from torch_commhook.hooks.base import Hook, checked_result_dtype
+from torch_commhook.metrics import BucketTraffic, HookStats, TracedSteps, WireMeter, counting
+
+
+@dataclass(eq=False)
+class Attached:
+    """A hook, its state, and what it has sent."""
+
+    hook: Callable[..., Any]
+    state: object
+    name: str
+    traceable: bool
+    stats: HookStats = field(default_factory=HookStats)
+    traced_steps: TracedSteps = field(default_factory=TracedSteps)
+
+    @classmethod
+    def checked(cls, hook: Callable[..., Any], state: object) -> Attached:
+        """One for a hook that a user gives.
+
+        Raises:
+            TypeError, ValueError: as :func:`check_hook`, or a state that the hook has no use for.
+        """
+        check_hook(hook)
+        if isinstance(hook, Hook) and state is not None:
+            raise TypeError(
+                f"attach: state must be None for hook '{hook_name(hook)}', which keeps its own, "
+                f"got {_C.type_name(state)}"
+            )
+        return cls(hook, state, hook_name(hook), is_traceable(hook))
+
+    def run(self, bucket: GradBucket) -> tuple[Any, torch.dtype, BucketTraffic]:
+        """Start the hook on a bucket.
+
+        Returns:
+            What it gave, the dtype that the result must have, and what it put on the wire (None
+            bytes where it went past the library's collectives).
+        """
+        meter = WireMeter()
+        with counting(meter):
+            if isinstance(self.hook, Hook):
+                # Bringing the result into the gradients casts it: no pass of its own for that.
+                dtype = checked_result_dtype(self.hook, bucket)
+                result: Any = _C.run_average(self.hook, bucket)
+            else:
+                dtype = bucket.dtype()
+                result = run_hook(self.hook, self.state, bucket)
+        sent = meter.bytes_sent if meter.collectives else None
+        return result, dtype, (bucket.numel(), bucket.dtype(), sent)
+
+
+def traceable(hook: Any) -> Any:
+    """Say of a hook that compilers can trace it. A decorator, for functions, classes and objects.
+
+    Under compiled autograd such a hook becomes part of the compiled backward. Its collectives must
+    be those of :mod:`torch_commhook.collectives` or ``torch.distributed._functional_collectives``.
+    Other hooks interrupt the compiled graph once, at the end of backward, and run there as they
+    are.
+
+    Returns:
+        The hook itself.
+    """
+    hook._commhook_traceable = True
+    return hook
+
+
+def is_traceable(hook: object) -> bool:
+    """Whether :func:`traceable` has been said of a hook."""
+    return getattr(hook, "_commhook_traceable", False) is True

@@ -1,0 +1,88 @@
+"""The road of a hook on DDP's C++ reducer."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_commhook import _C
+from torch_commhook.attached import Attached
+from torch_commhook.bucket import GradBucket
+from torch_commhook.hooks.mean import allreduce
+from torch_commhook.metrics import count_bucket
+
+#: How long a hook that failed waits for the buckets in flight before it.
+_DRAIN_SECONDS = 60.0
+
+
+#: How long a hook that failed waits for the buckets in flight before it.
+_DRAIN_SECONDS = 60.0
+
+
+def _delivery(model: DistributedDataParallel) -> str:
+    """Who brings a bucket's result into the gradients (csrc/runtime/ddp_hook.h)."""
+    if model.find_unused_parameters or model.static_graph:
+        return "reducer"  # it alone knows which gradients to leave as they are
+    if any(parameter.is_complex() for parameter in model.parameters()):
+        return "reducer"  # the operators take no complex tensors
+    return "buffer" if model.gradient_as_bucket_view else "write"
+
+
+class DdpRoad:
+    """What stands between DDP's reducer and the hook that is attached at the moment.
+
+    A reducer takes one communication hook in its life. This one stays, and calls whatever is
+    attached; with nothing attached it averages as DDP does with no hook.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.process_group = model.process_group
+        self.attached: Attached | None = None
+        self._running: Attached | None = None  # in this backward
+        self._plain = allreduce()
+        self._buckets: dict[int, GradBucket] = {}
+        # The model's reducer owns this; a handle that outlives the model keeps nothing of it.
+        buckets = self._buckets
+        self.model = weakref.ref(model, lambda _: buckets.clear())
+
+        def choose_delivery() -> str:
+            model = self.model()
+            return "reducer" if model is None else _delivery(model)
+
+        _C.register_ddp_hook(model.reducer, self._run, choose_delivery, _DRAIN_SECONDS)
+
+    def _run(
+        self, torch_bucket: dist.GradBucket, first: bool, rebuilt: bool
+    ) -> tuple[str, Any, torch.dtype]:
+        """Called by the reducer for each bucket that is full (csrc/runtime/ddp_hook.h)."""
+        index = torch_bucket.index()
+        if rebuilt:
+            bucket = GradBucket.from_torch(torch_bucket, self.process_group)
+            self._buckets[index] = bucket
+            _C.prefer_huge_pages(bucket.buffer())  # which lives until DDP forms its buckets anew
+        else:
+            bucket = self._buckets[index]
+            bucket._buffer = torch_bucket.buffer()
+            bucket._sparse_grad_indices = _C.sparse_grad_indices(torch_bucket)
+        if first:
+            self._running = self.attached
+        attached = self._running
+        if attached is None:
+            return "none", self._plain.average(bucket), bucket.buffer().dtype
+        result, dtype, traffic = attached.run(bucket)
+        count_bucket(attached.stats, index, bucket.bucket_count(), traffic, first=first)
+        return attached.name, result, dtype
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the model still exists."""
+        return self.model() is not None
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        model = self.model()
+        return nullcontext() if model is None else model.no_sync()

@@ -1,0 +1,489 @@
+"""Data parallelism without DDP's reducer: gradients of any parameters through one hook.
+
+A post-accumulate-grad hook on each parameter counts its bucket full; the communication hook starts
+with the last of them, in the order of the buckets; results are written when backward ends. All of
+it is plain Python over tensors, so that compiled autograd traces it.
+
+Where backward ends depends on who runs it. The autograd engine has a queue of callbacks for that.
+Compiled autograd has none that works with graph breaks, but knows beforehand which hooks it will
+call; the last of them is the end.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._logging
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from torch_commhook import _C, collectives
+from torch_commhook.attached import Attached
+from torch_commhook.metrics import count_bucket
+from torch_commhook.reducer_buckets import (
+    BucketState,
+    ReducerBucket,
+    assign_buckets,
+    keep_result,
+    write_result,
+)
+from torch_commhook.reducer_tracing import hooks_of, participants, run_traced
+from torch_commhook.results import checked_result, hook_on_bucket
+from torch_commhook.step_group import StepGroup, begin_step, commit_step
+
+_log = logging.getLogger(__name__)
+_engine = torch.autograd.Variable._execution_engine
+_current_task = torch._C._current_graph_task_id
+_is_compiling = torch.compiler.is_compiling
+_FUNCTION_FILE = torch.autograd.function.__file__
+
+#: How long a rank where something failed waits for its own collectives in flight.
+_DRAIN_SECONDS = 60.0
+
+
+class Reducer:
+    """Averages the gradients of some parameters over ranks, through whatever hook is attached.
+
+    Args:
+        named_parameters: names and parameters that require grad.
+        group: the ranks.
+        capacity_bytes: of a bucket.
+        sparse: names of the parameters whose gradients are sparse.
+        as_views: gradients stay in the buckets' memory, as views of it.
+        should_sync: asked at the beginning of each backward.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Sequence[tuple[str, Tensor]],
+        group: StepGroup,
+        *,
+        capacity_bytes: int,
+        sparse: frozenset[str] = frozenset(),
+        as_views: bool = False,
+        should_sync: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.attached: Attached | None = None
+        self.group = group
+        self._names = [name for name, _ in named_parameters]
+        self._parameters = [parameter for _, parameter in named_parameters]
+        self._sparse = [name in sparse for name in self._names]
+        self._capacity_bytes = capacity_bytes
+        self._as_views = as_views
+        self._should_sync = should_sync
+        self._handles: list[RemovableHandle] = []
+        self._hooks: dict[Callable[..., None], int] = {}
+        self._key = id(self)
+        hooks_of[self._key] = self._hooks
+        weakref.finalize(self, hooks_of.pop, self._key, None)
+
+        self._idle = True
+        self._task: int | None = None  # the backward that is being counted
+        self._outermost: int | None = None
+        self._remaining = 0  # gradients to come, where that is known
+        self._next = 0  # the bucket whose turn it is
+        self._running: Attached | None = None  # for this backward; None: no synchronisation
+        self._accumulated = False  # since the last synchronisation
+        self._rebuilt = False
+        self._order: list[int] = []  # of arrival, until the buckets have been formed by it
+
+        # The last parameters have the first gradients.
+        self._form_buckets(range(len(self._parameters) - 1, -1, -1))
+
+    # ---- buckets ---------------------------------------------------------------------------------
+
+    def _form_buckets(self, order: Sequence[int]) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._hooks.clear()
+        order = list(order)
+        assigned = assign_buckets(
+            [self._parameters[i] for i in order],
+            [self._sparse[i] for i in order],
+            self._capacity_bytes,
+        )
+        self._buckets: list[BucketState] = []
+        for index, places in enumerate(assigned):
+            members = [order[place] for place in places]
+            bucket = BucketState(
+                index,
+                members,
+                [self._parameters[i] for i in members],
+                sparse=self._sparse[members[0]],
+                as_views=self._as_views,
+            )
+            self._buckets.append(bucket)
+            for place, number in enumerate(members):
+                hook = self._ready_hook(bucket, place)
+                self._hooks[hook] = number
+                parameter = self._parameters[number]
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def buckets(self) -> list[list[str]]:
+        """The names of each bucket's parameters."""
+        return [[self._names[i] for i in bucket.members] for bucket in self._buckets]
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._reset()
+
+    # ---- during backward -------------------------------------------------------------------------
+
+    def _ready_hook(self, bucket: BucketState, place: int) -> Callable[[Tensor], None]:
+        reducer = self
+
+        def ready(parameter: Tensor) -> None:
+            if _is_compiling():
+                if reducer._idle:
+                    reducer._begin_known()
+            else:
+                task = _current_task()
+                if task != reducer._task or reducer._idle:
+                    reducer._enter(task)
+            if bucket.arrived[place] is not None:
+                reducer._again(bucket, place)
+            bucket.arrived[place] = parameter
+            bucket.pending -= 1
+            if bucket.pending == 0:
+                reducer._full(bucket)
+            if reducer._remaining:
+                reducer._remaining -= 1
+                if reducer._remaining == 0:
+                    if reducer._breaks_graph():
+                        reducer._finish_untraced()
+                    else:
+                        reducer._finish()
+
+        return ready
+
+    def _enter(self, task: int) -> None:
+        """The first gradient of a backward, or of another one nested in it or around it."""
+        if task < 0:  # compiled autograd, where it could not compile
+            if not self._idle and self._task != task:
+                self._abandon()
+            if self._idle:
+                self._begin_known()
+            return
+        nested = _is_nested()
+        if not self._idle and not nested and self._outermost not in (None, task):
+            self._abandon()
+        if self._idle:
+            self._begin()
+        if not nested:
+            self._outermost = task
+        self._task = task
+        _engine.queue_callback(lambda: self._end_of_backward(nested))
+
+    def _end_of_backward(self, nested: bool) -> None:
+        if self._idle or (nested and any(bucket.pending for bucket in self._buckets)):
+            return
+        self._finish()
+
+    def _begin_known(self) -> None:
+        """Begin a backward of compiled autograd."""
+        expected = len(participants(self._key))
+        if not expected:
+            raise RuntimeError(
+                "torch_commhook: a parameter's hook was called outside of backward()"
+            )
+        self._begin()
+        self._task = -1
+        self._remaining = expected
+
+    def _begin(self) -> None:
+        self._idle = False
+        self._begun = False
+        self._next = 0
+        self._running = self.attached if self._should_sync() else None
+        if self._running is None:
+            return
+        if not _is_compiling():
+            self._begin_step()
+        elif self._running.traceable and self.group.recovers:
+            begin_step(torch.zeros(1), self.group.name)
+            self._begun = True
+
+    def _begin_step(self) -> None:
+        if not self._begun:
+            self._begun = True
+            try:
+                self.group.begin()
+            except BaseException:
+                self._reset()
+                raise
+
+    def _again(self, bucket: BucketState, place: int) -> None:
+        if self._remaining:  # compiled autograd was left by an exception before it came to an end
+            self._abandon()
+            self._begin_known()
+        elif bucket.index < self._next:
+            name = self._names[bucket.members[place]]
+            self._abort(
+                RuntimeError(
+                    f"torch_commhook: parameter '{name}' got a gradient after its bucket had been "
+                    "sent; a parameter that is used in several segments of reentrant activation "
+                    "checkpointing needs torch.utils.checkpoint(..., use_reentrant=False)"
+                )
+            )
+        else:
+            bucket.pending += 1
+
+    def _full(self, bucket: BucketState) -> None:
+        if not self._rebuilt and not _is_compiling():
+            self._order.extend(bucket.members)
+        attached = self._running
+        if attached is None or (self._remaining and not attached.traceable):
+            return
+        while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
+            self._start(self._buckets[self._next])
+
+    def _start(self, bucket: BucketState) -> None:
+        """Run the hook on the bucket whose turn it is."""
+        attached = self._running
+        assert attached is not None
+        self._next += 1
+        gradients = [
+            _gradient(parameter, arrived)
+            for parameter, arrived in zip(bucket.parameters, bucket.arrived, strict=True)
+        ]
+        group = self.group.group if bucket.device.type == "cpu" else self.group.parent
+        bucket.bucket = ReducerBucket(bucket, gradients, len(self._buckets), group)
+        if _is_compiling():
+            where = hook_on_bucket(attached.name, bucket.index, len(self._buckets))
+            bucket.future = run_traced(attached, bucket.bucket, where)
+            return
+        try:
+            result, dtype, traffic = attached.run(bucket.bucket)
+            where = hook_on_bucket(attached.name, bucket.index, len(self._buckets))
+            bucket.future = _C.as_future(result, where), dtype, where, traffic
+        except BaseException as error:
+            self._abort(error)
+
+    # ---- the end of backward ---------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        """All gradients of this backward are there: wait for the hooks and write their results."""
+        if self._running is None:
+            self._accumulated = True
+            self._reset()
+        elif _is_compiling():
+            self._finish_traced()
+        else:
+            try:
+                self._finish_eager()
+            except BaseException as error:
+                self._abort(error)
+
+    def _finish_eager(self) -> None:
+        self._begin_step()
+        while self._next < len(self._buckets):
+            self._start(self._buckets[self._next])
+        late = []
+        for bucket in self._buckets:
+            assert bucket.bucket is not None
+            future, dtype, where, _ = bucket.future
+            value = self._wait(future, where)
+            result = checked_result(value, bucket.bucket, dtype, where)
+            if None in bucket.arrived:
+                late.append((bucket, result))
+            else:
+                self._write(bucket, result, bucket.parameters)
+        used = self._locally_used()
+        if self.group.recovers:
+            self.group.commit(used)
+        for bucket, result in late:
+            self._write_used(bucket, result, used.tolist())
+        assert self._running is not None
+        for bucket in self._buckets:
+            index, traffic = bucket.index, bucket.future[3]
+            count = len(self._buckets)
+            count_bucket(self._running.stats, index, count, traffic, first=index == 0)
+        self._accumulated = False
+        in_eager = self._task != -1
+        self._reset()
+        if in_eager:
+            self._rebuild()
+
+    def _wait(self, future: Any, where: str) -> Any:
+        if not future.done() and not _C.wait_for(future, self.group.timeout.total_seconds()):
+            raise TimeoutError(
+                f"{where}: its Future is not complete after {self.group.timeout.total_seconds():g} "
+                "seconds"
+            )
+        try:
+            return future.wait()
+        except RuntimeError as error:
+            if self.group.recovers and self.group.peer_failed():
+                raise self.group.explain(error) from error
+            raise
+
+    def _locally_used(self) -> Tensor:
+        used = [1] * len(self._parameters)
+        for bucket in self._buckets:
+            if bucket.pending == 0:
+                continue
+            for number, parameter, arrived in zip(
+                bucket.members, bucket.parameters, bucket.arrived, strict=True
+            ):
+                if arrived is None and not (self._accumulated and parameter.grad is not None):
+                    used[number] = 0
+        if not self.group.recovers and self.group.size > 1 and 0 in used:
+            names = [name for name, yes in zip(self._names, used, strict=True) if not yes]
+            raise RuntimeError(
+                f"torch_commhook: parameters {names} got no gradient, and over this process group "
+                "ranks do not tell each other which they used; freeze them "
+                "(requires_grad_(False)) before the hook is attached, or let the loss depend on "
+                "them"
+            )
+        return torch.tensor(used, dtype=torch.uint8)
+
+    def _write(self, bucket: BucketState, result: Tensor, parameters: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            if bucket.sparse:
+                parameters[0].grad = result
+            elif bucket.views is None:
+                write_result(bucket, result, [_gradient(p, p) for p in parameters])
+            else:
+                keep_result(bucket, result)
+                for parameter, view in zip(parameters, bucket.views, strict=True):
+                    if parameter.grad is not view:
+                        parameter.grad = view
+
+    def _write_used(self, bucket: BucketState, result: Tensor, used: Sequence[int]) -> None:
+        """As :meth:`_write`, leaving gradients alone that no rank has computed."""
+        if bucket.sparse:
+            if used[bucket.members[0]]:
+                bucket.parameters[0].grad = result
+            return
+        with torch.no_grad():
+            pieces = bucket.layout.views(result)
+            for number, parameter, piece in zip(
+                bucket.members, bucket.parameters, pieces, strict=True
+            ):
+                if not used[number]:
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                parameter.grad.copy_(piece)
+
+    def _breaks_graph(self) -> bool:
+        return _is_compiling() and self._running is not None and not self._running.traceable
+
+    @torch.compiler.disable
+    def _finish_untraced(self) -> None:
+        """Run a hook that cannot be traced, on all buckets."""
+        assert self._running is not None
+        torch._logging.warning_once(
+            _log,
+            "hook '%s' is not marked as traceable (torch_commhook.traceable): under compiled "
+            "autograd it runs after the compiled backward, as a graph break",
+            self._running.name,
+        )
+        self._finish()
+
+    def _finish_traced(self) -> None:
+        attached = self._running
+        assert attached is not None
+        while self._next < len(self._buckets):
+            self._start(self._buckets[self._next])
+        results = []
+        for bucket in self._buckets:
+            assert bucket.bucket is not None
+            future, dtype, where, _ = bucket.future
+            result = checked_result(future.wait(), bucket.bucket, dtype, where)
+            results.append(result)
+            parameters = [parameter for parameter in bucket.arrived if parameter is not None]
+            if bucket.pending == 0:
+                self._write(bucket, result, parameters)
+        used = self._locally_used()
+        if self.group.recovers:
+            commit_step(used, results, self.group.name)
+        attached.traced_steps.add([bucket.future[3] for bucket in self._buckets])
+        late = [
+            (bucket, result)
+            for bucket, result in zip(self._buckets, results, strict=True)
+            if bucket.pending
+        ]
+        if late:
+            self._write_late(late, used)
+        self._accumulated = False
+        self._reset()
+
+    @torch.compiler.disable
+    def _write_late(self, late: list[tuple[BucketState, Tensor]], used: Tensor) -> None:
+        for bucket, result in late:
+            self._write_used(bucket, result, used.tolist())
+
+    def _rebuild(self) -> None:
+        if self._rebuilt:
+            return
+        self._rebuilt = True
+        order = self._order + [
+            i for i in range(len(self._parameters) - 1, -1, -1) if i not in set(self._order)
+        ]
+        self._order = []
+        if self.group.size > 1:
+            agreed = torch.tensor(order)
+            collectives.broadcast(agreed, group=self.group.group or self.group.parent).wait()
+            order = agreed.tolist()
+        self._form_buckets(order)
+
+    # ---- failure ---------------------------------------------------------------------------------
+
+    def _abort(self, error: BaseException) -> None:
+        """End this backward on all ranks, and raise."""
+        for bucket in self._buckets:
+            if bucket.future is not None:
+                with suppress(Exception):
+                    _C.wait_for(bucket.future[0], _DRAIN_SECONDS)
+        self.group.fail(f"{type(error).__name__}: {error}")
+        self._reset()
+        raise error
+
+    def _abandon(self) -> None:
+        """Forget a backward that was left by an exception."""
+        if self._running is not None:
+            self.group.fail("backward() was left by an exception")
+        self._reset()
+
+    def _reset(self) -> None:
+        for bucket in self._buckets:
+            bucket.reset()
+        self._idle = True
+        self._task = self._outermost = None
+        self._remaining = 0
+        self._next = 0
+        self._running = None
+
+
+def _is_nested() -> bool:
+    """Whether the backward that this thread is in runs inside a node of another one's graph.
+
+    Reentrant activation checkpointing does that. The engine does not tell, but the stack does.
+    """
+    frame: Any = sys._getframe()
+    inside = False
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name == "_engine_run_backward":
+            inside = True
+        elif inside and name == "apply" and frame.f_code.co_filename == _FUNCTION_FILE:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _gradient(parameter: Tensor, arrived: Tensor | None) -> Tensor:
+    gradient = parameter.grad if arrived is None else arrived.grad
+    return torch.zeros_like(parameter) if gradient is None else gradient

@@ -1,0 +1,212 @@
+"""The road of a hook on a plain module, or on DDP with its Python reducer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_commhook import _C, collectives
+from torch_commhook.attached import Attached
+from torch_commhook.reducer import Reducer
+from torch_commhook.step_group import StepGroup
+
+_BROADCAST_BYTES = 250 << 20  # in flight, as in DDP
+
+
+class ReducerRoad:
+    """A model whose gradients our own reducer averages, for as long as a hook is attached.
+
+    Args:
+        model: a module, or a DDP that was made with the Python reducer.
+        process_group: the ranks; None for the default group.
+        bucket_cap_mb: capacity of a bucket, in MiB.
+        gradient_as_bucket_view: gradients stay in the buckets' memory.
+        broadcast_buffers: rank 0's buffers go to all ranks before each training step.
+        init_sync: rank 0's parameters and buffers go to all ranks now.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        process_group: Any = None,
+        bucket_cap_mb: float,
+        gradient_as_bucket_view: bool,
+        broadcast_buffers: bool,
+        init_sync: bool,
+    ) -> None:
+        self.model = weakref.ref(model)
+        parameters = _trainable(model)
+        self._group = StepGroup(process_group)
+        if init_sync and self._group.size > 1:
+            _check_same(parameters, self._group.parent)
+            _broadcast_all(model, self._group.parent)
+        self._sync = True
+        self._sync_of_forward: bool | None = None
+        self._broadcast_buffers = broadcast_buffers and self._group.size > 1
+        self.reducer = Reducer(
+            parameters,
+            self._group,
+            capacity_bytes=int(bucket_cap_mb * (1 << 20)),
+            sparse=_sparse_names(model),
+            as_views=gradient_as_bucket_view,
+            should_sync=self._should_sync,
+        )
+        self._forward_handle = model.register_forward_pre_hook(self._before_forward)
+        if isinstance(model, DistributedDataParallel):
+            for handle in model._accum_grad_hooks:  # DDP's own, which would average again
+                handle.remove()
+            model._accum_grad_hooks.clear()
+        self._closed = False
+
+    @property
+    def attached(self) -> Attached | None:
+        return self.reducer.attached
+
+    @attached.setter
+    def attached(self, attached: Attached | None) -> None:
+        self.reducer.attached = attached
+        if attached is None:
+            self._close()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the model still exists and nothing has been taken off it."""
+        return not self._closed and self.model() is not None
+
+    @property
+    def _ddp(self) -> DistributedDataParallel | None:
+        model = self.model()
+        return model if isinstance(model, DistributedDataParallel) else None
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        ddp = self._ddp
+        if ddp is not None:
+            with ddp.no_sync():
+                yield
+            return
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def _close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self.reducer.close()
+        self._forward_handle.remove()
+        self._group.close()
+        ddp = self._ddp
+        if ddp is not None:
+            ddp._register_accum_grad_hook()
+
+    # ---- around a step ---------------------------------------------------------------------------
+
+    def _wants_sync(self) -> bool:
+        ddp = self._ddp
+        return self._sync if ddp is None else ddp.require_backward_grad_sync
+
+    def _should_sync(self) -> bool:
+        """Whether the backward that begins is to synchronise: as in DDP, its forward decides."""
+        if self._sync_of_forward is not None:
+            return self._sync_of_forward
+        return self._wants_sync()  # the model's own forward was not called
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        sync = self._sync_of_forward = self._wants_sync()
+        if sync and module.training and self._broadcast_buffers:
+            self._send_buffers(module)
+
+    def _send_buffers(self, module: nn.Module) -> None:
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in module.buffers():
+            if buffer.layout is torch.strided and buffer.numel():
+                by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in by_dtype.values():
+            with torch.no_grad():
+                flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
+                sent = collectives.broadcast(flat, group=self._group.parent).wait()
+                pieces = sent.split([buffer.numel() for buffer in buffers])
+                for buffer, piece in zip(buffers, pieces, strict=True):
+                    buffer.copy_(piece.view(buffer.shape))
+
+
+def _trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
+    ignored: Any = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    if isinstance(model, DistributedDataParallel):
+        ignored = {f"module.{name}" for name in model.parameters_to_ignore}
+    parameters: list[tuple[str, Tensor]] = [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    ]
+    if not parameters:
+        raise ValueError(f"attach: {_C.type_name(model)} has no parameter that requires grad")
+    for name, parameter in parameters:
+        if parameter.is_meta:
+            raise ValueError(
+                f"attach: parameter '{name}' is on the meta device; materialise the model "
+                "(model.to_empty(device=...), then load or initialise it) before attaching"
+            )
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"attach: parameter '{name}' is not initialised; run the model once before "
+                "attaching"
+            )
+        if hasattr(parameter, "device_mesh"):
+            raise TypeError(
+                f"attach: parameter '{name}' is a DTensor, whose gradients its own sharding "
+                "communicates; attach takes models whose parameters are whole on each rank"
+            )
+    return parameters
+
+
+def _sparse_names(model: nn.Module) -> frozenset[str]:
+    names = set()
+    for prefix, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            names.add(f"{prefix}.weight" if prefix else "weight")
+    return frozenset(names)
+
+
+def _check_same(parameters: list[tuple[str, Tensor]], group: Any) -> None:
+    own = [(name, tuple(p.shape), str(p.dtype)) for name, p in parameters]
+    every: list[Any] = [None] * group.size()
+    dist.all_gather_object(every, own, group=group)
+    for rank, others in enumerate(every):
+        if others == every[0]:
+            continue
+        for mine, theirs in zip(every[0], others, strict=False):
+            if mine != theirs:
+                raise RuntimeError(
+                    "attach: the ranks' models differ: rank 0 has parameter "
+                    f"{_described(mine)}, rank {rank} has {_described(theirs)}"
+                )
+        raise RuntimeError(
+            f"attach: the ranks' models differ: rank 0 has {len(every[0])} parameters that require "
+            f"grad, rank {rank} has {len(others)}"
+        )
+
+
+def _described(parameter: tuple[str, tuple[int, ...], str]) -> str:
+    name, shape, dtype = parameter
+    return f"'{name}' of shape {shape} and {dtype}"
+
+
+def _broadcast_all(model: nn.Module, group: Any) -> None:
+    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+    tensors = [tensor for tensor in tensors if tensor.layout is torch.strided and tensor.numel()]
+    if tensors:
+        dist._broadcast_coalesced(group, tensors, _BROADCAST_BYTES, 0)

@@ -1,0 +1,76 @@
+"""What the reducer asks of compiled autograd."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_commhook.attached import Attached
+from torch_commhook.bucket import GradBucket
+from torch_commhook.collectives import TracedFuture
+from torch_commhook.hooks.base import Hook
+from torch_commhook.metrics import TRACED_METER
+
+#: The hooks of each reducer, by ``id(reducer)``, with the numbers of their parameters.
+hooks_of: dict[int, dict[Callable[..., None], int]] = {}
+
+
+@torch.compiler.assume_constant_result
+def participants(key: int) -> tuple[int, ...]:
+    """The numbers of the parameters that the compiled backward around this call has gradients for.
+
+    Compiled autograd collects the hooks of a backward before it runs it, and passes them on to the
+    function that it compiles. Called while that is traced, this gives a constant: another set of
+    hooks is another function.
+
+    Returns:
+        Nothing outside of compiled autograd.
+    """
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "runtime_wrapper" and "hooks" in frame.f_locals:
+            own = hooks_of[key]
+            return tuple(own[hook] for hook in frame.f_locals["hooks"] if hook in own)
+        frame = frame.f_back
+    return ()
+
+
+def run_traced(
+    attached: Attached, bucket: GradBucket, where: str
+) -> tuple[TracedFuture, torch.dtype, str, tuple[int, torch.dtype, int | None]]:
+    """Start a hook on a bucket while a compiler traces.
+
+    Returns:
+        A future of the result, the dtype that it must have, who gives it, and the bucket's
+        elements, dtype and bytes on the wire.
+
+    Raises:
+        TypeError: the hook gave nothing that could be waited for.
+    """
+    hook = attached.hook
+    before = TRACED_METER.collectives, TRACED_METER.bytes_sent
+    if isinstance(hook, Hook):
+        dtype = hook.result_dtype(bucket)
+        result: Any = hook.average(bucket)
+    else:
+        dtype = bucket.dtype()
+        result = hook(attached.state, bucket)
+    sent = None
+    if TRACED_METER.collectives != before[0]:
+        sent = TRACED_METER.bytes_sent - before[1]
+    # What it holds is guarded, so it must not change from step to step.
+    TRACED_METER.collectives, TRACED_METER.bytes_sent = before
+    if isinstance(result, Tensor):
+        future = TracedFuture(lambda: result)
+    elif isinstance(result, TracedFuture):
+        future = result
+    else:
+        raise TypeError(
+            f"{where}: a traced hook must return a tensor, or what torch_commhook.collectives "
+            f"return, got {type(result).__qualname__}"
+        )
+    return future, dtype, where, (bucket.numel(), bucket.dtype(), sent)

@@ -1,0 +1,77 @@
+"""What a hook gives for a bucket of the reducer, checked: the same in eager and while traced.
+
+For DDP's reducer ``csrc/runtime/hook_result.cpp`` does this, in the same words.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_commhook import _C
+from torch_commhook.bucket import GradBucket
+
+
+def hook_on_bucket(hook: str, index: int, count: int) -> str:
+    """How errors name a hook and its bucket."""
+    return f"hook '{hook}' on bucket {index} of {count}"
+
+
+def checked_result(value: object, bucket: GradBucket, dtype: torch.dtype, where: str) -> Tensor:
+    """The tensor that a hook's Future holds.
+
+    Args:
+        value: a tensor, or a list or tuple of one, or an exception.
+        bucket: the bucket that it is for.
+        dtype: that it must have.
+        where: names hook and bucket.
+
+    Raises:
+        TypeError: no tensor, or one of another dtype or layout.
+        ValueError: another number of elements, another device, or several tensors.
+        Exception: the exception that the value is.
+    """
+    result = _tensor_in(value, where)
+    sparse = bucket.is_sparse()
+    layout = torch.sparse_coo if sparse else torch.strided
+    if result.layout != layout:
+        raise TypeError(
+            f"{where}: the result must have the bucket's layout, {layout}, got {result.layout}"
+        )
+    if result.dtype != dtype:
+        raise TypeError(f"{where}: the result must have dtype {dtype}, got {result.dtype}")
+    if result.device != bucket.device():
+        raise ValueError(f"{where}: the result must be on {bucket.device()}, got {result.device}")
+    if sparse:
+        shape = bucket.first_parameter().shape
+        if result.shape != shape:
+            raise ValueError(
+                f"{where}: the result must have shape {list(shape)}, got shape {list(result.shape)}"
+            )
+        return result
+    if result.numel() != bucket.numel():
+        got = f"{result.numel()} elements" if result.dim() == 1 else f"shape {list(result.shape)}"
+        raise ValueError(
+            f"{where}: the result must have {bucket.numel()} elements, one for each of the "
+            f"bucket's, got {got}"
+        )
+    return result.reshape(-1)
+
+
+def _tensor_in(value: object, where: str) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, BaseException):
+        raise value
+    expected = f"{where}: the result must be a tensor, or a list or tuple of one tensor, got "
+    if isinstance(value, (list, tuple)):
+        name = _C.type_name(value)
+        if len(value) != 1:
+            raise ValueError(f"{expected}a {name} of {len(value)}")
+        if not isinstance(value[0], Tensor):
+            raise TypeError(f"{expected}a {name} of {_C.type_name(value[0])}")
+        return value[0]
+    hint = ""
+    if isinstance(value, torch._C.Future):
+        hint = "; a callback must return the tensor, not another Future"
+    raise TypeError(f"{expected}{_C.type_name(value)}{hint}")

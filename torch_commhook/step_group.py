@@ -1,0 +1,232 @@
+"""The process group that the hooks of one model communicate through, step by step.
+
+A hook that fails on one rank leaves the others in collectives that will never complete. So on Gloo
+a model's hooks have a group of their own. The rank where something failed closes it, which ends
+the others' collectives at once, and says why in the store. No step counts unless every rank has
+agreed, through the same group, that its part was done; so all ranks raise in the same step, and all
+make a new group at the beginning of the next.
+
+Other backends have no such way: their hooks use the model's group, and what fails there is found by
+the group's own timeout.
+"""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from torch_commhook.collectives import resolve_group
+
+
+class PeerError(RuntimeError):
+    """Another rank's hook failed, or its process ended, so that this step counts on no rank."""
+
+
+_counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_by_name: weakref.WeakValueDictionary[str, StepGroup] = weakref.WeakValueDictionary()
+
+
+class StepGroup:
+    """A process group that survives steps that fail.
+
+    All ranks of ``parent`` must make theirs at the same point.
+
+    Args:
+        parent: the ranks that take part; None for the default group.
+
+    Attributes:
+        group: what hooks communicate through. Another one after a step that failed.
+        timeout: how long a collective may take.
+    """
+
+    def __init__(self, parent: Any = None) -> None:
+        self.parent = resolve_group(parent)
+        self.size: int = self.parent.size()
+        self.rank: int = self.parent.rank()
+        self.timeout = _timeout(self.parent)
+        self._epoch = 0
+        self._open = False  # a step has begun and not ended
+        self._broken = False
+        count = _counts.get(self.parent, 0)
+        _counts[self.parent] = count + 1
+        #: By which compiled code finds the object; the same over its life.
+        self.name = f"{self.parent.group_name}/commhook{count}"
+        self._store = _store(self.parent) if self.size > 1 and _is_gloo(self.parent) else None
+        self.group: Any = self.parent if self._store is None else self._connect()
+        _by_name[self.name] = self
+
+    @property
+    def recovers(self) -> bool:
+        """Whether ranks agree on each step, and can go on after one that failed."""
+        return self._store is not None
+
+    def begin(self) -> None:
+        """Begin a step. After one that failed, wait for the other ranks and connect anew.
+
+        Raises:
+            RuntimeError: some ranks do not come within the group's timeout.
+        """
+        if self._open:  # the last step was left by an exception that nobody told of
+            self.fail("backward() was left by an exception")
+        if self._broken:
+            try:
+                self.group = self._connect()
+            except Exception as error:
+                raise RuntimeError(
+                    f"torch_commhook: rank {self.rank} could not reach the other ranks again after "
+                    "the last step failed; every rank has to go on with another backward()"
+                ) from error
+            self._broken = False
+        self._open = self.recovers
+
+    def commit(self, used: Tensor) -> None:
+        """End a step that went well on this rank, and wait until it has on all.
+
+        Args:
+            used: uint8, of the same shape on all ranks. Becomes the maximum over the ranks.
+
+        Raises:
+            PeerError: it did not, on another rank.
+        """
+        if self.size > 1:
+            try:
+                options = dist.AllreduceOptions()
+                options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+                self.group.allreduce([used], options).wait()
+            except RuntimeError as error:
+                raise self.explain(error) from error
+        self._open = False
+
+    def fail(self, reason: str) -> None:
+        """Let the other ranks' collectives of this step end, and tell them why."""
+        if not self.recovers or self._broken:
+            return
+        self._open = False
+        self._broken = True
+        assert self._store is not None
+        try:
+            self._store.set(self._key, f"on rank {self.rank}: {reason}")
+        except RuntimeError:
+            pass  # the store has gone with its process, which the others see for themselves
+        self._close()
+
+    def peer_failed(self) -> bool:
+        """Whether another rank has told that this step failed."""
+        return self._reason() is not None
+
+    def explain(self, error: BaseException) -> PeerError:
+        """What to raise for an error in a collective, with what the rank at fault has told."""
+        reason = self._reason()
+        if reason is not None:
+            return PeerError(f"torch_commhook: this step failed {reason}")
+        return PeerError(
+            f"torch_commhook: another rank left this step, or its connection failed: {error}"
+        )
+
+    def close(self) -> None:
+        """Give the group up."""
+        if self.recovers and not self._broken:
+            self._broken = True
+            self._close()
+
+    def _reason(self) -> str | None:
+        if self._store is None:
+            return None
+        try:
+            return self._store.get(self._key).decode() if self._store.check([self._key]) else None
+        except RuntimeError:
+            return None
+
+    @property
+    def _key(self) -> str:
+        return f"{self.name}/{self._epoch}/failed"
+
+    def _connect(self) -> Any:
+        self._epoch += 1
+        ranks = dist.get_process_group_ranks(self.parent)
+        assert self._store is not None
+        # Not new_group(), which all ranks of the default group would have to call.
+        group, _ = distributed_c10d._new_process_group_helper(
+            self.size,
+            self.rank,
+            ranks,
+            dist.Backend("gloo"),
+            dist.PrefixStore(str(self._epoch), self._store),
+            self.name,  # type: ignore[arg-type]
+            timeout=self.timeout,
+        )
+        distributed_c10d._world.pg_group_ranks[group] = {
+            rank: index for index, rank in enumerate(ranks)
+        }
+        return group
+
+    def _close(self) -> None:
+        group, self.group = self.group, None
+        if group in distributed_c10d._world.pg_map:  # or torch.distributed has ended itself
+            dist.destroy_process_group(group)
+
+
+def _is_gloo(group: Any) -> bool:
+    if type(group) is not dist.ProcessGroup or not dist.is_gloo_available():
+        return False
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # none for the CPU
+        return False
+    return type(backend) is dist.ProcessGroupGloo
+
+
+def _timeout(group: Any) -> timedelta:
+    try:
+        return group._get_backend(torch.device("cpu")).options._timeout
+    except (RuntimeError, AttributeError):
+        return distributed_c10d.default_pg_timeout
+
+
+def _store(group: Any) -> Any:
+    entry = distributed_c10d._world.pg_map.get(group)
+    return None if entry is None else entry[1]
+
+
+@atexit.register
+def _close_all() -> None:
+    # Gloo's threads must end before the interpreter does.
+    for group in list(_by_name.values()):
+        group.close()
+
+
+# ---- in compiled code ----------------------------------------------------------------------------
+# What must happen once a step, whatever a compiler knows, happens in operators that write `used`.
+
+
+@torch.library.custom_op("commhook::begin_step", mutates_args=("used",))
+def begin_step(used: Tensor, name: str) -> None:
+    """:meth:`StepGroup.begin` of the group with a name; fills ``used`` with zeros."""
+    _by_name[name].begin()
+    used.zero_()
+
+
+@torch.library.custom_op("commhook::commit_step", mutates_args=("used",))
+def commit_step(used: Tensor, results: list[Tensor], name: str) -> None:
+    """:meth:`StepGroup.commit` of the group with a name, once ``results`` are there."""
+    _by_name[name].commit(used)
+
+
+@begin_step.register_fake
+def _begin_step_fake(used: Tensor, name: str) -> None:
+    return None
+
+
+@commit_step.register_fake
+def _commit_step_fake(used: Tensor, results: list[Tensor], name: str) -> None:
+    return None
+
+
+__all__ = ["PeerError", "StepGroup", "begin_step", "commit_step"]
