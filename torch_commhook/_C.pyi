@@ -30,6 +30,8 @@ def register_ddp_hook(
     reducer: Any,
     runner: Callable[[TorchGradBucket, bool, bool], tuple[str, Any, torch.dtype]],
     choose_delivery: Callable[[], str],
+    end_step: Callable[[BaseException | None], None],
+    timeout_seconds: float,
     drain_seconds: float,
 ) -> None: ...
 def cast_into(

@@ -15,6 +15,7 @@ from torch_commhook.attached import Attached
 from torch_commhook.bucket import GradBucket
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.metrics import count_bucket
+from torch_commhook.step_group import StepGroup
 
 #: How long a hook that failed waits for the buckets in flight before it.
 _DRAIN_SECONDS = 60.0
@@ -41,7 +42,7 @@ class DdpRoad:
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
-        self.process_group = model.process_group
+        self._group = StepGroup(model.process_group)
         self.attached: Attached | None = None
         self._running: Attached | None = None  # in this backward
         self._plain = allreduce()
@@ -54,29 +55,51 @@ class DdpRoad:
             model = self.model()
             return "reducer" if model is None else _delivery(model)
 
-        _C.register_ddp_hook(model.reducer, self._run, choose_delivery, _DRAIN_SECONDS)
+        _C.register_ddp_hook(
+            model.reducer,
+            self._run,
+            choose_delivery,
+            self._end_step,
+            self._group.timeout.total_seconds(),
+            _DRAIN_SECONDS,
+        )
 
     def _run(
         self, torch_bucket: dist.GradBucket, first: bool, rebuilt: bool
     ) -> tuple[str, Any, torch.dtype]:
         """Called by the reducer for each bucket that is full (csrc/runtime/ddp_hook.h)."""
+        if first:
+            self._running = self.attached
+            if self._running is not None:
+                self._group.begin()
         index = torch_bucket.index()
         if rebuilt:
-            bucket = GradBucket.from_torch(torch_bucket, self.process_group)
+            bucket = GradBucket.from_torch(torch_bucket)
             self._buckets[index] = bucket
             _C.prefer_huge_pages(bucket.buffer())  # which lives until DDP forms its buckets anew
         else:
             bucket = self._buckets[index]
             bucket._buffer = torch_bucket.buffer()
             bucket._sparse_grad_indices = _C.sparse_grad_indices(torch_bucket)
-        if first:
-            self._running = self.attached
         attached = self._running
         if attached is None:
+            bucket._process_group = self._group.parent
             return "none", self._plain.average(bucket), bucket.buffer().dtype
+        bucket._process_group = self._group.group_for(bucket.device())
         result, dtype, traffic = attached.run(bucket)
         count_bucket(attached.stats, index, bucket.bucket_count(), traffic, first=first)
         return attached.name, result, dtype
+
+    def _end_step(self, error: BaseException | None) -> None:
+        if self._running is None:
+            return
+        if error is None:
+            self._group.end()
+            return
+        explained = self._group.explain(error) if self._group.ended_by_peer(error) else None
+        self._group.fail(f"{type(error).__name__}: {error}")
+        if explained is not None:
+            raise explained from error
 
     @property
     def is_alive(self) -> bool:

@@ -257,7 +257,7 @@ class Reducer:
             _gradient(parameter, arrived)
             for parameter, arrived in zip(bucket.parameters, bucket.arrived, strict=True)
         ]
-        group = self.group.group if bucket.device.type == "cpu" else self.group.parent
+        group = self.group.group_for(bucket.device)
         bucket.bucket = ReducerBucket(bucket, gradients, len(self._buckets), group)
         if _is_compiling():
             where = hook_on_bucket(attached.name, bucket.index, len(self._buckets))
@@ -324,7 +324,7 @@ class Reducer:
         try:
             return future.wait()
         except RuntimeError as error:
-            if self.group.recovers and self.group.peer_failed():
+            if self.group.ended_by_peer(error):
                 raise self.group.explain(error) from error
             raise
 

@@ -57,7 +57,7 @@ class StepGroup:
         count = _counts.get(self.parent, 0)
         _counts[self.parent] = count + 1
         #: By which compiled code finds the object; the same over its life.
-        self.name = f"{self.parent.group_name}/commhook{count}"
+        self.name = f"{_name(self.parent)}/commhook{count}"
         self._store = _store(self.parent) if self.size > 1 and _is_gloo(self.parent) else None
         self.group: Any = self.parent if self._store is None else self._connect()
         _by_name[self.name] = self
@@ -66,6 +66,10 @@ class StepGroup:
     def recovers(self) -> bool:
         """Whether ranks agree on each step, and can go on after one that failed."""
         return self._store is not None
+
+    def group_for(self, device: torch.device) -> Any:
+        """What hooks communicate through for tensors on a device."""
+        return self.group if device.type == "cpu" else self.parent
 
     def begin(self) -> None:
         """Begin a step. After one that failed, wait for the other ranks and connect anew.
@@ -85,6 +89,11 @@ class StepGroup:
                 ) from error
             self._broken = False
         self._open = self.recovers
+
+    def end(self) -> None:
+        """End a step that went well on this rank, as :meth:`commit`, where ranks agree at all."""
+        if self.recovers:
+            self.commit(torch.zeros(1, dtype=torch.uint8))
 
     def commit(self, used: Tensor) -> None:
         """End a step that went well on this rank, and wait until it has on all.
@@ -117,9 +126,9 @@ class StepGroup:
             pass  # the store has gone with its process, which the others see for themselves
         self._close()
 
-    def peer_failed(self) -> bool:
-        """Whether another rank has told that this step failed."""
-        return self._reason() is not None
+    def ended_by_peer(self, error: BaseException) -> bool:
+        """Whether an error is that of a collective which another rank, that failed, has ended."""
+        return isinstance(error, RuntimeError) and "gloo" in str(error) and self._reason() is not None
 
     def explain(self, error: BaseException) -> PeerError:
         """What to raise for an error in a collective, with what the rank at fault has told."""
@@ -171,6 +180,13 @@ class StepGroup:
         group, self.group = self.group, None
         if group in distributed_c10d._world.pg_map:  # or torch.distributed has ended itself
             dist.destroy_process_group(group)
+
+
+def _name(group: Any) -> str:
+    try:
+        return group.group_name
+    except RuntimeError:  # one that was made by hand has none
+        return f"group {id(group):x}"
 
 
 def _is_gloo(group: Any) -> bool:

@@ -1,5 +1,6 @@
 #include "runtime/ddp_hook.h"
 
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
@@ -7,7 +8,6 @@
 #include <chrono>
 #include <numeric>
 #include <stdexcept>
-#include <thread>
 #include <tuple>
 
 #include "ops/bucket_dtype.h"
@@ -15,6 +15,7 @@
 #include "runtime/hook_names.h"
 #include "runtime/hook_runner.h"
 #include "runtime/unflatten.h"
+#include "runtime/waiting.h"
 
 namespace py = pybind11;
 using c10::ivalue::Future;
@@ -38,6 +39,23 @@ std::exception_ptr named(const std::string& where, const std::exception_ptr& err
     return std::make_exception_ptr(std::runtime_error(where + ": " + message));
   }
   return error;
+}
+
+py::object python_exception(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (python_error& raised) {
+    raised.restore();
+    return py::error_already_set().value();
+  } catch (py::error_already_set& raised) {
+    return raised.value();
+  } catch (const c10::Error& raised) {
+    return py::module_::import("builtins").attr("RuntimeError")(raised.what_without_backtrace());
+  } catch (const std::exception& raised) {
+    return py::module_::import("builtins").attr("RuntimeError")(raised.what());
+  } catch (...) {
+    return py::module_::import("builtins").attr("RuntimeError")("unknown exception");
+  }
 }
 
 // A tensor permuted so that its row-major order is the order of `like` in memory, which is that of
@@ -145,6 +163,8 @@ c10::intrusive_ptr<Future> DdpHook::runHook(c10d::GradBucket& bucket) {
     running_.clear();
     begun_.clear();
     failure_ = nullptr;
+    written_ = 0;
+    ended_ = false;
   }
   last_index_ = index;
   for (const auto& parameter : running->parameters) {
@@ -186,10 +206,35 @@ c10::intrusive_ptr<Future> DdpHook::runHook(c10d::GradBucket& bucket) {
     }
     running->settle(nullptr, done.value(), done.storages());
   });
+  if (bucket.isLast()) {
+    if (running->in_backward) {
+      await(*running_.begin()->second);
+    } else {
+      end_shadow();
+    }
+  }
   return running->future;
 }
 
-// The first hook of this backward failed.
+// A rank that has run out of inputs ends a step here: nobody will ask for its results.
+void DdpHook::end_shadow() {
+  for (const auto& other : running_) {
+    if (!failure_) {
+      await(*other.second);
+    }
+    if (!failure_ && other.second->future->hasError()) {
+      fail(other.second->future->exception_ptr());
+    }
+  }
+  if (!failure_) {
+    failure_ = ended(nullptr);
+  }
+  if (failure_) {
+    std::rethrow_exception(failure_);
+  }
+}
+
+// A bucket of this backward failed, the first one.
 void DdpHook::fail(const std::exception_ptr& failure) {
   failure_ = failure;
   try {
@@ -197,30 +242,74 @@ void DdpHook::fail(const std::exception_ptr& failure) {
   } catch (...) {
     failure_ = std::current_exception();
   }
+  failure_ = ended(failure_);
   // What is not complete now may never be, and backward would wait for it.
   for (const auto& other : running_) {
     other.second->settle(failure_);
   }
 }
 
+// Calls end_step(), and returns what is to come out of backward().
+std::exception_ptr DdpHook::ended(const std::exception_ptr& failure) {
+  if (ended_) {
+    return failure;
+  }
+  ended_ = true;
+  py::gil_scoped_acquire gil;
+  try {
+    end_step_.get()(failure ? python_exception(failure) : py::none());
+  } catch (py::error_already_set& error) {
+    return persistent(error);
+  }
+  return failure;
+}
+
+// Waits for a bucket's result, so that the reducer, which knows no limit, need not. One that does
+// not come is a failure.
+void DdpHook::await(Running& running) {
+  std::exception_ptr failure;
+  try {
+    if (wait_for(*running.future, timeout_seconds_)) {
+      return;
+    }
+    TORCH_CHECK(false, running.spec->where, ": its Future is not complete after ",
+                timeout_seconds_, " seconds");
+  } catch (py::error_already_set& error) {
+    py::gil_scoped_acquire gil;
+    failure = persistent(error);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  fail(failure);
+}
+
 at::Tensor DdpHook::parseHookResult(const c10::IValue& result) {
   const auto& elements = result.toTupleRef().elements();
-  const auto running = running_.at(elements[0].toInt());
+  const auto current = running_.find(elements[0].toInt());
+  const auto running = current->second;
   std::exception_ptr error;
   try {
     if (running->failure) {
       std::rethrow_exception(running->failure);
     }
     const auto& spec = *running->spec;
-    return deliver(*running, check_result(tensor_in(elements[1], spec.where), spec));
+    auto delivered = deliver(*running, check_result(tensor_in(elements[1], spec.where), spec));
+    ++written_;
+    if (const auto next = std::next(current); next != running_.end()) {
+      await(*next->second);
+    } else if (written_ == running_.size()) {
+      error = ended(nullptr);
+    }
+    if (!error) {
+      return delivered;
+    }
   } catch (...) {
     error = std::current_exception();
   }
   // The reducer will wait for no other bucket now.
-  try {
-    drain();
-  } catch (...) {
-    error = std::current_exception();
+  if (!failure_) {
+    fail(error);
+    error = failure_;
   }
   // What an exception holds, a hook's locals say, must not live until the next backward.
   running->failure = nullptr;
@@ -231,29 +320,19 @@ at::Tensor DdpHook::parseHookResult(const c10::IValue& result) {
 
 // Waits for the buckets in flight, within limits. Throws what Ctrl-C raises meanwhile.
 void DdpHook::drain() const {
-  // What completes them may be in Python.
-  std::optional<py::gil_scoped_release> no_gil;
-  if (PyGILState_Check()) {
-    no_gil.emplace();
-  }
   using Clock = std::chrono::steady_clock;
   const auto deadline = Clock::now() + std::chrono::duration<double>(drain_seconds_);
   for (const auto& [number, running] : running_) {
-    for (int64_t polls = 1; !running->future->completed(); ++polls) {
-      if (Clock::now() > deadline) {
+    const std::chrono::duration<double> left = deadline - Clock::now();
+    try {
+      if (!wait_for(*running->future, std::max(left.count(), 0.0))) {
         TORCH_WARN(running->spec->where, ": its Future is not complete ", drain_seconds_,
                    " seconds after another bucket failed. It is given up; should its collective "
                    "still be under way, this group cannot be used any more.");
-        break;
       }
-      if (polls % 50 == 0) {
-        py::gil_scoped_acquire gil;
-        if (PyErr_CheckSignals() != 0) {
-          py::error_already_set interrupt;
-          std::rethrow_exception(persistent(interrupt));
-        }
-      }
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    } catch (py::error_already_set& interrupt) {
+      py::gil_scoped_acquire gil;
+      std::rethrow_exception(persistent(interrupt));
     }
   }
 }
@@ -279,9 +358,10 @@ at::Tensor DdpHook::deliver(const Running& running, const at::Tensor& result) co
 }
 
 void register_ddp_hook(c10d::Reducer& reducer, py::object runner, py::object choose_delivery,
-                       double drain_seconds) {
-  reducer.register_comm_hook(std::make_unique<DdpHook>(reducer, std::move(runner),
-                                                       std::move(choose_delivery), drain_seconds));
+                       py::object end_step, double timeout_seconds, double drain_seconds) {
+  reducer.register_comm_hook(std::make_unique<DdpHook>(
+      reducer, std::move(runner), std::move(choose_delivery), std::move(end_step), timeout_seconds,
+      drain_seconds));
 }
 
 }  // namespace commhook

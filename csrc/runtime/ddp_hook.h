@@ -22,7 +22,8 @@ namespace commhook {
 
 // Registers a DdpHook with a reducer, for life: a reducer takes one hook.
 void register_ddp_hook(c10d::Reducer& reducer, pybind11::object runner,
-                       pybind11::object choose_delivery, double drain_seconds);
+                       pybind11::object choose_delivery, pybind11::object end_step,
+                       double timeout_seconds, double drain_seconds);
 
 class DdpHook : public c10d::CommHookInterface {
  public:
@@ -41,13 +42,18 @@ class DdpHook : public c10d::CommHookInterface {
   // It is asked once, when the first bucket comes, since DDP can be told that its graph is static
   // until then.
   //
-  // `drain_seconds` is how long a bucket that failed waits for those in flight: what their
-  // collectives write must not come into the next step.
+  // end_step(error: Exception | None) is called once for each backward: when all results have been
+  // written, or at once where something failed. What it raises comes out of backward().
+  //
+  // `timeout_seconds` is how long a Future may take, `drain_seconds` how long a bucket that failed
+  // waits for those in flight: what their collectives write must not come into the next step.
   DdpHook(c10d::Reducer& reducer, pybind11::object runner, pybind11::object choose_delivery,
-          double drain_seconds)
+          pybind11::object end_step, double timeout_seconds, double drain_seconds)
       : reducer_(reducer),
         runner_(std::move(runner)),
         choose_delivery_(std::move(choose_delivery)),
+        end_step_(std::move(end_step)),
+        timeout_seconds_(timeout_seconds),
         drain_seconds_(drain_seconds) {}
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override;
@@ -61,6 +67,9 @@ class DdpHook : public c10d::CommHookInterface {
                                                 bool first);
   void choose_delivery();
   void fail(const std::exception_ptr& failure);
+  std::exception_ptr ended(const std::exception_ptr& failure);
+  void await(Running& running);
+  void end_shadow();
   void drain() const;
   bool begins_backward(int64_t index, const at::Tensor& parameter) const;
 
@@ -85,12 +94,16 @@ class DdpHook : public c10d::CommHookInterface {
   c10d::Reducer& reducer_;  // which owns this
   PyRef runner_;
   PyRef choose_delivery_;
+  PyRef end_step_;
   std::optional<Delivery> delivery_;
+  double timeout_seconds_;
   double drain_seconds_;
   // By a number of our own: in the first step of a static graph the reducer gives every bucket the
   // index 0.
   std::map<int64_t, std::shared_ptr<Running>> running_;
   int64_t next_number_ = 0;
+  size_t written_ = 0;  // how many of them
+  bool ended_ = false;  // end_step() has been called for this backward
   // What the runner last saw under an index.
   std::map<int64_t, std::vector<at::Tensor>> parameters_;
   // The buckets of this backward so far: the last index, and their parameters.

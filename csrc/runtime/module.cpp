@@ -42,12 +42,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "sparse_grad_indices", [](c10d::GradBucket& bucket) { return bucket.getSparseGradIndices(); },
       py::arg("bucket"));
   m.def("register_ddp_hook", &commhook::register_ddp_hook, py::arg("reducer"), py::arg("runner"),
-        py::arg("choose_delivery"), py::arg("drain_seconds"));
+        py::arg("choose_delivery"), py::arg("end_step"), py::arg("timeout_seconds"),
+        py::arg("drain_seconds"));
   m.def("prefer_huge_pages", &commhook::prefer_huge_pages, py::arg("tensor"),
         py::call_guard<py::gil_scoped_release>());
   m.def("cast_into", &commhook::cast_into, py::arg("returned"), py::arg("destination"),
         py::arg("dtype"), py::arg("where"));
-  m.def("wait_for", &commhook::wait_for, py::arg("future"), py::arg("seconds"));
+  m.def(
+      "wait_for",
+      [](const std::shared_ptr<torch::jit::PythonFutureWrapper>& future, double seconds) {
+        return commhook::wait_for(*future->fut, seconds);
+      },
+      py::arg("future"), py::arg("seconds"));
   m.def("hook_on_bucket", &commhook::hook_on_bucket, py::arg("hook"), py::arg("index"),
         py::arg("count"));
 }

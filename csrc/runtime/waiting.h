@@ -4,8 +4,8 @@
 
 namespace commhook {
 
-// Whether a torch.futures.Future completes within so many seconds. Lets go of the GIL meanwhile.
-// Throws what Ctrl-C raises.
-bool wait_for(const std::shared_ptr<torch::jit::PythonFutureWrapper>& future, double seconds);
+// Whether a Future completes within so many seconds. Lets go of the GIL meanwhile, which the caller
+// may hold or not. Throws what Ctrl-C raises, as py::error_already_set.
+bool wait_for(c10::ivalue::Future& future, double seconds);
 
 }  // namespace commhook
