@@ -22,6 +22,7 @@ import torch
 import torch._dynamo
 import torch._logging
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch.utils.hooks import RemovableHandle
 
 from torch_commhook import _C, collectives
@@ -34,15 +35,26 @@ from torch_commhook.reducer_buckets import (
     keep_result,
     write_result,
 )
-from torch_commhook.reducer_tracing import hooks_of, participants, run_traced
+from torch_commhook.reducer_tracing import (
+    begin_step,
+    commit_step,
+    connect_before_tracing,
+    hooks_of,
+    leave_to_python,
+    participants,
+    run_traced,
+)
 from torch_commhook.results import checked_result, hook_on_bucket
-from torch_commhook.step_group import StepGroup, begin_step, commit_step
+from torch_commhook.step_group import StepGroup
 
 _log = logging.getLogger(__name__)
 _engine = torch.autograd.Variable._execution_engine
 _current_task = torch._C._current_graph_task_id
 _is_compiling = torch.compiler.is_compiling
 _FUNCTION_FILE = torch.autograd.function.__file__
+
+#: Stands for a backward that compiled autograd runs.
+_COMPILED = -1
 
 #: How long a rank where something failed waits for its own collectives in flight.
 _DRAIN_SECONDS = 60.0
@@ -84,6 +96,10 @@ class Reducer:
         hooks_of[self._key] = self._hooks
         weakref.finalize(self, hooks_of.pop, self._key, None)
 
+        # What compiled code does to these is seen from outside, so that it is done.
+        self._token = torch.zeros(1)
+        self._used = torch.zeros(len(self._parameters), dtype=torch.uint8)
+
         self._idle = True
         self._task: int | None = None  # the backward that is being counted
         self._outermost: int | None = None
@@ -123,6 +139,7 @@ class Reducer:
             self._buckets.append(bucket)
             for place, number in enumerate(members):
                 hook = self._ready_hook(bucket, place)
+                leave_to_python(hook)
                 self._hooks[hook] = number
                 parameter = self._parameters[number]
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
@@ -169,8 +186,8 @@ class Reducer:
 
     def _enter(self, task: int) -> None:
         """The first gradient of a backward, or of another one nested in it or around it."""
-        if task < 0:  # compiled autograd, where it could not compile
-            if not self._idle and self._task != task:
+        if compiled_autograd.in_compiled_autograd_region:  # where it could not compile
+            if not self._idle and self._task != _COMPILED:
                 self._abandon()
             if self._idle:
                 self._begin_known()
@@ -198,7 +215,7 @@ class Reducer:
                 "torch_commhook: a parameter's hook was called outside of backward()"
             )
         self._begin()
-        self._task = -1
+        self._task = _COMPILED
         self._remaining = expected
 
     def _begin(self) -> None:
@@ -211,7 +228,8 @@ class Reducer:
         if not _is_compiling():
             self._begin_step()
         elif self._running.traceable and self.group.recovers:
-            begin_step(torch.zeros(1), self.group.name)
+            connect_before_tracing(self.group.name)  # it has no name until then
+            begin_step(self._token, self.group.name)
             self._begun = True
 
     def _begin_step(self) -> None:
@@ -261,7 +279,10 @@ class Reducer:
         bucket.bucket = ReducerBucket(bucket, gradients, len(self._buckets), group)
         if _is_compiling():
             where = hook_on_bucket(attached.name, bucket.index, len(self._buckets))
-            bucket.future = run_traced(attached, bucket.bucket, where)
+            try:
+                bucket.future = run_traced(attached, bucket.bucket, where)
+            except Exception:
+                self._leave_trace()
             return
         try:
             result, dtype, traffic = attached.run(bucket.bucket)
@@ -269,6 +290,11 @@ class Reducer:
             bucket.future = _C.as_future(result, where), dtype, where, traffic
         except BaseException as error:
             self._abort(error)
+
+    @torch.compiler.disable
+    def _leave_trace(self) -> None:
+        """A hook raised while it was traced: break the graph, so that Python runs it again."""
+        raise AssertionError("this is traced, and never run")
 
     # ---- the end of backward ---------------------------------------------------------------------
 
@@ -310,23 +336,20 @@ class Reducer:
             count = len(self._buckets)
             count_bucket(self._running.stats, index, count, traffic, first=index == 0)
         self._accumulated = False
-        in_eager = self._task != -1
+        in_eager = self._task != _COMPILED
         self._reset()
         if in_eager:
             self._rebuild()
 
     def _wait(self, future: Any, where: str) -> Any:
+        if isinstance(future, collectives.TracedFuture):  # from before the graph was broken
+            return future.wait()
         if not future.done() and not _C.wait_for(future, self.group.timeout.total_seconds()):
             raise TimeoutError(
                 f"{where}: its Future is not complete after {self.group.timeout.total_seconds():g} "
                 "seconds"
             )
-        try:
-            return future.wait()
-        except RuntimeError as error:
-            if self.group.ended_by_peer(error):
-                raise self.group.explain(error) from error
-            raise
+        return future.wait()
 
     def _locally_used(self) -> Tensor:
         used = [1] * len(self._parameters)
@@ -408,6 +431,8 @@ class Reducer:
                 self._write(bucket, result, parameters)
         used = self._locally_used()
         if self.group.recovers:
+            self._used.copy_(used)
+            used = self._used
             commit_step(used, results, self.group.name)
         attached.traced_steps.add([bucket.future[3] for bucket in self._buckets])
         late = [
@@ -435,7 +460,7 @@ class Reducer:
         self._order = []
         if self.group.size > 1:
             agreed = torch.tensor(order)
-            collectives.broadcast(agreed, group=self.group.group or self.group.parent).wait()
+            collectives.broadcast(agreed, group=self.group.group).wait()
             order = agreed.tolist()
         self._form_buckets(order)
 
@@ -444,11 +469,19 @@ class Reducer:
     def _abort(self, error: BaseException) -> None:
         """End this backward on all ranks, and raise."""
         for bucket in self._buckets:
-            if bucket.future is not None:
-                with suppress(Exception):
-                    _C.wait_for(bucket.future[0], _DRAIN_SECONDS)
+            if bucket.future is None:
+                continue
+            future = bucket.future[0]
+            with suppress(Exception):
+                if isinstance(future, collectives.TracedFuture):
+                    future.wait()
+                else:
+                    _C.wait_for(future, _DRAIN_SECONDS)
+        explained = self.group.explain(error) if self.group.ended_by_peer(error) else None
         self.group.fail(f"{type(error).__name__}: {error}")
         self._reset()
+        if explained is not None:
+            raise explained from error
         raise error
 
     def _abandon(self) -> None:

@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.eval_frame import set_code_exec_strategy
+from torch._dynamo.external_utils import call_hook
+from torch._dynamo.types import FrameAction, FrameExecStrategy
 
 from torch_commhook.attached import Attached
 from torch_commhook.bucket import GradBucket
 from torch_commhook.collectives import TracedFuture
 from torch_commhook.hooks.base import Hook
 from torch_commhook.metrics import TRACED_METER
+from torch_commhook.step_group import groups_by_name
 
 #: The hooks of each reducer, by ``id(reducer)``, with the numbers of their parameters.
 hooks_of: dict[int, dict[Callable[..., None], int]] = {}
@@ -37,6 +41,17 @@ def participants(key: int) -> tuple[int, ...]:
             return tuple(own[hook] for hook in frame.f_locals["hooks"] if hook in own)
         frame = frame.f_back
     return ()
+
+
+def leave_to_python(hook: Callable[..., None]) -> None:
+    """Where a graph is broken at an autograd hook, let Python run it, and all that it calls.
+
+    It is still traced as part of what calls it. Compiling it on its own would gain nothing.
+    """
+    skip, default = FrameAction.SKIP, FrameAction.DEFAULT
+    set_code_exec_strategy(hook.__code__, FrameExecStrategy(skip, skip))  # type: ignore[attr-defined]
+    # What compiled autograd calls it through, which would be compiled with the hook in it.
+    set_code_exec_strategy(call_hook.__code__, FrameExecStrategy(skip, default))
 
 
 def run_traced(
@@ -74,3 +89,37 @@ def run_traced(
             f"return, got {type(result).__qualname__}"
         )
     return future, dtype, where, (bucket.numel(), bucket.dtype(), sent)
+
+
+# ---- steps ---------------------------------------------------------------------------------------
+# What must happen once a step, compiled or not, happens in operators that write a tensor that lives
+# longer than the step: a compiler leaves out what nobody sees.
+
+
+@torch.library.custom_op("commhook::begin_step", mutates_args=("token",))
+def begin_step(token: Tensor, name: str) -> None:
+    """:meth:`StepGroup.begin` of the group with a name."""
+    groups_by_name[name].begin()
+
+
+@torch.library.custom_op("commhook::commit_step", mutates_args=("used",))
+def commit_step(used: Tensor, results: list[Tensor], name: str) -> None:
+    """:meth:`StepGroup.commit` of the group with a name, once ``results`` are there."""
+    groups_by_name[name].commit(used)
+
+
+@begin_step.register_fake
+def _begin_step_fake(token: Tensor, name: str) -> None:
+    return None
+
+
+@commit_step.register_fake
+def _commit_step_fake(used: Tensor, results: list[Tensor], name: str) -> None:
+    return None
+
+
+@torch.compiler.assume_constant_result
+def connect_before_tracing(name: str) -> bool:
+    """:meth:`StepGroup.connect` of the group with a name, when a step is traced."""
+    groups_by_name[name].connect()
+    return True

@@ -13,7 +13,9 @@ the group's own timeout.
 from __future__ import annotations
 
 import atexit
+import logging
 import weakref
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from torch_commhook import _C
 from torch_commhook.collectives import resolve_group
 
 
@@ -29,8 +32,9 @@ class PeerError(RuntimeError):
     """Another rank's hook failed, or its process ended, so that this step counts on no rank."""
 
 
+_log = logging.getLogger(__name__)
 _counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-_by_name: weakref.WeakValueDictionary[str, StepGroup] = weakref.WeakValueDictionary()
+groups_by_name: weakref.WeakValueDictionary[str, StepGroup] = weakref.WeakValueDictionary()
 
 
 class StepGroup:
@@ -42,8 +46,9 @@ class StepGroup:
         parent: the ranks that take part; None for the default group.
 
     Attributes:
-        group: what hooks communicate through. Another one after a step that failed.
+        group: what hooks communicate through. After a step that failed its connections are others.
         timeout: how long a collective may take.
+        steps: how many steps have ended well.
     """
 
     def __init__(self, parent: Any = None) -> None:
@@ -51,6 +56,7 @@ class StepGroup:
         self.size: int = self.parent.size()
         self.rank: int = self.parent.rank()
         self.timeout = _timeout(self.parent)
+        self.steps = 0
         self._epoch = 0
         self._open = False  # a step has begun and not ended
         self._broken = False
@@ -59,8 +65,8 @@ class StepGroup:
         #: By which compiled code finds the object; the same over its life.
         self.name = f"{_name(self.parent)}/commhook{count}"
         self._store = _store(self.parent) if self.size > 1 and _is_gloo(self.parent) else None
-        self.group: Any = self.parent if self._store is None else self._connect()
-        _by_name[self.name] = self
+        self.group: Any = self.parent if self._store is None else self._make()
+        groups_by_name[self.name] = self
 
     @property
     def recovers(self) -> bool:
@@ -78,17 +84,33 @@ class StepGroup:
             RuntimeError: some ranks do not come within the group's timeout.
         """
         if self._open:  # the last step was left by an exception that nobody told of
+            _log.warning("%s", self.explain("backward() was left by an exception"))
             self.fail("backward() was left by an exception")
-        if self._broken:
-            try:
-                self.group = self._connect()
-            except Exception as error:
-                raise RuntimeError(
-                    f"torch_commhook: rank {self.rank} could not reach the other ranks again after "
-                    "the last step failed; every rank has to go on with another backward()"
-                ) from error
-            self._broken = False
+        self.connect()
         self._open = self.recovers
+
+    def connect(self) -> None:
+        """Connect anew where the last step failed; all ranks do.
+
+        Raises:
+            RuntimeError: as :meth:`begin`.
+        """
+        if not self._broken:
+            return
+        try:
+            backend = dist.ProcessGroupGloo(
+                self._store_of_epoch(), self.rank, self.size, timeout=self.timeout
+            )
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"torch_commhook: rank {self.rank} could not reach the other ranks again after "
+                "the last step failed; every rank has to go on with another backward()"
+            ) from error
+        self.group._register_backend(
+            torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend
+        )
+        self.group._set_group_name(self.name)
+        self._broken = False
 
     def end(self) -> None:
         """End a step that went well on this rank, as :meth:`commit`, where ranks agree at all."""
@@ -112,6 +134,7 @@ class StepGroup:
             except RuntimeError as error:
                 raise self.explain(error) from error
         self._open = False
+        self.steps += 1
 
     def fail(self, reason: str) -> None:
         """Let the other ranks' collectives of this step end, and tell them why."""
@@ -124,13 +147,15 @@ class StepGroup:
             self._store.set(self._key, f"on rank {self.rank}: {reason}")
         except RuntimeError:
             pass  # the store has gone with its process, which the others see for themselves
-        self._close()
+        _C.drop_backends(self.group)
 
     def ended_by_peer(self, error: BaseException) -> bool:
         """Whether an error is that of a collective which another rank, that failed, has ended."""
-        return isinstance(error, RuntimeError) and "gloo" in str(error) and self._reason() is not None
+        return (
+            isinstance(error, RuntimeError) and "gloo" in str(error) and self._reason() is not None
+        )
 
-    def explain(self, error: BaseException) -> PeerError:
+    def explain(self, error: BaseException | str) -> PeerError:
         """What to raise for an error in a collective, with what the rank at fault has told."""
         reason = self._reason()
         if reason is not None:
@@ -141,9 +166,11 @@ class StepGroup:
 
     def close(self) -> None:
         """Give the group up."""
-        if self.recovers and not self._broken:
-            self._broken = True
-            self._close()
+        if self.recovers and self.group in distributed_c10d._world.pg_map:
+            with suppress(RuntimeError):  # one without backends has no name
+                dist.destroy_process_group(self.group)
+            _C.drop_backends(self.group)
+        self._broken = True
 
     def _reason(self) -> str | None:
         if self._store is None:
@@ -157,17 +184,15 @@ class StepGroup:
     def _key(self) -> str:
         return f"{self.name}/{self._epoch}/failed"
 
-    def _connect(self) -> Any:
-        self._epoch += 1
-        ranks = dist.get_process_group_ranks(self.parent)
-        assert self._store is not None
+    def _make(self) -> Any:
         # Not new_group(), which all ranks of the default group would have to call.
+        ranks = dist.get_process_group_ranks(self.parent)
         group, _ = distributed_c10d._new_process_group_helper(
             self.size,
             self.rank,
             ranks,
-            dist.Backend("gloo"),
-            dist.PrefixStore(str(self._epoch), self._store),
+            dist.Backend("cpu:gloo"),
+            self._store_of_epoch(),
             self.name,  # type: ignore[arg-type]
             timeout=self.timeout,
         )
@@ -176,10 +201,10 @@ class StepGroup:
         }
         return group
 
-    def _close(self) -> None:
-        group, self.group = self.group, None
-        if group in distributed_c10d._world.pg_map:  # or torch.distributed has ended itself
-            dist.destroy_process_group(group)
+    def _store_of_epoch(self) -> dist.Store:
+        assert self._store is not None
+        self._epoch += 1
+        return dist.PrefixStore(f"{self.name}/{self._epoch}", self._store)
 
 
 def _name(group: Any) -> str:
@@ -214,35 +239,5 @@ def _store(group: Any) -> Any:
 @atexit.register
 def _close_all() -> None:
     # Gloo's threads must end before the interpreter does.
-    for group in list(_by_name.values()):
+    for group in list(groups_by_name.values()):
         group.close()
-
-
-# ---- in compiled code ----------------------------------------------------------------------------
-# What must happen once a step, whatever a compiler knows, happens in operators that write `used`.
-
-
-@torch.library.custom_op("commhook::begin_step", mutates_args=("used",))
-def begin_step(used: Tensor, name: str) -> None:
-    """:meth:`StepGroup.begin` of the group with a name; fills ``used`` with zeros."""
-    _by_name[name].begin()
-    used.zero_()
-
-
-@torch.library.custom_op("commhook::commit_step", mutates_args=("used",))
-def commit_step(used: Tensor, results: list[Tensor], name: str) -> None:
-    """:meth:`StepGroup.commit` of the group with a name, once ``results`` are there."""
-    _by_name[name].commit(used)
-
-
-@begin_step.register_fake
-def _begin_step_fake(used: Tensor, name: str) -> None:
-    return None
-
-
-@commit_step.register_fake
-def _commit_step_fake(used: Tensor, results: list[Tensor], name: str) -> None:
-    return None
-
-
-__all__ = ["PeerError", "StepGroup", "begin_step", "commit_step"]

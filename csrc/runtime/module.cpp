@@ -1,6 +1,7 @@
 // The Python module torch_commhook._C.
 #include <torch/csrc/utils/pybind.h>
 
+#include "runtime/backends.h"
 #include "runtime/ddp_hook.h"
 #include "runtime/future_cast.h"
 #include "runtime/grad_bucket.h"
@@ -48,6 +49,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::call_guard<py::gil_scoped_release>());
   m.def("cast_into", &commhook::cast_into, py::arg("returned"), py::arg("destination"),
         py::arg("dtype"), py::arg("where"));
+  m.def("drop_backends", &commhook::drop_backends, py::arg("group"),
+        py::call_guard<py::gil_scoped_release>());
   m.def(
       "wait_for",
       [](const std::shared_ptr<torch::jit::PythonFutureWrapper>& future, double seconds) {

@@ -1,0 +1,92 @@
+"""The ways to run a model with a hook: what kind of model, and who runs its backward."""
+
+from __future__ import annotations
+
+import contextlib
+import unittest.mock
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+BUCKET_CAP_MB = 0.01
+# torch.compile refuses DDP models whose buckets are smaller than the first one, which has 1 MiB.
+FIRST_BUCKET_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A kind of model, and who runs it.
+
+    Attributes:
+        model: ``module``, ``ddp`` (C++ reducer) or ``python_reducer`` (DDP with that).
+        runner: ``eager``; ``compile``: the forward is compiled; ``context``: so is the backward,
+            by compiled autograd's context manager; ``config``: a compiled function calls backward,
+            with ``torch._dynamo.config.compiled_autograd``.
+        fullgraph: a graph break in the backward is an error.
+    """
+
+    model: str
+    runner: str
+    fullgraph: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.runner}{'-fullgraph' if self.fullgraph else ''}"
+
+    @property
+    def compiles_backward(self) -> bool:
+        return self.runner in ("context", "config")
+
+    def wrap(self, module: nn.Module, **options: object) -> nn.Module:
+        """The model to attach a hook to."""
+        if self.model == "module":
+            return module
+        reducer = "python_reducer" if self.model == "python_reducer" else "ddp_optimizer"
+        with torch._dynamo.config.patch(optimize_ddp=reducer):
+            return DDP(module, bucket_cap_mb=BUCKET_CAP_MB, **options)
+
+    @contextlib.contextmanager
+    def step_function(self, model: nn.Module) -> Iterator[Callable[[torch.Tensor], None]]:
+        """A function that runs forward, a loss, and backward."""
+        reducer = "python_reducer" if self.model == "python_reducer" else "ddp_optimizer"
+        with (
+            torch._dynamo.config.patch(
+                optimize_ddp=reducer, compiled_autograd=self.runner == "config"
+            ),
+            unittest.mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", FIRST_BUCKET_BYTES),
+        ):
+            forward = model if self.runner == "eager" else torch.compile(model)
+
+            def step(x: torch.Tensor) -> None:
+                loss = forward(x).square().sum()
+                with self._backward():
+                    loss.backward()
+
+            def compiled_step(x: torch.Tensor) -> None:
+                model(x).square().sum().backward()
+
+            yield torch.compile(compiled_step) if self.runner == "config" else step
+
+    def _backward(self) -> contextlib.AbstractContextManager[object]:
+        if self.runner != "context":
+            return contextlib.nullcontext()
+        compiler = torch.compile(fullgraph=self.fullgraph)
+        return torch._dynamo.compiled_autograd._enable(compiler)
+
+
+MODES = [
+    Mode("ddp", "eager"),
+    Mode("ddp", "compile"),
+    Mode("python_reducer", "eager"),
+    Mode("python_reducer", "compile"),
+    Mode("python_reducer", "context"),
+    Mode("python_reducer", "config"),
+    Mode("module", "eager"),
+    Mode("module", "compile"),
+    Mode("module", "context"),
+    Mode("module", "context", fullgraph=True),
+    Mode("module", "config"),
+]

@@ -1,0 +1,203 @@
+"""Every hook in every mode: the gradients of eager, with two ranks and several buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from modes import BUCKET_CAP_MB, MODES, Mode
+from rank_pool import RankPool
+from torch import nn
+from torch._dynamo.utils import counters
+
+from torch_commhook import GradBucket, attach, collectives, hooks, traceable
+from torch_commhook.attached import is_traceable
+
+STEPS = 3
+
+
+def module() -> nn.Module:
+    """No biases: their gradients are sums that Inductor adds up in another order than eager."""
+    torch.manual_seed(0)
+    sizes = [(48, 48), (48, 64), (64, 48), (48, 48), (48, 8)]
+    return nn.Sequential(
+        *(layer for size in sizes for layer in (nn.Linear(*size, bias=False), nn.ReLU())),
+        nn.Linear(8, 4, bias=False),
+    )
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(8, 48, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+# ---- what users write ----------------------------------------------------------------------------
+
+
+def with_futures(state: object, bucket: GradBucket) -> torch.futures.Future:
+    """PyTorch's style."""
+    buffer = bucket.buffer().div_(2)
+    work = dist.all_reduce(buffer, group=bucket.process_group(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+class Object:
+    """Callable, with a state of its own."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, state: object, bucket: GradBucket) -> torch.Tensor:
+        self.calls += 1
+        return collectives.all_reduce(bucket.buffer() / 2, group=bucket.process_group()).wait()
+
+
+@traceable
+def traced(state: object, bucket: GradBucket) -> torch.Tensor:
+    group = bucket.process_group()
+    return collectives.all_reduce(bucket.buffer() / group.size(), group=group).wait()
+
+
+#: Hooks, and the rounding of their results relative to the largest gradient.
+HOOKS: dict[str, tuple[Callable[[], Any], float]] = {
+    "allreduce()": (hooks.allreduce, 1e-6),
+    "cast(bfloat16)": (lambda: hooks.cast(torch.bfloat16), 2.0**-7),
+    "cast(float16)": (lambda: hooks.cast(torch.float16), 2.0**-10),
+    "futures": (lambda: with_futures, 1e-6),
+    "object": (Object, 1e-6),
+    "traced": (lambda: traced, 1e-6),
+}
+
+
+def _train(rank: int, mode: Mode, hook: str) -> dict[str, Any]:
+    torch._dynamo.reset()
+    counters.clear()
+    model = mode.wrap(module())
+    options = {"bucket_cap_mb": BUCKET_CAP_MB} if mode.model == "module" else {}
+    handle = attach(model, HOOKS[hook][0](), **options)
+    gradients: list[list[torch.Tensor]] = []
+    captures: list[int] = []
+    with mode.step_function(model) as step:
+        for number in range(STEPS):
+            model.zero_grad()
+            step(batch(rank, number))
+            gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+            captures.append(
+                counters["stats"]["unique_graphs"] + counters["compiled_autograd"]["captures"]
+            )
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+    stats = handle.stats()
+    handle.remove()
+    return {
+        "gradients": gradients,
+        "captures": captures,
+        "breaks": sum(counters["graph_break"].values()),
+        "buckets": len(stats.buckets),
+        "steps": stats.steps,
+        "bytes": stats.bytes_sent_last_step,
+    }
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[torch.Tensor]]:
+    """Each step's average of the ranks' own gradients, in float64, trained on without rounding."""
+    model = module()
+    every = []
+    for number in range(STEPS):
+        averages = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
+        for rank in range(2):
+            model.zero_grad()
+            model(batch(rank, number)).square().sum().backward()
+            for average, parameter in zip(averages, model.parameters(), strict=True):
+                average += parameter.grad.double() / 2
+        every.append(averages)
+        with torch.no_grad():
+            for parameter, average in zip(model.parameters(), averages, strict=True):
+                parameter -= 0.1 * average
+    return every
+
+
+@pytest.fixture(scope="module")
+def eager(two_ranks: RankPool) -> Callable[[str], list[dict[str, Any]]]:
+    """What each hook gives on a plain module in eager, on both ranks."""
+    kept: dict[str, list[dict[str, Any]]] = {}
+
+    def results(hook: str) -> list[dict[str, Any]]:
+        if hook not in kept:
+            kept[hook] = two_ranks.run(_train, Mode("module", "eager"), hook)
+        return kept[hook]
+
+    return results
+
+
+def runs(mode: Mode, hook: str) -> bool:
+    """A hook that cannot be traced breaks the graph, which fullgraph forbids."""
+    return not mode.fullgraph or hook not in ("futures", "object")
+
+
+@pytest.mark.parametrize(
+    ("mode", "hook"),
+    [
+        pytest.param(mode, hook, id=f"{mode}-{hook}")
+        for mode in MODES
+        for hook in HOOKS
+        if runs(mode, hook)
+    ],
+)
+def test_every_hook_in_every_mode(
+    two_ranks: RankPool, eager: Callable[[str], list[dict[str, Any]]], mode: Mode, hook: str
+) -> None:
+    wanted = eager(hook)
+    results = two_ranks.run(_train, mode, hook, timeout=180)
+    for rank, (result, want) in enumerate(zip(results, wanted, strict=True)):
+        assert result["buckets"] > 2
+        assert result["steps"] == STEPS
+        assert result["bytes"] == want["bytes"]
+        for got, bits in zip(result["gradients"], want["gradients"], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(got, bits, strict=True)), rank
+        assert result["captures"][0] == result["captures"][-1], "compiled again"
+        if mode.runner == "eager":
+            assert result["captures"][-1] == result["breaks"] == 0
+        elif mode.compiles_backward:
+            assert result["captures"][-1] == 3  # forward, backward, and the capture of that
+            # PyTorch's own: the call of backward() in a compiled function.
+            own = result["breaks"] - (mode.runner == "config")
+            # Counted once for each of the functions that it is nested in.
+            assert own == 0 if is_traceable(HOOKS[hook][0]()) else own > 0
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_eager_gives_the_mean(
+    eager: Callable[[str], list[dict[str, Any]]], expected: list[list[torch.Tensor]], hook: str
+) -> None:
+    rounding = HOOKS[hook][1]
+    for result in eager(hook):
+        for got, want in zip(result["gradients"], expected, strict=True):
+            for a, b in zip(got, want, strict=True):
+                assert (a - b).abs().max() <= 2 * rounding * b.abs().max()
+
+
+@pytest.mark.parametrize("hook", ["futures", "object"])
+def test_fullgraph_with_a_hook_that_cannot_be_traced(two_ranks: RankPool, hook: str) -> None:
+    mode = Mode("module", "context", fullgraph=True)
+    assert two_ranks.run(_fullgraph_error, mode, hook) == [True, True]
+
+
+def _fullgraph_error(rank: int, mode: Mode, hook: str) -> bool:
+    torch._dynamo.reset()
+    model = mode.wrap(module())
+    handle = attach(model, HOOKS[hook][0](), bucket_cap_mb=BUCKET_CAP_MB)
+    with mode.step_function(model) as step:
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="_finish_untraced"):
+            step(batch(rank, 0))
+    # The hook still works where it can.
+    model.zero_grad()
+    model(batch(rank, 0)).square().sum().backward()
+    got = [parameter.grad for parameter in model.parameters()]
+    handle.remove()
+    want = _train(rank, Mode("module", "eager"), hook)["gradients"][0]
+    return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
