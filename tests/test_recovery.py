@@ -74,7 +74,7 @@ def _flaky(rank: int, mode: Mode, traced: bool) -> dict[str, Any]:
                 peers += 1
             except RuntimeError as error:  # compiled code waits for the collective itself
                 assert fails != rank and mode.compiles_backward and traced, error
-                assert "Connection closed by peer" in str(error)
+                assert "by peer" in str(error)
                 peers += 1
             slowest = max(slowest, time.monotonic() - begin)
             hook.fails_on = -1

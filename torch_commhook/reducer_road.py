@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -64,6 +65,7 @@ class ReducerRoad:
             for handle in model._accum_grad_hooks:  # DDP's own, which would average again
                 handle.remove()
             model._accum_grad_hooks.clear()
+        _dont_fuse(self)
         self._closed = False
 
     @property
@@ -106,6 +108,7 @@ class ReducerRoad:
         self.reducer.close()
         self._forward_handle.remove()
         self._group.close()
+        _fuse_again(self)
         ddp = self._ddp
         if ddp is not None:
             ddp._register_accum_grad_hook()
@@ -141,6 +144,27 @@ class ReducerRoad:
                 pieces = sent.split([buffer.numel() for buffer in buffers])
                 for buffer, piece in zip(buffers, pieces, strict=True):
                     buffer.copy_(piece.view(buffer.shape))
+
+
+# DDP with the Python reducer has Inductor put all-reduces together, in the whole process, since its
+# own hooks are for single parameters. Ours have buckets, and ranks that compile different graphs,
+# as after an exception, must still issue the same collectives.
+_roads_without_fusion: weakref.WeakSet[ReducerRoad] = weakref.WeakSet()
+_fusion_before = False
+
+
+def _dont_fuse(road: ReducerRoad) -> None:
+    global _fusion_before
+    if torch._inductor.config._fuse_ddp_communication or not _roads_without_fusion:
+        _fusion_before = torch._inductor.config._fuse_ddp_communication
+    torch._inductor.config._fuse_ddp_communication = False
+    _roads_without_fusion.add(road)
+
+
+def _fuse_again(road: ReducerRoad) -> None:
+    _roads_without_fusion.discard(road)
+    if not _roads_without_fusion:
+        torch._inductor.config._fuse_ddp_communication = _fusion_before
 
 
 def _trainable(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -49,7 +49,7 @@ def leave_to_python(hook: Callable[..., None]) -> None:
     It is still traced as part of what calls it. Compiling it on its own would gain nothing.
     """
     skip, default = FrameAction.SKIP, FrameAction.DEFAULT
-    set_code_exec_strategy(hook.__code__, FrameExecStrategy(skip, skip))  # type: ignore[attr-defined]
+    set_code_exec_strategy(hook.__code__, FrameExecStrategy(skip, skip))
     # What compiled autograd calls it through, which would be compiled with the hook in it.
     set_code_exec_strategy(call_hook.__code__, FrameExecStrategy(skip, default))
 
