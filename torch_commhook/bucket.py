@@ -41,7 +41,7 @@ class BucketLayout:
         numel: elements in all.
     """
 
-    __slots__ = ("_orders", "lengths", "numel", "offsets", "sizes", "strides")
+    __slots__ = ("_orders", "_permuted", "lengths", "numel", "offsets", "sizes", "strides")
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         parameters = _checked_list("BucketLayout", "parameters", parameters)
@@ -64,6 +64,7 @@ class BucketLayout:
             )
             self._orders.append(order)
             self.numel += parameter.numel()
+        self._permuted = any(order is not None for order in self._orders)
 
     def __len__(self) -> int:
         """The number of gradients."""
@@ -93,7 +94,7 @@ class BucketLayout:
             )
         ]
 
-    def in_memory_order(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+    def in_memory_order(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         """The gradients permuted so that their row-major order is the buffer's.
 
         What ``flatten`` and ``unflatten_into`` are given: a gradient that lies in memory as its
@@ -114,6 +115,12 @@ class BucketLayout:
                     f"BucketLayout: gradients[{i}] must have its parameter's shape {tuple(size)}, "
                     f"got {tuple(gradient.shape)}"
                 )
+        return self._permute(gradients)
+
+    def _permute(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """:meth:`in_memory_order` without the checks, for gradients that autograd has made."""
+        if not self._permuted:
+            return gradients
         return [
             gradient if order is None else gradient.permute(order)
             for gradient, order in zip(gradients, self._orders, strict=True)

@@ -50,7 +50,7 @@ from torch_commhook.step_group import StepGroup
 _log = logging.getLogger(__name__)
 _engine = torch.autograd.Variable._execution_engine
 _current_task = torch._C._current_graph_task_id
-_is_compiling = torch.compiler.is_compiling
+_is_compiling = torch.compiler.is_dynamo_compiling
 _FUNCTION_FILE = torch.autograd.function.__file__
 
 #: Stands for a backward that compiled autograd runs.
@@ -137,8 +137,7 @@ class Reducer:
                 as_views=self._as_views,
             )
             self._buckets.append(bucket)
-            for place, number in enumerate(members):
-                hook = self._ready_hook(bucket, place)
+            for hook, number in zip(self._ready_hooks(bucket), members, strict=True):
                 leave_to_python(hook)
                 self._hooks[hook] = number
                 parameter = self._parameters[number]
@@ -157,35 +156,44 @@ class Reducer:
 
     # ---- during backward -------------------------------------------------------------------------
 
-    def _ready_hook(self, bucket: BucketState, place: int) -> Callable[[Tensor], None]:
+    def _ready_hooks(self, bucket: BucketState) -> list[Callable[[Tensor], None]]:
+        """For each parameter of a bucket, what is called when its gradient is there."""
         reducer = self
 
-        def ready(parameter: Tensor) -> None:
-            if _is_compiling():
-                if reducer._idle:
-                    reducer._begin_known()
+        def make(place: int) -> Callable[[Tensor], None]:
+            # The place as a default, so that the hooks share all else.
+            def ready(parameter: Tensor, place: int = place) -> None:
+                if _is_compiling():
+                    if reducer._idle:
+                        reducer._begin_known()
+                elif _current_task() != reducer._task:
+                    reducer._enter()
+                arrived = bucket.arrived
+                if arrived[place] is not None:
+                    reducer._again(bucket, place)
+                    arrived = bucket.arrived
+                arrived[place] = parameter
+                pending = bucket.pending = bucket.pending - 1
+                if not pending:
+                    reducer._full(bucket)
+                if reducer._remaining:
+                    reducer._one_less()
+
+            return ready
+
+        return [make(place) for place in range(len(bucket.members))]
+
+    def _one_less(self) -> None:
+        self._remaining -= 1
+        if self._remaining == 0:
+            if self._breaks_graph():
+                self._finish_untraced()
             else:
-                task = _current_task()
-                if task != reducer._task or reducer._idle:
-                    reducer._enter(task)
-            if bucket.arrived[place] is not None:
-                reducer._again(bucket, place)
-            bucket.arrived[place] = parameter
-            bucket.pending -= 1
-            if bucket.pending == 0:
-                reducer._full(bucket)
-            if reducer._remaining:
-                reducer._remaining -= 1
-                if reducer._remaining == 0:
-                    if reducer._breaks_graph():
-                        reducer._finish_untraced()
-                    else:
-                        reducer._finish()
+                self._finish()
 
-        return ready
-
-    def _enter(self, task: int) -> None:
+    def _enter(self) -> None:
         """The first gradient of a backward, or of another one nested in it or around it."""
+        task = _current_task()
         if compiled_autograd.in_compiled_autograd_region:  # where it could not compile
             if not self._idle and self._task != _COMPILED:
                 self._abandon()
@@ -271,10 +279,7 @@ class Reducer:
         attached = self._running
         assert attached is not None
         self._next += 1
-        gradients = [
-            _gradient(parameter, arrived)
-            for parameter, arrived in zip(bucket.parameters, bucket.arrived, strict=True)
-        ]
+        gradients = _gradients(bucket)
         group = self.group.group_for(bucket.device)
         bucket.bucket = ReducerBucket(bucket, gradients, len(self._buckets), group)
         if _is_compiling():
@@ -321,7 +326,7 @@ class Reducer:
             future, dtype, where, _ = bucket.future
             value = self._wait(future, where)
             result = checked_result(value, bucket.bucket, dtype, where)
-            if None in bucket.arrived:
+            if bucket.pending:
                 late.append((bucket, result))
             else:
                 self._write(bucket, result, bucket.parameters)
@@ -376,7 +381,7 @@ class Reducer:
             if bucket.sparse:
                 parameters[0].grad = result
             elif bucket.views is None:
-                write_result(bucket, result, [_gradient(p, p) for p in parameters])
+                write_result(bucket, result, _destinations(parameters))
             else:
                 keep_result(bucket, result)
                 for parameter, view in zip(parameters, bucket.views, strict=True):
@@ -517,6 +522,22 @@ def _is_nested() -> bool:
     return False
 
 
-def _gradient(parameter: Tensor, arrived: Tensor | None) -> Tensor:
-    gradient = parameter.grad if arrived is None else arrived.grad
-    return torch.zeros_like(parameter) if gradient is None else gradient
+def _gradients(bucket: BucketState) -> list[Tensor]:
+    """The gradients of a bucket; zeros for those that are missing."""
+    # What compiled autograd gives its hooks is known to it; other ways to the parameters are not.
+    arrived: list[Any] = bucket.parameters if bucket.pending else bucket.arrived
+    gradients: list[Tensor | None] = [parameter.grad for parameter in arrived]
+    if any(gradient is None for gradient in gradients):
+        return [
+            torch.zeros_like(parameter) if gradient is None else gradient
+            for gradient, parameter in zip(gradients, bucket.parameters, strict=True)
+        ]
+    return gradients  # type: ignore[return-value]
+
+
+def _destinations(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of parameters, made where somebody has taken them away since."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter)
+    return [parameter.grad for parameter in parameters]  # type: ignore[misc]

@@ -151,23 +151,23 @@ class ReducerBucket(GradBucket):
     ) -> Tensor:
         if self._gradients is None:
             return super().flatten(scale=scale, dtype=dtype, out=out)
+        ordered = self.layout()._permute(self._gradients)
         with torch.no_grad():
-            return self.layout().flatten(self._gradients, scale=scale, dtype=dtype, out=out)
+            return _ops.flatten(ordered, scale=scale, dtype=dtype, out=out)
 
     def _gather(self, scale: float) -> Tensor:
         gradients, state = self._gradients, self._state
         assert gradients is not None
         with torch.no_grad():
+            ordered = state.layout._permute(gradients)
             if torch.compiler.is_compiling():
-                self._buffer = state.layout.flatten(gradients, scale=scale, dtype=state.dtype)
+                self._buffer = _ops.flatten(ordered, scale=scale, dtype=state.dtype)
             elif state.dtype.is_complex:  # which the operators do not take
                 self._buffer = state.make_storage()
                 torch._foreach_copy_(state.layout.views(self._buffer), gradients)
                 self._buffer.mul_(scale)
             elif state.views is None or not _any_same(gradients, state.views):
-                self._buffer = state.layout.flatten(
-                    gradients, scale=scale, out=state.make_storage()
-                )
+                self._buffer = _ops.flatten(ordered, scale=scale, out=state.make_storage())
             else:
                 self._buffer = state.make_storage()
                 others = [
@@ -192,7 +192,7 @@ def write_result(state: BucketState, result: Tensor, gradients: Sequence[Tensor]
     if result.is_complex():
         torch._foreach_copy_(list(gradients), state.layout.views(result))
     else:
-        state.layout.unflatten_into(result, gradients)
+        _ops.unflatten_into(result, state.layout._permute(gradients))
 
 
 def keep_result(state: BucketState, result: Tensor) -> None:
