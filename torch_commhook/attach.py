@@ -79,6 +79,16 @@ class HookHandle:
         """
         return self._road.no_sync()
 
+    def join(self) -> AbstractContextManager[Any]:
+        """Let ranks run out of inputs at different times, inside a ``with`` block.
+
+        A rank that leaves the block takes part in the others' steps with gradients of zeros, and
+        hooks of this library go on dividing by all ranks. In the end all ranks have the parameters
+        of one that was the last to leave. Same as ``DistributedDataParallel.join()``; for other
+        participants see ``torch.distributed.algorithms.join``.
+        """
+        return self._road.join()
+
     def stats(self) -> HookStats:
         """What the hook sent while it was attached; see :class:`HookStats`."""
         self._attached.traced_steps.move_to(self._attached.stats)

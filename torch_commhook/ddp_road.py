@@ -109,3 +109,7 @@ class DdpRoad:
     def no_sync(self) -> AbstractContextManager[None]:
         model = self.model()
         return nullcontext() if model is None else model.no_sync()
+
+    def join(self) -> AbstractContextManager[Any]:
+        model = self.model()
+        return nullcontext() if model is None else model.join()

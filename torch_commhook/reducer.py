@@ -70,6 +70,7 @@ class Reducer:
         sparse: names of the parameters whose gradients are sparse.
         as_views: gradients stay in the buckets' memory, as views of it.
         should_sync: asked at the beginning of each backward.
+        on_step: told of the beginning (True) and the end of each step that is not traced.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Reducer:
         sparse: frozenset[str] = frozenset(),
         as_views: bool = False,
         should_sync: Callable[[], bool] = lambda: True,
+        on_step: Callable[[bool], None] = lambda begins: None,
     ) -> None:
         self.attached: Attached | None = None
         self.group = group
@@ -90,6 +92,7 @@ class Reducer:
         self._capacity_bytes = capacity_bytes
         self._as_views = as_views
         self._should_sync = should_sync
+        self._on_step = on_step
         self._handles: list[RemovableHandle] = []
         self._hooks: dict[Callable[..., None], int] = {}
         self._key = id(self)
@@ -138,6 +141,8 @@ class Reducer:
             )
             self._buckets.append(bucket)
             for hook, number in zip(self._ready_hooks(bucket), members, strict=True):
+                if not self._rebuilt:
+                    hook = self._noting_order(hook, number)
                 leave_to_python(hook)
                 self._hooks[hook] = number
                 parameter = self._parameters[number]
@@ -146,6 +151,33 @@ class Reducer:
     def buckets(self) -> list[list[str]]:
         """The names of each bucket's parameters."""
         return [[self._names[i] for i in bucket.members] for bucket in self._buckets]
+
+    @property
+    def device(self) -> torch.device:
+        """Of the first parameter."""
+        return self._parameters[0].device
+
+    def shadow_step(self) -> None:
+        """Take part in a step of the other ranks, with zeros, and leave the gradients alone."""
+        self._idle = self._begun = False
+        self._running = self.attached
+        if self._running is None:
+            self._reset()
+            return
+        try:
+            self._begin_step()
+            while self._next < len(self._buckets):
+                bucket = self._buckets[self._next]
+                self._start(bucket, [_zeros(bucket, p) for p in bucket.parameters])
+            for bucket in self._buckets:
+                assert bucket.bucket is not None
+                future, dtype, where, _ = bucket.future
+                checked_result(self._wait(future, where), bucket.bucket, dtype, where)
+            if self.group.recovers:
+                self.group.commit(torch.zeros(len(self._parameters), dtype=torch.uint8))
+            self._step_ended()
+        except BaseException as error:
+            self._abort(error)
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
@@ -182,6 +214,16 @@ class Reducer:
             return ready
 
         return [make(place) for place in range(len(bucket.members))]
+
+    def _noting_order(
+        self, ready: Callable[[Tensor], None], number: int
+    ) -> Callable[[Tensor], None]:
+        def note(parameter: Tensor) -> None:
+            if not _is_compiling():
+                self._order.append(number)
+            ready(parameter)
+
+        return note
 
     def _one_less(self) -> None:
         self._remaining -= 1
@@ -244,6 +286,7 @@ class Reducer:
         if not self._begun:
             self._begun = True
             try:
+                self._on_step(True)
                 self.group.begin()
             except BaseException:
                 self._reset()
@@ -266,20 +309,19 @@ class Reducer:
             bucket.pending += 1
 
     def _full(self, bucket: BucketState) -> None:
-        if not self._rebuilt and not _is_compiling():
-            self._order.extend(bucket.members)
         attached = self._running
         if attached is None or (self._remaining and not attached.traceable):
             return
         while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
             self._start(self._buckets[self._next])
 
-    def _start(self, bucket: BucketState) -> None:
+    def _start(self, bucket: BucketState, gradients: list[Tensor] | None = None) -> None:
         """Run the hook on the bucket whose turn it is."""
         attached = self._running
         assert attached is not None
         self._next += 1
-        gradients = _gradients(bucket)
+        if gradients is None:
+            gradients = _gradients(bucket)
         group = self.group.group_for(bucket.device)
         bucket.bucket = ReducerBucket(bucket, gradients, len(self._buckets), group)
         if _is_compiling():
@@ -341,8 +383,12 @@ class Reducer:
             count = len(self._buckets)
             count_bucket(self._running.stats, index, count, traffic, first=index == 0)
         self._accumulated = False
+        self._step_ended()
+
+    def _step_ended(self) -> None:
         in_eager = self._task != _COMPILED
         self._reset()
+        self._on_step(False)
         if in_eager:
             self._rebuild()
 
@@ -459,9 +505,8 @@ class Reducer:
         if self._rebuilt:
             return
         self._rebuilt = True
-        order = self._order + [
-            i for i in range(len(self._parameters) - 1, -1, -1) if i not in set(self._order)
-        ]
+        # Once each, and those that have not come at the end.
+        order = list(dict.fromkeys([*self._order, *reversed(range(len(self._parameters)))]))
         self._order = []
         if self.group.size > 1:
             agreed = torch.tensor(order)
@@ -529,10 +574,18 @@ def _gradients(bucket: BucketState) -> list[Tensor]:
     gradients: list[Tensor | None] = [parameter.grad for parameter in arrived]
     if any(gradient is None for gradient in gradients):
         return [
-            torch.zeros_like(parameter) if gradient is None else gradient
+            _zeros(bucket, parameter) if gradient is None else gradient
             for gradient, parameter in zip(gradients, bucket.parameters, strict=True)
         ]
     return gradients  # type: ignore[return-value]
+
+
+def _zeros(bucket: BucketState, parameter: Tensor) -> Tensor:
+    if not bucket.sparse:
+        return torch.zeros_like(parameter)
+    rows = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+    values = parameter.new_empty(0, *parameter.shape[1:])
+    return torch.sparse_coo_tensor(rows, values, parameter.shape, check_invariants=False)
 
 
 def _destinations(parameters: Sequence[Tensor]) -> list[Tensor]:

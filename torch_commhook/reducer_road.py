@@ -11,11 +11,13 @@ import torch
 import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_commhook import _C, collectives
 from torch_commhook.attached import Attached
 from torch_commhook.reducer import Reducer
+from torch_commhook.reducer_join import ReducerJoinable
 from torch_commhook.step_group import StepGroup
 
 _BROADCAST_BYTES = 250 << 20  # in flight, as in DDP
@@ -48,7 +50,7 @@ class ReducerRoad:
         self._group = StepGroup(process_group)
         if init_sync and self._group.size > 1:
             _check_same(parameters, self._group.parent)
-            _broadcast_all(model, self._group.parent)
+            self.broadcast_from(0)
         self._sync = True
         self._sync_of_forward: bool | None = None
         self._broadcast_buffers = broadcast_buffers and self._group.size > 1
@@ -59,7 +61,9 @@ class ReducerRoad:
             sparse=_sparse_names(model),
             as_views=gradient_as_bucket_view,
             should_sync=self._should_sync,
+            on_step=self._on_step,
         )
+        self._joinable = ReducerJoinable(self)
         self._forward_handle = model.register_forward_pre_hook(self._before_forward)
         if isinstance(model, DistributedDataParallel):
             for handle in model._accum_grad_hooks:  # DDP's own, which would average again
@@ -101,6 +105,41 @@ class ReducerRoad:
         finally:
             self._sync = before
 
+    def join(self) -> Join:
+        return Join([self._joinable])
+
+    @property
+    def parent_group(self) -> Any:
+        """The process group that was given."""
+        return self._group.parent
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in it."""
+        return self._group.rank
+
+    @property
+    def device(self) -> torch.device:
+        """Of the first parameter."""
+        return self.reducer.device
+
+    def broadcast_from(self, rank: int) -> None:
+        """Give all ranks one rank's parameters and buffers."""
+        model = self.model()
+        assert model is not None
+        tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+        tensors = [tensor for tensor in tensors if tensor.is_leaf and tensor.numel()]
+        dist._broadcast_coalesced(self._group.parent, tensors, _BROADCAST_BYTES, rank)
+
+    def shadow_step(self) -> None:
+        """Take part in a step of the others, with zeros."""
+        self._joinable.take_part()
+        model = self.model()
+        assert model is not None
+        if model.training and self._broadcast_buffers:
+            self._send_buffers(model, joined=True)
+        self.reducer.shadow_step()
+
     def _close(self) -> None:
         if self._closed:
             return
@@ -129,10 +168,24 @@ class ReducerRoad:
         if not torch.is_grad_enabled():
             return
         sync = self._sync_of_forward = self._wants_sync()
-        if sync and module.training and self._broadcast_buffers:
+        if not sync:
+            return
+        if self._joinable.enabled:
+            _notify(self._joinable)
+        if module.training and self._broadcast_buffers:
             self._send_buffers(module)
 
-    def _send_buffers(self, module: nn.Module) -> None:
+    def _on_step(self, begins: bool) -> None:
+        """Called around each backward that synchronises, where it is not traced."""
+        if begins:
+            self._joinable.notify()  # where the model's own forward was not called
+        else:
+            self._joinable.step_ended()
+
+    def _send_buffers(self, module: nn.Module, joined: bool = False) -> None:
+        source = 0
+        if self._joinable.enabled:  # rank 0 may have no more steps of its own
+            source = self._joinable.common_rank(not joined)
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for buffer in module.buffers():
             if buffer.layout is torch.strided and buffer.numel():
@@ -140,7 +193,7 @@ class ReducerRoad:
         for buffers in by_dtype.values():
             with torch.no_grad():
                 flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
-                sent = collectives.broadcast(flat, group=self._group.parent).wait()
+                sent = collectives.broadcast(flat, src=source, group=self._group.parent).wait()
                 pieces = sent.split([buffer.numel() for buffer in buffers])
                 for buffer, piece in zip(buffers, pieces, strict=True):
                     buffer.copy_(piece.view(buffer.shape))
@@ -165,6 +218,11 @@ def _fuse_again(road: ReducerRoad) -> None:
     _roads_without_fusion.discard(road)
     if not _roads_without_fusion:
         torch._inductor.config._fuse_ddp_communication = _fusion_before
+
+
+@torch.compiler.disable
+def _notify(joinable: ReducerJoinable) -> None:
+    joinable.notify()
 
 
 def _trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -227,10 +285,3 @@ def _check_same(parameters: list[tuple[str, Tensor]], group: Any) -> None:
 def _described(parameter: tuple[str, tuple[int, ...], str]) -> str:
     name, shape, dtype = parameter
     return f"'{name}' of shape {shape} and {dtype}"
-
-
-def _broadcast_all(model: nn.Module, group: Any) -> None:
-    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
-    tensors = [tensor for tensor in tensors if tensor.layout is torch.strided and tensor.numel()]
-    if tensors:
-        dist._broadcast_coalesced(group, tensors, _BROADCAST_BYTES, 0)

@@ -1,0 +1,72 @@
+"""Uneven inputs: a rank that has run out of them takes part in the others' steps with zeros."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+if TYPE_CHECKING:
+    from torch_commhook.reducer_road import ReducerRoad
+
+
+class ReducerJoinable(Joinable):
+    """A road on the module, for ``torch.distributed.algorithms.join.Join``."""
+
+    def __init__(self, road: ReducerRoad) -> None:
+        super().__init__()
+        self.road = road
+        self._notified = False
+
+    @property
+    def enabled(self) -> bool:
+        """Whether a join context is around."""
+        return self._join_config.enable
+
+    def notify(self) -> None:
+        """Tell the ranks that have joined of a step, once."""
+        if self.enabled and not self._notified:
+            self._notified = True
+            Join.notify_join_context(self)
+
+    def take_part(self) -> None:
+        """This rank has joined, and takes part in a step that another one told of."""
+        self._notified = True
+
+    def step_ended(self) -> None:
+        """The next step is to be told of again."""
+        self._notified = False
+
+    def common_rank(self, candidate: bool) -> int:
+        """The highest of the ranks that are candidates."""
+        road = self.road
+        rank = torch.tensor([road.rank if candidate else -1], device=self.join_device)
+        dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=self.join_process_group)
+        return int(rank.item())
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return _Shadow(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.road.device
+
+    @property
+    def join_process_group(self) -> Any:
+        return self.road.parent_group
+
+
+class _Shadow(JoinHook):
+    def __init__(self, joinable: ReducerJoinable) -> None:
+        self._joinable = joinable
+
+    def main_hook(self) -> None:
+        self._joinable.road.shadow_step()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        joinable = self._joinable
+        joinable._join_config = type(joinable._join_config).construct_disabled_join_config()
+        joinable.step_ended()
+        joinable.road.broadcast_from(joinable.common_rank(is_last_joiner))
