@@ -80,6 +80,8 @@ class Mode:
 MODES = [
     Mode("ddp", "eager"),
     Mode("ddp", "compile"),
+    Mode("ddp", "context"),
+    Mode("ddp", "config"),
     Mode("python_reducer", "eager"),
     Mode("python_reducer", "compile"),
     Mode("python_reducer", "context"),

@@ -96,6 +96,11 @@ def _train(rank: int, mode: Mode, hook: str) -> dict[str, Any]:
         "gradients": gradients,
         "captures": captures,
         "breaks": sum(counters["graph_break"].values()),
+        "own_breaks": sum(
+            count
+            for reason, count in counters["graph_break"].items()
+            if "_finish_untraced" in reason
+        ),
         "buckets": len(stats.buckets),
         "steps": stats.steps,
         "bytes": stats.bytes_sent_last_step,
@@ -159,15 +164,20 @@ def test_every_hook_in_every_mode(
         assert result["bytes"] == want["bytes"]
         for got, bits in zip(result["gradients"], want["gradients"], strict=True):
             assert all(torch.equal(a, b) for a, b in zip(got, bits, strict=True)), rank
-        assert result["captures"][0] == result["captures"][-1], "compiled again"
+        # DDP's own forward is compiled anew once its C++ reducer has given way.
+        compiled_once = 1 if mode.model == "ddp" else 0
+        assert result["captures"][compiled_once] == result["captures"][-1], "compiled again"
         if mode.runner == "eager":
             assert result["captures"][-1] == result["breaks"] == 0
         elif mode.compiles_backward:
-            assert result["captures"][-1] == 3  # forward, backward, and the capture of that
-            # PyTorch's own: the call of backward() in a compiled function.
-            own = result["breaks"] - (mode.runner == "config")
-            # Counted once for each of the functions that it is nested in.
-            assert own == 0 if is_traceable(HOOKS[hook][0]()) else own > 0
+            # Forward, backward, and the capture of that.
+            assert mode.model == "ddp" or result["captures"][-1] == 3
+            # One, counted for each of the functions that it is nested in.
+            assert (result["own_breaks"] == 0) == is_traceable(HOOKS[hook][0]())
+            # PyTorch's own are those of DDP's forward, and the call of backward() in a function.
+            if mode.model != "ddp":
+                own = result["breaks"] - result["own_breaks"]
+                assert own == (mode.runner == "config")
 
 
 @pytest.mark.parametrize("hook", HOOKS)

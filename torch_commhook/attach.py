@@ -15,6 +15,7 @@ from torch_commhook._runtime import hook_name
 from torch_commhook.attached import Attached
 from torch_commhook.ddp_road import DdpRoad
 from torch_commhook.metrics import HookStats
+from torch_commhook.step_group import StepGroup
 
 if TYPE_CHECKING:
     from torch_commhook.reducer_road import ReducerRoad
@@ -26,12 +27,20 @@ _roads: weakref.WeakKeyDictionary[torch.nn.Module, DdpRoad | ReducerRoad] = (
 )
 
 
+def _current(road: DdpRoad | ReducerRoad) -> DdpRoad | ReducerRoad:
+    return road.successor if isinstance(road, DdpRoad) and road.successor is not None else road
+
+
 class HookHandle:
     """A hook that is attached to a model. Made by :func:`attach`."""
 
     def __init__(self, road: DdpRoad | ReducerRoad, attached: Attached) -> None:
-        self._road = road
+        self._first_road = road
         self._attached = attached
+
+    @property
+    def _road(self) -> DdpRoad | ReducerRoad:
+        return _current(self._first_road)
 
     @property
     def hook(self) -> Callable[..., Any]:
@@ -154,8 +163,10 @@ def attach(
     model = getattr(model, "_orig_mod", model)  # of one that is compiled
     attached = Attached.checked(hook, state)
     road = _roads.get(model)
-    if road is not None and not road.is_alive:
-        road = None
+    if road is not None:
+        road = _current(road)
+        if not road.is_alive:
+            road = None
     if road is not None and road.attached is not None:
         raise RuntimeError(
             f"attach: hook '{road.attached.name}' is attached to this model already; remove() it, "
@@ -196,14 +207,7 @@ def _new_road(model: torch.nn.Module, settings: dict[str, Any]) -> DdpRoad | Red
     from torch_commhook.reducer_road import ReducerRoad
 
     if isinstance(model, DistributedDataParallel):
-        return ReducerRoad(
-            model,
-            process_group=model.process_group,
-            bucket_cap_mb=model.bucket_bytes_cap / (1 << 20),
-            gradient_as_bucket_view=model.gradient_as_bucket_view,
-            broadcast_buffers=model.broadcast_buffers,
-            init_sync=False,
-        )
+        return ReducerRoad.of_ddp(model, StepGroup(model.process_group))
 
     def setting(name: str, default: Any) -> Any:
         return default if settings[name] is None else settings[name]
@@ -213,7 +217,7 @@ def _new_road(model: torch.nn.Module, settings: dict[str, Any]) -> DdpRoad | Red
         raise ValueError(f"attach: bucket_cap_mb must be positive, got {capacity}")
     return ReducerRoad(
         model,
-        process_group=settings["process_group"],
+        group=StepGroup(settings["process_group"]),
         bucket_cap_mb=capacity,
         gradient_as_bucket_view=setting("gradient_as_bucket_view", False),
         broadcast_buffers=setting("broadcast_buffers", True),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,9 @@ from torch_commhook.bucket import GradBucket
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.metrics import count_bucket
 from torch_commhook.step_group import StepGroup
+
+if TYPE_CHECKING:
+    from torch_commhook.reducer_road import ReducerRoad
 
 #: How long a hook that failed waits for the buckets in flight before it.
 _DRAIN_SECONDS = 60.0
@@ -43,6 +46,8 @@ class DdpRoad:
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._group = StepGroup(model.process_group)
+        #: The road that has taken this one's place.
+        self.successor: ReducerRoad | None = None
         self.attached: Attached | None = None
         self._running: Attached | None = None  # in this backward
         self._plain = allreduce()
@@ -63,6 +68,9 @@ class DdpRoad:
             self._group.timeout.total_seconds(),
             _DRAIN_SECONDS,
         )
+        road = weakref.ref(self)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        _C.call_before_capture(parameters, torch.compiler.disable(lambda: _give_way(road)))
 
     def _run(
         self, torch_bucket: dist.GradBucket, first: bool, rebuilt: bool
@@ -106,6 +114,23 @@ class DdpRoad:
         """Whether the model still exists."""
         return self.model() is not None
 
+    def give_way(self) -> bool:
+        """Let our own reducer take over for good, where a hook is attached.
+
+        DDP's C++ reducer refuses compiled autograd. What it has registered with autograd goes, and
+        DDP is told that it has a Python reducer, which asks nothing of the other.
+        """
+        from torch_commhook.reducer_road import ReducerRoad
+
+        model = self.model()
+        if model is None or self.attached is None:
+            return False
+        model.reducer._remove_autograd_hooks()
+        model._use_python_reducer = True
+        self.successor = ReducerRoad.of_ddp(model, self._group)
+        self.successor.attached, self.attached = self.attached, None
+        return True
+
     def no_sync(self) -> AbstractContextManager[None]:
         model = self.model()
         return nullcontext() if model is None else model.no_sync()
@@ -113,3 +138,8 @@ class DdpRoad:
     def join(self) -> AbstractContextManager[Any]:
         model = self.model()
         return nullcontext() if model is None else model.join()
+
+
+def _give_way(road: weakref.ref[DdpRoad]) -> bool:
+    own = road()
+    return own is None or own.give_way()

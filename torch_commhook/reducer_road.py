@@ -28,7 +28,7 @@ class ReducerRoad:
 
     Args:
         model: a module, or a DDP that was made with the Python reducer.
-        process_group: the ranks; None for the default group.
+        group: the ranks.
         bucket_cap_mb: capacity of a bucket, in MiB.
         gradient_as_bucket_view: gradients stay in the buckets' memory.
         broadcast_buffers: rank 0's buffers go to all ranks before each training step.
@@ -39,7 +39,7 @@ class ReducerRoad:
         self,
         model: nn.Module,
         *,
-        process_group: Any = None,
+        group: StepGroup,
         bucket_cap_mb: float,
         gradient_as_bucket_view: bool,
         broadcast_buffers: bool,
@@ -47,7 +47,7 @@ class ReducerRoad:
     ) -> None:
         self.model = weakref.ref(model)
         parameters = _trainable(model)
-        self._group = StepGroup(process_group)
+        self._group = group
         if init_sync and self._group.size > 1:
             _check_same(parameters, self._group.parent)
             self.broadcast_from(0)
@@ -71,6 +71,18 @@ class ReducerRoad:
             model._accum_grad_hooks.clear()
         _dont_fuse(self)
         self._closed = False
+
+    @classmethod
+    def of_ddp(cls, model: DistributedDataParallel, group: StepGroup) -> ReducerRoad:
+        """One with the settings of a DDP, whose own hooks it takes off."""
+        return cls(
+            model,
+            group=group,
+            bucket_cap_mb=model.bucket_bytes_cap / (1 << 20),
+            gradient_as_bucket_view=model.gradient_as_bucket_view,
+            broadcast_buffers=model.broadcast_buffers,
+            init_sync=False,
+        )
 
     @property
     def attached(self) -> Attached | None:

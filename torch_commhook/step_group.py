@@ -82,6 +82,7 @@ class StepGroup:
 
         Raises:
             RuntimeError: some ranks do not come within the group's timeout.
+            PeerError: a rank has come, and failed again since.
         """
         if self._open:  # the last step was left by an exception that nobody told of
             _log.warning("%s", self.explain("backward() was left by an exception"))
@@ -93,7 +94,7 @@ class StepGroup:
         """Connect anew where the last step failed; all ranks do.
 
         Raises:
-            RuntimeError: as :meth:`begin`.
+            RuntimeError, PeerError: as :meth:`begin`.
         """
         if not self._broken:
             return
@@ -102,6 +103,8 @@ class StepGroup:
                 self._store_of_epoch(), self.rank, self.size, timeout=self.timeout
             )
         except RuntimeError as error:
+            if self._reason() is not None:  # another rank was quick to fail again
+                raise self.explain(error) from error
             raise RuntimeError(
                 f"torch_commhook: rank {self.rank} could not reach the other ranks again after "
                 "the last step failed; every rank has to go on with another backward()"

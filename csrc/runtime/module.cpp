@@ -2,6 +2,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "runtime/backends.h"
+#include "runtime/capture_notice.h"
 #include "runtime/ddp_hook.h"
 #include "runtime/future_cast.h"
 #include "runtime/grad_bucket.h"
@@ -49,6 +50,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::call_guard<py::gil_scoped_release>());
   m.def("cast_into", &commhook::cast_into, py::arg("returned"), py::arg("destination"),
         py::arg("dtype"), py::arg("where"));
+  m.def("call_before_capture", &commhook::call_before_capture, py::arg("parameters"),
+        py::arg("callback"));
   m.def("drop_backends", &commhook::drop_backends, py::arg("group"),
         py::call_guard<py::gil_scoped_release>());
   m.def(
