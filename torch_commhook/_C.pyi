@@ -28,7 +28,10 @@ def bucket_count(bucket: TorchGradBucket) -> int: ...
 def sparse_grad_indices(bucket: TorchGradBucket) -> Tensor | None: ...
 def register_ddp_hook(
     reducer: Any,
-    runner: Callable[[TorchGradBucket, bool, bool], tuple[str, Any, torch.dtype]],
+    runner: Callable[
+        [TorchGradBucket, bool, bool],
+        tuple[str, Any, torch.dtype, Callable[[Tensor], Tensor] | None],
+    ],
     choose_delivery: Callable[[], str],
     end_step: Callable[[BaseException | None], None],
     timeout_seconds: float,

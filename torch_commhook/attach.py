@@ -8,11 +8,14 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from torch_commhook import _C
 from torch_commhook._runtime import hook_name
 from torch_commhook.attached import Attached
+from torch_commhook.bucket import GradBucket
 from torch_commhook.ddp_road import DdpRoad
 from torch_commhook.metrics import HookStats
 from torch_commhook.step_group import StepGroup
@@ -76,8 +79,53 @@ class HookHandle:
                 f"HookHandle.replace: hook '{self._attached.name}' is not attached any more; "
                 "use attach()"
             )
-        self._attached = Attached.checked(hook, state)
-        self._road.attached = self._attached
+        replacement = Attached.checked(hook, state)
+        replacement.stages = self._attached.stages
+        self._attached = self._road.attached = replacement
+
+    # ---- around the hook -------------------------------------------------------------------------
+
+    def register_buffer_prehook(
+        self, hook: Callable[[GradBucket], Tensor | None]
+    ) -> RemovableHandle:
+        """Call ``hook(bucket)`` first with each bucket. It may return another buffer.
+
+        This hook and the next three stay when the communication hook is replaced. What they return
+        is checked as autograd checks its hooks: ``TypeError`` for something else than asked for,
+        ``RuntimeError`` for another number, dtype, layout, device or size. Under compiled autograd
+        they are traced together with the communication hook.
+        """
+        return self._attached.stages.register("buffer_prehooks", hook)
+
+    def register_prehook(
+        self, hook: Callable[[tuple[Tensor, ...]], tuple[Tensor | None, ...] | None]
+    ) -> RemovableHandle:
+        """Call ``hook(gradients)`` before the communication hook.
+
+        ``gradients`` is a tuple of views of the bucket's buffer, in its parameters' order. The hook
+        may return a tuple of others, None in it for those that stay.
+        """
+        return self._attached.stages.register("prehooks", hook)
+
+    def register_posthook(
+        self,
+        hook: Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Tensor | None, ...] | None],
+    ) -> RemovableHandle:
+        """Call ``hook(reduced, local)`` with each bucket's result, before it is written.
+
+        Both are tuples of gradients: as the communication hook has made them, and as they were
+        before it. The hook may return a tuple of others for ``reduced``.
+        """
+        return self._attached.stages.register("posthooks", hook)
+
+    def register_post_accumulate_hook(self, hook: Callable[[GradBucket], None]) -> RemovableHandle:
+        """Call ``hook(bucket)`` for each bucket when all gradients are written.
+
+        The gradients are those of ``bucket.parameters()``. The hook must return None.
+        """
+        return self._attached.stages.register("post_accumulate_hooks", hook)
+
+    # ---- around a step ---------------------------------------------------------------------------
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let gradients add up on each rank, without communication, inside a ``with`` block.

@@ -7,12 +7,33 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torch_commhook import _C
 from torch_commhook._runtime import check_hook, hook_name, run_hook
 from torch_commhook.bucket import GradBucket
+from torch_commhook.bucket_stages import BucketStages
 from torch_commhook.hooks.base import Hook, checked_result_dtype
 from torch_commhook.metrics import BucketTraffic, HookStats, TracedSteps, WireMeter, counting
+
+
+@dataclass(eq=False)
+class Running:
+    """A hook on its way with one bucket.
+
+    Attributes:
+        future: a Future of the result.
+        dtype: that the result must have.
+        where: names hook and bucket.
+        traffic: what it put on the wire (None bytes where it went past the library's collectives).
+        local: the gradients before the hook, where post-hooks will ask for them.
+    """
+
+    future: Any
+    dtype: torch.dtype
+    where: str
+    traffic: BucketTraffic
+    local: tuple[Tensor, ...] | None
 
 
 @dataclass(eq=False)
@@ -23,6 +44,7 @@ class Attached:
     state: object
     name: str
     traceable: bool
+    stages: BucketStages = field(default_factory=BucketStages)
     stats: HookStats = field(default_factory=HookStats)
     traced_steps: TracedSteps = field(default_factory=TracedSteps)
 
@@ -40,6 +62,17 @@ class Attached:
                 f"got {_C.type_name(state)}"
             )
         return cls(hook, state, hook_name(hook), is_traceable(hook))
+
+    def start(self, bucket: GradBucket, where: str) -> Running:
+        """Run the stages before the hook, and start it.
+
+        Args:
+            bucket: the bucket.
+            where: names hook and bucket.
+        """
+        local = self.stages.before(bucket, where)
+        result, dtype, traffic = self.run(bucket)
+        return Running(_C.as_future(result, where), dtype, where, traffic, local)
 
     def run(self, bucket: GradBucket) -> tuple[Any, torch.dtype, BucketTraffic]:
         """Start the hook on a bucket.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_commhook import _C
@@ -15,6 +17,7 @@ from torch_commhook.attached import Attached
 from torch_commhook.bucket import GradBucket
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.metrics import count_bucket
+from torch_commhook.results import hook_on_bucket
 from torch_commhook.step_group import StepGroup
 
 if TYPE_CHECKING:
@@ -74,7 +77,7 @@ class DdpRoad:
 
     def _run(
         self, torch_bucket: dist.GradBucket, first: bool, rebuilt: bool
-    ) -> tuple[str, Any, torch.dtype]:
+    ) -> tuple[str, Any, torch.dtype, Callable[[Tensor], Tensor] | None]:
         """Called by the reducer for each bucket that is full (csrc/runtime/ddp_hook.h)."""
         if first:
             self._running = self.attached
@@ -92,22 +95,42 @@ class DdpRoad:
         attached = self._running
         if attached is None:
             bucket._process_group = self._group.parent
-            return "none", self._plain.average(bucket), bucket.buffer().dtype
+            return "none", self._plain.average(bucket), bucket.buffer().dtype, None
         bucket._process_group = self._group.group_for(bucket.device())
-        result, dtype, traffic = attached.run(bucket)
-        count_bucket(attached.stats, index, bucket.bucket_count(), traffic, first=first)
-        return attached.name, result, dtype
+        count = bucket.bucket_count()
+        where = hook_on_bucket(attached.name, index, count)
+        running = attached.start(bucket, where)
+        count_bucket(attached.stats, index, count, running.traffic, first=first)
+        local = running.local
+        if local is None:
+            return attached.name, running.future, running.dtype, None
+
+        def after(result: Tensor) -> Tensor:
+            return attached.stages.after(bucket, result, local, where)
+
+        return attached.name, running.future, running.dtype, after
 
     def _end_step(self, error: BaseException | None) -> None:
         if self._running is None:
             return
         if error is None:
             self._group.end()
+            if self._running.stages.has_post_accumulate_hooks:
+                # Once the reducer has written the last gradients.
+                engine = torch.autograd.Variable._execution_engine
+                engine.queue_callback(self._run_post_accumulate_hooks)
             return
         explained = self._group.explain(error) if self._group.ended_by_peer(error) else None
         self._group.fail(f"{type(error).__name__}: {error}")
         if explained is not None:
             raise explained from error
+
+    def _run_post_accumulate_hooks(self) -> None:
+        attached = self._running
+        assert attached is not None
+        for index, bucket in sorted(self._buckets.items()):
+            where = hook_on_bucket(attached.name, index, bucket.bucket_count())
+            attached.stages.done(bucket, where)
 
     @property
     def is_alive(self) -> bool:

@@ -26,8 +26,8 @@ from torch._dynamo import compiled_autograd
 from torch.utils.hooks import RemovableHandle
 
 from torch_commhook import _C, collectives
-from torch_commhook.attached import Attached
-from torch_commhook.metrics import count_bucket
+from torch_commhook.attached import Attached, Running
+from torch_commhook.metrics import BucketTraffic, count_bucket
 from torch_commhook.reducer_buckets import (
     BucketState,
     ReducerBucket,
@@ -42,7 +42,7 @@ from torch_commhook.reducer_tracing import (
     hooks_of,
     leave_to_python,
     participants,
-    run_traced,
+    start_traced,
 )
 from torch_commhook.results import checked_result, hook_on_bucket
 from torch_commhook.step_group import StepGroup
@@ -170,9 +170,7 @@ class Reducer:
                 bucket = self._buckets[self._next]
                 self._start(bucket, [_zeros(bucket, p) for p in bucket.parameters])
             for bucket in self._buckets:
-                assert bucket.bucket is not None
-                future, dtype, where, _ = bucket.future
-                checked_result(self._wait(future, where), bucket.bucket, dtype, where)
+                self._result(bucket)
             if self.group.recovers:
                 self.group.commit(torch.zeros(len(self._parameters), dtype=torch.uint8))
             self._step_ended()
@@ -324,17 +322,15 @@ class Reducer:
             gradients = _gradients(bucket)
         group = self.group.group_for(bucket.device)
         bucket.bucket = ReducerBucket(bucket, gradients, len(self._buckets), group)
+        where = hook_on_bucket(attached.name, bucket.index, len(self._buckets))
         if _is_compiling():
-            where = hook_on_bucket(attached.name, bucket.index, len(self._buckets))
             try:
-                bucket.future = run_traced(attached, bucket.bucket, where)
+                bucket.running = start_traced(attached, bucket.bucket, where)
             except Exception:
                 self._leave_trace()
             return
         try:
-            result, dtype, traffic = attached.run(bucket.bucket)
-            where = hook_on_bucket(attached.name, bucket.index, len(self._buckets))
-            bucket.future = _C.as_future(result, where), dtype, where, traffic
+            bucket.running = attached.start(bucket.bucket, where)
         except BaseException as error:
             self._abort(error)
 
@@ -364,10 +360,7 @@ class Reducer:
             self._start(self._buckets[self._next])
         late = []
         for bucket in self._buckets:
-            assert bucket.bucket is not None
-            future, dtype, where, _ = bucket.future
-            value = self._wait(future, where)
-            result = checked_result(value, bucket.bucket, dtype, where)
+            result = self._result(bucket)
             if bucket.pending:
                 late.append((bucket, result))
             else:
@@ -377,13 +370,30 @@ class Reducer:
             self.group.commit(used)
         for bucket, result in late:
             self._write_used(bucket, result, used.tolist())
-        assert self._running is not None
+        attached, count = self._running, len(self._buckets)
+        assert attached is not None
         for bucket in self._buckets:
-            index, traffic = bucket.index, bucket.future[3]
-            count = len(self._buckets)
-            count_bucket(self._running.stats, index, count, traffic, first=index == 0)
+            index = bucket.index
+            count_bucket(attached.stats, index, count, _traffic(bucket), first=index == 0)
         self._accumulated = False
+        self._run_post_accumulate_hooks(attached)
         self._step_ended()
+
+    def _result(self, bucket: BucketState) -> Tensor:
+        """Wait for what the hook gives, check it, and run the post-hooks."""
+        running, attached = bucket.running, self._running
+        assert running is not None and bucket.bucket is not None and attached is not None
+        value = running.future.wait() if _is_compiling() else self._wait(running)
+        result = checked_result(value, bucket.bucket, running.dtype, running.where)
+        if running.local is None:
+            return result
+        return attached.stages.after(bucket.bucket, result, running.local, running.where)
+
+    def _run_post_accumulate_hooks(self, attached: Attached) -> None:
+        if attached.stages.has_post_accumulate_hooks:
+            for bucket in self._buckets:
+                assert bucket.running is not None and bucket.bucket is not None
+                attached.stages.done(bucket.bucket, bucket.running.where)
 
     def _step_ended(self) -> None:
         in_eager = self._task != _COMPILED
@@ -392,13 +402,13 @@ class Reducer:
         if in_eager:
             self._rebuild()
 
-    def _wait(self, future: Any, where: str) -> Any:
+    def _wait(self, running: Running) -> Any:
+        future, seconds = running.future, self.group.timeout.total_seconds()
         if isinstance(future, collectives.TracedFuture):  # from before the graph was broken
             return future.wait()
-        if not future.done() and not _C.wait_for(future, self.group.timeout.total_seconds()):
+        if not future.done() and not _C.wait_for(future, seconds):
             raise TimeoutError(
-                f"{where}: its Future is not complete after {self.group.timeout.total_seconds():g} "
-                "seconds"
+                f"{running.where}: its Future is not complete after {seconds:g} seconds"
             )
         return future.wait()
 
@@ -473,9 +483,7 @@ class Reducer:
             self._start(self._buckets[self._next])
         results = []
         for bucket in self._buckets:
-            assert bucket.bucket is not None
-            future, dtype, where, _ = bucket.future
-            result = checked_result(future.wait(), bucket.bucket, dtype, where)
+            result = self._result(bucket)
             results.append(result)
             parameters = [parameter for parameter in bucket.arrived if parameter is not None]
             if bucket.pending == 0:
@@ -485,7 +493,7 @@ class Reducer:
             self._used.copy_(used)
             used = self._used
             commit_step(used, results, self.group.name)
-        attached.traced_steps.add([bucket.future[3] for bucket in self._buckets])
+        attached.traced_steps.add([_traffic(bucket) for bucket in self._buckets])
         late = [
             (bucket, result)
             for bucket, result in zip(self._buckets, results, strict=True)
@@ -494,6 +502,7 @@ class Reducer:
         if late:
             self._write_late(late, used)
         self._accumulated = False
+        self._run_post_accumulate_hooks(attached)
         self._reset()
 
     @torch.compiler.disable
@@ -519,9 +528,9 @@ class Reducer:
     def _abort(self, error: BaseException) -> None:
         """End this backward on all ranks, and raise."""
         for bucket in self._buckets:
-            if bucket.future is None:
+            if bucket.running is None:
                 continue
-            future = bucket.future[0]
+            future = bucket.running.future
             with suppress(Exception):
                 if isinstance(future, collectives.TracedFuture):
                     future.wait()
@@ -565,6 +574,11 @@ def _is_nested() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _traffic(bucket: BucketState) -> BucketTraffic:
+    assert bucket.running is not None
+    return bucket.running.traffic
 
 
 def _gradients(bucket: BucketState) -> list[Tensor]:

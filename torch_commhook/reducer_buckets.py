@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook import _C, _ops
+from torch_commhook.attached import Running
 from torch_commhook.bucket import BucketLayout, GradBucket
 
 #: As in DDP: a small first bucket, so that communication begins early in backward.
@@ -38,7 +39,8 @@ class BucketState:
         parameters: the parameters.
         pending: how many of them have no gradient yet in this backward.
         arrived: those that have one, in their place; None for the others.
-        future: what the hook has given in this backward.
+        bucket: what the hook was given in this backward.
+        running: what it has given.
     """
 
     __slots__ = (
@@ -46,13 +48,13 @@ class BucketState:
         "bucket",
         "device",
         "dtype",
-        "future",
         "index",
         "layout",
         "members",
         "numel",
         "parameters",
         "pending",
+        "running",
         "sparse",
         "storage",
         "views",
@@ -80,16 +82,14 @@ class BucketState:
         self.views: list[Tensor] | None = None
         if as_views and not sparse:
             self.views = self.layout.views(self.make_storage())
-        self.future: Any = None
-        self.bucket: ReducerBucket | None = None
         self.reset()
 
     def reset(self) -> None:
         """Wait for the gradients of the next backward."""
         self.pending = len(self.parameters)
         self.arrived: list[Tensor | None] = [None] * len(self.parameters)
-        self.future = None
-        self.bucket = None
+        self.running: Running | None = None
+        self.bucket: ReducerBucket | None = None
 
     def make_storage(self) -> Tensor:
         """The memory of the bucket's buffer, which stays from step to step."""

@@ -12,7 +12,7 @@ from torch._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo.external_utils import call_hook
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 
-from torch_commhook.attached import Attached
+from torch_commhook.attached import Attached, Running
 from torch_commhook.bucket import GradBucket
 from torch_commhook.collectives import TracedFuture
 from torch_commhook.hooks.base import Hook
@@ -54,19 +54,14 @@ def leave_to_python(hook: Callable[..., None]) -> None:
     set_code_exec_strategy(call_hook.__code__, FrameExecStrategy(skip, default))
 
 
-def run_traced(
-    attached: Attached, bucket: GradBucket, where: str
-) -> tuple[TracedFuture, torch.dtype, str, tuple[int, torch.dtype, int | None]]:
-    """Start a hook on a bucket while a compiler traces.
-
-    Returns:
-        A future of the result, the dtype that it must have, who gives it, and the bucket's
-        elements, dtype and bytes on the wire.
+def start_traced(attached: Attached, bucket: GradBucket, where: str) -> Running:
+    """:meth:`Attached.start` while a compiler traces.
 
     Raises:
         TypeError: the hook gave nothing that could be waited for.
     """
     hook = attached.hook
+    local = attached.stages.before(bucket, where)
     before = TRACED_METER.collectives, TRACED_METER.bytes_sent
     if isinstance(hook, Hook):
         dtype = hook.result_dtype(bucket)
@@ -88,7 +83,7 @@ def run_traced(
             f"{where}: a traced hook must return a tensor, or what torch_commhook.collectives "
             f"return, got {type(result).__qualname__}"
         )
-    return future, dtype, where, (bucket.numel(), bucket.dtype(), sent)
+    return Running(future, dtype, where, (bucket.numel(), bucket.dtype(), sent), local)
 
 
 # ---- steps ---------------------------------------------------------------------------------------

@@ -123,6 +123,9 @@ c10::intrusive_ptr<Future> DdpHook::start(c10d::GradBucket& bucket, Running& run
                     bucket.getBuffer());
     spec.dtype = ran[2].cast<at::ScalarType>();
     const py::object future = as_future(ran[1], spec.where);
+    if (!ran[3].is_none()) {
+      running.after = std::make_unique<PyRef>(py::object(ran[3]));
+    }
     running.spec.emplace(std::move(spec));
     return future.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()->fut;
   } catch (py::error_already_set& error) {
@@ -293,7 +296,16 @@ at::Tensor DdpHook::parseHookResult(const c10::IValue& result) {
       std::rethrow_exception(running->failure);
     }
     const auto& spec = *running->spec;
-    auto delivered = deliver(*running, check_result(tensor_in(elements[1], spec.where), spec));
+    auto checked = check_result(tensor_in(elements[1], spec.where), spec);
+    if (running->after) {
+      py::gil_scoped_acquire gil;
+      try {
+        checked = running->after->get()(checked).cast<at::Tensor>();
+      } catch (py::error_already_set& raised) {
+        std::rethrow_exception(persistent(raised));
+      }
+    }
+    auto delivered = deliver(*running, checked);
     ++written_;
     if (const auto next = std::next(current); next != running_.end()) {
       await(*next->second);

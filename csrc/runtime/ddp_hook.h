@@ -28,9 +28,9 @@ void register_ddp_hook(c10d::Reducer& reducer, pybind11::object runner,
 class DdpHook : public c10d::CommHookInterface {
  public:
   // runner(bucket: torch.distributed.GradBucket, first: bool, rebuilt: bool) ->
-  //     (hook, returned, dtype):
-  // the name of the hook for errors, what it returned (a Future or a tensor), and the dtype that
-  // the result must have. `first` says that a backward begins; `rebuilt`, that the bucket holds
+  //     (hook, returned, dtype, after):
+  // the name of the hook for errors, what it returned (a Future or a tensor), the dtype that the
+  // result must have, and a function that makes of the result what is to be written, or None. `first` says that a backward begins; `rebuilt`, that the bucket holds
   // other parameters than it held when the runner last saw its index.
   //
   // choose_delivery() -> "reducer", "buffer" or "write" says who brings results into the gradients:
@@ -77,6 +77,7 @@ class DdpHook : public c10d::CommHookInterface {
   struct Running {
     std::vector<at::Tensor> parameters;
     at::Tensor buffer;
+    std::unique_ptr<PyRef> after;    // null where the result is written as it is
     std::optional<ResultSpec> spec;  // missing where the hook did not come to give a result
     // What the reducer waits for, a Future of (number, value).
     c10::intrusive_ptr<c10::ivalue::Future> future;

@@ -1,0 +1,163 @@
+"""Hooks around the communication hook: the stages of a bucket's life.
+
+    buffer pre-hooks, pre-hooks, the communication hook, post-hooks, gradients written,
+    post-accumulate hooks
+
+Each stage checks what its hooks return as autograd does for its own, in every mode.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from torch_commhook import _C
+from torch_commhook._runtime import hook_name
+from torch_commhook.bucket import GradBucket
+
+_Hooks = OrderedDict[int, tuple[Callable[..., Any], str]]
+
+
+class BucketStages:
+    """The hooks of each stage, in order of registration."""
+
+    def __init__(self) -> None:
+        self.buffer_prehooks: _Hooks = OrderedDict()
+        self.prehooks: _Hooks = OrderedDict()
+        self.posthooks: _Hooks = OrderedDict()
+        self.post_accumulate_hooks: _Hooks = OrderedDict()
+
+    def register(self, stage: str, hook: Callable[..., Any]) -> RemovableHandle:
+        """Add a hook to a stage.
+
+        Raises:
+            TypeError: it is not callable.
+        """
+        if not callable(hook):
+            raise TypeError(f"a hook must be callable, got {_C.type_name(hook)}")
+        hooks: _Hooks = getattr(self, stage)
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook, hook_name(hook)
+        return handle
+
+    @property
+    def has_post_accumulate_hooks(self) -> bool:
+        """Whether :meth:`done` has anything to do."""
+        return bool(_hooks(self.post_accumulate_hooks))
+
+    def before(self, bucket: GradBucket, where: str) -> tuple[Tensor, ...] | None:
+        """What comes before the communication hook.
+
+        Returns:
+            The gradients as they are then, if post-hooks will ask for them.
+        """
+        with torch.no_grad():
+            for hook, name in _hooks(self.buffer_prehooks):
+                result = hook(bucket)
+                buffer = bucket.buffer()
+                if result is None or result is buffer:
+                    continue
+                _check_value(result, buffer, f"{where}: buffer pre-hook '{name}'")
+                bucket.set_buffer(result)
+            if _hooks(self.prehooks):
+                values = list(bucket.gradients())
+                _write(bucket, values, self._run_all(self.prehooks, values, (), where, "pre-hook"))
+            if not _hooks(self.posthooks):
+                return None
+            return tuple(gradient.clone() for gradient in bucket.gradients())
+
+    def after(
+        self, bucket: GradBucket, result: Tensor, local: tuple[Tensor, ...], where: str
+    ) -> Tensor:
+        """The post-hooks, on a result that has been checked.
+
+        Returns:
+            The result, in the bucket's dtype.
+        """
+        with torch.no_grad():
+            result = result.to(bucket.dtype())
+            reduced = [result] if bucket.is_sparse() else bucket.layout().views(result)
+            new = self._run_all(self.posthooks, reduced, (local,), where, "post-hook")
+            if bucket.is_sparse():
+                return new[0]
+            for before, after in zip(reduced, new, strict=True):
+                if after is not before:
+                    before.copy_(after)
+            return result
+
+    def done(self, bucket: GradBucket, where: str) -> None:
+        """The post-accumulate hooks, when all gradients are written."""
+        with torch.no_grad():
+            for hook, name in _hooks(self.post_accumulate_hooks):
+                result = hook(bucket)
+                if result is not None:
+                    raise RuntimeError(
+                        f"{where}: post-accumulate hook '{name}' should return None, "
+                        f"but returned '{type(result).__name__}'"
+                    )
+
+    @staticmethod
+    def _run_all(
+        hooks: _Hooks, values: Sequence[Tensor], others: tuple[Any, ...], where: str, kind: str
+    ) -> list[Tensor]:
+        current = list(values)
+        for hook, name in _hooks(hooks):
+            given = tuple(current)
+            result = hook(given, *others)
+            if result is None:
+                continue
+            which = f"{where}: {kind} '{name}'"
+            if not isinstance(result, tuple):
+                raise TypeError(
+                    f"{which}: expected tuple, but hook returned '{type(result).__name__}'"
+                )
+            if len(result) != len(given):
+                raise RuntimeError(
+                    f"{which}: hook has returned an incorrect number of values (got "
+                    f"{len(result)}, but expected {len(given)})"
+                )
+            for i, value in enumerate(result):
+                if value is None or value is given[i]:
+                    continue
+                _check_value(value, given[i], f"{which}, value {i}")
+                current[i] = value
+        return current
+
+
+def _hooks(stage: _Hooks) -> list[tuple[Callable[..., Any], str]]:
+    """The hooks of a stage at this moment: one that is removed meanwhile still runs.
+
+    Also where only their presence is asked for: torch 2.13's compiler guards the values of an
+    ordered dict, but not whether it is empty.
+    """
+    return list(stage.values())
+
+
+def _write(bucket: GradBucket, before: list[Tensor], after: list[Tensor]) -> None:
+    if bucket.is_sparse():
+        bucket.set_buffer(after[0])
+        return
+    for old, new in zip(before, after, strict=True):
+        if new is not old:
+            old.copy_(new)
+
+
+def _check_value(value: object, was: Tensor, which: str) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{which}: expected Tensor, but hook returned '{type(value).__name__}'")
+    for what in ("dtype", "layout", "device"):
+        if getattr(value, what) != getattr(was, what):
+            raise RuntimeError(
+                f"{which}: hook has changed the type of value ({what} was {getattr(was, what)}, "
+                f"got {getattr(value, what)})"
+            )
+    if value.shape != was.shape:
+        raise RuntimeError(
+            f"{which}: hook has changed the size of value (was {tuple(was.shape)}, "
+            f"got {tuple(value.shape)})"
+        )
