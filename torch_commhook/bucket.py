@@ -87,6 +87,13 @@ class BucketLayout:
             ValueError: the buffer is not one-dimensional and contiguous, or of another length.
         """
         self._check(buffer)
+        if torch.compiler.is_compiling():  # which takes no writes to as_strided views
+            return [
+                _in_shape(buffer.narrow(0, offset, length), size, order)
+                for offset, length, size, order in zip(
+                    self.offsets, self.lengths, self.sizes, self._orders, strict=True
+                )
+            ]
         return [
             buffer.narrow(0, offset, length).as_strided(size, stride)
             for offset, length, size, stride in zip(
@@ -150,6 +157,13 @@ class BucketLayout:
                 f"BucketLayout: buffer must be contiguous, of shape ({self.numel},), "
                 f"got shape {tuple(buffer.shape)} with strides {buffer.stride()}"
             )
+
+
+def _in_shape(piece: Tensor, size: torch.Size, order: tuple[int, ...] | None) -> Tensor:
+    if order is None:
+        return piece.view(size)
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return piece.view([size[d] for d in order]).permute(inverse)
 
 
 def _row_major_strides(size: torch.Size) -> tuple[int, ...]:
