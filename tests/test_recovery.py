@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import random
+import re
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from modes import BUCKET_CAP_MB, MODES, Mode
 from rank_pool import RankPool
 from test_modes import batch, module
 from torch import nn
 
-from torch_commhook import GradBucket, PeerError, attach, collectives, traceable
+from torch_commhook import GradBucket, PeerError, attach, collectives, hooks, traceable
 
 STEPS = 50
 
@@ -51,7 +54,7 @@ def _flaky(rank: int, mode: Mode, traced: bool) -> dict[str, Any]:
     options = {"bucket_cap_mb": BUCKET_CAP_MB} if mode.model == "module" else {}
     handle = attach(model, hook, **options)
     dice = random.Random(3)
-    own, peers, slowest = 0, 0, 0.0
+    own, peers = 0, 0
     with mode.step_function(model) as step:
         for number in range(2):
             model.zero_grad()
@@ -61,7 +64,6 @@ def _flaky(rank: int, mode: Mode, traced: bool) -> dict[str, Any]:
             fails, bucket = dice.randrange(2), dice.randrange(buckets)
             hook.fails_on = bucket if fails == rank else -1
             model.zero_grad()
-            begin = time.monotonic()
             try:
                 step(batch(rank, number))
                 raise AssertionError("no exception")
@@ -76,14 +78,13 @@ def _flaky(rank: int, mode: Mode, traced: bool) -> dict[str, Any]:
                 assert fails != rank and mode.compiles_backward and traced, error
                 assert "by peer" in str(error)
                 peers += 1
-            slowest = max(slowest, time.monotonic() - begin)
             hook.fails_on = -1
             if number % 5 == 0 or number == STEPS - 1:
                 model.zero_grad()
                 step(batch(rank, 1))
                 got = gradients(model)
     handle.remove()
-    return {"own": own, "peers": peers, "gradients": got, "buckets": buckets, "slowest": slowest}
+    return {"own": own, "peers": peers, "gradients": got, "buckets": buckets}
 
 
 def _healthy(rank: int) -> list[torch.Tensor]:
@@ -99,9 +100,148 @@ def _healthy(rank: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("mode", [mode for mode in MODES if not mode.fullgraph], ids=str)
 def test_fifty_steps_that_fail(two_ranks: RankPool, mode: Mode, traced: bool) -> None:
     results = two_ranks.run(_flaky, mode, traced, timeout=180)
-    print(mode, traced, [(r["own"], r["peers"], r["buckets"], r["slowest"]) for r in results])
     assert results[0]["own"] + results[1]["own"] == STEPS
     assert results[0]["peers"] + results[1]["peers"] == STEPS
     for result, want in zip(results, two_ranks.run(_healthy), strict=True):
         assert result["buckets"] > 2
         assert all(torch.equal(a, b) for a, b in zip(result["gradients"], want, strict=True))
+
+
+# ---- other ways to fail --------------------------------------------------------------------------
+
+TIMEOUT_SECONDS = 3
+
+
+class Broken:
+    """Averages, except where it is told not to."""
+
+    def __init__(self) -> None:
+        self.how = ""
+
+    def __call__(self, state: object, bucket: GradBucket) -> Any:
+        group = bucket.process_group()
+        if self.how == "returns None" and bucket.index() == 1:
+            return None
+        future = collectives.all_reduce(bucket.buffer() / group.size(), group=group)
+        if self.how == "never completes" and bucket.index() == 1:
+            return torch.futures.Future()
+        if self.how == "too long" and bucket.index() == 1:
+            return future.then(lambda done: torch.ones(3))
+        if self.how == "callback raises" and bucket.index() == 1:
+            return future.then(lambda done: 1 / 0)
+        return future
+
+
+FAILURES = {
+    "returns None": r"TypeError: hook '.*Broken object' on bucket 1 of \d: must return",
+    "too long": r"ValueError: hook '.*Broken object' on bucket 1 of \d: the result must have",
+    "callback raises": r"(.|\n)*ZeroDivisionError",
+    "never completes": r"(TimeoutError|RuntimeError): hook '.*' on bucket 1 of \d: its Future is",
+}
+
+
+def _breaks_on_rank_0(rank: int, mode: Mode, how: str) -> tuple[str, bool, float]:
+    torch._dynamo.reset()
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=TIMEOUT_SECONDS))
+    options: dict[str, Any] = {}
+    if mode.model == "module":
+        model = mode.wrap(module())
+        options = {"bucket_cap_mb": BUCKET_CAP_MB, "process_group": group}
+    else:
+        model = mode.wrap(module(), process_group=group)
+    hook = Broken()
+    handle = attach(model, hook, **options)
+    with mode.step_function(model) as step:
+        for _ in range(2):
+            model.zero_grad()
+            step(batch(rank, 1))
+        want = gradients(model)
+        hook.how = how if rank == 0 else ""
+        model.zero_grad()
+        begin = time.monotonic()
+        try:
+            step(batch(rank, 1))
+            raised = "nothing"
+        except Exception as error:
+            raised = f"{type(error).__name__}: {error}"
+        took = time.monotonic() - begin
+        hook.how = ""
+        model.zero_grad()
+        step(batch(rank, 1))
+    right = all(torch.equal(a, b) for a, b in zip(gradients(model), want, strict=True))
+    handle.remove()
+    return raised, right, took
+
+
+@pytest.mark.parametrize("how", FAILURES)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        Mode("ddp", "eager"),
+        Mode("python_reducer", "eager"),
+        Mode("module", "eager"),
+        Mode("module", "compile"),
+        Mode("module", "context"),
+    ],
+    ids=str,
+)
+def test_what_fails_on_one_rank(two_ranks: RankPool, mode: Mode, how: str) -> None:
+    (own, right, took), (others, also_right, _) = two_ranks.run(_breaks_on_rank_0, mode, how)
+    assert re.match(FAILURES[how], own), own
+    assert others != "nothing"
+    if how != "never completes":
+        assert others.startswith("PeerError: torch_commhook: this step failed on rank 0: "), others
+        assert took < TIMEOUT_SECONDS
+    assert right and also_right
+
+
+def _raises_while_a_peer_is_slow(rank: int) -> str:
+    """Rank 1 has not come to the bucket yet when rank 0 fails."""
+    model = module()
+    hook = Flaky()
+    handle = attach(model, hook, bucket_cap_mb=BUCKET_CAP_MB)
+    model(batch(rank, 0)).square().sum().backward()
+    hook.fails_on = 0 if rank == 0 else -1
+    if rank == 1:
+        time.sleep(1)
+    try:
+        model(batch(rank, 0)).square().sum().backward()
+        raised = "nothing"
+    except Exception as error:
+        raised = type(error).__name__
+    handle.remove()
+    return raised
+
+
+def test_a_peer_that_is_slow(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_raises_while_a_peer_is_slow) == ["OwnError", "PeerError"]
+
+
+def _other_error_in_backward(rank: int) -> tuple[str, bool]:
+    """What leaves backward() on rank 0 is no hook's doing, so nobody tells rank 1 at once."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=TIMEOUT_SECONDS))
+    model = module()
+    handle = attach(model, hooks.allreduce(), bucket_cap_mb=BUCKET_CAP_MB, process_group=group)
+    model(batch(rank, 0)).square().sum().backward()
+    want = gradients(model)
+    model.zero_grad()
+    if rank == 0:
+        failing = model[2].weight.register_hook(lambda gradient: 1 / 0)
+    raised = "nothing"
+    try:
+        model(batch(rank, 0)).square().sum().backward()
+    except Exception as error:
+        raised = type(error).__name__
+    if rank == 0:
+        failing.remove()
+    model.zero_grad()
+    model(batch(rank, 0)).square().sum().backward()
+    right = all(torch.equal(a, b) for a, b in zip(gradients(model), want, strict=True))
+    handle.remove()
+    return raised, right
+
+
+def test_an_error_elsewhere_in_backward(two_ranks: RankPool) -> None:
+    own, others = two_ranks.run(_other_error_in_backward)
+    assert own == ("ZeroDivisionError", True)
+    assert others == ("PeerError", True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -58,6 +59,7 @@ _COMPILED = -1
 
 #: How long a rank where something failed waits for its own collectives in flight.
 _DRAIN_SECONDS = 60.0
+_LATE_SECONDS = 0.5
 
 
 class Reducer:
@@ -527,6 +529,9 @@ class Reducer:
 
     def _abort(self, error: BaseException) -> None:
         """End this backward on all ranks, and raise."""
+        # Where one had the time that a collective may take, so had the others.
+        seconds = _LATE_SECONDS if isinstance(error, TimeoutError) else _DRAIN_SECONDS
+        end = time.monotonic() + seconds
         for bucket in self._buckets:
             if bucket.running is None:
                 continue
@@ -535,7 +540,7 @@ class Reducer:
                 if isinstance(future, collectives.TracedFuture):
                     future.wait()
                 else:
-                    _C.wait_for(future, _DRAIN_SECONDS)
+                    _C.wait_for(future, max(end - time.monotonic(), 0.0))
         explained = self.group.explain(error) if self.group.ended_by_peer(error) else None
         self.group.fail(f"{type(error).__name__}: {error}")
         self._reset()

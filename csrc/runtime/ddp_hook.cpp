@@ -23,6 +23,9 @@ using c10::ivalue::Future;
 namespace commhook {
 namespace {
 
+// How long buckets in flight are waited for when one of them has taken too long.
+constexpr double kLateSeconds = 0.5;
+
 // What PyTorch makes of an exception in a Python callback of a Future is a text that names neither
 // hook nor bucket. (Its type is std::runtime_error up to torch 2.13 and c10::Error later.)
 std::exception_ptr named(const std::string& where, const std::exception_ptr& error) {
@@ -177,7 +180,7 @@ c10::intrusive_ptr<Future> DdpHook::runHook(c10d::GradBucket& bucket) {
   if (!failure_) {
     future = start(bucket, *running, first);
     if (future == nullptr) {
-      fail(running->failure);
+      fail(running->failure, drain_seconds_);
     }
   }
   if (future == nullptr && !running->in_backward) {
@@ -226,7 +229,7 @@ void DdpHook::end_shadow() {
       await(*other.second);
     }
     if (!failure_ && other.second->future->hasError()) {
-      fail(other.second->future->exception_ptr());
+      fail(other.second->future->exception_ptr(), drain_seconds_);
     }
   }
   if (!failure_) {
@@ -238,10 +241,10 @@ void DdpHook::end_shadow() {
 }
 
 // A bucket of this backward failed, the first one.
-void DdpHook::fail(const std::exception_ptr& failure) {
+void DdpHook::fail(const std::exception_ptr& failure, double drain_seconds) {
   failure_ = failure;
   try {
-    drain();
+    drain(drain_seconds);
   } catch (...) {
     failure_ = std::current_exception();
   }
@@ -283,7 +286,8 @@ void DdpHook::await(Running& running) {
   } catch (...) {
     failure = std::current_exception();
   }
-  fail(failure);
+  // The others have had that time as well.
+  fail(failure, std::min(drain_seconds_, kLateSeconds));
 }
 
 at::Tensor DdpHook::parseHookResult(const c10::IValue& result) {
@@ -320,7 +324,7 @@ at::Tensor DdpHook::parseHookResult(const c10::IValue& result) {
   }
   // The reducer will wait for no other bucket now.
   if (!failure_) {
-    fail(error);
+    fail(error, drain_seconds_);
     error = failure_;
   }
   // What an exception holds, a hook's locals say, must not live until the next backward.
@@ -331,14 +335,14 @@ at::Tensor DdpHook::parseHookResult(const c10::IValue& result) {
 }
 
 // Waits for the buckets in flight, within limits. Throws what Ctrl-C raises meanwhile.
-void DdpHook::drain() const {
+void DdpHook::drain(double seconds) const {
   using Clock = std::chrono::steady_clock;
-  const auto deadline = Clock::now() + std::chrono::duration<double>(drain_seconds_);
+  const auto deadline = Clock::now() + std::chrono::duration<double>(seconds);
   for (const auto& [number, running] : running_) {
     const std::chrono::duration<double> left = deadline - Clock::now();
     try {
       if (!wait_for(*running->future, std::max(left.count(), 0.0))) {
-        TORCH_WARN(running->spec->where, ": its Future is not complete ", drain_seconds_,
+        TORCH_WARN(running->spec->where, ": its Future is not complete ", seconds,
                    " seconds after another bucket failed. It is given up; should its collective "
                    "still be under way, this group cannot be used any more.");
       }
