@@ -3,7 +3,8 @@
 torch carries the cases itself (``torch.testing._internal.distributed.distributed_test``). Each that
 is about DDP runs on two ranks over Gloo on the CPU, first as it is, then with
 ``attach(ddp, hooks.allreduce())`` on each DDP model as soon as it is made. No case may pass plain
-and fail with the hook.
+and fail with the hook. Most cases are written for GPUs, though few need what only a GPU does: there
+the CPU stands in for every GPU, both times. What cannot work so fails plain and says nothing.
 
 Where a case registers a hook of its own, or DDP does so for it, the model gets a new reducer
 without ours: a reducer keeps its hook for life. The table tells how often that was.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import inspect
 import json
 import os
 import re
@@ -29,9 +31,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.overrides import TorchFunctionMode
 
 import torch_commhook
 from torch_commhook.attach import HookHandle
@@ -111,6 +116,70 @@ class Attacher:
         }
 
 
+class OnCpu(TorchFunctionMode):
+    """Puts on the CPU what a case would put on a GPU."""
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        options = dict(kwargs or {})
+        if function is Tensor.cuda:
+            return args[0]
+        if function in (Tensor.to, torch._C._nn._parse_to):  # the latter for modules
+            args = tuple(map(on_cpu, args))
+        if "device" in options:
+            options["device"] = on_cpu(options["device"])
+        return function(*args, **options)
+
+
+def on_cpu(device: Any) -> Any:
+    """The CPU for a CUDA device, however that is written; anything else as it is."""
+    is_cuda = (
+        (isinstance(device, torch.device) and device.type == "cuda")
+        or (isinstance(device, str) and device.startswith("cuda"))
+        or type(device) is int
+    )
+    return torch.device("cpu") if is_cuda else device
+
+
+def stand_in_for_gpus() -> None:
+    """Let DDP and ``torch.cuda`` take the CPU for a GPU, in this process."""
+    init = DDP.__init__
+
+    @functools.wraps(init)
+    def without_devices(
+        model: DDP, module: Any, device_ids: Any = None, *args: Any, **options: Any
+    ) -> None:
+        options.pop("output_device", None)
+        init(model, module, None, *args, **options)
+
+    replacements: list[tuple[Any, str, Any]] = [
+        (DDP, "__init__", without_devices),
+        (torch.cuda, "device_count", lambda: WORLD_SIZE),
+    ]
+    for name in ("set_device", "synchronize", "manual_seed"):
+        replacements.append((torch.cuda, name, lambda *_: None))
+    for owner, name, replacement in replacements:
+        setattr(owner, name, replacement)
+
+
+def with_gpus(case: Callable[..., None]) -> Callable[..., None]:
+    """Takes the place of torch's decorators that skip a case where there are no GPUs."""
+
+    @functools.wraps(case)
+    def run(*args: Any, **options: Any) -> None:
+        stand_in_for_gpus()
+        with OnCpu():
+            case(*args, **options)
+
+    run.for_gpus = True  # type: ignore[attr-defined]
+    return run
+
+
 def new_reducer(model: DDP) -> None:
     """Give a DDP model a reducer without a hook, in the way it makes one when it is unpickled."""
     model.reducer._remove_autograd_hooks()
@@ -137,10 +206,17 @@ def make_cases(work: Path) -> type[Any]:
     ``work/rank{N}.log``, and what it attached to ``work/rank{N}.json``.
     """
     os.environ.update(ENVIRONMENT, TEMP_DIR=str(work))  # read when the module is imported
-    from torch.testing._internal.distributed.distributed_test import (
-        DistributedTest,
-        TestDistBackend,
-    )
+    from torch.testing._internal import common_distributed
+
+    patch = functools.partial(mock.patch.object, common_distributed)
+    with (
+        patch("skip_if_no_gpu", with_gpus),
+        patch("skip_if_lt_x_gpu", lambda *_, **__: with_gpus),
+    ):
+        from torch.testing._internal.distributed.distributed_test import (
+            DistributedTest,
+            TestDistBackend,
+        )
 
     class Cases(TestDistBackend, DistributedTest._DistTestBase):
         attaching = False
@@ -158,8 +234,8 @@ def make_cases(work: Path) -> type[Any]:
                 rank.join(5)
 
         @classmethod
-        def _run(
-            cls, rank: int, test_name: str, file_name: str, parent_pipe: Any, **kwargs: Any
+        def _run(  # type: ignore[override]
+            cls, rank: int, test_name: str, file_name: str, pipe: Any, **kwargs: Any
         ) -> None:
             os.setpgid(0, 0)
             log = os.open(work / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -170,7 +246,7 @@ def make_cases(work: Path) -> type[Any]:
             if cls.attaching:
                 attacher.install()
             try:
-                super()._run(rank, test_name, file_name, parent_pipe, **kwargs)
+                super()._run(rank, test_name, file_name, pipe, **kwargs)
             finally:
                 (work / f"rank{rank}.json").write_text(json.dumps(attacher.record()))
 
@@ -184,9 +260,14 @@ def make_cases(work: Path) -> type[Any]:
 
 
 def selected(cases: type[Any]) -> list[str]:
-    """The names of the cases about DDP, hooks and join."""
+    """The names of the cases about DDP, hooks and join, by their names or by what they call."""
     names = unittest.TestLoader().getTestCaseNames(cases)
-    return [name for name in names if SELECTED.search(name)]
+    return [
+        name
+        for name in names
+        if SELECTED.search(name)
+        or "DistributedDataParallel" in inspect.getsource(inspect.unwrap(getattr(cases, name)))
+    ]
 
 
 def run_case(cases: type[Any], name: str, work: Path, *, attaching: bool) -> dict[str, Any]:
@@ -239,7 +320,8 @@ def last_error(traceback: str) -> str:
 def compare(cases: type[Any], name: str, work: Path) -> dict[str, Any]:
     """Run a case plain and with the hook; one row of the table."""
     plain = run_case(cases, name, work, attaching=False)
-    row = {"case": name, "plain": plain["result"]}
+    for_gpus = hasattr(getattr(cases, name), "for_gpus")
+    row = {"case": name, "for_gpus": for_gpus, "plain": plain["result"]}
     if plain["result"] == "skipped":
         return row | {"hook": "skipped", "reason": plain["reason"]}
     hook = run_case(cases, name, work, attaching=True)

@@ -142,7 +142,8 @@ def all_gather(tensor: Tensor, *, group: Any = None) -> torch.futures.Future[Ten
     if world_size == 1:
         return _C.as_future(result.copy_(tensor.unsqueeze(0)), "all_gather")
     work = dist.all_gather_into_tensor(result.view(-1), flat, group=group, async_op=True)
-    return _future(work, group, "all_gather_into_tensor", result)
+    # What its Future holds differs between backends: one tensor, or one for each rank.
+    return _own_future(work, group).then(lambda done: _when_good(done, result))
 
 
 def all_to_all(
@@ -217,9 +218,16 @@ def reduce_scatter(tensor: Tensor, *, group: Any = None) -> torch.futures.Future
                 tensor, "sum", world_size, group.group_name
             )
         )
-    result = tensor.new_empty((rows, *tensor.shape[1:]))
     if world_size == 1:
-        return _C.as_future(result.copy_(tensor), "reduce_scatter")
+        return _C.as_future(tensor.clone(), "reduce_scatter")
+    if tensor.device.type == "cpu":  # Gloo's has no Future: as much traffic, in fixed order
+        shares = tensor.new_empty((world_size, rows, *tensor.shape[1:]))
+        splits = [rows] * world_size
+        work = dist.all_to_all_single(
+            shares.flatten(0, 1), tensor, splits, splits, group=group, async_op=True
+        )
+        return _own_future(work, group).then(lambda done: _sum(_when_good(done, shares)))
+    result = tensor.new_empty((rows, *tensor.shape[1:]))
     work = dist.reduce_scatter_tensor(result, tensor, group=group, async_op=True)
     return _future(work, group, "reduce_scatter_tensor", result)
 
@@ -257,6 +265,12 @@ def broadcast(tensor: Tensor, *, src: int = 0, group: Any = None) -> torch.futur
 
 
 def _future(work: Any, group: Any, method: str, result: Tensor) -> torch.futures.Future[Tensor]:
+    where = f"{method} through {_C.type_name(group)}"
+    # A Work's own Future holds a list.
+    return _C.cast_into(_own_future(work, group, method), result, result.dtype, where)
+
+
+def _own_future(work: Any, group: Any, method: str = "collective") -> Any:
     if not isinstance(work, dist.Work):
         raise TypeError(
             f"{_C.type_name(group)}.{method} must return a torch.distributed.Work, "
@@ -268,8 +282,18 @@ def _future(work: Any, group: Any, method: str, result: Tensor) -> torch.futures
             f"{_C.type_name(work)}.get_future must return a torch.futures.Future, "
             f"got {_C.type_name(future)}"
         )
-    # A Work's own Future holds a list.
-    return _C.cast_into(future, result, result.dtype, f"{method} through {_C.type_name(group)}")
+    return future
+
+
+def _when_good(done: Any, result: Tensor) -> Tensor:
+    done.value()  # raises what the collective has raised
+    return result
+
+
+def _sum(shares: Tensor) -> Tensor:
+    """Over the first dimension, rounded once."""
+    dtype = torch.float32 if shares.dtype in (torch.float16, torch.bfloat16) else shares.dtype
+    return shares.sum(0, dtype=dtype).to(shares.dtype)
 
 
 def _splits(name: str, tensor: Tensor, given: Sequence[int] | None, world_size: int) -> list[int]:

@@ -1,0 +1,133 @@
+"""Collectives: values, bytes on the wire, errors, and the same code traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankPool
+from torch import Tensor
+
+from torch_commhook import collectives
+from torch_commhook.metrics import WireMeter, counting
+
+
+def reduced(x: Tensor) -> Tensor:
+    return collectives.all_reduce(x.clone()).wait()
+
+
+def gathered(x: Tensor) -> Tensor:
+    return collectives.all_gather(x).wait()
+
+
+def exchanged(x: Tensor) -> Tensor:
+    return collectives.all_to_all(x).wait()
+
+
+def unevenly_exchanged(x: Tensor) -> Tensor:
+    rank = dist.get_rank()
+    # Rank 0 sends 1 and 3 rows, rank 1 sends 2 and 2.
+    sends, gets = ([1, 3], [1, 2]) if rank == 0 else ([2, 2], [3, 2])
+    return collectives.all_to_all(x, input_split_sizes=sends, output_split_sizes=gets).wait()
+
+
+def scattered(x: Tensor) -> Tensor:
+    return collectives.reduce_scatter(x.clone()).wait()
+
+
+def broadcasted(x: Tensor) -> Tensor:
+    return collectives.broadcast(x.clone(), src=1).wait()
+
+
+def chained(x: Tensor) -> Tensor:
+    future = collectives.all_reduce(x.clone())
+    return future.then(lambda done: done.value() * 3).wait()
+
+
+def _input(rank: int) -> Tensor:
+    return torch.arange(12.0).view(4, 3) + 100 * rank
+
+
+#: Each with what rank r must get, and the bytes that it sends of 48.
+WANT: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[int], Tensor], list[int]]] = {
+    "all_reduce": (reduced, lambda r: _input(0) + _input(1), [48, 48]),
+    "all_gather": (gathered, lambda r: torch.stack([_input(0), _input(1)]), [48, 48]),
+    "all_to_all": (
+        exchanged,
+        lambda r: torch.cat([_input(0)[2 * r : 2 * r + 2], _input(1)[2 * r : 2 * r + 2]]),
+        [24, 24],
+    ),
+    "all_to_all, uneven": (
+        unevenly_exchanged,
+        lambda r: torch.cat([(_input(0)[:1], _input(0)[1:])[r], (_input(1)[:2], _input(1)[2:])[r]]),
+        [36, 24],
+    ),
+    "reduce_scatter": (
+        scattered, lambda r: (_input(0) + _input(1))[2 * r : 2 * r + 2], [24, 24],
+    ),
+    "broadcast": (broadcasted, lambda r: _input(1), [24, 24]),
+    "then": (chained, lambda r: 3 * (_input(0) + _input(1)), [48, 48]),
+}  # fmt: skip
+
+
+def _run(rank: int, name: str, compiled: bool, dtype: torch.dtype) -> tuple[Tensor, int]:
+    function = WANT[name][0]
+    if compiled:
+        torch._dynamo.reset()
+        function = torch.compile(function, fullgraph=True)
+    meter = WireMeter()
+    with counting(meter):
+        result = function(_input(rank).to(dtype))
+    return result.float(), meter.bytes_sent
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", WANT)
+def test_eager(two_ranks: RankPool, name: str, dtype: torch.dtype) -> None:
+    _, want, wire = WANT[name]
+    for rank, (got, sent) in enumerate(two_ranks.run(_run, name, False, dtype)):
+        assert torch.equal(got, want(rank))
+        assert sent == wire[rank] * dtype.itemsize // 4
+
+
+@pytest.mark.parametrize("name", WANT)
+def test_traced(two_ranks: RankPool, name: str) -> None:
+    for rank, (got, _) in enumerate(two_ranks.run(_run, name, True, torch.float32)):
+        assert torch.equal(got, WANT[name][1](rank))
+
+
+def _is_asynchronous(rank: int) -> bool:
+    """Two are in flight at once, and come in any order."""
+    first = collectives.all_gather(torch.full((1000,), float(rank)))
+    second = collectives.all_reduce(torch.ones(3))
+    return second.wait().tolist() == [2, 2, 2] and first.wait()[1, 5] == 1
+
+
+def test_several_in_flight(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_is_asynchronous) == [True, True]
+
+
+@pytest.mark.usefixtures("one_rank")
+class TestOneRank:
+    def test_are_complete_at_once(self) -> None:
+        x = torch.arange(6.0).view(2, 3)
+        assert torch.equal(collectives.all_reduce(x).value(), x)
+        assert torch.equal(collectives.all_gather(x).value(), x.unsqueeze(0))
+        assert torch.equal(collectives.all_to_all(x).value(), x)
+        assert torch.equal(collectives.reduce_scatter(x).value(), x)
+        assert torch.equal(collectives.broadcast(x).value(), x)
+
+    def test_errors(self) -> None:
+        x = torch.ones(4, 2)
+        with pytest.raises(ValueError, match="input_split_sizes must be 1 numbers that add up to"):
+            collectives.all_to_all(x, input_split_sizes=[3])
+        with pytest.raises(ValueError, match="output_split_sizes must be 1, one for each rank"):
+            collectives.all_to_all(x, output_split_sizes=[2, 2])
+        with pytest.raises(ValueError, match="src must be a rank below 1, got 3"):
+            collectives.broadcast(x, src=3)
+        with pytest.raises(TypeError, match="process_group must be a ProcessGroup, got int"):
+            collectives.all_gather(x, group=3)
+        with pytest.raises(ValueError, match="must be a multiple of the 1 ranks"):
+            collectives.reduce_scatter(torch.tensor(1.0))
