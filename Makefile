@@ -29,6 +29,7 @@ test: $(VENV)/built
 bench: $(VENV)/built
 	$(VENV)/bin/python benchmarks/bench_bucket.py $(ARGS)
 	$(VENV)/bin/python benchmarks/bench_hook.py $(ARGS)
+	$(VENV)/bin/python benchmarks/bench_modes.py $(ARGS)
 
 lint: $(VENV)/linters
 	$(VENV)/bin/ruff check .
