@@ -160,9 +160,10 @@ def stand_in_for_gpus() -> None:
     replacements: list[tuple[Any, str, Any]] = [
         (DDP, "__init__", without_devices),
         (torch.cuda, "device_count", lambda: WORLD_SIZE),
+        (torch.cuda, "current_device", lambda: 0),
     ]
     for name in ("set_device", "synchronize", "manual_seed"):
-        replacements.append((torch.cuda, name, lambda *_: None))
+        replacements.append((torch.cuda, name, lambda *_, **__: None))
     for owner, name, replacement in replacements:
         setattr(owner, name, replacement)
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import io
+import os
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -568,9 +573,29 @@ class TestOneRank:
         other(batch(0)).sum().backward()
         assert _same(got, [2 * g for g in _gradients(other)]) == []
 
+    def test_copies_have_no_hook(self) -> None:
+        model = Net()
+        attach(model, lambda state, bucket: bucket.buffer() * 2)
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+            other(batch(0)).sum().backward()
+            own = _gradients(other)
+            model.zero_grad()
+            model(batch(0)).sum().backward()
+            assert _same(_gradients(model), [2 * g for g in own]) == []
+
+    def test_a_parameter_that_is_unfrozen(self) -> None:
+        model = Net()
+        model.layers[1].bias.requires_grad_(False)
+        attach(model, hooks.allreduce())
+        model(batch(0)).sum().backward()
+        model.layers[1].bias.requires_grad_(True)
+        with pytest.raises(RuntimeError, match=r"'layers.1.bias' did not require grad when the"):
+            model(batch(0)).sum().backward()
+
     def test_the_model_is_not_kept_alive(self) -> None:
-        import gc
-        import weakref
 
         model = Net()
         handle = attach(model, hooks.allreduce())
@@ -580,3 +605,28 @@ class TestOneRank:
         gc.collect()
         assert gone() is None
         assert not handle.is_attached
+
+
+def _many_handles(rank: int) -> tuple[int, int]:
+    """Groups and threads after many models with hooks have gone, with remove() and without."""
+
+    def threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    groups = len(torch.distributed.distributed_c10d._world.pg_map)
+    before = 0
+    for number in range(6):
+        model = nn.Linear(4, 4)
+        handle = attach(model, hooks.allreduce())
+        model(torch.ones(2, 4)).sum().backward()
+        if number % 2:
+            handle.remove()
+        del model, handle
+        gc.collect()
+        if number == 1:
+            before = threads()
+    return len(torch.distributed.distributed_c10d._world.pg_map) - groups, threads() - before
+
+
+def test_groups_go_with_their_models(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_many_handles) == [(0, 0), (0, 0)]

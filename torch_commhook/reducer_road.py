@@ -51,6 +51,12 @@ class ReducerRoad:
         if init_sync and self._group.size > 1:
             _check_same(parameters, self._group.parent)
             self.broadcast_from(0)
+        trainable = {id(parameter) for _, parameter in parameters}
+        self._frozen = [
+            (name, parameter)
+            for name, parameter in model.named_parameters()
+            if id(parameter) not in trainable and not parameter.requires_grad
+        ]
         self._sync = True
         self._sync_of_forward: bool | None = None
         self._broadcast_buffers = broadcast_buffers and self._group.size > 1
@@ -64,13 +70,17 @@ class ReducerRoad:
             on_step=self._on_step,
         )
         self._joinable = ReducerJoinable(self)
-        self._forward_handle = model.register_forward_pre_hook(self._before_forward)
+        self._forward_handle = model.register_forward_pre_hook(_BeforeForward(self))
         if isinstance(model, DistributedDataParallel):
             for handle in model._accum_grad_hooks:  # DDP's own, which would average again
                 handle.remove()
             model._accum_grad_hooks.clear()
         _dont_fuse(self)
         self._closed = False
+        # A parameter, its hook in C++, and what that holds of the parameter are a cycle that
+        # Python's collector does not see.
+        self._end = weakref.finalize(model, self._close)
+        self._end.atexit = False
 
     @classmethod
     def of_ddp(cls, model: DistributedDataParallel, group: StepGroup) -> ReducerRoad:
@@ -156,6 +166,7 @@ class ReducerRoad:
         if self._closed:
             return
         self._closed = True
+        self._end.detach()
         self.reducer.close()
         self._forward_handle.remove()
         self._group.close()
@@ -176,7 +187,8 @@ class ReducerRoad:
             return self._sync_of_forward
         return self._wants_sync()  # the model's own forward was not called
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
+    def before_forward(self, module: nn.Module) -> None:
+        """Called by the model before its own forward."""
         if not torch.is_grad_enabled():
             return
         sync = self._sync_of_forward = self._wants_sync()
@@ -190,6 +202,12 @@ class ReducerRoad:
     def _on_step(self, begins: bool) -> None:
         """Called around each backward that synchronises, where it is not traced."""
         if begins:
+            for name, parameter in self._frozen:
+                if parameter.requires_grad:
+                    raise RuntimeError(
+                        f"torch_commhook: parameter '{name}' did not require grad when the hook "
+                        "was attached, and does now; remove() the hook and attach it again"
+                    )
             self._joinable.notify()  # where the model's own forward was not called
         else:
             self._joinable.step_ended()
@@ -230,6 +248,30 @@ def _fuse_again(road: ReducerRoad) -> None:
     _roads_without_fusion.discard(road)
     if not _roads_without_fusion:
         torch._inductor.config._fuse_ddp_communication = _fusion_before
+
+
+class _BeforeForward:
+    """The road's hook on the module. A copy of the module is another one, with no hook attached."""
+
+    def __init__(self, road: ReducerRoad) -> None:
+        self._road = road
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self._road.before_forward(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _nothing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _get_nothing, ()
+
+
+def _nothing(module: nn.Module, args: Any) -> None:
+    pass
+
+
+def _get_nothing() -> Any:
+    return _nothing
 
 
 @torch.compiler.disable

@@ -12,7 +12,6 @@ the group's own timeout.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import weakref
 from contextlib import suppress
@@ -67,6 +66,9 @@ class StepGroup:
         self._store = _store(self.parent) if self.size > 1 and _is_gloo(self.parent) else None
         self.group: Any = self.parent if self._store is None else self._make()
         groups_by_name[self.name] = self
+        own = self.group if self.recovers else None
+        # Gloo's threads must end before the interpreter does.
+        self._end = weakref.finalize(self, _destroy, own)
 
     @property
     def recovers(self) -> bool:
@@ -168,12 +170,9 @@ class StepGroup:
         )
 
     def close(self) -> None:
-        """Give the group up."""
-        if self.recovers and self.group in distributed_c10d._world.pg_map:
-            with suppress(RuntimeError):  # one without backends has no name
-                dist.destroy_process_group(self.group)
-            _C.drop_backends(self.group)
+        """Give the group up. Happens by itself when the object goes, or the interpreter ends."""
         self._broken = True
+        self._end()
 
     def _reason(self) -> str | None:
         if self._store is None:
@@ -210,6 +209,15 @@ class StepGroup:
         return dist.PrefixStore(f"{self.name}/{self._epoch}", self._store)
 
 
+def _destroy(group: Any) -> None:
+    if group is None:
+        return
+    if group in distributed_c10d._world.pg_map:  # or torch.distributed has ended itself
+        with suppress(RuntimeError):  # one without backends has no name
+            dist.destroy_process_group(group)
+    _C.drop_backends(group)
+
+
 def _name(group: Any) -> str:
     try:
         return group.group_name
@@ -237,10 +245,3 @@ def _timeout(group: Any) -> timedelta:
 def _store(group: Any) -> Any:
     entry = distributed_c10d._world.pg_map.get(group)
     return None if entry is None else entry[1]
-
-
-@atexit.register
-def _close_all() -> None:
-    # Gloo's threads must end before the interpreter does.
-    for group in list(groups_by_name.values()):
-        group.close()
