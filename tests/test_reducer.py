@@ -452,6 +452,14 @@ def test_models_that_differ(two_ranks: RankPool) -> None:
         assert "rank 0 has parameter 'weight' of shape (2, 3) and torch.float32, rank 1" in message
 
 
+def _alone(model: nn.Module) -> nn.Module:
+    """A copy with the gradients of ``batch(0)`` and no hook."""
+    other = Net()
+    other.load_state_dict(model.state_dict())
+    other(batch(0)).sum().backward()
+    return other
+
+
 @pytest.mark.usefixtures("one_rank")
 class TestOneRank:
     def test_errors_of_attach(self) -> None:
@@ -566,12 +574,36 @@ class TestOneRank:
         handle.remove()
         model.zero_grad()
         model(batch(0)).sum().backward()
-        got = _gradients(model)
-        torch.manual_seed(0)
-        other = Net()
-        other.load_state_dict(model.state_dict())
-        other(batch(0)).sum().backward()
-        assert _same(got, [2 * g for g in _gradients(other)]) == []
+        assert _same(_gradients(model), [2 * g for g in _gradients(_alone(model))]) == []
+
+    def test_a_gradient_of_another_layout(self) -> None:
+        model = nn.ParameterDict({"table": torch.randn(10, 4)})
+        attach(model, hooks.allreduce())
+        words = torch.tensor([1, 2])
+        with pytest.raises(
+            TypeError, match=r"'table' must have layout torch.strided, got torch.sp"
+        ):
+            nn.functional.embedding(words, model["table"], sparse=True).sum().backward()
+        model.zero_grad()
+        tied = nn.Embedding(10, 4, sparse=True)
+        attach(tied, hooks.allreduce())
+        with pytest.raises(
+            TypeError, match=r"'weight' must have layout torch.sparse_coo, got torc"
+        ):
+            (tied(words) @ tied.weight.T).sum().backward()
+
+    def test_compiled_after_an_exception_in_eager(self) -> None:
+        model = Net()
+        attach(model, lambda state, bucket: bucket.buffer() * 2, bucket_cap_mb=BUCKET_CAP_MB)
+        handle = model.layers[2].weight.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(batch(0)).sum().backward()
+        handle.remove()
+        want = [2 * g for g in _gradients(_alone(model))]
+        model.zero_grad()
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            model(batch(0)).sum().backward()
+        assert _same(_gradients(model), want) == []
 
     def test_copies_have_no_hook(self) -> None:
         model = Net()

@@ -196,8 +196,8 @@ class Reducer:
             # The place as a default, so that the hooks share all else.
             def ready(parameter: Tensor, place: int = place) -> None:
                 if _is_compiling():
-                    if reducer._idle:
-                        reducer._begin_known()
+                    if reducer._task != _COMPILED:
+                        reducer._enter_compiled()
                 elif _current_task() != reducer._task:
                     reducer._enter()
                 arrived = bucket.arrived
@@ -237,10 +237,8 @@ class Reducer:
         """The first gradient of a backward, or of another one nested in it or around it."""
         task = _current_task()
         if compiled_autograd.in_compiled_autograd_region:  # where it could not compile
-            if not self._idle and self._task != _COMPILED:
-                self._abandon()
-            if self._idle:
-                self._begin_known()
+            if self._task != _COMPILED:
+                self._enter_compiled()
             return
         nested = _is_nested()
         if not self._idle and not nested and self._outermost not in (None, task):
@@ -256,6 +254,11 @@ class Reducer:
         if self._idle or (nested and any(bucket.pending for bucket in self._buckets)):
             return
         self._finish()
+
+    def _enter_compiled(self) -> None:
+        if not self._idle:  # an eager backward was left by an exception
+            self._abandon()
+        self._begin_known()
 
     def _begin_known(self) -> None:
         """Begin a backward of compiled autograd."""
@@ -331,10 +334,27 @@ class Reducer:
             except Exception:
                 self._leave_trace()
             return
+        if bucket.sparse:
+            self._check_layouts(bucket, gradients)
         try:
             bucket.running = attached.start(bucket.bucket, where)
         except BaseException as error:
+            if isinstance(error, TypeError):  # for which this may have been the reason
+                self._check_layouts(bucket, gradients)
             self._abort(error)
+
+    def _check_layouts(self, bucket: BucketState, gradients: list[Tensor]) -> None:
+        expected = torch.sparse_coo if bucket.sparse else torch.strided
+        for number, gradient in zip(bucket.members, gradients, strict=True):
+            if gradient.layout is not expected:
+                self._abort(
+                    TypeError(
+                        f"torch_commhook: the gradient of parameter '{self._names[number]}' must "
+                        f"have layout {expected}, got {gradient.layout}; sparse gradients are "
+                        "those of nn.Embedding and nn.EmbeddingBag with sparse=True, whose weight "
+                        "is used nowhere else"
+                    )
+                )
 
     @torch.compiler.disable
     def _leave_trace(self) -> None:
