@@ -63,6 +63,8 @@ class DdpRoad:
             model = self.model()
             return "reducer" if model is None else _delivery(model)
 
+        if model.logger is not None:  # for DDP's own statistics
+            model.logger._set_comm_hook_name("torch_commhook")
         _C.register_ddp_hook(
             model.reducer,
             self._run,
