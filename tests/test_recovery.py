@@ -245,3 +245,91 @@ def test_an_error_elsewhere_in_backward(two_ranks: RankPool) -> None:
     own, others = two_ranks.run(_other_error_in_backward)
     assert own == ("ZeroDivisionError", True)
     assert others == ("PeerError", True)
+
+
+def _compiled_then_eager(rank: int) -> list[str]:
+    """A backward fails compiled; the next ones run in eager, and compiled again."""
+    torch._dynamo.reset()
+    model = module()
+    hook = TracedFlaky()
+    handle = attach(model, hook, bucket_cap_mb=BUCKET_CAP_MB)
+    happened = []
+    for runner in ("eager", "context", "context", "eager", "eager", "context"):
+        hook.fails_on = 1 if len(happened) == 2 and rank == 0 else -1
+        with Mode("module", runner).step_function(model) as step:
+            model.zero_grad()
+            try:
+                step(batch(rank, 0))
+                happened.append("done")
+            except RuntimeError:
+                happened.append("ended by a peer")
+            except OwnError:
+                happened.append("failed")
+    handle.remove()
+    return happened
+
+
+def test_compiled_then_eager(two_ranks: RankPool) -> None:
+    own, others = two_ranks.run(_compiled_then_eager, timeout=120)
+    assert own == ["done", "done", "failed", "done", "done", "done"]
+    assert others == ["done", "done", "ended by a peer", "done", "done", "done"]
+
+
+def _post_accumulate_hook_raises(rank: int, mode: Mode) -> tuple[list[str], bool]:
+    model = mode.wrap(module())
+    options = {"bucket_cap_mb": BUCKET_CAP_MB} if mode.model == "module" else {}
+    handle = attach(model, hooks.allreduce(), **options)
+    happened = []
+    with mode.step_function(model) as step:
+        for number in range(4):
+            registered = None
+            if rank == 0 and number in (0, 2):
+                registered = handle.register_post_accumulate_hook(lambda bucket: 1 / 0)
+            model.zero_grad()
+            try:
+                step(batch(rank, 1))
+                happened.append("done")
+            except ZeroDivisionError:
+                happened.append("raised")
+            if registered is not None:
+                registered.remove()
+    got = gradients(model)
+    handle.remove()
+    want = _healthy(rank)
+    return happened, all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("mode", [Mode("ddp", "eager"), Mode("module", "eager")], ids=str)
+def test_a_post_accumulate_hook_that_raises(two_ranks: RankPool, mode: Mode) -> None:
+    """The step has been agreed on by then: the other ranks have theirs, and stay in step."""
+    own, others = two_ranks.run(_post_accumulate_hook_raises, mode)
+    assert own == (["raised", "done", "raised", "done"], True)
+    assert others == (["done"] * 4, True)
+
+
+def _three(rank: int) -> list[str]:
+    model = module()
+    hook = Flaky()
+    handle = attach(model, hook, bucket_cap_mb=BUCKET_CAP_MB)
+    happened = []
+    for number in range(6):
+        hook.fails_on = number % 3 if rank == number % 3 else -1
+        model.zero_grad()
+        try:
+            model(batch(rank, 0)).square().sum().backward()
+            happened.append("done")
+        except (OwnError, PeerError) as error:
+            happened.append(str(error))
+    handle.remove()
+    return happened
+
+
+def test_three_ranks_know_whose_fault_it_was() -> None:
+    pool = RankPool(3)
+    try:
+        for rank, happened in enumerate(pool.run(_three)):
+            for number, text in enumerate(happened):
+                fault = number % 3
+                assert text == "boo" if fault == rank else f"on rank {fault}: OwnError" in text
+    finally:
+        pool.stop()

@@ -111,6 +111,21 @@ def no_zero_between_steps(model: nn.Module, no_sync: NoSync, rank: int) -> None:
         model(batch(rank, number)).sum().backward()
 
 
+def past_the_forward_after_no_sync(model: nn.Module, no_sync: NoSync, rank: int) -> None:
+    """What an earlier forward decided does not last."""
+    with no_sync():
+        model(batch(rank, 0)).sum().backward()
+    model.zero_grad()
+    module = model.module if isinstance(model, DDP) else model
+    if isinstance(model, DDP):
+        model(batch(rank, 1)).sum().backward()
+    else:
+        x = batch(rank, 1)
+        for layer in module.layers:
+            x = layer(x).relu()
+        x.sum().backward()
+
+
 def unused_everywhere(model: nn.Module, no_sync: NoSync, rank: int) -> None:
     for number in range(3):
         model(batch(rank, number), skip=(1, 4)).sum().backward()
@@ -166,7 +181,8 @@ SCENARIOS: dict[str, Callable[[nn.Module, NoSync, int], None]] = {
     for function in (
         plain, three_steps, zeroed_in_place, accumulated, accumulated_afterwards,
         accumulated_twice, forward_without_sync, backward_without_sync,
-        accumulated_without_a_layer, no_zero_between_steps, unused_everywhere, unused_somewhere,
+        accumulated_without_a_layer, past_the_forward_after_no_sync, no_zero_between_steps,
+        unused_everywhere, unused_somewhere,
         checkpointed, checkpointed_reentrant, autocast, in_half_precision, clipped, scaled,
     )
 }  # fmt: skip
@@ -575,6 +591,49 @@ class TestOneRank:
         model.zero_grad()
         model(batch(0)).sum().backward()
         assert _same(_gradients(model), [2 * g for g in _gradients(_alone(model))]) == []
+
+    def test_a_backward_inside_a_function(self) -> None:
+        """Unlike that of a reentrant checkpoint, it is not nested in another one."""
+
+        class Inner(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                with torch.enable_grad():
+                    model(batch(0), skip=(3,)).sum().backward()
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, gradient: Tensor) -> Tensor:
+                return gradient
+
+        model = Net()
+        handle = attach(model, lambda state, bucket: bucket.buffer() * 2)
+        Inner.apply(torch.ones(1, requires_grad=True))
+        assert handle.stats().steps == 1
+
+    @pytest.mark.parametrize("kind", ["views", "complex"])
+    def test_compiled_with(self, kind: str) -> None:
+        model: nn.Module = Net()
+        if kind == "complex":
+            model = nn.ParameterDict({"z": torch.randn(24, dtype=torch.complex64)})
+
+        def loss() -> Tensor:
+            if kind == "complex":
+                return (model["z"] * batch(0)).abs().sum()
+            return model(batch(0)).sum()
+
+        loss().backward()
+        want = _gradients(model)
+        attach(model, hooks.allreduce(), gradient_as_bucket_view=kind == "views")
+        for way in ("eager", "compiled", "eager", "compiled"):
+            model.zero_grad(set_to_none=way == "eager")
+            if way == "eager":
+                loss().backward()
+            else:
+                compiler = torch.compile(backend="aot_eager", fullgraph=True)
+                with torch._dynamo.compiled_autograd._enable(compiler):
+                    loss().backward()
+            assert _same(_gradients(model), want) == []
 
     def test_a_gradient_of_another_layout(self) -> None:
         model = nn.ParameterDict({"table": torch.randn(10, 4)})

@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 _DRAIN_SECONDS = 60.0
 
 
-#: How long a hook that failed waits for the buckets in flight before it.
-_DRAIN_SECONDS = 60.0
-
-
 def _delivery(model: DistributedDataParallel) -> str:
     """Who brings a bucket's result into the gradients (csrc/runtime/ddp_hook.h)."""
     if model.find_unused_parameters or model.static_graph:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import sys
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -99,7 +98,6 @@ class Reducer:
         self._hooks: dict[Callable[..., None], int] = {}
         self._key = id(self)
         hooks_of[self._key] = self._hooks
-        weakref.finalize(self, hooks_of.pop, self._key, None)
 
         # What compiled code does to these is seen from outside, so that it is done.
         self._token = torch.zeros(1)
@@ -114,6 +112,7 @@ class Reducer:
         self._accumulated = False  # since the last synchronisation
         self._rebuilt = False
         self._order: list[int] = []  # of arrival, until the buckets have been formed by it
+        self._agreed_order: list[int] | None = None
 
         # The last parameters have the first gradients.
         self._form_buckets(range(len(self._parameters) - 1, -1, -1))
@@ -175,15 +174,19 @@ class Reducer:
                 self._result(bucket)
             if self.group.recovers:
                 self.group.commit(torch.zeros(len(self._parameters), dtype=torch.uint8))
-            self._step_ended()
+            if not self._rebuilt:
+                self._agreed_order = self._agree_on_order()
         except BaseException as error:
             self._abort(error)
+        self._step_ended()
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._hooks.clear()
+        hooks_of.pop(self._key, None)
         self._reset()
 
     # ---- during backward -------------------------------------------------------------------------
@@ -241,7 +244,8 @@ class Reducer:
                 self._enter_compiled()
             return
         nested = _is_nested()
-        if not self._idle and not nested and self._outermost not in (None, task):
+        left = self._task == _COMPILED or (not nested and self._outermost not in (None, task))
+        if not self._idle and left:
             self._abandon()
         if self._idle:
             self._begin()
@@ -265,7 +269,9 @@ class Reducer:
         expected = len(participants(self._key))
         if not expected:
             raise RuntimeError(
-                "torch_commhook: a parameter's hook was called outside of backward()"
+                "torch_commhook: a parameter's hook was called outside of backward(), or in one "
+                "that is nested in a compiled one; reentrant activation checkpointing under "
+                "compiled autograd needs torch.utils.checkpoint(..., use_reentrant=False)"
             )
         self._begin()
         self._task = _COMPILED
@@ -371,10 +377,16 @@ class Reducer:
         elif _is_compiling():
             self._finish_traced()
         else:
+            attached = self._running
             try:
                 self._finish_eager()
             except BaseException as error:
                 self._abort(error)
+            # The step has been agreed on: what is raised from here on is this rank's own affair.
+            try:
+                self._run_post_accumulate_hooks(attached)
+            finally:
+                self._step_ended()
 
     def _finish_eager(self) -> None:
         self._begin_step()
@@ -398,8 +410,8 @@ class Reducer:
             index = bucket.index
             count_bucket(attached.stats, index, count, _traffic(bucket), first=index == 0)
         self._accumulated = False
-        self._run_post_accumulate_hooks(attached)
-        self._step_ended()
+        if not self._rebuilt and self._task != _COMPILED:
+            self._agreed_order = self._agree_on_order()
 
     def _result(self, bucket: BucketState) -> Tensor:
         """Wait for what the hook gives, check it, and run the post-hooks."""
@@ -418,11 +430,12 @@ class Reducer:
                 attached.stages.done(bucket.bucket, bucket.running.where)
 
     def _step_ended(self) -> None:
-        in_eager = self._task != _COMPILED
         self._reset()
         self._on_step(False)
-        if in_eager:
-            self._rebuild()
+        order, self._agreed_order = self._agreed_order, None
+        if order is not None:
+            self._rebuilt = True
+            self._form_buckets(order)
 
     def _wait(self, running: Running) -> Any:
         future, seconds = running.future, self.group.timeout.total_seconds()
@@ -458,7 +471,7 @@ class Reducer:
         with torch.no_grad():
             if bucket.sparse:
                 parameters[0].grad = result
-            elif bucket.views is None:
+            elif bucket.views is None or _is_compiling():
                 write_result(bucket, result, _destinations(parameters))
             else:
                 keep_result(bucket, result)
@@ -532,18 +545,16 @@ class Reducer:
         for bucket, result in late:
             self._write_used(bucket, result, used.tolist())
 
-    def _rebuild(self) -> None:
-        if self._rebuilt:
-            return
-        self._rebuilt = True
+    def _agree_on_order(self) -> list[int]:
+        """The order in which rank 0's gradients have arrived, on all ranks."""
         # Once each, and those that have not come at the end.
         order = list(dict.fromkeys([*self._order, *reversed(range(len(self._parameters)))]))
-        self._order = []
+        self._order.clear()
         if self.group.size > 1:
             agreed = torch.tensor(order)
             collectives.broadcast(agreed, group=self.group.group).wait()
             order = agreed.tolist()
-        self._form_buckets(order)
+        return order
 
     # ---- failure ---------------------------------------------------------------------------------
 
@@ -596,7 +607,9 @@ def _is_nested() -> bool:
         if name == "_engine_run_backward":
             inside = True
         elif inside and name == "apply" and frame.f_code.co_filename == _FUNCTION_FILE:
-            return True
+            # A node's; a function's own, which runs its forward, is a class method.
+            if frame.f_code.co_varnames[0] == "self":
+                return True
         frame = frame.f_back
     return False
 

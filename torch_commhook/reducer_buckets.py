@@ -160,7 +160,9 @@ class ReducerBucket(GradBucket):
         assert gradients is not None
         with torch.no_grad():
             ordered = state.layout._permute(gradients)
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() and state.dtype.is_complex:
+                self._buffer = torch.cat([piece.reshape(-1) for piece in ordered]) * scale
+            elif torch.compiler.is_compiling():
                 self._buffer = _ops.flatten(ordered, scale=scale, dtype=state.dtype)
             elif state.dtype.is_complex:  # which the operators do not take
                 self._buffer = state.make_storage()

@@ -183,9 +183,9 @@ class ReducerRoad:
 
     def _should_sync(self) -> bool:
         """Whether the backward that begins is to synchronise: as in DDP, its forward decides."""
-        if self._sync_of_forward is not None:
-            return self._sync_of_forward
-        return self._wants_sync()  # the model's own forward was not called
+        decided, self._sync_of_forward = self._sync_of_forward, None  # for one backward
+        # None where the model's own forward was not called.
+        return self._wants_sync() if decided is None else decided
 
     def before_forward(self, module: nn.Module) -> None:
         """Called by the model before its own forward."""

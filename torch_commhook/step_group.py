@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -149,13 +148,14 @@ class StepGroup:
         self._broken = True
         assert self._store is not None
         try:
-            self._store.set(self._key, f"on rank {self.rank}: {reason}")
+            # The first counts: who comes later may have failed because of it.
+            self._store.compare_set(self._key, "", f"on rank {self.rank}: {reason}")
         except RuntimeError:
             pass  # the store has gone with its process, which the others see for themselves
         _C.drop_backends(self.group)
 
     def ended_by_peer(self, error: BaseException) -> bool:
-        """Whether an error is that of a collective which another rank, that failed, has ended."""
+        """Whether an error is that of a collective, which another rank has left or ended."""
         return (
             isinstance(error, RuntimeError) and "gloo" in str(error) and self._reason() is not None
         )
@@ -198,6 +198,7 @@ class StepGroup:
             self.name,  # type: ignore[arg-type]
             timeout=self.timeout,
         )
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         distributed_c10d._world.pg_group_ranks[group] = {
             rank: index for index, rank in enumerate(ranks)
         }
@@ -212,9 +213,23 @@ class StepGroup:
 def _destroy(group: Any) -> None:
     if group is None:
         return
-    if group in distributed_c10d._world.pg_map:  # or torch.distributed has ended itself
-        with suppress(RuntimeError):  # one without backends has no name
-            dist.destroy_process_group(group)
+    world = distributed_c10d._world
+    if group in world.pg_map:  # or torch.distributed has ended itself
+        # Not destroy_process_group(), which asks the backends that a failed step has dropped.
+        tag = world.pg_to_tag.get(group, "")
+        for groups in (world.tags_to_pg.get(tag, []), world.tags_to_pg.get("", [])):
+            if group in groups:
+                groups.remove(group)
+        name = world.pg_names[group]
+        for table in (
+            world.pg_map,
+            world.pg_names,
+            world.pg_group_ranks,
+            world.pg_backend_config,
+            world.pg_to_tag,
+        ):
+            table.pop(group, None)
+        torch._C._distributed_c10d._unregister_process_group(name)
     _C.drop_backends(group)
 
 
