@@ -14,8 +14,6 @@ struct Backends : c10d::ProcessGroup {
 
 }  // namespace
 
-void drop_backends(c10d::ProcessGroup& group) {
-  Backends::take(group);
-}
+void drop_backends(c10d::ProcessGroup& group) { Backends::take(group); }
 
 }  // namespace commhook

@@ -278,8 +278,8 @@ void DdpHook::await(Running& running) {
     if (wait_for(*running.future, timeout_seconds_)) {
       return;
     }
-    TORCH_CHECK(false, running.spec->where, ": its Future is not complete after ",
-                timeout_seconds_, " seconds");
+    TORCH_CHECK(false, running.spec->where, ": its Future is not complete after ", timeout_seconds_,
+                " seconds");
   } catch (py::error_already_set& error) {
     py::gil_scoped_acquire gil;
     failure = persistent(error);
@@ -375,9 +375,9 @@ at::Tensor DdpHook::deliver(const Running& running, const at::Tensor& result) co
 
 void register_ddp_hook(c10d::Reducer& reducer, py::object runner, py::object choose_delivery,
                        py::object end_step, double timeout_seconds, double drain_seconds) {
-  reducer.register_comm_hook(std::make_unique<DdpHook>(
-      reducer, std::move(runner), std::move(choose_delivery), std::move(end_step), timeout_seconds,
-      drain_seconds));
+  reducer.register_comm_hook(
+      std::make_unique<DdpHook>(reducer, std::move(runner), std::move(choose_delivery),
+                                std::move(end_step), timeout_seconds, drain_seconds));
 }
 
 }  // namespace commhook

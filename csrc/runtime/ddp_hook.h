@@ -30,8 +30,9 @@ class DdpHook : public c10d::CommHookInterface {
   // runner(bucket: torch.distributed.GradBucket, first: bool, rebuilt: bool) ->
   //     (hook, returned, dtype, after):
   // the name of the hook for errors, what it returned (a Future or a tensor), the dtype that the
-  // result must have, and a function that makes of the result what is to be written, or None. `first` says that a backward begins; `rebuilt`, that the bucket holds
-  // other parameters than it held when the runner last saw its index.
+  // result must have, and a function that makes of the result what is to be written, or None.
+  // `first` says that a backward begins; `rebuilt`, that the bucket holds other parameters than it
+  // held when the runner last saw its index.
   //
   // choose_delivery() -> "reducer", "buffer" or "write" says who brings results into the gradients:
   enum class Delivery {
