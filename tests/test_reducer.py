@@ -485,14 +485,18 @@ class TestOneRank:
             attach(nn.ReLU(), hooks.allreduce())
         with pytest.raises(ValueError, match="'weight' is not initialised; run the model once"):
             attach(nn.LazyLinear(2), hooks.allreduce())
-        with pytest.raises(ValueError, match="bucket_cap_mb must be positive, got 0"):
+        with pytest.raises(ValueError, match="bucket_cap_mb must be a positive number, got 0"):
             attach(nn.Linear(2, 2), hooks.allreduce(), bucket_cap_mb=0)
+        with pytest.raises(ValueError, match="bucket_cap_mb must be a positive number, got 'x'"):
+            attach(nn.Linear(2, 2), hooks.allreduce(), bucket_cap_mb="x")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="bucket_cap_mb must be given to DistributedDataPar"):
             attach(DDP(nn.Linear(2, 2)), hooks.allreduce(), bucket_cap_mb=3)
         model = nn.Linear(2, 2)
         attach(model, hooks.allreduce())
         with pytest.raises(RuntimeError, match=r"'allreduce\(\)' is attached to this model"):
             attach(model, hooks.cast())
+        with pytest.raises(RuntimeError, match=r"'0.weight' belongs to another module as well"):
+            attach(nn.Sequential(model), hooks.cast())
 
     def test_removed_and_attached_again(self) -> None:
         model = nn.Linear(2, 2)

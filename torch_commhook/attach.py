@@ -261,8 +261,8 @@ def _new_road(model: torch.nn.Module, settings: dict[str, Any]) -> DdpRoad | Red
         return default if settings[name] is None else settings[name]
 
     capacity = setting("bucket_cap_mb", DEFAULT_BUCKET_CAP_MB)
-    if not capacity > 0:
-        raise ValueError(f"attach: bucket_cap_mb must be positive, got {capacity}")
+    if not isinstance(capacity, (int, float)) or not 0 < capacity < float("inf"):
+        raise ValueError(f"attach: bucket_cap_mb must be a positive number, got {capacity!r}")
     return ReducerRoad(
         model,
         group=StepGroup(settings["process_group"]),

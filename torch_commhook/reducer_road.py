@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_commhook import _C, collectives
 from torch_commhook.attached import Attached
@@ -47,6 +48,7 @@ class ReducerRoad:
     ) -> None:
         self.model = weakref.ref(model)
         parameters = _trainable(model)
+        _check_free(parameters)
         self._group = group
         if init_sync and self._group.size > 1:
             _check_same(parameters, self._group.parent)
@@ -77,6 +79,8 @@ class ReducerRoad:
             model._accum_grad_hooks.clear()
         _dont_fuse(self)
         self._closed = False
+        for _, parameter in parameters:
+            _owners[parameter] = weakref.ref(self)
         # A parameter, its hook in C++, and what that holds of the parameter are a cycle that
         # Python's collector does not see.
         self._end = weakref.finalize(model, self._close)
@@ -307,6 +311,21 @@ def _trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
                 "communicates; attach takes models whose parameters are whole on each rank"
             )
     return parameters
+
+
+#: The road of each parameter that has one.
+_owners: Any = WeakIdKeyDictionary()
+
+
+def _check_free(parameters: list[tuple[str, Tensor]]) -> None:
+    for name, parameter in parameters:
+        owner = _owners.get(parameter)
+        road = owner() if owner is not None else None
+        if road is not None and road.is_alive and road.attached is not None:
+            raise RuntimeError(
+                f"attach: parameter '{name}' belongs to another module as well, to which hook "
+                f"'{road.attached.name}' is attached already"
+            )
 
 
 def _sparse_names(model: nn.Module) -> frozenset[str]:
