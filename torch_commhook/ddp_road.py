@@ -118,10 +118,9 @@ class DdpRoad:
                 engine = torch.autograd.Variable._execution_engine
                 engine.queue_callback(self._run_post_accumulate_hooks)
             return
-        explained = self._group.explain(error) if self._group.ended_by_peer(error) else None
-        self._group.fail(f"{type(error).__name__}: {error}")
-        if explained is not None:
-            raise explained from error
+        raised = self._group.fail_with(error)
+        if raised is not error:  # which comes out of backward() by itself
+            raise raised
 
     def _run_post_accumulate_hooks(self) -> None:
         attached = self._running

@@ -39,9 +39,9 @@ from torch_commhook.reducer_tracing import (
     begin_step,
     commit_step,
     connect_before_tracing,
+    expected_hooks,
     hooks_of,
     leave_to_python,
-    participants,
     start_traced,
 )
 from torch_commhook.results import checked_result, hook_on_bucket
@@ -95,7 +95,7 @@ class Reducer:
         self._should_sync = should_sync
         self._on_step = on_step
         self._handles: list[RemovableHandle] = []
-        self._hooks: dict[Callable[..., None], int] = {}
+        self._hooks: set[Callable[..., None]] = set()
         self._key = id(self)
         hooks_of[self._key] = self._hooks
 
@@ -145,7 +145,7 @@ class Reducer:
                 if not self._rebuilt:
                     hook = self._noting_order(hook, number)
                 leave_to_python(hook)
-                self._hooks[hook] = number
+                self._hooks.add(hook)
                 parameter = self._parameters[number]
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
@@ -266,7 +266,7 @@ class Reducer:
 
     def _begin_known(self) -> None:
         """Begin a backward of compiled autograd."""
-        expected = len(participants(self._key))
+        expected = expected_hooks(self._key)
         if not expected:
             raise RuntimeError(
                 "torch_commhook: a parameter's hook was called outside of backward(), or in one "
@@ -551,7 +551,8 @@ class Reducer:
         order = list(dict.fromkeys([*self._order, *reversed(range(len(self._parameters)))]))
         self._order.clear()
         if self.group.size > 1:
-            agreed = torch.tensor(order)
+            device = "cpu" if self.group.recovers else self.device
+            agreed = torch.tensor(order, device=device)
             collectives.broadcast(agreed, group=self.group.group).wait()
             order = agreed.tolist()
         return order
@@ -567,17 +568,14 @@ class Reducer:
             if bucket.running is None:
                 continue
             future = bucket.running.future
-            with suppress(Exception):
+            with suppress(Exception):  # theirs are a consequence, or as good a reason
                 if isinstance(future, collectives.TracedFuture):
                     future.wait()
                 else:
                     _C.wait_for(future, max(end - time.monotonic(), 0.0))
-        explained = self.group.explain(error) if self.group.ended_by_peer(error) else None
-        self.group.fail(f"{type(error).__name__}: {error}")
+        raised = self.group.fail_with(error)
         self._reset()
-        if explained is not None:
-            raise explained from error
-        raise error
+        raise raised
 
     def _abandon(self) -> None:
         """Forget a backward that was left by an exception."""

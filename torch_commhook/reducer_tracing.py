@@ -19,28 +19,28 @@ from torch_commhook.hooks.base import Hook
 from torch_commhook.metrics import TRACED_METER
 from torch_commhook.step_group import groups_by_name
 
-#: The hooks of each reducer, by ``id(reducer)``, with the numbers of their parameters.
-hooks_of: dict[int, dict[Callable[..., None], int]] = {}
+#: The hooks of each reducer, by ``id(reducer)``.
+hooks_of: dict[int, set[Callable[..., None]]] = {}
 
 
 @torch.compiler.assume_constant_result
-def participants(key: int) -> tuple[int, ...]:
-    """The numbers of the parameters that the compiled backward around this call has gradients for.
+def expected_hooks(key: int) -> int:
+    """How many of a reducer's hooks the compiled backward around this call will call.
 
     Compiled autograd collects the hooks of a backward before it runs it, and passes them on to the
     function that it compiles. Called while that is traced, this gives a constant: another set of
     hooks is another function.
 
     Returns:
-        Nothing outside of compiled autograd.
+        0 outside of compiled autograd.
     """
     frame: Any = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "runtime_wrapper" and "hooks" in frame.f_locals:
             own = hooks_of[key]
-            return tuple(own[hook] for hook in frame.f_locals["hooks"] if hook in own)
+            return sum(hook in own for hook in frame.f_locals["hooks"])
         frame = frame.f_back
-    return ()
+    return 0
 
 
 def leave_to_python(hook: Callable[..., None]) -> None:

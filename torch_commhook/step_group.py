@@ -154,7 +154,20 @@ class StepGroup:
             pass  # the store has gone with its process, which the others see for themselves
         _C.drop_backends(self.group)
 
-    def ended_by_peer(self, error: BaseException) -> bool:
+    def fail_with(self, error: BaseException) -> BaseException:
+        """:meth:`fail` because of an error.
+
+        Returns:
+            What to raise: the error itself, or a :class:`PeerError` where another rank is at fault.
+        """
+        explained = self.explain(error) if self._ended_by_peer(error) else None
+        self.fail(f"{type(error).__name__}: {error}")
+        if explained is None:
+            return error
+        explained.__cause__ = error
+        return explained
+
+    def _ended_by_peer(self, error: BaseException) -> bool:
         """Whether an error is that of a collective, which another rank has left or ended."""
         return (
             isinstance(error, RuntimeError) and "gloo" in str(error) and self._reason() is not None

@@ -60,6 +60,4 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return commhook::wait_for(*future->fut, seconds);
       },
       py::arg("future"), py::arg("seconds"));
-  m.def("hook_on_bucket", &commhook::hook_on_bucket, py::arg("hook"), py::arg("index"),
-        py::arg("count"));
 }

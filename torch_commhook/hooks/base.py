@@ -18,6 +18,7 @@ from torch_commhook._ops import BUCKET_DTYPES
 from torch_commhook._runtime import hook_name
 from torch_commhook.bucket import GradBucket
 from torch_commhook.collectives import resolve_group
+from torch_commhook.results import hook_on_bucket
 
 
 class Hook(ABC):
@@ -125,7 +126,7 @@ class Hook(ABC):
 
 
 def _where(hook: Hook, bucket: GradBucket) -> str:
-    return _C.hook_on_bucket(hook_name(hook), bucket.index(), bucket.bucket_count())
+    return hook_on_bucket(hook_name(hook), bucket.index(), bucket.bucket_count())
 
 
 def checked_result_dtype(hook: Hook, bucket: GradBucket) -> torch.dtype:
