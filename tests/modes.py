@@ -6,6 +6,7 @@ import contextlib
 import unittest.mock
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,11 @@ class Mode:
     @property
     def compiles_backward(self) -> bool:
         return self.runner in ("context", "config")
+
+    @property
+    def attach_options(self) -> dict[str, Any]:
+        """For ``attach``: DDP has been told of its buckets by :meth:`wrap`."""
+        return {"bucket_cap_mb": BUCKET_CAP_MB} if self.model == "module" else {}
 
     def wrap(self, module: nn.Module, **options: object) -> nn.Module:
         """The model to attach a hook to."""

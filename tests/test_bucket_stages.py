@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from modes import BUCKET_CAP_MB, MODES, Mode
+from modes import MODES, Mode
 from rank_pool import RankPool
 from test_modes import batch, module
 from torch import Tensor, nn
@@ -19,8 +19,7 @@ from torch_commhook import GradBucket, HookHandle, attach, hooks
 def _attached(mode: Mode) -> tuple[nn.Module, HookHandle]:
     torch._dynamo.reset()
     model = mode.wrap(module())
-    options = {"bucket_cap_mb": BUCKET_CAP_MB} if mode.model == "module" else {}
-    return model, attach(model, hooks.cast(torch.bfloat16), **options)
+    return model, attach(model, hooks.cast(torch.bfloat16), **mode.attach_options)
 
 
 def _gradients(model: nn.Module) -> list[Tensor]:

@@ -75,8 +75,7 @@ def _train(rank: int, mode: Mode, hook: str) -> dict[str, Any]:
     torch._dynamo.reset()
     counters.clear()
     model = mode.wrap(module())
-    options = {"bucket_cap_mb": BUCKET_CAP_MB} if mode.model == "module" else {}
-    handle = attach(model, HOOKS[hook][0](), **options)
+    handle = attach(model, HOOKS[hook][0](), **mode.attach_options)
     gradients: list[list[torch.Tensor]] = []
     captures: list[int] = []
     with mode.step_function(model) as step:

@@ -51,8 +51,7 @@ def _flaky(rank: int, mode: Mode, traced: bool) -> dict[str, Any]:
     torch._dynamo.reset()
     model = mode.wrap(module())
     hook = TracedFlaky() if traced else Flaky()
-    options = {"bucket_cap_mb": BUCKET_CAP_MB} if mode.model == "module" else {}
-    handle = attach(model, hook, **options)
+    handle = attach(model, hook, **mode.attach_options)
     dice = random.Random(3)
     own, peers = 0, 0
     with mode.step_function(model) as step:
@@ -277,8 +276,7 @@ def test_compiled_then_eager(two_ranks: RankPool) -> None:
 
 def _post_accumulate_hook_raises(rank: int, mode: Mode) -> tuple[list[str], bool]:
     model = mode.wrap(module())
-    options = {"bucket_cap_mb": BUCKET_CAP_MB} if mode.model == "module" else {}
-    handle = attach(model, hooks.allreduce(), **options)
+    handle = attach(model, hooks.allreduce(), **mode.attach_options)
     happened = []
     with mode.step_function(model) as step:
         for number in range(4):
