@@ -1,8 +1,10 @@
 """Data parallelism without DDP's reducer: gradients of any parameters through one hook.
 
 A post-accumulate-grad hook on each parameter counts its bucket full; the communication hook starts
-with the last of them, in the order of the buckets; results are written when backward ends. All of
-it is plain Python over tensors, so that compiled autograd traces it.
+with the last of them, in the order of the buckets; results are written when backward ends.
+
+In eager, counting is C++ (``Arrivals``), which enters Python once for each bucket. Under compiled
+autograd it is plain Python, and so is all the rest, over tensors, so that it can be traced.
 
 Where backward ends depends on who runs it. The autograd engine has a queue of callbacks for that.
 Compiled autograd has none that works with graph breaks, but knows beforehand which hooks it will
@@ -56,6 +58,12 @@ _FUNCTION_FILE = torch.autograd.function.__file__
 #: Stands for a backward that compiled autograd runs.
 _COMPILED = -1
 
+_NOT_NESTED = (
+    "torch_commhook: a parameter's hook was called outside of backward(), or in one that is nested "
+    "in a compiled one; reentrant activation checkpointing under compiled autograd needs "
+    "torch.utils.checkpoint(..., use_reentrant=False)"
+)
+
 #: How long a rank where something failed waits for its own collectives in flight.
 _DRAIN_SECONDS = 60.0
 _LATE_SECONDS = 0.5
@@ -108,22 +116,20 @@ class Reducer:
         self._outermost: int | None = None
         self._remaining = 0  # gradients to come, where that is known
         self._next = 0  # the bucket whose turn it is
+        self._starting = False
         self._running: Attached | None = None  # for this backward; None: no synchronisation
         self._accumulated = False  # since the last synchronisation
-        self._rebuilt = False
-        self._order: list[int] = []  # of arrival, until the buckets have been formed by it
+        self._rebuilt = False  # in the order in which gradients have come
         self._agreed_order: list[int] | None = None
 
+        self._arrivals: Any = None
         # The last parameters have the first gradients.
         self._form_buckets(range(len(self._parameters) - 1, -1, -1))
 
     # ---- buckets ---------------------------------------------------------------------------------
 
     def _form_buckets(self, order: Sequence[int]) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._hooks.clear()
+        self._take_off_hooks()
         order = list(order)
         assigned = assign_buckets(
             [self._parameters[i] for i in order],
@@ -141,13 +147,35 @@ class Reducer:
                 as_views=self._as_views,
             )
             self._buckets.append(bucket)
-            for hook, number in zip(self._ready_hooks(bucket), members, strict=True):
-                if not self._rebuilt:
-                    hook = self._noting_order(hook, number)
+        self._put_on_hooks()
+
+    def _put_on_hooks(self) -> None:
+        bucket_of = [0] * len(self._parameters)
+        for bucket in self._buckets:
+            for number in bucket.members:
+                bucket_of[number] = bucket.index
+        self._arrivals = arrivals = _C.Arrivals(self, bucket_of)
+        if self._rebuilt:
+            arrivals.stop_noting_order()
+        for bucket in self._buckets:
+            for place, number in enumerate(bucket.members):
+                hook = self._ready_hook(bucket, place)
                 leave_to_python(hook)
                 self._hooks.add(hook)
                 parameter = self._parameters[number]
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                hooks: Any = parameter._post_accumulate_grad_hooks
+                _C.count_arrivals(parameter, hooks, arrivals, number)
+
+    def _take_off_hooks(self) -> None:
+        for parameter in self._parameters if self._handles else ():
+            _C.stop_counting(parameter)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._hooks.clear()
+        if self._arrivals is not None:
+            self._arrivals.close()
 
     def buckets(self) -> list[list[str]]:
         """The names of each bucket's parameters."""
@@ -182,51 +210,34 @@ class Reducer:
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._hooks.clear()
+        self._take_off_hooks()
         hooks_of.pop(self._key, None)
         self._reset()
 
     # ---- during backward -------------------------------------------------------------------------
 
-    def _ready_hooks(self, bucket: BucketState) -> list[Callable[[Tensor], None]]:
-        """For each parameter of a bucket, what is called when its gradient is there."""
-        reducer = self
+    def _ready_hook(self, bucket: BucketState, place: int) -> Callable[[Tensor], None]:
+        """What is called with a parameter when its gradient is there, where Python counts."""
+        reducer, number = self, bucket.members[place]
 
-        def make(place: int) -> Callable[[Tensor], None]:
-            # The place as a default, so that the hooks share all else.
-            def ready(parameter: Tensor, place: int = place) -> None:
-                if _is_compiling():
-                    if reducer._task != _COMPILED:
-                        reducer._enter_compiled()
-                elif _current_task() != reducer._task:
-                    reducer._enter()
-                arrived = bucket.arrived
-                if arrived[place] is not None:
-                    reducer._again(bucket, place)
-                    arrived = bucket.arrived
-                arrived[place] = parameter
-                pending = bucket.pending = bucket.pending - 1
-                if not pending:
-                    reducer._full(bucket)
-                if reducer._remaining:
-                    reducer._one_less()
+        # The numbers as defaults, so that a bucket's hooks share all else.
+        def ready(parameter: Tensor, place: int = place, number: int = number) -> None:
+            if not _is_compiling() and not compiled_autograd.in_compiled_autograd_region:
+                reducer._arrivals.arrive(number)  # for which C++ has left the order to Python
+                return
+            if reducer._task != _COMPILED:
+                reducer._enter_compiled()
+            if bucket.arrived[place] is not None:
+                # Compiled autograd was left by an exception before it came to an end.
+                reducer._abandon()
+                reducer._begin_known()
+            bucket.arrived[place] = parameter
+            bucket.pending -= 1
+            if bucket.pending == 0:
+                reducer._start_full()
+            reducer._one_less()
 
-            return ready
-
-        return [make(place) for place in range(len(bucket.members))]
-
-    def _noting_order(
-        self, ready: Callable[[Tensor], None], number: int
-    ) -> Callable[[Tensor], None]:
-        def note(parameter: Tensor) -> None:
-            if not _is_compiling():
-                self._order.append(number)
-            ready(parameter)
-
-        return note
+        return ready
 
     def _one_less(self) -> None:
         self._remaining -= 1
@@ -236,12 +247,12 @@ class Reducer:
             else:
                 self._finish()
 
-    def _enter(self) -> None:
+    def enter_backward(self) -> None:
         """The first gradient of a backward, or of another one nested in it or around it."""
+        if compiled_autograd.in_compiled_autograd_region:
+            raise RuntimeError(_NOT_NESTED)
         task = _current_task()
-        if compiled_autograd.in_compiled_autograd_region:  # where it could not compile
-            if self._task != _COMPILED:
-                self._enter_compiled()
+        if task == self._task:  # another thread of this backward was here before
             return
         nested = _is_nested()
         left = self._task == _COMPILED or (not nested and self._outermost not in (None, task))
@@ -252,11 +263,39 @@ class Reducer:
         if not nested:
             self._outermost = task
         self._task = task
+        self._arrivals.count_in_this_backward(self._running is not None)
         _engine.queue_callback(lambda: self._end_of_backward(nested))
 
+    def bucket_full(self, index: int) -> None:
+        """The last gradient of a bucket has come."""
+        self._buckets[index].pending = 0
+        self._start_full()
+
+    def came_again(self, number: int) -> None:
+        """A second gradient for a parameter of a bucket that is full."""
+        if any(number in bucket.members for bucket in self._buckets[: self._next]):
+            self._abort(
+                RuntimeError(
+                    f"torch_commhook: parameter '{self._names[number]}' got a gradient after its "
+                    "bucket had been sent; a parameter that is used in several segments of "
+                    "reentrant activation checkpointing needs "
+                    "torch.utils.checkpoint(..., use_reentrant=False)"
+                )
+            )
+
     def _end_of_backward(self, nested: bool) -> None:
-        if self._idle or (nested and any(bucket.pending for bucket in self._buckets)):
+        if self._idle:
             return
+        missing = set(self._arrivals.missing())
+        if nested and missing:
+            return
+        for bucket in self._buckets if missing else ():
+            here = [number not in missing for number in bucket.members]
+            bucket.pending = here.count(False)
+            bucket.arrived = [
+                parameter if has else None
+                for parameter, has in zip(bucket.parameters, here, strict=True)
+            ]
         self._finish()
 
     def _enter_compiled(self) -> None:
@@ -268,11 +307,7 @@ class Reducer:
         """Begin a backward of compiled autograd."""
         expected = expected_hooks(self._key)
         if not expected:
-            raise RuntimeError(
-                "torch_commhook: a parameter's hook was called outside of backward(), or in one "
-                "that is nested in a compiled one; reentrant activation checkpointing under "
-                "compiled autograd needs torch.utils.checkpoint(..., use_reentrant=False)"
-            )
+            raise RuntimeError(_NOT_NESTED)
         self._begin()
         self._task = _COMPILED
         self._remaining = expected
@@ -301,28 +336,15 @@ class Reducer:
                 self._reset()
                 raise
 
-    def _again(self, bucket: BucketState, place: int) -> None:
-        if self._remaining:  # compiled autograd was left by an exception before it came to an end
-            self._abandon()
-            self._begin_known()
-        elif bucket.index < self._next:
-            name = self._names[bucket.members[place]]
-            self._abort(
-                RuntimeError(
-                    f"torch_commhook: parameter '{name}' got a gradient after its bucket had been "
-                    "sent; a parameter that is used in several segments of reentrant activation "
-                    "checkpointing needs torch.utils.checkpoint(..., use_reentrant=False)"
-                )
-            )
-        else:
-            bucket.pending += 1
-
-    def _full(self, bucket: BucketState) -> None:
+    def _start_full(self) -> None:
+        """Run the hook on the buckets whose turn it is and which are full."""
         attached = self._running
-        if attached is None or (self._remaining and not attached.traceable):
+        if attached is None or self._starting or (self._remaining and not attached.traceable):
             return
+        self._starting = True  # another thread's bucket may become full meanwhile
         while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
             self._start(self._buckets[self._next])
+        self._starting = False
 
     def _start(self, bucket: BucketState, gradients: list[Tensor] | None = None) -> None:
         """Run the hook on the bucket whose turn it is."""
@@ -548,8 +570,8 @@ class Reducer:
     def _agree_on_order(self) -> list[int]:
         """The order in which rank 0's gradients have arrived, on all ranks."""
         # Once each, and those that have not come at the end.
-        order = list(dict.fromkeys([*self._order, *reversed(range(len(self._parameters)))]))
-        self._order.clear()
+        arrived = self._arrivals.take_order()
+        order = list(dict.fromkeys([*arrived, *reversed(range(len(self._parameters)))]))
         if self.group.size > 1:
             device = "cpu" if self.group.recovers else self.device
             agreed = torch.tensor(order, device=device)
@@ -590,7 +612,10 @@ class Reducer:
         self._task = self._outermost = None
         self._remaining = 0
         self._next = 0
+        self._starting = False
         self._running = None
+        if not _is_compiling():
+            self._arrivals.reset()
 
 
 def _is_nested() -> bool:
@@ -620,7 +645,8 @@ def _traffic(bucket: BucketState) -> BucketTraffic:
 def _gradients(bucket: BucketState) -> list[Tensor]:
     """The gradients of a bucket; zeros for those that are missing."""
     # What compiled autograd gives its hooks is known to it; other ways to the parameters are not.
-    arrived: list[Any] = bucket.parameters if bucket.pending else bucket.arrived
+    traced = _is_compiling() and not bucket.pending
+    arrived: list[Any] = bucket.arrived if traced else bucket.parameters
     gradients: list[Tensor | None] = [parameter.grad for parameter in arrived]
     if any(gradient is None for gradient in gradients):
         return [

@@ -1,6 +1,7 @@
 // The Python module torch_commhook._C.
 #include <torch/csrc/utils/pybind.h>
 
+#include "runtime/arrivals.h"
 #include "runtime/backends.h"
 #include "runtime/capture_notice.h"
 #include "runtime/ddp_hook.h"
@@ -50,6 +51,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::call_guard<py::gil_scoped_release>());
   m.def("cast_into", &commhook::cast_into, py::arg("returned"), py::arg("destination"),
         py::arg("dtype"), py::arg("where"));
+  py::class_<commhook::Arrivals, std::shared_ptr<commhook::Arrivals>>(m, "Arrivals")
+      .def(py::init<py::object, std::vector<int64_t>>(), py::arg("listener"), py::arg("bucket_of"))
+      .def("arrive", &commhook::Arrivals::arrive, py::arg("number"))
+      .def("count_in_this_backward", &commhook::Arrivals::count_in_this_backward,
+           py::arg("tell_full"))
+      .def("reset", &commhook::Arrivals::reset)
+      .def("close", &commhook::Arrivals::close)
+      .def("missing", &commhook::Arrivals::missing)
+      .def("take_order", &commhook::Arrivals::take_order)
+      .def("stop_noting_order", &commhook::Arrivals::stop_noting_order);
+  m.def("count_arrivals", &commhook::count_arrivals, py::arg("parameter"), py::arg("hooks"),
+        py::arg("arrivals"), py::arg("number"));
+  m.def("stop_counting", &commhook::stop_counting, py::arg("parameter"));
   m.def("call_before_capture", &commhook::call_before_capture, py::arg("parameters"),
         py::arg("callback"));
   m.def("drop_backends", &commhook::drop_backends, py::arg("group"),

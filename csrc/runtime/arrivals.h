@@ -1,0 +1,71 @@
+// Counts the gradients of a reducer's buckets as autograd computes them, without the GIL. Python is
+// entered once for a backward, and once for each bucket that is full.
+#pragma once
+
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "runtime/py_ref.h"
+
+namespace commhook {
+
+class Arrivals {
+ public:
+  // `bucket_of` has the bucket of each parameter, from 0 on. `listener` is a Python object with:
+  //   enter_backward(): a gradient came in another backward than before; to call count_in();
+  //   bucket_full(bucket): its last gradient came, where count_in() asked for that;
+  //   came_again(number): a second gradient for a parameter of such a bucket.
+  // What they raise comes out of backward().
+  Arrivals(pybind11::object listener, std::vector<int64_t> bucket_of);
+
+  // The gradient of a parameter has come. With or without the GIL, on any thread.
+  void arrive(int64_t number);
+
+  // Count in the backward that this thread runs.
+  void count_in_this_backward(bool tell_full);
+
+  // Wait for the gradients of the next backward.
+  void reset();
+
+  // Call the listener no more.
+  void close();
+
+  // The parameters that have no gradient yet.
+  std::vector<int64_t> missing() const;
+
+  // The order in which gradients came, since it was taken last.
+  std::vector<int64_t> take_order();
+  void stop_noting_order();
+
+ private:
+  enum class Event { kCounted, kEnter, kFull, kAgain };
+  Event count(int64_t number, bool entered);
+  template <typename... Arguments>
+  void call(const char* method, Arguments... arguments) const;
+
+  mutable std::mutex mutex_;  // never held while Python runs
+  std::shared_ptr<const PyRef> listener_;
+  const std::vector<int64_t> bucket_of_;
+  std::vector<int64_t> pending_;  // gradients to come in each bucket
+  std::vector<char> arrived_;     // whether each parameter has one
+  int task_;                      // the autograd engine's number of the backward
+  bool tell_full_ = false;
+  bool note_order_ = true;
+  std::vector<int64_t> order_;
+};
+
+// Lets a parameter's gradients be counted as `number`. `hooks` are its post-accumulate-grad hooks,
+// of which one is Python's way to do the same, arrivals.arrive(number): that is taken where there
+// are others, for their order, and under compiled autograd.
+void count_arrivals(const at::Tensor& parameter, const pybind11::dict& hooks,
+                    std::shared_ptr<Arrivals> arrivals, int64_t number);
+
+// Leaves the parameter's hooks to Python again.
+void stop_counting(const at::Tensor& parameter);
+
+}  // namespace commhook
