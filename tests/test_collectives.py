@@ -80,10 +80,12 @@ def _run(rank: int, name: str, compiled: bool, dtype: torch.dtype) -> tuple[Tens
     meter = WireMeter()
     with counting(meter):
         result = function(_input(rank).to(dtype))
-    return result.float(), meter.bytes_sent
+    return (result.real if dtype.is_complex else result).float(), meter.bytes_sent
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64], ids=str
+)
 @pytest.mark.parametrize("name", WANT)
 def test_eager(two_ranks: RankPool, name: str, dtype: torch.dtype) -> None:
     _, want, wire = WANT[name]
@@ -92,9 +94,11 @@ def test_eager(two_ranks: RankPool, name: str, dtype: torch.dtype) -> None:
         assert sent == wire[rank] * dtype.itemsize // 4
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
 @pytest.mark.parametrize("name", WANT)
-def test_traced(two_ranks: RankPool, name: str) -> None:
-    for rank, (got, _) in enumerate(two_ranks.run(_run, name, True, torch.float32)):
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+def test_traced(two_ranks: RankPool, name: str, dtype: torch.dtype) -> None:
+    for rank, (got, _) in enumerate(two_ranks.run(_run, name, True, dtype)):
         assert torch.equal(got, WANT[name][1](rank))
 
 
@@ -119,15 +123,104 @@ class TestOneRank:
         assert torch.equal(collectives.reduce_scatter(x).value(), x)
         assert torch.equal(collectives.broadcast(x).value(), x)
 
-    def test_errors(self) -> None:
-        x = torch.ones(4, 2)
-        with pytest.raises(ValueError, match="input_split_sizes must be 1 numbers that add up to"):
-            collectives.all_to_all(x, input_split_sizes=[3])
-        with pytest.raises(ValueError, match="output_split_sizes must be 1, one for each rank"):
-            collectives.all_to_all(x, output_split_sizes=[2, 2])
-        with pytest.raises(ValueError, match="src must be a rank below 1, got 3"):
-            collectives.broadcast(x, src=3)
-        with pytest.raises(TypeError, match="process_group must be a ProcessGroup, got int"):
-            collectives.all_gather(x, group=3)
-        with pytest.raises(ValueError, match="must be a multiple of the 1 ranks"):
-            collectives.reduce_scatter(torch.tensor(1.0))
+
+X = torch.ones(4, 2)
+TRANSPOSED = torch.ones(2, 4).t()
+ERRORS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "no tensor": (
+        lambda: collectives.all_reduce([1]),
+        TypeError,
+        "all_reduce: tensor must be a torch.Tensor, got list",
+    ),  # type: ignore[arg-type]
+    "strides": (
+        lambda: collectives.all_reduce(TRANSPOSED),
+        ValueError,
+        r"all_reduce: tensor must be contiguous, got sizes \[4, 2\] with strides \[1, 4\]",
+    ),
+    "strides to gather": (lambda: collectives.all_gather(TRANSPOSED), ValueError, "contiguous"),
+    "strides to exchange": (lambda: collectives.all_to_all(TRANSPOSED), ValueError, "contiguous"),
+    "strides to scatter": (
+        lambda: collectives.reduce_scatter(TRANSPOSED),
+        ValueError,
+        "contiguous",
+    ),
+    "strides to send": (lambda: collectives.broadcast(TRANSPOSED), ValueError, "contiguous"),
+    "expanded": (lambda: collectives.all_reduce(torch.ones(1).expand(3)), ValueError, "contiguous"),
+    "meta": (
+        lambda: collectives.all_reduce(torch.ones(1, device="meta")),
+        ValueError,
+        "must have memory",
+    ),
+    "sparse": (lambda: collectives.all_gather(X.to_sparse()), TypeError, "must be dense"),
+    "conjugate": (
+        lambda: collectives.broadcast(X.to(torch.complex64).conj()),
+        ValueError,
+        "must be resolved",
+    ),
+    "few rows": (
+        lambda: collectives.all_to_all(X, input_split_sizes=[3]),
+        ValueError,
+        r"input_split_sizes must add up to the tensor's 4 rows, got \[3\]",
+    ),
+    "negative rows": (
+        lambda: collectives.all_to_all(X, input_split_sizes=[-4]),
+        ValueError,
+        "input_split_sizes must be 1 numbers of rows, one for each rank",
+    ),
+    "many splits": (
+        lambda: collectives.all_to_all(X, output_split_sizes=[2, 2]),
+        ValueError,
+        "output_split_sizes must be 1 numbers of rows",
+    ),
+    "splits of text": (
+        lambda: collectives.all_to_all(X, input_split_sizes="4"),
+        TypeError,
+        "input_split_sizes must be ints",
+    ),  # type: ignore[arg-type]
+    "no rows": (
+        lambda: collectives.all_to_all(torch.ones(())),
+        ValueError,
+        "at least one dimension",
+    ),
+    "none to scatter": (
+        lambda: collectives.reduce_scatter(torch.ones(())),
+        ValueError,
+        "at least one dimension",
+    ),
+    "no such rank": (
+        lambda: collectives.broadcast(X, src=3),
+        ValueError,
+        "src must be a rank below 1, got 3",
+    ),
+    "no rank": (
+        lambda: collectives.broadcast(X, src="0"),
+        TypeError,
+        "src must be an int, got str",
+    ),  # type: ignore[arg-type]
+    "no group": (
+        lambda: collectives.all_gather(X, group=3),
+        TypeError,
+        "process_group must be a ProcessGroup, got int",
+    ),
+}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name: str) -> None:
+    call, error, message = ERRORS[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def _uneven(rank: int) -> str:
+    try:
+        collectives.reduce_scatter(torch.ones(3))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_rows_that_do_not_divide(two_ranks: RankPool) -> None:
+    for message in two_ranks.run(_uneven):
+        assert "reduce_scatter: tensor must have a multiple of 2 rows" in message

@@ -2,48 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import io
 import os
-import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
+from layered_net import BUCKET_CAP_MB, Net, batch, differing, gradients_of
 from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.checkpoint import checkpoint
 
 from torch_commhook import attach, hooks
-
-BUCKET_CAP_MB = 0.004
-
-
-class Net(nn.Module):
-    """Several buckets of linear layers; the forward can be varied."""
-
-    def __init__(self, width: int = 24) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
-
-    def forward(self, x: Tensor, skip: tuple[int, ...] = (), way: str = "plain") -> Tensor:
-        for number, layer in enumerate(self.layers):
-            if number in skip:
-                continue
-            if way == "plain":
-                x = layer(x).relu()
-            else:
-                x = checkpoint(layer, x, use_reentrant=way == "reentrant").relu()
-        return x
-
-
-def batch(rank: int, number: int = 0, width: int = 24) -> Tensor:
-    return torch.randn(4, width, generator=torch.Generator().manual_seed(10 * number + rank))
-
 
 NoSync = Callable[[], AbstractContextManager[Any]]
 
@@ -195,19 +167,6 @@ def _net(scenario: str) -> Net:
     return net.bfloat16() if scenario == "in_half_precision" else net
 
 
-def _gradients(model: nn.Module) -> list[Tensor | None]:
-    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-
-
-def _same(a: list[Tensor | None], b: list[Tensor | None]) -> list[int]:
-    """The numbers of the gradients that differ."""
-    return [
-        i
-        for i, (x, y) in enumerate(zip(a, b, strict=True))
-        if (x is None) != (y is None) or (x is not None and not torch.equal(x, y))
-    ]
-
-
 def _against_ddp(rank: int, scenario: str, view: bool) -> tuple[list[int], int]:
     run = SCENARIOS[scenario]
     ddp = DDP(
@@ -221,14 +180,14 @@ def _against_ddp(rank: int, scenario: str, view: bool) -> tuple[list[int], int]:
     run(model, handle.no_sync, rank)
     buckets = len(handle.stats().buckets)
     handle.remove()
-    return _same(_gradients(model), _gradients(ddp)), buckets
+    return differing(gradients_of(model), gradients_of(ddp)), buckets
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_gradients_of_ddp(two_ranks: RankPool, scenario: str, view: bool) -> None:
-    for differing, buckets in two_ranks.run(_against_ddp, scenario, view):
-        assert differing == []
+    for wrong, buckets in two_ranks.run(_against_ddp, scenario, view):
+        assert wrong == []
         assert buckets > 1 or scenario == "forward_without_sync"
 
 
@@ -315,7 +274,7 @@ def _model_against_ddp(rank: int, name: str, view: bool) -> tuple[list[int], lis
         [None if p.grad is None else p.grad.to_dense() for p in m.parameters()]
         for m in (model, ddp)
     ]
-    return _same(*gradients), _same(list(model.buffers()), list(ddp.buffers()))
+    return differing(*gradients), differing(list(model.buffers()), list(ddp.buffers()))
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
@@ -466,230 +425,6 @@ def _different(rank: int) -> str:
 def test_models_that_differ(two_ranks: RankPool) -> None:
     for message in two_ranks.run(_different):
         assert "rank 0 has parameter 'weight' of shape (2, 3) and torch.float32, rank 1" in message
-
-
-def _alone(model: nn.Module) -> nn.Module:
-    """A copy with the gradients of ``batch(0)`` and no hook."""
-    other = Net()
-    other.load_state_dict(model.state_dict())
-    other(batch(0)).sum().backward()
-    return other
-
-
-@pytest.mark.usefixtures("one_rank")
-class TestOneRank:
-    def test_errors_of_attach(self) -> None:
-        with pytest.raises(ValueError, match="'weight' is on the meta device; materialise"):
-            attach(nn.Linear(2, 2, device="meta"), hooks.allreduce())
-        with pytest.raises(ValueError, match="has no parameter that requires grad"):
-            attach(nn.ReLU(), hooks.allreduce())
-        with pytest.raises(ValueError, match="'weight' is not initialised; run the model once"):
-            attach(nn.LazyLinear(2), hooks.allreduce())
-        with pytest.raises(ValueError, match="bucket_cap_mb must be a positive number, got 0"):
-            attach(nn.Linear(2, 2), hooks.allreduce(), bucket_cap_mb=0)
-        with pytest.raises(ValueError, match="bucket_cap_mb must be a positive number, got 'x'"):
-            attach(nn.Linear(2, 2), hooks.allreduce(), bucket_cap_mb="x")  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="bucket_cap_mb must be given to DistributedDataPar"):
-            attach(DDP(nn.Linear(2, 2)), hooks.allreduce(), bucket_cap_mb=3)
-        model = nn.Linear(2, 2)
-        attach(model, hooks.allreduce())
-        with pytest.raises(RuntimeError, match=r"'allreduce\(\)' is attached to this model"):
-            attach(model, hooks.cast())
-        with pytest.raises(RuntimeError, match=r"'0.weight' belongs to another module as well"):
-            attach(nn.Sequential(model), hooks.cast())
-
-    def test_removed_and_attached_again(self) -> None:
-        model = nn.Linear(2, 2)
-        for _ in range(2):
-            handle = attach(model, lambda state, bucket: bucket.buffer() * 3)
-            model.zero_grad()
-            model(torch.ones(1, 2)).sum().backward()
-            assert model.weight.grad.tolist() == [[3, 3], [3, 3]]
-            handle.remove()
-            assert not handle.is_attached
-            model.zero_grad()
-            model(torch.ones(1, 2)).sum().backward()
-            assert model.weight.grad.tolist() == [[1, 1], [1, 1]]
-        assert not model._forward_pre_hooks
-
-    def test_a_compiled_model_is_its_module(self) -> None:
-        model = nn.Linear(2, 2)
-        handle = attach(torch.compile(model, backend="eager"), hooks.allreduce())
-        model(torch.ones(1, 2)).sum().backward()
-        assert handle.stats().steps == 1
-
-    def test_users_own_hooks_run_too(self) -> None:
-        model = nn.Linear(2, 2)
-        seen = []
-        model.weight.register_post_accumulate_grad_hook(lambda p: seen.append("before"))
-        attach(model, lambda state, bucket: bucket.buffer() * 3)
-        model.weight.register_post_accumulate_grad_hook(lambda p: seen.append("after"))
-        model(torch.ones(1, 2)).sum().backward()
-        assert seen == ["before", "after"]
-        assert model.weight.grad.tolist() == [[3, 3], [3, 3]]
-
-    def test_views_share_the_buckets_memory(self) -> None:
-        model = Net()
-        buffers: list[Tensor] = []
-
-        def keep(state: object, bucket: Any) -> Tensor:
-            buffers.append(bucket.buffer())
-            return bucket.buffer()
-
-        attach(model, keep, bucket_cap_mb=BUCKET_CAP_MB, gradient_as_bucket_view=True)
-        for number in range(3):
-            model.zero_grad(set_to_none=False)
-            buffers.clear()
-            model(batch(0, number)).sum().backward()
-        memory = {buffer.untyped_storage().data_ptr() for buffer in buffers}
-        assert all(p.grad.untyped_storage().data_ptr() in memory for p in model.parameters())
-
-    def test_hooks_start_before_backward_ends(self) -> None:
-        model = Net()
-        events: list[str] = []
-
-        def hook(state: object, bucket: Any) -> Tensor:
-            events.append("hook")
-            return bucket.buffer()
-
-        attach(model, hook, bucket_cap_mb=BUCKET_CAP_MB)
-        for _ in range(2):
-            events.clear()
-            x = batch(0).requires_grad_()
-            x.register_hook(lambda gradient: events.append("end"))
-            model(x).sum().backward()
-        assert events.index("end") > 1
-
-    def test_a_layer_in_two_reentrant_checkpoints(self) -> None:
-        shared, first = nn.Linear(4, 4), nn.Linear(4, 4)
-        x = torch.ones(2, 4)
-
-        def twice(inputs: Tensor) -> Tensor:
-            inputs = checkpoint(shared, inputs, use_reentrant=True)
-            return checkpoint(shared, inputs, use_reentrant=True)
-
-        handle = attach(shared, lambda state, bucket: bucket.buffer())
-        twice(x.clone().requires_grad_()).sum().backward()
-        got = _gradients(shared)
-        handle.remove()
-        shared.zero_grad()
-        shared(shared(x)).sum().backward()
-        assert _same(got, _gradients(shared)) == []
-
-        # Its bucket has been sent when the second gradient comes.
-        model = nn.ModuleList([first, shared])
-        attach(model, hooks.allreduce(), bucket_cap_mb=1e-6)
-        with pytest.raises(RuntimeError, match=r"'1.(weight|bias)' got a gradient after its buck"):
-            twice(first(x)).sum().backward()
-        model.zero_grad()
-        shared(first(x)).sum().backward()  # the next step works
-        assert shared.bias.grad.tolist() == [2, 2, 2, 2]
-
-    @pytest.mark.parametrize("then", ["eager", "compiled"])
-    def test_an_exception_elsewhere_in_backward(self, then: str) -> None:
-        model = Net()
-        attach(model, lambda state, bucket: bucket.buffer() * 2, bucket_cap_mb=BUCKET_CAP_MB)
-        handle = model.layers[2].weight.register_hook(lambda gradient: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            model(batch(0)).sum().backward()
-        handle.remove()
-        model.zero_grad()
-        compiled = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
-        with compiled if then == "compiled" else nullcontext():
-            model(batch(0)).sum().backward()
-        assert _same(_gradients(model), [2 * g for g in _gradients(_alone(model))]) == []
-
-    def test_a_backward_inside_a_function(self) -> None:
-        """Unlike that of a reentrant checkpoint, it is not nested in another one."""
-
-        class Inner(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, x: Tensor) -> Tensor:
-                with torch.enable_grad():
-                    model(batch(0), skip=(3,)).sum().backward()
-                return x.clone()
-
-            @staticmethod
-            def backward(ctx: Any, gradient: Tensor) -> Tensor:
-                return gradient
-
-        model = Net()
-        handle = attach(model, lambda state, bucket: bucket.buffer() * 2)
-        Inner.apply(torch.ones(1, requires_grad=True))
-        assert handle.stats().steps == 1
-
-    @pytest.mark.parametrize("kind", ["views", "complex"])
-    def test_compiled_with(self, kind: str) -> None:
-        model: nn.Module = Net()
-        if kind == "complex":
-            model = nn.ParameterDict({"z": torch.randn(24, dtype=torch.complex64)})
-
-        def loss() -> Tensor:
-            if kind == "complex":
-                return (model["z"] * batch(0)).abs().sum()
-            return model(batch(0)).sum()
-
-        loss().backward()
-        want = _gradients(model)
-        attach(model, hooks.allreduce(), gradient_as_bucket_view=kind == "views")
-        for way in ("eager", "compiled", "eager", "compiled"):
-            model.zero_grad(set_to_none=way == "eager")
-            if way == "eager":
-                loss().backward()
-            else:
-                compiler = torch.compile(backend="aot_eager", fullgraph=True)
-                with torch._dynamo.compiled_autograd._enable(compiler):
-                    loss().backward()
-            assert _same(_gradients(model), want) == []
-
-    def test_a_gradient_of_another_layout(self) -> None:
-        model = nn.ParameterDict({"table": torch.randn(10, 4)})
-        attach(model, hooks.allreduce())
-        words = torch.tensor([1, 2])
-        with pytest.raises(
-            TypeError, match=r"'table' must have layout torch.strided, got torch.sp"
-        ):
-            nn.functional.embedding(words, model["table"], sparse=True).sum().backward()
-        model.zero_grad()
-        tied = nn.Embedding(10, 4, sparse=True)
-        attach(tied, hooks.allreduce())
-        with pytest.raises(
-            TypeError, match=r"'weight' must have layout torch.sparse_coo, got torc"
-        ):
-            (tied(words) @ tied.weight.T).sum().backward()
-
-    def test_copies_have_no_hook(self) -> None:
-        model = Net()
-        attach(model, lambda state, bucket: bucket.buffer() * 2)
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-            other(batch(0)).sum().backward()
-            own = _gradients(other)
-            model.zero_grad()
-            model(batch(0)).sum().backward()
-            assert _same(_gradients(model), [2 * g for g in own]) == []
-
-    def test_a_parameter_that_is_unfrozen(self) -> None:
-        model = Net()
-        model.layers[1].bias.requires_grad_(False)
-        attach(model, hooks.allreduce())
-        model(batch(0)).sum().backward()
-        model.layers[1].bias.requires_grad_(True)
-        with pytest.raises(RuntimeError, match=r"'layers.1.bias' did not require grad when the"):
-            model(batch(0)).sum().backward()
-
-    def test_the_model_is_not_kept_alive(self) -> None:
-
-        model = Net()
-        handle = attach(model, hooks.allreduce())
-        model(batch(0)).sum().backward()
-        gone = weakref.ref(model)
-        del model
-        gc.collect()
-        assert gone() is None
-        assert not handle.is_attached
 
 
 def _many_handles(rank: int) -> tuple[int, int]:

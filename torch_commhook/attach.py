@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,10 +19,11 @@ from torch_commhook.attached import Attached
 from torch_commhook.bucket import GradBucket
 from torch_commhook.ddp_road import DdpRoad
 from torch_commhook.metrics import HookStats
+from torch_commhook.parameters import claim, trainable
 from torch_commhook.step_group import StepGroup
 
 if TYPE_CHECKING:
-    from torch_commhook.reducer_road import ReducerRoad
+    from torch_commhook.reducer.road import ReducerRoad
 
 DEFAULT_BUCKET_CAP_MB = 25
 
@@ -202,9 +204,11 @@ def attach(
     Raises:
         TypeError: no module, or :func:`torch_commhook.check_hook` refuses the hook.
         ValueError: an annotation of the hook says that it is none; a setting that DDP has itself;
-            no parameter requires grad; a parameter is on the meta device.
-        RuntimeError: a hook is attached already, or was registered with DDP itself; the ranks'
-            parameters differ; torch.distributed is not initialized.
+            no parameter requires grad; a parameter is on the meta device, or has an optimizer in
+            backward.
+        RuntimeError: a hook is attached already, or to another model with one of the parameters, or
+            was registered with DDP itself; the ranks' parameters differ; torch.distributed is not
+            initialized.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"attach: model must be a torch.nn.Module, got {_C.type_name(model)}")
@@ -234,13 +238,26 @@ def attach(
                     f"attach: {name} must be given to DistributedDataParallel, which has it "
                     f"already; got {value!r} for a model of that class"
                 )
+    parameters = trainable(model)
+    claim(parameters, model, partial(_attached_to, weakref.ref(model)))
     if road is None:
-        road = _roads[model] = _new_road(model, settings)
+        road = _roads[model] = _new_road(model, parameters, settings)
     road.attached = attached
     return HookHandle(road, attached)
 
 
-def _new_road(model: torch.nn.Module, settings: dict[str, Any]) -> DdpRoad | ReducerRoad:
+def _attached_to(owner: weakref.ref[torch.nn.Module]) -> str | None:
+    model = owner()
+    road = None if model is None else _roads.get(model)
+    if road is None:
+        return None
+    road = _current(road)
+    return road.attached.name if road.is_alive and road.attached is not None else None
+
+
+def _new_road(
+    model: torch.nn.Module, parameters: list[tuple[str, Tensor]], settings: dict[str, Any]
+) -> DdpRoad | ReducerRoad:
     if isinstance(model, DistributedDataParallel):
         registered = getattr(model, "_comm_hooks", [])
         if registered:
@@ -252,10 +269,10 @@ def _new_road(model: torch.nn.Module, settings: dict[str, Any]) -> DdpRoad | Red
         if not model._use_python_reducer:
             return DdpRoad(model)
     # Imports torch's compiler, which takes seconds, and which DDP alone does not need.
-    from torch_commhook.reducer_road import ReducerRoad
+    from torch_commhook.reducer.road import ReducerRoad
 
     if isinstance(model, DistributedDataParallel):
-        return ReducerRoad.of_ddp(model, StepGroup(model.process_group))
+        return ReducerRoad.of_ddp(model, parameters, StepGroup(model.process_group))
 
     def setting(name: str, default: Any) -> Any:
         return default if settings[name] is None else settings[name]
@@ -265,6 +282,7 @@ def _new_road(model: torch.nn.Module, settings: dict[str, Any]) -> DdpRoad | Red
         raise ValueError(f"attach: bucket_cap_mb must be a positive number, got {capacity!r}")
     return ReducerRoad(
         model,
+        parameters,
         group=StepGroup(settings["process_group"]),
         bucket_cap_mb=capacity,
         gradient_as_bucket_view=setting("gradient_as_bucket_view", False),

@@ -56,6 +56,11 @@ def _traced(tensor: Tensor) -> TracedFuture:
     return TracedFuture(lambda: torch.ops._c10d_functional.wait_tensor(tensor))
 
 
+# Their names change with torch; the old ones warn.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 def resolve_group(group: Any = None) -> Any:
     """The process group itself: the default one for None.
 
@@ -96,9 +101,13 @@ def all_reduce(tensor: Tensor, *, group: Any = None) -> torch.futures.Future[Ten
         complete at once.
 
     Raises:
-        TypeError: the group gives back no Work, or its Work no Future.
-        RuntimeError: torch.distributed is not initialized.
+        TypeError: no tensor, or one of a layout that cannot be sent; the group gives back no Work,
+            or its Work no Future.
+        ValueError: the tensor is not contiguous, or on the meta device.
+        RuntimeError: torch.distributed is not initialized; what the backend raises for a dtype that
+            it does not know.
     """
+    _check_tensor("all_reduce", tensor, sparse=True)
     group = resolve_group(group)
     world_size = group.size()
     note_collective(ring_all_reduce_bytes(_payload_bytes(tensor), world_size))
@@ -126,8 +135,9 @@ def all_gather(tensor: Tensor, *, group: Any = None) -> torch.futures.Future[Ten
         A Future of a new tensor of shape ``(ranks, *tensor.shape)``.
 
     Raises:
-        TypeError, RuntimeError: as :func:`all_reduce`.
+        TypeError, ValueError, RuntimeError: as :func:`all_reduce`.
     """
+    _check_tensor("all_gather", tensor)
     group = resolve_group(group)
     world_size = group.size()
     note_collective(_payload_bytes(tensor) * (world_size - 1))
@@ -141,7 +151,7 @@ def all_gather(tensor: Tensor, *, group: Any = None) -> torch.futures.Future[Ten
     result = tensor.new_empty(shape)
     if world_size == 1:
         return _C.as_future(result.copy_(tensor.unsqueeze(0)), "all_gather")
-    work = dist.all_gather_into_tensor(result.view(-1), flat, group=group, async_op=True)
+    work = _all_gather(result.view(-1), flat, group=group, async_op=True)
     # What its Future holds differs between backends: one tensor, or one for each rank.
     return _own_future(work, group).then(lambda done: _when_good(done, result))
 
@@ -166,31 +176,38 @@ def all_to_all(
         A Future of a new tensor: the pieces in order of rank.
 
     Raises:
-        ValueError: the rows do not fit the splits.
+        ValueError: the rows do not fit the splits; as :func:`all_reduce`.
         TypeError, RuntimeError: as :func:`all_reduce`.
     """
+    _check_tensor("all_to_all", tensor, rows=True)
     group = resolve_group(group)
     world_size = group.size()
-    sends = _splits("input_split_sizes", tensor, input_split_sizes, world_size)
-    if output_split_sizes is None:
-        gets = _splits("output_split_sizes", tensor, None, world_size)
+    if input_split_sizes is None:
+        sends = _equal_shares("all_to_all", tensor, world_size, "or input_split_sizes, ")
     else:
-        gets = list(output_split_sizes)
-        if len(gets) != world_size:
+        sends = _checked_sizes("input_split_sizes", input_split_sizes, world_size)
+        if sum(sends) != tensor.shape[0]:
             raise ValueError(
-                f"all_to_all: output_split_sizes must be {world_size}, one for each rank, "
-                f"got {len(gets)}"
+                f"all_to_all: input_split_sizes must add up to the tensor's {tensor.shape[0]} "
+                f"rows, got {sends}"
             )
+    if output_split_sizes is None:
+        gets = _equal_shares("all_to_all", tensor, world_size, "or output_split_sizes, ")
+    else:
+        gets = _checked_sizes("output_split_sizes", output_split_sizes, world_size)
     row_bytes = _payload_bytes(tensor) // max(tensor.shape[0], 1)
     note_collective(row_bytes * (tensor.shape[0] - sends[group.rank()]))
     if torch.compiler.is_compiling():
-        return _traced(  # type: ignore[return-value]
-            torch.ops._c10d_functional.all_to_all_single(tensor, gets, sends, group.group_name)
+        functional = torch.ops._c10d_functional
+        return _traced_real(  # type: ignore[return-value]
+            tensor, lambda real: functional.all_to_all_single(real, gets, sends, group.group_name)
         )
     result = tensor.new_empty((sum(gets), *tensor.shape[1:]))
     if world_size == 1:
         return _C.as_future(result.copy_(tensor), "all_to_all")
-    work = dist.all_to_all_single(result, tensor, gets, sends, group=group, async_op=True)
+    work = dist.all_to_all_single(
+        _as_real(result), _as_real(tensor), gets, sends, group=group, async_op=True
+    )
     return _future(work, group, "all_to_all_single", result)
 
 
@@ -205,12 +222,13 @@ def reduce_scatter(tensor: Tensor, *, group: Any = None) -> torch.futures.Future
         A Future of a new tensor: of the rows, the share with this rank's number.
 
     Raises:
-        ValueError: the rows are no multiple of the ranks.
+        ValueError: the rows are no multiple of the ranks; as :func:`all_reduce`.
         TypeError, RuntimeError: as :func:`all_reduce`.
     """
+    _check_tensor("reduce_scatter", tensor, rows=True)
     group = resolve_group(group)
     world_size = group.size()
-    rows = _splits("tensor's first dimension", tensor, None, world_size)[0]
+    rows = _equal_shares("reduce_scatter", tensor, world_size)[0]
     note_collective(_payload_bytes(tensor) // world_size * (world_size - 1))
     if torch.compiler.is_compiling():
         return _traced(  # type: ignore[return-value]
@@ -224,11 +242,16 @@ def reduce_scatter(tensor: Tensor, *, group: Any = None) -> torch.futures.Future
         shares = tensor.new_empty((world_size, rows, *tensor.shape[1:]))
         splits = [rows] * world_size
         work = dist.all_to_all_single(
-            shares.flatten(0, 1), tensor, splits, splits, group=group, async_op=True
+            _as_real(shares.flatten(0, 1)),
+            _as_real(tensor),
+            splits,
+            splits,
+            group=group,
+            async_op=True,
         )
         return _own_future(work, group).then(lambda done: _sum(_when_good(done, shares)))
     result = tensor.new_empty((rows, *tensor.shape[1:]))
-    work = dist.reduce_scatter_tensor(result, tensor, group=group, async_op=True)
+    work = _reduce_scatter(result, tensor, group=group, async_op=True)
     return _future(work, group, "reduce_scatter_tensor", result)
 
 
@@ -245,27 +268,33 @@ def broadcast(tensor: Tensor, *, src: int = 0, group: Any = None) -> torch.futur
         A Future of that rank's tensor. In eager that is the same tensor, written in place.
 
     Raises:
-        ValueError: no such rank.
+        ValueError: no such rank; as :func:`all_reduce`.
         TypeError, RuntimeError: as :func:`all_reduce`.
     """
+    _check_tensor("broadcast", tensor)
     group = resolve_group(group)
     world_size = group.size()
+    if not isinstance(src, int):
+        raise TypeError(f"broadcast: src must be an int, got {type(src).__qualname__}")
     if not 0 <= src < world_size:
         raise ValueError(f"broadcast: src must be a rank below {world_size}, got {src}")
     # Each rank but one has to be sent it, by whom is the backend's choice: an equal share each.
     note_collective(round(_payload_bytes(tensor) * (world_size - 1) / world_size))
     if torch.compiler.is_compiling():
-        return _traced(  # type: ignore[return-value]
-            torch.ops._c10d_functional.broadcast(tensor, src, group.group_name)
+        functional = torch.ops._c10d_functional
+        return _traced_real(  # type: ignore[return-value]
+            tensor, lambda real: functional.broadcast(real, src, group.group_name)
         )
     if world_size == 1:
         return _C.as_future(tensor, "broadcast")
-    work = dist.broadcast(tensor, group_src=src, group=group, async_op=True)
+    work = dist.broadcast(_as_real(tensor), group_src=src, group=group, async_op=True)
     return _future(work, group, "broadcast", tensor)
 
 
 def _future(work: Any, group: Any, method: str, result: Tensor) -> torch.futures.Future[Tensor]:
     where = f"{method} through {_C.type_name(group)}"
+    if result.is_complex():  # and what was sent is not
+        return _own_future(work, group, method).then(lambda done: _when_good(done, result))
     # A Work's own Future holds a list.
     return _C.cast_into(_own_future(work, group, method), result, result.dtype, where)
 
@@ -296,22 +325,61 @@ def _sum(shares: Tensor) -> Tensor:
     return shares.sum(0, dtype=dtype).to(shares.dtype)
 
 
-def _splits(name: str, tensor: Tensor, given: Sequence[int] | None, world_size: int) -> list[int]:
-    rows = tensor.shape[0] if tensor.dim() else 0
-    if given is None:
-        if not rows or rows % world_size:
-            raise ValueError(
-                f"torch_commhook: {name} must be a multiple of the {world_size} ranks where no "
-                f"splits are given, got {rows} rows"
-            )
-        return [rows // world_size] * world_size
-    splits = list(given)
-    if len(splits) != world_size or sum(splits) != rows:
+def _check_tensor(op: str, tensor: object, *, sparse: bool = False, rows: bool = False) -> None:
+    """What a backend would make of the memory of another tensor is not told by any error."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{op}: tensor must be a torch.Tensor, got {type(tensor).__qualname__}")
+    if sparse and tensor.layout is torch.sparse_coo:
+        return
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{op}: tensor must be dense (torch.strided), got layout {tensor.layout}")
+    if tensor.is_meta:
+        raise ValueError(f"{op}: tensor must have memory, got one on the meta device")
+    if not tensor.is_contiguous():
         raise ValueError(
-            f"torch_commhook: {name} must be {world_size} numbers that add up to {rows} rows, "
-            f"got {splits}"
+            f"{op}: tensor must be contiguous, got sizes {list(tensor.shape)} with strides "
+            f"{list(tensor.stride())}; pass tensor.contiguous()"
         )
-    return splits
+    if rows and not tensor.dim():
+        raise ValueError(f"{op}: tensor must have at least one dimension, got shape []")
+    if not torch.compiler.is_compiling() and (tensor.is_conj() or tensor.is_neg()):
+        raise ValueError(
+            f"{op}: tensor must be resolved, got a lazy conjugate or negative; pass "
+            "tensor.resolve_conj().resolve_neg()"
+        )
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs: not all backends move them."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _traced_real(tensor: Tensor, collective: Callable[[Tensor], Tensor]) -> TracedFuture:
+    if not tensor.is_complex():
+        return _traced(collective(tensor))
+    done = _traced(collective(torch.view_as_real(tensor)))
+    return done.then(lambda future: torch.view_as_complex(future.value()))
+
+
+def _equal_shares(op: str, tensor: Tensor, world_size: int, hint: str = "") -> list[int]:
+    if tensor.shape[0] % world_size:
+        raise ValueError(
+            f"{op}: tensor must have a multiple of {world_size} rows, equal shares for the ranks, "
+            f"{hint}got shape {list(tensor.shape)}"
+        )
+    return [tensor.shape[0] // world_size] * world_size
+
+
+def _checked_sizes(name: str, given: Sequence[int], world_size: int) -> list[int]:
+    sizes = list(given)
+    if any(not isinstance(size, int) for size in sizes):
+        raise TypeError(f"all_to_all: {name} must be ints, got {sizes}")
+    if len(sizes) != world_size or any(size < 0 for size in sizes):
+        raise ValueError(
+            f"all_to_all: {name} must be {world_size} numbers of rows, one for each rank, "
+            f"got {sizes}"
+        )
+    return sizes
 
 
 def _payload_bytes(tensor: Tensor) -> int:

@@ -17,11 +17,12 @@ from torch_commhook.attached import Attached
 from torch_commhook.bucket import GradBucket
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.metrics import count_bucket
+from torch_commhook.parameters import trainable
 from torch_commhook.results import hook_on_bucket
 from torch_commhook.step_group import StepGroup
 
 if TYPE_CHECKING:
-    from torch_commhook.reducer_road import ReducerRoad
+    from torch_commhook.reducer.road import ReducerRoad
 
 #: How long a hook that failed waits for the buckets in flight before it.
 _DRAIN_SECONDS = 60.0
@@ -70,7 +71,7 @@ class DdpRoad:
             _DRAIN_SECONDS,
         )
         road = weakref.ref(self)
-        parameters = [p for p in model.parameters() if p.requires_grad]
+        parameters = [parameter for _, parameter in trainable(model)]
         _C.call_before_capture(parameters, torch.compiler.disable(lambda: _give_way(road)))
 
     def _run(
@@ -140,14 +141,14 @@ class DdpRoad:
         DDP's C++ reducer refuses compiled autograd. What it has registered with autograd goes, and
         DDP is told that it has a Python reducer, which asks nothing of the other.
         """
-        from torch_commhook.reducer_road import ReducerRoad
+        from torch_commhook.reducer.road import ReducerRoad
 
         model = self.model()
         if model is None or self.attached is None:
             return False
         model.reducer._remove_autograd_hooks()
         model._use_python_reducer = True
-        self.successor = ReducerRoad.of_ddp(model, self._group)
+        self.successor = ReducerRoad.of_ddp(model, trainable(model), self._group)
         self.successor.attached, self.attached = self.attached, None
         return True
 

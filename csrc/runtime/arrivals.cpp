@@ -20,24 +20,35 @@ constexpr int kNoTask = -2;  // -1 is the engine's, outside of backward
 // Takes the place of the hook that holds a parameter's Python hooks, which it goes on to hold.
 class CountingHook : public PostAccumulateGradHook {
  public:
-  CountingHook(std::unique_ptr<PostAccumulateGradHook> python, PyObject* hooks,
+  CountingHook(std::unique_ptr<PostAccumulateGradHook> python, PyObject* hooks, int64_t own_key,
                std::shared_ptr<Arrivals> arrivals, int64_t number)
       : python_(std::move(python)),
         hooks_(hooks),
+        own_key_(own_key),
         arrivals_(std::move(arrivals)),
         number_(number) {}
 
-  // A hook may take this one off: nothing of it is used after a call.
+  // Users' own hooks come first, whenever they were registered, as they do in DDP.
   void operator()(const Variable& parameter) override {
-    if (PyDict_GET_SIZE(hooks_) == 1) {  // one word, which may be read without the GIL
-      const auto arrivals = arrivals_;
-      arrivals->arrive(number_);
-    } else {
+    const auto arrivals = arrivals_;  // a hook may take this one off
+    const auto number = number_;
+    if (PyDict_GET_SIZE(hooks_) > 1) {  // one word, which may be read without the GIL
       (*python_)(parameter);
     }
+    arrivals->arrive(number);
   }
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    {
+      py::gil_scoped_acquire gil;
+      const auto hooks = py::reinterpret_borrow<py::dict>(hooks_);
+      const py::int_ key(own_key_);
+      if (hooks.size() > 1 && hooks.contains(key)) {  // comes last here too
+        const py::object own = hooks[key];
+        hooks.attr("pop")(key);
+        hooks[key] = own;
+      }
+    }
     python_->compiled_args(args);
   }
 
@@ -51,52 +62,66 @@ class CountingHook : public PostAccumulateGradHook {
  private:
   std::unique_ptr<PostAccumulateGradHook> python_;
   PyObject* hooks_;  // which python_ owns
+  int64_t own_key_;
   std::shared_ptr<Arrivals> arrivals_;
   int64_t number_;
 };
 
 }  // namespace
 
-Arrivals::Arrivals(py::object listener, std::vector<int64_t> bucket_of)
-    : listener_(std::make_shared<const PyRef>(std::move(listener))),
-      bucket_of_(std::move(bucket_of)) {
-  for (const auto bucket : bucket_of_) {
-    TORCH_CHECK_VALUE(bucket >= 0, "Arrivals: buckets must be numbered from 0 on, got ", bucket);
-  }
+Arrivals::Arrivals(py::object listener, int64_t parameter_count)
+    : listener_(std::make_shared<const PyRef>(std::move(listener))) {
+  TORCH_CHECK_VALUE(parameter_count >= 0, "Arrivals: parameter_count must not be negative, got ",
+                    parameter_count);
+  bucket_of_.resize(parameter_count);
   reset();
 }
 
-Arrivals::Event Arrivals::count(int64_t number, bool entered) {
+void Arrivals::assign(std::vector<int64_t> bucket_of) {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK_VALUE(bucket_of.size() == bucket_of_.size(), "Arrivals: there are ",
+                    bucket_of_.size(), " parameters, got buckets of ", bucket_of.size());
+  for (const auto bucket : bucket_of) {
+    TORCH_CHECK_VALUE(bucket >= 0 && bucket < static_cast<int64_t>(bucket_of.size()),
+                      "Arrivals: buckets must be numbered from 0 on, got ", bucket);
+  }
+  bucket_of_ = std::move(bucket_of);
+  reset_locked();
+}
+
+Arrivals::Counted Arrivals::count(int64_t number, bool entered) {
   const std::lock_guard lock(mutex_);
   if (!listener_) {
-    return Event::kCounted;
+    return {Event::kCounted, 0};
   }
   if (!entered && torch::autograd::get_current_graph_task_id() != task_) {
-    return Event::kEnter;
+    return {Event::kEnter, 0};
   }
-  int64_t& pending = pending_[bucket_of_[number]];
+  const int64_t bucket = bucket_of_[number];
+  int64_t& pending = pending_[bucket];
   if (note_order_) {
     order_.push_back(number);
   }
-  if (arrived_[number]) {
-    return pending == 0 && tell_full_ ? Event::kAgain : Event::kCounted;
+  const bool again = arrived_[number];
+  if (!again) {
+    arrived_[number] = true;
+    --pending;
   }
-  arrived_[number] = true;
-  --pending;
-  return pending == 0 && tell_full_ ? Event::kFull : Event::kCounted;
+  if (pending > 0 || !tell_full_) {
+    return {Event::kCounted, bucket};
+  }
+  return {again ? Event::kAgain : Event::kFull, bucket};
 }
 
 void Arrivals::arrive(int64_t number) {
-  TORCH_CHECK_INDEX(number >= 0 && number < static_cast<int64_t>(bucket_of_.size()),
-                    "Arrivals: there is no parameter ", number);
-  Event event = count(number, false);
-  if (event == Event::kEnter) {
+  Counted counted = count(number, false);
+  if (counted.event == Event::kEnter) {
     call("enter_backward");
-    event = count(number, true);
+    counted = count(number, true);
   }
-  if (event == Event::kFull) {
-    call("bucket_full", bucket_of_[number]);
-  } else if (event == Event::kAgain) {
+  if (counted.event == Event::kFull) {
+    call("bucket_full", counted.bucket);
+  } else if (counted.event == Event::kAgain) {
     call("came_again", number);
   }
 }
@@ -127,6 +152,10 @@ void Arrivals::count_in_this_backward(bool tell_full) {
 
 void Arrivals::reset() {
   const std::lock_guard lock(mutex_);
+  reset_locked();
+}
+
+void Arrivals::reset_locked() {
   task_ = kNoTask;
   tell_full_ = false;
   arrived_.assign(bucket_of_.size(), false);
@@ -165,11 +194,14 @@ void Arrivals::stop_noting_order() {
   order_.clear();
 }
 
-void count_arrivals(const at::Tensor& parameter, const py::dict& hooks,
+void count_arrivals(const at::Tensor& parameter, const py::dict& hooks, int64_t own_key,
                     std::shared_ptr<Arrivals> arrivals, int64_t number) {
   auto& held = torch::autograd::impl::post_acc_grad_hooks(parameter);
-  TORCH_CHECK(held, "count_arrivals: the parameter has no post-accumulate-grad hook");
-  held = std::make_unique<CountingHook>(std::move(held), hooks.ptr(), std::move(arrivals), number);
+  TORCH_CHECK_VALUE(held, "count_arrivals: the parameter has no post-accumulate-grad hook");
+  TORCH_CHECK_INDEX(number >= 0 && number < arrivals->parameter_count(),
+                    "count_arrivals: there is no parameter ", number);
+  held = std::make_unique<CountingHook>(std::move(held), hooks.ptr(), own_key, std::move(arrivals),
+                                        number);
 }
 
 void stop_counting(const at::Tensor& parameter) {

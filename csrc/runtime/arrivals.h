@@ -16,14 +16,19 @@ namespace commhook {
 
 class Arrivals {
  public:
-  // `bucket_of` has the bucket of each parameter, from 0 on. `listener` is a Python object with:
+  // `listener` is a Python object with:
   //   enter_backward(): a gradient came in another backward than before; to call count_in();
   //   bucket_full(bucket): its last gradient came, where count_in() asked for that;
   //   came_again(number): a second gradient for a parameter of such a bucket.
   // What they raise comes out of backward().
-  Arrivals(pybind11::object listener, std::vector<int64_t> bucket_of);
+  Arrivals(pybind11::object listener, int64_t parameter_count);
 
-  // The gradient of a parameter has come. With or without the GIL, on any thread.
+  // The bucket of each parameter, from 0 on. Between two backward passes.
+  void assign(std::vector<int64_t> bucket_of);
+
+  int64_t parameter_count() const { return static_cast<int64_t>(bucket_of_.size()); }
+
+  // The gradient of a parameter has come, on any thread. Does not need the GIL.
   void arrive(int64_t number);
 
   // Count in the backward that this thread runs.
@@ -44,13 +49,18 @@ class Arrivals {
 
  private:
   enum class Event { kCounted, kEnter, kFull, kAgain };
-  Event count(int64_t number, bool entered);
+  struct Counted {
+    Event event;
+    int64_t bucket;
+  };
+  Counted count(int64_t number, bool entered);
+  void reset_locked();
   template <typename... Arguments>
   void call(const char* method, Arguments... arguments) const;
 
   mutable std::mutex mutex_;  // never held while Python runs
   std::shared_ptr<const PyRef> listener_;
-  const std::vector<int64_t> bucket_of_;
+  std::vector<int64_t> bucket_of_;
   std::vector<int64_t> pending_;  // gradients to come in each bucket
   std::vector<char> arrived_;     // whether each parameter has one
   int task_;                      // the autograd engine's number of the backward
@@ -59,10 +69,10 @@ class Arrivals {
   std::vector<int64_t> order_;
 };
 
-// Lets a parameter's gradients be counted as `number`. `hooks` are its post-accumulate-grad hooks,
-// of which one is Python's way to do the same, arrivals.arrive(number): that is taken where there
-// are others, for their order, and under compiled autograd.
-void count_arrivals(const at::Tensor& parameter, const pybind11::dict& hooks,
+// Lets the autograd engine count a parameter's gradients as `number`. `hooks` are the parameter's
+// post-accumulate-grad hooks, where the one with `own_key` does that under compiled autograd; here
+// it must do nothing.
+void count_arrivals(const at::Tensor& parameter, const pybind11::dict& hooks, int64_t own_key,
                     std::shared_ptr<Arrivals> arrivals, int64_t number);
 
 // Leaves the parameter's hooks to Python again.

@@ -52,8 +52,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("cast_into", &commhook::cast_into, py::arg("returned"), py::arg("destination"),
         py::arg("dtype"), py::arg("where"));
   py::class_<commhook::Arrivals, std::shared_ptr<commhook::Arrivals>>(m, "Arrivals")
-      .def(py::init<py::object, std::vector<int64_t>>(), py::arg("listener"), py::arg("bucket_of"))
-      .def("arrive", &commhook::Arrivals::arrive, py::arg("number"))
+      .def(py::init<py::object, int64_t>(), py::arg("listener"), py::arg("parameter_count"))
+      .def("assign", &commhook::Arrivals::assign, py::arg("bucket_of"))
       .def("count_in_this_backward", &commhook::Arrivals::count_in_this_backward,
            py::arg("tell_full"))
       .def("reset", &commhook::Arrivals::reset)
@@ -62,7 +62,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("take_order", &commhook::Arrivals::take_order)
       .def("stop_noting_order", &commhook::Arrivals::stop_noting_order);
   m.def("count_arrivals", &commhook::count_arrivals, py::arg("parameter"), py::arg("hooks"),
-        py::arg("arrivals"), py::arg("number"));
+        py::arg("own_key"), py::arg("arrivals"), py::arg("number"));
   m.def("stop_counting", &commhook::stop_counting, py::arg("parameter"));
   m.def("call_before_capture", &commhook::call_before_capture, py::arg("parameters"),
         py::arg("callback"));

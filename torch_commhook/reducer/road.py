@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.weak import WeakIdKeyDictionary
 
-from torch_commhook import _C, collectives
+from torch_commhook import collectives
 from torch_commhook.attached import Attached
-from torch_commhook.reducer import Reducer
-from torch_commhook.reducer_join import ReducerJoinable
+from torch_commhook.reducer.join import ReducerJoinable
+from torch_commhook.reducer.reducer import Reducer
 from torch_commhook.step_group import StepGroup
 
 _BROADCAST_BYTES = 250 << 20  # in flight, as in DDP
@@ -29,6 +28,7 @@ class ReducerRoad:
 
     Args:
         model: a module, or a DDP that was made with the Python reducer.
+        parameters: the names and parameters whose gradients are averaged.
         group: the ranks.
         bucket_cap_mb: capacity of a bucket, in MiB.
         gradient_as_bucket_view: gradients stay in the buckets' memory.
@@ -39,6 +39,7 @@ class ReducerRoad:
     def __init__(
         self,
         model: nn.Module,
+        parameters: list[tuple[str, Tensor]],
         *,
         group: StepGroup,
         bucket_cap_mb: float,
@@ -47,8 +48,6 @@ class ReducerRoad:
         init_sync: bool,
     ) -> None:
         self.model = weakref.ref(model)
-        parameters = _trainable(model)
-        _check_free(parameters)
         self._group = group
         if init_sync and self._group.size > 1:
             _check_same(parameters, self._group.parent)
@@ -79,18 +78,22 @@ class ReducerRoad:
             model._accum_grad_hooks.clear()
         _dont_fuse(self)
         self._closed = False
-        for _, parameter in parameters:
-            _owners[parameter] = weakref.ref(self)
         # A parameter, its hook in C++, and what that holds of the parameter are a cycle that
         # Python's collector does not see.
         self._end = weakref.finalize(model, self._close)
         self._end.atexit = False
 
     @classmethod
-    def of_ddp(cls, model: DistributedDataParallel, group: StepGroup) -> ReducerRoad:
+    def of_ddp(
+        cls,
+        model: DistributedDataParallel,
+        parameters: list[tuple[str, Tensor]],
+        group: StepGroup,
+    ) -> ReducerRoad:
         """One with the settings of a DDP, whose own hooks it takes off."""
         return cls(
             model,
+            parameters,
             group=group,
             bucket_cap_mb=model.bucket_bytes_cap / (1 << 20),
             gradient_as_bucket_view=model.gradient_as_bucket_view,
@@ -281,51 +284,6 @@ def _get_nothing() -> Any:
 @torch.compiler.disable
 def _notify(joinable: ReducerJoinable) -> None:
     joinable.notify()
-
-
-def _trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
-    ignored: Any = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
-    if isinstance(model, DistributedDataParallel):
-        ignored = {f"module.{name}" for name in model.parameters_to_ignore}
-    parameters: list[tuple[str, Tensor]] = [
-        (name, parameter)
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and name not in ignored
-    ]
-    if not parameters:
-        raise ValueError(f"attach: {_C.type_name(model)} has no parameter that requires grad")
-    for name, parameter in parameters:
-        if parameter.is_meta:
-            raise ValueError(
-                f"attach: parameter '{name}' is on the meta device; materialise the model "
-                "(model.to_empty(device=...), then load or initialise it) before attaching"
-            )
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ValueError(
-                f"attach: parameter '{name}' is not initialised; run the model once before "
-                "attaching"
-            )
-        if hasattr(parameter, "device_mesh"):
-            raise TypeError(
-                f"attach: parameter '{name}' is a DTensor, whose gradients its own sharding "
-                "communicates; attach takes models whose parameters are whole on each rank"
-            )
-    return parameters
-
-
-#: The road of each parameter that has one.
-_owners: Any = WeakIdKeyDictionary()
-
-
-def _check_free(parameters: list[tuple[str, Tensor]]) -> None:
-    for name, parameter in parameters:
-        owner = _owners.get(parameter)
-        road = owner() if owner is not None else None
-        if road is not None and road.is_alive and road.attached is not None:
-            raise RuntimeError(
-                f"attach: parameter '{name}' belongs to another module as well, to which hook "
-                f"'{road.attached.name}' is attached already"
-            )
 
 
 def _sparse_names(model: nn.Module) -> frozenset[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,8 +20,11 @@ from torch_commhook.hooks.base import Hook
 from torch_commhook.metrics import TRACED_METER
 from torch_commhook.step_group import groups_by_name
 
-#: The hooks of each reducer, by ``id(reducer)``.
-hooks_of: dict[int, set[Callable[..., None]]] = {}
+if TYPE_CHECKING:
+    from torch_commhook.reducer.reducer import Reducer
+
+#: By ``id(reducer)``, for compiled code.
+reducers: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
 
 
 @torch.compiler.assume_constant_result
@@ -37,7 +41,7 @@ def expected_hooks(key: int) -> int:
     frame: Any = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "runtime_wrapper" and "hooks" in frame.f_locals:
-            own = hooks_of[key]
+            own = reducers[key].hooks
             return sum(hook in own for hook in frame.f_locals["hooks"])
         frame = frame.f_back
     return 0
@@ -103,6 +107,18 @@ def commit_step(used: Tensor, results: list[Tensor], name: str) -> None:
     groups_by_name[name].commit(used)
 
 
+@torch.library.custom_op("commhook::write_missing", mutates_args=("token",))
+def write_missing(
+    token: Tensor, used: Tensor, gradients: list[Tensor], numbers: list[int], key: int
+) -> None:
+    """:meth:`Reducer.write_missing`.
+
+    Whether a parameter without a gradient gets one depends on the other ranks: no compiler can
+    know. The compiled graph has nothing to do with these parameters, so that it may happen unseen.
+    """
+    reducers[key].write_missing(numbers, gradients, used.tolist())
+
+
 @begin_step.register_fake
 def _begin_step_fake(token: Tensor, name: str) -> None:
     return None
@@ -110,6 +126,13 @@ def _begin_step_fake(token: Tensor, name: str) -> None:
 
 @commit_step.register_fake
 def _commit_step_fake(used: Tensor, results: list[Tensor], name: str) -> None:
+    return None
+
+
+@write_missing.register_fake
+def _write_missing_fake(
+    token: Tensor, used: Tensor, gradients: list[Tensor], numbers: list[int], key: int
+) -> None:
     return None
 
 

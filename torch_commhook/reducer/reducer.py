@@ -30,21 +30,22 @@ from torch.utils.hooks import RemovableHandle
 from torch_commhook import _C, collectives
 from torch_commhook.attached import Attached, Running
 from torch_commhook.metrics import BucketTraffic, count_bucket
-from torch_commhook.reducer_buckets import (
+from torch_commhook.reducer.buckets import (
     BucketState,
     ReducerBucket,
     assign_buckets,
     keep_result,
     write_result,
 )
-from torch_commhook.reducer_tracing import (
+from torch_commhook.reducer.tracing import (
     begin_step,
     commit_step,
     connect_before_tracing,
     expected_hooks,
-    hooks_of,
     leave_to_python,
+    reducers,
     start_traced,
+    write_missing,
 )
 from torch_commhook.results import checked_result, hook_on_bucket
 from torch_commhook.step_group import StepGroup
@@ -62,6 +63,11 @@ _NOT_NESTED = (
     "torch_commhook: a parameter's hook was called outside of backward(), or in one that is nested "
     "in a compiled one; reentrant activation checkpointing under compiled autograd needs "
     "torch.utils.checkpoint(..., use_reentrant=False)"
+)
+
+_TWO_AT_ONCE = (
+    "torch_commhook: another backward() of this model began in another thread before this one had "
+    "ended; a model's backward passes that a hook averages must come one after another"
 )
 
 #: How long a rank where something failed waits for its own collectives in flight.
@@ -103,15 +109,16 @@ class Reducer:
         self._should_sync = should_sync
         self._on_step = on_step
         self._handles: list[RemovableHandle] = []
-        self._hooks: set[Callable[..., None]] = set()
+        self.hooks: set[Callable[..., None]] = set()  # those that Python calls
         self._key = id(self)
-        hooks_of[self._key] = self._hooks
+        reducers[self._key] = self
 
         # What compiled code does to these is seen from outside, so that it is done.
         self._token = torch.zeros(1)
         self._used = torch.zeros(len(self._parameters), dtype=torch.uint8)
 
         self._idle = True
+        self._begun_count = 0  # how many backward passes have begun
         self._task: int | None = None  # the backward that is being counted
         self._outermost: int | None = None
         self._remaining = 0  # gradients to come, where that is known
@@ -122,14 +129,14 @@ class Reducer:
         self._rebuilt = False  # in the order in which gradients have come
         self._agreed_order: list[int] | None = None
 
-        self._arrivals: Any = None
+        self._arrivals = _C.Arrivals(self, len(self._parameters))
+        self._put_on_hooks()
         # The last parameters have the first gradients.
         self._form_buckets(range(len(self._parameters) - 1, -1, -1))
 
     # ---- buckets ---------------------------------------------------------------------------------
 
     def _form_buckets(self, order: Sequence[int]) -> None:
-        self._take_off_hooks()
         order = list(order)
         assigned = assign_buckets(
             [self._parameters[i] for i in order],
@@ -147,35 +154,38 @@ class Reducer:
                 as_views=self._as_views,
             )
             self._buckets.append(bucket)
-        self._put_on_hooks()
+        self._renew_hooks()
 
     def _put_on_hooks(self) -> None:
+        """Once and for all, since another thread's backward may be running over them."""
+        for number, parameter in enumerate(self._parameters):
+            handle = parameter.register_post_accumulate_grad_hook(_nothing)
+            self._handles.append(handle)
+            hooks: Any = parameter._post_accumulate_grad_hooks
+            _C.count_arrivals(parameter, hooks, handle.id, self._arrivals, number)
+
+    def _renew_hooks(self) -> None:
+        """Let hooks know the buckets that have been formed."""
+        self.hooks.clear()
         bucket_of = [0] * len(self._parameters)
         for bucket in self._buckets:
-            for number in bucket.members:
-                bucket_of[number] = bucket.index
-        self._arrivals = arrivals = _C.Arrivals(self, bucket_of)
-        if self._rebuilt:
-            arrivals.stop_noting_order()
-        for bucket in self._buckets:
             for place, number in enumerate(bucket.members):
-                hook = self._ready_hook(bucket, place)
-                leave_to_python(hook)
-                self._hooks.add(hook)
-                parameter = self._parameters[number]
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-                hooks: Any = parameter._post_accumulate_grad_hooks
-                _C.count_arrivals(parameter, hooks, arrivals, number)
+                bucket_of[number] = bucket.index
+                handle = self._handles[number]
+                hooks = handle.hooks_dict_ref()
+                if hooks is not None and handle.id in hooks:
+                    hook = hooks[handle.id] = self._ready_hook(bucket, place)
+                    leave_to_python(hook)
+                    self.hooks.add(hook)
+        self._arrivals.assign(bucket_of)
 
     def _take_off_hooks(self) -> None:
-        for parameter in self._parameters if self._handles else ():
+        self._arrivals.close()
+        for parameter, handle in zip(self._parameters, self._handles, strict=True):
             _C.stop_counting(parameter)
-        for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._hooks.clear()
-        if self._arrivals is not None:
-            self._arrivals.close()
+        self.hooks.clear()
 
     def buckets(self) -> list[list[str]]:
         """The names of each bucket's parameters."""
@@ -210,21 +220,20 @@ class Reducer:
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
-        self._take_off_hooks()
-        hooks_of.pop(self._key, None)
+        if self._handles:
+            self._take_off_hooks()
         self._reset()
 
     # ---- during backward -------------------------------------------------------------------------
 
     def _ready_hook(self, bucket: BucketState, place: int) -> Callable[[Tensor], None]:
-        """What is called with a parameter when its gradient is there, where Python counts."""
-        reducer, number = self, bucket.members[place]
+        """What compiled autograd calls with a parameter when its gradient is there."""
+        reducer = self
 
-        # The numbers as defaults, so that a bucket's hooks share all else.
-        def ready(parameter: Tensor, place: int = place, number: int = number) -> None:
+        # The place as a default, so that a bucket's hooks share all else.
+        def ready(parameter: Tensor, place: int = place) -> None:
             if not _is_compiling() and not compiled_autograd.in_compiled_autograd_region:
-                reducer._arrivals.arrive(number)  # for which C++ has left the order to Python
-                return
+                return  # C++ counts
             if reducer._task != _COMPILED:
                 reducer._enter_compiled()
             if bucket.arrived[place] is not None:
@@ -264,7 +273,8 @@ class Reducer:
             self._outermost = task
         self._task = task
         self._arrivals.count_in_this_backward(self._running is not None)
-        _engine.queue_callback(lambda: self._end_of_backward(nested))
+        begun = self._begun_count
+        _engine.queue_callback(lambda: self._end_of_backward(nested, begun))
 
     def bucket_full(self, index: int) -> None:
         """The last gradient of a bucket has come."""
@@ -283,7 +293,9 @@ class Reducer:
                 )
             )
 
-    def _end_of_backward(self, nested: bool) -> None:
+    def _end_of_backward(self, nested: bool, begun: int) -> None:
+        if begun != self._begun_count:
+            raise RuntimeError(_TWO_AT_ONCE)
         if self._idle:
             return
         missing = set(self._arrivals.missing())
@@ -315,6 +327,8 @@ class Reducer:
     def _begin(self) -> None:
         self._idle = False
         self._begun = False
+        if not _is_compiling():
+            self._begun_count += 1
         self._next = 0
         self._running = self.attached if self._should_sync() else None
         if self._running is None:
@@ -425,7 +439,8 @@ class Reducer:
         if self.group.recovers:
             self.group.commit(used)
         for bucket, result in late:
-            self._write_used(bucket, result, used.tolist())
+            pieces = [result] if bucket.sparse else bucket.layout.views(result)
+            self.write_missing(bucket.members, pieces, used.tolist())
         attached, count = self._running, len(self._buckets)
         assert attached is not None
         for bucket in self._buckets:
@@ -457,6 +472,7 @@ class Reducer:
         order, self._agreed_order = self._agreed_order, None
         if order is not None:
             self._rebuilt = True
+            self._arrivals.stop_noting_order()
             self._form_buckets(order)
 
     def _wait(self, running: Running) -> Any:
@@ -501,22 +517,19 @@ class Reducer:
                     if parameter.grad is not view:
                         parameter.grad = view
 
-    def _write_used(self, bucket: BucketState, result: Tensor, used: Sequence[int]) -> None:
-        """As :meth:`_write`, leaving gradients alone that no rank has computed."""
-        if bucket.sparse:
-            if used[bucket.members[0]]:
-                bucket.parameters[0].grad = result
-            return
+    def write_missing(
+        self, numbers: Sequence[int], gradients: Sequence[Tensor], used: Sequence[int]
+    ) -> None:
+        """Write the gradients of some parameters, leaving those alone that no rank has used."""
         with torch.no_grad():
-            pieces = bucket.layout.views(result)
-            for number, parameter, piece in zip(
-                bucket.members, bucket.parameters, pieces, strict=True
-            ):
+            for number, gradient in zip(numbers, gradients, strict=True):
+                parameter = self._parameters[number]
                 if not used[number]:
                     continue
-                if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter)
-                parameter.grad.copy_(piece)
+                if self._sparse[number]:
+                    parameter.grad = gradient
+                else:
+                    _destinations([parameter])[0].copy_(gradient)
 
     def _breaks_graph(self) -> bool:
         return _is_compiling() and self._running is not None and not self._running.traceable
@@ -551,21 +564,24 @@ class Reducer:
             used = self._used
             commit_step(used, results, self.group.name)
         attached.traced_steps.add([_traffic(bucket) for bucket in self._buckets])
-        late = [
-            (bucket, result)
-            for bucket, result in zip(self._buckets, results, strict=True)
-            if bucket.pending
-        ]
-        if late:
-            self._write_late(late, used)
+        numbers: list[int] = []
+        missing: list[Tensor] = []
+        for bucket, result in zip(self._buckets, results, strict=True):
+            if bucket.pending == 0:
+                continue
+            pieces = [result] if bucket.sparse else bucket.layout.views(result)
+            for number, arrived, piece in zip(bucket.members, bucket.arrived, pieces, strict=True):
+                if arrived is None:
+                    numbers.append(number)
+                    missing.append(piece)
+                else:
+                    with torch.no_grad():
+                        _destinations([arrived])[0].copy_(piece)
+        if missing:
+            write_missing(self._token, used, missing, numbers, self._key)
         self._accumulated = False
         self._run_post_accumulate_hooks(attached)
         self._reset()
-
-    @torch.compiler.disable
-    def _write_late(self, late: list[tuple[BucketState, Tensor]], used: Tensor) -> None:
-        for bucket, result in late:
-            self._write_used(bucket, result, used.tolist())
 
     def _agree_on_order(self) -> list[int]:
         """The order in which rank 0's gradients have arrived, on all ranks."""
@@ -616,6 +632,10 @@ class Reducer:
         self._running = None
         if not _is_compiling():
             self._arrivals.reset()
+
+
+def _nothing(parameter: Tensor) -> None:
+    pass
 
 
 def _is_nested() -> bool:

@@ -1,0 +1,44 @@
+"""A model of several buckets, and its gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+BUCKET_CAP_MB = 0.004
+
+
+class Net(nn.Module):
+    """Several buckets of linear layers; the forward can be varied."""
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
+
+    def forward(self, x: Tensor, skip: tuple[int, ...] = (), way: str = "plain") -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number in skip:
+                continue
+            if way == "plain":
+                x = layer(x).relu()
+            else:
+                x = checkpoint(layer, x, use_reentrant=way == "reentrant").relu()
+        return x
+
+
+def batch(rank: int, number: int = 0, width: int = 24) -> Tensor:
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(10 * number + rank))
+
+
+def gradients_of(model: nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def differing(a: list[Tensor | None], b: list[Tensor | None]) -> list[int]:
+    """The numbers of the gradients that differ."""
+    return [
+        i
+        for i, (x, y) in enumerate(zip(a, b, strict=True))
+        if (x is None) != (y is None) or (x is not None and not torch.equal(x, y))
+    ]

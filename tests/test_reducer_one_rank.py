@@ -1,0 +1,261 @@
+"""A hook on a plain module, on one rank: what it takes, and what it leaves as it was."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from layered_net import BUCKET_CAP_MB, Net, batch, differing, gradients_of
+from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
+
+from torch_commhook import attach, hooks
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def _alone(model: nn.Module) -> nn.Module:
+    """A copy with the gradients of ``batch(0)`` and no hook."""
+    other = Net()
+    other.load_state_dict(model.state_dict())
+    other(batch(0)).sum().backward()
+    return other
+
+
+def test_errors_of_attach() -> None:
+    with pytest.raises(ValueError, match="'weight' is on the meta device; materialise"):
+        attach(nn.Linear(2, 2, device="meta"), hooks.allreduce())
+    with pytest.raises(ValueError, match="has no parameter that requires grad"):
+        attach(nn.ReLU(), hooks.allreduce())
+    with pytest.raises(ValueError, match="'weight' is not initialised; run the model once"):
+        attach(nn.LazyLinear(2), hooks.allreduce())
+    with pytest.raises(ValueError, match="bucket_cap_mb must be a positive number, got 0"):
+        attach(nn.Linear(2, 2), hooks.allreduce(), bucket_cap_mb=0)
+    with pytest.raises(ValueError, match="bucket_cap_mb must be a positive number, got 'x'"):
+        attach(nn.Linear(2, 2), hooks.allreduce(), bucket_cap_mb="x")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="bucket_cap_mb must be given to DistributedDataPar"):
+        attach(DDP(nn.Linear(2, 2)), hooks.allreduce(), bucket_cap_mb=3)
+    model = nn.Linear(2, 2)
+    attach(model, hooks.allreduce())
+    with pytest.raises(RuntimeError, match=r"'allreduce\(\)' is attached to this model"):
+        attach(model, hooks.cast())
+    model = nn.Linear(2, 2)
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    with pytest.raises(ValueError, match=r"'weight' has an optimizer in backward, which would"):
+        attach(model, hooks.allreduce())
+
+
+def test_a_parameter_has_one_hook() -> None:
+    inner = nn.Linear(2, 2)
+    ddp, outer = DDP(inner), nn.Sequential(inner)
+    handle = None
+    for first, others in (
+        (inner, {outer: "0.weight", ddp: "module.weight"}),
+        (outer, {inner: "weight", ddp: "module.weight"}),
+        (ddp, {inner: "weight", outer: "0.weight"}),
+    ):
+        if handle is not None:
+            handle.remove()
+        handle = attach(first, hooks.allreduce())
+        for model, name in others.items():
+            with pytest.raises(RuntimeError, match=rf"'{name}' belongs to another module as wel"):
+                attach(model, hooks.cast())
+
+
+def test_removed_and_attached_again() -> None:
+    model = nn.Linear(2, 2)
+    for _ in range(2):
+        handle = attach(model, lambda state, bucket: bucket.buffer() * 3)
+        model.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        assert model.weight.grad.tolist() == [[3, 3], [3, 3]]
+        handle.remove()
+        assert not handle.is_attached
+        model.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        assert model.weight.grad.tolist() == [[1, 1], [1, 1]]
+    assert not model._forward_pre_hooks
+
+
+def test_a_compiled_model_is_its_module() -> None:
+    model = nn.Linear(2, 2)
+    handle = attach(torch.compile(model, backend="eager"), hooks.allreduce())
+    model(torch.ones(1, 2)).sum().backward()
+    assert handle.stats().steps == 1
+
+
+def test_views_share_the_buckets_memory() -> None:
+    model = Net()
+    buffers: list[Tensor] = []
+
+    def keep(state: object, bucket: Any) -> Tensor:
+        buffers.append(bucket.buffer())
+        return bucket.buffer()
+
+    attach(model, keep, bucket_cap_mb=BUCKET_CAP_MB, gradient_as_bucket_view=True)
+    for number in range(3):
+        model.zero_grad(set_to_none=False)
+        buffers.clear()
+        model(batch(0, number)).sum().backward()
+    memory = {buffer.untyped_storage().data_ptr() for buffer in buffers}
+    assert all(p.grad.untyped_storage().data_ptr() in memory for p in model.parameters())
+
+
+def test_hooks_start_before_backward_ends() -> None:
+    model = Net()
+    events: list[str] = []
+
+    def hook(state: object, bucket: Any) -> Tensor:
+        events.append("hook")
+        return bucket.buffer()
+
+    attach(model, hook, bucket_cap_mb=BUCKET_CAP_MB)
+    for _ in range(2):
+        events.clear()
+        x = batch(0).requires_grad_()
+        x.register_hook(lambda gradient: events.append("end"))
+        model(x).sum().backward()
+    assert events.index("end") > 1
+
+
+def test_a_layer_in_two_reentrant_checkpoints() -> None:
+    shared, first = nn.Linear(4, 4), nn.Linear(4, 4)
+    x = torch.ones(2, 4)
+
+    def twice(inputs: Tensor) -> Tensor:
+        inputs = checkpoint(shared, inputs, use_reentrant=True)
+        return checkpoint(shared, inputs, use_reentrant=True)
+
+    handle = attach(shared, lambda state, bucket: bucket.buffer())
+    twice(x.clone().requires_grad_()).sum().backward()
+    got = gradients_of(shared)
+    handle.remove()
+    shared.zero_grad()
+    shared(shared(x)).sum().backward()
+    assert differing(got, gradients_of(shared)) == []
+
+    # Its bucket has been sent when the second gradient comes.
+    model = nn.ModuleList([first, shared])
+    attach(model, hooks.allreduce(), bucket_cap_mb=1e-6)
+    with pytest.raises(RuntimeError, match=r"'1.(weight|bias)' got a gradient after its buck"):
+        twice(first(x)).sum().backward()
+    model.zero_grad()
+    shared(first(x)).sum().backward()  # the next step works
+    assert shared.bias.grad.tolist() == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("then", ["eager", "compiled"])
+def test_an_exception_elsewhere_in_backward(then: str) -> None:
+    model = Net()
+    attach(model, lambda state, bucket: bucket.buffer() * 2, bucket_cap_mb=BUCKET_CAP_MB)
+    handle = model.layers[2].weight.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(batch(0)).sum().backward()
+    handle.remove()
+    model.zero_grad()
+    compiled = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+    with compiled if then == "compiled" else nullcontext():
+        model(batch(0)).sum().backward()
+    assert differing(gradients_of(model), [2 * g for g in gradients_of(_alone(model))]) == []
+
+
+def test_a_backward_inside_a_function() -> None:
+    """Unlike that of a reentrant checkpoint, it is not nested in another one."""
+
+    class Inner(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                model(batch(0), skip=(3,)).sum().backward()
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient
+
+    model = Net()
+    handle = attach(model, lambda state, bucket: bucket.buffer() * 2)
+    Inner.apply(torch.ones(1, requires_grad=True))
+    assert handle.stats().steps == 1
+
+
+@pytest.mark.parametrize("kind", ["views", "complex"])
+def test_compiled_with(kind: str) -> None:
+    model: nn.Module = Net()
+    if kind == "complex":
+        model = nn.ParameterDict({"z": torch.randn(24, dtype=torch.complex64)})
+
+    def loss() -> Tensor:
+        if kind == "complex":
+            return (model["z"] * batch(0)).abs().sum()
+        return model(batch(0)).sum()
+
+    loss().backward()
+    want = gradients_of(model)
+    attach(model, hooks.allreduce(), gradient_as_bucket_view=kind == "views")
+    for way in ("eager", "compiled", "eager", "compiled"):
+        model.zero_grad(set_to_none=way == "eager")
+        if way == "eager":
+            loss().backward()
+        else:
+            compiler = torch.compile(backend="aot_eager", fullgraph=True)
+            with torch._dynamo.compiled_autograd._enable(compiler):
+                loss().backward()
+        assert differing(gradients_of(model), want) == []
+
+
+def test_a_gradient_of_another_layout() -> None:
+    model = nn.ParameterDict({"table": torch.randn(10, 4)})
+    attach(model, hooks.allreduce())
+    words = torch.tensor([1, 2])
+    with pytest.raises(TypeError, match=r"'table' must have layout torch.strided, got torch.sp"):
+        nn.functional.embedding(words, model["table"], sparse=True).sum().backward()
+    model.zero_grad()
+    tied = nn.Embedding(10, 4, sparse=True)
+    attach(tied, hooks.allreduce())
+    with pytest.raises(TypeError, match=r"'weight' must have layout torch.sparse_coo, got torc"):
+        (tied(words) @ tied.weight.T).sum().backward()
+
+
+def test_copies_have_no_hook() -> None:
+    model = Net()
+    attach(model, lambda state, bucket: bucket.buffer() * 2)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        other(batch(0)).sum().backward()
+        own = gradients_of(other)
+        model.zero_grad()
+        model(batch(0)).sum().backward()
+        assert differing(gradients_of(model), [2 * g for g in own]) == []
+
+
+def test_a_parameter_that_is_unfrozen() -> None:
+    model = Net()
+    model.layers[1].bias.requires_grad_(False)
+    attach(model, hooks.allreduce())
+    model(batch(0)).sum().backward()
+    model.layers[1].bias.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"'layers.1.bias' did not require grad when the"):
+        model(batch(0)).sum().backward()
+
+
+def test_the_model_is_not_kept_alive() -> None:
+
+    model = Net()
+    handle = attach(model, hooks.allreduce())
+    model(batch(0)).sum().backward()
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert not handle.is_attached

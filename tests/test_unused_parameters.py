@@ -1,0 +1,98 @@
+"""Parameters that get no gradient on some ranks, in every mode that our reducer runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from modes import MODES, Mode
+from rank_pool import RankPool
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from torch_commhook import attach, hooks
+
+WIDTH = 24
+
+#: The layers that each rank leaves out, step by step.
+SKIPPED: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+    ((), ()),
+    ((2,), ()),
+    ((), (2, 3)),
+    ((1, 3), (2, 3)),
+    ((1, 3), (1, 3)),
+    ((), ()),
+]
+
+
+class Skipping(nn.Module):
+    """Layers of which some are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(5))
+        self.skip: tuple[int, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number not in self.skip:
+                x = layer(x).relu()
+        return x
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _mean(step: int) -> list[Tensor | None]:
+    """The ranks' own gradients on average; None where no rank has one."""
+    total: list[Tensor | None] = [None] * 5
+    for rank, skip in enumerate(SKIPPED[step]):
+        model = Skipping()
+        model.skip = skip
+        model(batch(rank, step)).square().sum().backward()
+        for number, parameter in enumerate(model.parameters()):
+            if parameter.grad is not None:
+                own, so_far = parameter.grad / 2, total[number]
+                total[number] = own if so_far is None else so_far + own
+    return total
+
+
+def _against_the_mean(rank: int, mode: Mode, set_to_none: bool) -> tuple[list[str], dict[str, int]]:
+    torch._dynamo.reset()
+    counters.clear()
+    inner = Skipping()
+    model = mode.wrap(inner)
+    attach(model, hooks.allreduce(), **mode.attach_options)
+    wrong = []
+    with mode.step_function(model) as step:
+        for number, skips in enumerate(SKIPPED):
+            inner.skip = skips[rank]
+            model.zero_grad(set_to_none=set_to_none)
+            step(batch(rank, number))
+            for layer, (parameter, want) in enumerate(
+                zip(inner.parameters(), _mean(number), strict=True)
+            ):
+                if want is None and set_to_none:
+                    right = parameter.grad is None
+                else:
+                    want = torch.zeros(WIDTH, WIDTH) if want is None else want
+                    right = torch.allclose(parameter.grad, want, rtol=1e-5, atol=1e-6)
+                if not right:
+                    wrong.append(f"step {number}, layer {layer}")
+    return wrong, dict(counters["graph_break"])
+
+
+OURS = [mode for mode in MODES if mode.model != "ddp"]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
+@pytest.mark.parametrize("mode", OURS, ids=str)
+def test_gradients_are_the_mean_of_the_ranks_that_have_one(
+    two_ranks: RankPool, mode: Mode, set_to_none: bool
+) -> None:
+    for wrong, breaks in two_ranks.run(_against_the_mean, mode, set_to_none):
+        assert wrong == []
+        if mode.compiles_backward:
+            # Calling backward in a compiled function is one, of the forward.
+            assert [reason for reason in breaks if "Tensor.backward()" not in reason] == []

@@ -1,0 +1,87 @@
+"""The parameters of a model whose gradients a hook averages."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
+
+from torch_commhook import _C
+
+
+def trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The names and parameters that require grad, without those that DDP is told to ignore.
+
+    Raises:
+        ValueError: there are none, one has no memory yet, or is stepped by an optimizer in
+            backward.
+        TypeError: one is a DTensor.
+    """
+    ignored: Any = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    if isinstance(model, DistributedDataParallel):
+        ignored = {f"module.{name}" for name in model.parameters_to_ignore}
+    parameters: list[tuple[str, Tensor]] = [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    ]
+    if not parameters:
+        raise ValueError(f"attach: {_C.type_name(model)} has no parameter that requires grad")
+    for name, parameter in parameters:
+        if parameter.is_meta:
+            raise ValueError(
+                f"attach: parameter '{name}' is on the meta device; materialise the model "
+                "(model.to_empty(device=...), then load or initialise it) before attaching"
+            )
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"attach: parameter '{name}' is not initialised; run the model once before "
+                "attaching"
+            )
+        if hasattr(parameter, "device_mesh"):
+            raise TypeError(
+                f"attach: parameter '{name}' is a DTensor, whose gradients its own sharding "
+                "communicates; attach takes models whose parameters are whole on each rank"
+            )
+        if hasattr(parameter, "_in_backward_optimizers"):
+            raise ValueError(
+                f"attach: parameter '{name}' has an optimizer in backward, which would step "
+                "before gradients are averaged; let the optimizer step after backward, or in "
+                "HookHandle.register_post_accumulate_hook"
+            )
+    return parameters
+
+
+#: What tells of each parameter the hook that is attached to its owner, or None.
+_hook_of_owner: Any = WeakIdKeyDictionary()
+
+
+def claim(
+    parameters: list[tuple[str, Tensor]], owner: nn.Module, hook: Callable[[], str | None]
+) -> None:
+    """Take parameters for one model.
+
+    Args:
+        parameters: names and parameters.
+        owner: the model.
+        hook: gives the name of the hook that is attached to the model, or None.
+
+    Raises:
+        RuntimeError: one belongs to another model, to which a hook is attached.
+    """
+    for name, parameter in parameters:
+        other, attached = _hook_of_owner.get(parameter, (None, None))
+        if other is None or other() is None or other() is owner:
+            continue
+        hook_name = attached()
+        if hook_name is not None:
+            raise RuntimeError(
+                f"attach: parameter '{name}' belongs to another module as well, to which hook "
+                f"'{hook_name}' is attached already"
+            )
+    for _, parameter in parameters:
+        _hook_of_owner[parameter] = weakref.ref(owner), hook
