@@ -1,6 +1,7 @@
 # Every target makes the environment that it needs; a second call only does its job.
 #   make train            train a small transformer on two ranks through a hook
 #   make test             build and run the tests
+#   make distributed-suite   PyTorch's own tests of DDP, with our hook attached; ten minutes
 #   make lint             ruff, mypy, clang-format (make format mends what can be mended)
 #   make bench            the benchmarks; results go to benchmarks/results
 #   make cuda-compile     compile and inspect the CUDA kernels; needs nvcc, not a GPU
@@ -17,7 +18,7 @@ VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip --quiet --disable-pip-version-check
 NATIVE = setup.py $(shell find csrc cuda -type f)
 
-.PHONY: train test lint format bench cuda-compile test-torch clean
+.PHONY: train test distributed-suite lint format bench cuda-compile test-torch clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/built
@@ -25,6 +26,9 @@ train: $(VENV)/built
 
 test: $(VENV)/built
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+distributed-suite: $(VENV)/built
+	$(VENV)/bin/python tests/distributed_suite.py $(ARGS)
 
 bench: $(VENV)/built
 	$(VENV)/bin/python benchmarks/bench_bucket.py $(ARGS)

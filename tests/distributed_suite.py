@@ -9,8 +9,8 @@ the CPU stands in for every GPU, both times. What cannot work so fails plain and
 Where a case registers a hook of its own, or DDP does so for it, the model gets a new reducer
 without ours: a reducer keeps its hook for life. The table tells how often that was.
 
-Run with ``python tests/distributed_suite.py [PART_OF_A_NAME ...]``. Without arguments it runs all
-cases and writes ``distributed_suite.json`` beside this file.
+Run with ``make distributed-suite ARGS="[PART_OF_A_NAME ...]"``. Without arguments it runs all cases
+and writes ``distributed_suite.json`` beside this file.
 """
 
 from __future__ import annotations

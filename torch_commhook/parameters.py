@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -73,15 +74,26 @@ def claim(
     Raises:
         RuntimeError: one belongs to another model, to which a hook is attached.
     """
+    taken = _taken(parameters, owner)
+    if taken is not None:
+        gc.collect()  # a DDP that nobody uses any more may wait for that
+        taken = _taken(parameters, owner)
+    if taken is not None:
+        name, hook_name = taken
+        raise RuntimeError(
+            f"attach: parameter '{name}' belongs to another module as well, to which hook "
+            f"'{hook_name}' is attached already"
+        )
+    for _, parameter in parameters:
+        _hook_of_owner[parameter] = weakref.ref(owner), hook
+
+
+def _taken(parameters: list[tuple[str, Tensor]], owner: nn.Module) -> tuple[str, str] | None:
     for name, parameter in parameters:
         other, attached = _hook_of_owner.get(parameter, (None, None))
         if other is None or other() is None or other() is owner:
             continue
         hook_name = attached()
         if hook_name is not None:
-            raise RuntimeError(
-                f"attach: parameter '{name}' belongs to another module as well, to which hook "
-                f"'{hook_name}' is attached already"
-            )
-    for _, parameter in parameters:
-        _hook_of_owner[parameter] = weakref.ref(owner), hook
+            return name, hook_name
+    return None
