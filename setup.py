@@ -80,7 +80,10 @@ def cuda_obstacle() -> str | None:
     release = re.search(r"release (\d+)\.(\d+)", version)
     if release is None:
         return f"{nvcc} --version names no release"
-    if release.group(1) != torch.version.cuda.split(".")[0]:
+    major, minor = torch.version.cuda.split(".")[:2]
+    # The headers of nvidia's packages are of torch's release, and must be of nvcc's.
+    packaged = bool(nvidia_package_folders("include"))
+    if release.group(1) != major or (packaged and release.group(2) != minor):
         return (
             f"nvcc is of CUDA {release.group(1)}.{release.group(2)}, "
             f"torch {torch.__version__} of CUDA {torch.version.cuda}"

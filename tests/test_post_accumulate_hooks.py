@@ -13,6 +13,8 @@ import pytest
 import torch
 from layered_net import Net, batch, gradients_of
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import attach, hooks
 
@@ -186,3 +188,27 @@ def test_a_backward_in_another_thread_meanwhile() -> None:
     model.zero_grad()
     model(batch(0)).sum().backward()
     assert gradients_of(model)[0] is not None
+
+
+@pytest.mark.parametrize("kind", ["module", "ddp"])
+def test_nothing_of_ours_is_compiled_on_its_own(kind: str) -> None:
+    """Where a compiled function calls backward, which the engine then runs."""
+
+    def graphs(with_hook: bool) -> int:
+        model: nn.Module = Net()
+        if kind == "ddp":
+            model = DDP(model)
+        if with_hook:
+            attach(model, hooks.allreduce())
+
+        @torch.compile(backend="eager")
+        def step(x: Tensor) -> None:
+            model(x).sum().backward()
+
+        torch._dynamo.reset()
+        counters.clear()
+        for number in range(3):
+            step(batch(0, number))
+        return counters["stats"]["unique_graphs"]
+
+    assert graphs(with_hook=True) == graphs(with_hook=False)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_commhook import _C
+from torch_commhook._dynamo import left_to_python
 from torch_commhook.attached import Attached
 from torch_commhook.bucket import GradBucket
 from torch_commhook.hooks.mean import allreduce
@@ -72,8 +73,9 @@ class DdpRoad:
         )
         road = weakref.ref(self)
         parameters = [parameter for _, parameter in trainable(model)]
-        _C.call_before_capture(parameters, torch.compiler.disable(lambda: _give_way(road)))
+        _C.call_before_capture(parameters, left_to_python(lambda: _give_way(road)))
 
+    @left_to_python
     def _run(
         self, torch_bucket: dist.GradBucket, first: bool, rebuilt: bool
     ) -> tuple[str, Any, torch.dtype, Callable[[Tensor], Tensor] | None]:
@@ -109,6 +111,7 @@ class DdpRoad:
 
         return attached.name, running.future, running.dtype, after
 
+    @left_to_python
     def _end_step(self, error: BaseException | None) -> None:
         if self._running is None:
             return
@@ -123,6 +126,7 @@ class DdpRoad:
         if raised is not error:  # which comes out of backward() by itself
             raise raised
 
+    @left_to_python
     def _run_post_accumulate_hooks(self) -> None:
         attached = self._running
         assert attached is not None
@@ -161,6 +165,7 @@ class DdpRoad:
         return nullcontext() if model is None else model.join()
 
 
+@left_to_python
 def _give_way(road: weakref.ref[DdpRoad]) -> bool:
     own = road()
     return own is None or own.give_way()

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from torch_commhook import _C
+from torch_commhook._dynamo import left_to_python
 from torch_commhook.collectives import resolve_group
 
 
@@ -223,6 +224,7 @@ class StepGroup:
         return dist.PrefixStore(f"{self.name}/{self._epoch}", self._store)
 
 
+@left_to_python
 def _destroy(group: Any) -> None:
     if group is None:
         return

@@ -28,6 +28,7 @@ from torch._dynamo import compiled_autograd
 from torch.utils.hooks import RemovableHandle
 
 from torch_commhook import _C, collectives
+from torch_commhook._dynamo import left_to_python
 from torch_commhook.attached import Attached, Running
 from torch_commhook.metrics import BucketTraffic, count_bucket
 from torch_commhook.reducer.buckets import (
@@ -42,7 +43,6 @@ from torch_commhook.reducer.tracing import (
     commit_step,
     connect_before_tracing,
     expected_hooks,
-    leave_to_python,
     reducers,
     start_traced,
     write_missing,
@@ -174,8 +174,7 @@ class Reducer:
                 handle = self._handles[number]
                 hooks = handle.hooks_dict_ref()
                 if hooks is not None and handle.id in hooks:
-                    hook = hooks[handle.id] = self._ready_hook(bucket, place)
-                    leave_to_python(hook)
+                    hook = hooks[handle.id] = left_to_python(self._ready_hook(bucket, place))
                     self.hooks.add(hook)
         self._arrivals.assign(bucket_of)
 
@@ -256,6 +255,7 @@ class Reducer:
             else:
                 self._finish()
 
+    @left_to_python
     def enter_backward(self) -> None:
         """The first gradient of a backward, or of another one nested in it or around it."""
         if compiled_autograd.in_compiled_autograd_region:
@@ -274,13 +274,15 @@ class Reducer:
         self._task = task
         self._arrivals.count_in_this_backward(self._running is not None)
         begun = self._begun_count
-        _engine.queue_callback(lambda: self._end_of_backward(nested, begun))
+        _engine.queue_callback(left_to_python(lambda: self._end_of_backward(nested, begun)))
 
+    @left_to_python
     def bucket_full(self, index: int) -> None:
         """The last gradient of a bucket has come."""
         self._buckets[index].pending = 0
         self._start_full()
 
+    @left_to_python
     def came_again(self, number: int) -> None:
         """A second gradient for a parameter of a bucket that is full."""
         if any(number in bucket.members for bucket in self._buckets[: self._next]):
@@ -293,6 +295,7 @@ class Reducer:
                 )
             )
 
+    @left_to_python
     def _end_of_backward(self, nested: bool, begun: int) -> None:
         if begun != self._begun_count:
             raise RuntimeError(_TWO_AT_ONCE)

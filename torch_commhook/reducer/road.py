@@ -15,6 +15,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_commhook import collectives
+from torch_commhook._dynamo import left_to_python
 from torch_commhook.attached import Attached
 from torch_commhook.reducer.join import ReducerJoinable
 from torch_commhook.reducer.reducer import Reducer
@@ -169,6 +170,7 @@ class ReducerRoad:
             self._send_buffers(model, joined=True)
         self.reducer.shadow_step()
 
+    @left_to_python
     def _close(self) -> None:
         if self._closed:
             return

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo.external_utils import call_hook
-from torch._dynamo.types import FrameAction, FrameExecStrategy
 
+from torch_commhook._dynamo import left_to_python
 from torch_commhook.attached import Attached, Running
 from torch_commhook.bucket import GradBucket
 from torch_commhook.collectives import TracedFuture
@@ -25,6 +23,10 @@ if TYPE_CHECKING:
 
 #: By ``id(reducer)``, for compiled code.
 reducers: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
+
+# Compiled autograd calls hooks through this: where a graph is broken at one, it would be compiled
+# with the hook in it.
+left_to_python(call_hook, with_callees=False)
 
 
 @torch.compiler.assume_constant_result
@@ -45,17 +47,6 @@ def expected_hooks(key: int) -> int:
             return sum(hook in own for hook in frame.f_locals["hooks"])
         frame = frame.f_back
     return 0
-
-
-def leave_to_python(hook: Callable[..., None]) -> None:
-    """Where a graph is broken at an autograd hook, let Python run it, and all that it calls.
-
-    It is still traced as part of what calls it. Compiling it on its own would gain nothing.
-    """
-    skip, default = FrameAction.SKIP, FrameAction.DEFAULT
-    set_code_exec_strategy(hook.__code__, FrameExecStrategy(skip, skip))
-    # What compiled autograd calls it through, which would be compiled with the hook in it.
-    set_code_exec_strategy(call_hook.__code__, FrameExecStrategy(skip, default))
 
 
 def start_traced(attached: Attached, bucket: GradBucket, where: str) -> Running:
