@@ -52,6 +52,9 @@ KNOWN: dict[str, str] = {
         "counts the all-reduces of a step. On Gloo there is one more with a hook attached, of one "
         "byte: the ranks agree whether the step went well"
     ),
+    "test_ddp_comm_hook_logging": (
+        "asks DDP's statistics whether there is no hook yet. They name ours"
+    ),
     "test_ddp_grad_div_uneven_inputs": (
         "asks for gradients divided by the ranks that still have inputs. DDP leaves that to the "
         "hook, and ours divide by all ranks, as PyTorch's do"

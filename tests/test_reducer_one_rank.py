@@ -70,6 +70,17 @@ def test_a_parameter_has_one_hook() -> None:
                 attach(model, hooks.cast())
 
 
+def test_two_ddps_may_share_a_module() -> None:
+    inner = nn.Linear(2, 2)
+    first, second = DDP(inner), DDP(inner)
+    one, two = attach(first, hooks.allreduce()), attach(second, hooks.allreduce())
+    two.remove()
+    with pytest.raises(RuntimeError, match=r"'weight' belongs to another module as well"):
+        attach(inner, hooks.cast())
+    one.remove()
+    attach(inner, hooks.cast())
+
+
 def test_removed_and_attached_again() -> None:
     model = nn.Linear(2, 2)
     for _ in range(2):

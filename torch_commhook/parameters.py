@@ -57,14 +57,16 @@ def trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
     return parameters
 
 
-#: What tells of each parameter the hook that is attached to its owner, or None.
-_hook_of_owner: Any = WeakIdKeyDictionary()
+#: The models that have claimed each parameter, each with what names the hook attached to it.
+_owners: Any = WeakIdKeyDictionary()
+
+_Owners = list[tuple["weakref.ref[nn.Module]", Callable[[], "str | None"]]]
 
 
 def claim(
     parameters: list[tuple[str, Tensor]], owner: nn.Module, hook: Callable[[], str | None]
 ) -> None:
-    """Take parameters for one model.
+    """Take parameters for one model. DDP models may share them, as without a hook.
 
     Args:
         parameters: names and parameters.
@@ -85,15 +87,24 @@ def claim(
             f"'{hook_name}' is attached already"
         )
     for _, parameter in parameters:
-        _hook_of_owner[parameter] = weakref.ref(owner), hook
+        others = [other for other in _owners_of(parameter) if other[0]() is not owner]
+        _owners[parameter] = [*others, (weakref.ref(owner), hook)]
+
+
+def _owners_of(parameter: Tensor) -> _Owners:
+    return [entry for entry in _owners.get(parameter, ()) if entry[0]() is not None]
 
 
 def _taken(parameters: list[tuple[str, Tensor]], owner: nn.Module) -> tuple[str, str] | None:
     for name, parameter in parameters:
-        other, attached = _hook_of_owner.get(parameter, (None, None))
-        if other is None or other() is None or other() is owner:
-            continue
-        hook_name = attached()
-        if hook_name is not None:
-            return name, hook_name
+        for other, attached in _owners_of(parameter):
+            model = other()
+            if model is owner or (
+                isinstance(owner, DistributedDataParallel)
+                and isinstance(model, DistributedDataParallel)
+            ):
+                continue
+            hook_name = attached()
+            if hook_name is not None:
+                return name, hook_name
     return None
