@@ -13,18 +13,22 @@ the group's own timeout.
 from __future__ import annotations
 
 import logging
+import time
 import weakref
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import distributed_c10d
 
 from torch_commhook import _C
 from torch_commhook._dynamo import left_to_python
 from torch_commhook.collectives import resolve_group
+from torch_commhook.running_backward import RunningBackward
 
 
 class PeerError(RuntimeError):
@@ -33,6 +37,7 @@ class PeerError(RuntimeError):
 
 _log = logging.getLogger(__name__)
 _counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_siblings: weakref.WeakKeyDictionary[Any, weakref.WeakSet[StepGroup]] = weakref.WeakKeyDictionary()
 groups_by_name: weakref.WeakValueDictionary[str, StepGroup] = weakref.WeakValueDictionary()
 
 
@@ -56,9 +61,12 @@ class StepGroup:
         self.rank: int = self.parent.rank()
         self.timeout = _timeout(self.parent)
         self.steps = 0
-        self._epoch = 0
+        self._epoch = 1  # of the connections; each failure ends one
+        self._attempts = 0  # to connect anew
+        self._met: dict[int, str] = {}  # what the other ranks said when they met last
         self._open = False  # a step has begun and not ended
         self._broken = False
+        self._backward: RunningBackward | None = None  # of the last step
         count = _counts.get(self.parent, 0)
         _counts[self.parent] = count + 1
         #: By which compiled code finds the object; the same over its life.
@@ -66,6 +74,7 @@ class StepGroup:
         self._store = _store(self.parent) if self.size > 1 and _is_gloo(self.parent) else None
         self.group: Any = self.parent if self._store is None else self._make()
         groups_by_name[self.name] = self
+        _siblings.setdefault(self.parent, weakref.WeakSet()).add(self)
         own = self.group if self.recovers else None
         # Gloo's threads must end before the interpreter does.
         self._end = weakref.finalize(self, _destroy, own)
@@ -89,6 +98,20 @@ class StepGroup:
         if self._open:  # the last step was left by an exception that nobody told of
             _log.warning("%s", self.explain("backward() was left by an exception"))
             self.fail("backward() was left by an exception")
+        self._backward = backward = RunningBackward()
+        beside = [group for group in self._others() if group._open]
+        for group in beside:
+            earlier = group._backward
+            if (
+                earlier is not None
+                and earlier.thread == backward.thread
+                and not earlier.is_same(backward)
+            ):
+                group.fail("backward() was left by an exception")
+        if beside and not self._broken and self._reason(self._epoch) is not None:
+            explained = self.explain("")
+            self.fail(str(explained))
+            raise explained
         self.connect()
         self._open = self.recovers
 
@@ -101,21 +124,34 @@ class StepGroup:
         if not self._broken:
             return
         try:
-            backend = dist.ProcessGroupGloo(
-                self._store_of_epoch(), self.rank, self.size, timeout=self.timeout
-            )
+            store = self._meet()
+            backend = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=self.timeout)
         except RuntimeError as error:
-            if self._reason() is not None:  # another rank was quick to fail again
+            if self._reason(self._epoch + 1) is not None:  # another rank was quick to fail again
+                self._epoch += 1
                 raise self.explain(error) from error
             raise RuntimeError(
                 f"torch_commhook: rank {self.rank} could not reach the other ranks again after "
                 "the last step failed; every rank has to go on with another backward()"
             ) from error
-        self.group._register_backend(
-            torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend
-        )
-        self.group._set_group_name(self.name)
+        self._epoch += 1
+        self._set_backend(dist.ProcessGroup.BackendType.GLOO, backend)
         self._broken = False
+
+    def prepare_tracing(self) -> None:
+        """Let a compiler see the group, whose connections a failed step may have dropped.
+
+        It asks for the group's name, which a group without a backend has not. Connecting is left
+        to :meth:`begin`: the others may be at another model's step.
+        """
+        if self._broken:
+            fake = FakeProcessGroup._create_internal(self.rank, self.size)
+            self._set_backend(dist.ProcessGroup.BackendType.CUSTOM, fake)
+
+    def _set_backend(self, kind: Any, backend: Any) -> None:
+        _C.drop_backends(self.group)
+        self.group._register_backend(torch.device("cpu"), kind, backend)
+        self.group._set_group_name(self.name)
 
     def end(self) -> None:
         """End a step that went well on this rank, as :meth:`commit`, where ranks agree at all."""
@@ -137,12 +173,28 @@ class StepGroup:
                 options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
                 self.group.allreduce([used], options).wait()
             except RuntimeError as error:
-                raise self.explain(error) from error
+                explained = self.explain(error)
+                self.fail(str(error))
+                raise explained from error
         self._open = False
         self.steps += 1
 
     def fail(self, reason: str) -> None:
-        """Let the other ranks' collectives of this step end, and tell them why."""
+        """Let the other ranks' collectives of this step end, and tell them why.
+
+        Also those of the other models' groups over the same ranks. Several may take part in one
+        backward, and this rank may have left it before it came to them: all ranks, who do the same,
+        then begin the next step with all of them anew.
+        """
+        if not self._broken:
+            self._fail(reason)
+            for sibling in self._others():
+                sibling._fail(reason)
+
+    def _others(self) -> list[StepGroup]:
+        return [group for group in _siblings.get(self.parent, ()) if group is not self]
+
+    def _fail(self, reason: str) -> None:
         if not self.recovers or self._broken:
             return
         self._open = False
@@ -150,7 +202,7 @@ class StepGroup:
         assert self._store is not None
         try:
             # The first counts: who comes later may have failed because of it.
-            self._store.compare_set(self._key, "", f"on rank {self.rank}: {reason}")
+            self._store.compare_set(self._key(self._epoch), "", f"on rank {self.rank}: {reason}")
         except RuntimeError:
             pass  # the store has gone with its process, which the others see for themselves
         _C.drop_backends(self.group)
@@ -171,12 +223,14 @@ class StepGroup:
     def _ended_by_peer(self, error: BaseException) -> bool:
         """Whether an error is that of a collective, which another rank has left or ended."""
         return (
-            isinstance(error, RuntimeError) and "gloo" in str(error) and self._reason() is not None
+            isinstance(error, RuntimeError)
+            and "gloo" in str(error)
+            and self._reason(self._epoch) is not None
         )
 
     def explain(self, error: BaseException | str) -> PeerError:
         """What to raise for an error in a collective, with what the rank at fault has told."""
-        reason = self._reason()
+        reason = self._reason(self._epoch)
         if reason is not None:
             return PeerError(f"torch_commhook: this step failed {reason}")
         return PeerError(
@@ -188,17 +242,68 @@ class StepGroup:
         self._broken = True
         self._end()
 
-    def _reason(self) -> str | None:
+    def _reason(self, epoch: int) -> str | None:
+        return self._read(self._key(epoch))
+
+    def _key(self, epoch: int) -> str:
+        return f"{self.name}/{epoch}/failed"
+
+    def _read(self, key: str) -> str | None:
         if self._store is None:
             return None
         try:
-            return self._store.get(self._key).decode() if self._store.check([self._key]) else None
+            return self._store.get(key).decode() if self._store.check([key]) else None
         except RuntimeError:
             return None
 
-    @property
-    def _key(self) -> str:
-        return f"{self.name}/{self._epoch}/failed"
+    def _meet(self) -> dist.Store:
+        """Wait until all ranks want to connect anew, at whichever try of each.
+
+        Each says in the store that it is here. Rank 0 says who has come, and who finds there what
+        it has said itself goes on: so nobody connects with what a rank has left from an earlier
+        try.
+
+        Returns:
+            A store for this one try.
+
+        Raises:
+            RuntimeError: not all have come within the group's timeout.
+        """
+        assert self._store is not None
+        self._attempts += 1
+        own = str(self._attempts)
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        pause = 0.0005
+        here = self._here(self.rank)
+        self._store.set(here, own)
+        while True:
+            if self._reason(self._epoch + 1) is not None:  # the others are one further
+                self._epoch += 1
+                here = self._here(self.rank)
+                self._store.set(here, own)
+            all_here = f"{self.name}/{self._epoch + 1}/all"
+            if self.rank == 0:
+                tries = [self._read(self._here(rank)) for rank in range(self.size)]
+                tries[0] = own
+                if None not in tries and all(
+                    self._met.get(rank) != tries[rank] for rank in range(1, self.size)
+                ):
+                    self._met = {rank: str(said) for rank, said in enumerate(tries)}
+                    self._store.set(all_here, " ".join(map(str, tries)))
+                    return self._store_of(f"{self._epoch + 1}/{own}")
+            else:
+                said = (self._read(all_here) or "").split()
+                if len(said) == self.size and said[self.rank] == own:
+                    return self._store_of(f"{self._epoch + 1}/{said[0]}")
+            if time.monotonic() > deadline:
+                with suppress(RuntimeError):
+                    self._store.delete_key(here)
+                raise RuntimeError("not all ranks have come")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+
+    def _here(self, rank: int) -> str:
+        return f"{self.name}/{self._epoch + 1}/here/{rank}"
 
     def _make(self) -> Any:
         # Not new_group(), which all ranks of the default group would have to call.
@@ -208,7 +313,7 @@ class StepGroup:
             self.rank,
             ranks,
             dist.Backend("cpu:gloo"),
-            self._store_of_epoch(),
+            self._store_of("1"),
             self.name,  # type: ignore[arg-type]
             timeout=self.timeout,
         )
@@ -218,10 +323,9 @@ class StepGroup:
         }
         return group
 
-    def _store_of_epoch(self) -> dist.Store:
+    def _store_of(self, connections: str) -> dist.Store:
         assert self._store is not None
-        self._epoch += 1
-        return dist.PrefixStore(f"{self.name}/{self._epoch}", self._store)
+        return dist.PrefixStore(f"{self.name}/{connections}", self._store)
 
 
 @left_to_python

@@ -14,7 +14,6 @@ call; the last of them is the end.
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -41,20 +40,20 @@ from torch_commhook.reducer.buckets import (
 from torch_commhook.reducer.tracing import (
     begin_step,
     commit_step,
-    connect_before_tracing,
     expected_hooks,
+    prepare_tracing,
     reducers,
     start_traced,
     write_missing,
 )
 from torch_commhook.results import checked_result, hook_on_bucket
+from torch_commhook.running_backward import RunningBackward
 from torch_commhook.step_group import StepGroup
 
 _log = logging.getLogger(__name__)
 _engine = torch.autograd.Variable._execution_engine
 _current_task = torch._C._current_graph_task_id
 _is_compiling = torch.compiler.is_dynamo_compiling
-_FUNCTION_FILE = torch.autograd.function.__file__
 
 #: Stands for a backward that compiled autograd runs.
 _COMPILED = -1
@@ -121,6 +120,7 @@ class Reducer:
         self._begun_count = 0  # how many backward passes have begun
         self._task: int | None = None  # the backward that is being counted
         self._outermost: int | None = None
+        self._backward: RunningBackward | None = None
         self._remaining = 0  # gradients to come, where that is known
         self._next = 0  # the bucket whose turn it is
         self._starting = False
@@ -263,14 +263,25 @@ class Reducer:
         task = _current_task()
         if task == self._task:  # another thread of this backward was here before
             return
-        nested = _is_nested()
-        left = self._task == _COMPILED or (not nested and self._outermost not in (None, task))
+        backward = RunningBackward()
+        nested = backward.is_nested
+        earlier = self._backward
+        left = (
+            self._task == _COMPILED
+            or (not nested and self._outermost not in (None, task))
+            or (
+                earlier is not None
+                and earlier.thread == backward.thread
+                and not earlier.is_same(backward)
+            )
+        )
         if not self._idle and left:
             self._abandon()
         if self._idle:
             self._begin()
         if not nested:
             self._outermost = task
+        self._backward = backward
         self._task = task
         self._arrivals.count_in_this_backward(self._running is not None)
         begun = self._begun_count
@@ -339,7 +350,7 @@ class Reducer:
         if not _is_compiling():
             self._begin_step()
         elif self._running.traceable and self.group.recovers:
-            connect_before_tracing(self.group.name)  # it has no name until then
+            prepare_tracing(self.group.name)
             begin_step(self._token, self.group.name)
             self._begun = True
 
@@ -628,7 +639,7 @@ class Reducer:
         for bucket in self._buckets:
             bucket.reset()
         self._idle = True
-        self._task = self._outermost = None
+        self._task = self._outermost = self._backward = None
         self._remaining = 0
         self._next = 0
         self._starting = False
@@ -639,25 +650,6 @@ class Reducer:
 
 def _nothing(parameter: Tensor) -> None:
     pass
-
-
-def _is_nested() -> bool:
-    """Whether the backward that this thread is in runs inside a node of another one's graph.
-
-    Reentrant activation checkpointing does that. The engine does not tell, but the stack does.
-    """
-    frame: Any = sys._getframe()
-    inside = False
-    while frame is not None:
-        name = frame.f_code.co_name
-        if name == "_engine_run_backward":
-            inside = True
-        elif inside and name == "apply" and frame.f_code.co_filename == _FUNCTION_FILE:
-            # A node's; a function's own, which runs its forward, is a class method.
-            if frame.f_code.co_varnames[0] == "self":
-                return True
-        frame = frame.f_back
-    return False
 
 
 def _traffic(bucket: BucketState) -> BucketTraffic:

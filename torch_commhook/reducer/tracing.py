@@ -128,7 +128,7 @@ def _write_missing_fake(
 
 
 @torch.compiler.assume_constant_result
-def connect_before_tracing(name: str) -> bool:
-    """:meth:`StepGroup.connect` of the group with a name, when a step is traced."""
-    groups_by_name[name].connect()
+def prepare_tracing(name: str) -> bool:
+    """:meth:`StepGroup.prepare_tracing` of the group with a name, when a step is traced."""
+    groups_by_name[name].prepare_tracing()
     return True

@@ -1,0 +1,61 @@
+"""Which ``backward()`` a piece of Python is part of.
+
+The autograd engine tells the number of the innermost one, and nothing of an outer one; but the
+stack does.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+_FUNCTION_FILE = torch.autograd.function.__file__
+_GRAPH_FILE = torch.autograd.graph.__file__
+
+
+class RunningBackward:
+    """The outermost ``backward()`` on this thread's stack.
+
+    Attributes:
+        is_nested: whether there is another one inside a node of its graph, as in reentrant
+            activation checkpointing.
+        thread: the thread's number.
+    """
+
+    def __init__(self) -> None:
+        frame: Any = sys._getframe(1)
+        outermost: Any = None
+        self.is_nested = False
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name == "_engine_run_backward" and code.co_filename == _GRAPH_FILE:
+                outermost = frame
+            elif (
+                outermost is not None
+                and code.co_name == "apply"
+                and code.co_filename == _FUNCTION_FILE
+                # A node's; a function's own, which runs its forward, is a class method.
+                and code.co_varnames[0] == "self"
+            ):
+                self.is_nested = True
+            frame = frame.f_back
+        self.thread = threading.get_ident()
+        self._frame_id = id(outermost)
+        self._output: weakref.ref[Any] | None = None
+        if outermost is not None:
+            with suppress(LookupError, TypeError):  # no tensor, which may have no weak reference
+                self._output = weakref.ref(outermost.f_locals["t_outputs"][0])
+
+    def is_same(self, other: RunningBackward) -> bool:
+        """Whether two are one. Frames come again, the tensors that they are for seldom do."""
+        if self.thread != other.thread or self._frame_id != other._frame_id:
+            return False
+        if self._output is None or other._output is None:
+            return self._output is other._output
+        output = self._output()
+        return output is not None and output is other._output()
