@@ -37,9 +37,14 @@ def test_errors_of_attach() -> None:
         attach(nn.ReLU(), hooks.allreduce())
     with pytest.raises(ValueError, match="'weight' is not initialised; run the model once"):
         attach(nn.LazyLinear(2), hooks.allreduce())
-    with pytest.raises(ValueError, match="bucket_cap_mb must be a positive number, got 0"):
+    with pytest.raises(ValueError, match="bucket_cap_mb must be a positive number of MiB, got 0"):
         attach(nn.Linear(2, 2), hooks.allreduce(), bucket_cap_mb=0)
-    with pytest.raises(ValueError, match="bucket_cap_mb must be a positive number, got 'x'"):
+    for number in (True, float("nan"), 1e300):
+        with pytest.raises(ValueError, match="bucket_cap_mb must be a positive number of MiB"):
+            attach(nn.Linear(2, 2), hooks.allreduce(), bucket_cap_mb=number)
+    with pytest.raises(TypeError, match="must not be a ScriptModule"):
+        attach(torch.jit.script(nn.Linear(2, 2)), hooks.allreduce())
+    with pytest.raises(ValueError, match="bucket_cap_mb must be a positive number of MiB, got 'x'"):
         attach(nn.Linear(2, 2), hooks.allreduce(), bucket_cap_mb="x")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="bucket_cap_mb must be given to DistributedDataPar"):
         attach(DDP(nn.Linear(2, 2)), hooks.allreduce(), bucket_cap_mb=3)
@@ -55,30 +60,40 @@ def test_errors_of_attach() -> None:
 
 def test_a_parameter_has_one_hook() -> None:
     inner = nn.Linear(2, 2)
-    ddp, outer = DDP(inner), nn.Sequential(inner)
-    handle = None
-    for first, others in (
-        (inner, {outer: "0.weight", ddp: "module.weight"}),
-        (outer, {inner: "weight", ddp: "module.weight"}),
-        (ddp, {inner: "weight", outer: "0.weight"}),
-    ):
+    outer = nn.Sequential(inner)
+    for first, second, name in ((inner, outer, "0.weight"), (outer, inner, "weight")):
+        handle = attach(first, hooks.allreduce())
+        with pytest.raises(RuntimeError, match=rf"'{name}' belongs to another module as well"):
+            attach(second, hooks.cast())
+        handle.remove()
+    assert weakref.getweakrefcount(inner.weight) == 0
+
+
+@pytest.mark.parametrize("mode", ["ddp_optimizer", "python_reducer"])
+def test_a_parameter_in_ddp(mode: str) -> None:
+    inner = nn.Linear(2, 2)
+    with torch._dynamo.config.patch(optimize_ddp=mode):
+        ddp = DDP(inner)
+    for hooked in (True, False):  # DDP averages with and without a hook
+        handle = attach(ddp, hooks.allreduce()) if hooked else None
+        with pytest.raises(RuntimeError, match=r"'weight' (is averaged by|belongs to another)"):
+            attach(inner, hooks.cast())
         if handle is not None:
             handle.remove()
-        handle = attach(first, hooks.allreduce())
-        for model, name in others.items():
-            with pytest.raises(RuntimeError, match=rf"'{name}' belongs to another module as wel"):
-                attach(model, hooks.cast())
+    del handle, ddp
+    gc.collect()
+    if mode == "python_reducer":
+        return  # its hooks stay on the parameters, and go on averaging
+    attach(inner, hooks.allreduce())
+    ddp = DDP(inner)
+    with pytest.raises(RuntimeError, match="'weight' is averaged by a DistributedDataParallel"):
+        ddp(torch.ones(1, 2)).sum().backward()
 
 
 def test_two_ddps_may_share_a_module() -> None:
     inner = nn.Linear(2, 2)
-    first, second = DDP(inner), DDP(inner)
-    one, two = attach(first, hooks.allreduce()), attach(second, hooks.allreduce())
-    two.remove()
-    with pytest.raises(RuntimeError, match=r"'weight' belongs to another module as well"):
-        attach(inner, hooks.cast())
-    one.remove()
-    attach(inner, hooks.cast())
+    attach(DDP(inner), hooks.allreduce())
+    attach(DDP(inner), hooks.allreduce())
 
 
 def test_removed_and_attached_again() -> None:

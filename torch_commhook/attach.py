@@ -15,17 +15,21 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_commhook import _C
 from torch_commhook._runtime import hook_name
+from torch_commhook.agreement import check_agreement
 from torch_commhook.attached import Attached
 from torch_commhook.bucket import GradBucket
+from torch_commhook.collectives import resolve_group
 from torch_commhook.ddp_road import DdpRoad
+from torch_commhook.hooks.base import Hook
 from torch_commhook.metrics import HookStats
-from torch_commhook.parameters import claim, trainable
+from torch_commhook.parameters import check_not_in_ddp, claim, release, trainable
 from torch_commhook.step_group import StepGroup
 
 if TYPE_CHECKING:
     from torch_commhook.reducer.road import ReducerRoad
 
 DEFAULT_BUCKET_CAP_MB = 25
+_MOST_MEBIBYTES = 1 << 40
 
 _roads: weakref.WeakKeyDictionary[torch.nn.Module, DdpRoad | ReducerRoad] = (
     weakref.WeakKeyDictionary()
@@ -64,8 +68,13 @@ class HookHandle:
         plain module stay each rank's own. Does nothing where the hook is off already. All ranks
         must do so between the same two steps.
         """
-        if self.is_attached:
-            self._road.attached = None
+        if not self.is_attached:
+            return
+        road = self._road
+        road.attached = None
+        model = road.model()
+        if model is not None:
+            release(model)
 
     def replace(self, hook: Callable[..., Any], *, state: object = None) -> None:
         """Put another hook in this one's place, from the next backward on. Statistics begin anew.
@@ -212,6 +221,8 @@ def attach(
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"attach: model must be a torch.nn.Module, got {_C.type_name(model)}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("attach: model must not be a ScriptModule, which takes no Python hooks")
     model = getattr(model, "_orig_mod", model)  # of one that is compiled
     attached = Attached.checked(hook, state)
     road = _roads.get(model)
@@ -239,7 +250,11 @@ def attach(
                     f"already; got {value!r} for a model of that class"
                 )
     parameters = trainable(model)
+    if not isinstance(model, DistributedDataParallel):
+        check_not_in_ddp(parameters)
+        _check_capacity(bucket_cap_mb)
     claim(parameters, model, partial(_attached_to, weakref.ref(model)))
+    check_agreement(_group_of(model, process_group), parameters, _shared(model, hook, settings))
     if road is None:
         road = _roads[model] = _new_road(model, parameters, settings)
     road.attached = attached
@@ -253,6 +268,41 @@ def _attached_to(owner: weakref.ref[torch.nn.Module]) -> str | None:
         return None
     road = _current(road)
     return road.attached.name if road.is_alive and road.attached is not None else None
+
+
+def _check_capacity(mebibytes: object) -> None:
+    if mebibytes is None:
+        return
+    number = isinstance(mebibytes, (int, float)) and not isinstance(mebibytes, bool)
+    if not number or not 0 < mebibytes <= _MOST_MEBIBYTES:  # type: ignore[operator]
+        raise ValueError(
+            f"attach: bucket_cap_mb must be a positive number of MiB, got {mebibytes!r}"
+        )
+
+
+def _group_of(model: torch.nn.Module, given: Any) -> Any:
+    if isinstance(model, DistributedDataParallel):
+        return model.process_group
+    return resolve_group(given)
+
+
+def _shared(
+    model: torch.nn.Module, hook: Callable[..., Any], settings: dict[str, Any]
+) -> dict[str, object]:
+    """What all ranks must attach alike."""
+    shared: dict[str, object] = {"the hook": repr(hook) if isinstance(hook, Hook) else "another"}
+    if isinstance(model, DistributedDataParallel):
+        shared["bucket_cap_mb"] = model.bucket_bytes_cap / (1 << 20)
+        shared["the Python reducer"] = model._use_python_reducer
+        return shared
+    defaults = {
+        "bucket_cap_mb": DEFAULT_BUCKET_CAP_MB,
+        "broadcast_buffers": True,
+        "init_sync": True,
+    }
+    for name, default in defaults.items():
+        shared[name] = default if settings[name] is None else settings[name]
+    return shared
 
 
 def _new_road(
@@ -277,14 +327,11 @@ def _new_road(
     def setting(name: str, default: Any) -> Any:
         return default if settings[name] is None else settings[name]
 
-    capacity = setting("bucket_cap_mb", DEFAULT_BUCKET_CAP_MB)
-    if not isinstance(capacity, (int, float)) or not 0 < capacity < float("inf"):
-        raise ValueError(f"attach: bucket_cap_mb must be a positive number, got {capacity!r}")
     return ReducerRoad(
         model,
         parameters,
         group=StepGroup(settings["process_group"]),
-        bucket_cap_mb=capacity,
+        bucket_cap_mb=setting("bucket_cap_mb", DEFAULT_BUCKET_CAP_MB),
         gradient_as_bucket_view=setting("gradient_as_bucket_view", False),
         broadcast_buffers=setting("broadcast_buffers", True),
         init_sync=setting("init_sync", True),

@@ -150,6 +150,13 @@ class DdpRoad:
         model = self.model()
         if model is None or self.attached is None:
             return False
+        if model.static_graph and not getattr(
+            model, "_static_graph_delay_allreduce_enqueued", True
+        ):
+            raise RuntimeError(
+                "torch_commhook: the first backward() of a DistributedDataParallel with "
+                "static_graph=True must not be compiled autograd's; run one eager step first"
+            )
         model.reducer._remove_autograd_hooks()
         model._use_python_reducer = True
         self.successor = ReducerRoad.of_ddp(model, trainable(model), self._group)

@@ -138,14 +138,28 @@ def counting(meter: WireMeter) -> Iterator[None]:
         _current.meter = before
 
 
-#: Where collectives are noted while a compiler traces, which knows no thread-local state.
-TRACED_METER = WireMeter()
+class TracedMeter(WireMeter):
+    """Where collectives are noted while a compiler traces, which knows no thread-local state.
+
+    What it holds is guarded: it must be the same after a hook as before, and elsewhere it takes no
+    notes.
+    """
+
+    __slots__ = ("active",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.active = False
+
+
+TRACED_METER = TracedMeter()
 
 
 def note_collective(bytes_sent: int) -> None:
     """Tell the meter of this thread, where there is one, of a collective."""
     if torch.compiler.is_compiling():
-        TRACED_METER.add(bytes_sent)
+        if TRACED_METER.active:
+            TRACED_METER.add(bytes_sent)
         return
     meter = getattr(_current, "meter", None)
     if meter is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,6 +57,25 @@ def trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
     return parameters
 
 
+def check_not_in_ddp(parameters: Sequence[tuple[str, Tensor]]) -> None:
+    """Refuse parameters whose gradients DDP averages, which would come after and undo the hook.
+
+    Raises:
+        RuntimeError: there is one.
+    """
+    for name, parameter in parameters:
+        hooks: Any = parameter._post_accumulate_grad_hooks or {}
+        if _C.has_ddp_hook(parameter) or any(
+            getattr(getattr(hook, "func", hook), "__module__", None)
+            == DistributedDataParallel.__module__
+            for hook in hooks.values()
+        ):
+            raise RuntimeError(
+                f"attach: the gradient of parameter '{name}' is averaged by a "
+                "DistributedDataParallel already; attach the hook to that"
+            )
+
+
 #: The models that have claimed each parameter, each with what names the hook attached to it.
 _owners: Any = WeakIdKeyDictionary()
 
@@ -89,6 +108,16 @@ def claim(
     for _, parameter in parameters:
         others = [other for other in _owners_of(parameter) if other[0]() is not owner]
         _owners[parameter] = [*others, (weakref.ref(owner), hook)]
+
+
+def release(owner: nn.Module) -> None:
+    """Give up what a model has claimed."""
+    for parameter in owner.parameters():
+        others = [other for other in _owners_of(parameter) if other[0]() is not owner]
+        if others:
+            _owners[parameter] = others
+        else:
+            _owners.pop(parameter, None)  # its weak reference would be in the way of swap_tensors
 
 
 def _owners_of(parameter: Tensor) -> _Owners:

@@ -20,10 +20,10 @@ constexpr int kNoTask = -2;  // -1 is the engine's, outside of backward
 // Takes the place of the hook that holds a parameter's Python hooks, which it goes on to hold.
 class CountingHook : public PostAccumulateGradHook {
  public:
-  CountingHook(std::unique_ptr<PostAccumulateGradHook> python, PyObject* hooks, int64_t own_key,
+  CountingHook(std::unique_ptr<PostAccumulateGradHook> python, py::dict hooks, int64_t own_key,
                std::shared_ptr<Arrivals> arrivals, int64_t number)
       : python_(std::move(python)),
-        hooks_(hooks),
+        hooks_(std::move(hooks)),
         own_key_(own_key),
         arrivals_(std::move(arrivals)),
         number_(number) {}
@@ -32,7 +32,7 @@ class CountingHook : public PostAccumulateGradHook {
   void operator()(const Variable& parameter) override {
     const auto arrivals = arrivals_;  // a hook may take this one off
     const auto number = number_;
-    if (PyDict_GET_SIZE(hooks_) > 1) {  // one word, which may be read without the GIL
+    if (PyDict_GET_SIZE(hooks_.get().ptr()) > 1) {  // one word, which may be read without the GIL
       (*python_)(parameter);
     }
     arrivals->arrive(number);
@@ -41,7 +41,7 @@ class CountingHook : public PostAccumulateGradHook {
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     {
       py::gil_scoped_acquire gil;
-      const auto hooks = py::reinterpret_borrow<py::dict>(hooks_);
+      const auto hooks = py::reinterpret_borrow<py::dict>(hooks_.get());
       const py::int_ key(own_key_);
       if (hooks.size() > 1 && hooks.contains(key)) {  // comes last here too
         const py::object own = hooks[key];
@@ -61,7 +61,7 @@ class CountingHook : public PostAccumulateGradHook {
 
  private:
   std::unique_ptr<PostAccumulateGradHook> python_;
-  PyObject* hooks_;  // which python_ owns
+  PyRef hooks_;
   int64_t own_key_;
   std::shared_ptr<Arrivals> arrivals_;
   int64_t number_;
@@ -194,14 +194,16 @@ void Arrivals::stop_noting_order() {
   order_.clear();
 }
 
-void count_arrivals(const at::Tensor& parameter, const py::dict& hooks, int64_t own_key,
+void count_arrivals(const py::object& parameter, int64_t own_key,
                     std::shared_ptr<Arrivals> arrivals, int64_t number) {
-  auto& held = torch::autograd::impl::post_acc_grad_hooks(parameter);
-  TORCH_CHECK_VALUE(held, "count_arrivals: the parameter has no post-accumulate-grad hook");
+  const auto hooks = parameter.attr("_post_accumulate_grad_hooks");
+  auto& held = torch::autograd::impl::post_acc_grad_hooks(parameter.cast<at::Tensor>());
+  TORCH_CHECK_VALUE(held && py::isinstance<py::dict>(hooks),
+                    "count_arrivals: the parameter has no post-accumulate-grad hook");
   TORCH_CHECK_INDEX(number >= 0 && number < arrivals->parameter_count(),
                     "count_arrivals: there is no parameter ", number);
-  held = std::make_unique<CountingHook>(std::move(held), hooks.ptr(), own_key, std::move(arrivals),
-                                        number);
+  held = std::make_unique<CountingHook>(std::move(held), py::dict(hooks), own_key,
+                                        std::move(arrivals), number);
 }
 
 void stop_counting(const at::Tensor& parameter) {

@@ -69,10 +69,10 @@ class Arrivals {
   std::vector<int64_t> order_;
 };
 
-// Lets the autograd engine count a parameter's gradients as `number`. `hooks` are the parameter's
-// post-accumulate-grad hooks, where the one with `own_key` does that under compiled autograd; here
-// it must do nothing.
-void count_arrivals(const at::Tensor& parameter, const pybind11::dict& hooks, int64_t own_key,
+// Lets the autograd engine count a parameter's gradients as `number`. In PyTorch's dict of the
+// parameter's post-accumulate-grad hooks, the one with `own_key` does that under compiled autograd;
+// here it must do nothing.
+void count_arrivals(const pybind11::object& parameter, int64_t own_key,
                     std::shared_ptr<Arrivals> arrivals, int64_t number);
 
 // Leaves the parameter's hooks to Python again.

@@ -4,6 +4,7 @@
 #include "runtime/arrivals.h"
 #include "runtime/backends.h"
 #include "runtime/capture_notice.h"
+#include "runtime/ddp_detection.h"
 #include "runtime/ddp_hook.h"
 #include "runtime/future_cast.h"
 #include "runtime/grad_bucket.h"
@@ -61,8 +62,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("missing", &commhook::Arrivals::missing)
       .def("take_order", &commhook::Arrivals::take_order)
       .def("stop_noting_order", &commhook::Arrivals::stop_noting_order);
-  m.def("count_arrivals", &commhook::count_arrivals, py::arg("parameter"), py::arg("hooks"),
-        py::arg("own_key"), py::arg("arrivals"), py::arg("number"));
+  m.def("count_arrivals", &commhook::count_arrivals, py::arg("parameter"), py::arg("own_key"),
+        py::arg("arrivals").none(false), py::arg("number"));
+  m.def("has_ddp_hook", &commhook::has_ddp_hook, py::arg("parameter"));
   m.def("stop_counting", &commhook::stop_counting, py::arg("parameter"));
   m.def("call_before_capture", &commhook::call_before_capture, py::arg("parameters"),
         py::arg("callback"));

@@ -129,6 +129,8 @@ class Reducer:
         self._rebuilt = False  # in the order in which gradients have come
         self._agreed_order: list[int] | None = None
 
+        self._buckets: list[BucketState] = []
+        self._places: dict[str, tuple[BucketState, int]] = {}  # of each parameter's name
         self._arrivals = _C.Arrivals(self, len(self._parameters))
         self._put_on_hooks()
         # The last parameters have the first gradients.
@@ -143,7 +145,7 @@ class Reducer:
             [self._sparse[i] for i in order],
             self._capacity_bytes,
         )
-        self._buckets: list[BucketState] = []
+        self._buckets = []
         for index, places in enumerate(assigned):
             members = [order[place] for place in places]
             bucket = BucketState(
@@ -161,20 +163,21 @@ class Reducer:
         for number, parameter in enumerate(self._parameters):
             handle = parameter.register_post_accumulate_grad_hook(_nothing)
             self._handles.append(handle)
-            hooks: Any = parameter._post_accumulate_grad_hooks
-            _C.count_arrivals(parameter, hooks, handle.id, self._arrivals, number)
+            _C.count_arrivals(parameter, handle.id, self._arrivals, number)
 
     def _renew_hooks(self) -> None:
         """Let hooks know the buckets that have been formed."""
         self.hooks.clear()
+        self._places.clear()
         bucket_of = [0] * len(self._parameters)
         for bucket in self._buckets:
             for place, number in enumerate(bucket.members):
                 bucket_of[number] = bucket.index
+                self._places[self._names[number]] = bucket, place
                 handle = self._handles[number]
                 hooks = handle.hooks_dict_ref()
                 if hooks is not None and handle.id in hooks:
-                    hook = hooks[handle.id] = left_to_python(self._ready_hook(bucket, place))
+                    hook = hooks[handle.id] = left_to_python(self._ready_hook(number))
                     self.hooks.add(hook)
         self._arrivals.assign(bucket_of)
 
@@ -225,14 +228,16 @@ class Reducer:
 
     # ---- during backward -------------------------------------------------------------------------
 
-    def _ready_hook(self, bucket: BucketState, place: int) -> Callable[[Tensor], None]:
+    def _ready_hook(self, number: int) -> Callable[[Tensor], None]:
         """What compiled autograd calls with a parameter when its gradient is there."""
         reducer = self
 
-        # The place as a default, so that a bucket's hooks share all else.
-        def ready(parameter: Tensor, place: int = place) -> None:
+        # By name, since Dynamo makes variables of numbers that change with the place of a hook in
+        # the list of those that it is given. As a default, so that the hooks share all else.
+        def ready(parameter: Tensor, name: str = self._names[number]) -> None:
             if not _is_compiling() and not compiled_autograd.in_compiled_autograd_region:
                 return  # C++ counts
+            bucket, place = reducer._places[name]
             if reducer._task != _COMPILED:
                 reducer._enter_compiled()
             if bucket.arrived[place] is not None:
@@ -594,8 +599,16 @@ class Reducer:
         if missing:
             write_missing(self._token, used, missing, numbers, self._key)
         self._accumulated = False
-        self._run_post_accumulate_hooks(attached)
+        if missing and attached.stages.has_post_accumulate_hooks:
+            self._run_post_accumulate_hooks_untraced(attached)
+        else:
+            self._run_post_accumulate_hooks(attached)
         self._reset()
+
+    @torch.compiler.disable
+    def _run_post_accumulate_hooks_untraced(self, attached: Attached) -> None:
+        """Where they must see gradients that the compiler knows nothing of."""
+        self._run_post_accumulate_hooks(attached)
 
     def _agree_on_order(self) -> list[int]:
         """The order in which rank 0's gradients have arrived, on all ranks."""

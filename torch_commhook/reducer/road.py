@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_commhook import collectives
 from torch_commhook._dynamo import left_to_python
 from torch_commhook.attached import Attached
+from torch_commhook.parameters import check_not_in_ddp
 from torch_commhook.reducer.join import ReducerJoinable
 from torch_commhook.reducer.reducer import Reducer
 from torch_commhook.step_group import StepGroup
@@ -51,7 +52,6 @@ class ReducerRoad:
         self.model = weakref.ref(model)
         self._group = group
         if init_sync and self._group.size > 1:
-            _check_same(parameters, self._group.parent)
             self.broadcast_from(0)
         trainable = {id(parameter) for _, parameter in parameters}
         self._frozen = [
@@ -61,6 +61,8 @@ class ReducerRoad:
         ]
         self._sync = True
         self._sync_of_forward: bool | None = None
+        self._first = parameters[:1]
+        self._buffers_changed = True
         self._broadcast_buffers = broadcast_buffers and self._group.size > 1
         self.reducer = Reducer(
             parameters,
@@ -201,16 +203,21 @@ class ReducerRoad:
         if not torch.is_grad_enabled():
             return
         sync = self._sync_of_forward = self._wants_sync()
-        if not sync:
-            return
+        # As in DDP: the forward after one that synchronises, whether or not it does so itself.
+        send, self._buffers_changed = self._buffers_changed, sync
         if self._joinable.enabled:
+            if not sync:
+                return
             _notify(self._joinable)
-        if module.training and self._broadcast_buffers:
+            send = True
+        if send and module.training and self._broadcast_buffers:
             self._send_buffers(module)
 
     def _on_step(self, begins: bool) -> None:
         """Called around each backward that synchronises, where it is not traced."""
         if begins:
+            if not isinstance(self.model(), DistributedDataParallel):
+                check_not_in_ddp(self._first)
             for name, parameter in self._frozen:
                 if parameter.requires_grad:
                     raise RuntimeError(
@@ -294,27 +301,3 @@ def _sparse_names(model: nn.Module) -> frozenset[str]:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             names.add(f"{prefix}.weight" if prefix else "weight")
     return frozenset(names)
-
-
-def _check_same(parameters: list[tuple[str, Tensor]], group: Any) -> None:
-    own = [(name, tuple(p.shape), str(p.dtype)) for name, p in parameters]
-    every: list[Any] = [None] * group.size()
-    dist.all_gather_object(every, own, group=group)
-    for rank, others in enumerate(every):
-        if others == every[0]:
-            continue
-        for mine, theirs in zip(every[0], others, strict=False):
-            if mine != theirs:
-                raise RuntimeError(
-                    "attach: the ranks' models differ: rank 0 has parameter "
-                    f"{_described(mine)}, rank {rank} has {_described(theirs)}"
-                )
-        raise RuntimeError(
-            f"attach: the ranks' models differ: rank 0 has {len(every[0])} parameters that require "
-            f"grad, rank {rank} has {len(others)}"
-        )
-
-
-def _described(parameter: tuple[str, tuple[int, ...], str]) -> str:
-    name, shape, dtype = parameter
-    return f"'{name}' of shape {shape} and {dtype}"

@@ -57,7 +57,7 @@ def start_traced(attached: Attached, bucket: GradBucket, where: str) -> Running:
     """
     hook = attached.hook
     local = attached.stages.before(bucket, where)
-    before = TRACED_METER.collectives, TRACED_METER.bytes_sent
+    TRACED_METER.active = True
     if isinstance(hook, Hook):
         dtype = hook.result_dtype(bucket)
         result: Any = hook.average(bucket)
@@ -65,10 +65,9 @@ def start_traced(attached: Attached, bucket: GradBucket, where: str) -> Running:
         dtype = bucket.dtype()
         result = hook(attached.state, bucket)
     sent = None
-    if TRACED_METER.collectives != before[0]:
-        sent = TRACED_METER.bytes_sent - before[1]
-    # What it holds is guarded, so it must not change from step to step.
-    TRACED_METER.collectives, TRACED_METER.bytes_sent = before
+    if TRACED_METER.collectives != 0:
+        sent = TRACED_METER.bytes_sent
+    TRACED_METER.collectives, TRACED_METER.bytes_sent, TRACED_METER.active = 0, 0, False
     if isinstance(result, Tensor):
         future = TracedFuture(lambda: result)
     elif isinstance(result, TracedFuture):
