@@ -126,6 +126,8 @@ class TestOneRank:
 
 X = torch.ones(4, 2)
 TRANSPOSED = torch.ones(2, 4).t()
+FREED = torch.ones(4)
+FREED.untyped_storage().resize_(0)
 ERRORS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "no tensor": (
         lambda: collectives.all_reduce([1]),
@@ -175,7 +177,7 @@ ERRORS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "splits of text": (
         lambda: collectives.all_to_all(X, input_split_sizes="4"),
         TypeError,
-        "input_split_sizes must be ints",
+        "input_split_sizes must be a list of ints",
     ),  # type: ignore[arg-type]
     "no rows": (
         lambda: collectives.all_to_all(torch.ones(())),
@@ -197,6 +199,7 @@ ERRORS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         TypeError,
         "src must be an int, got str",
     ),  # type: ignore[arg-type]
+    "freed": (lambda: collectives.all_reduce(FREED), ValueError, "storage has been freed"),
     "no group": (
         lambda: collectives.all_gather(X, group=3),
         TypeError,

@@ -210,3 +210,39 @@ def _fullgraph_error(rank: int, mode: Mode, hook: str) -> bool:
     handle.remove()
     want = _train(rank, Mode("module", "eager"), hook)["gradients"][0]
     return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+class Normed(nn.Module):
+    """With running statistics, which rank 0 sends before each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(48, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def _graphs_of_each_step(rank: int, mode: Mode) -> tuple[list[int], list[torch.Tensor]]:
+    torch._dynamo.reset()
+    counters.clear()
+    model = mode.wrap(Normed())
+    attach(model, hooks.allreduce(), **mode.attach_options)
+    graphs = []
+    with mode.step_function(model) as step:
+        for number in range(5):
+            model.zero_grad()
+            step(batch(rank, number))
+            graphs.append(counters["stats"]["unique_graphs"])
+    return graphs, [buffer.clone() for buffer in model.buffers()]
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode.runner != "eager"], ids=str)
+def test_a_model_with_buffers_is_compiled_once(two_ranks: RankPool, mode: Mode) -> None:
+    eager = two_ranks.run(_graphs_of_each_step, Mode(mode.model, "eager"))
+    for (graphs, buffers), (_, want) in zip(
+        two_ranks.run(_graphs_of_each_step, mode), eager, strict=True
+    ):
+        assert graphs[1:] == [graphs[1]] * 4  # DDP's forward is compiled again in the second
+        assert all(torch.allclose(a, b) for a, b in zip(buffers, want, strict=True))

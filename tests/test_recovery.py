@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 import time
@@ -331,3 +332,67 @@ def test_three_ranks_know_whose_fault_it_was() -> None:
                 assert text == "boo" if fault == rank else f"on rank {fault}: OwnError" in text
     finally:
         pool.stop()
+
+
+# ---- ranks and models that are not in step -------------------------------------------------------
+
+
+def _late(rank: int) -> list[str]:
+    """After a step that failed, one rank comes later than the group's timeout."""
+    hook = Flaky()
+    model = nn.Linear(4, 4)
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=TIMEOUT_SECONDS))
+    handle = attach(model, hook, process_group=group)
+    outcomes = []
+    good = 0
+    for number in range(8):
+        hook.fails_on = 0 if number == 1 and rank == 0 else -1
+        if number == 2 and rank == 1:
+            time.sleep(TIMEOUT_SECONDS + 1)
+        try:
+            model(torch.ones(2, 4)).sum().backward()
+            good += 1
+            outcomes.append("good")
+        except (RuntimeError, OwnError) as error:
+            outcomes.append(str(error))
+        if good == 4:  # a rank that has waited in vain has made one step more
+            break
+    handle.remove()
+    return outcomes
+
+
+def test_a_rank_that_is_late_after_a_failure(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(_late, timeout=60)
+    assert "could not reach the other ranks again" in first[2]
+    assert first[3:] == ["good"] * 3
+    assert second[2:] == ["good"] * 3
+
+
+def _two_models(rank: int, which: int, compiled: bool) -> list[str]:
+    torch._dynamo.reset()
+    models = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    flaky = [TracedFlaky(), TracedFlaky()]
+    handles = [attach(model, hook) for model, hook in zip(models, flaky, strict=True)]
+    outcomes = []
+    for number in range(4):
+        flaky[which].fails_on = 0 if number == 1 and rank == 0 else -1
+        loss = models[1](models[0](torch.ones(2, 4))).sum()
+        compiler = torch.compile(backend="aot_eager")
+        context: Any = torch._dynamo.compiled_autograd._enable(compiler)
+        try:
+            with context if compiled else contextlib.nullcontext():
+                loss.backward()
+            outcomes.append("good")
+        except Exception as error:
+            outcomes.append(type(error).__name__)
+    for handle in handles:
+        handle.remove()
+    return outcomes
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_two_models_in_one_backward(two_ranks: RankPool, which: int, compiled: bool) -> None:
+    first, second = two_ranks.run(_two_models, which, compiled, timeout=60)
+    assert first == ["good", "OwnError", "good", "good"]
+    assert second == ["good", "RuntimeError" if compiled else "PeerError", "good", "good"]

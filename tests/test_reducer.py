@@ -253,9 +253,11 @@ SIZES = {Shared: 16, Images: 256, Words: 6, Mixed: 16}
 def _model_against_ddp(rank: int, name: str, view: bool) -> tuple[list[int], list[int]]:
     kind = next(kind for kind in SIZES if kind.__name__ == name)
 
-    def run(model: nn.Module) -> None:
+    def run(model: nn.Module, no_sync: NoSync) -> None:
         for number in range(3):
             model.zero_grad()
+            with no_sync():
+                model(batch(rank, 10 + number, SIZES[kind])).sum().backward()
             model(batch(rank, number, SIZES[kind])).sum().backward()
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -264,11 +266,11 @@ def _model_against_ddp(rank: int, name: str, view: bool) -> tuple[list[int], lis
 
     torch.manual_seed(rank)  # rank 0's parameters and buffers are to win
     ddp = DDP(kind(), bucket_cap_mb=0.0005)
-    run(ddp)
+    run(ddp, ddp.no_sync)
     torch.manual_seed(rank)
     model = kind()
     handle = attach(model, hooks.allreduce(), bucket_cap_mb=0.0005, gradient_as_bucket_view=view)
-    run(model)
+    run(model, handle.no_sync)
     handle.remove()
     gradients = [
         [None if p.grad is None else p.grad.to_dense() for p in m.parameters()]
@@ -414,21 +416,43 @@ def test_buckets_follow_the_order_of_arrival_on_rank_0(two_ranks: RankPool) -> N
     assert first[0][0].startswith("layers.0.")  # which rank 0 used last
 
 
-def _different(rank: int) -> str:
+def _different(rank: int, what: str) -> str:
+    model: nn.Module = nn.Linear(3 + (what == "model") * rank, 4)
+    hook: Any = hooks.cast() if what == "hook" and rank else hooks.allreduce()
+    options: dict[str, Any] = {
+        "capacity": {"bucket_cap_mb": 1 + rank},
+        "buffers": {"broadcast_buffers": bool(rank)},
+        "init": {"init_sync": not rank},
+    }.get(what, {})
+    if what == "ddp":
+        model = DDP(model, bucket_cap_mb=1 + rank)
     try:
-        attach(nn.Linear(3, 2 + rank), hooks.allreduce())
+        attach(model, hook, **options)
     except RuntimeError as error:
         return str(error)
-    return "nothing"
+    return ""
 
 
-def test_models_that_differ(two_ranks: RankPool) -> None:
-    for message in two_ranks.run(_different):
-        assert "rank 0 has parameter 'weight' of shape (2, 3) and torch.float32, rank 1" in message
+DIFFERENT = {
+    "model": "rank 0 has parameter 'weight' of shape (4, 3) and torch.float32, rank 1 has 'weight'",
+    "hook": "the hook must be the same on all ranks: rank 0 has allreduce(), rank 1 has cast(bflo",
+    "capacity": "bucket_cap_mb must be the same on all ranks: rank 0 has 1, rank 1 has 2",
+    "buffers": "broadcast_buffers must be the same on all ranks: rank 0 has False, rank 1 has True",
+    "init": "init_sync must be the same on all ranks: rank 0 has True, rank 1 has False",
+    "ddp": "bucket_cap_mb must be the same on all ranks: rank 0 has 1.0, rank 1 has 2.0",
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_ranks_that_differ(two_ranks: RankPool, what: str) -> None:
+    for message in two_ranks.run(_different, what):
+        assert DIFFERENT[what] in message
 
 
 def _many_handles(rank: int) -> tuple[int, int]:
     """Groups and threads after many models with hooks have gone, with remove() and without."""
+
+    gc.collect()  # what earlier tests have left
 
     def threads() -> int:
         return len(os.listdir("/proc/self/task"))

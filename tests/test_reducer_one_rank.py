@@ -178,6 +178,31 @@ def test_a_layer_in_two_reentrant_checkpoints() -> None:
     assert shared.bias.grad.tolist() == [2, 2, 2, 2]
 
 
+def test_an_exception_between_reentrant_segments() -> None:
+    """Where all gradients so far came from backward passes inside the one that was left."""
+    first, second, third = (nn.Linear(4, 4) for _ in range(3))
+
+    def loss(fails: bool = False, deep: bool = True) -> Tensor:
+        x = checkpoint(second, first(torch.ones(2, 4)), use_reentrant=True)
+        if fails:
+            x.register_hook(lambda gradient: 1 / 0)
+        return (checkpoint(third, x, use_reentrant=True) if deep else x).square().sum()
+
+    model = nn.ModuleList([first, second, third])
+    for capacity in (25, 1e-5):
+        handle = attach(model, hooks.allreduce(), bucket_cap_mb=capacity)
+        for deep in (True, False):
+            model.zero_grad()
+            loss(deep=deep).backward()
+            want = gradients_of(model)
+            with pytest.raises(ZeroDivisionError):
+                loss(fails=True).backward()
+            model.zero_grad()
+            loss(deep=deep).backward()
+            assert differing(gradients_of(model), want) == []
+        handle.remove()
+
+
 @pytest.mark.parametrize("then", ["eager", "compiled"])
 def test_an_exception_elsewhere_in_backward(then: str) -> None:
     model = Net()

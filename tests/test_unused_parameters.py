@@ -9,7 +9,7 @@ from rank_pool import RankPool
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from torch_commhook import attach, hooks
+from torch_commhook import GradBucket, attach, hooks
 
 WIDTH = 24
 
@@ -96,3 +96,56 @@ def test_gradients_are_the_mean_of_the_ranks_that_have_one(
         if mode.compiles_backward:
             # Calling backward in a compiled function is one, of the forward.
             assert [reason for reason in breaks if "Tensor.backward()" not in reason] == []
+
+
+def _rotating(rank: int, full: bool) -> list[str]:
+    """Other layers in each step and on each rank, over as many steps as Dynamo compiles anew."""
+    torch._dynamo.reset()
+    counters.clear()
+    wrong = []
+    model = Skipping()
+    attach(model, hooks.allreduce(), bucket_cap_mb=0.004)
+    for number in range(7):
+        model.zero_grad(set_to_none=number % 3 != 2)
+        skips = [((number + other) % 5, 4) for other in range(2)]
+        model.skip = skips[rank]
+        loss = model(batch(rank, number)).square().sum()
+        compiler = torch.compile(backend="aot_eager", fullgraph=full)
+        with torch._dynamo.compiled_autograd._enable(compiler):
+            loss.backward()
+        for layer, parameter in enumerate(model.parameters()):
+            used = any(layer not in skip for skip in skips)
+            if used != (parameter.grad is not None and bool(parameter.grad.any())):
+                wrong.append(f"step {number}, layer {layer}")
+    return wrong + list(counters["graph_break"])
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["fullgraph", "breaks"])
+def test_other_layers_in_each_step(two_ranks: RankPool, full: bool) -> None:
+    assert two_ranks.run(_rotating, full) == [[], []]
+
+
+def _post_accumulate(rank: int, mode: Mode) -> list[float]:
+    torch._dynamo.reset()
+    inner = Skipping()
+    model = mode.wrap(inner)
+    handle = attach(model, hooks.allreduce(), **mode.attach_options)
+
+    def double(bucket: GradBucket) -> None:
+        for parameter in bucket.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(2)
+
+    handle.register_post_accumulate_hook(double)
+    with mode.step_function(model) as step:
+        inner.skip = (2,) if rank == 0 else ()
+        step(batch(rank, 0))
+    return [float(parameter.grad.norm()) for parameter in inner.parameters()]
+
+
+@pytest.mark.parametrize("mode", [mode for mode in OURS if not mode.fullgraph], ids=str)
+def test_post_accumulate_hooks_see_them(two_ranks: RankPool, mode: Mode) -> None:
+    """The gradients that only the other rank has computed."""
+    first, second = two_ranks.run(_post_accumulate, mode)
+    assert first == pytest.approx(second)
+    assert first == pytest.approx(two_ranks.run(_post_accumulate, Mode("module", "eager"))[0])

@@ -274,7 +274,7 @@ def broadcast(tensor: Tensor, *, src: int = 0, group: Any = None) -> torch.futur
     _check_tensor("broadcast", tensor)
     group = resolve_group(group)
     world_size = group.size()
-    if not isinstance(src, int):
+    if not isinstance(src, int) or isinstance(src, bool):
         raise TypeError(f"broadcast: src must be an int, got {type(src).__qualname__}")
     if not 0 <= src < world_size:
         raise ValueError(f"broadcast: src must be a rank below {world_size}, got {src}")
@@ -342,7 +342,12 @@ def _check_tensor(op: str, tensor: object, *, sparse: bool = False, rows: bool =
         )
     if rows and not tensor.dim():
         raise ValueError(f"{op}: tensor must have at least one dimension, got shape []")
-    if not torch.compiler.is_compiling() and (tensor.is_conj() or tensor.is_neg()):
+    if torch.compiler.is_compiling():
+        return
+    needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    if tensor.untyped_storage().nbytes() < needed:
+        raise ValueError(f"{op}: tensor must have memory, got one whose storage has been freed")
+    if tensor.is_conj() or tensor.is_neg():
         raise ValueError(
             f"{op}: tensor must be resolved, got a lazy conjugate or negative; pass "
             "tensor.resolve_conj().resolve_neg()"
@@ -371,9 +376,9 @@ def _equal_shares(op: str, tensor: Tensor, world_size: int, hint: str = "") -> l
 
 
 def _checked_sizes(name: str, given: Sequence[int], world_size: int) -> list[int]:
+    if not isinstance(given, Sequence) or any(not isinstance(size, int) for size in given):
+        raise TypeError(f"all_to_all: {name} must be a list of ints, got {given!r}")
     sizes = list(given)
-    if any(not isinstance(size, int) for size in sizes):
-        raise TypeError(f"all_to_all: {name} must be ints, got {sizes}")
     if len(sizes) != world_size or any(size < 0 for size in sizes):
         raise ValueError(
             f"all_to_all: {name} must be {world_size} numbers of rows, one for each rank, "
