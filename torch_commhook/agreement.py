@@ -7,12 +7,15 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 
 def check_agreement(
     group: Any, parameters: Sequence[tuple[str, Tensor]], settings: dict[str, object]
 ) -> None:
     """Compare what each rank attaches. All ranks of the group must call this.
+
+    A group that ``torch.distributed`` does not know is left alone: it may do little.
 
     Args:
         group: the ranks.
@@ -23,7 +26,7 @@ def check_agreement(
         RuntimeError: something differs. Says what, on which ranks.
     """
     size = group.size()
-    if size == 1:
+    if size == 1 or group not in distributed_c10d._world.pg_map:
         return
     specs = [f"'{name}' of shape {tuple(p.shape)} and {p.dtype}" for name, p in parameters]
     every: list[Any] = [None] * size
