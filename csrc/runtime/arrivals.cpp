@@ -1,7 +1,6 @@
 #include "runtime/arrivals.h"
 
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <utility>
@@ -9,63 +8,11 @@
 #include "runtime/hook_result.h"
 
 namespace py = pybind11;
-using torch::autograd::PostAccumulateGradHook;
-using torch::autograd::Variable;
 
 namespace commhook {
 namespace {
 
 constexpr int kNoTask = -2;  // -1 is the engine's, outside of backward
-
-// Takes the place of the hook that holds a parameter's Python hooks, which it goes on to hold.
-class CountingHook : public PostAccumulateGradHook {
- public:
-  CountingHook(std::unique_ptr<PostAccumulateGradHook> python, py::dict hooks, int64_t own_key,
-               std::shared_ptr<Arrivals> arrivals, int64_t number)
-      : python_(std::move(python)),
-        hooks_(std::move(hooks)),
-        own_key_(own_key),
-        arrivals_(std::move(arrivals)),
-        number_(number) {}
-
-  // Users' own hooks come first, whenever they were registered, as they do in DDP.
-  void operator()(const Variable& parameter) override {
-    const auto arrivals = arrivals_;  // a hook may take this one off
-    const auto number = number_;
-    if (PyDict_GET_SIZE(hooks_.get().ptr()) > 1) {  // one word, which may be read without the GIL
-      (*python_)(parameter);
-    }
-    arrivals->arrive(number);
-  }
-
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    {
-      py::gil_scoped_acquire gil;
-      const auto hooks = py::reinterpret_borrow<py::dict>(hooks_.get());
-      const py::int_ key(own_key_);
-      if (hooks.size() > 1 && hooks.contains(key)) {  // comes last here too
-        const py::object own = hooks[key];
-        hooks.attr("pop")(key);
-        hooks[key] = own;
-      }
-    }
-    python_->compiled_args(args);
-  }
-
-  void apply_with_saved(Variable& parameter,
-                        torch::dynamo::autograd::SwapSavedVariables& saved) override {
-    python_->apply_with_saved(parameter, saved);
-  }
-
-  std::unique_ptr<PostAccumulateGradHook> take_python() { return std::move(python_); }
-
- private:
-  std::unique_ptr<PostAccumulateGradHook> python_;
-  PyRef hooks_;
-  int64_t own_key_;
-  std::shared_ptr<Arrivals> arrivals_;
-  int64_t number_;
-};
 
 }  // namespace
 
@@ -192,25 +139,6 @@ void Arrivals::stop_noting_order() {
   const std::lock_guard lock(mutex_);
   note_order_ = false;
   order_.clear();
-}
-
-void count_arrivals(const py::object& parameter, int64_t own_key,
-                    std::shared_ptr<Arrivals> arrivals, int64_t number) {
-  const auto hooks = parameter.attr("_post_accumulate_grad_hooks");
-  auto& held = torch::autograd::impl::post_acc_grad_hooks(parameter.cast<at::Tensor>());
-  TORCH_CHECK_VALUE(held && py::isinstance<py::dict>(hooks),
-                    "count_arrivals: the parameter has no post-accumulate-grad hook");
-  TORCH_CHECK_INDEX(number >= 0 && number < arrivals->parameter_count(),
-                    "count_arrivals: there is no parameter ", number);
-  held = std::make_unique<CountingHook>(std::move(held), py::dict(hooks), own_key,
-                                        std::move(arrivals), number);
-}
-
-void stop_counting(const at::Tensor& parameter) {
-  auto& held = torch::autograd::impl::post_acc_grad_hooks(parameter);
-  if (auto* counting = dynamic_cast<CountingHook*>(held.get())) {
-    held = counting->take_python();
-  }
 }
 
 }  // namespace commhook

@@ -2,7 +2,6 @@
 // entered once for a backward, and once for each bucket that is full.
 #pragma once
 
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstdint>
@@ -68,14 +67,5 @@ class Arrivals {
   bool note_order_ = true;
   std::vector<int64_t> order_;
 };
-
-// Lets the autograd engine count a parameter's gradients as `number`. In PyTorch's dict of the
-// parameter's post-accumulate-grad hooks, the one with `own_key` does that under compiled autograd;
-// here it must do nothing.
-void count_arrivals(const pybind11::object& parameter, int64_t own_key,
-                    std::shared_ptr<Arrivals> arrivals, int64_t number);
-
-// Leaves the parameter's hooks to Python again.
-void stop_counting(const at::Tensor& parameter);
 
 }  // namespace commhook

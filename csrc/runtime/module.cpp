@@ -2,6 +2,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "runtime/arrivals.h"
+#include "runtime/autograd_hooks.h"
 #include "runtime/backends.h"
 #include "runtime/capture_notice.h"
 #include "runtime/ddp_detection.h"
@@ -12,6 +13,7 @@
 #include "runtime/hook_result.h"
 #include "runtime/hook_runner.h"
 #include "runtime/huge_pages.h"
+#include "runtime/parameter_hooks.h"
 #include "runtime/waiting.h"
 
 namespace py = pybind11;
@@ -23,6 +25,45 @@ at::Tensor parse_hook_result(const py::object& value, const py::object& bucket) 
   const commhook::ResultSpec spec(commhook::bucket_name(index, count),
                                   bucket.attr("buffer")().cast<at::Tensor>());
   return commhook::check_result(commhook::tensor_in(value, spec.where), spec);
+}
+
+commhook::Registered register_autograd_hook(const py::object& on, const std::string& kind_name,
+                                            std::shared_ptr<commhook::AutogradHook> hook) {
+  const auto kind = commhook::hook_kind(kind_name);
+  if (kind == commhook::HookKind::kTensor) {
+    return commhook::register_tensor_hook(on, std::move(hook));
+  }
+  if (kind == commhook::HookKind::kPostAccumulate) {
+    return commhook::register_post_accumulate_hook(on, std::move(hook));
+  }
+  return commhook::register_node_hook(on, kind, std::move(hook));
+}
+
+std::vector<std::optional<at::Tensor>> call_autograd_hooks(
+    const std::vector<std::shared_ptr<commhook::AutogradHook>>& hooks, const std::string& kind,
+    const std::vector<std::optional<at::Tensor>>& values,
+    const std::vector<std::optional<at::Tensor>>& others) {
+  const auto undefined_for_none = [](const std::vector<std::optional<at::Tensor>>& given) {
+    commhook::variable_list list;
+    for (const auto& value : given) {
+      list.push_back(value.value_or(at::Tensor()));
+    }
+    return list;
+  };
+  commhook::HookList list(commhook::hook_kind(kind));
+  for (const auto& hook : hooks) {
+    list.add(hook);
+  }
+  auto results = undefined_for_none(values);
+  if (const auto snapshot = list.snapshot()) {
+    results = commhook::run_autograd_hooks(snapshot, list.kind(), std::move(results),
+                                           undefined_for_none(others));
+  }
+  std::vector<std::optional<at::Tensor>> given_back;
+  for (auto& result : results) {
+    given_back.push_back(result.defined() ? std::optional(std::move(result)) : std::nullopt);
+  }
+  return given_back;
 }
 
 }  // namespace
@@ -66,6 +107,31 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("arrivals").none(false), py::arg("number"));
   m.def("has_ddp_hook", &commhook::has_ddp_hook, py::arg("parameter"));
   m.def("stop_counting", &commhook::stop_counting, py::arg("parameter"));
+  py::class_<commhook::AutogradHook, std::shared_ptr<commhook::AutogradHook>>(m, "AutogradHook")
+      .def(py::init([](py::object callable, const std::optional<std::string>& op_name,
+                       const std::string& op_overload, py::object traced, const std::string& kind) {
+             return std::make_shared<commhook::AutogradHook>(std::move(callable), op_name,
+                                                             op_overload, std::move(traced),
+                                                             commhook::hook_kind(kind));
+           }),
+           py::arg("callable"), py::arg("op_name"), py::arg("op_overload"), py::arg("traced"),
+           py::arg("kind"));
+  py::class_<commhook::Registered>(m, "Registered")
+      .def_readonly("id", &commhook::Registered::id)
+      .def("remove",
+           [](const commhook::Registered& registered) {
+             if (const auto list = registered.list.lock()) {
+               list->remove(registered.id);
+             }
+           })
+      .def("is_registered", [](const commhook::Registered& registered) {
+        const auto list = registered.list.lock();
+        return list && list->contains(registered.id);
+      });
+  m.def("register_autograd_hook", &register_autograd_hook, py::arg("on"), py::arg("kind"),
+        py::arg("hook"));
+  m.def("call_autograd_hooks", &call_autograd_hooks, py::arg("hooks"), py::arg("kind"),
+        py::arg("values"), py::arg("others"));
   m.def("call_before_capture", &commhook::call_before_capture, py::arg("parameters"),
         py::arg("callback"));
   m.def("drop_backends", &commhook::drop_backends, py::arg("group"),

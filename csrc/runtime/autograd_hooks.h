@@ -1,0 +1,105 @@
+// Hooks of the autograd engine: on tensors, on nodes, and on parameters whose gradient is there.
+#pragma once
+
+#include <c10/core/SafePyObject.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "runtime/py_ref.h"
+
+namespace commhook {
+
+using torch::autograd::variable_list;
+
+enum class HookKind {
+  kTensor,          // hook(grad) -> Tensor or None
+  kPre,             // hook(grad_outputs) -> tuple or None
+  kPost,            // hook(grad_inputs, grad_outputs) -> tuple or None
+  kPostAccumulate,  // hook(parameter) -> None
+};
+
+// "tensor", "prehook", "posthook" or "post_accumulate".
+HookKind hook_kind(const std::string& name);
+
+// A hook in C++: it gets the values and, if it is a post-hook, the others, and gives new values.
+using NativeHook =
+    std::function<variable_list(const variable_list& values, const variable_list& others)>;
+
+class AutogradHook {
+ public:
+  // A Python callable; or an operator, given by its qualified name; or a C++ function in a capsule
+  // (include/commhook/autograd_hook.h). `traced` is what compiled autograd calls: it has the same
+  // signature and checks the same.
+  AutogradHook(pybind11::object callable, const std::optional<std::string>& op_name,
+               const std::string& op_overload, pybind11::object traced, HookKind kind);
+
+  bool is_native() const { return static_cast<bool>(native_); }
+  const NativeHook& native() const { return native_; }
+  const PyRef& callable() const { return callable_; }
+  const PyRef& traced() const { return traced_; }
+  std::string name() const;  // takes the GIL
+
+ private:
+  PyRef callable_;
+  PyRef traced_;
+  NativeHook native_;
+};
+
+// Hooks in order of registration. Whoever runs them takes a snapshot: one that is removed meanwhile
+// still runs, one that is added does not.
+class HookList {
+ public:
+  using Snapshot = std::shared_ptr<const std::vector<std::shared_ptr<const AutogradHook>>>;
+
+  explicit HookList(HookKind kind) : kind_(kind) {}
+  HookKind kind() const { return kind_; }
+  int64_t add(std::shared_ptr<const AutogradHook> hook);
+  void remove(int64_t id);
+  bool contains(int64_t id) const;
+  Snapshot snapshot() const;  // null where there are none
+
+ private:
+  const HookKind kind_;
+  mutable std::mutex mutex_;
+  int64_t next_id_ = 0;
+  std::vector<int64_t> ids_;
+  Snapshot hooks_;
+};
+
+// Runs hooks one after another, each on what the one before has made of the values. Takes the GIL
+// for those in Python only. Throws TypeError or RuntimeError for results that do not fit.
+variable_list run_autograd_hooks(const HookList::Snapshot& hooks, HookKind kind,
+                                 variable_list values, const variable_list& others);
+
+// Calls add(c10::SafePyObject) with what compiled autograd calls for each hook. Needs the GIL.
+template <typename Add>
+void each_traced(const HookList& list, const Add& add) {
+  if (const auto hooks = list.snapshot()) {
+    for (const auto& hook : *hooks) {
+      add(c10::SafePyObject(hook->traced().get().inc_ref().ptr(), getPyInterpreter()));
+    }
+  }
+}
+
+// Where a hook is. Keeps neither it nor what it is on alive.
+struct Registered {
+  std::weak_ptr<HookList> list;
+  int64_t id;
+};
+
+// Put a hook where the engine finds it.
+Registered register_tensor_hook(const pybind11::object& tensor,
+                                std::shared_ptr<const AutogradHook> hook);
+Registered register_node_hook(const pybind11::object& node, HookKind kind,
+                              std::shared_ptr<const AutogradHook> hook);
+
+}  // namespace commhook

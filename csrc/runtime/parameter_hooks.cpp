@@ -1,0 +1,128 @@
+#include "runtime/parameter_hooks.h"
+
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
+
+#include <mutex>
+#include <utility>
+
+namespace py = pybind11;
+using torch::autograd::PostAccumulateGradHook;
+using torch::autograd::Variable;
+
+namespace commhook {
+namespace {
+
+struct Counting {
+  std::shared_ptr<Arrivals> arrivals;
+  int64_t number;
+  int64_t own_key;
+};
+
+class ParameterHooks : public PostAccumulateGradHook {
+ public:
+  ParameterHooks(std::unique_ptr<PostAccumulateGradHook> python, py::dict dict)
+      : python_(std::move(python)),
+        dict_(std::make_shared<const PyRef>(std::move(dict))),
+        list_(std::make_shared<HookList>(HookKind::kPostAccumulate)) {}
+
+  // A hook may drop this: it works on copies.
+  void operator()(const Variable& parameter) override {
+    const auto python = python_;
+    const auto dict = dict_;
+    const auto counting = this->counting();
+    if (const auto hooks = list_->snapshot()) {
+      run_autograd_hooks(hooks, HookKind::kPostAccumulate, {parameter}, {});
+    }
+    // One word, which may be read without the GIL.
+    if (PyDict_GET_SIZE(dict->get().ptr()) > (counting ? 1 : 0)) {
+      (*python)(parameter);
+    }
+    if (counting) {
+      counting->arrivals->arrive(counting->number);
+    }
+  }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    py::gil_scoped_acquire gil;
+    each_traced(*list_,
+                [&](c10::SafePyObject hook) { args.add_post_acc_grad_hook(std::move(hook)); });
+    if (const auto counting = this->counting()) {
+      const auto dict = py::reinterpret_borrow<py::dict>(dict_->get());
+      const py::int_ key(counting->own_key);
+      if (dict.size() > 1 && dict.contains(key)) {  // comes last here too
+        const py::object own = dict[key];
+        dict.attr("pop")(key);
+        dict[key] = own;
+      }
+    }
+    python_->compiled_args(args);
+  }
+
+  void apply_with_saved(Variable& parameter,
+                        torch::dynamo::autograd::SwapSavedVariables& saved) override {
+    python_->apply_with_saved(parameter, saved);
+  }
+
+  const std::shared_ptr<HookList>& list() const { return list_; }
+
+  void count(std::shared_ptr<const Counting> counting) {
+    const std::lock_guard lock(mutex_);
+    counting_.swap(counting);
+  }
+
+ private:
+  std::shared_ptr<const Counting> counting() const {
+    const std::lock_guard lock(mutex_);
+    return counting_;
+  }
+
+  const std::shared_ptr<PostAccumulateGradHook> python_;
+  const std::shared_ptr<const PyRef> dict_;  // python_'s
+  const std::shared_ptr<HookList> list_;
+  mutable std::mutex mutex_;
+  std::shared_ptr<const Counting> counting_;
+};
+
+ParameterHooks& hooks_of(const py::object& tensor) {
+  const auto variable = tensor.cast<at::Tensor>();
+  const char* dict_name = "_post_accumulate_grad_hooks";
+  if (tensor.attr(dict_name).is_none()) {
+    tensor.attr(dict_name) = py::module_::import("collections").attr("OrderedDict")();
+  }
+  auto& held = torch::autograd::impl::post_acc_grad_hooks(variable);
+  auto* ours = dynamic_cast<ParameterHooks*>(held.get());
+  if (ours == nullptr) {
+    const py::object dict = tensor.attr(dict_name);
+    TORCH_CHECK_TYPE(held && py::isinstance<py::dict>(dict), dict_name, " must be a dict");
+    auto made = std::make_unique<ParameterHooks>(std::move(held), py::dict(dict));
+    ours = made.get();
+    held = std::move(made);
+  }
+  return *ours;
+}
+
+}  // namespace
+
+Registered register_post_accumulate_hook(const py::object& tensor,
+                                         std::shared_ptr<const AutogradHook> hook) {
+  const auto list = hooks_of(tensor).list();
+  return {list, list->add(std::move(hook))};
+}
+
+void count_arrivals(const py::object& parameter, int64_t own_key,
+                    std::shared_ptr<Arrivals> arrivals, int64_t number) {
+  TORCH_CHECK_INDEX(number >= 0 && number < arrivals->parameter_count(),
+                    "count_arrivals: there is no parameter ", number);
+  hooks_of(parameter).count(
+      std::make_shared<const Counting>(Counting{std::move(arrivals), number, own_key}));
+}
+
+void stop_counting(const at::Tensor& parameter) {
+  auto& held = torch::autograd::impl::post_acc_grad_hooks(parameter);
+  if (auto* ours = dynamic_cast<ParameterHooks*>(held.get())) {
+    ours->count(nullptr);
+  }
+}
+
+}  // namespace commhook

@@ -1,0 +1,381 @@
+"""Hooks of the autograd engine: PyTorch's semantics, with the same checks in every mode."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import re
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torch_commhook import autograd
+
+# ---- PyTorch's registration and ours -------------------------------------------------------------
+
+
+class PyTorchs:
+    name = "pytorch"
+    hook = staticmethod(lambda tensor, fn: tensor.register_hook(fn))
+    prehook = staticmethod(lambda node, fn: node.register_prehook(fn))
+    posthook = staticmethod(lambda node, fn: node.register_hook(fn))
+    post_accumulate = staticmethod(lambda tensor, fn: tensor.register_post_accumulate_grad_hook(fn))
+
+
+class Ours:
+    name = "ours"
+    hook = staticmethod(autograd.register_hook)
+    prehook = staticmethod(autograd.register_prehook)
+    posthook = staticmethod(autograd.register_posthook)
+    post_accumulate = staticmethod(autograd.register_post_accumulate_grad_hook)
+
+
+APIS: list[Any] = [PyTorchs, Ours]
+
+
+def backward(loss: Tensor, mode: str) -> None:
+    context: Any = nullcontext()
+    if mode == "compiled":
+        torch._dynamo.reset()
+        context = torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager"))
+    with context:
+        loss.backward()
+
+
+def leaf(*values: float) -> Tensor:
+    return torch.tensor(values or (1.0, 2.0), requires_grad=True)
+
+
+MODES = ["eager", "compiled"]
+both = pytest.mark.parametrize("api", APIS, ids=lambda api: api.name)
+in_modes = pytest.mark.parametrize("mode", MODES)
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+@both
+@in_modes
+def test_each_hook_gets_what_the_one_before_has_made(api: Any, mode: str) -> None:
+    x = leaf()
+    y = x * 1
+    for tensor in (x, y):
+        api.hook(tensor, lambda grad: grad + 1)
+        api.hook(tensor, lambda grad: None)
+        api.hook(tensor, lambda grad: grad)
+        api.hook(tensor, lambda grad: grad * 10)
+    backward(y.sum(), mode)
+    assert x.grad.tolist() == [210, 210]  # ((1 + 1) * 10 + 1) * 10
+
+
+@both
+@in_modes
+def test_node_hooks_change_values(api: Any, mode: str) -> None:
+    a, b = leaf(), leaf()
+    out = a * b
+    node = out.grad_fn
+    api.prehook(node, lambda grads: (grads[0] * 2,))
+    api.posthook(node, lambda inputs, outputs: (inputs[0] + 1, None))  # drops the second
+    backward(out.sum(), mode)
+    assert a.grad.tolist() == [3, 5]  # 2 * b + 1
+    assert b.grad is None
+
+
+@both
+def test_order_on_one_tensor(api: Any) -> None:
+    events: list[str] = []
+
+    def note(event: str) -> Callable[..., None]:
+        return lambda *values: events.append(event)
+
+    x = leaf()
+    y = x * 1
+    accumulate = y.grad_fn.next_functions[0][0]
+    api.post_accumulate(x, note("leaf: accumulated"))
+    api.posthook(accumulate, note("leaf: post"))
+    api.prehook(accumulate, note("leaf: pre"))
+    api.hook(x, note("leaf: tensor"))
+    api.posthook(y.grad_fn, note("node: post"))
+    api.prehook(y.grad_fn, note("node: pre"))
+    api.hook(y, note("node: tensor"))
+    y.sum().backward()
+    assert events == [
+        "node: tensor", "node: pre", "node: post",
+        "leaf: tensor", "leaf: pre", "leaf: accumulated", "leaf: post",
+    ]  # fmt: skip
+
+
+@both
+@in_modes
+def test_post_accumulate_hooks_see_the_gradient(api: Any, mode: str) -> None:
+    x = leaf()
+    seen = []
+
+    def hook(parameter: Tensor) -> None:
+        seen.append(parameter is x or mode == "compiled")
+        parameter.grad.mul_(3)
+
+    api.post_accumulate(x, hook)
+    backward((x * 2).sum(), mode)
+    assert x.grad.tolist() == [6, 6]
+    assert all(seen)
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+NODE_ERRORS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
+    "list": (lambda *v: [v[0][0]], TypeError, "expected tuple, but hook returned 'list'"),
+    "tensor": (lambda *v: v[0][0], TypeError, "expected tuple, but hook returned 'Tensor'"),
+    "too many": (
+        lambda *v: (*v[0], None), RuntimeError,
+        r"has returned an incorrect number of values \(got 2, but expected 1\)",
+    ),
+    "a number": (lambda *v: (3,), TypeError, "expected Variable, but hook returned 'int'"),
+    "dtype": (lambda *v: (v[0][0].double(),), RuntimeError, "has changed the type of value"),
+    "size": (lambda *v: (v[0][0][:1],), RuntimeError, "has changed the size of value"),
+    "broadcast": (lambda *v: (v[0][0][None],), RuntimeError, "has changed the size of value"),
+}  # fmt: skip
+TENSOR_ERRORS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
+    "a tuple": (lambda g: (g,), TypeError, "expected Variable, but hook returned 'tuple'"),
+    "a number": (lambda g: 3, TypeError, "expected Variable, but hook returned 'int'"),
+    "dtype": (lambda g: g.double(), RuntimeError, "has changed the type of value"),
+    "size": (lambda g: g[:1], RuntimeError, "has changed the size of value"),
+    "layout": (lambda g: g.to_sparse(), RuntimeError, "has changed the type of value"),
+}
+
+
+def runs(api: Any, mode: str) -> bool:
+    """Whether results are checked: PyTorch does not under compiled autograd."""
+    return api is Ours or mode == "eager"
+
+
+CHECKED = [(api, mode) for api in APIS for mode in MODES if runs(api, mode)]
+checked = pytest.mark.parametrize(
+    ("api", "mode"), CHECKED, ids=[f"{api.name}-{mode}" for api, mode in CHECKED]
+)
+
+
+@checked
+@pytest.mark.parametrize("error", TENSOR_ERRORS)
+def test_errors_of_tensor_hooks(api: Any, mode: str, error: str) -> None:
+    hook, kind, message = TENSOR_ERRORS[error]
+    for leaves in (True, False):
+        x = leaf()
+        y = x * 1
+        api.hook(x if leaves else y, hook)
+        with pytest.raises(kind, match=message):
+            backward(y.sum(), mode)
+
+
+@checked
+@pytest.mark.parametrize("stage", ["prehook", "posthook"])
+@pytest.mark.parametrize("error", NODE_ERRORS)
+def test_errors_of_node_hooks(api: Any, mode: str, stage: str, error: str) -> None:
+    hook, kind, message = NODE_ERRORS[error]
+    y = leaf().exp()
+    getattr(api, stage)(y.grad_fn, hook)
+    with pytest.raises(kind, match=message):
+        backward(y.sum(), mode)
+
+
+@checked
+def test_a_none_is_not_replaced(api: Any, mode: str) -> None:
+    a, b = leaf(), leaf().detach()
+    y = a * b
+    api.posthook(y.grad_fn, lambda inputs, outputs: (None, torch.ones(2)))
+    with pytest.raises(RuntimeError, match="can't replace a None gradient with a non-None value"):
+        backward(y.sum(), mode)
+
+
+@both
+@in_modes
+def test_post_accumulate_hooks_return_none(api: Any, mode: str) -> None:
+    x = leaf()
+    api.post_accumulate(x, lambda parameter: parameter * 1)
+    with pytest.raises(RuntimeError, match="post accumulate grad hooks should return None"):
+        backward(x.sum(), mode)
+
+
+class Halving:
+    """Changes the second of two values."""
+
+    def __call__(self, *values: Any) -> tuple[Any, ...]:
+        return (None, values[0][1].half())
+
+    def method(self, *values: Any) -> tuple[Any, ...]:
+        return self(*values)
+
+
+NAMED: dict[str, Callable[..., Any]] = {
+    "partial of test_autograd_hooks.Halving object": functools.partial(Halving()),
+    "test_autograd_hooks.Halving object": Halving(),
+    "test_autograd_hooks.Halving.method": Halving().method,
+}
+
+
+@in_modes
+@pytest.mark.parametrize("name", NAMED)
+def test_errors_name_hook_and_value(mode: str, name: str) -> None:
+    y = leaf() * leaf()
+    autograd.register_posthook(y.grad_fn, NAMED[name])
+    changed = (
+        f"hook '{name}', value 1 of 2 has changed the type of value "
+        "(was torch.float32, torch.strided, cpu, got torch.float16, torch.strided, cpu)"
+    )
+    with pytest.raises(RuntimeError, match=re.escape(changed)):
+        backward(y.sum(), mode)
+
+
+def test_errors_of_registration() -> None:
+    x = leaf()
+    with pytest.raises(TypeError, match=r"tensor must be a torch.Tensor, got int"):
+        autograd.register_hook(3, print)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="tensor must require grad"):
+        autograd.register_hook(torch.ones(1), print)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="must be a leaf that requires grad"):
+        autograd.register_post_accumulate_grad_hook(x * 1, print)
+    with pytest.raises(TypeError, match=r"node must be a torch.autograd.graph.Node, got .*Tensor"):
+        autograd.register_prehook(x, print)
+    with pytest.raises(TypeError, match="a hook must be callable, got int"):
+        autograd.register_hook(x, 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"must take and return \(Tensor\) -> Tensor or \(\), got"):
+        autograd.register_hook(x, torch.ops.aten.add.Tensor)
+    with pytest.raises(TypeError, match=r"must be one operator, got aten::add, which the disp"):
+        autograd.register_hook(x, torch.ops.aten.add)
+    with pytest.raises(ValueError, match="kind must be 'tensor', 'prehook', 'posthook' or 'post_"):
+        autograd.call_hooks([print], (x,), "forward")
+
+
+# ---- life ----------------------------------------------------------------------------------------
+
+
+@both
+def test_hooks_are_snapshotted(api: Any) -> None:
+    x = leaf()
+    calls: list[str] = []
+    handles: dict[str, Any] = {}
+
+    def first(grad: Tensor) -> None:
+        calls.append("first")
+        handles["second"].remove()
+        if "third" not in handles:
+            handles["third"] = api.hook(x, lambda grad: calls.append("third"))
+
+    api.hook(x, first)
+    handles["second"] = api.hook(x, lambda grad: calls.append("second"))
+    x.sum().backward()
+    assert calls == ["first", "second"]
+    x.sum().backward()
+    assert calls == ["first", "second", "first", "third"]
+
+
+def test_handles() -> None:
+    x = leaf()
+    with autograd.register_hook(x, lambda grad: grad * 2) as handle:
+        x.sum().backward()
+        assert handle.is_registered
+    assert not handle.is_registered
+    x.sum().backward()
+    handle.remove()
+    assert x.grad.tolist() == [3, 3]
+
+
+def _add_ten(parameter: Tensor) -> None:
+    parameter.grad.add_(10)
+
+
+def test_pytorchs_hooks_on_the_same_tensor() -> None:
+    """In either order, on a leaf, an inner tensor and a parameter whose gradient is there."""
+    for ours_first in (True, False):
+        x = leaf()
+        y = x * 1
+        for api in (Ours, PyTorchs) if ours_first else (PyTorchs, Ours):
+            api.hook(x, lambda grad: grad + 1)
+            api.hook(y, lambda grad: grad * 2)
+            api.post_accumulate(x, _add_ten)
+        y.sum().backward()
+        assert x.grad.tolist() == [26, 26]
+
+
+def test_a_hook_that_deletes_its_tensor() -> None:
+    held = [leaf()]
+    held.append(held[0] * 1)
+    loss = held[1].sum()
+    autograd.register_hook(held[1], lambda grad: held.clear())
+    autograd.register_post_accumulate_grad_hook(held[0], lambda parameter: held.clear())
+    loss.backward()
+    assert held == []
+
+
+def test_nothing_is_kept_alive() -> None:
+    class Hook:
+        def __call__(self, *values: Any) -> None:
+            pass
+
+    hook, x = Hook(), leaf()
+    gone = [weakref.ref(hook), weakref.ref(x)]
+    y = x * 1
+    handles = [
+        autograd.register_hook(x, hook),
+        autograd.register_prehook(y.grad_fn, hook),
+        autograd.register_post_accumulate_grad_hook(x, hook),
+    ]
+    y.sum().backward()
+    del x, y, hook
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+    for handle in handles:
+        handle.remove()
+
+
+def test_several_threads() -> None:
+    x = leaf()
+    calls: list[Tensor] = []
+    handles = [autograd.register_hook(x, calls.append) for _ in range(3)]
+
+    def run() -> None:
+        for _ in range(50):
+            handle = autograd.register_hook(x, lambda grad: grad * 1)
+            torch.autograd.grad(x.sum(), x)
+            handle.remove()
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(calls) == 4 * 50 * 3
+    assert all(handle.is_registered for handle in handles)
+
+
+# ---- operators, and calls without the engine -----------------------------------------------------
+
+
+@in_modes
+def test_operators(mode: str) -> None:
+    x = leaf()
+    y = x * 1
+    autograd.register_hook(y, torch.ops.aten.neg.default)
+    autograd.register_hook(y, lambda grad: grad * 2)
+    autograd.register_hook(y, torch.ops.aten.exp)
+    backward(y.sum(), mode)
+    assert torch.allclose(x.grad, torch.full((2,), -2.0).exp())
+
+
+def test_call_hooks() -> None:
+    x = torch.ones(2)
+    assert autograd.call_hooks([lambda g: g + 1, torch.neg], (x,))[0].tolist() == [-2, -2]
+    values = autograd.call_hooks(
+        {1: lambda inputs, outputs: (outputs[0], None)}, ((x, None), (x * 3,)), "posthook"
+    )
+    assert values[0].tolist() == [3, 3]
+    assert values[1] is None
+    assert autograd.call_hooks([], (x, None), "prehook")[0] is x
+    with pytest.raises(ValueError, match="args must hold one tensor for kind 'tensor', got 2"):
+        autograd.call_hooks([], (x, x))

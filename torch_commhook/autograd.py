@@ -1,0 +1,233 @@
+"""Hooks of the autograd engine, with the same checks in eager and under compiled autograd.
+
+Each kind runs where PyTorch's own of that kind does, and gets and returns the same. Hooks run in
+order of registration, each on what the one before has made of the values; None, or the very object
+that was passed in, leaves them as they are. Whoever runs the hooks takes a snapshot first: one that
+is removed meanwhile still runs, one that is added does not.
+
+A hook is a Python callable; or an operator (``torch.ops.x.y``), which then runs without the GIL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
+
+from torch_commhook import _C
+from torch_commhook._runtime import hook_name
+
+_CAPSULE = type(torch.utils.dlpack.to_dlpack(torch.zeros(1)))
+
+
+class RemovableHandle:
+    """Takes a hook off again, by itself at the end of a ``with`` block.
+
+    Keeps neither the hook nor what it is on alive.
+    """
+
+    def __init__(self, registered: _C.Registered) -> None:
+        self._registered = registered
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether the hook has not been removed."""
+        return self._registered.is_registered()
+
+    def remove(self) -> None:
+        """Take the hook off. Does nothing where it is off already."""
+        self._registered.remove()
+
+    def __enter__(self) -> RemovableHandle:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+
+def register_hook(tensor: Tensor, fn: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+    """Call ``fn(grad)`` when the gradient of a tensor has been computed.
+
+    As ``torch.Tensor.register_hook``. ``fn`` returns None or another gradient.
+
+    Raises:
+        TypeError: no tensor, or no callable.
+        RuntimeError: the tensor does not require grad.
+
+    In ``backward()``: ``TypeError`` where ``fn`` returned no tensor, ``RuntimeError`` where its
+    dtype, layout, device or size is another one.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"register_hook: tensor must be a torch.Tensor, got {_C.type_name(tensor)}")
+    return _register(tensor, "tensor", fn)
+
+
+def register_prehook(node: Any, fn: Callable[[tuple[Tensor | None, ...]], Any]) -> RemovableHandle:
+    """Call ``fn(grad_outputs)`` before a node of the graph runs.
+
+    As ``torch.autograd.graph.Node.register_prehook``. ``fn`` returns None or a tuple; a None in it
+    drops that gradient.
+
+    Raises:
+        TypeError: no ``torch.autograd.graph.Node``, or no callable.
+
+    In ``backward()``: ``TypeError`` where ``fn`` returned something else than a tuple, or one of
+    something else than tensors; ``RuntimeError`` for another number of values, a value in place of
+    a None, another dtype, layout, device or size.
+    """
+    return _register(node, "prehook", fn)
+
+
+def register_posthook(
+    node: Any, fn: Callable[[tuple[Tensor | None, ...], tuple[Tensor | None, ...]], Any]
+) -> RemovableHandle:
+    """Call ``fn(grad_inputs, grad_outputs)`` when a node of the graph has run.
+
+    As ``torch.autograd.graph.Node.register_hook``. What ``fn`` returns takes the place of
+    ``grad_inputs``; for the rest see :func:`register_prehook`.
+    """
+    return _register(node, "posthook", fn)
+
+
+def register_post_accumulate_grad_hook(
+    tensor: Tensor, fn: Callable[[Tensor], None]
+) -> RemovableHandle:
+    """Call ``fn(tensor)`` when a leaf's gradient has been accumulated in ``.grad``.
+
+    As ``torch.Tensor.register_post_accumulate_grad_hook``. Hooks that are registered there run too,
+    after these.
+
+    Raises:
+        TypeError: no tensor, or no callable.
+        RuntimeError: the tensor is no leaf that requires grad.
+
+    In ``backward()``: ``RuntimeError`` where ``fn`` returned something.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            "register_post_accumulate_grad_hook: tensor must be a torch.Tensor, got "
+            f"{_C.type_name(tensor)}"
+        )
+    if not tensor.requires_grad or tensor.grad_fn is not None:
+        raise RuntimeError(
+            "register_post_accumulate_grad_hook: tensor must be a leaf that requires grad"
+        )
+    return _register(tensor, "post_accumulate", fn)
+
+
+def call_hooks(
+    hooks: Iterable[Callable[..., Any]], args: Sequence[Any], kind: str = "tensor"
+) -> tuple[Tensor | None, ...]:
+    """Call hooks one after another as the engine does, and give what they have made of the values.
+
+    Args:
+        hooks: the hooks, or a dict of them.
+        args: the values; for ``posthook`` two sequences of values, of which the first is changed.
+        kind: ``tensor``, ``prehook``, ``posthook`` or ``post_accumulate``.
+
+    Raises:
+        TypeError, RuntimeError: as in ``backward()``; see the functions that register.
+        ValueError: another kind.
+    """
+    callables = list(hooks.values()) if isinstance(hooks, dict) else list(hooks)
+    others: Sequence[Tensor | None] = ()
+    values: Sequence[Tensor | None] = args
+    if kind == "posthook":
+        values, others = args
+    elif kind != "prehook" and len(args) != 1:
+        raise ValueError(
+            f"call_hooks: args must hold one tensor for kind {kind!r}, got {len(args)}"
+        )
+    made = [_hook(fn, kind, traced=False) for fn in callables]
+    return tuple(_C.call_autograd_hooks(made, kind, list(values), list(others)))
+
+
+def _register(on: Any, kind: str, fn: Callable[..., Any]) -> RemovableHandle:
+    return RemovableHandle(_C.register_autograd_hook(on, kind, _hook(fn, kind, traced=True)))
+
+
+def _hook(fn: Any, kind: str, *, traced: bool) -> _C.AutogradHook:
+    operator = fn
+    if isinstance(operator, OpOverloadPacket):
+        overloads = operator.overloads()
+        if "default" not in overloads:
+            raise TypeError(f"a hook must be one operator, got {fn} with overloads {overloads}")
+        operator = operator.default
+    if isinstance(operator, OpOverload):
+        schema = operator._schema
+        return _C.AutogradHook(
+            operator, schema.name, schema.overload_name, _traced(operator, kind), kind
+        )
+    if not callable(fn) and type(fn) is not _CAPSULE:
+        raise TypeError(f"a hook must be callable, got {_C.type_name(fn)}")
+    return _C.AutogradHook(fn, None, "", _traced(fn, kind) if traced else None, kind)
+
+
+# ---- under compiled autograd ---------------------------------------------------------------------
+# The compiler sees these functions, with the checks in them; csrc/runtime/autograd_hooks.cpp has
+# the same for eager. What is checked is known when the hook is traced, and guarded.
+
+
+def _traced(fn: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    name = f"hook '{hook_name(fn)}'"
+
+    def tensor_hook(grad: Tensor) -> Tensor:
+        result = fn(grad)
+        if result is None or result is grad:
+            return grad
+        return _checked(result, grad, name)
+
+    def tuple_hook(
+        values: Sequence[Tensor | None], *others: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
+        given = tuple(values)
+        result = fn(given, *(tuple(other) for other in others))
+        if result is None or result is given:
+            return given
+        if not isinstance(result, tuple):
+            raise TypeError(f"{name}: expected tuple, but hook returned '{_type_of(result)}'")
+        if len(result) != len(given):
+            raise RuntimeError(
+                f"{name} has returned an incorrect number of values (got {len(result)}, but "
+                f"expected {len(given)})"
+            )
+        new = []
+        for i, (value, was) in enumerate(zip(result, given, strict=True)):
+            if value is None or value is was:
+                new.append(value)
+            else:
+                new.append(_checked(value, was, f"{name}, value {i} of {len(given)}"))
+        return tuple(new)
+
+    def post_accumulate_hook(parameter: Tensor) -> None:
+        result = fn(parameter)
+        if result is not None and result is not parameter:
+            raise RuntimeError(f"{name}: Tensor post accumulate grad hooks should return None.")
+
+    if kind == "tensor":
+        return tensor_hook
+    return post_accumulate_hook if kind == "post_accumulate" else tuple_hook
+
+
+def _checked(value: Any, was: Tensor | None, name: str) -> Tensor:
+    if was is None:
+        raise RuntimeError(f"{name}: can't replace a None gradient with a non-None value")
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected Variable, but hook returned '{_type_of(value)}'")
+    if value.dtype != was.dtype or value.layout != was.layout or value.device != was.device:
+        raise RuntimeError(
+            f"{name} has changed the type of value (was {was.dtype}, {was.layout}, {was.device}, "
+            f"got {value.dtype}, {value.layout}, {value.device})"
+        )
+    if value.shape != was.shape:
+        raise RuntimeError(
+            f"{name} has changed the size of value (was {list(was.shape)}, got {list(value.shape)})"
+        )
+    return value
+
+
+def _type_of(value: object) -> str:
+    return type(value).__name__
