@@ -34,6 +34,7 @@ bench: $(VENV)/built
 	$(VENV)/bin/python benchmarks/bench_bucket.py $(ARGS)
 	$(VENV)/bin/python benchmarks/bench_hook.py $(ARGS)
 	$(VENV)/bin/python benchmarks/bench_modes.py $(ARGS)
+	$(VENV)/bin/python benchmarks/bench_dispatch.py $(ARGS)
 
 lint: $(VENV)/linters
 	$(VENV)/bin/ruff check .

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import re
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -379,3 +381,124 @@ def test_call_hooks() -> None:
     assert autograd.call_hooks([], (x, None), "prehook")[0] is x
     with pytest.raises(ValueError, match="args must hold one tensor for kind 'tensor', got 2"):
         autograd.call_hooks([], (x, x))
+
+
+def test_a_handle_dropped_and_a_hook_replaced_in_mid_backward() -> None:
+    x = leaf()
+    calls: list[str] = []
+    y = x * 1
+    z = y * 1
+
+    def replaces(grad: Tensor) -> Tensor:
+        calls.append("z")
+        state.pop("handle").remove()
+        state["handle"] = autograd.register_hook(y, lambda grad: calls.append("new"))
+        return grad * 2
+
+    state = {"handle": autograd.register_hook(y, lambda grad: calls.append("old"))}
+    autograd.register_hook(z, replaces)
+    z.sum().backward()
+    assert calls == ["z", "new"]
+    assert x.grad.tolist() == [2, 2]
+
+
+def test_a_hook_that_raises() -> None:
+    """Its exception comes out as it is, and the graph is as it was."""
+    x = leaf()
+    y = x * 1
+    error = KeyError("boo")
+
+    def raises(*values: Any) -> None:
+        raise error
+
+    for register, on in (
+        (autograd.register_hook, y),
+        (autograd.register_prehook, y.grad_fn),
+        (autograd.register_posthook, y.grad_fn),
+        (autograd.register_post_accumulate_grad_hook, x),
+    ):
+        with register(on, raises):  # type: ignore[operator]
+            with pytest.raises(KeyError) as raised:
+                y.sum().backward(retain_graph=True)
+            assert raised.value is error
+    x.grad = None
+    y.sum().backward()
+    assert x.grad.tolist() == [1, 1]
+
+
+def test_the_interpreter_ends_with_hooks_alive() -> None:
+    code = """
+import torch
+from torch_commhook import autograd
+x = torch.ones(2, requires_grad=True)
+y = x * 1
+class Hook:
+    def __call__(self, *values): pass
+    def __del__(self): pass
+handles = [
+    autograd.register_hook(x, Hook()), autograd.register_hook(y, Hook()),
+    autograd.register_prehook(y.grad_fn, Hook()), autograd.register_posthook(y.grad_fn, Hook()),
+    autograd.register_post_accumulate_grad_hook(x, Hook()),
+]
+y.sum().backward(retain_graph=True)
+import builtins
+builtins.kept = (x, y)
+print("ends")
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (result.returncode, result.stdout.strip()) == (0, "ends"), result.stderr
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * grad
+
+
+@both
+@in_modes
+def test_nodes_of_functions_in_python(api: Any, mode: str) -> None:
+    x = leaf()
+    y = Square.apply(x)
+    api.prehook(y.grad_fn, lambda grads: (grads[0] * 3,))
+    api.posthook(y.grad_fn, lambda inputs, outputs: (inputs[0] + 1,))
+    backward(y.sum(), mode)
+    assert x.grad.tolist() == [7, 13]
+
+
+@both
+@in_modes
+def test_outputs_of_one_node_have_hooks_of_their_own(api: Any, mode: str) -> None:
+    x = leaf(1.0, 2.0, 3.0, 4.0)
+    first, second = x.split(2)
+    api.hook(second, lambda grad: grad * 5)
+    api.hook(first, lambda grad: grad * 3)
+    backward(first.sum() + second.sum(), mode)
+    assert x.grad.tolist() == [3, 3, 5, 5]
+
+
+@both
+def test_memory_stays_flat(api: Any) -> None:
+    """Registering, calling and removing leaves nothing behind."""
+    x = leaf()
+    loss = (x * 1).sum()
+
+    def cycle(count: int) -> None:
+        for _ in range(count):
+            handle = api.hook(x, lambda grad: grad * 1)
+            torch.autograd.grad(loss, x, retain_graph=True)
+            handle.remove()
+
+    cycle(200)
+    gc.collect()
+    before = len(gc.get_objects())
+    cycle(500)
+    gc.collect()
+    assert len(gc.get_objects()) - before < 50

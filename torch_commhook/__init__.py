@@ -6,7 +6,7 @@ if _interrupt.runs_the_command():  # before torch is imported, which takes secon
     _interrupt.end_on_interrupt()
 
 from torch_commhook import _ops as _ops
-from torch_commhook import collectives, hooks
+from torch_commhook import autograd, collectives, hooks
 from torch_commhook._native import NativeLibraryError
 from torch_commhook._runtime import check_hook, parse_hook_result, run_hook
 from torch_commhook.attach import HookHandle, attach
@@ -26,6 +26,7 @@ __all__ = [
     "NativeLibraryError",
     "PeerError",
     "attach",
+    "autograd",
     "check_hook",
     "collectives",
     "hooks",

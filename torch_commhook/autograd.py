@@ -13,14 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
 from torch_commhook import _C
 from torch_commhook._runtime import hook_name
-
-_CAPSULE = type(torch.utils.dlpack.to_dlpack(torch.zeros(1)))
 
 
 class RemovableHandle:
@@ -161,7 +158,7 @@ def _hook(fn: Any, kind: str, *, traced: bool) -> _C.AutogradHook:
         return _C.AutogradHook(
             operator, schema.name, schema.overload_name, _traced(operator, kind), kind
         )
-    if not callable(fn) and type(fn) is not _CAPSULE:
+    if not callable(fn):
         raise TypeError(f"a hook must be callable, got {_C.type_name(fn)}")
     return _C.AutogradHook(fn, None, "", _traced(fn, kind) if traced else None, kind)
 

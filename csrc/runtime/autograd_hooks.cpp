@@ -361,14 +361,11 @@ Registered added(const std::shared_ptr<HookList>& list, std::shared_ptr<const Au
 
 using NodePtr = std::decay_t<decltype(std::declval<at::Tensor>().grad_fn())>;
 
-// A reference that is strong or weak, as it was before torch 2.13.
-template <typename Reference>
-NodePtr locked(const Reference& reference) {
-  if constexpr (requires { reference.lock(); }) {
-    return reference.lock();
-  } else {
-    return reference;
-  }
+// What a Python function holds of its node is weak before torch 2.13.
+NodePtr locked(const NodePtr& node) { return node; }
+template <typename Weak>
+NodePtr locked(const Weak& node) {
+  return node.lock();
 }
 
 NodePtr node_of(const py::object& node) {
@@ -404,13 +401,6 @@ AutogradHook::AutogradHook(py::object callable, const std::optional<std::string>
     : callable_(std::move(callable)), traced_(std::move(traced)) {
   if (op_name) {
     native_ = operator_hook(*op_name, op_overload, kind);
-  } else if (PyCapsule_CheckExact(callable_.get().ptr())) {
-    auto* function = static_cast<NativeHook*>(
-        PyCapsule_GetPointer(callable_.get().ptr(), "commhook.autograd_hook"));
-    if (function == nullptr) {
-      throw py::error_already_set();
-    }
-    native_ = *function;
   }
 }
 

@@ -30,15 +30,15 @@ enum class HookKind {
 // "tensor", "prehook", "posthook" or "post_accumulate".
 HookKind hook_kind(const std::string& name);
 
-// A hook in C++: it gets the values and, if it is a post-hook, the others, and gives new values.
+// A hook that runs without the GIL: it gets the values and, if it is a post-hook, the others, and
+// gives new values.
 using NativeHook =
     std::function<variable_list(const variable_list& values, const variable_list& others)>;
 
 class AutogradHook {
  public:
-  // A Python callable; or an operator, given by its qualified name; or a C++ function in a capsule
-  // (include/commhook/autograd_hook.h). `traced` is what compiled autograd calls: it has the same
-  // signature and checks the same.
+  // A Python callable, or an operator, given by its qualified name. `traced` is what compiled
+  // autograd calls: it has the same signature and checks the same.
   AutogradHook(pybind11::object callable, const std::optional<std::string>& op_name,
                const std::string& op_overload, pybind11::object traced, HookKind kind);
 
