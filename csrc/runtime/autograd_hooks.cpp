@@ -9,8 +9,10 @@
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
 #include <algorithm>
+#include <cctype>
 #include <utility>
 
+#include "ops/dtype_name.h"
 #include "runtime/hook_names.h"
 #include "runtime/hook_result.h"
 
@@ -25,11 +27,21 @@ namespace {
 // ---- checks
 // --------------------------------------------------------------------------------------
 
-// As Python prints them: "torch.float32, torch.strided, cpu". Takes the GIL.
+// "torch.sparse_csr" for kSparseCsr.
+std::string layout_name(at::Layout layout) {
+  std::string name;
+  for (const char letter : c10::str(layout)) {
+    if (std::isupper(static_cast<unsigned char>(letter)) != 0 && !name.empty()) {
+      name += '_';
+    }
+    name += static_cast<char>(std::tolower(static_cast<unsigned char>(letter)));
+  }
+  return "torch." + (name == "sparse" ? "sparse_coo" : name);
+}
+
 std::string described(const at::Tensor& tensor) {
-  py::gil_scoped_acquire gil;
-  return py::str(py::cast(tensor.scalar_type())).cast<std::string>() + ", " +
-         py::str(py::cast(tensor.layout())).cast<std::string>() + ", " + tensor.device().str();
+  return dtype_name(tensor.scalar_type()) + ", " + layout_name(tensor.layout()) + ", " +
+         tensor.device().str();
 }
 
 // "hook 'f'", and which of several values.

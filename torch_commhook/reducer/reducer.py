@@ -230,11 +230,11 @@ class Reducer:
 
     def _ready_hook(self, number: int) -> Callable[[Tensor], None]:
         """What compiled autograd calls with a parameter when its gradient is there."""
-        reducer = self
-
         # By name, since Dynamo makes variables of numbers that change with the place of a hook in
-        # the list of those that it is given. As a default, so that the hooks share all else.
-        def ready(parameter: Tensor, name: str = self._names[number]) -> None:
+        # the list of those that it is given.
+        reducer, name = self, self._names[number]
+
+        def ready(parameter: Tensor) -> None:
             if not _is_compiling() and not compiled_autograd.in_compiled_autograd_region:
                 return  # C++ counts
             bucket, place = reducer._places[name]
