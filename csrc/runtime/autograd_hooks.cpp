@@ -165,9 +165,29 @@ py::tuple tuple_of(const variable_list& values) {
   return tuple;
 }
 
-[[noreturn]] void raise_python_error() {
-  py::error_already_set error;
-  std::rethrow_exception(persistent(error));
+// Calls a hook in Python. Needs the GIL.
+py::object called(const AutogradHook& hook, PyObject* const* arguments, size_t count) {
+  auto result = py::reinterpret_steal<py::object>(
+      PyObject_Vectorcall(hook.callable().get().ptr(), arguments, count, nullptr));
+  if (!result) {
+    py::error_already_set error;
+    std::rethrow_exception(persistent(error));
+  }
+  return result;
+}
+
+// What a hook has returned for one value.
+const at::Tensor& checked(const py::object& result, const at::Tensor& was, const AutogradHook& hook,
+                          HookKind kind, size_t index, size_t count) {
+  TORCH_CHECK(kind != HookKind::kPostAccumulate, where(hook, kind, index, count),
+              ": Tensor post accumulate grad hooks should return None.");
+  TORCH_CHECK(was.defined(), where(hook, kind, index, count),
+              ": can't replace a None gradient with a non-None value");
+  TORCH_CHECK_TYPE(THPVariable_Check(result.ptr()), where(hook, kind, index, count),
+                   ": expected Variable, but hook returned '", Py_TYPE(result.ptr())->tp_name, "'");
+  const auto& now = THPVariable_Unpack(result.ptr());
+  check_value(was, now, hook, kind, index, count);
+  return now;
 }
 
 // Runs a list of hooks: the values in C++, in Python, or both, as the hooks ask for them.
@@ -196,20 +216,14 @@ class Run {
       }
       arguments[count++] = python_others_.ptr();
     }
-    const auto result = py::reinterpret_steal<py::object>(
-        PyObject_Vectorcall(hook.callable().get().ptr(), arguments, count, nullptr));
-    if (!result) {
-      raise_python_error();
-    }
+    const auto result = called(hook, arguments, count);
     if (result.is_none() || result.is(in_python_)) {
       return;
     }
-    TORCH_CHECK(kind_ != HookKind::kPostAccumulate, where(hook, kind_, 0, 1),
-                ": Tensor post accumulate grad hooks should return None.");
     if (several()) {
       take_tuple(hook, result);
     } else {
-      take(hook, result, 0, 1);
+      values_[0] = checked(result, values_[0], hook, kind_, 0, 1);
       in_python_ = result;
     }
   }
@@ -259,22 +273,10 @@ class Run {
       if (value.is_none()) {
         values_[i] = at::Tensor();
       } else if (!value.is(before[i])) {
-        take(hook, value, i, after.size());
+        values_[i] = checked(value, values_[i], hook, kind_, i, after.size());
       }
     }
     in_python_ = result;
-  }
-
-  void take(const AutogradHook& hook, const py::object& value, size_t index, size_t count) {
-    const auto& was = values_[index];
-    TORCH_CHECK(was.defined(), where(hook, kind_, index, count),
-                ": can't replace a None gradient with a non-None value");
-    TORCH_CHECK_TYPE(THPVariable_Check(value.ptr()), where(hook, kind_, index, count),
-                     ": expected Variable, but hook returned '", Py_TYPE(value.ptr())->tp_name,
-                     "'");
-    const auto& now = THPVariable_Unpack(value.ptr());
-    check_value(was, now, hook, kind_, index, count);
-    values_[index] = now;
   }
 
   const HookKind kind_;
@@ -310,7 +312,7 @@ class TensorHooks : public Held<FunctionPreHook> {
     }
     const auto output = output_;  // a hook may drop what this belongs to
     variable_list results = grads;
-    results[output] = run_autograd_hooks(hooks, HookKind::kTensor, {grads[output]}, {})[0];
+    results[output] = run_autograd_hooks(hooks, HookKind::kTensor, grads[output]);
     return results;
   }
 
@@ -460,9 +462,8 @@ HookList::Snapshot HookList::snapshot() const {
 variable_list run_autograd_hooks(const HookList::Snapshot& hooks, HookKind kind,
                                  variable_list values, const variable_list& others) {
   Run run(kind, std::move(values), others);
-  const HookList::Snapshot kept = hooks;
   std::optional<py::gil_scoped_acquire> gil;
-  for (const auto& hook : *kept) {
+  for (const auto& hook : *hooks) {
     if (hook->is_native()) {
       gil.reset();
       run.native(*hook);
@@ -474,6 +475,27 @@ variable_list run_autograd_hooks(const HookList::Snapshot& hooks, HookKind kind,
     }
   }
   return run.values();
+}
+
+at::Tensor run_autograd_hooks(const HookList::Snapshot& hooks, HookKind kind,
+                              const at::Tensor& value) {
+  const auto is_native = [](const auto& hook) { return hook->is_native(); };
+  if (std::any_of(hooks->begin(), hooks->end(), is_native)) {
+    return run_autograd_hooks(hooks, kind, {value}, {})[0];
+  }
+  py::gil_scoped_acquire gil;
+  py::object current = wrapped(value);
+  bool changed = false;
+  for (const auto& hook : *hooks) {
+    PyObject* const argument = current.ptr();
+    auto result = called(*hook, &argument, 1);
+    if (!result.is_none() && !result.is(current)) {
+      checked(result, THPVariable_Unpack(current.ptr()), *hook, kind, 0, 1);
+      current = std::move(result);
+      changed = true;
+    }
+  }
+  return changed ? THPVariable_Unpack(current.ptr()) : value;
 }
 
 Registered register_tensor_hook(const py::object& tensor,

@@ -75,10 +75,15 @@ class HookList {
   Snapshot hooks_;
 };
 
-// Runs hooks one after another, each on what the one before has made of the values. Takes the GIL
-// for those in Python only. Throws TypeError or RuntimeError for results that do not fit.
+// Runs hooks, of which there are some and which the caller holds, one after another: each on what
+// the one before has made of the values. Takes the GIL for those in Python only. Throws TypeError
+// or RuntimeError for results that do not fit.
 variable_list run_autograd_hooks(const HookList::Snapshot& hooks, HookKind kind,
                                  variable_list values, const variable_list& others);
+
+// The same for the kinds of hook that get one value.
+at::Tensor run_autograd_hooks(const HookList::Snapshot& hooks, HookKind kind,
+                              const at::Tensor& value);
 
 // Calls add(c10::SafePyObject) with what compiled autograd calls for each hook. Needs the GIL.
 template <typename Add>

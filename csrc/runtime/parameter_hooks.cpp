@@ -22,21 +22,21 @@ struct Counting {
 class ParameterHooks : public PostAccumulateGradHook {
  public:
   ParameterHooks(std::unique_ptr<PostAccumulateGradHook> python, py::dict dict)
-      : python_(std::move(python)),
-        dict_(std::make_shared<const PyRef>(std::move(dict))),
+      : held_(std::make_shared<Held>(std::move(python), std::move(dict))),
         list_(std::make_shared<HookList>(HookKind::kPostAccumulate)) {}
 
-  // A hook may drop this: it works on copies.
   void operator()(const Variable& parameter) override {
-    const auto python = python_;
-    const auto dict = dict_;
     const auto counting = this->counting();
-    if (const auto hooks = list_->snapshot()) {
-      run_autograd_hooks(hooks, HookKind::kPostAccumulate, {parameter}, {});
-    }
+    const auto hooks = list_->snapshot();
     // One word, which may be read without the GIL.
-    if (PyDict_GET_SIZE(dict->get().ptr()) > (counting ? 1 : 0)) {
-      (*python)(parameter);
+    const bool pytorchs = PyDict_GET_SIZE(held_->dict.get().ptr()) > (counting ? 1 : 0);
+    // A hook may drop this.
+    const auto held = hooks || pytorchs ? held_ : nullptr;
+    if (hooks) {
+      run_autograd_hooks(hooks, HookKind::kPostAccumulate, parameter);
+    }
+    if (pytorchs) {
+      (*held->hooks)(parameter);
     }
     if (counting) {
       counting->arrivals->arrive(counting->number);
@@ -48,7 +48,7 @@ class ParameterHooks : public PostAccumulateGradHook {
     each_traced(*list_,
                 [&](c10::SafePyObject hook) { args.add_post_acc_grad_hook(std::move(hook)); });
     if (const auto counting = this->counting()) {
-      const auto dict = py::reinterpret_borrow<py::dict>(dict_->get());
+      const auto dict = py::reinterpret_borrow<py::dict>(held_->dict.get());
       const py::int_ key(counting->own_key);
       if (dict.size() > 1 && dict.contains(key)) {  // comes last here too
         const py::object own = dict[key];
@@ -56,12 +56,12 @@ class ParameterHooks : public PostAccumulateGradHook {
         dict[key] = own;
       }
     }
-    python_->compiled_args(args);
+    held_->hooks->compiled_args(args);
   }
 
   void apply_with_saved(Variable& parameter,
                         torch::dynamo::autograd::SwapSavedVariables& saved) override {
-    python_->apply_with_saved(parameter, saved);
+    held_->hooks->apply_with_saved(parameter, saved);
   }
 
   const std::shared_ptr<HookList>& list() const { return list_; }
@@ -77,8 +77,15 @@ class ParameterHooks : public PostAccumulateGradHook {
     return counting_;
   }
 
-  const std::shared_ptr<PostAccumulateGradHook> python_;
-  const std::shared_ptr<const PyRef> dict_;  // python_'s
+  // PyTorch's hook, and its dict.
+  struct Held {
+    Held(std::unique_ptr<PostAccumulateGradHook> pytorchs, py::dict python_dict)
+        : hooks(std::move(pytorchs)), dict(std::move(python_dict)) {}
+    const std::unique_ptr<PostAccumulateGradHook> hooks;
+    const PyRef dict;
+  };
+
+  const std::shared_ptr<Held> held_;
   const std::shared_ptr<HookList> list_;
   mutable std::mutex mutex_;
   std::shared_ptr<const Counting> counting_;
