@@ -160,7 +160,7 @@ py::object wrapped(const at::Tensor& tensor) {
 py::tuple tuple_of(const variable_list& values) {
   py::tuple tuple(values.size());
   for (size_t i = 0; i < values.size(); ++i) {
-    tuple[i] = wrapped(values[i]);
+    PyTuple_SET_ITEM(tuple.ptr(), i, wrapped(values[i]).release().ptr());
   }
   return tuple;
 }
@@ -199,9 +199,14 @@ class Run {
   ~Run() {
     if (in_python_ || python_others_) {
       py::gil_scoped_acquire gil;
-      in_python_ = py::object();
-      python_others_ = py::object();
+      drop_python();
     }
+  }
+
+  // Needs the GIL.
+  void drop_python() {
+    in_python_ = py::object();
+    python_others_ = py::object();
   }
 
   void python(const AutogradHook& hook) {
@@ -473,6 +478,9 @@ variable_list run_autograd_hooks(const HookList::Snapshot& hooks, HookKind kind,
       }
       run.python(*hook);
     }
+  }
+  if (gil) {
+    run.drop_python();
   }
   return run.values();
 }
