@@ -164,7 +164,7 @@ def _hook(fn: Any, kind: str, *, traced: bool) -> _C.AutogradHook:
 
 
 # ---- under compiled autograd ---------------------------------------------------------------------
-# The compiler sees these functions, with the checks in them; csrc/runtime/autograd_hooks.cpp has
+# The compiler sees these functions, with the checks in them; csrc/runtime/autograd_hook_run.cpp has
 # the same for eager. What is checked is known when the hook is traced, and guarded.
 
 

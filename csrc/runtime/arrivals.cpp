@@ -2,7 +2,6 @@
 
 #include <torch/csrc/autograd/graph_task.h>
 
-#include <algorithm>
 #include <utility>
 
 #include "runtime/hook_result.h"
@@ -17,22 +16,26 @@ constexpr int kNoTask = -2;  // -1 is the engine's, outside of backward
 }  // namespace
 
 Arrivals::Arrivals(py::object listener, int64_t parameter_count)
-    : listener_(std::make_shared<const PyRef>(std::move(listener))) {
+    : listener_(std::make_shared<const PyRef>(std::move(listener))),
+      parameter_count_(parameter_count) {
   TORCH_CHECK_VALUE(parameter_count >= 0, "Arrivals: parameter_count must not be negative, got ",
                     parameter_count);
-  bucket_of_.resize(parameter_count);
-  reset();
+  assign(std::vector<int64_t>(parameter_count));
 }
 
 void Arrivals::assign(std::vector<int64_t> bucket_of) {
   const std::lock_guard lock(mutex_);
-  TORCH_CHECK_VALUE(bucket_of.size() == bucket_of_.size(), "Arrivals: there are ",
-                    bucket_of_.size(), " parameters, got buckets of ", bucket_of.size());
+  TORCH_CHECK_VALUE(static_cast<int64_t>(bucket_of.size()) == parameter_count_,
+                    "Arrivals: there are ", parameter_count_, " parameters, got buckets of ",
+                    bucket_of.size());
+  std::vector<int64_t> sizes(bucket_of.size());
   for (const auto bucket : bucket_of) {
-    TORCH_CHECK_VALUE(bucket >= 0 && bucket < static_cast<int64_t>(bucket_of.size()),
+    TORCH_CHECK_VALUE(bucket >= 0 && bucket < parameter_count_,
                       "Arrivals: buckets must be numbered from 0 on, got ", bucket);
+    ++sizes[bucket];
   }
   bucket_of_ = std::move(bucket_of);
+  bucket_sizes_ = std::move(sizes);
   reset_locked();
 }
 
@@ -106,11 +109,7 @@ void Arrivals::reset_locked() {
   task_ = kNoTask;
   tell_full_ = false;
   arrived_.assign(bucket_of_.size(), false);
-  pending_.clear();
-  for (const auto bucket : bucket_of_) {
-    pending_.resize(std::max(pending_.size(), static_cast<size_t>(bucket) + 1));
-    ++pending_[bucket];
-  }
+  pending_ = bucket_sizes_;
 }
 
 void Arrivals::close() {

@@ -16,8 +16,9 @@ namespace commhook {
 class Arrivals {
  public:
   // `listener` is a Python object with:
-  //   enter_backward(): a gradient came in another backward than before; to call count_in();
-  //   bucket_full(bucket): its last gradient came, where count_in() asked for that;
+  //   enter_backward(): a gradient came in another backward than before; calls
+  //     count_in_this_backward();
+  //   bucket_full(bucket): its last gradient came, where that has asked to be told;
   //   came_again(number): a second gradient for a parameter of such a bucket.
   // What they raise comes out of backward().
   Arrivals(pybind11::object listener, int64_t parameter_count);
@@ -25,7 +26,7 @@ class Arrivals {
   // The bucket of each parameter, from 0 on. Between two backward passes.
   void assign(std::vector<int64_t> bucket_of);
 
-  int64_t parameter_count() const { return static_cast<int64_t>(bucket_of_.size()); }
+  int64_t parameter_count() const { return parameter_count_; }
 
   // The gradient of a parameter has come, on any thread. Does not need the GIL.
   void arrive(int64_t number);
@@ -59,7 +60,9 @@ class Arrivals {
 
   mutable std::mutex mutex_;  // never held while Python runs
   std::shared_ptr<const PyRef> listener_;
+  const int64_t parameter_count_;
   std::vector<int64_t> bucket_of_;
+  std::vector<int64_t> bucket_sizes_;
   std::vector<int64_t> pending_;  // gradients to come in each bucket
   std::vector<char> arrived_;     // whether each parameter has one
   int task_;                      // the autograd engine's number of the backward

@@ -2,11 +2,12 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "runtime/arrivals.h"
-#include "runtime/autograd_hooks.h"
+#include "runtime/autograd_hook_run.h"
 #include "runtime/backends.h"
 #include "runtime/capture_notice.h"
 #include "runtime/ddp_detection.h"
 #include "runtime/ddp_hook.h"
+#include "runtime/engine_hooks.h"
 #include "runtime/future_cast.h"
 #include "runtime/grad_bucket.h"
 #include "runtime/hook_names.h"
@@ -50,13 +51,13 @@ std::vector<std::optional<at::Tensor>> call_autograd_hooks(
     }
     return list;
   };
-  commhook::HookList list(commhook::hook_kind(kind));
-  for (const auto& hook : hooks) {
-    list.add(hook);
-  }
+  const auto hook_kind = commhook::hook_kind(kind);
   auto results = undefined_for_none(values);
-  if (const auto snapshot = list.snapshot()) {
-    results = commhook::run_autograd_hooks(snapshot, list.kind(), std::move(results),
+  if (!hooks.empty()) {
+    const auto list =
+        std::make_shared<const std::vector<std::shared_ptr<const commhook::AutogradHook>>>(
+            hooks.begin(), hooks.end());
+    results = commhook::run_autograd_hooks(list, hook_kind, std::move(results),
                                            undefined_for_none(others));
   }
   std::vector<std::optional<at::Tensor>> given_back;

@@ -6,6 +6,8 @@
 #include <mutex>
 #include <utility>
 
+#include "runtime/autograd_hook_run.h"
+
 namespace py = pybind11;
 using torch::autograd::PostAccumulateGradHook;
 using torch::autograd::Variable;
@@ -23,7 +25,7 @@ class ParameterHooks : public PostAccumulateGradHook {
  public:
   ParameterHooks(std::unique_ptr<PostAccumulateGradHook> python, py::dict dict)
       : held_(std::make_shared<Held>(std::move(python), std::move(dict))),
-        list_(std::make_shared<HookList>(HookKind::kPostAccumulate)) {}
+        list_(std::make_shared<HookList>()) {}
 
   void operator()(const Variable& parameter) override {
     const auto counting = this->counting();

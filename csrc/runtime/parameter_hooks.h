@@ -7,7 +7,7 @@
 #include <memory>
 
 #include "runtime/arrivals.h"
-#include "runtime/autograd_hooks.h"
+#include "runtime/engine_hooks.h"
 
 namespace commhook {
 

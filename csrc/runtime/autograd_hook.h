@@ -1,4 +1,4 @@
-// Hooks of the autograd engine: on tensors, on nodes, and on parameters whose gradient is there.
+// A hook of the autograd engine, and lists of them.
 #pragma once
 
 #include <c10/core/SafePyObject.h>
@@ -60,30 +60,17 @@ class HookList {
  public:
   using Snapshot = std::shared_ptr<const std::vector<std::shared_ptr<const AutogradHook>>>;
 
-  explicit HookList(HookKind kind) : kind_(kind) {}
-  HookKind kind() const { return kind_; }
   int64_t add(std::shared_ptr<const AutogradHook> hook);
   void remove(int64_t id);
   bool contains(int64_t id) const;
   Snapshot snapshot() const;  // null where there are none
 
  private:
-  const HookKind kind_;
   mutable std::mutex mutex_;
   int64_t next_id_ = 0;
   std::vector<int64_t> ids_;
   Snapshot hooks_;
 };
-
-// Runs hooks, of which there are some and which the caller holds, one after another: each on what
-// the one before has made of the values. Takes the GIL for those in Python only. Throws TypeError
-// or RuntimeError for results that do not fit.
-variable_list run_autograd_hooks(const HookList::Snapshot& hooks, HookKind kind,
-                                 variable_list values, const variable_list& others);
-
-// The same for the kinds of hook that get one value.
-at::Tensor run_autograd_hooks(const HookList::Snapshot& hooks, HookKind kind,
-                              const at::Tensor& value);
 
 // Calls add(c10::SafePyObject) with what compiled autograd calls for each hook. Needs the GIL.
 template <typename Add>
@@ -94,17 +81,5 @@ void each_traced(const HookList& list, const Add& add) {
     }
   }
 }
-
-// Where a hook is. Keeps neither it nor what it is on alive.
-struct Registered {
-  std::weak_ptr<HookList> list;
-  int64_t id;
-};
-
-// Put a hook where the engine finds it.
-Registered register_tensor_hook(const pybind11::object& tensor,
-                                std::shared_ptr<const AutogradHook> hook);
-Registered register_node_hook(const pybind11::object& node, HookKind kind,
-                              std::shared_ptr<const AutogradHook> hook);
 
 }  // namespace commhook
