@@ -19,7 +19,7 @@ NODES = 500  # in one backward, each with one hook
 BARE = "no hooks"
 PYTHON_AT_MOST, OPERATOR_AT_MOST = 1.0, 0.5
 
-Register = Callable[[Tensor, Tensor], object]
+Register = Callable[[Any, Callable[..., Any]], object]
 
 
 def unchanged(*values: Any) -> None:
@@ -36,53 +36,49 @@ def changed_tuple(*values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 operator = torch.ops.aten.detach.default
 
-#: Of each kind of hook, how to register it with PyTorch and with us, given a leaf and a node's
-#: output.
-KINDS: dict[str, tuple[Register, Register, float]] = {
-    "tensor": (
-        lambda leaf, out: out.register_hook(unchanged),
-        lambda leaf, out: autograd.register_hook(out, unchanged),
-        PYTHON_AT_MOST,
-    ),
-    "tensor, changes": (
-        lambda leaf, out: out.register_hook(changed),
-        lambda leaf, out: autograd.register_hook(out, changed),
-        PYTHON_AT_MOST,
-    ),
+#: Of each stage: what its hooks are on, given a node's output, and PyTorch's registration and ours.
+STAGES: dict[str, tuple[Callable[[Tensor], Any], Register, Register]] = {
+    "tensor": (lambda out: out, Tensor.register_hook, autograd.register_hook),
     "pre": (
-        lambda leaf, out: out.grad_fn.register_prehook(unchanged),
-        lambda leaf, out: autograd.register_prehook(out.grad_fn, unchanged),
-        PYTHON_AT_MOST,
-    ),
-    "pre, changes": (
-        lambda leaf, out: out.grad_fn.register_prehook(changed_tuple),
-        lambda leaf, out: autograd.register_prehook(out.grad_fn, changed_tuple),
-        PYTHON_AT_MOST,
+        lambda out: out.grad_fn,
+        lambda node, fn: node.register_prehook(fn),
+        autograd.register_prehook,
     ),
     "post": (
-        lambda leaf, out: out.grad_fn.register_hook(unchanged),
-        lambda leaf, out: autograd.register_posthook(out.grad_fn, unchanged),
-        PYTHON_AT_MOST,
+        lambda out: out.grad_fn,
+        lambda node, fn: node.register_hook(fn),
+        autograd.register_posthook,
     ),
     "post accumulate": (
-        lambda leaf, out: leaf.register_post_accumulate_grad_hook(unchanged),
-        lambda leaf, out: autograd.register_post_accumulate_grad_hook(leaf, unchanged),
-        PYTHON_AT_MOST,
-    ),
-    "operator": (
-        lambda leaf, out: out.register_hook(operator),
-        lambda leaf, out: autograd.register_hook(out, operator),
-        OPERATOR_AT_MOST,
+        lambda out: out.grad_fn.next_functions[0][0].variable,
+        Tensor.register_post_accumulate_grad_hook,
+        autograd.register_post_accumulate_grad_hook,
     ),
 }
 
+#: Kinds of hook: their stage, the hook, and the target.
+KINDS: dict[str, tuple[str, Callable[..., Any], float]] = {
+    "tensor": ("tensor", unchanged, PYTHON_AT_MOST),
+    "tensor, changes": ("tensor", changed, PYTHON_AT_MOST),
+    "pre": ("pre", unchanged, PYTHON_AT_MOST),
+    "pre, changes": ("pre", changed_tuple, PYTHON_AT_MOST),
+    "post": ("post", unchanged, PYTHON_AT_MOST),
+    "post accumulate": ("post accumulate", unchanged, PYTHON_AT_MOST),
+    "operator": ("tensor", operator, OPERATOR_AT_MOST),
+}
 
-def job(name: str, register: Register | None, against: Against | None = None) -> Job:
+
+def no_hook(on: Any, hook: Callable[..., Any]) -> None:
+    pass
+
+
+def job(name: str, kind: str, register: Register, against: Against | None = None) -> Job:
+    stage, hook, _ = KINDS[kind]
+    on = STAGES[stage][0]
     leaves = [torch.ones(4, requires_grad=True) for _ in range(NODES)]
     outputs = [leaf * 1 for leaf in leaves]
-    if register is not None:
-        for leaf, out in zip(leaves, outputs, strict=True):
-            register(leaf, out)
+    for out in outputs:
+        register(on(out), hook)
     loss = torch.stack(outputs).sum()
 
     def zero() -> None:
@@ -100,14 +96,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = Report("bench_dispatch", parsed)
     for threads in parsed.threads[:1]:  # backward on the CPU has one
         torch.set_num_threads(threads)
-        for kind, (pytorchs, ours, at_most) in KINDS.items():
+        for kind, (stage, _, at_most) in KINDS.items():
+            _, pytorchs, ours = STAGES[stage]
             baseline = f"{kind}, PyTorch"
+            limit = Against(baseline, at_most=at_most, beyond=BARE)
             report.run(
                 kind,
                 [
-                    job(BARE, None),
-                    job(baseline, pytorchs),
-                    job(f"{kind}, ours", ours, Against(baseline, at_most=at_most, beyond=BARE)),
+                    job(BARE, kind, no_hook),
+                    job(baseline, kind, pytorchs),
+                    job(f"{kind}, ours", kind, ours, limit),
                 ],
                 f"backward with {NODES} hooks: {kind}; ratios count the time beyond '{BARE}'",
             )

@@ -3,61 +3,16 @@
 from __future__ import annotations
 
 import functools
-import gc
 import re
-import subprocess
-import sys
-import threading
-import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from autograd_apis import APIS, MODES, Ours, PyTorchs, backward, both, in_modes, leaf
 from torch import Tensor
 
 from torch_commhook import autograd
-
-# ---- PyTorch's registration and ours -------------------------------------------------------------
-
-
-class PyTorchs:
-    name = "pytorch"
-    hook = staticmethod(lambda tensor, fn: tensor.register_hook(fn))
-    prehook = staticmethod(lambda node, fn: node.register_prehook(fn))
-    posthook = staticmethod(lambda node, fn: node.register_hook(fn))
-    post_accumulate = staticmethod(lambda tensor, fn: tensor.register_post_accumulate_grad_hook(fn))
-
-
-class Ours:
-    name = "ours"
-    hook = staticmethod(autograd.register_hook)
-    prehook = staticmethod(autograd.register_prehook)
-    posthook = staticmethod(autograd.register_posthook)
-    post_accumulate = staticmethod(autograd.register_post_accumulate_grad_hook)
-
-
-APIS: list[Any] = [PyTorchs, Ours]
-
-
-def backward(loss: Tensor, mode: str) -> None:
-    context: Any = nullcontext()
-    if mode == "compiled":
-        torch._dynamo.reset()
-        context = torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager"))
-    with context:
-        loss.backward()
-
-
-def leaf(*values: float) -> Tensor:
-    return torch.tensor(values or (1.0, 2.0), requires_grad=True)
-
-
-MODES = ["eager", "compiled"]
-both = pytest.mark.parametrize("api", APIS, ids=lambda api: api.name)
-in_modes = pytest.mark.parametrize("mode", MODES)
-
 
 # ---- values --------------------------------------------------------------------------------------
 
@@ -254,38 +209,7 @@ def test_errors_of_registration() -> None:
         autograd.call_hooks([print], (x,), "forward")
 
 
-# ---- life ----------------------------------------------------------------------------------------
-
-
-@both
-def test_hooks_are_snapshotted(api: Any) -> None:
-    x = leaf()
-    calls: list[str] = []
-    handles: dict[str, Any] = {}
-
-    def first(grad: Tensor) -> None:
-        calls.append("first")
-        handles["second"].remove()
-        if "third" not in handles:
-            handles["third"] = api.hook(x, lambda grad: calls.append("third"))
-
-    api.hook(x, first)
-    handles["second"] = api.hook(x, lambda grad: calls.append("second"))
-    x.sum().backward()
-    assert calls == ["first", "second"]
-    x.sum().backward()
-    assert calls == ["first", "second", "first", "third"]
-
-
-def test_handles() -> None:
-    x = leaf()
-    with autograd.register_hook(x, lambda grad: grad * 2) as handle:
-        x.sum().backward()
-        assert handle.is_registered
-    assert not handle.is_registered
-    x.sum().backward()
-    handle.remove()
-    assert x.grad.tolist() == [3, 3]
+# ---- beside PyTorch's hooks, and on other nodes --------------------------------------------------
 
 
 def _add_ten(parameter: Tensor) -> None:
@@ -303,152 +227,6 @@ def test_pytorchs_hooks_on_the_same_tensor() -> None:
             api.post_accumulate(x, _add_ten)
         y.sum().backward()
         assert x.grad.tolist() == [26, 26]
-
-
-def test_a_hook_that_deletes_its_tensor() -> None:
-    held = [leaf()]
-    held.append(held[0] * 1)
-    loss = held[1].sum()
-    autograd.register_hook(held[1], lambda grad: held.clear())
-    autograd.register_post_accumulate_grad_hook(held[0], lambda parameter: held.clear())
-    loss.backward()
-    assert held == []
-
-
-def test_nothing_is_kept_alive() -> None:
-    class Hook:
-        def __call__(self, *values: Any) -> None:
-            pass
-
-    hook, x = Hook(), leaf()
-    gone = [weakref.ref(hook), weakref.ref(x)]
-    y = x * 1
-    handles = [
-        autograd.register_hook(x, hook),
-        autograd.register_prehook(y.grad_fn, hook),
-        autograd.register_post_accumulate_grad_hook(x, hook),
-    ]
-    y.sum().backward()
-    del x, y, hook
-    gc.collect()
-    assert [ref() for ref in gone] == [None, None]
-    for handle in handles:
-        handle.remove()
-
-
-def test_several_threads() -> None:
-    x = leaf()
-    calls: list[Tensor] = []
-    handles = [autograd.register_hook(x, calls.append) for _ in range(3)]
-
-    def run() -> None:
-        for _ in range(50):
-            handle = autograd.register_hook(x, lambda grad: grad * 1)
-            torch.autograd.grad(x.sum(), x)
-            handle.remove()
-
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(calls) == 4 * 50 * 3
-    assert all(handle.is_registered for handle in handles)
-
-
-# ---- operators, and calls without the engine -----------------------------------------------------
-
-
-@in_modes
-def test_operators(mode: str) -> None:
-    x = leaf()
-    y = x * 1
-    autograd.register_hook(y, torch.ops.aten.neg.default)
-    autograd.register_hook(y, lambda grad: grad * 2)
-    autograd.register_hook(y, torch.ops.aten.exp)
-    backward(y.sum(), mode)
-    assert torch.allclose(x.grad, torch.full((2,), -2.0).exp())
-
-
-def test_call_hooks() -> None:
-    x = torch.ones(2)
-    assert autograd.call_hooks([lambda g: g + 1, torch.neg], (x,))[0].tolist() == [-2, -2]
-    values = autograd.call_hooks(
-        {1: lambda inputs, outputs: (outputs[0], None)}, ((x, None), (x * 3,)), "posthook"
-    )
-    assert values[0].tolist() == [3, 3]
-    assert values[1] is None
-    assert autograd.call_hooks([], (x, None), "prehook")[0] is x
-    with pytest.raises(ValueError, match="args must hold one tensor for kind 'tensor', got 2"):
-        autograd.call_hooks([], (x, x))
-
-
-def test_a_handle_dropped_and_a_hook_replaced_in_mid_backward() -> None:
-    x = leaf()
-    calls: list[str] = []
-    y = x * 1
-    z = y * 1
-
-    def replaces(grad: Tensor) -> Tensor:
-        calls.append("z")
-        state.pop("handle").remove()
-        state["handle"] = autograd.register_hook(y, lambda grad: calls.append("new"))
-        return grad * 2
-
-    state = {"handle": autograd.register_hook(y, lambda grad: calls.append("old"))}
-    autograd.register_hook(z, replaces)
-    z.sum().backward()
-    assert calls == ["z", "new"]
-    assert x.grad.tolist() == [2, 2]
-
-
-def test_a_hook_that_raises() -> None:
-    """Its exception comes out as it is, and the graph is as it was."""
-    x = leaf()
-    y = x * 1
-    error = KeyError("boo")
-
-    def raises(*values: Any) -> None:
-        raise error
-
-    for register, on in (
-        (autograd.register_hook, y),
-        (autograd.register_prehook, y.grad_fn),
-        (autograd.register_posthook, y.grad_fn),
-        (autograd.register_post_accumulate_grad_hook, x),
-    ):
-        with register(on, raises):  # type: ignore[operator]
-            with pytest.raises(KeyError) as raised:
-                y.sum().backward(retain_graph=True)
-            assert raised.value is error
-    x.grad = None
-    y.sum().backward()
-    assert x.grad.tolist() == [1, 1]
-
-
-def test_the_interpreter_ends_with_hooks_alive() -> None:
-    code = """
-import torch
-from torch_commhook import autograd
-x = torch.ones(2, requires_grad=True)
-y = x * 1
-class Hook:
-    def __call__(self, *values): pass
-    def __del__(self): pass
-handles = [
-    autograd.register_hook(x, Hook()), autograd.register_hook(y, Hook()),
-    autograd.register_prehook(y.grad_fn, Hook()), autograd.register_posthook(y.grad_fn, Hook()),
-    autograd.register_post_accumulate_grad_hook(x, Hook()),
-]
-y.sum().backward(retain_graph=True)
-import builtins
-builtins.kept = (x, y)
-print("ends")
-"""
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (result.returncode, result.stdout.strip()) == (0, "ends"), result.stderr
 
 
 class Square(torch.autograd.Function):
@@ -484,21 +262,28 @@ def test_outputs_of_one_node_have_hooks_of_their_own(api: Any, mode: str) -> Non
     assert x.grad.tolist() == [3, 3, 5, 5]
 
 
-@both
-def test_memory_stays_flat(api: Any) -> None:
-    """Registering, calling and removing leaves nothing behind."""
+# ---- operators, and calls without the engine -----------------------------------------------------
+
+
+@in_modes
+def test_operators(mode: str) -> None:
     x = leaf()
-    loss = (x * 1).sum()
+    y = x * 1
+    autograd.register_hook(y, torch.ops.aten.neg.default)
+    autograd.register_hook(y, lambda grad: grad * 2)
+    autograd.register_hook(y, torch.ops.aten.exp)
+    backward(y.sum(), mode)
+    assert torch.allclose(x.grad, torch.full((2,), -2.0).exp())
 
-    def cycle(count: int) -> None:
-        for _ in range(count):
-            handle = api.hook(x, lambda grad: grad * 1)
-            torch.autograd.grad(loss, x, retain_graph=True)
-            handle.remove()
 
-    cycle(200)
-    gc.collect()
-    before = len(gc.get_objects())
-    cycle(500)
-    gc.collect()
-    assert len(gc.get_objects()) - before < 50
+def test_call_hooks() -> None:
+    x = torch.ones(2)
+    assert autograd.call_hooks([lambda g: g + 1, torch.neg], (x,))[0].tolist() == [-2, -2]
+    values = autograd.call_hooks(
+        {1: lambda inputs, outputs: (outputs[0], None)}, ((x, None), (x * 3,)), "posthook"
+    )
+    assert values[0].tolist() == [3, 3]
+    assert values[1] is None
+    assert autograd.call_hooks([], (x, None), "prehook")[0] is x
+    with pytest.raises(ValueError, match="args must hold one tensor for kind 'tensor', got 2"):
+        autograd.call_hooks([], (x, x))

@@ -133,7 +133,7 @@ ERRORS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: collectives.all_reduce([1]),
         TypeError,
         "all_reduce: tensor must be a torch.Tensor, got list",
-    ),  # type: ignore[arg-type]
+    ),
     "strides": (
         lambda: collectives.all_reduce(TRANSPOSED),
         ValueError,
@@ -178,7 +178,7 @@ ERRORS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: collectives.all_to_all(X, input_split_sizes="4"),
         TypeError,
         "input_split_sizes must be a list of ints",
-    ),  # type: ignore[arg-type]
+    ),
     "no rows": (
         lambda: collectives.all_to_all(torch.ones(())),
         ValueError,
@@ -198,7 +198,7 @@ ERRORS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: collectives.broadcast(X, src="0"),
         TypeError,
         "src must be an int, got str",
-    ),  # type: ignore[arg-type]
+    ),
     "freed": (lambda: collectives.all_reduce(FREED), ValueError, "storage has been freed"),
     "no group": (
         lambda: collectives.all_gather(X, group=3),

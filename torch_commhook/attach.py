@@ -28,8 +28,15 @@ from torch_commhook.step_group import StepGroup
 if TYPE_CHECKING:
     from torch_commhook.reducer.road import ReducerRoad
 
-DEFAULT_BUCKET_CAP_MB = 25
 _MOST_MEBIBYTES = 1 << 40
+
+#: The settings of a module; DDP has its own.
+_DEFAULTS: dict[str, Any] = {
+    "bucket_cap_mb": 25,
+    "gradient_as_bucket_view": False,
+    "broadcast_buffers": True,
+    "init_sync": True,
+}
 
 _roads: weakref.WeakKeyDictionary[torch.nn.Module, DdpRoad | ReducerRoad] = (
     weakref.WeakKeyDictionary()
@@ -235,28 +242,30 @@ def attach(
             f"attach: hook '{road.attached.name}' is attached to this model already; remove() it, "
             f"or replace() it through its handle"
         )
-    settings = {
-        "process_group": process_group,
+    given = {
         "bucket_cap_mb": bucket_cap_mb,
         "gradient_as_bucket_view": gradient_as_bucket_view,
         "broadcast_buffers": broadcast_buffers,
         "init_sync": init_sync,
     }
-    if isinstance(model, DistributedDataParallel):
-        for name, value in settings.items():
+    is_ddp = isinstance(model, DistributedDataParallel)
+    if is_ddp:
+        for name, value in {"process_group": process_group, **given}.items():
             if value is not None:
                 raise ValueError(
                     f"attach: {name} must be given to DistributedDataParallel, which has it "
                     f"already; got {value!r} for a model of that class"
                 )
+    settings = {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
     parameters = trainable(model)
-    if not isinstance(model, DistributedDataParallel):
+    if not is_ddp:
         check_not_in_ddp(parameters)
-        _check_capacity(bucket_cap_mb)
+        _check_capacity(settings["bucket_cap_mb"])
     claim(parameters, model, partial(_attached_to, weakref.ref(model)))
-    check_agreement(_group_of(model, process_group), parameters, _shared(model, hook, settings))
+    group = model.process_group if is_ddp else resolve_group(process_group)
+    check_agreement(group, parameters, _shared(model, hook, settings))
     if road is None:
-        road = _roads[model] = _new_road(model, parameters, settings)
+        road = _roads[model] = _new_road(model, parameters, group, settings)
     road.attached = attached
     return HookHandle(road, attached)
 
@@ -271,19 +280,11 @@ def _attached_to(owner: weakref.ref[torch.nn.Module]) -> str | None:
 
 
 def _check_capacity(mebibytes: object) -> None:
-    if mebibytes is None:
-        return
     number = isinstance(mebibytes, (int, float)) and not isinstance(mebibytes, bool)
     if not number or not 0 < mebibytes <= _MOST_MEBIBYTES:  # type: ignore[operator]
         raise ValueError(
             f"attach: bucket_cap_mb must be a positive number of MiB, got {mebibytes!r}"
         )
-
-
-def _group_of(model: torch.nn.Module, given: Any) -> Any:
-    if isinstance(model, DistributedDataParallel):
-        return model.process_group
-    return resolve_group(given)
 
 
 def _shared(
@@ -295,18 +296,16 @@ def _shared(
         shared["bucket_cap_mb"] = model.bucket_bytes_cap / (1 << 20)
         shared["the Python reducer"] = model._use_python_reducer
         return shared
-    defaults = {
-        "bucket_cap_mb": DEFAULT_BUCKET_CAP_MB,
-        "broadcast_buffers": True,
-        "init_sync": True,
-    }
-    for name, default in defaults.items():
-        shared[name] = default if settings[name] is None else settings[name]
+    for name in ("bucket_cap_mb", "broadcast_buffers", "init_sync"):
+        shared[name] = settings[name]
     return shared
 
 
 def _new_road(
-    model: torch.nn.Module, parameters: list[tuple[str, Tensor]], settings: dict[str, Any]
+    model: torch.nn.Module,
+    parameters: list[tuple[str, Tensor]],
+    group: Any,
+    settings: dict[str, Any],
 ) -> DdpRoad | ReducerRoad:
     if isinstance(model, DistributedDataParallel):
         registered = getattr(model, "_comm_hooks", [])
@@ -322,17 +321,5 @@ def _new_road(
     from torch_commhook.reducer.road import ReducerRoad
 
     if isinstance(model, DistributedDataParallel):
-        return ReducerRoad.of_ddp(model, parameters, StepGroup(model.process_group))
-
-    def setting(name: str, default: Any) -> Any:
-        return default if settings[name] is None else settings[name]
-
-    return ReducerRoad(
-        model,
-        parameters,
-        group=StepGroup(settings["process_group"]),
-        bucket_cap_mb=setting("bucket_cap_mb", DEFAULT_BUCKET_CAP_MB),
-        gradient_as_bucket_view=setting("gradient_as_bucket_view", False),
-        broadcast_buffers=setting("broadcast_buffers", True),
-        init_sync=setting("init_sync", True),
-    )
+        return ReducerRoad.of_ddp(model, parameters, StepGroup(group))
+    return ReducerRoad(model, parameters, group=StepGroup(group), **settings)

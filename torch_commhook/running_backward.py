@@ -51,6 +51,10 @@ class RunningBackward:
             with suppress(LookupError, TypeError):  # no tensor, which may have no weak reference
                 self._output = weakref.ref(outermost.f_locals["t_outputs"][0])
 
+    def has_left(self, earlier: RunningBackward | None) -> bool:
+        """Whether an earlier one on this thread has ended, by an exception if by nothing else."""
+        return earlier is not None and earlier.thread == self.thread and not earlier.is_same(self)
+
     def is_same(self, other: RunningBackward) -> bool:
         """Whether two are one. Frames come again, the tensors that they are for seldom do."""
         if self.thread != other.thread or self._frame_id != other._frame_id:

@@ -63,7 +63,7 @@ class StepGroup:
         self.steps = 0
         self._epoch = 1  # of the connections; each failure ends one
         self._attempts = 0  # to connect anew
-        self._met: dict[int, str] = {}  # what the other ranks said when they met last
+        self._met: dict[int, str | None] = {}  # on rank 0: what each said when they met last
         self._open = False  # a step has begun and not ended
         self._broken = False
         self._backward: RunningBackward | None = None  # of the last step
@@ -101,12 +101,7 @@ class StepGroup:
         self._backward = backward = RunningBackward()
         beside = [group for group in self._others() if group._open]
         for group in beside:
-            earlier = group._backward
-            if (
-                earlier is not None
-                and earlier.thread == backward.thread
-                and not earlier.is_same(backward)
-            ):
+            if backward.has_left(group._backward):
                 group.fail("backward() was left by an exception")
         if beside and not self._broken and self._reason(self._epoch) is not None:
             explained = self.explain("")
@@ -200,11 +195,9 @@ class StepGroup:
         self._open = False
         self._broken = True
         assert self._store is not None
-        try:
+        with suppress(RuntimeError):  # the store may have gone with its process, which all see
             # The first counts: who comes later may have failed because of it.
             self._store.compare_set(self._key(self._epoch), "", f"on rank {self.rank}: {reason}")
-        except RuntimeError:
-            pass  # the store has gone with its process, which the others see for themselves
         _C.drop_backends(self.group)
 
     def fail_with(self, error: BaseException) -> BaseException:
@@ -274,21 +267,19 @@ class StepGroup:
         own = str(self._attempts)
         deadline = time.monotonic() + self.timeout.total_seconds()
         pause = 0.0005
-        here = self._here(self.rank)
-        self._store.set(here, own)
+        here = ""
         while True:
             if self._reason(self._epoch + 1) is not None:  # the others are one further
                 self._epoch += 1
+            if here != self._here(self.rank):
                 here = self._here(self.rank)
                 self._store.set(here, own)
             all_here = f"{self.name}/{self._epoch + 1}/all"
             if self.rank == 0:
                 tries = [self._read(self._here(rank)) for rank in range(self.size)]
-                tries[0] = own
-                if None not in tries and all(
-                    self._met.get(rank) != tries[rank] for rank in range(1, self.size)
-                ):
-                    self._met = {rank: str(said) for rank, said in enumerate(tries)}
+                # Rank 0's own is always another one.
+                if all(said not in (None, self._met.get(rank)) for rank, said in enumerate(tries)):
+                    self._met = dict(enumerate(tries))
                     self._store.set(all_here, " ".join(map(str, tries)))
                     return self._store_of(f"{self._epoch + 1}/{own}")
             else:

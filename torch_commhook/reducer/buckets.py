@@ -98,6 +98,61 @@ class BucketState:
             _C.prefer_huge_pages(self.storage)
         return self.storage
 
+    def gradients(self) -> list[Tensor]:
+        """The gradients; zeros for those that are missing."""
+        # What compiled autograd gives its hooks is known to it; other ways to the parameters are
+        # not.
+        traced = torch.compiler.is_dynamo_compiling() and not self.pending
+        arrived: list[Any] = self.arrived if traced else self.parameters
+        gradients: list[Tensor | None] = [parameter.grad for parameter in arrived]
+        if any(gradient is None for gradient in gradients):
+            return [
+                self.zeros(parameter) if gradient is None else gradient
+                for gradient, parameter in zip(gradients, self.parameters, strict=True)
+            ]
+        return gradients  # type: ignore[return-value]
+
+    def zeros(self, parameter: Tensor) -> Tensor:
+        """A gradient of zeros for one of the parameters."""
+        if not self.sparse:
+            return torch.zeros_like(parameter)
+        rows = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+        values = parameter.new_empty(0, *parameter.shape[1:])
+        return torch.sparse_coo_tensor(rows, values, parameter.shape, check_invariants=False)
+
+    def pieces(self, result: Tensor) -> list[Tensor]:
+        """What each parameter gets of a result, as views of it."""
+        return [result] if self.sparse else self.layout.views(result)
+
+    def write(self, result: Tensor, parameters: Sequence[Tensor]) -> None:
+        """Bring a result into the gradients of all parameters, cast on the way."""
+        with torch.no_grad():
+            if self.sparse:
+                parameters[0].grad = result
+            elif self.views is None or torch.compiler.is_dynamo_compiling():
+                self._copy(result, destinations(parameters))
+            else:
+                self._keep(result)
+                for parameter, view in zip(parameters, self.views, strict=True):
+                    if parameter.grad is not view:
+                        parameter.grad = view
+
+    def _copy(self, result: Tensor, gradients: Sequence[Tensor]) -> None:
+        if result.is_complex():
+            torch._foreach_copy_(list(gradients), self.layout.views(result))
+        else:
+            _ops.unflatten_into(result, self.layout._permute(gradients))
+
+    def _keep(self, result: Tensor) -> None:
+        """Bring a result into the storage that the gradients are views of."""
+        storage = self.make_storage()
+        if result.data_ptr() == storage.data_ptr() and result.dtype == storage.dtype:
+            return
+        if result.is_complex():
+            storage.copy_(result)
+        else:
+            _ops.unflatten_into(result, [storage])
+
 
 class ReducerBucket(GradBucket):
     """A bucket whose gradients are gathered when they are asked for.
@@ -189,20 +244,9 @@ def _any_same(gradients: list[Tensor], views: list[Tensor]) -> bool:
     return any(gradient is view for gradient, view in zip(gradients, views, strict=True))
 
 
-def write_result(state: BucketState, result: Tensor, gradients: Sequence[Tensor]) -> None:
-    """A dense bucket's result into gradients, cast on the way."""
-    if result.is_complex():
-        torch._foreach_copy_(list(gradients), state.layout.views(result))
-    else:
-        _ops.unflatten_into(result, state.layout._permute(gradients))
-
-
-def keep_result(state: BucketState, result: Tensor) -> None:
-    """A dense bucket's result into the storage that the gradients are views of."""
-    storage = state.make_storage()
-    if result.data_ptr() == storage.data_ptr() and result.dtype == storage.dtype:
-        return
-    if result.is_complex():
-        storage.copy_(result)
-    else:
-        _ops.unflatten_into(result, [storage])
+def destinations(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of parameters, made where somebody has taken them away since."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter)
+    return [parameter.grad for parameter in parameters]  # type: ignore[misc]

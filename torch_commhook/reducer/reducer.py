@@ -34,8 +34,7 @@ from torch_commhook.reducer.buckets import (
     BucketState,
     ReducerBucket,
     assign_buckets,
-    keep_result,
-    write_result,
+    destinations,
 )
 from torch_commhook.reducer.tracing import (
     begin_step,
@@ -209,7 +208,7 @@ class Reducer:
             self._begin_step()
             while self._next < len(self._buckets):
                 bucket = self._buckets[self._next]
-                self._start(bucket, [_zeros(bucket, p) for p in bucket.parameters])
+                self._start(bucket, [bucket.zeros(p) for p in bucket.parameters])
             for bucket in self._buckets:
                 self._result(bucket)
             if self.group.recovers:
@@ -270,15 +269,10 @@ class Reducer:
             return
         backward = RunningBackward()
         nested = backward.is_nested
-        earlier = self._backward
         left = (
             self._task == _COMPILED
             or (not nested and self._outermost not in (None, task))
-            or (
-                earlier is not None
-                and earlier.thread == backward.thread
-                and not earlier.is_same(backward)
-            )
+            or backward.has_left(self._backward)
         )
         if not self._idle and left:
             self._abandon()
@@ -379,13 +373,18 @@ class Reducer:
             self._start(self._buckets[self._next])
         self._starting = False
 
+    def _start_all(self) -> None:
+        """Run the hook on the buckets that have not had their turn."""
+        while self._next < len(self._buckets):
+            self._start(self._buckets[self._next])
+
     def _start(self, bucket: BucketState, gradients: list[Tensor] | None = None) -> None:
         """Run the hook on the bucket whose turn it is."""
         attached = self._running
         assert attached is not None
         self._next += 1
         if gradients is None:
-            gradients = _gradients(bucket)
+            gradients = bucket.gradients()
         group = self.group.group_for(bucket.device)
         bucket.bucket = ReducerBucket(bucket, gradients, len(self._buckets), group)
         where = hook_on_bucket(attached.name, bucket.index, len(self._buckets))
@@ -445,21 +444,19 @@ class Reducer:
 
     def _finish_eager(self) -> None:
         self._begin_step()
-        while self._next < len(self._buckets):
-            self._start(self._buckets[self._next])
+        self._start_all()
         late = []
         for bucket in self._buckets:
             result = self._result(bucket)
             if bucket.pending:
                 late.append((bucket, result))
             else:
-                self._write(bucket, result, bucket.parameters)
+                bucket.write(result, bucket.parameters)
         used = self._locally_used()
         if self.group.recovers:
             self.group.commit(used)
         for bucket, result in late:
-            pieces = [result] if bucket.sparse else bucket.layout.views(result)
-            self.write_missing(bucket.members, pieces, used.tolist())
+            self.write_missing(bucket.members, bucket.pieces(result), used)
         attached, count = self._running, len(self._buckets)
         assert attached is not None
         for bucket in self._buckets:
@@ -524,31 +521,20 @@ class Reducer:
             )
         return torch.tensor(used, dtype=torch.uint8)
 
-    def _write(self, bucket: BucketState, result: Tensor, parameters: Sequence[Tensor]) -> None:
-        with torch.no_grad():
-            if bucket.sparse:
-                parameters[0].grad = result
-            elif bucket.views is None or _is_compiling():
-                write_result(bucket, result, _destinations(parameters))
-            else:
-                keep_result(bucket, result)
-                for parameter, view in zip(parameters, bucket.views, strict=True):
-                    if parameter.grad is not view:
-                        parameter.grad = view
-
     def write_missing(
-        self, numbers: Sequence[int], gradients: Sequence[Tensor], used: Sequence[int]
+        self, numbers: Sequence[int], gradients: Sequence[Tensor], used: Tensor
     ) -> None:
         """Write the gradients of some parameters, leaving those alone that no rank has used."""
+        is_used = used.tolist()
         with torch.no_grad():
             for number, gradient in zip(numbers, gradients, strict=True):
                 parameter = self._parameters[number]
-                if not used[number]:
+                if not is_used[number]:
                     continue
                 if self._sparse[number]:
                     parameter.grad = gradient
                 else:
-                    _destinations([parameter])[0].copy_(gradient)
+                    destinations([parameter])[0].copy_(gradient)
 
     def _breaks_graph(self) -> bool:
         return _is_compiling() and self._running is not None and not self._running.traceable
@@ -568,15 +554,14 @@ class Reducer:
     def _finish_traced(self) -> None:
         attached = self._running
         assert attached is not None
-        while self._next < len(self._buckets):
-            self._start(self._buckets[self._next])
+        self._start_all()
         results = []
         for bucket in self._buckets:
             result = self._result(bucket)
             results.append(result)
             parameters = [parameter for parameter in bucket.arrived if parameter is not None]
             if bucket.pending == 0:
-                self._write(bucket, result, parameters)
+                bucket.write(result, parameters)
         used = self._locally_used()
         if self.group.recovers:
             self._used.copy_(used)
@@ -588,14 +573,15 @@ class Reducer:
         for bucket, result in zip(self._buckets, results, strict=True):
             if bucket.pending == 0:
                 continue
-            pieces = [result] if bucket.sparse else bucket.layout.views(result)
-            for number, arrived, piece in zip(bucket.members, bucket.arrived, pieces, strict=True):
+            for number, arrived, piece in zip(
+                bucket.members, bucket.arrived, bucket.pieces(result), strict=True
+            ):
                 if arrived is None:
                     numbers.append(number)
                     missing.append(piece)
                 else:
                     with torch.no_grad():
-                        _destinations([arrived])[0].copy_(piece)
+                        destinations([arrived])[0].copy_(piece)
         if missing:
             write_missing(self._token, used, missing, numbers, self._key)
         self._accumulated = False
@@ -668,33 +654,3 @@ def _nothing(parameter: Tensor) -> None:
 def _traffic(bucket: BucketState) -> BucketTraffic:
     assert bucket.running is not None
     return bucket.running.traffic
-
-
-def _gradients(bucket: BucketState) -> list[Tensor]:
-    """The gradients of a bucket; zeros for those that are missing."""
-    # What compiled autograd gives its hooks is known to it; other ways to the parameters are not.
-    traced = _is_compiling() and not bucket.pending
-    arrived: list[Any] = bucket.arrived if traced else bucket.parameters
-    gradients: list[Tensor | None] = [parameter.grad for parameter in arrived]
-    if any(gradient is None for gradient in gradients):
-        return [
-            _zeros(bucket, parameter) if gradient is None else gradient
-            for gradient, parameter in zip(gradients, bucket.parameters, strict=True)
-        ]
-    return gradients  # type: ignore[return-value]
-
-
-def _zeros(bucket: BucketState, parameter: Tensor) -> Tensor:
-    if not bucket.sparse:
-        return torch.zeros_like(parameter)
-    rows = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-    values = parameter.new_empty(0, *parameter.shape[1:])
-    return torch.sparse_coo_tensor(rows, values, parameter.shape, check_invariants=False)
-
-
-def _destinations(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients of parameters, made where somebody has taken them away since."""
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.empty_like(parameter)
-    return [parameter.grad for parameter in parameters]  # type: ignore[misc]

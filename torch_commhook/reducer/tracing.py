@@ -106,7 +106,7 @@ def write_missing(
     Whether a parameter without a gradient gets one depends on the other ranks: no compiler can
     know. The compiled graph has nothing to do with these parameters, so that it may happen unseen.
     """
-    reducers[key].write_missing(numbers, gradients, used.tolist())
+    reducers[key].write_missing(numbers, gradients, used)
 
 
 @begin_step.register_fake
