@@ -474,3 +474,20 @@ def _many_handles(rank: int) -> tuple[int, int]:
 
 def test_groups_go_with_their_models(two_ranks: RankPool) -> None:
     assert two_ranks.run(_many_handles) == [(0, 0), (0, 0)]
+
+
+class Own(hooks.allreduce):
+    """A hook whose printed form has an address in it."""
+
+    __repr__ = object.__repr__
+
+
+def _attaches_own(rank: int) -> bool:
+    kept = [object() for _ in range(rank)]  # so that addresses differ
+    handle = attach(nn.Linear(2, 2), Own())
+    handle.remove()
+    return len(kept) == rank
+
+
+def test_own_subclasses_of_hook_agree(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_attaches_own) == [True, True]

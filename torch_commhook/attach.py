@@ -20,7 +20,7 @@ from torch_commhook.attached import Attached
 from torch_commhook.bucket import GradBucket
 from torch_commhook.collectives import resolve_group
 from torch_commhook.ddp_road import DdpRoad
-from torch_commhook.hooks.base import Hook
+from torch_commhook.hooks import __name__ as hooks_module
 from torch_commhook.metrics import HookStats
 from torch_commhook.parameters import check_not_in_ddp, claim, release, trainable
 from torch_commhook.step_group import StepGroup
@@ -291,7 +291,9 @@ def _shared(
     model: torch.nn.Module, hook: Callable[..., Any], settings: dict[str, Any]
 ) -> dict[str, object]:
     """What all ranks must attach alike."""
-    shared: dict[str, object] = {"the hook": repr(hook) if isinstance(hook, Hook) else "another"}
+    # Those of the library print as they are written; of others only the kind is known.
+    of_library = type(hook).__module__.startswith(hooks_module)
+    shared: dict[str, object] = {"the hook": repr(hook) if of_library else "another"}
     if isinstance(model, DistributedDataParallel):
         shared["bucket_cap_mb"] = model.bucket_bytes_cap / (1 << 20)
         shared["the Python reducer"] = model._use_python_reducer
