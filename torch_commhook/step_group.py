@@ -52,7 +52,6 @@ class StepGroup:
     Attributes:
         group: what hooks communicate through. After a step that failed its connections are others.
         timeout: how long a collective may take.
-        steps: how many steps have ended well.
     """
 
     def __init__(self, parent: Any = None) -> None:
@@ -60,7 +59,6 @@ class StepGroup:
         self.size: int = self.parent.size()
         self.rank: int = self.parent.rank()
         self.timeout = _timeout(self.parent)
-        self.steps = 0
         self._epoch = 1  # of the connections; each failure ends one
         self._attempts = 0  # to connect anew
         self._met: dict[int, str | None] = {}  # on rank 0: what each said when they met last
@@ -172,7 +170,6 @@ class StepGroup:
                 self.fail(str(error))
                 raise explained from error
         self._open = False
-        self.steps += 1
 
     def fail(self, reason: str) -> None:
         """Let the other ranks' collectives of this step end, and tell them why.

@@ -58,16 +58,16 @@ def start_traced(attached: Attached, bucket: GradBucket, where: str) -> Running:
     hook = attached.hook
     local = attached.stages.before(bucket, where)
     TRACED_METER.active = True
-    if isinstance(hook, Hook):
-        dtype = hook.result_dtype(bucket)
-        result: Any = hook.average(bucket)
-    else:
-        dtype = bucket.dtype()
-        result = hook(attached.state, bucket)
-    sent = None
-    if TRACED_METER.collectives != 0:
-        sent = TRACED_METER.bytes_sent
-    TRACED_METER.collectives, TRACED_METER.bytes_sent, TRACED_METER.active = 0, 0, False
+    try:
+        if isinstance(hook, Hook):
+            dtype = hook.result_dtype(bucket)
+            result: Any = hook.average(bucket)
+        else:
+            dtype = bucket.dtype()
+            result = hook(attached.state, bucket)
+        sent = TRACED_METER.bytes_sent if TRACED_METER.collectives else None
+    finally:
+        TRACED_METER.collectives, TRACED_METER.bytes_sent, TRACED_METER.active = 0, 0, False
     if isinstance(result, Tensor):
         future = TracedFuture(lambda: result)
     elif isinstance(result, TracedFuture):
