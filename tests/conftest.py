@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from gil_calls import CannotCountError, build
 from rank_pool import RankPool
 
 import torch_commhook  # noqa: F401  (registers torch.ops.commhook)
@@ -39,3 +40,12 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def gil_counter() -> None:
+    """Builds what ``gil_calls.count_gil_calls`` needs, or skips the test."""
+    try:
+        build()
+    except CannotCountError as error:
+        pytest.skip(str(error))
