@@ -140,7 +140,7 @@ def compile_flags() -> list[str]:
 
 
 def extensions() -> list:
-    include_dirs = [str(ROOT / "csrc")]
+    include_dirs = [str(ROOT / "csrc"), str(ROOT / "csrc" / "include")]
     cxx = compile_flags()
     headers = sources("csrc/**/*.h", "csrc/**/*.inl", "cuda/*.cuh", "cuda/*.h")
     ops: dict = {

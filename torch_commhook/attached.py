@@ -14,6 +14,7 @@ from torch_commhook._runtime import check_hook, hook_name, run_hook
 from torch_commhook.bucket import GradBucket
 from torch_commhook.bucket_stages import BucketStages
 from torch_commhook.hooks.base import Hook, checked_result_dtype
+from torch_commhook.hooks.cpp import cpp
 from torch_commhook.metrics import BucketTraffic, HookStats, TracedSteps, WireMeter, counting
 
 
@@ -62,6 +63,12 @@ class Attached:
                 f"got {_C.type_name(state)}"
             )
         return cls(hook, state, hook_name(hook), is_traceable(hook))
+
+    @property
+    def cpp_hook(self) -> _C.CppHook | None:
+        """The hook in C++, where it is one and nothing in Python stands around it."""
+        # A subclass may do more.
+        return self.hook.native if type(self.hook) is cpp and self.stages.is_empty else None
 
     def start(self, bucket: GradBucket, where: str) -> Running:
         """Run the stages before the hook, and start it.

@@ -382,6 +382,10 @@ class GradBucket:
         with torch.no_grad():
             return _ops.flatten([self.buffer()], scale=scale, dtype=dtype, out=out)
 
+    def _source(self) -> _C.ReducerBucket | None:
+        """Where C++ finds the gradients, if they are yet to be gathered."""
+        return None
+
     # ---- conversion and copies -------------------------------------------------------------------
 
     @classmethod

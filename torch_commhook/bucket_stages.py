@@ -46,6 +46,13 @@ class BucketStages:
         return handle
 
     @property
+    def is_empty(self) -> bool:
+        """Whether no stage has hooks."""
+        return not (
+            self.buffer_prehooks or self.prehooks or self.posthooks or self.post_accumulate_hooks
+        )
+
+    @property
     def has_post_accumulate_hooks(self) -> bool:
         """Whether :meth:`done` has anything to do."""
         return bool(_hooks(self.post_accumulate_hooks))

@@ -51,23 +51,18 @@ class DdpRoad:
         self.successor: ReducerRoad | None = None
         self.attached: Attached | None = None
         self._running: Attached | None = None  # in this backward
+        self._is_first = True  # the next bucket of it
         self._plain = allreduce()
         self._buckets: dict[int, GradBucket] = {}
         # The model's reducer owns this; a handle that outlives the model keeps nothing of it.
         buckets = self._buckets
         self.model = weakref.ref(model, lambda _: buckets.clear())
 
-        def choose_delivery() -> str:
-            model = self.model()
-            return "reducer" if model is None else _delivery(model)
-
         if model.logger is not None:  # for DDP's own statistics
             model.logger._set_comm_hook_name("torch_commhook")
         _C.register_ddp_hook(
             model.reducer,
-            self._run,
-            choose_delivery,
-            self._end_step,
+            self,
             self._group.timeout.total_seconds(),
             _DRAIN_SECONDS,
         )
@@ -75,20 +70,37 @@ class DdpRoad:
         parameters = [parameter for _, parameter in trainable(model)]
         _C.call_before_capture(parameters, left_to_python(lambda: _give_way(road)))
 
+    # ---- called by the reducer's hook (csrc/runtime/ddp_hook.h) ----------------------------------
+
+    def choose_delivery(self) -> str:
+        """Who brings a bucket's result into the gradients."""
+        model = self.model()
+        return "reducer" if model is None else _delivery(model)
+
     @left_to_python
-    def _run(
-        self, torch_bucket: dist.GradBucket, first: bool, rebuilt: bool
+    def begin_step(self) -> tuple[_C.CppHook, Any, Any] | None:
+        """A backward begins. Gives the C++ hook for its buckets, and groups, where there is one."""
+        attached = self._running = self.attached
+        self._is_first = True
+        if attached is None:
+            return None
+        self._group.begin()
+        native = attached.cpp_hook
+        if native is None:
+            return None
+        own = attached.hook.process_group  # type: ignore[attr-defined]
+        if own is not None:
+            return native, own, own
+        return native, self._group.group, self._group.parent
+
+    @left_to_python
+    def run(
+        self, torch_bucket: dist.GradBucket, rebuilt: bool
     ) -> tuple[str, Any, torch.dtype, Callable[[Tensor], Tensor] | None]:
-        """Called by the reducer for each bucket that is full (csrc/runtime/ddp_hook.h)."""
-        if first:
-            self._running = self.attached
-            if self._running is not None:
-                self._group.begin()
+        """A bucket is full."""
         index = torch_bucket.index()
         if rebuilt:
-            bucket = GradBucket.from_torch(torch_bucket)
-            self._buckets[index] = bucket
-            _C.prefer_huge_pages(bucket.buffer())  # which lives until DDP forms its buckets anew
+            bucket = self._buckets[index] = GradBucket.from_torch(torch_bucket)
         else:
             bucket = self._buckets[index]
             bucket._buffer = torch_bucket.buffer()
@@ -101,7 +113,8 @@ class DdpRoad:
         count = bucket.bucket_count()
         where = hook_on_bucket(attached.name, index, count)
         running = attached.start(bucket, where)
-        count_bucket(attached.stats, index, count, running.traffic, first=first)
+        count_bucket(attached.stats, index, count, running.traffic, first=self._is_first)
+        self._is_first = False
         local = running.local
         if local is None:
             return attached.name, running.future, running.dtype, None
@@ -112,12 +125,18 @@ class DdpRoad:
         return attached.name, running.future, running.dtype, after
 
     @left_to_python
-    def _end_step(self, error: BaseException | None) -> None:
+    def end_step(
+        self, error: BaseException | None, sent: list[tuple[int, torch.dtype, int | None]] | None
+    ) -> None:
+        """All results are written, or something failed."""
         if self._running is None:
             return
         if error is None:
             self._group.end()
-            if self._running.stages.has_post_accumulate_hooks:
+            for index, traffic in enumerate(sent or ()):
+                stats = self._running.stats
+                count_bucket(stats, index, len(sent or ()), traffic, first=index == 0)
+            if sent is None and self._running.stages.has_post_accumulate_hooks:
                 # Once the reducer has written the last gradients.
                 engine = torch.autograd.Variable._execution_engine
                 engine.queue_callback(self._run_post_accumulate_hooks)

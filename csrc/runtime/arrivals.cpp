@@ -42,10 +42,10 @@ void Arrivals::assign(std::vector<int64_t> bucket_of) {
 Arrivals::Counted Arrivals::count(int64_t number, bool entered) {
   const std::lock_guard lock(mutex_);
   if (!listener_) {
-    return {Event::kCounted, 0};
+    return {Event::kCounted, 0, nullptr};
   }
   if (!entered && torch::autograd::get_current_graph_task_id() != task_) {
-    return {Event::kEnter, 0};
+    return {Event::kEnter, 0, nullptr};
   }
   const int64_t bucket = bucket_of_[number];
   int64_t& pending = pending_[bucket];
@@ -58,9 +58,12 @@ Arrivals::Counted Arrivals::count(int64_t number, bool entered) {
     --pending;
   }
   if (pending > 0 || !tell_full_) {
-    return {Event::kCounted, bucket};
+    return {Event::kCounted, bucket, nullptr};
   }
-  return {again ? Event::kAgain : Event::kFull, bucket};
+  if (again) {
+    return {Event::kAgain, bucket, nullptr};
+  }
+  return {Event::kFull, bucket, run_};
 }
 
 void Arrivals::arrive(int64_t number) {
@@ -70,9 +73,26 @@ void Arrivals::arrive(int64_t number) {
     counted = count(number, true);
   }
   if (counted.event == Event::kFull) {
-    call("bucket_full", counted.bucket);
+    full(counted.bucket, counted.run.get());
   } else if (counted.event == Event::kAgain) {
     call("came_again", number);
+  }
+}
+
+void Arrivals::full(int64_t bucket, ReducerRun* run) const {
+  if (run == nullptr) {
+    call("bucket_full", bucket);
+    return;
+  }
+  std::exception_ptr failure;
+  try {
+    run->full(bucket);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  if (failure) {
+    py::gil_scoped_acquire gil;
+    call("start_failed", python_exception(failure));
   }
 }
 
@@ -94,14 +114,17 @@ void Arrivals::call(const char* method, Arguments... arguments) const {
   }
 }
 
-void Arrivals::count_in_this_backward(bool tell_full) {
+void Arrivals::count_in_this_backward(bool tell_full, std::shared_ptr<ReducerRun> run) {
   const std::lock_guard lock(mutex_);
+  run_.swap(run);
   task_ = torch::autograd::get_current_graph_task_id();
   tell_full_ = tell_full;
 }
 
 void Arrivals::reset() {
+  std::shared_ptr<ReducerRun> run;  // dropped without the mutex
   const std::lock_guard lock(mutex_);
+  run_.swap(run);
   reset_locked();
 }
 

@@ -1,5 +1,5 @@
 // Counts the gradients of a reducer's buckets as autograd computes them, without the GIL. Python is
-// entered once for a backward, and once for each bucket that is full.
+// entered once for a backward, and once for each bucket that is full, unless a C++ hook takes it.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "runtime/py_ref.h"
+#include "runtime/reducer_run.h"
 
 namespace commhook {
 
@@ -19,7 +20,8 @@ class Arrivals {
   //   enter_backward(): a gradient came in another backward than before; calls
   //     count_in_this_backward();
   //   bucket_full(bucket): its last gradient came, where that has asked to be told;
-  //   came_again(number): a second gradient for a parameter of such a bucket.
+  //   came_again(number): a second gradient for a parameter of such a bucket;
+  //   start_failed(error): what a C++ hook raised when a bucket was full.
   // What they raise comes out of backward().
   Arrivals(pybind11::object listener, int64_t parameter_count);
 
@@ -31,8 +33,9 @@ class Arrivals {
   // The gradient of a parameter has come, on any thread. Does not need the GIL.
   void arrive(int64_t number);
 
-  // Count in the backward that this thread runs.
-  void count_in_this_backward(bool tell_full);
+  // Count in the backward that this thread runs, and tell of full buckets: the listener, or `run`
+  // where there is one.
+  void count_in_this_backward(bool tell_full, std::shared_ptr<ReducerRun> run);
 
   // Wait for the gradients of the next backward.
   void reset();
@@ -52,11 +55,13 @@ class Arrivals {
   struct Counted {
     Event event;
     int64_t bucket;
+    std::shared_ptr<ReducerRun> run;  // of a bucket that is full
   };
   Counted count(int64_t number, bool entered);
   void reset_locked();
   template <typename... Arguments>
   void call(const char* method, Arguments... arguments) const;
+  void full(int64_t bucket, ReducerRun* run) const;
 
   mutable std::mutex mutex_;  // never held while Python runs
   std::shared_ptr<const PyRef> listener_;
@@ -67,6 +72,7 @@ class Arrivals {
   std::vector<char> arrived_;     // whether each parameter has one
   int task_;                      // the autograd engine's number of the backward
   bool tell_full_ = false;
+  std::shared_ptr<ReducerRun> run_;
   bool note_order_ = true;
   std::vector<int64_t> order_;
 };

@@ -4,34 +4,33 @@
 #include <utility>
 
 #include "runtime/hook_names.h"
-#include "runtime/operator_hook.h"
 
 namespace py = pybind11;
 
 namespace commhook {
 
-HookKind hook_kind(const std::string& name) {
-  if (name == "tensor") {
-    return HookKind::kTensor;
+const char* name_of(HookKind kind) {
+  switch (kind) {
+    case HookKind::kTensor:
+      return "tensor";
+    case HookKind::kPre:
+      return "prehook";
+    case HookKind::kPost:
+      return "posthook";
+    default:
+      return "post_accumulate";
   }
-  if (name == "prehook") {
-    return HookKind::kPre;
-  }
-  if (name == "posthook") {
-    return HookKind::kPost;
-  }
-  TORCH_CHECK_VALUE(name == "post_accumulate",
-                    "kind must be 'tensor', 'prehook', 'posthook' or 'post_accumulate', got '",
-                    name, "'");
-  return HookKind::kPostAccumulate;
 }
 
-AutogradHook::AutogradHook(py::object callable, const std::optional<std::string>& op_name,
-                           const std::string& op_overload, py::object traced, HookKind kind)
-    : callable_(std::move(callable)), traced_(std::move(traced)) {
-  if (op_name) {
-    native_ = operator_hook(*op_name, op_overload, kind);
+HookKind hook_kind(const std::string& name) {
+  for (const auto kind :
+       {HookKind::kTensor, HookKind::kPre, HookKind::kPost, HookKind::kPostAccumulate}) {
+    if (name == name_of(kind)) {
+      return kind;
+    }
   }
+  TORCH_CHECK_VALUE(
+      false, "kind must be 'tensor', 'prehook', 'posthook' or 'post_accumulate', got '", name, "'");
 }
 
 std::string AutogradHook::name() const {

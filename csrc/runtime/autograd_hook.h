@@ -10,7 +10,6 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -29,6 +28,7 @@ enum class HookKind {
 
 // "tensor", "prehook", "posthook" or "post_accumulate".
 HookKind hook_kind(const std::string& name);
+const char* name_of(HookKind kind);
 
 // A hook that runs without the GIL: it gets the values and, if it is a post-hook, the others, and
 // gives new values.
@@ -37,10 +37,10 @@ using NativeHook =
 
 class AutogradHook {
  public:
-  // A Python callable, or an operator, given by its qualified name. `traced` is what compiled
-  // autograd calls: it has the same signature and checks the same.
-  AutogradHook(pybind11::object callable, const std::optional<std::string>& op_name,
-               const std::string& op_overload, pybind11::object traced, HookKind kind);
+  // A Python callable, or what runs in its place. `traced` is what compiled autograd calls: it has
+  // the same signature and checks the same.
+  AutogradHook(pybind11::object callable, NativeHook native, pybind11::object traced)
+      : callable_(std::move(callable)), traced_(std::move(traced)), native_(std::move(native)) {}
 
   bool is_native() const { return static_cast<bool>(native_); }
   const NativeHook& native() const { return native_; }

@@ -6,10 +6,10 @@
 
 #include <algorithm>
 #include <chrono>
-#include <numeric>
 #include <stdexcept>
 #include <tuple>
 
+#include "commhook/huge_pages.h"
 #include "ops/bucket_dtype.h"
 #include "runtime/grad_bucket.h"
 #include "runtime/hook_names.h"
@@ -44,37 +44,6 @@ std::exception_ptr named(const std::string& where, const std::exception_ptr& err
   return error;
 }
 
-py::object python_exception(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (python_error& raised) {
-    raised.restore();
-    return py::error_already_set().value();
-  } catch (py::error_already_set& raised) {
-    return raised.value();
-  } catch (const c10::Error& raised) {
-    return py::module_::import("builtins").attr("RuntimeError")(raised.what_without_backtrace());
-  } catch (const std::exception& raised) {
-    return py::module_::import("builtins").attr("RuntimeError")(raised.what());
-  } catch (...) {
-    return py::module_::import("builtins").attr("RuntimeError")("unknown exception");
-  }
-}
-
-// A tensor permuted so that its row-major order is the order of `like` in memory, which is that of
-// a bucket.
-at::Tensor in_memory_order(const at::Tensor& tensor, const at::Tensor& like) {
-  if (like.is_contiguous() || !like.is_non_overlapping_and_dense()) {
-    return tensor;
-  }
-  std::vector<int64_t> order(like.dim());
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-    return std::pair(like.stride(a), like.size(a)) > std::pair(like.stride(b), like.size(b));
-  });
-  return tensor.permute(order);
-}
-
 // A bucket's result into its parameters' gradients, which backward() has made.
 void write_gradients(const at::Tensor& result, const std::vector<at::Tensor>& parameters) {
   std::vector<at::Tensor> gradients;
@@ -84,7 +53,7 @@ void write_gradients(const at::Tensor& result, const std::vector<at::Tensor>& pa
     if (!gradient.defined()) {
       gradient = at::empty_like(parameter);
     }
-    gradients.push_back(in_memory_order(gradient, parameter));
+    gradients.push_back(BucketLayout::in_memory_order(gradient, parameter));
   }
   unflatten_into(result, gradients);
 }
@@ -99,7 +68,7 @@ bool DdpHook::begins_backward(int64_t index, const at::Tensor& parameter) const 
 }
 
 void DdpHook::choose_delivery() {
-  const auto chosen = choose_delivery_.get()().cast<std::string>();
+  const auto chosen = road_.get().attr("choose_delivery")().cast<std::string>();
   delivery_ = chosen == "write"    ? Delivery::kWrite
               : chosen == "buffer" ? Delivery::kBuffer
                                    : Delivery::kReducer;
@@ -108,7 +77,60 @@ void DdpHook::choose_delivery() {
   }
 }
 
+// Needs the GIL, and is all that a C++ hook's backward needs it for until its end.
+void DdpHook::begin_step() {
+  if (!delivery_) {
+    choose_delivery();
+  }
+  cpp_hook_ = nullptr;
+  const py::object begun = road_.get().attr("begin_step")();
+  if (begun.is_none()) {
+    return;
+  }
+  const auto [hook, cpu_group, device_group] =
+      begun.cast<std::tuple<std::shared_ptr<CppHook>, ProcessGroupPtr, ProcessGroupPtr>>();
+  cpp_hook_ = hook;
+  cpu_group_ = cpu_group;
+  device_group_ = device_group;
+}
+
 c10::intrusive_ptr<Future> DdpHook::start(c10d::GradBucket& bucket, Running& running, bool first) {
+  const auto index = static_cast<int64_t>(bucket.getIndex());
+  const auto& buffer = running.buffer;
+  if (buffer.layout() == at::kStrided &&
+      std::exchange(in_huge_pages_[index], buffer.const_data_ptr()) != buffer.const_data_ptr()) {
+    preferHugePages(buffer);  // which lives until DDP forms its buckets anew
+  }
+  try {
+    if (first) {
+      py::gil_scoped_acquire gil;
+      try {
+        begin_step();
+      } catch (py::error_already_set& error) {
+        std::rethrow_exception(persistent(error));
+      }
+    }
+    return cpp_hook_ ? start_cpp(bucket, running) : start_python(bucket, running);
+  } catch (py::error_already_set& error) {  // of a process group in Python, say
+    py::gil_scoped_acquire gil;
+    running.failure = persistent(error);
+    return nullptr;
+  } catch (...) {
+    running.failure = std::current_exception();
+    return nullptr;
+  }
+}
+
+c10::intrusive_ptr<Future> DdpHook::start_cpp(c10d::GradBucket& bucket, Running& running) {
+  const bool on_cpu = running.buffer.device().is_cpu();
+  GradBucket own(bucket, static_cast<size_t>(bucket_count(bucket)),
+                 on_cpu ? cpu_group_ : device_group_);
+  running.run = cpp_hook_->start(own);
+  running.spec = running.run->spec;
+  return running.run->future;
+}
+
+c10::intrusive_ptr<Future> DdpHook::start_python(c10d::GradBucket& bucket, Running& running) {
   const auto index = static_cast<int64_t>(bucket.getIndex());
   auto& before = parameters_[index];
   const auto& now = running.parameters;
@@ -118,10 +140,7 @@ c10::intrusive_ptr<Future> DdpHook::start(c10d::GradBucket& bucket, Running& run
   before = now;
   py::gil_scoped_acquire gil;
   try {
-    if (!delivery_) {
-      choose_delivery();
-    }
-    const py::tuple ran = runner_.get()(bucket, first, rebuilt);
+    const py::tuple ran = road_.get().attr("run")(bucket, rebuilt);
     ResultSpec spec(hook_on_bucket(ran[0].cast<std::string>(), index, bucket_count(bucket)),
                     bucket.getBuffer());
     spec.dtype = ran[2].cast<at::ScalarType>();
@@ -132,12 +151,16 @@ c10::intrusive_ptr<Future> DdpHook::start(c10d::GradBucket& bucket, Running& run
     running.spec.emplace(std::move(spec));
     return future.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()->fut;
   } catch (py::error_already_set& error) {
-    running.failure = persistent(error);
-  } catch (const std::exception&) {
-    running.failure = std::current_exception();
+    parameters_.erase(index);  // the road may not have seen the bucket
+    std::rethrow_exception(persistent(error));
+  } catch (...) {
+    parameters_.erase(index);
+    throw;
   }
-  parameters_.erase(index);  // the runner may not have seen the bucket
-  return nullptr;
+}
+
+at::Tensor DdpHook::Running::result(const c10::IValue& value) const {
+  return run ? run->result() : check_result(tensor_in(value, spec->where), *spec);
 }
 
 void DdpHook::Running::settle(std::exception_ptr error, c10::IValue value,
@@ -204,7 +227,7 @@ c10::intrusive_ptr<Future> DdpHook::runHook(c10d::GradBucket& bucket) {
     }
     if (!running->in_backward) {
       try {
-        check_result(tensor_in(done.value(), where), *running->spec);
+        running->result(done.value());
       } catch (...) {
         running->settle(std::current_exception());
         return;
@@ -263,7 +286,17 @@ std::exception_ptr DdpHook::ended(const std::exception_ptr& failure) {
   ended_ = true;
   py::gil_scoped_acquire gil;
   try {
-    end_step_.get()(failure ? python_exception(failure) : py::none());
+    py::object sent = py::none();
+    if (cpp_hook_ && !failure) {
+      py::list buckets;
+      for (const auto& other : running_) {
+        const auto& buffer = other.second->buffer;
+        buckets.append(
+            py::make_tuple(buffer.numel(), buffer.scalar_type(), other.second->run->bytes_sent));
+      }
+      sent = buckets;
+    }
+    road_.get().attr("end_step")(failure ? python_exception(failure) : py::none(), sent);
   } catch (py::error_already_set& error) {
     return persistent(error);
   }
@@ -299,8 +332,7 @@ at::Tensor DdpHook::parseHookResult(const c10::IValue& result) {
     if (running->failure) {
       std::rethrow_exception(running->failure);
     }
-    const auto& spec = *running->spec;
-    auto checked = check_result(tensor_in(elements[1], spec.where), spec);
+    auto checked = running->result(elements[1]);
     if (running->after) {
       py::gil_scoped_acquire gil;
       try {
@@ -373,11 +405,10 @@ at::Tensor DdpHook::deliver(const Running& running, const at::Tensor& result) co
   return buffer;
 }
 
-void register_ddp_hook(c10d::Reducer& reducer, py::object runner, py::object choose_delivery,
-                       py::object end_step, double timeout_seconds, double drain_seconds) {
+void register_ddp_hook(c10d::Reducer& reducer, py::object road, double timeout_seconds,
+                       double drain_seconds) {
   reducer.register_comm_hook(
-      std::make_unique<DdpHook>(reducer, std::move(runner), std::move(choose_delivery),
-                                std::move(end_step), timeout_seconds, drain_seconds));
+      std::make_unique<DdpHook>(reducer, std::move(road), timeout_seconds, drain_seconds));
 }
 
 }  // namespace commhook

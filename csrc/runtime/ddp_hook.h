@@ -1,6 +1,7 @@
-// The communication hook that this library registers with DDP's C++ reducer. It runs a Python
-// callable for each bucket and keeps the reducer usable whatever that does: an exception reaches
-// the caller of backward() with its type and traceback, and the next backward works.
+// The communication hook that this library registers with DDP's C++ reducer. For each bucket it
+// runs a hook in C++, without the GIL, or calls Python, and keeps the reducer usable whatever that
+// does: an exception reaches the caller of backward() with its type and traceback, and the next
+// backward works.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -15,26 +16,32 @@
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <vector>
 
+#include "runtime/cpp_hook.h"
 #include "runtime/hook_result.h"
 #include "runtime/py_ref.h"
 
 namespace commhook {
 
-// Registers a DdpHook with a reducer, for life: a reducer takes one hook.
-void register_ddp_hook(c10d::Reducer& reducer, pybind11::object runner,
-                       pybind11::object choose_delivery, pybind11::object end_step,
-                       double timeout_seconds, double drain_seconds);
+// Registers a DdpHook with a reducer, for life: a reducer takes one hook. `road` is the listener.
+void register_ddp_hook(c10d::Reducer& reducer, pybind11::object road, double timeout_seconds,
+                       double drain_seconds);
 
 class DdpHook : public c10d::CommHookInterface {
  public:
-  // runner(bucket: torch.distributed.GradBucket, first: bool, rebuilt: bool) ->
-  //     (hook, returned, dtype, after):
-  // the name of the hook for errors, what it returned (a Future or a tensor), the dtype that the
-  // result must have, and a function that makes of the result what is to be written, or None.
-  // `first` says that a backward begins; `rebuilt`, that the bucket holds other parameters than it
-  // held when the runner last saw its index.
-  //
-  // choose_delivery() -> "reducer", "buffer" or "write" says who brings results into the gradients:
+  // `road` is a Python object with
+  //   begin_step() -> None or (CppHook, group for CPU tensors, group for others): a backward
+  //   begins.
+  //     With a hook, that runs on its buckets.
+  //   run(bucket: torch.distributed.GradBucket, rebuilt: bool) -> (hook, returned, dtype, after):
+  //     without one, called for each: the name of the hook for errors, what it returned (a Future
+  //     or a tensor), the dtype that the result must have, and a function that makes of the result
+  //     what is to be written, or None. `rebuilt` says that the bucket holds other parameters than
+  //     it held when this last saw its index.
+  //   end_step(error: Exception | None, sent: list | None): called once for each backward: when all
+  //     results have been written, or at once where something failed. `sent` has (numel, dtype,
+  //     bytes on the wire or None) of each bucket, where a C++ hook ran. What it raises comes out
+  //     of backward().
+  //   choose_delivery() -> "reducer", "buffer" or "write": who brings results into the gradients:
   enum class Delivery {
     kReducer,  // the reducer, with a copy for each parameter
     kBuffer,   // this: into the bucket's buffer, of which the gradients are views
@@ -43,17 +50,12 @@ class DdpHook : public c10d::CommHookInterface {
   // It is asked once, when the first bucket comes, since DDP can be told that its graph is static
   // until then.
   //
-  // end_step(error: Exception | None) is called once for each backward: when all results have been
-  // written, or at once where something failed. What it raises comes out of backward().
-  //
   // `timeout_seconds` is how long a Future may take, `drain_seconds` how long a bucket that failed
   // waits for those in flight: what their collectives write must not come into the next step.
-  DdpHook(c10d::Reducer& reducer, pybind11::object runner, pybind11::object choose_delivery,
-          pybind11::object end_step, double timeout_seconds, double drain_seconds)
+  DdpHook(c10d::Reducer& reducer, pybind11::object road, double timeout_seconds,
+          double drain_seconds)
       : reducer_(reducer),
-        runner_(std::move(runner)),
-        choose_delivery_(std::move(choose_delivery)),
-        end_step_(std::move(end_step)),
+        road_(std::move(road)),
         timeout_seconds_(timeout_seconds),
         drain_seconds_(drain_seconds) {}
 
@@ -66,6 +68,9 @@ class DdpHook : public c10d::CommHookInterface {
   // Runs the hook; null where it failed, with the reason in running.failure.
   c10::intrusive_ptr<c10::ivalue::Future> start(c10d::GradBucket& bucket, Running& running,
                                                 bool first);
+  c10::intrusive_ptr<c10::ivalue::Future> start_python(c10d::GradBucket& bucket, Running& running);
+  c10::intrusive_ptr<c10::ivalue::Future> start_cpp(c10d::GradBucket& bucket, Running& running);
+  void begin_step();
   void choose_delivery();
   void fail(const std::exception_ptr& failure, double drain_seconds);
   std::exception_ptr ended(const std::exception_ptr& failure);
@@ -80,6 +85,7 @@ class DdpHook : public c10d::CommHookInterface {
     at::Tensor buffer;
     std::unique_ptr<PyRef> after;    // null where the result is written as it is
     std::optional<ResultSpec> spec;  // missing where the hook did not come to give a result
+    std::optional<CppRun> run;       // of a C++ hook
     // What the reducer waits for, a Future of (number, value).
     c10::intrusive_ptr<c10::ivalue::Future> future;
     int64_t number;
@@ -90,13 +96,14 @@ class DdpHook : public c10d::CommHookInterface {
     // Completes the Future, the first time that this is called.
     void settle(std::exception_ptr error, c10::IValue value = {},
                 std::vector<c10::ivalue::Future::WeakStorage> storages = {});
+
+    // The checked result in the value of the hook's Future.
+    at::Tensor result(const c10::IValue& value) const;
   };
   at::Tensor deliver(const Running& running, const at::Tensor& result) const;
 
   c10d::Reducer& reducer_;  // which owns this
-  PyRef runner_;
-  PyRef choose_delivery_;
-  PyRef end_step_;
+  PyRef road_;
   std::optional<Delivery> delivery_;
   double timeout_seconds_;
   double drain_seconds_;
@@ -106,8 +113,13 @@ class DdpHook : public c10d::CommHookInterface {
   int64_t next_number_ = 0;
   size_t written_ = 0;  // how many of them
   bool ended_ = false;  // end_step() has been called for this backward
-  // What the runner last saw under an index.
+  // What the road last saw under an index.
   std::map<int64_t, std::vector<at::Tensor>> parameters_;
+  // The C++ hook of this backward, and its groups.
+  std::shared_ptr<const CppHook> cpp_hook_;
+  ProcessGroupPtr cpu_group_;
+  ProcessGroupPtr device_group_;
+  std::map<int64_t, const void*> in_huge_pages_;  // by index: the buffers that have been put there
   // The buckets of this backward so far: the last index, and their parameters.
   int64_t last_index_ = -1;
   std::vector<const c10::TensorImpl*> begun_;

@@ -29,6 +29,13 @@ ResultSpec::ResultSpec(std::string where, const at::Tensor& buffer)
       device(buffer.device()),
       layout(buffer.layout()) {}
 
+ResultSpec::ResultSpec(std::string where, GradBucket& bucket)
+    : where(std::move(where)),
+      sizes(bucket.isSparse() ? bucket.getBuffer().sizes().vec() : std::vector{bucket.numel()}),
+      dtype(bucket.dtype()),
+      device(bucket.device()),
+      layout(bucket.isSparse() ? bucket.getBuffer().layout() : at::kStrided) {}
+
 bool is_same_memory(const at::Tensor& a, const at::Tensor& b) {
   return a.const_data_ptr() == b.const_data_ptr() && a.scalar_type() == b.scalar_type() &&
          a.numel() == b.numel();
@@ -93,6 +100,19 @@ at::Tensor tensor_in(const c10::IValue& value, const std::string& where) {
     return tensor_in(torch::jit::toPyObject(value), where);
   } catch (py::error_already_set& error) {
     std::rethrow_exception(persistent(error));
+  }
+}
+
+py::object python_exception(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (py::error_already_set& raised) {
+    return raised.value();
+  } catch (const std::exception&) {
+    torch::translate_exception_to_python(error);
+    return py::error_already_set().value();
+  } catch (...) {
+    return py::module_::import("builtins").attr("RuntimeError")("unknown exception");
   }
 }
 

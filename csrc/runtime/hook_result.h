@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "commhook/grad_bucket.h"
+
 namespace commhook {
 
 // What a bucket's result must be like.
@@ -20,6 +22,7 @@ struct ResultSpec {
   at::Layout layout;
 
   ResultSpec(std::string where, const at::Tensor& buffer);
+  ResultSpec(std::string where, GradBucket& bucket);
 };
 
 // Whether two tensors are the same elements of memory: collectives work in place, and backends
@@ -36,6 +39,9 @@ at::Tensor check_result(const at::Tensor& result, const ResultSpec& spec);
 // second takes it where the value is Python's; what it throws can then be held without it.
 at::Tensor tensor_in(const pybind11::object& value, const std::string& where);
 at::Tensor tensor_in(const c10::IValue& value, const std::string& where);
+
+// An exception as Python would get it. Needs the GIL.
+pybind11::object python_exception(const std::exception_ptr& error);
 
 // A Python exception in a form that any thread may hold, copy and drop without the GIL. Needs the
 // GIL.

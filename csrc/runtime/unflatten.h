@@ -1,19 +1,15 @@
-// The operator commhook::unflatten_into, called from C++.
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 
-#include "ops/op_handle.h"
+#include "commhook/ops.h"
 
 namespace commhook {
 
 // `buffer` into `tensors`, cast on the way, outside of autograd. Needs no GIL.
 inline void unflatten_into(const at::Tensor& buffer, at::TensorList tensors) {
-  static const auto op =
-      find_op<void(const at::Tensor&, at::TensorList, double)>("commhook::unflatten_into");
-  at::NoGradGuard no_grad;
-  op.call(buffer, tensors, 1.0);
+  const at::NoGradGuard no_grad;
+  ops::unflatten_into(buffer, tensors);
 }
 
 }  // namespace commhook

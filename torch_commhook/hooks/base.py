@@ -100,7 +100,7 @@ class Hook(ABC):
     def __copy__(self) -> "Hook":
         return self._with_state(
             {
-                name: copy.copy(value) if isinstance(value, Workspaces) else value
+                name: copy.copy(value) if isinstance(value, (Workspaces, _C.CppHook)) else value
                 for name, value in self.__dict__.items()
             }
         )

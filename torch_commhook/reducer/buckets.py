@@ -41,6 +41,7 @@ class BucketState:
         arrived: those that have one, in their place; None for the others.
         bucket: what the hook was given in this backward.
         running: what it has given.
+        native: the gradients on their way to a hook and back, in eager.
     """
 
     __slots__ = (
@@ -51,13 +52,12 @@ class BucketState:
         "index",
         "layout",
         "members",
+        "native",
         "numel",
         "parameters",
         "pending",
         "running",
         "sparse",
-        "storage",
-        "views",
     )
 
     def __init__(
@@ -77,11 +77,7 @@ class BucketState:
         self.numel = self.layout.numel
         self.dtype = self.parameters[0].dtype
         self.device = self.parameters[0].device
-        self.storage: Tensor | None = None
-        #: The gradients as views of the storage, where they are to stay there.
-        self.views: list[Tensor] | None = None
-        if as_views and not sparse:
-            self.views = self.layout.views(self.make_storage())
+        self.native = _C.ReducerBucket(self.parameters, sparse, as_views)
         self.reset()
 
     def reset(self) -> None:
@@ -89,21 +85,15 @@ class BucketState:
         self.pending = len(self.parameters)
         self.arrived: list[Tensor | None] = [None] * len(self.parameters)
         self.running: Running | None = None
-        self.bucket: ReducerBucket | None = None
-
-    def make_storage(self) -> Tensor:
-        """The memory of the bucket's buffer, which stays from step to step."""
-        if self.storage is None:
-            self.storage = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-            _C.prefer_huge_pages(self.storage)
-        return self.storage
+        self.bucket: GradBucket | None = None
+        if not torch.compiler.is_dynamo_compiling():
+            self.native.drop_gradients()
 
     def gradients(self) -> list[Tensor]:
-        """The gradients; zeros for those that are missing."""
+        """The gradients, for a hook that is traced; zeros for those that are missing."""
         # What compiled autograd gives its hooks is known to it; other ways to the parameters are
         # not.
-        traced = torch.compiler.is_dynamo_compiling() and not self.pending
-        arrived: list[Any] = self.arrived if traced else self.parameters
+        arrived: list[Any] = self.parameters if self.pending else self.arrived
         gradients: list[Tensor | None] = [parameter.grad for parameter in arrived]
         if any(gradient is None for gradient in gradients):
             return [
@@ -124,61 +114,34 @@ class BucketState:
         """What each parameter gets of a result, as views of it."""
         return [result] if self.sparse else self.layout.views(result)
 
-    def write(self, result: Tensor, parameters: Sequence[Tensor]) -> None:
-        """Bring a result into the gradients of all parameters, cast on the way."""
+    def write_traced(self, result: Tensor) -> None:
+        """Bring a result into the gradients that have arrived, cast on the way."""
+        parameters: list[Any] = self.arrived
         with torch.no_grad():
             if self.sparse:
                 parameters[0].grad = result
-            elif self.views is None or torch.compiler.is_dynamo_compiling():
-                self._copy(result, destinations(parameters))
+            elif result.is_complex():
+                torch._foreach_copy_(destinations(parameters), self.layout.views(result))
             else:
-                self._keep(result)
-                for parameter, view in zip(parameters, self.views, strict=True):
-                    if parameter.grad is not view:
-                        parameter.grad = view
-
-    def _copy(self, result: Tensor, gradients: Sequence[Tensor]) -> None:
-        if result.is_complex():
-            torch._foreach_copy_(list(gradients), self.layout.views(result))
-        else:
-            _ops.unflatten_into(result, self.layout._permute(gradients))
-
-    def _keep(self, result: Tensor) -> None:
-        """Bring a result into the storage that the gradients are views of."""
-        storage = self.make_storage()
-        if result.data_ptr() == storage.data_ptr() and result.dtype == storage.dtype:
-            return
-        if result.is_complex():
-            storage.copy_(result)
-        else:
-            _ops.unflatten_into(result, [storage])
+                _ops.unflatten_into(result, self.layout._permute(destinations(parameters)))
 
 
-class ReducerBucket(GradBucket):
+class _BucketOfState(GradBucket):
     """A bucket whose gradients are gathered when they are asked for.
 
     So that what a hook does first with them (scale, cast into another buffer) is the same pass over
     memory.
     """
 
-    def __init__(
-        self,
-        state: BucketState,
-        gradients: list[Tensor],
-        bucket_count: int,
-        process_group: Any,
-    ) -> None:
+    def __init__(self, state: BucketState, bucket_count: int, process_group: Any) -> None:
         self._state = state
-        self._gradients: list[Tensor] | None = gradients
         self._parameters = state.parameters
         self._layout = state.layout
         self._index = state.index
         self._bucket_count = bucket_count
         self._process_group = process_group
         self._sparse_grad_indices = None
-        if state.sparse:
-            self._buffer = gradients[0]
-            self._gradients = None
+        self._gathered = False
 
     def numel(self) -> int:
         return self._state.numel
@@ -192,56 +155,78 @@ class ReducerBucket(GradBucket):
     def is_sparse(self) -> bool:
         return self._state.sparse
 
+    def set_buffer(self, buffer: Tensor) -> None:
+        super().set_buffer(buffer)
+        self._gathered = True
+
     def buffer(self) -> Tensor:
-        return self._buffer if self._gradients is None else self._gather(1.0)
+        return self._buffer if self._gathered else self.scaled_buffer(1.0)
 
     def scaled_buffer(self, scale: float) -> Tensor:
-        if self._gradients is not None:
-            return self._gather(scale)
         with torch.no_grad():
-            return super().scaled_buffer(scale)
+            if self._gathered:
+                return super().scaled_buffer(scale)
+            self._buffer = self._gather(scale)
+            self._gathered = True
+            return self._buffer
+
+    def _gather(self, scale: float) -> Tensor:
+        raise NotImplementedError
+
+
+class ReducerBucket(_BucketOfState):
+    """One of the reducer's buckets in eager."""
+
+    def __init__(self, state: BucketState, bucket_count: int, process_group: Any) -> None:
+        super().__init__(state, bucket_count, process_group)
+        if state.sparse:
+            self._buffer = state.native.gradients()[0]
+            self._gathered = True
 
     def flatten(
         self, *, scale: float = 1.0, dtype: torch.dtype | None = None, out: Tensor | None = None
     ) -> Tensor:
-        if self._gradients is None:
+        if self._gathered:
             return super().flatten(scale=scale, dtype=dtype, out=out)
-        ordered = self.layout()._permute(self._gradients)
+        return self._state.native.flatten(scale, dtype, out)
+
+    def _gather(self, scale: float) -> Tensor:
+        return self._state.native.gather(scale)
+
+    def _source(self) -> _C.ReducerBucket | None:
+        return None if self._gathered else self._state.native
+
+
+class TracedBucket(_BucketOfState):
+    """One of the reducer's buckets while a compiler traces, over tensors that this knows."""
+
+    def __init__(
+        self,
+        state: BucketState,
+        gradients: list[Tensor],
+        bucket_count: int,
+        process_group: Any,
+    ) -> None:
+        super().__init__(state, bucket_count, process_group)
+        self._gradients = gradients
+        if state.sparse:
+            self._buffer = gradients[0]
+            self._gathered = True
+
+    def flatten(
+        self, *, scale: float = 1.0, dtype: torch.dtype | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        if self._gathered:
+            return super().flatten(scale=scale, dtype=dtype, out=out)
+        ordered = self._state.layout._permute(self._gradients)
         with torch.no_grad():
             return _ops.flatten(ordered, scale=scale, dtype=dtype, out=out)
 
     def _gather(self, scale: float) -> Tensor:
-        gradients, state = self._gradients, self._state
-        assert gradients is not None
-        with torch.no_grad():
-            ordered = state.layout._permute(gradients)
-            if torch.compiler.is_compiling() and state.dtype.is_complex:
-                self._buffer = torch.cat([piece.reshape(-1) for piece in ordered]) * scale
-            elif torch.compiler.is_compiling():
-                self._buffer = _ops.flatten(ordered, scale=scale, dtype=state.dtype)
-            elif state.dtype.is_complex:  # which the operators do not take
-                self._buffer = state.make_storage()
-                torch._foreach_copy_(state.layout.views(self._buffer), gradients)
-                self._buffer.mul_(scale)
-            elif state.views is None or not _any_same(gradients, state.views):
-                self._buffer = _ops.flatten(ordered, scale=scale, out=state.make_storage())
-            else:
-                self._buffer = state.make_storage()
-                others = [
-                    (view, gradient)
-                    for view, gradient in zip(state.views, gradients, strict=True)
-                    if view is not gradient
-                ]
-                if others:
-                    torch._foreach_copy_([view for view, _ in others], [g for _, g in others])
-                if scale != 1.0:
-                    self._buffer.mul_(scale)
-        self._gradients = None
-        return self._buffer
-
-
-def _any_same(gradients: list[Tensor], views: list[Tensor]) -> bool:
-    return any(gradient is view for gradient, view in zip(gradients, views, strict=True))
+        ordered = self._state.layout._permute(self._gradients)
+        if self._state.dtype.is_complex:  # which the operators do not take
+            return torch.cat([piece.reshape(-1) for piece in ordered]) * scale
+        return _ops.flatten(ordered, scale=scale, dtype=self._state.dtype)
 
 
 def destinations(parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -33,6 +33,7 @@ from torch_commhook.metrics import BucketTraffic, count_bucket
 from torch_commhook.reducer.buckets import (
     BucketState,
     ReducerBucket,
+    TracedBucket,
     assign_buckets,
     destinations,
 )
@@ -124,6 +125,7 @@ class Reducer:
         self._next = 0  # the bucket whose turn it is
         self._starting = False
         self._running: Attached | None = None  # for this backward; None: no synchronisation
+        self._cpp: _C.ReducerRun | None = None  # its hook, where that runs in C++
         self._accumulated = False  # since the last synchronisation
         self._rebuilt = False  # in the order in which gradients have come
         self._agreed_order: list[int] | None = None
@@ -278,11 +280,12 @@ class Reducer:
             self._abandon()
         if self._idle:
             self._begin()
+            self._cpp = self._cpp_run()
         if not nested:
             self._outermost = task
         self._backward = backward
         self._task = task
-        self._arrivals.count_in_this_backward(self._running is not None)
+        self._arrivals.count_in_this_backward(self._running is not None, self._cpp)
         begun = self._begun_count
         _engine.queue_callback(left_to_python(lambda: self._end_of_backward(nested, begun)))
 
@@ -295,7 +298,8 @@ class Reducer:
     @left_to_python
     def came_again(self, number: int) -> None:
         """A second gradient for a parameter of a bucket that is full."""
-        if any(number in bucket.members for bucket in self._buckets[: self._next]):
+        started = self._next if self._cpp is None else self._cpp.started
+        if any(number in bucket.members for bucket in self._buckets[:started]):
             self._abort(
                 RuntimeError(
                     f"torch_commhook: parameter '{self._names[number]}' got a gradient after its "
@@ -304,6 +308,12 @@ class Reducer:
                     "torch.utils.checkpoint(..., use_reentrant=False)"
                 )
             )
+
+    @left_to_python
+    def start_failed(self, error: BaseException) -> None:
+        """The C++ hook raised when it was started on a bucket."""
+        self._check_layouts_for(error)
+        self._abort(error)
 
     @left_to_python
     def _end_of_backward(self, nested: bool, begun: int) -> None:
@@ -383,28 +393,30 @@ class Reducer:
         attached = self._running
         assert attached is not None
         self._next += 1
-        if gradients is None:
-            gradients = bucket.gradients()
+        count = len(self._buckets)
         group = self.group.group_for(bucket.device)
-        bucket.bucket = ReducerBucket(bucket, gradients, len(self._buckets), group)
-        where = hook_on_bucket(attached.name, bucket.index, len(self._buckets))
+        where = hook_on_bucket(attached.name, bucket.index, count)
         if _is_compiling():
+            bucket.bucket = TracedBucket(bucket, bucket.gradients(), count, group)
             try:
                 bucket.running = start_traced(attached, bucket.bucket, where)
             except Exception:
                 self._leave_trace()
             return
+        bucket.native.take_gradients(gradients)
+        bucket.bucket = ReducerBucket(bucket, count, group)
         if bucket.sparse:
-            self._check_layouts(bucket, gradients)
+            self._check_layouts(bucket)
         try:
             bucket.running = attached.start(bucket.bucket, where)
         except BaseException as error:
             if isinstance(error, TypeError):  # for which this may have been the reason
-                self._check_layouts(bucket, gradients)
+                self._check_layouts(bucket)
             self._abort(error)
 
-    def _check_layouts(self, bucket: BucketState, gradients: list[Tensor]) -> None:
+    def _check_layouts(self, bucket: BucketState) -> None:
         expected = torch.sparse_coo if bucket.sparse else torch.strided
+        gradients = bucket.native.gradients()
         for number, gradient in zip(bucket.members, gradients, strict=True):
             if gradient.layout is not expected:
                 self._abort(
@@ -415,6 +427,35 @@ class Reducer:
                         "is used nowhere else"
                     )
                 )
+
+    # ---- a hook in C++ ---------------------------------------------------------------------------
+
+    def _cpp_run(self) -> _C.ReducerRun | None:
+        """What runs the hook of this backward on its buckets, where that needs no Python."""
+        attached = self._running
+        native = None if attached is None else attached.cpp_hook
+        if attached is None or native is None:
+            return None
+        own = attached.hook.process_group  # type: ignore[attr-defined]
+        groups = [own or self.group.group_for(bucket.device) for bucket in self._buckets]
+        return _C.ReducerRun(native, [bucket.native for bucket in self._buckets], groups)
+
+    def _cpp_results(self, run: _C.ReducerRun) -> list[tuple[BucketState, Tensor]]:
+        """:meth:`_results` of a hook in C++."""
+        late = [bucket for bucket in self._buckets if bucket.pending]
+        seconds = self.group.timeout.total_seconds()
+        try:
+            results = run.finish([bucket.index for bucket in late], seconds)
+        except TypeError as error:
+            self._check_layouts_for(error)
+            raise
+        return list(zip(late, results, strict=True))
+
+    def _check_layouts_for(self, error: BaseException) -> None:
+        if self._cpp is not None and isinstance(error, TypeError):
+            bucket = self._buckets[self._cpp.started - 1]
+            if bucket.native.gradients():
+                self._check_layouts(bucket)
 
     @torch.compiler.disable
     def _leave_trace(self) -> None:
@@ -444,14 +485,8 @@ class Reducer:
 
     def _finish_eager(self) -> None:
         self._begin_step()
-        self._start_all()
-        late = []
-        for bucket in self._buckets:
-            result = self._result(bucket)
-            if bucket.pending:
-                late.append((bucket, result))
-            else:
-                bucket.write(result, bucket.parameters)
+        run = self._cpp
+        late = self._results() if run is None else self._cpp_results(run)
         used = self._locally_used()
         if self.group.recovers:
             self.group.commit(used)
@@ -459,12 +494,35 @@ class Reducer:
             self.write_missing(bucket.members, bucket.pieces(result), used)
         attached, count = self._running, len(self._buckets)
         assert attached is not None
-        for bucket in self._buckets:
-            index = bucket.index
-            count_bucket(attached.stats, index, count, _traffic(bucket), first=index == 0)
+        traffic = (
+            [_traffic(bucket) for bucket in self._buckets]
+            if run is None
+            else [
+                (bucket.numel, bucket.dtype, sent)
+                for bucket, sent in zip(self._buckets, run.bytes_sent(), strict=True)
+            ]
+        )
+        for index, of_bucket in enumerate(traffic):
+            count_bucket(attached.stats, index, count, of_bucket, first=index == 0)
         self._accumulated = False
         if not self._rebuilt and self._task != _COMPILED:
             self._agreed_order = self._agree_on_order()
+
+    def _results(self) -> list[tuple[BucketState, Tensor]]:
+        """Run the hook on the buckets that are left, and write what it gives into the gradients.
+
+        Returns:
+            The buckets that have parameters without a gradient, and what is to be written there.
+        """
+        self._start_all()
+        late = []
+        for bucket in self._buckets:
+            result = self._result(bucket)
+            if bucket.pending:
+                late.append((bucket, result))
+            else:
+                bucket.native.write(result)
+        return late
 
     def _result(self, bucket: BucketState) -> Tensor:
         """Wait for what the hook gives, check it, and run the post-hooks."""
@@ -477,7 +535,7 @@ class Reducer:
         return attached.stages.after(bucket.bucket, result, running.local, running.where)
 
     def _run_post_accumulate_hooks(self, attached: Attached) -> None:
-        if attached.stages.has_post_accumulate_hooks:
+        if attached.stages.has_post_accumulate_hooks and self._cpp is None:
             for bucket in self._buckets:
                 assert bucket.running is not None and bucket.bucket is not None
                 attached.stages.done(bucket.bucket, bucket.running.where)
@@ -559,9 +617,8 @@ class Reducer:
         for bucket in self._buckets:
             result = self._result(bucket)
             results.append(result)
-            parameters = [parameter for parameter in bucket.arrived if parameter is not None]
             if bucket.pending == 0:
-                bucket.write(result, parameters)
+                bucket.write_traced(result)
         used = self._locally_used()
         if self.group.recovers:
             self._used.copy_(used)
@@ -615,6 +672,9 @@ class Reducer:
         # Where one had the time that a collective may take, so had the others.
         seconds = _LATE_SECONDS if isinstance(error, TimeoutError) else _DRAIN_SECONDS
         end = time.monotonic() + seconds
+        if self._cpp is not None:
+            with suppress(Exception):
+                self._cpp.drain(seconds)
         for bucket in self._buckets:
             if bucket.running is None:
                 continue
@@ -642,7 +702,7 @@ class Reducer:
         self._remaining = 0
         self._next = 0
         self._starting = False
-        self._running = None
+        self._running = self._cpp = None
         if not _is_compiling():
             self._arrivals.reset()
 

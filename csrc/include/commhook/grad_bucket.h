@@ -1,0 +1,187 @@
+// A bucket of gradients, as a communication hook gets it.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <memory>
+#include <optional>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+#include <utility>
+#include <vector>
+
+#include "commhook/bucket_layout.h"
+#include "commhook/ops.h"
+#include "commhook/version.h"
+
+namespace commhook {
+
+using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+// Gradients that are yet to be gathered into a bucket's buffer.
+class COMMHOOK_EXPORT GradientSource {
+ public:
+  virtual ~GradientSource() = default;
+  virtual const std::vector<at::Tensor>& parameters() const = 0;
+  virtual const BucketLayout& layout() const = 0;
+  // The gradients, permuted so that their row-major order is the buffer's.
+  virtual std::vector<at::Tensor> ordered_gradients() const = 0;
+  // All of them in the bucket's own buffer, scaled.
+  virtual at::Tensor gather(double scale) = 0;
+};
+
+// Has the methods of c10d::GradBucket, and some that it lacks. Lives as long as the call of a hook;
+// what its methods give may be kept. None of them needs the GIL.
+class COMMHOOK_EXPORT GradBucket {
+ public:
+  // One whose buffer is there: flat and contiguous, or a sparse gradient.
+  GradBucket(size_t index, size_t count, std::vector<at::Tensor> parameters, at::Tensor buffer,
+             ProcessGroupPtr group, std::optional<at::Tensor> sparse_grad_indices = std::nullopt)
+      : index_(index),
+        count_(count),
+        parameters_(std::move(parameters)),
+        buffer_(std::move(buffer)),
+        group_(std::move(group)),
+        sparse_grad_indices_(std::move(sparse_grad_indices)) {}
+
+  // One that gathers its gradients when it is asked for them. Keeps a reference to the source.
+  GradBucket(size_t index, size_t count, GradientSource& source, ProcessGroupPtr group)
+      : index_(index),
+        count_(count),
+        parameters_(source.parameters()),
+        source_(&source),
+        group_(std::move(group)) {}
+
+  // One over PyTorch's bucket, which it keeps a reference to.
+  GradBucket(c10d::GradBucket& bucket, size_t count, ProcessGroupPtr group)
+      : GradBucket(bucket.getIndex(), count, bucket.getParameters(), bucket.getBuffer(),
+                   std::move(group), bucket.getSparseGradIndices()) {
+    torch_bucket_ = &bucket;
+  }
+
+  GradBucket(const GradBucket&) = delete;
+  GradBucket& operator=(const GradBucket&) = delete;
+
+  // ---- what c10d::GradBucket has ----------------------------------------------------------------
+
+  // From 0 on. Buckets come in this order, and bucket 0 holds the last layers.
+  size_t getIndex() const { return index_; }
+
+  // All gradients, of shape [elements]; for a sparse bucket the gradient itself.
+  const at::Tensor& getBuffer() { return getBufferRef(); }
+  at::Tensor& getBufferRef() {
+    if (!buffer_.defined()) {
+      buffer_ = source_->gather(1.0);
+    }
+    return buffer_;
+  }
+  void setBuffer(at::Tensor buffer) { buffer_ = std::move(buffer); }
+
+  // The gradients as views of the buffer, with their parameters' shapes and strides.
+  std::vector<at::Tensor> getGradients() {
+    return isSparse() ? std::vector{getBuffer()} : layout().views(getBuffer());
+  }
+
+  const std::vector<at::Tensor>& getParameters() const { return parameters_; }
+  bool isLast() const { return index_ + 1 == count_; }
+
+  // The indices of a sparse gradient, where they are known beforehand.
+  std::optional<at::Tensor>& getSparseGradIndices() { return sparse_grad_indices_; }
+
+  // ---- what it lacks
+  // -----------------------------------------------------------------------------
+
+  size_t getBucketCount() const { return count_; }
+
+  // The ranks to average over, with connections of their own on Gloo. Not null.
+  const ProcessGroupPtr& getProcessGroup() const { return group_; }
+
+  // Of the buffer, which need not be gathered for these.
+  at::ScalarType dtype() const { return like().scalar_type(); }
+  at::Device device() const { return like().device(); }
+  int64_t numel() const { return buffer_.defined() ? buffer_.numel() : source_->layout().numel(); }
+  bool isSparse() const { return buffer_.defined() && buffer_.layout() != at::kStrided; }
+
+  // The buffer, multiplied by `scale` in place. Asked for before getBuffer(), it saves a pass over
+  // memory where the gradients are yet to be gathered.
+  at::Tensor scaledBuffer(double scale) {
+    if (!buffer_.defined()) {
+      buffer_ = source_->gather(scale);
+    } else if (scale != 1.0) {
+      buffer_.mul_(scale);
+    }
+    return buffer_;
+  }
+
+  // The gradients in another flat tensor, scaled in float32 (float64 for float64) and then cast, in
+  // one pass over memory. The bucket's own buffer stays as it is. Dense and real buckets only.
+  at::Tensor flatten(double scale, at::ScalarType dtype) {
+    return ops::flatten(gradientsInOrder(), scale, dtype);
+  }
+  // The same into a flat tensor, whose dtype decides.
+  at::Tensor& flattenInto(double scale, at::Tensor& out) {
+    return ops::flatten_out(gradientsInOrder(), scale, out);
+  }
+
+  // Notes what this rank puts on the wire for the bucket, for HookHandle.stats(). A hook that never
+  // calls it has unknown traffic. allReduce() does so by itself.
+  void addBytesSent(int64_t bytes) { bytes_sent_ = bytes_sent_.value_or(0) + bytes; }
+  std::optional<int64_t> getBytesSent() const { return bytes_sent_; }
+
+  // PyTorch's bucket over this one: the same buffer and parameters. Its getGradients() knows no
+  // strides: those of permuted parameters come out permuted.
+  c10d::GradBucket& torchBucket() {
+    if (torch_bucket_ == nullptr) {
+      made_ = std::make_unique<c10d::GradBucket>(makeTorchBucket());
+      torch_bucket_ = made_.get();
+    }
+    return *torch_bucket_;
+  }
+
+ private:
+  const at::Tensor& like() const { return buffer_.defined() ? buffer_ : parameters_.front(); }
+
+  const BucketLayout& layout() {
+    if (source_ != nullptr) {
+      return source_->layout();
+    }
+    if (!layout_) {
+      layout_.emplace(parameters_);
+    }
+    return *layout_;
+  }
+
+  std::vector<at::Tensor> gradientsInOrder() const {
+    return buffer_.defined() ? std::vector{buffer_} : source_->ordered_gradients();
+  }
+
+  c10d::GradBucket makeTorchBucket() {
+    std::vector<size_t> offsets;
+    std::vector<size_t> lengths;
+    if (!isSparse()) {
+      offsets.assign(layout().offsets().begin(), layout().offsets().end());
+      lengths.assign(layout().lengths().begin(), layout().lengths().end());
+    }
+    // The bucket keeps the parameters, and these keep the sizes that it only refers to.
+    std::vector<c10::IntArrayRef> sizes;
+    for (const auto& parameter : parameters_) {
+      sizes.push_back(parameter.sizes());
+    }
+    return c10d::GradBucket(index_, count_, getBuffer(), std::move(offsets), std::move(lengths),
+                            std::move(sizes), parameters_, sparse_grad_indices_);
+  }
+
+  const size_t index_;
+  const size_t count_;
+  const std::vector<at::Tensor> parameters_;
+  GradientSource* const source_ = nullptr;
+  at::Tensor buffer_;  // undefined where it has not been gathered
+  const ProcessGroupPtr group_;
+  std::optional<at::Tensor> sparse_grad_indices_;
+  std::optional<BucketLayout> layout_;
+  std::optional<int64_t> bytes_sent_;
+  c10d::GradBucket* torch_bucket_ = nullptr;
+  std::unique_ptr<c10d::GradBucket> made_;
+};
+
+}  // namespace commhook

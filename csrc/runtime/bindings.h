@@ -1,0 +1,12 @@
+// The parts of the Python module torch_commhook._C.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace commhook {
+
+void bind_autograd_hooks(pybind11::module_& m);
+void bind_cpp_hooks(pybind11::module_& m);
+void bind_reducer(pybind11::module_& m);
+
+}  // namespace commhook

@@ -1,0 +1,28 @@
+// A hook of the autograd engine in C++, with values for its options.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "commhook/registry.h"
+#include "runtime/autograd_hook.h"
+
+namespace commhook {
+
+class CppAutogradHook {
+ public:
+  // `name` is what errors call the hook.
+  CppAutogradHook(const AutogradHookSpec& spec, const std::vector<OptionValue>& values,
+                  std::string name);
+
+  const std::string& name() const { return name_; }
+  HookKind kind() const { return static_cast<HookKind>(function_.index()); }
+  // Errors that the hook throws are named.
+  NativeHook native() const;
+
+ private:
+  const std::string name_;
+  const AutogradHookFunction function_;
+};
+
+}  // namespace commhook

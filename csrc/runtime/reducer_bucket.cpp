@@ -1,0 +1,142 @@
+#include "runtime/reducer_bucket.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "commhook/huge_pages.h"
+#include "ops/dtype_name.h"
+#include "runtime/hook_result.h"
+
+namespace commhook {
+
+ReducerBucket::ReducerBucket(std::vector<at::Tensor> parameters, bool is_sparse, bool as_views)
+    : parameters_(std::move(parameters)), layout_(parameters_), is_sparse_(is_sparse) {
+  TORCH_CHECK_VALUE(!parameters_.empty(), "ReducerBucket: parameters must not be empty");
+  if (as_views && !is_sparse) {
+    views_ = layout_.views(storage());
+  }
+}
+
+const at::Tensor& ReducerBucket::storage() {
+  if (!storage_.defined()) {
+    const auto& like = parameters_.front();
+    storage_ = at::empty({layout_.numel()},
+                         at::TensorOptions().dtype(like.scalar_type()).device(like.device()));
+    preferHugePages(storage_);
+  }
+  return storage_;
+}
+
+at::Tensor ReducerBucket::zeros(const at::Tensor& parameter) const {
+  if (!is_sparse_) {
+    return at::zeros_like(parameter);
+  }
+  auto value_sizes = parameter.sizes().vec();
+  value_sizes[0] = 0;
+  return at::sparse_coo_tensor(at::empty({1, 0}, parameter.options().dtype(at::kLong)),
+                               at::empty(value_sizes, parameter.options()), parameter.sizes());
+}
+
+void ReducerBucket::take_gradients(std::optional<std::vector<at::Tensor>> others) {
+  if (others) {
+    gradients_ = std::move(*others);
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  gradients_.clear();
+  gradients_.reserve(parameters_.size());
+  for (const auto& parameter : parameters_) {
+    const auto& gradient = parameter.grad();
+    gradients_.push_back(gradient.defined() ? gradient : zeros(parameter));
+  }
+}
+
+std::vector<at::Tensor> ReducerBucket::ordered_gradients() const {
+  TORCH_CHECK(!gradients_.empty(),
+              "GradBucket: the backward of this bucket is over; its gradients are there while the "
+              "hook runs");
+  return layout_.in_memory_order(gradients_);
+}
+
+at::Tensor ReducerBucket::gather(double scale) {
+  const at::NoGradGuard no_grad;
+  auto ordered = ordered_gradients();
+  at::Tensor buffer = storage();
+  if (!views_.empty()) {
+    return gather_views(scale);
+  }
+  if (!buffer.is_complex()) {
+    return ops::flatten_out(ordered, scale, buffer);
+  }
+  at::_foreach_copy_(layout_.views(buffer), gradients_);  // the operators take no complex tensors
+  return scale == 1.0 ? buffer : buffer.mul_(scale);
+}
+
+at::Tensor ReducerBucket::flatten(double scale, std::optional<at::ScalarType> dtype,
+                                  std::optional<at::Tensor> out) const {
+  const at::NoGradGuard no_grad;
+  TORCH_CHECK_TYPE(
+      !out || !dtype || out->scalar_type() == *dtype, "flatten: dtype must be that of out, ",
+      out ? dtype_name(out->scalar_type()) : "", ", got ", dtype ? dtype_name(*dtype) : "");
+  return out ? ops::flatten_out(ordered_gradients(), scale, *out)
+             : ops::flatten(ordered_gradients(), scale, dtype);
+}
+
+at::Tensor ReducerBucket::gather_views(double scale) {
+  std::vector<at::Tensor> to;
+  std::vector<at::Tensor> from;
+  for (size_t i = 0; i < views_.size(); ++i) {
+    if (!is_same_memory(views_[i], gradients_[i]) ||
+        views_[i].strides() != gradients_[i].strides()) {
+      to.push_back(views_[i]);
+      from.push_back(gradients_[i]);
+    }
+  }
+  if (!to.empty()) {
+    at::_foreach_copy_(to, from);
+  }
+  return scale == 1.0 ? storage_ : storage_.mul_(scale);
+}
+
+void ReducerBucket::write(const at::Tensor& result) {
+  const at::NoGradGuard no_grad;
+  if (is_sparse_) {
+    parameters_.front().mutable_grad() = result;
+    return;
+  }
+  if (!views_.empty()) {
+    if (!is_same_memory(result, storage_)) {
+      if (result.is_complex()) {
+        storage_.copy_(result);
+      } else {
+        ops::unflatten_into(result, {storage_});
+      }
+    }
+    for (size_t i = 0; i < views_.size(); ++i) {
+      auto& gradient = parameters_[i].mutable_grad();
+      if (!gradient.is_same(views_[i])) {
+        gradient = views_[i];
+      }
+    }
+    return;
+  }
+  std::vector<at::Tensor> into;
+  into.reserve(parameters_.size());
+  for (const auto& parameter : parameters_) {
+    auto& gradient = parameter.mutable_grad();
+    if (!gradient.defined()) {  // taken away since
+      gradient = at::empty_like(parameter);
+    }
+    into.push_back(gradient);
+  }
+  if (result.is_complex()) {
+    at::_foreach_copy_(into, layout_.views(result));
+  } else {
+    ops::unflatten_into(result, layout_.in_memory_order(std::move(into)));
+  }
+}
+
+}  // namespace commhook

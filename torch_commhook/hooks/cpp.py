@@ -1,0 +1,84 @@
+"""Communication hooks in C++."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_commhook import _C
+from torch_commhook._native import NativeLibraryError
+from torch_commhook.bucket import GradBucket
+from torch_commhook.hooks.base import Hook
+from torch_commhook.metrics import note_collective
+
+
+class cpp(Hook):  # noqa: N801 (a hook is written as it is called)
+    """A hook that is written in C++ and registered by name.
+
+    ``attach`` runs it with no Python per bucket in eager, on DDP's C++ reducer and on a plain
+    module, unless hooks are registered around it. Under compiled autograd it interrupts the
+    compiled graph once, at the end of backward. Those that come with the library:
+
+    ``cpp("allreduce")``
+        as :class:`allreduce`.
+    ``cpp("cast", dtype=torch.bfloat16)``
+        as :class:`cast`.
+
+    :func:`torch_commhook.load_cpp_hooks` takes in others.
+
+    Args:
+        name: of the hook.
+        process_group: the ranks to average over; see :class:`Hook`.
+        options: those that the hook was registered with, checked as it says there.
+
+    Raises:
+        ValueError: there is no such hook, or an option breaks a rule of its own.
+        TypeError: an option is unknown, missing, or of another type.
+        RuntimeError: what the hook's constructor throws, when it first runs.
+    """
+
+    def __init__(self, name: str, /, *, process_group: Any = None, **options: Any) -> None:
+        super().__init__(process_group)
+        if not isinstance(name, str):
+            raise TypeError(f"cpp: name must be a str, got {_C.type_name(name)}")
+        self.native = _C.CppHook(name, options)
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        future, bytes_sent = self.native.start(bucket, self.group(bucket))
+        if bytes_sent is not None:
+            note_collective(bytes_sent)
+        return future
+
+    def result_dtype(self, bucket: GradBucket) -> torch.dtype:
+        return self.native.result_dtype(bucket, self.group(bucket))
+
+    def __repr__(self) -> str:
+        return self.native.name
+
+
+def load_cpp_hooks(path: str | os.PathLike[str]) -> list[str]:
+    """Take in the hooks of a library that was built against ``commhook/comm_hook.h``.
+
+    The library stays loaded until the process ends; loading it again does nothing.
+
+    Args:
+        path: of the shared library. The file must be one of this machine's.
+
+    Returns:
+        The names of its hooks: those for :class:`hooks.cpp`, then those for :class:`autograd.cpp`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        NativeLibraryError: it does not load, or was built for another torch or torch_commhook.
+        ValueError: it registers no hooks, or one of a name that is taken, or wrongly.
+    """
+    file = os.path.abspath(os.fspath(path))
+    if not os.path.isfile(file):
+        raise FileNotFoundError(f"load_cpp_hooks: there is no file '{file}'")
+    try:
+        return _C.load_hook_library(file)
+    except ImportError as error:
+        raise NativeLibraryError(str(error)) from None
