@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -31,19 +32,38 @@ class Ours:
 APIS: list[Any] = [PyTorchs, Ours]
 
 
-def backward(loss: Tensor, mode: str) -> None:
+def backward(loss: Tensor, mode: str, **options: Any) -> None:
     context: Any = nullcontext()
     if mode == "compiled":
         torch._dynamo.reset()
         context = torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager"))
     with context:
-        loss.backward()
+        loss.backward(**options)
 
 
 def leaf(*values: float) -> Tensor:
     return torch.tensor(values or (1.0, 2.0), requires_grad=True)
 
 
+def accumulator(tensor: Tensor) -> Any:
+    """The node that accumulates a leaf's gradient. The leaf does not keep it: hold on to it."""
+    return tensor.view_as(tensor).grad_fn.next_functions[0][0]
+
+
+def note(events: list[str], event: str) -> Callable[..., None]:
+    """A hook of any kind that says that it ran."""
+    return lambda *values: events.append(event)
+
+
 MODES = ["eager", "compiled"]
 both = pytest.mark.parametrize("api", APIS, ids=lambda api: api.name)
 in_modes = pytest.mark.parametrize("mode", MODES)
+
+
+def ours_differs(reason: str) -> Any:
+    """As `both`, where ours does not do yet what PyTorch does."""
+    fails = (AssertionError, pytest.fail.Exception)
+    differs = pytest.param(
+        Ours, marks=pytest.mark.xfail(strict=True, raises=fails, reason=reason), id=Ours.name
+    )
+    return pytest.mark.parametrize("api", [pytest.param(PyTorchs, id=PyTorchs.name), differs])

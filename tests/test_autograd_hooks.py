@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from autograd_apis import APIS, MODES, Ours, PyTorchs, backward, both, in_modes, leaf
+from autograd_apis import (
+    Ours,
+    PyTorchs,
+    accumulator,
+    backward,
+    both,
+    in_modes,
+    leaf,
+    note,
+)
+from autograd_errors import NODE_ERRORS, TENSOR_ERRORS, checked
 from torch import Tensor
 
 from torch_commhook import autograd
@@ -45,23 +55,20 @@ def test_node_hooks_change_values(api: Any, mode: str) -> None:
 
 
 @both
-def test_order_on_one_tensor(api: Any) -> None:
+@in_modes
+def test_order_on_one_tensor(api: Any, mode: str) -> None:
     events: list[str] = []
-
-    def note(event: str) -> Callable[..., None]:
-        return lambda *values: events.append(event)
-
     x = leaf()
     y = x * 1
-    accumulate = y.grad_fn.next_functions[0][0]
-    api.post_accumulate(x, note("leaf: accumulated"))
-    api.posthook(accumulate, note("leaf: post"))
-    api.prehook(accumulate, note("leaf: pre"))
-    api.hook(x, note("leaf: tensor"))
-    api.posthook(y.grad_fn, note("node: post"))
-    api.prehook(y.grad_fn, note("node: pre"))
-    api.hook(y, note("node: tensor"))
-    y.sum().backward()
+    node = accumulator(x)
+    api.post_accumulate(x, note(events, "leaf: accumulated"))
+    api.posthook(node, note(events, "leaf: post"))
+    api.prehook(node, note(events, "leaf: pre"))
+    api.hook(x, note(events, "leaf: tensor"))
+    api.posthook(y.grad_fn, note(events, "node: post"))
+    api.prehook(y.grad_fn, note(events, "node: pre"))
+    api.hook(y, note(events, "node: tensor"))
+    backward(y.sum(), mode)
     assert events == [
         "node: tensor", "node: pre", "node: post",
         "leaf: tensor", "leaf: pre", "leaf: accumulated", "leaf: post",
@@ -85,37 +92,6 @@ def test_post_accumulate_hooks_see_the_gradient(api: Any, mode: str) -> None:
 
 
 # ---- errors --------------------------------------------------------------------------------------
-
-NODE_ERRORS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
-    "list": (lambda *v: [v[0][0]], TypeError, "expected tuple, but hook returned 'list'"),
-    "tensor": (lambda *v: v[0][0], TypeError, "expected tuple, but hook returned 'Tensor'"),
-    "too many": (
-        lambda *v: (*v[0], None), RuntimeError,
-        r"has returned an incorrect number of values \(got 2, but expected 1\)",
-    ),
-    "a number": (lambda *v: (3,), TypeError, "expected Variable, but hook returned 'int'"),
-    "dtype": (lambda *v: (v[0][0].double(),), RuntimeError, "has changed the type of value"),
-    "size": (lambda *v: (v[0][0][:1],), RuntimeError, "has changed the size of value"),
-    "broadcast": (lambda *v: (v[0][0][None],), RuntimeError, "has changed the size of value"),
-}  # fmt: skip
-TENSOR_ERRORS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
-    "a tuple": (lambda g: (g,), TypeError, "expected Variable, but hook returned 'tuple'"),
-    "a number": (lambda g: 3, TypeError, "expected Variable, but hook returned 'int'"),
-    "dtype": (lambda g: g.double(), RuntimeError, "has changed the type of value"),
-    "size": (lambda g: g[:1], RuntimeError, "has changed the size of value"),
-    "layout": (lambda g: g.to_sparse(), RuntimeError, "has changed the type of value"),
-}
-
-
-def runs(api: Any, mode: str) -> bool:
-    """Whether results are checked: PyTorch does not under compiled autograd."""
-    return api is Ours or mode == "eager"
-
-
-CHECKED = [(api, mode) for api in APIS for mode in MODES if runs(api, mode)]
-checked = pytest.mark.parametrize(
-    ("api", "mode"), CHECKED, ids=[f"{api.name}-{mode}" for api, mode in CHECKED]
-)
 
 
 @checked

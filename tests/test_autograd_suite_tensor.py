@@ -1,0 +1,295 @@
+"""Hooks on tensors as PyTorch's own tests of autograd ask for them, on its registration and ours.
+
+``autograd_suite.json`` tells which of PyTorch's tests is expressed by which of these.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from autograd_apis import accumulator, backward, both, in_modes, leaf, note, ours_differs
+from torch import Tensor
+from torch.autograd import Function
+
+NOT_TOLD = "ours are not called where there is no gradient; PyTorch's are, with None"
+
+
+def double(grad: Tensor) -> Tensor:
+    return grad * 2
+
+
+# ---- registration --------------------------------------------------------------------------------
+
+
+@both
+@in_modes
+def test_hooks_come_and_go_between_backwards(api: Any, mode: str) -> None:
+    calls: list[str] = []
+    weight, x = leaf(), leaf(4.0, 4.0)
+    z = weight * x + weight
+
+    def run() -> list[str]:
+        calls.clear()
+        x.grad = None
+        backward(z.sum(), mode, retain_graph=True)
+        return list(calls)
+
+    api.hook(weight, note(calls, "weight"))
+    first = api.hook(z, note(calls, "first"))
+    assert run() == ["first", "weight"]
+    second = api.hook(z, note(calls, "second"))
+    assert run() == ["first", "second", "weight"]
+    first.remove()
+    assert run() == ["second", "weight"]
+    second.remove()
+    api.hook(z, double)
+    assert run() == ["weight"]
+    assert torch.equal(x.grad, 2 * weight)
+    api.hook(x, double)
+    run()
+    assert torch.equal(x.grad, 4 * weight)
+
+
+@both
+@in_modes
+def test_callables_without_a_name(api: Any, mode: str) -> None:
+    class Tripling:
+        def __call__(self, grad: Tensor) -> Tensor:
+            return grad * 3
+
+    x = leaf()
+    y = x.clone()
+    api.hook(y, Tripling())
+    api.hook(y, functools.partial(torch.add, 1))
+    backward(y.sum(), mode)
+    assert x.grad.tolist() == [4, 4]
+
+
+@both
+def test_one_function_registered_twice(api: Any) -> None:
+    calls: list[Tensor] = []
+    x = leaf()
+    handles = [api.hook(x, calls.append) for _ in range(2)]
+    for left in (1, 0):
+        handles.pop().remove()
+        calls.clear()
+        x.sum().backward()
+        assert len(calls) == left
+
+
+@both
+def test_requires_grad_switched_off_and_on(api: Any) -> None:
+    x = leaf()
+    api.hook(x, double)
+    x.requires_grad_(False).requires_grad_(True)
+    x.sum().backward()
+    assert x.grad.tolist() == [2, 2]
+
+
+@ours_differs("ours stay with the node that the tensor had")
+def test_detached_in_place(api: Any) -> None:
+    y = leaf() * 2
+    api.hook(y, double)
+    y.detach_().requires_grad_()
+    y.sum().backward()
+    assert y.grad.tolist() == [2, 2]
+
+
+# ---- what a hook sees ----------------------------------------------------------------------------
+
+
+@both
+@in_modes
+def test_output_of_a_module(api: Any, mode: str) -> None:
+    norm = torch.nn.BatchNorm1d(2, eps=0, affine=False).eval()
+    x = torch.ones(3, 2, requires_grad=True)
+    z = norm(x)
+    calls: list[str] = []
+    api.hook(z, note(calls, "z"))
+    api.hook(z, double)
+    backward(z.sum(), mode)
+    assert calls == ["z"]
+    assert torch.allclose(x.grad, torch.full((3, 2), 2.0))
+
+
+@both
+@in_modes
+def test_a_function_that_drops_the_gradient_of_one_input(api: Any, mode: str) -> None:
+    class Pass(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            return x, y
+
+        @staticmethod
+        def backward(ctx: Any, x: Tensor, y: Tensor) -> tuple[Tensor, None]:
+            return x, None
+
+    seen: list[Tensor] = []
+    x = leaf()
+    first, second = Pass.apply(x, torch.ones(2))
+    api.hook(first, lambda grad: seen.append(grad * 1))
+    api.hook(second, lambda grad: seen.append(grad * 2))
+    backward((first + second).sum(), mode)
+    assert sorted(grad.tolist() for grad in seen) == [[1, 1], [2, 2]]
+
+
+@both
+@in_modes
+def test_a_function_that_returns_its_input(api: Any, mode: str) -> None:
+    """The hook on the output does not see what comes from uses of the input."""
+
+    class WithSum(Function):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+            return a, a + b
+
+        @staticmethod
+        def backward(ctx: Any, a: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+            return a + total, total
+
+    seen: list[Tensor] = []
+    x, y = leaf(), leaf()
+    same, total = WithSum.apply(x, y)
+    api.hook(same, lambda grad: seen.append(grad * 1))
+    backward((same + total + x).sum(), mode)
+    assert [grad.tolist() for grad in seen] == [[1, 1]]
+    assert x.grad.tolist() == [3, 3]
+    assert y.grad.tolist() == [1, 1]
+
+
+@both
+def test_order_follows_the_sequence_numbers(api: Any) -> None:
+    order: list[str] = []
+
+    def named(grad: Tensor, name: str) -> Tensor:
+        order.append(name)
+        return grad
+
+    x = leaf()
+    a, b = x + 1, x + 2
+    c = a + b
+    for number, (name, tensor) in enumerate({"c": c, "b": b, "a": a}.items()):
+        tensor.grad_fn._set_sequence_nr(1000 + number)
+        api.hook(tensor, functools.partial(named, name=name))
+    c.sum().backward()
+    assert order == ["c", "a", "b"]  # c feeds the others
+
+
+# ---- retain_grad, and autograd.grad --------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("retained", [0, 1, 2])
+def test_retain_grad_sees_all_hooks(api: Any, retained: int) -> None:
+    """Whether it was asked for before, between or after them."""
+    x = leaf()
+    y = x.clone()
+    for step in range(3):
+        if step == retained:
+            y.retain_grad()
+        if step < 2:
+            api.hook(y, double)
+    y.clone().sum().backward()
+    assert y.grad.tolist() == [4, 4]
+
+
+@both
+def test_retain_grad_does_not_see_hooks_of_the_node(api: Any) -> None:
+    x = leaf(1.0)
+    y = x.clone()
+    y.retain_grad()
+    events: list[str] = []
+    node = accumulator(x)
+    api.prehook(y.grad_fn, lambda grads: (grads[0] * 2,))
+    api.hook(y, lambda grad: grad * 3)
+    api.prehook(y.grad_fn, note(events, "y node"))
+    api.hook(x, note(events, "x"))
+    api.prehook(node, note(events, "x node"))
+    y.sum().backward(retain_graph=True)
+    assert events == ["y node", "x", "x node"]
+    assert (y.grad.item(), x.grad.item()) == (3, 6)
+    events.clear()
+    torch.autograd.grad(y.sum(), x, retain_graph=True)  # accumulates nothing
+    assert events == ["y node", "x"]
+    events.clear()
+    y.grad = None
+    y.sum().backward(inputs=[y])
+    assert events == ["y node"]
+    assert y.grad.item() == 3
+
+
+@both
+def test_gradients_of_chunks_do_not_reach_what_was_cut(api: Any) -> None:
+    calls: list[str] = []
+    x = leaf(1.0, 2.0, 3.0, 4.0)
+    api.hook(x, note(calls, "x"))
+    first, second = x.chunk(2)
+    grads = torch.autograd.grad(
+        first + 2 * second, [first, second], torch.tensor([3.0, 5.0]), create_graph=True
+    )
+    assert [grad.tolist() for grad in grads] == [[3, 5], [6, 10]]
+    assert calls == []
+    assert x.grad is None
+    first.sum().backward()
+    assert calls == ["x"]
+
+
+# ---- no gradient ---------------------------------------------------------------------------------
+
+
+def none_returned(x: Tensor) -> Tensor:
+    class Nothing(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> None:
+            return None
+
+    return Nothing.apply(x)
+
+
+@ours_differs(NOT_TOLD)
+@pytest.mark.parametrize("inner", [False, True], ids=["leaf", "inner tensor"])
+def test_told_that_there_is_no_gradient(api: Any, inner: bool) -> None:
+    seen: list[Tensor | None] = []
+    x = leaf()
+    y = x.clone()
+    api.hook(y if inner else x, seen.append)
+    none_returned(y).sum().backward()
+    assert seen == [None]
+    assert x.grad is None
+
+
+@both
+def test_one_of_several_outputs(api: Any) -> None:
+    seen: list[Tensor | None] = []
+    x = leaf()
+    outputs = x.unbind()
+    api.hook(outputs[0], seen.append)
+    outputs[0].backward()
+    assert [grad.item() for grad in seen] == [1]
+    assert x.grad.tolist() == [1, 0]
+    outputs[1].backward()
+    assert x.grad.tolist() == [1, 1]
+
+
+@ours_differs(NOT_TOLD)
+def test_the_other_of_several_outputs(api: Any) -> None:
+    seen: list[Tensor | None] = []
+    outputs = leaf().unbind()
+    api.hook(outputs[0], seen.append)
+    outputs[1].backward()
+    assert seen == [None]
+
+
+@ours_differs(NOT_TOLD)
+def test_no_gradient_is_not_replaced(api: Any) -> None:
+    y = leaf().clone()
+    api.hook(y, lambda grad: torch.ones(2))
+    with pytest.raises(RuntimeError, match="can't replace a None gradient with a non-None value"):
+        none_returned(y).sum().backward()
