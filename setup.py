@@ -29,6 +29,7 @@ import sysconfig
 from pathlib import Path
 
 from setuptools import Command, setup
+from setuptools.command.build_py import build_py as setuptools_build_py
 
 ROOT = Path(__file__).resolve().parent
 HOW_TO_BUILD = (
@@ -189,6 +190,17 @@ class build_ext(cpp_extension.BuildExtension):  # noqa: N801 (setuptools names c
         self.force = True
 
 
+class build_py(setuptools_build_py):  # noqa: N801
+    """Puts the headers for C++ hooks into the package."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:  # where they stay in csrc
+            self.copy_tree(
+                str(ROOT / "csrc" / "include"), str(Path(self.build_lib, "torch_commhook/include"))
+            )
+
+
 class develop(Command):  # noqa: N801
     """``python setup.py develop``: an editable install that sees the installed torch.
 
@@ -214,4 +226,7 @@ class develop(Command):  # noqa: N801
 
 
 if __name__ == "__main__":
-    setup(ext_modules=extensions(), cmdclass={"build_ext": build_ext, "develop": develop})
+    setup(
+        ext_modules=extensions(),
+        cmdclass={"build_ext": build_ext, "build_py": build_py, "develop": develop},
+    )

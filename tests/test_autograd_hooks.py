@@ -263,3 +263,37 @@ def test_call_hooks() -> None:
     assert autograd.call_hooks([], (x, None), "prehook")[0] is x
     with pytest.raises(ValueError, match="args must hold one tensor for kind 'tensor', got 2"):
         autograd.call_hooks([], (x, x))
+
+
+@in_modes
+@pytest.mark.parametrize("kind", ["prehook", "posthook"])
+def test_hooks_of_a_node_run_in_order_of_registration(kind: str, mode: str) -> None:
+    """Whoever's they are; PyTorch finds ours by the class that they are derived from."""
+    calls: list[str] = []
+
+    def noting(name: str) -> Any:
+        def hook(*values: tuple[Tensor, ...]) -> tuple[Tensor]:
+            calls.append(name)
+            return (values[0][0] * 2,)
+
+        return hook
+
+    x = leaf(1.0)
+    y = x * 3
+    theirs, ours = getattr(PyTorchs, kind), getattr(Ours, kind)
+    handles = [
+        register(y.grad_fn, noting(name))
+        for name, register in (("a", ours), ("b", theirs), ("c", ours), ("d", theirs))
+    ]
+    backward(y.sum(), mode)
+    assert calls == ["a", "b", "c", "d"] and x.grad.item() == 48
+    for handle in handles:
+        calls.clear()
+        handle.remove()
+    z = x * 3
+    theirs(z.grad_fn, noting("b"))
+    ours(z.grad_fn, noting("a"))
+    theirs(z.grad_fn, noting("c"))
+    x.grad = None
+    backward(z.sum(), mode)
+    assert sorted(calls) == ["a", "b", "c"] and x.grad.item() == 24

@@ -13,11 +13,8 @@ import pytest
 import torch
 from autograd_apis import APIS, Ours, PyTorchs, accumulator, backward, leaf
 from torch import Tensor, nn
-from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import counters
 from whole_graph import WholeGraph
-
-NO_FULL_GRAPH = "the compiler cannot trace how ours tell whether a tuple is the one passed in"
 
 
 @pytest.fixture(autouse=True)
@@ -51,15 +48,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     "posthook": mixed,
     "post_accumulate": scaled,
 }
-MAKES_TUPLES = {"prehook", "posthook"}
-EACH_KIND = [
-    pytest.param(
-        api, kind, id=f"{api.name}-{kind}",
-        marks=[pytest.mark.xfail(strict=True, raises=Unsupported, reason=NO_FULL_GRAPH)]
-        if api is Ours and kind in MAKES_TUPLES else [],
-    )
-    for api in APIS for kind in KINDS
-]  # fmt: skip
+EACH_KIND = [pytest.param(api, kind, id=f"{api.name}-{kind}") for api in APIS for kind in KINDS]
 
 
 def _gradients(api: Any, kind: str, run: Callable[[Tensor], None]) -> list[Tensor]:
@@ -188,14 +177,11 @@ def test_as_in_eager_with_graph_breaks(scenario: Callable[..., list[Tensor]]) ->
 @pytest.mark.parametrize(
     ("api", "scenario"),
     [
-        pytest.param(
-            api, scenario, id=f"{api.name}-{scenario.__name__}",
-            marks=[pytest.mark.xfail(strict=True, raises=Unsupported, reason=NO_FULL_GRAPH)]
-            if api is Ours and scenario in WITH_TUPLES else [],
-        )
-        for api in APIS for scenario in SCENARIOS
+        pytest.param(api, scenario, id=f"{api.name}-{scenario.__name__}")
+        for api in APIS
+        for scenario in SCENARIOS
     ],
-)  # fmt: skip
+)
 def test_as_in_eager_in_one_graph(api: Any, scenario: Callable[..., list[Tensor]]) -> None:
     expected = scenario(PyTorchs, Tensor.backward)
     got = scenario(api, WholeGraph().backward)

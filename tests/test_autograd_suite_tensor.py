@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from autograd_apis import accumulator, backward, both, in_modes, leaf, note, ours_differs
+from autograd_apis import accumulator, backward, both, in_modes, leaf, note
 from torch import Tensor
 from torch.autograd import Function
-
-NOT_TOLD = "ours are not called where there is no gradient; PyTorch's are, with None"
 
 
 def double(grad: Tensor) -> Tensor:
@@ -89,7 +87,7 @@ def test_requires_grad_switched_off_and_on(api: Any) -> None:
     assert x.grad.tolist() == [2, 2]
 
 
-@ours_differs("ours stay with the node that the tensor had")
+@both
 def test_detached_in_place(api: Any) -> None:
     y = leaf() * 2
     api.hook(y, double)
@@ -253,7 +251,7 @@ def none_returned(x: Tensor) -> Tensor:
     return Nothing.apply(x)
 
 
-@ours_differs(NOT_TOLD)
+@both
 @pytest.mark.parametrize("inner", [False, True], ids=["leaf", "inner tensor"])
 def test_told_that_there_is_no_gradient(api: Any, inner: bool) -> None:
     seen: list[Tensor | None] = []
@@ -278,7 +276,7 @@ def test_one_of_several_outputs(api: Any) -> None:
     assert x.grad.tolist() == [1, 1]
 
 
-@ours_differs(NOT_TOLD)
+@both
 def test_the_other_of_several_outputs(api: Any) -> None:
     seen: list[Tensor | None] = []
     outputs = leaf().unbind()
@@ -287,7 +285,7 @@ def test_the_other_of_several_outputs(api: Any) -> None:
     assert seen == [None]
 
 
-@ours_differs(NOT_TOLD)
+@both
 def test_no_gradient_is_not_replaced(api: Any) -> None:
     y = leaf().clone()
     api.hook(y, lambda grad: torch.ones(2))

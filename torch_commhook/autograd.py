@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
 from torch_commhook import _C
-from torch_commhook._dynamo import left_to_python
 from torch_commhook._runtime import hook_name
 
 
@@ -170,7 +170,7 @@ class cpp:  # noqa: N801 (named and written as hooks.cpp)
         """``tensor``, ``prehook``, ``posthook`` or ``post_accumulate``."""
         return self.native.kind
 
-    @left_to_python
+    @torch._disable_dynamo
     def __call__(self, value: Any, *others: Any) -> Any:
         hook = _C.AutogradHook(self, None, "", self.native, None, self.kind)
         several = self.kind in ("prehook", "posthook")
@@ -186,6 +186,7 @@ class cpp:  # noqa: N801 (named and written as hooks.cpp)
         return self.native.name
 
 
+@torch._disable_dynamo  # which knows nothing of C++
 def _register(on: Any, kind: str, fn: Callable[..., Any]) -> RemovableHandle:
     return RemovableHandle(_C.register_autograd_hook(on, kind, _hook(fn, kind, traced=True)))
 
@@ -227,7 +228,7 @@ def _traced(fn: Callable[..., Any], kind: str) -> Callable[..., Any]:
     ) -> tuple[Tensor | None, ...]:
         given = tuple(values)
         result = fn(given, *(tuple(other) for other in others))
-        if result is None or result is given:
+        if result is None:
             return given
         if not isinstance(result, tuple):
             raise TypeError(f"{name}: expected tuple, but hook returned '{_type_of(result)}'")

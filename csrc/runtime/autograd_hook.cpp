@@ -38,40 +38,73 @@ std::string AutogradHook::name() const {
   return hook_name(callable_.get());
 }
 
-int64_t HookList::add(std::shared_ptr<const AutogradHook> hook) {
+int64_t HookList::add(const py::object& hook) {
+  auto added = hook.cast<std::shared_ptr<AutogradHook>>();
+  if (dict_ != nullptr && PyODict_SetItem(dict_, hook.ptr(), hook.ptr()) != 0) {
+    throw py::error_already_set();
+  }
   const std::lock_guard lock(mutex_);
   auto hooks = hooks_ ? *hooks_ : std::vector<std::shared_ptr<const AutogradHook>>();
-  hooks.push_back(std::move(hook));
+  hooks.push_back(std::move(added));
   hooks_ = std::make_shared<const std::vector<std::shared_ptr<const AutogradHook>>>(hooks);
-  ids_.push_back(next_id_);
+  entries_.push_back({next_id_, hook.ptr()});
   return next_id_++;
 }
 
 void HookList::remove(int64_t id) {
   Snapshot dropped;  // without the lock: it may be the last reference to a Python object
-  const std::lock_guard lock(mutex_);
-  const auto place = std::find(ids_.begin(), ids_.end(), id);
-  if (place == ids_.end()) {
-    return;
+  py::object dict;
+  py::object key;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto place = std::find_if(entries_.begin(), entries_.end(),
+                                    [id](const Entry& entry) { return entry.id == id; });
+    if (place == entries_.end()) {
+      return;
+    }
+    if (dict_ != nullptr) {
+      dict = py::reinterpret_borrow<py::object>(dict_);
+      key = py::reinterpret_borrow<py::object>(place->key);
+    }
+    auto hooks = *hooks_;
+    hooks.erase(hooks.begin() + (place - entries_.begin()));
+    entries_.erase(place);
+    dropped = std::exchange(
+        hooks_,
+        hooks.empty()
+            ? nullptr
+            : std::make_shared<const std::vector<std::shared_ptr<const AutogradHook>>>(hooks));
   }
-  auto hooks = *hooks_;
-  hooks.erase(hooks.begin() + (place - ids_.begin()));
-  ids_.erase(place);
-  dropped = std::exchange(
-      hooks_,
-      hooks.empty()
-          ? nullptr
-          : std::make_shared<const std::vector<std::shared_ptr<const AutogradHook>>>(hooks));
+  if (dict && PyODict_DelItem(dict.ptr(), key.ptr()) != 0) {
+    PyErr_Clear();  // the collector has been there before
+  }
 }
 
 bool HookList::contains(int64_t id) const {
   const std::lock_guard lock(mutex_);
-  return std::find(ids_.begin(), ids_.end(), id) != ids_.end();
+  return std::any_of(entries_.begin(), entries_.end(),
+                     [id](const Entry& entry) { return entry.id == id; });
 }
 
 HookList::Snapshot HookList::snapshot() const {
   const std::lock_guard lock(mutex_);
   return hooks_;
+}
+
+HookList::Snapshot all_hooks(PyObject* dict) {
+  py::gil_scoped_acquire gil;
+  std::vector<std::shared_ptr<const AutogradHook>> hooks;
+  const auto values = py::reinterpret_steal<py::list>(PyDict_Values(dict));
+  for (const auto& value : values) {
+    const auto hook = py::reinterpret_borrow<py::object>(value);
+    hooks.push_back(py::isinstance<AutogradHook>(hook)
+                        ? hook.cast<std::shared_ptr<AutogradHook>>()
+                        : std::make_shared<AutogradHook>(hook, NativeHook(), hook));
+  }
+  if (hooks.empty()) {
+    return nullptr;
+  }
+  return std::make_shared<const std::vector<std::shared_ptr<const AutogradHook>>>(std::move(hooks));
 }
 
 }  // namespace commhook

@@ -58,24 +58,38 @@ class AutogradHook {
 // still runs, one that is added does not.
 class HookList {
  public:
+  // The Python objects of the hooks are kept in `dict` as well, an OrderedDict, if one is given.
+  // Who owns the list owns the dict, too.
+  explicit HookList(PyObject* dict = nullptr) : dict_(dict) {}
+
   using Snapshot = std::shared_ptr<const std::vector<std::shared_ptr<const AutogradHook>>>;
 
-  int64_t add(std::shared_ptr<const AutogradHook> hook);
+  // Need the GIL. `hook` is an AutogradHook.
+  int64_t add(const pybind11::object& hook);
   void remove(int64_t id);
+
   bool contains(int64_t id) const;
   Snapshot snapshot() const;  // null where there are none
 
  private:
   mutable std::mutex mutex_;
+  PyObject* const dict_;
   int64_t next_id_ = 0;
-  std::vector<int64_t> ids_;
+  struct Entry {
+    int64_t id;
+    PyObject* key;  // in the dict, which holds it
+  };
+  std::vector<Entry> entries_;
   Snapshot hooks_;
 };
 
+// All hooks in such a dict: ours, and Python's own. Takes the GIL.
+HookList::Snapshot all_hooks(PyObject* dict);
+
 // Calls add(c10::SafePyObject) with what compiled autograd calls for each hook. Needs the GIL.
 template <typename Add>
-void each_traced(const HookList& list, const Add& add) {
-  if (const auto hooks = list.snapshot()) {
+void each_traced(const HookList::Snapshot& hooks, const Add& add) {
+  if (hooks) {
     for (const auto& hook : *hooks) {
       add(c10::SafePyObject(hook->traced().get().inc_ref().ptr(), getPyInterpreter()));
     }

@@ -138,6 +138,9 @@ class Run {
   }
 
   void native(const AutogradHook& hook) {
+    if (!several() && !values_[0].defined()) {
+      return;  // there is nothing that an operator could be given
+    }
     variable_list results = hook.native()(values_, others_);
     if (kind_ == HookKind::kPostAccumulate) {
       return;
@@ -232,7 +235,8 @@ at::Tensor run_autograd_hooks(const HookList::Snapshot& hooks, HookKind kind,
     PyObject* const argument = current.ptr();
     auto result = called(*hook, &argument, 1);
     if (!result.is_none() && !result.is(current)) {
-      checked(result, THPVariable_Unpack(current.ptr()), *hook, kind, 0, 1);
+      const auto was = current.is_none() ? at::Tensor() : THPVariable_Unpack(current.ptr());
+      checked(result, was, *hook, kind, 0, 1);
       current = std::move(result);
       changed = true;
     }

@@ -16,15 +16,15 @@ namespace commhook {
 namespace {
 
 Registered register_autograd_hook(const py::object& on, const std::string& kind_name,
-                                  std::shared_ptr<AutogradHook> hook) {
+                                  const py::object& hook) {
   const auto kind = hook_kind(kind_name);
   if (kind == HookKind::kTensor) {
-    return register_tensor_hook(on, std::move(hook));
+    return register_tensor_hook(on, hook);
   }
   if (kind == HookKind::kPostAccumulate) {
-    return register_post_accumulate_hook(on, std::move(hook));
+    return register_post_accumulate_hook(on, hook);
   }
-  return register_node_hook(on, kind, std::move(hook));
+  return register_node_hook(on, kind, hook);
 }
 
 std::vector<std::optional<at::Tensor>> call_autograd_hooks(
@@ -53,10 +53,32 @@ std::vector<std::optional<at::Tensor>> call_autograd_hooks(
   return given_back;
 }
 
+// Lets the garbage collector see what a hook holds. What it finds in a cycle goes with the node or
+// the tensor that the hook is on.
+int visit_hook(PyObject* self, visitproc visit, void* arg) {
+#if PY_VERSION_HEX >= 0x03090000
+  Py_VISIT(Py_TYPE(self));
+#endif
+  auto* instance = reinterpret_cast<py::detail::instance*>(self);
+  if (instance->get_value_and_holder().holder_constructed()) {
+    const auto& hook = py::cast<const AutogradHook&>(py::handle(self));
+    Py_VISIT(hook.callable().get().ptr());
+    Py_VISIT(hook.traced().get().ptr());
+  }
+  return 0;
+}
+
+py::custom_type_setup seen_by_collector() {
+  return py::custom_type_setup([](PyHeapTypeObject* heap_type) {
+    heap_type->ht_type.tp_flags |= Py_TPFLAGS_HAVE_GC;
+    heap_type->ht_type.tp_traverse = visit_hook;
+  });
+}
+
 }  // namespace
 
 void bind_autograd_hooks(py::module_& m) {
-  py::class_<AutogradHook, std::shared_ptr<AutogradHook>>(m, "AutogradHook")
+  py::class_<AutogradHook, std::shared_ptr<AutogradHook>>(m, "AutogradHook", seen_by_collector())
       .def(py::init([](py::object callable, const std::optional<std::string>& op_name,
                        const std::string& op_overload, const std::shared_ptr<CppAutogradHook>& cpp,
                        py::object traced, const std::string& kind) {

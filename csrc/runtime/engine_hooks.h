@@ -16,10 +16,9 @@ struct Registered {
   int64_t id;
 };
 
-// Put a hook where the engine finds it.
-Registered register_tensor_hook(const pybind11::object& tensor,
-                                std::shared_ptr<const AutogradHook> hook);
+// Put a hook, an AutogradHook, where the engine finds it.
+Registered register_tensor_hook(const pybind11::object& tensor, const pybind11::object& hook);
 Registered register_node_hook(const pybind11::object& node, HookKind kind,
-                              std::shared_ptr<const AutogradHook> hook);
+                              const pybind11::object& hook);
 
 }  // namespace commhook

@@ -47,7 +47,7 @@ class ParameterHooks : public PostAccumulateGradHook {
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     py::gil_scoped_acquire gil;
-    each_traced(*list_,
+    each_traced(list_->snapshot(),
                 [&](c10::SafePyObject hook) { args.add_post_acc_grad_hook(std::move(hook)); });
     if (const auto counting = this->counting()) {
       const auto dict = py::reinterpret_borrow<py::dict>(held_->dict.get());
@@ -113,10 +113,9 @@ ParameterHooks& hooks_of(const py::object& tensor) {
 
 }  // namespace
 
-Registered register_post_accumulate_hook(const py::object& tensor,
-                                         std::shared_ptr<const AutogradHook> hook) {
+Registered register_post_accumulate_hook(const py::object& tensor, const py::object& hook) {
   const auto list = hooks_of(tensor).list();
-  return {list, list->add(std::move(hook))};
+  return {list, list->add(hook)};
 }
 
 void count_arrivals(const py::object& parameter, int64_t own_key,

@@ -16,7 +16,7 @@ namespace commhook {
 // dict, and the counting of a reducer.
 
 Registered register_post_accumulate_hook(const pybind11::object& tensor,
-                                         std::shared_ptr<const AutogradHook> hook);
+                                         const pybind11::object& hook);
 
 // Lets the autograd engine count a parameter's gradients as `number`. In PyTorch's dict, the hook
 // with `own_key` does that under compiled autograd; here it must do nothing.

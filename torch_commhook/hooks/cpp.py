@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_commhook import _C
-from torch_commhook._native import NativeLibraryError
 from torch_commhook.bucket import GradBucket
 from torch_commhook.hooks.base import Hook
 from torch_commhook.metrics import note_collective
@@ -57,28 +55,3 @@ class cpp(Hook):  # noqa: N801 (a hook is written as it is called)
 
     def __repr__(self) -> str:
         return self.native.name
-
-
-def load_cpp_hooks(path: str | os.PathLike[str]) -> list[str]:
-    """Take in the hooks of a library that was built against ``commhook/comm_hook.h``.
-
-    The library stays loaded until the process ends; loading it again does nothing.
-
-    Args:
-        path: of the shared library. The file must be one of this machine's.
-
-    Returns:
-        The names of its hooks: those for :class:`hooks.cpp`, then those for :class:`autograd.cpp`.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        NativeLibraryError: it does not load, or was built for another torch or torch_commhook.
-        ValueError: it registers no hooks, or one of a name that is taken, or wrongly.
-    """
-    file = os.path.abspath(os.fspath(path))
-    if not os.path.isfile(file):
-        raise FileNotFoundError(f"load_cpp_hooks: there is no file '{file}'")
-    try:
-        return _C.load_hook_library(file)
-    except ImportError as error:
-        raise NativeLibraryError(str(error)) from None

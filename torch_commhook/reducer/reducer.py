@@ -407,9 +407,12 @@ class Reducer:
         bucket.bucket = ReducerBucket(bucket, count, group)
         if bucket.sparse:
             self._check_layouts(bucket)
+        begun = self._begun_count
         try:
             bucket.running = attached.start(bucket.bucket, where)
         except BaseException as error:
+            if begun != self._begun_count:  # this is not the backward that is under way
+                raise RuntimeError(_TWO_AT_ONCE) from error
             if isinstance(error, TypeError):  # for which this may have been the reason
                 self._check_layouts(bucket)
             self._abort(error)

@@ -1,0 +1,13 @@
+// What a library that was built for another torch says of itself.
+#include <cstdint>
+
+struct Library {
+  uint32_t headers_version;
+  const char* torch_version;
+  void* registry;
+};
+
+extern "C" __attribute__((visibility("default"))) const Library* commhook_hook_library() {
+  static const Library library{1, "1.0.0", nullptr};
+  return &library;
+}

@@ -1,0 +1,48 @@
+"""Builds libraries of C++ hooks, once for a torch; later runs compile what has changed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@lru_cache
+def built(project: str) -> Path:
+    """The folder of the libraries that the ``setup.py`` in a folder of this repository builds."""
+    folder = ROOT / project
+    into = ROOT / "build" / f"torch-{torch.__version__}-{folder.name}"
+    command = [
+        "build_ext",
+        "--force",
+        "--build-lib",
+        str(into),
+        "--build-temp",
+        str(into / "objects"),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "setup.py", "--quiet", *command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    if done.returncode != 0:
+        pytest.fail(f"{project} does not build:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+    return into
+
+
+def library(project: str, name: str) -> str:
+    """The path of one of these libraries."""
+    found = sorted(built(project).glob(f"{name}*.so"))
+    assert len(found) == 1, found
+    return str(found[0])

@@ -1,0 +1,45 @@
+"""Libraries of C++ hooks: the headers to build them with, and loading them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from torch_commhook import _C
+from torch_commhook._native import NativeLibraryError
+
+
+def include_paths() -> list[str]:
+    """Folders for the compiler: ``#include <commhook/comm_hook.h>``.
+
+    To be given to ``torch.utils.cpp_extension`` as ``include_dirs``.
+    """
+    package = Path(__file__).parent
+    # Installed with the package; in a working tree they are beside it.
+    folders = (package / "include", package.parent / "csrc" / "include")
+    return [str(folder) for folder in folders if (folder / "commhook").is_dir()][:1]
+
+
+def load_cpp_hooks(path: str | os.PathLike[str]) -> list[str]:
+    """Take in the hooks of a library that was built against ``commhook/comm_hook.h``.
+
+    The library stays loaded until the process ends; loading it again does nothing.
+
+    Args:
+        path: of the shared library. The file must be one of this machine's.
+
+    Returns:
+        The names of its hooks: those for :class:`hooks.cpp`, then those for :class:`autograd.cpp`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        NativeLibraryError: it does not load, or was built for another torch or torch_commhook.
+        ValueError: it registers no hooks, or one of a name that is taken, or wrongly.
+    """
+    file = os.path.abspath(os.fspath(path))
+    if not os.path.isfile(file):
+        raise FileNotFoundError(f"load_cpp_hooks: there is no file '{file}'")
+    try:
+        return _C.load_hook_library(file)
+    except ImportError as error:
+        raise NativeLibraryError(str(error)) from None
