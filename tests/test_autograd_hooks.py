@@ -272,9 +272,9 @@ def test_hooks_of_a_node_run_in_order_of_registration(kind: str, mode: str) -> N
     calls: list[str] = []
 
     def noting(name: str) -> Any:
-        def hook(*values: tuple[Tensor, ...]) -> tuple[Tensor]:
+        def hook(*values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             calls.append(name)
-            return (values[0][0] * 2,)
+            return (values[0][0] * 2, *values[0][1:])
 
         return hook
 

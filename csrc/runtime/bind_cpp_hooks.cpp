@@ -56,6 +56,14 @@ std::pair<std::shared_ptr<PythonFutureWrapper>, std::optional<int64_t>> start(
   return {std::make_shared<PythonFutureWrapper>(std::move(checked)), run->bytes_sent};
 }
 
+// Copies and pickles are made anew, with memory of their own.
+template <typename Hook>
+py::tuple reduced(const Hook& hook) {
+  return py::make_tuple(
+      py::type::of<Hook>(),
+      py::make_tuple(hook.spec().name, named_values(hook.spec().options, hook.values())));
+}
+
 }  // namespace
 
 void bind_cpp_hooks(py::module_& m) {
@@ -70,6 +78,7 @@ void bind_cpp_hooks(py::module_& m) {
            }),
            py::arg("name"), py::arg("options"))
       .def_property_readonly("name", &CppHook::name)
+      .def("__reduce__", &reduced<CppHook>)
       .def("start", &start, py::arg("bucket"), py::arg("group"))
       .def(
           "result_dtype",
@@ -80,11 +89,14 @@ void bind_cpp_hooks(py::module_& m) {
   py::class_<CppAutogradHook, std::shared_ptr<CppAutogradHook>>(m, "CppAutogradHook")
       .def(py::init([](const std::string& name, const py::dict& options) {
              const auto& spec = find_autograd_hook(name);
-             const auto values = values_for(spec, options);
-             return std::make_shared<CppAutogradHook>(spec, values, printed(spec, values));
+             auto values = values_for(spec, options);
+             auto hook_name = printed(spec, values);
+             return std::make_shared<CppAutogradHook>(spec, std::move(values),
+                                                      std::move(hook_name));
            }),
            py::arg("name"), py::arg("options"))
       .def_property_readonly("name", &CppAutogradHook::name)
+      .def("__reduce__", &reduced<CppAutogradHook>)
       .def_property_readonly("kind",
                              [](const CppAutogradHook& hook) { return name_of(hook.kind()); });
 }

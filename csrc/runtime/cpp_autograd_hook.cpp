@@ -27,10 +27,12 @@ NativeHook native_of(const PostAccumulateHook& hook) {
 
 }  // namespace
 
-CppAutogradHook::CppAutogradHook(const AutogradHookSpec& spec,
-                                 const std::vector<OptionValue>& values, std::string name)
-    : name_(std::move(name)),
-      function_(named_errors("hook '" + name_ + "'", [&] { return spec.make(values); })) {
+CppAutogradHook::CppAutogradHook(const AutogradHookSpec& spec, std::vector<OptionValue> values,
+                                 std::string name)
+    : spec_(spec),
+      values_(std::move(values)),
+      name_(std::move(name)),
+      function_(named_errors("hook '" + name_ + "'", [&] { return spec.make(values_); })) {
   const bool callable =
       std::visit([](const auto& hook) { return static_cast<bool>(hook); }, function_);
   TORCH_CHECK_TYPE(callable, "hook '", name_, "' was made without a function to call");

@@ -12,6 +12,16 @@ namespace {
 
 constexpr const char* kTypeNames[] = {"a bool", "an int", "a float", "a str", "a torch.dtype"};
 
+// Raises UnicodeEncodeError for what UTF-8 has no form for.
+std::string utf8(const py::handle& text) {
+  Py_ssize_t size = 0;
+  const char* bytes = PyUnicode_AsUTF8AndSize(text.ptr(), &size);
+  if (bytes == nullptr) {
+    throw py::error_already_set();
+  }
+  return {bytes, static_cast<size_t>(size)};
+}
+
 py::object in_python(const OptionValue& value) {
   if (const auto* dtype = std::get_if<at::ScalarType>(&value)) {
     return py::cast(*dtype);
@@ -88,7 +98,7 @@ OptionValue converted(const std::string& where, const OptionSpec& option, const 
       break;
     case 3:
       if (PyUnicode_Check(value.ptr())) {
-        return OptionValue(std::in_place_type<std::string>, py::cast<std::string>(value));
+        return OptionValue(std::in_place_type<std::string>, utf8(value));
       }
       break;
     default:
@@ -124,7 +134,7 @@ std::vector<OptionValue> option_values(const std::string& where,
     return values;
   }
   for (const auto& [name, value] : given) {
-    const auto is_known = [&, text = py::cast<std::string>(name)](const OptionSpec& option) {
+    const auto is_known = [&, text = utf8(name)](const OptionSpec& option) {
       return option.name == text;
     };
     TORCH_CHECK_TYPE(std::any_of(options.begin(), options.end(), is_known), where,
@@ -132,6 +142,15 @@ std::vector<OptionValue> option_values(const std::string& where,
                      described(options));
   }
   return values;
+}
+
+py::dict named_values(const std::vector<OptionSpec>& options,
+                      const std::vector<OptionValue>& values) {
+  py::dict named;
+  for (size_t i = 0; i < options.size(); ++i) {
+    named[py::str(options[i].name)] = in_python(values[i]);
+  }
+  return named;
 }
 
 std::string describe(const std::vector<OptionSpec>& options,

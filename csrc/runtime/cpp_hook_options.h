@@ -17,6 +17,10 @@ std::vector<OptionValue> option_values(const std::string& where,
                                        const std::vector<OptionSpec>& options,
                                        const pybind11::dict& given);
 
+// The other way round.
+pybind11::dict named_values(const std::vector<OptionSpec>& options,
+                            const std::vector<OptionValue>& values);
+
 // "dtype=torch.bfloat16, level=3", as Python writes it.
 std::string describe(const std::vector<OptionSpec>& options,
                      const std::vector<OptionValue>& values);

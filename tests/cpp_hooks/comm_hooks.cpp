@@ -3,7 +3,6 @@
 
 #include <map>
 #include <stdexcept>
-#include <torch/csrc/distributed/c10d/default_comm_hooks.hpp>
 
 namespace {
 
@@ -157,8 +156,16 @@ class Counted : public commhook::CppCommHookInterface<std::map<size_t, int64_t>>
 };
 COMMHOOK_REGISTER_HOOK(Counted, "counted");
 
-// PyTorch's own, and one that was written for its interface.
-COMMHOOK_REGISTER_HOOK(c10d::AllReduceCommHook, "torch_allreduce");
+// Written for PyTorch's interface.
+class TorchAllReduce : public c10d::CppCommHookInterface<c10::intrusive_ptr<c10d::ProcessGroup>> {
+ public:
+  using CppCommHookInterface::CppCommHookInterface;
+  FuturePtr runHook(c10d::GradBucket& bucket) override {
+    std::vector<at::Tensor> tensors{bucket.getBufferRef().div_(state_->getSize())};
+    return state_->allreduce(tensors)->getFuture();
+  }
+};
+COMMHOOK_REGISTER_HOOK(TorchAllReduce, "torch_allreduce");
 
 class TorchStyle : public c10d::CppCommHookInterface<c10::intrusive_ptr<c10d::ProcessGroup>> {
  public:

@@ -324,7 +324,10 @@ class Reducer:
         missing = set(self._arrivals.missing())
         if nested and missing:
             return
-        for bucket in self._buckets if missing else ():
+        for bucket in self._buckets:
+            if not missing:
+                bucket.pending = 0
+                continue
             here = [number not in missing for number in bucket.members]
             bucket.pending = here.count(False)
             bucket.arrived = [
