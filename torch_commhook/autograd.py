@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
 from torch_commhook import _C
+from torch_commhook._check_ops import size_change, type_change
 from torch_commhook._runtime import hook_name
 
 
@@ -215,14 +216,9 @@ def _checked(value: Any, was: Tensor | None, name: str) -> Tensor:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected Variable, but hook returned '{_type_of(value)}'")
     if value.dtype != was.dtype or value.layout != was.layout or value.device != was.device:
-        raise RuntimeError(
-            f"{name} has changed the type of value (was {was.dtype}, {was.layout}, {was.device}, "
-            f"got {value.dtype}, {value.layout}, {value.device})"
-        )
+        raise RuntimeError(f"{name} {type_change(was, value)}")
     if value.shape != was.shape:
-        raise RuntimeError(
-            f"{name} has changed the size of value (was {list(was.shape)}, got {list(value.shape)})"
-        )
+        raise RuntimeError(f"{name} {size_change(was, value)}")
     return value
 
 
