@@ -25,6 +25,8 @@ from torch_commhook import autograd
 from torch_commhook._check_ops import check_finite, check_hook_result
 
 commhook = torch.ops.commhook
+#: Whether Dynamo traces a hook that writes, registered by what it compiles; else the graph breaks.
+HOOKS_MAY_WRITE = torch.__version__ < "2.15"
 backends = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 
 
@@ -326,7 +328,7 @@ def test_counts_in_a_compiled_backward(backend: str) -> None:
         y.register_hook(hook)
         return (y * torch.tensor([INF, NAN])).sum()
 
-    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    compiled = torch.compile(function, backend=backend, fullgraph=HOOKS_MAY_WRITE)
     for step in range(3):
         loss = compiled(torch.ones(2, requires_grad=True))
         assert int(count) == 4 * step + 1
