@@ -1,5 +1,5 @@
-// How a warp moves one contiguous row: convert, scale, measure. No lane needs another one, so that
-// a test can play all lanes of all warps on the host.
+// How a warp moves one contiguous row: convert, scale, measure, check. No lane needs another one,
+// so that a test can play all lanes of all warps on the host.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -198,6 +198,68 @@ COMMHOOK_HOST_DEVICE void unflatten_run(const Table& table, const From* buffer, 
                             meter);
         }
       });
+}
+
+// One lane's part of counting a row's elements that are not finite. Vectors are of 16 bytes, all
+// loads of a step come before the first use.
+template <typename T>
+COMMHOOK_HOST_DEVICE int count_nonfinite_of_row(const T* source, int count, int lane) {
+  constexpr int kWidth = 16 / sizeof(T);
+  constexpr int kUnroll = 4;
+  const auto past = reinterpret_cast<uintptr_t>(source) % 16;
+  const auto split = split_row<kWidth>(static_cast<int>(past / sizeof(T)), count);
+  const int edge = edge_element<kWidth>(split, lane);
+  int nonfinite = edge >= 0 && !is_finite(source[edge]) ? 1 : 0;
+  const auto* vectors = reinterpret_cast<const Granule<4>*>(source + split.head);
+#pragma unroll 1
+  for (int first = lane; first < split.vectors; first += kUnroll * kWarpSize) {
+    Granule<4> loaded[kUnroll] = {};  // zeros are finite
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) {
+      const int v = first + k * kWarpSize;
+      if (v < split.vectors) {
+        loaded[k] = vectors[v];
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) {
+      Pack<T, kWidth> values;
+      std::memcpy(&values, &loaded[k], sizeof(values));
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        nonfinite += is_finite(values.values[i]) ? 0 : 1;
+      }
+    }
+  }
+  return nonfinite;
+}
+
+// The same for a run of the table's tensors.
+template <typename Table>
+COMMHOOK_HOST_DEVICE int count_nonfinite_of_run(const Table& table, Run run, int lane) {
+  int nonfinite = 0;
+  for_each_piece(
+      table, run, [&](const void* data, Dtype dtype, int64_t offset, int64_t, int count) {
+        switch (dtype) {
+          case Dtype::kDouble:
+            nonfinite +=
+                count_nonfinite_of_row(static_cast<const double*>(data) + offset, count, lane);
+            return;
+          case Dtype::kFloat:
+            nonfinite +=
+                count_nonfinite_of_row(static_cast<const float*>(data) + offset, count, lane);
+            return;
+          case Dtype::kHalf:
+            nonfinite +=
+                count_nonfinite_of_row(static_cast<const c10::Half*>(data) + offset, count, lane);
+            return;
+          case Dtype::kBFloat16:
+            nonfinite += count_nonfinite_of_row(static_cast<const c10::BFloat16*>(data) + offset,
+                                                count, lane);
+            return;
+        }
+      });
+  return nonfinite;
 }
 
 }  // namespace commhook::cuda

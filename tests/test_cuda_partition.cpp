@@ -301,6 +301,36 @@ void check_flatten(int count, int dtype) {
          static_cast<long long>(nonfinite));
 }
 
+// Exactly the elements that are not finite, wherever they lie; what lies around them is all NaN.
+template <int kCapacity>
+void check_count_nonfinite(int count, int dtype) {
+  const auto tensors = random_tensors(count, dtype);
+  int64_t nonfinite = 0;
+  for (size_t i = 0; i < tensors.data.size(); ++i) {
+    std::memset(tensors.memory[i]->begin(), 0xff, tensors.memory[i]->size());
+    visit(tensors.dtypes[i], [&](auto tag) {
+      using T = decltype(tag);
+      auto* values = reinterpret_cast<T*>(tensors.data[i]);
+      for (int64_t j = 0; j < tensors.numels[i]; ++j) {
+        write_value(values + j, tensors.dtypes[i], random_value());
+        nonfinite += std::isfinite(static_cast<double>(values[j])) ? 0 : 1;
+      }
+    });
+  }
+  const int multiprocessors = 1 + static_cast<int>(below(140));
+  const auto segments = tensors.segments<const void>();
+  TensorTable<const void, kCapacity> table;
+  int64_t counted = 0;
+  for (size_t first = 0; first < segments.size();) {
+    first +=
+        static_cast<size_t>(fill_table(table, segments.data() + first, segments.size() - first));
+    launch(table.total, multiprocessors,
+           [&](Run run, int lane) { counted += count_nonfinite_of_run(table, run, lane); });
+  }
+  EXPECT(counted == nonfinite, "%lld, not %lld", static_cast<long long>(counted),
+         static_cast<long long>(nonfinite));
+}
+
 template <typename From, int kCapacity>
 void check_unflatten(int count, int dtype) {
   const auto tensors = random_tensors(count, dtype);
@@ -442,6 +472,8 @@ int main(int argc, char** argv) {
       check_flatten<float, 216>(count, dtype);
       check_flatten<c10::Half, 16>(count, dtype);
       check_flatten<c10::BFloat16, 16>(count, dtype);
+      check_count_nonfinite<16>(count, dtype);
+      check_count_nonfinite<216>(count, dtype);
       check_unflatten<double, 16>(count, dtype);
       check_unflatten<float, 216>(count, dtype);
       check_unflatten<c10::Half, 16>(count, dtype);

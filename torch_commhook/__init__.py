@@ -5,6 +5,7 @@ from torch_commhook.cli import interrupt as _interrupt  # isort: split
 if _interrupt.runs_the_command():  # before torch is imported, which takes seconds
     _interrupt.end_on_interrupt()
 
+from torch_commhook import _check_ops as _check_ops
 from torch_commhook import _ops as _ops
 from torch_commhook import autograd, collectives, hooks
 from torch_commhook._native import NativeLibraryError

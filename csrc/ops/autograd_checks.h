@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 
 #include <cstdint>
 #include <string>
@@ -40,6 +41,14 @@ inline void check_no_forward_gradient(const char* op, const char* argument,
   for (size_t i = 0; i < tensors.size(); ++i) {
     check_no_forward_gradient(op, argument, static_cast<int64_t>(i), tensors[i]);
   }
+}
+
+// A tensor made in inference mode has no version to count. Asked before anything is written.
+inline void check_has_version(const char* op, const char* argument, int64_t index,
+                              const at::Tensor& tensor) {
+  TORCH_CHECK(!tensor.is_inference() || c10::InferenceMode::is_enabled(), op, ": ",
+              argument_name(argument, index),
+              " must be no inference tensor outside of torch.inference_mode(), got one");
 }
 
 }  // namespace commhook

@@ -7,6 +7,7 @@
 #include "ops/autograd_checks.h"
 #include "ops/bucket.h"
 #include "ops/dtype_name.h"
+#include "ops/memory_check.h"
 #include "ops/memory_overlap.h"
 
 namespace commhook {
@@ -21,17 +22,6 @@ void check_dense(const char* op, const char* argument, int64_t index, const at::
                    " must be dense (torch.strided), got layout ", tensor.layout());
   TORCH_CHECK_TYPE(is_bucket_dtype(tensor.scalar_type()), op, ": ", argument_name(argument, index),
                    " must be of dtype ", kDtypes, ", got ", dtype_name(tensor.scalar_type()));
-}
-
-// What is read or written must be there: a storage can be resized under its tensors.
-void check_memory(const char* op, const char* argument, int64_t index, const at::Tensor& tensor) {
-  if (tensor.numel() == 0 || !tensor.has_storage()) {
-    return;
-  }
-  const auto bytes = (tensor.storage_offset() + span_of(tensor)) * tensor.element_size();
-  TORCH_CHECK_VALUE(static_cast<size_t>(bytes) <= tensor.storage().nbytes(), op, ": ",
-                    argument_name(argument, index), " must have a storage of ", bytes,
-                    " bytes or more, got one of ", tensor.storage().nbytes());
 }
 
 }  // namespace

@@ -2,7 +2,6 @@
 // a graph that is being recorded, and their version counters move, so that autograd notices a saved
 // tensor that was overwritten. The functional operators' formulas are in bucket_autograd.cpp.
 #include <ATen/ATen.h>
-#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/library.h>
 
@@ -24,14 +23,6 @@ const auto& unflatten_into_op() {
   static const auto op =
       find_op<void(const at::Tensor&, at::TensorList, double)>("commhook::unflatten_into");
   return op;
-}
-
-// A tensor made in inference mode has no version to count. Asked before anything is written.
-void check_has_version(const char* op, const char* argument, int64_t index,
-                       const at::Tensor& tensor) {
-  TORCH_CHECK(!tensor.is_inference() || c10::InferenceMode::is_enabled(), op, ": ",
-              argument_name(argument, index),
-              " must be no inference tensor outside of torch.inference_mode(), got one");
 }
 
 at::Tensor& check_flatten_out_grad(at::TensorList tensors, double scale, at::Tensor& out) {

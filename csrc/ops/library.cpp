@@ -1,6 +1,6 @@
 // Every operator of the library, by subject. The kernels register themselves where they stand:
 // reference kernels (plain ATen, every device), CPU kernels in csrc/ops/cpu, CUDA kernels in cuda.
-// The fakes stand beside the Python declarations in torch_commhook/_ops.py.
+// The fakes stand beside the Python declarations, in the modules that are named here.
 #include <torch/library.h>
 
 namespace {
@@ -50,4 +50,18 @@ TORCH_LIBRARY(commhook, m) {
   m.def("built_for_torch() -> str");
   // Whether CUDA kernels were compiled in.
   m.def("has_cuda_kernels() -> bool");
+}
+
+TORCH_LIBRARY_FRAGMENT(commhook, m) {
+  m.set_python_module("torch_commhook._check_ops");
+  const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
+
+  // ---- Checks of a hook. The first writes nothing and returns nothing: it is registered as
+  // ---- effectful in torch_commhook/_check_ops.py, or compilers would leave it out.
+
+  // Raises where `result`, which the hook of that name gave for `value`, has another dtype, layout,
+  // device or size.
+  m.def("check_hook_result(Tensor result, Tensor value, str hook) -> ()", compliant);
+  // Adds the number of infinities and NaNs in the tensors to `count`, one int64 on their device.
+  m.def("check_finite(Tensor[] tensors, Tensor(a!) count) -> ()", compliant);
 }

@@ -3,33 +3,15 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
-#include <cctype>
 #include <utility>
 
-#include "ops/dtype_name.h"
+#include "ops/hook_value.h"
 #include "runtime/hook_result.h"
 
 namespace py = pybind11;
 
 namespace commhook {
 namespace {
-
-// "torch.sparse_csr" for kSparseCsr.
-std::string layout_name(at::Layout layout) {
-  std::string name;
-  for (const char letter : c10::str(layout)) {
-    if (std::isupper(static_cast<unsigned char>(letter)) != 0 && !name.empty()) {
-      name += '_';
-    }
-    name += static_cast<char>(std::tolower(static_cast<unsigned char>(letter)));
-  }
-  return "torch." + (name == "sparse" ? "sparse_coo" : name);
-}
-
-std::string described(const at::Tensor& tensor) {
-  return dtype_name(tensor.scalar_type()) + ", " + layout_name(tensor.layout()) + ", " +
-         tensor.device().str();
-}
 
 // "hook 'f'", and which of several values.
 std::string where(const AutogradHook& hook, HookKind kind, size_t index, size_t count) {
@@ -48,13 +30,7 @@ void check_not_none(const at::Tensor& was, const AutogradHook& hook, HookKind ki
 
 void check_value(const at::Tensor& was, const at::Tensor& now, const AutogradHook& hook,
                  HookKind kind, size_t index, size_t count) {
-  TORCH_CHECK(was.scalar_type() == now.scalar_type() && was.layout() == now.layout() &&
-                  was.device() == now.device(),
-              where(hook, kind, index, count), " has changed the type of value (was ",
-              described(was), ", got ", described(now), ")");
-  TORCH_CHECK(was.sym_sizes() == now.sym_sizes(), where(hook, kind, index, count),
-              " has changed the size of value (was ", was.sym_sizes(), ", got ", now.sym_sizes(),
-              ")");
+  check_hook_value(was, now, [&] { return where(hook, kind, index, count); });
 }
 
 py::object wrapped(const at::Tensor& tensor) {

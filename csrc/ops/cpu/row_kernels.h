@@ -1,5 +1,5 @@
-// Kernels over one contiguous row: convert, scale and measure `count` elements. One set for each
-// instruction set, from one source (row_kernels.inl).
+// Kernels over one contiguous row: convert, scale, measure or check `count` elements. One set for
+// each instruction set, from one source (row_kernels.inl).
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -17,6 +17,9 @@ struct RowStats {
 
 using RowKernel = void (*)(const void* source, void* destination, int64_t count, double scale,
                            RowStats* stats);
+
+// Elements that are infinite or NaN.
+using RowCounter = int64_t (*)(const void* source, int64_t count);
 
 constexpr int kDtypes = 4;
 inline int dtype_index(at::ScalarType dtype) {
@@ -39,6 +42,7 @@ struct RowKernels {
   RowKernel streamed[kDtypes][kDtypes];
   RowKernel measured[kDtypes][kDtypes];
   RowKernel streamed_measured[kDtypes][kDtypes];
+  RowCounter count_nonfinite[kDtypes];
 };
 
 extern const RowKernels kRowKernelsDefault;

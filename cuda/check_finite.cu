@@ -1,0 +1,39 @@
+#include "check_launch.h"
+#include "launch.cuh"
+#include "row.h"
+
+namespace commhook::cuda {
+namespace {
+
+// Gradients are nearly always finite, and then nothing is written. Integers add up to the same in
+// any order, so that atomics do; and with them several streams may share a count.
+template <int kCapacity>
+__global__ void __launch_bounds__(kThreads)
+    check_finite_kernel(const __grid_constant__ TensorTable<const void, kCapacity> table, int run,
+                        unsigned long long* count) {
+  const int lane = threadIdx.x % kWarpSize;
+  int nonfinite = count_nonfinite_of_run(
+      table, run_of(blockIdx.x, threadIdx.x / kWarpSize, run, table.total), lane);
+#pragma unroll
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+    nonfinite += __shfl_down_sync(0xffffffffu, nonfinite, distance);
+  }
+  if (lane == 0 && nonfinite != 0) {
+    atomicAdd(count, static_cast<unsigned long long>(nonfinite));
+  }
+}
+
+}  // namespace
+
+void launch_check_finite(c10::ArrayRef<Segment<const void>> segments, const at::Tensor& count) {
+  if (segments.empty()) {
+    return;
+  }
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  auto* data = reinterpret_cast<unsigned long long*>(count.mutable_data_ptr<int64_t>());
+  for_each_table(segments, [&](const auto& table, int64_t, Grid grid) {
+    check_finite_kernel<<<grid.blocks, kThreads, 0, stream>>>(table, grid.run, data);
+  });
+}
+
+}  // namespace commhook::cuda

@@ -1,0 +1,14 @@
+// The launcher of check_finite's kernel. Takes the current stream of the current device, launches
+// nothing for no elements, and never waits for the device.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "tensor_table.h"
+
+namespace commhook::cuda {
+
+// Adds the number of elements that are not finite to `count`.
+void launch_check_finite(c10::ArrayRef<Segment<const void>> segments, const at::Tensor& count);
+
+}  // namespace commhook::cuda

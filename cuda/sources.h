@@ -1,0 +1,75 @@
+// Tensors as the launchers take them.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "tensor_table.h"
+
+namespace commhook::cuda {
+
+inline Dtype dtype_of(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kDouble:
+      return Dtype::kDouble;
+    case at::kFloat:
+      return Dtype::kFloat;
+    case at::kHalf:
+      return Dtype::kHalf;
+    default:
+      return Dtype::kBFloat16;  // the checks let no other pass
+  }
+}
+
+// No processor loads an element from an address that is not a multiple of its size, and the error
+// would make the device useless to the whole program. Only foreign memory can lie so.
+inline void check_aligned(const char* op, const char* argument, int64_t index,
+                          const at::Tensor& tensor) {
+  const auto size = static_cast<std::uintptr_t>(tensor.element_size());
+  const auto past = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % size;
+  TORCH_CHECK_VALUE(past == 0, op, ": ", argument,
+                    index < 0 ? std::string() : c10::str("[", index, "]"),
+                    " must begin at an address that is a multiple of its element size, ", size,
+                    ", got one ", past, " bytes past such");
+}
+
+// visit(tensor) for each tensor that holds elements.
+template <typename Visit>
+void visit_tensors(const char* op, at::TensorList tensors, const Visit& visit) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (tensors[i].numel() > 0) {
+      check_aligned(op, "tensors", static_cast<int64_t>(i), tensors[i]);
+      visit(tensors[i]);
+    }
+  }
+}
+
+// Tensors to read. What is not contiguous is read through a contiguous copy, a pass over memory
+// more: a kernel that follows strides would be slow for all, and in a bucket's own layout
+// parameters of permuted memory, such as channels_last, are contiguous views.
+class Sources {
+ public:
+  Sources(const char* op, at::TensorList tensors) {
+    segments_.reserve(tensors.size());
+    visit_tensors(op, tensors, [this](const at::Tensor& tensor) {
+      const void* data = nullptr;
+      if (tensor.is_contiguous()) {
+        data = tensor.const_data_ptr();
+      } else {
+        copies_.push_back(tensor.detach().contiguous());
+        data = copies_.back().const_data_ptr();
+      }
+      segments_.push_back({data, tensor.numel(), dtype_of(tensor)});
+    });
+  }
+
+  c10::ArrayRef<Segment<const void>> segments() const { return segments_; }
+
+ private:
+  std::vector<Segment<const void>> segments_;
+  std::vector<at::Tensor> copies_;
+};
+
+}  // namespace commhook::cuda
