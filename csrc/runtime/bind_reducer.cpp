@@ -18,7 +18,7 @@ void bind_reducer(py::module_& m) {
            py::arg("is_sparse"), py::arg("as_views"))
       .def("take_gradients", &ReducerBucket::take_gradients, py::arg("others") = py::none(), no_gil)
       .def("gradients", &ReducerBucket::gradients)
-      .def("drop_gradients", &ReducerBucket::drop_gradients, no_gil)
+      .def("drop_gradients", &ReducerBucket::drop_gradients)
       .def("gather", &ReducerBucket::gather, py::arg("scale"), no_gil)
       .def("flatten", &ReducerBucket::flatten, py::arg("scale"), py::arg("dtype"), py::arg("out"),
            no_gil)

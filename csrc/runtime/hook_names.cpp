@@ -39,7 +39,8 @@ std::string name_within(const py::handle& hook, int depth) {
     if (type_module == "functools" && py::hasattr(hook, "func")) {
       return "partial of " + name_within(hook.attr("func"), depth + 1);
     }
-    if (type_module.rfind("torch_commhook.hooks", 0) == 0) {
+    if (type_module.rfind("torch_commhook.hooks", 0) == 0 ||
+        type_module == "torch_commhook.autograd.cpp_hook") {
       return py::str(hook).cast<std::string>();  // these print as they are written
     }
     const auto own = text_attribute(hook, "__qualname__");

@@ -1,0 +1,130 @@
+"""Whether gradients are finite, asked without waiting for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from torch_commhook._check_ops import check_finite
+from torch_commhook.autograd.registration import RemovableHandle, register_hook
+
+
+class FiniteCheck:
+    """Counts the infinities and NaNs in gradients, on their device, until it is asked for them.
+
+    ::
+
+        check = FiniteCheck()
+        check.watch(model)  # all parameters, by name
+        register_hook(activation, check)  # one tensor: the check is a hook
+        loss.backward()
+        check.raise_if_nonfinite()  # the host waits for the device here, once
+
+    As a hook it looks at the gradient that it is given, or, after accumulation, at the parameter's
+    ``.grad`` (so at any leaf's that requires grad and has one). It runs in eager, in compiled code
+    and in CUDA graphs, and leaves the gradient as it is.
+
+    Args:
+        device: of what is checked; by default torch's default device.
+    """
+
+    def __init__(self, device: torch.device | str | None = None) -> None:
+        self._own = _new_count(device)
+        self._watched: dict[str, Tensor] = {}
+
+    @property
+    def count(self) -> Tensor:
+        """How many values were not finite since the last :meth:`reset`: int64, 0-dimensional.
+
+        On the device of the check; the host waits for nothing.
+        """
+        return torch.stack(self._counts()).sum()
+
+    def __call__(self, tensor: Tensor | None) -> None:
+        if tensor is None:  # a gradient that nobody has computed
+            return
+        if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
+            tensor = tensor.grad
+        check_finite([tensor], self._own)
+
+    def watch(
+        self, tensors: torch.nn.Module | Iterable[tuple[str, Tensor]]
+    ) -> list[RemovableHandle]:
+        """Check each gradient of these tensors as it is computed, before it is accumulated.
+
+        Args:
+            tensors: a module, for those of its parameters that require grad; or names and tensors.
+                Tensors of one name have one count.
+
+        Returns:
+            A handle for each tensor, in order.
+
+        Raises:
+            ValueError: a tensor is on another device than the check.
+            RuntimeError: a tensor does not require grad.
+        """
+        named: list[tuple[str, Tensor]]
+        if isinstance(tensors, torch.nn.Module):
+            named = [(name, p) for name, p in tensors.named_parameters() if p.requires_grad]
+        else:
+            named = list(tensors)
+        for name, tensor in named:
+            if tensor.device != self._own.device:
+                raise ValueError(
+                    f"FiniteCheck.watch: {name!r} must be on the device of the check, "
+                    f"{self._own.device}, got {tensor.device}; make a check for each device"
+                )
+        return [register_hook(tensor, self._hook_of(name)) for name, tensor in named]
+
+    def raise_if_nonfinite(self) -> None:
+        """Wait for the device, once, and raise if a value was not finite.
+
+        Counts stay as they are until :meth:`reset`.
+
+        Raises:
+            RuntimeError: how many values were not finite, and of which watched tensors.
+        """
+        own, *watched = torch.stack(self._counts()).tolist()
+        parts = [f"{n} of {name!r}" for name, n in zip(self._watched, watched, strict=True) if n]
+        if own:
+            parts.append(f"{own} of tensors that are not watched by name")
+        if not parts:
+            return
+        if len(parts) > _NAMED_AT_MOST:
+            parts[_NAMED_AT_MOST:] = [f"and of {len(parts) - _NAMED_AT_MOST} more"]
+        raise RuntimeError(
+            "FiniteCheck: gradients must be finite, got "
+            f"{own + sum(watched)} infinite or NaN values: {', '.join(parts)}"
+        )
+
+    def reset(self) -> None:
+        """Set all counts to zero. The host waits for nothing."""
+        torch._foreach_zero_(self._counts())
+
+    def _counts(self) -> list[Tensor]:
+        return [self._own, *self._watched.values()]
+
+    def _hook_of(self, name: str) -> Callable[[Tensor], None]:
+        count = self._watched.get(name)
+        if count is None:
+            count = self._watched[name] = _new_count(self._own.device)
+
+        def check_finite_hook(grad: Tensor | None) -> None:
+            if grad is not None:
+                check_finite([grad], count)
+
+        return check_finite_hook
+
+
+_NAMED_AT_MOST = 10
+
+
+def _new_count(device: torch.device | str | None) -> Tensor:
+    with torch.inference_mode(False):  # or it could only be written there
+        count = torch.zeros((), dtype=torch.int64, device=device)
+    if count.is_cuda:
+        # Without this, compiled code that writes it would not be put into a CUDA graph.
+        torch._dynamo.mark_static_address(count, guard=False)
+    return count

@@ -1,0 +1,159 @@
+"""Registering hooks with the autograd engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
+
+from torch_commhook import _C
+from torch_commhook.autograd.cpp_hook import cpp
+from torch_commhook.autograd.traced import traced
+
+
+class RemovableHandle:
+    """Takes a hook off again, by itself at the end of a ``with`` block.
+
+    Keeps neither the hook nor what it is on alive.
+    """
+
+    def __init__(self, registered: _C.Registered) -> None:
+        self._registered = registered
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether the hook has not been removed."""
+        return self._registered.is_registered()
+
+    def remove(self) -> None:
+        """Take the hook off. Does nothing where it is off already."""
+        self._registered.remove()
+
+    def __enter__(self) -> RemovableHandle:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+
+def register_hook(tensor: Tensor, fn: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+    """Call ``fn(grad)`` when the gradient of a tensor has been computed.
+
+    As ``torch.Tensor.register_hook``. ``fn`` returns None or another gradient.
+
+    Raises:
+        TypeError: no tensor, or no callable.
+        RuntimeError: the tensor does not require grad.
+
+    In ``backward()``: ``TypeError`` where ``fn`` returned no tensor, ``RuntimeError`` where its
+    dtype, layout, device or size is another one.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"register_hook: tensor must be a torch.Tensor, got {_C.type_name(tensor)}")
+    return _register(tensor, "tensor", fn)
+
+
+def register_prehook(node: Any, fn: Callable[[tuple[Tensor | None, ...]], Any]) -> RemovableHandle:
+    """Call ``fn(grad_outputs)`` before a node of the graph runs.
+
+    As ``torch.autograd.graph.Node.register_prehook``. ``fn`` returns None or a tuple; a None in it
+    drops that gradient.
+
+    Raises:
+        TypeError: no ``torch.autograd.graph.Node``, or no callable.
+
+    In ``backward()``: ``TypeError`` where ``fn`` returned something else than a tuple, or one of
+    something else than tensors; ``RuntimeError`` for another number of values, a value in place of
+    a None, another dtype, layout, device or size.
+    """
+    return _register(node, "prehook", fn)
+
+
+def register_posthook(
+    node: Any, fn: Callable[[tuple[Tensor | None, ...], tuple[Tensor | None, ...]], Any]
+) -> RemovableHandle:
+    """Call ``fn(grad_inputs, grad_outputs)`` when a node of the graph has run.
+
+    As ``torch.autograd.graph.Node.register_hook``. What ``fn`` returns takes the place of
+    ``grad_inputs``; for the rest see :func:`register_prehook`.
+    """
+    return _register(node, "posthook", fn)
+
+
+def register_post_accumulate_grad_hook(
+    tensor: Tensor, fn: Callable[[Tensor], None]
+) -> RemovableHandle:
+    """Call ``fn(tensor)`` when a leaf's gradient has been accumulated in ``.grad``.
+
+    As ``torch.Tensor.register_post_accumulate_grad_hook``. Hooks that are registered there run too,
+    after these.
+
+    Raises:
+        TypeError: no tensor, or no callable.
+        RuntimeError: the tensor is no leaf that requires grad.
+
+    In ``backward()``: ``RuntimeError`` where ``fn`` returned something.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            "register_post_accumulate_grad_hook: tensor must be a torch.Tensor, got "
+            f"{_C.type_name(tensor)}"
+        )
+    if not tensor.requires_grad or tensor.grad_fn is not None:
+        raise RuntimeError(
+            "register_post_accumulate_grad_hook: tensor must be a leaf that requires grad"
+        )
+    return _register(tensor, "post_accumulate", fn)
+
+
+def call_hooks(
+    hooks: Iterable[Callable[..., Any]], args: Sequence[Any], kind: str = "tensor"
+) -> tuple[Tensor | None, ...]:
+    """Call hooks one after another as the engine does, and give what they have made of the values.
+
+    Args:
+        hooks: the hooks, or a dict of them.
+        args: the values; for ``posthook`` two sequences of values, of which the first is changed.
+        kind: ``tensor``, ``prehook``, ``posthook`` or ``post_accumulate``.
+
+    Raises:
+        TypeError, RuntimeError: as in ``backward()``; see the functions that register.
+        ValueError: another kind.
+    """
+    callables = list(hooks.values()) if isinstance(hooks, dict) else list(hooks)
+    others: Sequence[Tensor | None] = ()
+    values: Sequence[Tensor | None] = args
+    if kind == "posthook":
+        values, others = args
+    elif kind != "prehook" and len(args) != 1:
+        raise ValueError(
+            f"call_hooks: args must hold one tensor for kind {kind!r}, got {len(args)}"
+        )
+    made = [_hook(fn, kind, with_traced=False) for fn in callables]
+    return tuple(_C.call_autograd_hooks(made, kind, list(values), list(others)))
+
+
+@torch._disable_dynamo  # which knows nothing of C++
+def _register(on: Any, kind: str, fn: Callable[..., Any]) -> RemovableHandle:
+    return RemovableHandle(_C.register_autograd_hook(on, kind, _hook(fn, kind, with_traced=True)))
+
+
+def _hook(fn: Any, kind: str, *, with_traced: bool) -> _C.AutogradHook:
+    operator = fn
+    if isinstance(operator, OpOverloadPacket):
+        overloads = operator.overloads()
+        if "default" not in overloads:
+            raise TypeError(f"a hook must be one operator, got {fn} with overloads {overloads}")
+        operator = operator.default
+    if isinstance(operator, OpOverload):
+        schema = operator._schema
+        return _C.AutogradHook(
+            operator, schema.name, schema.overload_name, None, traced(operator, kind), kind
+        )
+    if not callable(fn):
+        raise TypeError(f"a hook must be callable, got {_C.type_name(fn)}")
+    native = fn.native if isinstance(fn, cpp) else None
+    return _C.AutogradHook(fn, None, "", native, traced(fn, kind) if with_traced else None, kind)
