@@ -105,7 +105,8 @@ def _count(make_hooked_ddp: MakeHookedDdp, buckets: int) -> dict[str, int]:
         return model(batch).square().sum()
 
     for _ in range(WARM_UP):
-        loss_of_a_step().backward()
+        loss = loss_of_a_step()  # kept as below: when it goes decides who drops what it holds
+        loss.backward()
     if isinstance(model, DDP):
         sizes = str(model._get_ddp_logging_data()["rebuilt_bucket_sizes"]).split(",")
         if len(sizes) != buckets:
