@@ -1,23 +1,29 @@
-"""What autograd's hooks cost: PyTorch's registration and ours, per kind of hook.
+"""What hooks of autograd cost, and a reducer that is made of them: PyTorch's and ours.
 
 ``python benchmarks/bench_dispatch.py --help`` shows the options; see benchmarks/README.md.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from bench_hook import ALONE
+from bench_modes import backward_job, ddp, make, reducer
 from harness import Against, Job, Report, parse, parser
-from torch import Tensor
+from torch import Tensor, nn
 
-from torch_commhook import autograd
+from torch_commhook import attach, autograd, hooks
 
 NODES = 500  # in one backward, each with one hook
 BARE = "no hooks"
-PYTHON_AT_MOST, OPERATOR_AT_MOST = 1.0, 0.5
+PYTHON_AT_MOST, OPERATOR_AT_MOST, REDUCER_AT_MOST = 1.0, 0.5, 0.9
+VECTORS = "1000x64"
 
 Register = Callable[[Any, Callable[..., Any]], object]
 
@@ -88,6 +94,36 @@ def job(name: str, kind: str, register: Register, against: Against | None = None
     return Job(name, lambda: loss.backward(retain_graph=True), against=against, prepare=zero)
 
 
+def with_hook(model: nn.Module, hook: hooks.Hook) -> nn.Module:
+    attach(model, hook)
+    return model
+
+
+def reducer_jobs() -> list[Job]:
+    """Backward on many small parameters, one process."""
+
+    def against(baseline: str, at_most: float | None = None) -> Against:
+        return Against(baseline, at_most=at_most)
+
+    cpp = "reducer, cpp('allreduce')"
+    return [
+        backward_job(ALONE, make(VECTORS)),
+        backward_job("DDP", ddp(make(VECTORS))),
+        backward_job(
+            cpp, with_hook(make(VECTORS), hooks.cpp("allreduce")), against("DDP", REDUCER_AT_MOST)
+        ),
+        backward_job("reducer, allreduce()", reducer(make(VECTORS)), against("DDP")),
+        backward_job(
+            "DDP, cpp('allreduce')",
+            with_hook(ddp(make(VECTORS)), hooks.cpp("allreduce")),
+            against("DDP"),
+        ),
+        backward_job(
+            "DDP, allreduce()", with_hook(ddp(make(VECTORS)), hooks.allreduce()), against("DDP")
+        ),
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser(__doc__.splitlines()[0])
     parsed = parse(options, arguments)
@@ -109,6 +145,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 ],
                 f"backward with {NODES} hooks: {kind}; ratios count the time beyond '{BARE}'",
             )
+        with tempfile.TemporaryDirectory() as folder:
+            store = os.path.join(folder, "store")
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+            report.run(VECTORS, reducer_jobs(), f"backward on {VECTORS}, one process")
+            dist.destroy_process_group()
     return report.finish()
 
 

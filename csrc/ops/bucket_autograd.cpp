@@ -12,9 +12,9 @@
 #include <tuple>
 #include <vector>
 
+#include "commhook/ops.h"
 #include "ops/autograd_checks.h"
 #include "ops/bucket.h"
-#include "ops/op_handle.h"
 
 namespace commhook {
 namespace {
@@ -28,18 +28,20 @@ using Stats = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 // ---- the operators, called again below autograd -------------------------------------------
 
 at::Tensor call_flatten(at::TensorList tensors, double scale, Dtype dtype) {
-  static const auto op = find_op<at::Tensor(at::TensorList, double, Dtype)>("commhook::flatten");
+  static const auto op =
+      ops::find_op<at::Tensor(at::TensorList, double, Dtype)>("commhook::flatten");
   return op.call(tensors, scale, dtype);
 }
 
 Stats call_flatten_stats(at::TensorList tensors, double scale, Dtype dtype) {
-  static const auto op = find_op<Stats(at::TensorList, double, Dtype)>("commhook::flatten_stats");
+  static const auto op =
+      ops::find_op<Stats(at::TensorList, double, Dtype)>("commhook::flatten_stats");
   return op.call(tensors, scale, dtype);
 }
 
 variable_list call_unflatten(const at::Tensor& buffer, at::TensorList like, double scale) {
   static const auto op =
-      find_op<variable_list(const at::Tensor&, at::TensorList, double)>("commhook::unflatten");
+      ops::find_op<variable_list(const at::Tensor&, at::TensorList, double)>("commhook::unflatten");
   return op.call(buffer, like, scale);
 }
 

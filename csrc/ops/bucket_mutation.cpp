@@ -5,8 +5,8 @@
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/library.h>
 
+#include "commhook/ops.h"
 #include "ops/autograd_checks.h"
-#include "ops/op_handle.h"
 
 namespace commhook {
 namespace {
@@ -15,13 +15,13 @@ constexpr const char* kUseNoGrad = "call it under torch.no_grad()";
 
 const auto& flatten_out_op() {
   static const auto op =
-      find_op<at::Tensor&(at::TensorList, double, at::Tensor&)>("commhook::flatten", "out");
+      ops::find_op<at::Tensor&(at::TensorList, double, at::Tensor&)>("commhook::flatten", "out");
   return op;
 }
 
 const auto& unflatten_into_op() {
   static const auto op =
-      find_op<void(const at::Tensor&, at::TensorList, double)>("commhook::unflatten_into");
+      ops::find_op<void(const at::Tensor&, at::TensorList, double)>("commhook::unflatten_into");
   return op;
 }
 

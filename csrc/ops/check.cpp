@@ -9,11 +9,11 @@
 #include <algorithm>
 #include <string_view>
 
+#include "commhook/ops.h"
 #include "ops/autograd_checks.h"
 #include "ops/bucket_dtype.h"
 #include "ops/hook_value.h"
 #include "ops/memory_check.h"
-#include "ops/op_handle.h"
 
 namespace commhook {
 
@@ -72,7 +72,8 @@ void check_finite(at::TensorList tensors, const at::Tensor& count) {
 namespace {
 
 const auto& check_finite_op() {
-  static const auto op = find_op<void(at::TensorList, const at::Tensor&)>("commhook::check_finite");
+  static const auto op =
+      ops::find_op<void(at::TensorList, const at::Tensor&)>("commhook::check_finite");
   return op;
 }
 

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
+#include "commhook/hook_result.h"
 #include "ops/dtype_name.h"
 #include "runtime/hook_names.h"
 
@@ -87,13 +88,8 @@ at::Tensor tensor_in(const py::object& value, const std::string& where) {
 }
 
 at::Tensor tensor_in(const c10::IValue& value, const std::string& where) {
-  if (value.isTensor()) {
-    return value.toTensor();
-  }
-  if (value.isTensorList()) {
-    const auto tensors = value.toTensorList();
-    TORCH_CHECK_VALUE(tensors.size() == 1, where, kExpected, "a list of ", tensors.size());
-    return tensors.get(0);
+  if (!value.isPyObject()) {
+    return parseCppCommHookResult(value, where);
   }
   py::gil_scoped_acquire gil;
   try {

@@ -4,12 +4,17 @@
 #include <ATen/core/ivalue.h>
 #include <c10/util/Exception.h>
 
+#include <string>
+#include <vector>
+
 namespace commhook {
 
 // The tensor in a completed Future's value: a tensor, or a list or tuple of one. Throws TypeError
-// or ValueError for everything else, undefined tensors among them.
-inline at::Tensor parseCppCommHookResult(const c10::IValue& result) {
-  const char* expected = "the result must be a tensor, or a list or tuple of one tensor, got ";
+// or ValueError for everything else, undefined tensors among them; `where` begins the message.
+inline at::Tensor parseCppCommHookResult(const c10::IValue& result, const std::string& where = "") {
+  const std::string expected =
+      where + (where.empty() ? "" : ": ") +
+      "the result must be a tensor, or a list or tuple of one tensor, got ";
   at::Tensor tensor;
   if (result.isTensor()) {
     tensor = result.toTensor();
