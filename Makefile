@@ -7,6 +7,7 @@
 #   make cuda-compile     compile and inspect the CUDA kernels; needs nvcc, not a GPU
 #   make test-torch TORCH=2.15.0   the tests against another torch, in an environment of its own
 #   make test-asan, make test-tsan   tests of hooks on a build with a sanitizer; ten minutes
+#   make soak             memory over a million cycles of each kind of autograd hook; ten minutes
 # Settings: PYTHON, TORCH, ARGS (passed on to the command).
 
 PYTHON ?= python3
@@ -19,7 +20,7 @@ VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip --quiet --disable-pip-version-check
 NATIVE = setup.py $(shell find csrc cuda -type f)
 
-.PHONY: train test distributed-suite lint format bench cuda-compile test-torch test-asan test-tsan clean
+.PHONY: train test distributed-suite lint format bench cuda-compile test-torch test-asan test-tsan soak clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/built
@@ -82,6 +83,9 @@ test-asan test-tsan: $(VENV)/built
 	git ls-files -z --cached --others --exclude-standard | xargs -0 cp -p --parents -t build/$@
 	cd build/$@ && COMMHOOK_SANITIZE=$(SANITIZER) COMMHOOK_CUDA=0 $(abspath $(VENV))/bin/python setup.py --quiet build_ext --inplace
 	cd build/$@ && $(abspath $(VENV))/bin/python tests/sanitizers/run.py $(SANITIZER) $(ARGS)
+
+soak: $(VENV)/built
+	$(VENV)/bin/python tests/soak_autograd_hooks.py $(ARGS)
 
 clean:
 	rm -rf build .venv .venv-cuda torch_commhook.egg-info
