@@ -6,6 +6,8 @@
 #   make bench            the benchmarks; results go to benchmarks/results
 #   make cuda-compile     compile and inspect the CUDA kernels; needs nvcc, not a GPU
 #   make test-torch TORCH=2.15.0   the tests against another torch, in an environment of its own
+#   make test-asan, make test-tsan   tests of hooks on a build with a sanitizer; ten minutes
+#   make soak             memory over a million cycles of each kind of autograd hook; ten minutes
 # Settings: PYTHON, TORCH, ARGS (passed on to the command).
 
 PYTHON ?= python3
@@ -18,7 +20,7 @@ VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip --quiet --disable-pip-version-check
 NATIVE = setup.py $(shell find csrc cuda -type f)
 
-.PHONY: train test distributed-suite lint format bench cuda-compile test-torch clean
+.PHONY: train test distributed-suite lint format bench cuda-compile test-torch test-asan test-tsan soak clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/built
@@ -72,6 +74,18 @@ test-torch:
 	rm -rf build/test-torch-$(TORCH)/tree && mkdir -p build/test-torch-$(TORCH)/tree
 	git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents -t build/test-torch-$(TORCH)/tree
 	$(MAKE) -C build/test-torch-$(TORCH)/tree test TORCH=$(TORCH) VENV=../venv ARGS="$(ARGS)"
+
+# So does a sanitizer. What was compiled stays, and what has not changed keeps its time.
+test-asan: SANITIZER = address
+test-tsan: SANITIZER = thread
+test-asan test-tsan: $(VENV)/built
+	mkdir -p build/$@ && find build/$@ -mindepth 1 -maxdepth 1 ! -name build -exec rm -rf {} +
+	git ls-files -z --cached --others --exclude-standard | xargs -0 cp -p --parents -t build/$@
+	cd build/$@ && COMMHOOK_SANITIZE=$(SANITIZER) COMMHOOK_CUDA=0 $(abspath $(VENV))/bin/python setup.py --quiet build_ext --inplace
+	cd build/$@ && $(abspath $(VENV))/bin/python tests/sanitizers/run.py $(SANITIZER) $(ARGS)
+
+soak: $(VENV)/built
+	$(VENV)/bin/python tests/soak_autograd_hooks.py $(ARGS)
 
 clean:
 	rm -rf build .venv .venv-cuda torch_commhook.egg-info

@@ -16,6 +16,9 @@ Settings, all optional:
     The CUDA toolkit. By default the one that the ``nvcc`` on the PATH belongs to.
 ``COMMHOOK_DEBUG=1``
     No optimisation, debug symbols.
+``COMMHOOK_SANITIZE``
+    ``address`` or ``thread``: both libraries with AddressSanitizer or ThreadSanitizer, ``-O1`` and
+    debug symbols. Only a Python that ``tests/sanitizers/run.py`` has started can load them.
 """
 
 import glob
@@ -124,11 +127,27 @@ def sources(*patterns: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in found)
 
 
+def sanitizer() -> str | None:
+    setting = os.environ.get("COMMHOOK_SANITIZE", "")
+    if setting not in ("", "address", "thread"):
+        raise SystemExit(f"setup.py: COMMHOOK_SANITIZE must be address or thread, got {setting!r}")
+    return setting or None
+
+
+def sanitizer_flags() -> list[str]:
+    return [f"-fsanitize={sanitizer()}"] if sanitizer() else []
+
+
 def compile_flags() -> list[str]:
-    debug = os.environ.get("COMMHOOK_DEBUG") == "1"
-    flags = ["-O0", "-g"] if debug else ["-O3", "-g0"]
+    flags = ["-O3", "-g0"]
+    if os.environ.get("COMMHOOK_DEBUG") == "1":
+        flags = ["-O0", "-g"]
+    elif sanitizer():
+        flags = ["-O1", "-g", "-fno-omit-frame-pointer"]
+        flags += ["-Wno-tsan"]  # which warns of a fence in PyTorch's headers
     return [
         *flags,
+        *sanitizer_flags(),
         "-fvisibility=hidden",
         "-fopenmp",  # at::parallel_for is inline and serial without it
         "-Wall",
@@ -143,13 +162,14 @@ def compile_flags() -> list[str]:
 def extensions() -> list:
     include_dirs = [str(ROOT / "csrc"), str(ROOT / "csrc" / "include")]
     cxx = compile_flags()
+    link_flags = ["-fopenmp", *sanitizer_flags()]
     headers = sources("csrc/**/*.h", "csrc/**/*.inl", "cuda/*.cuh", "cuda/*.h")
     ops: dict = {
         "name": "torch_commhook.lib._ops",
         "sources": sources("csrc/ops/**/*.cpp"),
         "depends": headers,
         "include_dirs": list(include_dirs),
-        "extra_link_args": ["-fopenmp"],
+        "extra_link_args": link_flags,
         "py_limited_api": True,  # no libtorch_python, and a file name without a Python version
     }
     if want_cuda():
@@ -174,7 +194,7 @@ def extensions() -> list:
         # The CPU wheels hold c10d with Gloo; what a header declares depends on these.
         define_macros=[("USE_C10D", None), ("USE_DISTRIBUTED", None), ("USE_C10D_GLOO", None)],
         extra_compile_args={"cxx": cxx},
-        extra_link_args=["-fopenmp"],
+        extra_link_args=link_flags,
     )
     return [ops_extension, runtime_extension]
 
@@ -185,6 +205,8 @@ class build_ext(cpp_extension.BuildExtension):  # noqa: N801 (setuptools names c
     def finalize_options(self) -> None:
         super().finalize_options()
         tag = f"torch-{torch.__version__}-cp{sys.version_info.major}{sys.version_info.minor}"
+        if sanitizer():
+            tag += f"-{sanitizer()}"
         self.build_temp = str(ROOT / "build" / tag)
         # setuptools compares times only: without ninja a library of another torch would stay.
         self.force = True

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from layered_net import Net, batch, gradients_of
+from threads import in_threads
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -125,25 +126,6 @@ def test_python_is_entered_once_for_each_bucket() -> None:
     assert (calls["ready"], calls["enter_backward"], calls["bucket_full"]) == (0, 1, buckets)
 
 
-def _in_threads(targets: list[Callable[[], None]]) -> list[BaseException]:
-    """What came out of functions that ran at the same time."""
-    raised: list[BaseException] = []
-
-    def run(target: Callable[[], None]) -> None:
-        try:
-            target()
-        except Exception as error:
-            raised.append(error)
-
-    threads = [threading.Thread(target=run, args=(target,)) for target in targets]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
-    return raised
-
-
 def _assert_tripled(model: Net, number: int) -> None:
     own = Net()
     own.load_state_dict(model.state_dict())
@@ -161,7 +143,7 @@ def test_a_model_in_each_of_several_threads() -> None:
             model(batch(0, number)).sum().backward()
             _assert_tripled(model, number)
 
-    assert _in_threads([train] * 4) == []
+    assert in_threads([train] * 4) == []
 
 
 def test_one_model_in_several_threads() -> None:
@@ -174,7 +156,7 @@ def test_one_model_in_several_threads() -> None:
             with contextlib.suppress(Exception):
                 model(batch(0, number)).sum().backward()
 
-    assert _in_threads([train] * 4) == []
+    assert in_threads([train] * 4) == []
     model.zero_grad()
     model(batch(0)).sum().backward()
     _assert_tripled(model, 0)
