@@ -277,6 +277,7 @@ class Reducer:
         if not self._idle and left:
             self._abandon()
         if self._idle:
+            self._reset()  # other threads may have written to it, though they should not
             self._begin()
         if not nested:
             self._outermost = task
@@ -637,7 +638,6 @@ class Reducer:
     def _reset(self) -> None:
         for bucket in self._buckets:
             bucket.reset()
-        self._idle = True
         self._task = self._outermost = self._backward = None
         self._remaining = 0
         self._next = 0
@@ -645,6 +645,8 @@ class Reducer:
         self._running = None
         if not _is_compiling():
             self._arrivals.reset()
+        # Last: another thread that begins meanwhile would be half forgotten, and still be running.
+        self._idle = True
 
 
 def _nothing(parameter: Tensor) -> None:
