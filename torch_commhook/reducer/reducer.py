@@ -279,6 +279,7 @@ class Reducer:
         if not self._idle and left:
             self._abandon()
         if self._idle:
+            self._reset()  # other threads may have written to it, though they should not
             self._begin()
             self._cpp = self._cpp_run()
         if not nested:
@@ -703,7 +704,6 @@ class Reducer:
     def _reset(self) -> None:
         for bucket in self._buckets:
             bucket.reset()
-        self._idle = True
         self._task = self._outermost = self._backward = None
         self._remaining = 0
         self._next = 0
@@ -711,6 +711,8 @@ class Reducer:
         self._running = self._cpp = None
         if not _is_compiling():
             self._arrivals.reset()
+        # Last: another thread that begins meanwhile would be half forgotten, and still be running.
+        self._idle = True
 
 
 def _nothing(parameter: Tensor) -> None:
