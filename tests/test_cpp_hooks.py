@@ -206,6 +206,9 @@ class TestOneBucket:
             ("throws an int", RuntimeError, "{where}: threw something that is no std::exception"),
             ("null", TypeError, "{where}: runHook must return a Future, got a null pointer"),
             ("fails later", RuntimeError, "{where}: lost on the way"),
+            ("throws an int later", RuntimeError, "{where}: threw something that is no std::exc"),
+            ("sets no buffer", ValueError, "setBuffer.*got an undefined tensor.*raised by {where}"),
+            ("takes the buffer", RuntimeError, "its buffer has been taken away"),
             ("two", ValueError, "one tensor, got a list of 2.*raised by {where}"),
             ("number", TypeError, "one tensor, got Int.*raised by {where}"),
             ("undefined", TypeError, "an undefined tensor.*raised by {where}"),
@@ -224,7 +227,17 @@ class TestOneBucket:
             result(hooks.cpp("wrong", how=how), bucket())
 
 
-def test_the_process_ends_with_hooks_in_use(tmp_path: Path) -> None:
+IN_FLIGHT = """
+import threading, time
+handle.replace(hooks.cpp("late", seconds=5.0))
+loss = model(torch.ones(4)).sum()
+threading.Thread(target=loss.backward, daemon=True).start()
+time.sleep(0.5)
+"""
+
+
+@pytest.mark.parametrize("in_flight", ["", IN_FLIGHT], ids=["idle", "in flight"])
+def test_the_process_ends_with_hooks_in_use(tmp_path: Path, in_flight: str) -> None:
     script = f"""
 import torch, torch.distributed as dist
 from torch import nn
@@ -234,7 +247,8 @@ load_cpp_hooks({library("tests/cpp_hooks", COMM_HOOKS)!r})
 model = nn.Linear(4, 4)
 handle = attach(model, hooks.cpp("counted"))
 model(torch.ones(4)).sum().backward()
-print(handle.stats().steps)
+print(handle.stats().steps, flush=True)
+{in_flight}
 """
     done = subprocess.run(
         [sys.executable, "-c", script],

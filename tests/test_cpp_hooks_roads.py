@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cpp_libraries import library
+from gil_calls import count_gil_calls
 from gil_per_bucket import NOISE, ddp_alone, gil_calls_per_bucket
 from layered_net import Net
 from layered_net import batch as net_batch
@@ -276,10 +277,12 @@ def _wrong(rank: int, path: str, use_ddp: bool, how: str) -> str:
         ("constructor", "RuntimeError: hook 'cpp('wrong', how='constructor')' on bucket 0 of"),
         ("throws an int", "threw something that is no std::exception"),
         ("null", "TypeError: hook 'cpp('wrong', how='null')' on bucket 0 of"),
-        ("fails later", "lost on the way"),
+        ("fails later", "how='fails later')' on bucket 0 of 1: lost on the way"),
         ("short", "ValueError: hook 'cpp('wrong', how='short')' on bucket 0 of"),
         ("undefined", "an undefined tensor"),
         ("two", "got a list of 2"),
+        ("throws an int later", "on bucket 0 of"),
+        ("sets no buffer", "GradBucket.setBuffer: buffer must be contiguous, of"),
     ],
 )
 def test_what_a_hook_can_do_wrong(
@@ -287,6 +290,70 @@ def test_what_a_hook_can_do_wrong(
 ) -> None:
     for raised in two_ranks.run(_wrong, comm_hooks, use_ddp, how):
         assert message in raised or raised.startswith("PeerError"), raised
+
+
+def _takes_the_buffer(rank: int, path: str, use_ddp: bool) -> str:
+    """A module's reducer gathers the gradients again; DDP has no other buffer."""
+    load_cpp_hooks(path)
+    model = DDP(module()) if use_ddp else module()
+    handle = attach(model, hooks.cpp("wrong", how="takes the buffer"))
+    try:
+        model(batch(rank, 0)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        handle.remove()
+    return "good"
+
+
+def test_a_buffer_that_is_taken_away(two_ranks: RankPool, comm_hooks: str) -> None:
+    assert two_ranks.run(_takes_the_buffer, comm_hooks, False) == ["good", "good"]
+    for raised in two_ranks.run(_takes_the_buffer, comm_hooks, True):
+        assert "its buffer has been taken away" in raised or "this step failed on rank" in raised
+
+
+def _complex(rank: int, path: str, use_ddp: bool, cpp: bool) -> list[torch.Tensor]:
+    load_cpp_hooks(path)
+    torch.manual_seed(0)
+    model: nn.Module = nn.Linear(3, 2, dtype=torch.cfloat)
+    if use_ddp:
+        model = DDP(model)
+    handle = attach(model, hooks.cpp("gradients") if cpp else hooks.allreduce())
+    handle.register_prehook(lambda gradients: tuple(2 * gradient for gradient in gradients))
+    handle.register_posthook(lambda reduced, local: tuple(grad + 1j for grad in reduced))
+    model(torch.full((3,), 1.0 + rank + 2j)).abs().sum().backward()
+    handle.remove()
+    return gradients_of(model)
+
+
+@pytest.mark.parametrize("use_ddp", [False, True])
+def test_complex_gradients_one_by_one(two_ranks: RankPool, comm_hooks: str, use_ddp: bool) -> None:
+    expected = two_ranks.run(_complex, comm_hooks, False, False)
+    got = two_ranks.run(_complex, comm_hooks, use_ddp, True)
+    for a, b in zip(expected, got, strict=True):
+        assert all(torch.allclose(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _not_a_member(rank: int, use_ddp: bool) -> str:
+    alone = torch.distributed.new_group([0])
+    model = DDP(module()) if use_ddp else module()
+    handle = attach(model, hooks.cpp("allreduce", process_group=alone))
+    try:
+        model(batch(rank, 0)).sum().backward()
+        message = "good"
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+    handle.replace(hooks.cpp("allreduce"))
+    model(batch(rank, 0)).sum().backward()
+    handle.remove()
+    return message
+
+
+@pytest.mark.parametrize("use_ddp", [False, True])
+def test_a_group_that_a_rank_is_not_in(two_ranks: RankPool, use_ddp: bool) -> None:
+    zero, one = two_ranks.run(_not_a_member, use_ddp)
+    assert "ValueError: torch_commhook: this rank is not a member" in one
+    assert zero.startswith("PeerError") and "on rank 1: ValueError: torch_commhook: this" in zero
 
 
 def _registered_with_ddp(rank: int) -> bool:
@@ -321,6 +388,28 @@ def _cpp_on_module(net: nn.Module, bucket_cap_mb: float) -> nn.Module:
 
 def _gil_calls(rank: int) -> list[Any]:
     return [gil_calls_per_bucket(make) for make in (ddp_alone, _cpp_on_ddp, _cpp_on_module)]
+
+
+def _gil_calls_while_waiting(rank: int, path: str, seconds: float, use_ddp: bool) -> int:
+    load_cpp_hooks(path)
+    model = DDP(module(), bucket_cap_mb=0.01) if use_ddp else module()
+    options = {} if use_ddp else {"bucket_cap_mb": 0.01}
+    handle = attach(model, hooks.cpp("late", seconds=seconds), **options)
+    for _ in range(3):
+        loss = model(batch(rank, 0)).sum()
+        with count_gil_calls() as calls:
+            loss.backward()
+    handle.remove()
+    return calls.acquired
+
+
+@pytest.mark.usefixtures("gil_counter")
+@pytest.mark.parametrize("use_ddp", [False, True])
+def test_waiting_takes_the_gil_seldom(two_ranks: RankPool, comm_hooks: str, use_ddp: bool) -> None:
+    quick = two_ranks.run(_gil_calls_while_waiting, comm_hooks, 0.001, use_ddp)
+    slow = two_ranks.run(_gil_calls_while_waiting, comm_hooks, 0.4, use_ddp)
+    for few, many in zip(quick, slow, strict=True):
+        assert many <= few + 4  # Ctrl-C is looked for twice a second
 
 
 @pytest.mark.usefixtures("gil_counter")

@@ -28,6 +28,14 @@ def model() -> torch.nn.Sequential:
     return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
 
 
+def test_nothing_is_watched_where_a_tensor_cannot_be() -> None:
+    check, x = FiniteCheck(), leaf(INF)
+    with pytest.raises(RuntimeError, match="'bad' must require grad"):
+        check.watch([("good", x), ("bad", torch.ones(1))])
+    (x * INF).sum().backward()
+    check.raise_if_nonfinite()
+
+
 @both
 @in_modes
 def test_a_hook_of_any_tensor(api: Any, mode: str) -> None:

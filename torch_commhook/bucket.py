@@ -265,9 +265,7 @@ class GradBucket:
 
         For a sparse bucket, the sparse gradient itself.
         """
-        if self.buffer().layout is not torch.strided:
-            return [self.buffer()]
-        return self.layout().views(self.buffer())
+        return self.pieces(self.buffer())
 
     def parameters(self) -> list[Tensor]:
         """The parameters, in the order of the gradients."""
@@ -348,6 +346,14 @@ class GradBucket:
         if self._layout is None:
             self._layout = BucketLayout(self._parameters)
         return self._layout
+
+    def pieces(self, flat: Tensor) -> list[Tensor]:
+        """What of a tensor like the buffer belongs to each parameter, as views of it."""
+        if flat.layout is not torch.strided:
+            return [flat]
+        if self._parameters[0].is_complex() and not flat.is_complex():
+            flat = torch.view_as_complex(flat.view(-1, 2))  # as DDP keeps complex gradients
+        return self.layout().views(flat)
 
     def process_group(self) -> Any:
         """The ranks to average over; None stands for the default group."""

@@ -88,7 +88,7 @@ class BucketStages:
         """
         with torch.no_grad():
             result = result.to(bucket.dtype())
-            reduced = [result] if bucket.is_sparse() else bucket.layout().views(result)
+            reduced = bucket.pieces(result)
             new = self._run_all(self.posthooks, reduced, (local,), where, "post-hook")
             if bucket.is_sparse():
                 return new[0]

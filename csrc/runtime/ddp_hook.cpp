@@ -14,6 +14,7 @@
 #include "runtime/grad_bucket.h"
 #include "runtime/hook_names.h"
 #include "runtime/hook_runner.h"
+#include "runtime/named_errors.h"
 #include "runtime/unflatten.h"
 #include "runtime/waiting.h"
 
@@ -222,7 +223,8 @@ c10::intrusive_ptr<Future> DdpHook::runHook(c10d::GradBucket& bucket) {
   future->addCallback([running](Future& done) {
     const auto& where = running->spec->where;
     if (done.hasError()) {
-      running->settle(named(where, done.exception_ptr()));
+      running->settle(running->run ? named_error(where, done.exception_ptr())
+                                   : named(where, done.exception_ptr()));
       return;
     }
     if (!running->in_backward) {

@@ -29,6 +29,7 @@ at::Tensor parse_hook_result(const py::object& value, const py::object& bucket) 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::module_::import(
       "torch._C._distributed_c10d");  // GradBucket, Reducer and Future are its types
+  commhook::remember_main_thread();
   m.def("built_for_torch", [] { return COMMHOOK_TORCH_VERSION; });
   m.def("hook_name", &commhook::hook_name, py::arg("hook"));
   m.def("type_name", &commhook::type_name, py::arg("value"));

@@ -5,6 +5,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <exception>
 #include <stdexcept>
 #include <string>
 
@@ -29,6 +30,16 @@ auto named_errors(const std::string& where, const Call& call) {
   } catch (...) {
     throw std::runtime_error(where + ": threw something that is no std::exception");
   }
+}
+
+// The same for an exception that is at hand.
+inline std::exception_ptr named_error(const std::string& where, const std::exception_ptr& error) {
+  try {
+    named_errors(where, [&] { std::rethrow_exception(error); });
+  } catch (...) {
+    return std::current_exception();
+  }
+  return error;
 }
 
 }  // namespace commhook

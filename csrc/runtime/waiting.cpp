@@ -11,6 +11,14 @@ using c10::ivalue::Future;
 namespace commhook {
 namespace {
 
+// Ctrl-C is looked for at most so often in a thread, however many Futures it waits for: it takes
+// the GIL. In other threads than the main one Python raises nothing, and one that asks for the GIL
+// when the interpreter ends is killed.
+constexpr std::chrono::milliseconds kBetweenChecks{500};
+constexpr std::chrono::milliseconds kShortly{50};
+
+unsigned long main_thread = 0;
+
 struct Signal {
   std::mutex mutex;
   std::condition_variable changed;
@@ -19,6 +27,11 @@ struct Signal {
 
 }  // namespace
 
+void remember_main_thread() {
+  const auto threading = py::module_::import("threading");
+  main_thread = threading.attr("main_thread")().attr("ident").cast<unsigned long>();
+}
+
 bool wait_for(c10::ivalue::Future& future, double seconds) {
   if (future.completed()) {
     return true;
@@ -26,6 +39,8 @@ bool wait_for(c10::ivalue::Future& future, double seconds) {
   using Clock = std::chrono::steady_clock;
   const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                            std::chrono::duration<double>(seconds));
+  const bool checks = PyThread_get_thread_ident() == main_thread;
+  static thread_local auto last_check = Clock::time_point();
   std::optional<py::gil_scoped_release> no_gil;  // what completes it may be in Python
   if (PyGILState_Check()) {
     no_gil.emplace();
@@ -40,7 +55,7 @@ bool wait_for(c10::ivalue::Future& future, double seconds) {
   for (;;) {
     {
       std::unique_lock lock(signal->mutex);
-      const auto next = std::min(deadline, Clock::now() + std::chrono::milliseconds(50));
+      const auto next = checks ? std::min(deadline, Clock::now() + kShortly) : deadline;
       if (signal->changed.wait_until(lock, next, [&] { return signal->done; })) {
         return true;
       }
@@ -48,9 +63,12 @@ bool wait_for(c10::ivalue::Future& future, double seconds) {
     if (Clock::now() >= deadline) {
       return false;
     }
-    py::gil_scoped_acquire gil;
-    if (PyErr_CheckSignals() != 0) {
-      throw py::error_already_set();
+    if (checks && Clock::now() - last_check >= kBetweenChecks) {
+      last_check = Clock::now();
+      py::gil_scoped_acquire gil;
+      if (PyErr_CheckSignals() != 0) {
+        throw py::error_already_set();
+      }
     }
   }
 }

@@ -1,8 +1,10 @@
 // Communication hooks for tests: some that work, and all that a hook can do wrong.
 #include <commhook/comm_hook.h>
 
+#include <chrono>
 #include <map>
 #include <stdexcept>
+#include <thread>
 
 namespace {
 
@@ -42,6 +44,18 @@ class Wrong : public commhook::CommHookInterface {
       auto future = c10::make_intrusive<Future>(c10::TensorType::get());
       future->setError(std::make_exception_ptr(std::runtime_error("lost on the way")));
       return future;
+    }
+    if (how_ == "throws an int later") {
+      auto future = c10::make_intrusive<Future>(c10::TensorType::get());
+      std::thread([future] { future->setError(std::make_exception_ptr(42)); }).detach();
+      return future;
+    }
+    if (how_ == "sets no buffer") {
+      bucket.setBuffer(at::Tensor());
+    }
+    if (how_ == "takes the buffer") {
+      const at::Tensor taken = std::move(bucket.getBufferRef());
+      return commhook::completedFuture(bucket.scaledBuffer(1.0));
     }
     const auto& buffer = bucket.getBuffer();
     if (how_ == "two") {
@@ -111,6 +125,24 @@ COMMHOOK_REGISTER_HOOK(Options, "options", commhook::Option<bool>("flag", false)
                              return !c10::isComplexType(dtype);
                            }));
 
+// Gives the mean of this rank alone, some time later.
+class Late : public commhook::CommHookInterface {
+ public:
+  explicit Late(double seconds) : seconds_(seconds) {}
+  FuturePtr runHook(GradBucket& bucket) override {
+    auto future = c10::make_intrusive<Future>(c10::TensorType::get());
+    std::thread([future, buffer = bucket.getBuffer(), seconds = seconds_] {
+      std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+      future->markCompleted(buffer);
+    }).detach();
+    return future;
+  }
+
+ private:
+  const double seconds_;
+};
+COMMHOOK_REGISTER_HOOK(Late, "late", commhook::Option<double>("seconds"));
+
 // Goes through all that a bucket has, and writes each gradient by itself.
 class Gradients : public commhook::CommHookInterface {
  public:
@@ -119,6 +151,13 @@ class Gradients : public commhook::CommHookInterface {
     const auto& parameters = bucket.getParameters();
     TORCH_CHECK(gradients.size() == parameters.size(), "gradients");
     TORCH_CHECK(bucket.isLast() == (bucket.getIndex() + 1 == bucket.getBucketCount()), "isLast");
+    if (parameters[0].is_complex() && !bucket.getBuffer().is_complex()) {
+      TORCH_CHECK(gradients[0].is_complex(), "complex");
+      for (const auto& gradient : gradients) {
+        gradient.mul_(1.0 / bucket.getProcessGroup()->getSize());
+      }
+      return commhook::allReduce(bucket, bucket.getBuffer());
+    }
     int64_t elements = 0;
     for (size_t i = 0; i < gradients.size(); ++i) {
       TORCH_CHECK(gradients[i].sizes() == parameters[i].sizes(), "sizes");
@@ -126,7 +165,8 @@ class Gradients : public commhook::CommHookInterface {
       elements += gradients[i].numel();
       gradients[i].mul_(1.0 / bucket.getProcessGroup()->getSize());
     }
-    TORCH_CHECK(elements == bucket.numel() && bucket.dtype() == gradients[0].scalar_type(), "numel");
+    TORCH_CHECK(elements == bucket.numel() && bucket.dtype() == gradients[0].scalar_type(),
+                "numel");
     return commhook::allReduce(bucket, bucket.getBuffer());
   }
 };

@@ -76,6 +76,10 @@ class FiniteCheck:
                     f"FiniteCheck.watch: {name!r} must be on the device of the check, "
                     f"{self._own.device}, got {tensor.device}; make a check for each device"
                 )
+            if not tensor.requires_grad:
+                raise RuntimeError(
+                    f"FiniteCheck.watch: {name!r} must require grad, got a tensor that does not"
+                )
         return [register_hook(tensor, self._hook_of(name)) for name, tensor in named]
 
     def raise_if_nonfinite(self) -> None:

@@ -281,7 +281,10 @@ class Reducer:
         if self._idle:
             self._reset()  # other threads may have written to it, though they should not
             self._begin()
-            self._cpp = self._cpp_run()
+            try:
+                self._cpp = self._cpp_run()
+            except BaseException as error:
+                self._abort(error)
         if not nested:
             self._outermost = task
         self._backward = backward
@@ -444,7 +447,10 @@ class Reducer:
         if attached is None or native is None:
             return None
         own = attached.hook.process_group  # type: ignore[attr-defined]
-        groups = [own or self.group.group_for(bucket.device) for bucket in self._buckets]
+        groups = [
+            self.group.group_for(bucket.device) if own is None else collectives.resolve_group(own)
+            for bucket in self._buckets
+        ]
         return _C.ReducerRun(native, [bucket.native for bucket in self._buckets], groups)
 
     def _cpp_results(self, run: _C.ReducerRun) -> list[tuple[BucketState, Tensor]]:
@@ -677,7 +683,8 @@ class Reducer:
     def _abort(self, error: BaseException) -> None:
         """End this backward on all ranks, and raise."""
         # Where one had the time that a collective may take, so had the others.
-        seconds = _LATE_SECONDS if isinstance(error, TimeoutError) else _DRAIN_SECONDS
+        patient = isinstance(error, Exception) and not isinstance(error, TimeoutError)
+        seconds = _DRAIN_SECONDS if patient else _LATE_SECONDS
         end = time.monotonic() + seconds
         if self._cpp is not None:
             with suppress(Exception):

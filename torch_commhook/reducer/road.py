@@ -161,7 +161,8 @@ class ReducerRoad:
         assert model is not None
         tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
         tensors = [tensor for tensor in tensors if tensor.is_leaf and tensor.numel()]
-        dist._broadcast_coalesced(self._group.parent, tensors, _BROADCAST_BYTES, rank)
+        if tensors:
+            dist._broadcast_coalesced(self._group.parent, tensors, _BROADCAST_BYTES, rank)
 
     def shadow_step(self) -> None:
         """Take part in a step of the others, with zeros."""

@@ -33,6 +33,9 @@ class BucketLayout {
 
   // The gradients as views of a flat buffer of numel() elements.
   std::vector<at::Tensor> views(const at::Tensor& buffer) const {
+    TORCH_CHECK_VALUE(buffer.numel() == numel_ && buffer.is_contiguous(),
+                      "BucketLayout: buffer must be contiguous, of ", numel_, " elements, got ",
+                      buffer.numel());
     std::vector<at::Tensor> views;
     views.reserve(offsets_.size());
     for (size_t i = 0; i < offsets_.size(); ++i) {

@@ -13,8 +13,9 @@
 
 namespace commhook {
 
-// Runs without the GIL, outside of autograd, on the thread that runs backward: buckets come one
-// after another, in order. One object serves a model in all its steps.
+// Runs without the GIL, outside of autograd, on the thread that runs backward: a model's buckets
+// come one after another, in order. One object serves all steps, of all models that the hook in
+// Python is attached to; models that train in several threads at once call it at once.
 class COMMHOOK_EXPORT CommHookInterface {
  public:
   virtual ~CommHookInterface() = default;

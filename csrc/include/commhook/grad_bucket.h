@@ -71,15 +71,33 @@ class COMMHOOK_EXPORT GradBucket {
   const at::Tensor& getBuffer() { return getBufferRef(); }
   at::Tensor& getBufferRef() {
     if (!buffer_.defined()) {
-      buffer_ = source_->gather(1.0);
+      buffer_ = source().gather(1.0);
     }
     return buffer_;
   }
-  void setBuffer(at::Tensor buffer) { buffer_ = std::move(buffer); }
+  // Throws ValueError for one that does not fit.
+  void setBuffer(at::Tensor buffer) {
+    TORCH_CHECK_VALUE(
+        buffer.defined() && buffer.layout() == (isSparse() ? at::kSparse : at::kStrided) &&
+            buffer.numel() == numel() && buffer.scalar_type() == dtype() &&
+            buffer.device() == device() && (isSparse() || buffer.is_contiguous()),
+        "GradBucket.setBuffer: buffer must be contiguous, of ", numel(), " elements, ", dtype(),
+        " on ", device(), ", got ",
+        buffer.defined()
+            ? c10::str(buffer.numel(), " elements, ", buffer.toString(), " on ", buffer.device())
+            : "an undefined tensor");
+    buffer_ = std::move(buffer);
+  }
 
   // The gradients as views of the buffer, with their parameters' shapes and strides.
   std::vector<at::Tensor> getGradients() {
-    return isSparse() ? std::vector{getBuffer()} : layout().views(getBuffer());
+    const auto& buffer = getBuffer();
+    if (isSparse()) {
+      return {buffer};
+    }
+    // DDP keeps complex gradients as pairs of real numbers.
+    const bool pairs = parameters_.front().is_complex() && !buffer.is_complex();
+    return layout().views(pairs ? at::view_as_complex(buffer.view({-1, 2})) : buffer);
   }
 
   const std::vector<at::Tensor>& getParameters() const { return parameters_; }
@@ -96,17 +114,18 @@ class COMMHOOK_EXPORT GradBucket {
   // The ranks to average over, with connections of their own on Gloo. Not null.
   const ProcessGroupPtr& getProcessGroup() const { return group_; }
 
-  // Of the buffer, which need not be gathered for these.
+  // Of the buffer, which need not be gathered for these. DDP keeps complex gradients as pairs of
+  // real numbers.
   at::ScalarType dtype() const { return like().scalar_type(); }
   at::Device device() const { return like().device(); }
-  int64_t numel() const { return buffer_.defined() ? buffer_.numel() : source_->layout().numel(); }
+  int64_t numel() const { return buffer_.defined() ? buffer_.numel() : source().layout().numel(); }
   bool isSparse() const { return buffer_.defined() && buffer_.layout() != at::kStrided; }
 
   // The buffer, multiplied by `scale` in place. Asked for before getBuffer(), it saves a pass over
   // memory where the gradients are yet to be gathered.
   at::Tensor scaledBuffer(double scale) {
     if (!buffer_.defined()) {
-      buffer_ = source_->gather(scale);
+      buffer_ = source().gather(scale);
     } else if (scale != 1.0) {
       buffer_.mul_(scale);
     }
@@ -141,6 +160,11 @@ class COMMHOOK_EXPORT GradBucket {
  private:
   const at::Tensor& like() const { return buffer_.defined() ? buffer_ : parameters_.front(); }
 
+  GradientSource& source() const {
+    TORCH_CHECK(source_ != nullptr, "GradBucket: its buffer has been taken away");
+    return *source_;
+  }
+
   const BucketLayout& layout() {
     if (source_ != nullptr) {
       return source_->layout();
@@ -152,7 +176,7 @@ class COMMHOOK_EXPORT GradBucket {
   }
 
   std::vector<at::Tensor> gradientsInOrder() const {
-    return buffer_.defined() ? std::vector{buffer_} : source_->ordered_gradients();
+    return buffer_.defined() ? std::vector{buffer_} : source().ordered_gradients();
   }
 
   c10d::GradBucket makeTorchBucket() {

@@ -3,6 +3,8 @@
 
 #include <ATen/ATen.h>
 
+#include <iterator>
+#include <mutex>
 #include <unordered_map>
 #include <vector>
 
@@ -18,6 +20,7 @@ class Workspaces {
  public:
   // As long as the bucket, of `dtype`, on its device. Holds what the last step left, or anything.
   at::Tensor get(const GradBucket& bucket, at::ScalarType dtype) {
+    const std::lock_guard lock(mutex_);  // two models may have one hook
     const auto& parameters = bucket.getParameters();
     auto found = buffers_.find(key(parameters[0]));
     if (found != buffers_.end() && found->second.fits(bucket, dtype)) {
@@ -36,7 +39,10 @@ class Workspaces {
     return buffer;
   }
 
-  size_t size() const { return buffers_.size(); }
+  size_t size() const {
+    const std::lock_guard lock(mutex_);
+    return buffers_.size();
+  }
 
  private:
   using Parameter = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
@@ -52,6 +58,7 @@ class Workspaces {
     return parameter.unsafeGetTensorImpl();
   }
 
+  mutable std::mutex mutex_;
   std::unordered_map<const c10::TensorImpl*, Held> buffers_;
 };
 
