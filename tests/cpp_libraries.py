@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
 from functools import lru_cache
 from pathlib import Path
 
@@ -27,7 +28,9 @@ def built(project: str) -> Path:
         "--build-temp",
         str(into / "objects"),
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    # torch looks for ninja on the PATH, where that of this Python need not be.
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path}
     done = subprocess.run(
         [sys.executable, "setup.py", "--quiet", *command],
         cwd=folder,
