@@ -7,7 +7,7 @@
 #   make cuda-compile     compile and inspect the CUDA kernels; needs nvcc, not a GPU
 #   make test-torch TORCH=2.15.0   the tests against another torch, in an environment of its own
 #   make test-asan, make test-tsan   tests of hooks on a build with a sanitizer; ten minutes
-#   make soak             memory over a million cycles of each kind of autograd hook; ten minutes
+#   make soak             memory over a million cycles of each kind of autograd hook; five minutes
 # Settings: PYTHON, TORCH, ARGS (passed on to the command).
 
 PYTHON ?= python3
