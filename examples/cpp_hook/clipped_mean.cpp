@@ -20,8 +20,7 @@ class ClippedMean : public commhook::CommHookInterface {
   const double eps_;
 };
 
-COMMHOOK_REGISTER_HOOK(ClippedMean, "clipped_mean",
-                       commhook::Option<double>("max_norm").above(0),
+COMMHOOK_REGISTER_HOOK(ClippedMean, "clipped_mean", commhook::Option<double>("max_norm").above(0),
                        commhook::Option<double>("eps", 1e-6).atLeast(0));
 
 }  // namespace
