@@ -69,6 +69,12 @@ def test_libraries_that_cannot_be_taken(tmp_path: Path) -> None:
     text.write_text("no library")
     with pytest.raises(NativeLibraryError, match=r"does not load.*built for the torch"):
         load_cpp_hooks(text)
+    cut = tmp_path / "cut.so"
+    whole = Path(library("tests/cpp_hooks", COMM_HOOKS)).read_bytes()
+    for length in (0, 40, 70, 5000, len(whole) // 2):
+        cut.write_bytes(whole[:length])
+        with pytest.raises(NativeLibraryError, match="does not load"):
+            load_cpp_hooks(cut)
     with pytest.raises(ValueError, match="registers no hooks"):
         load_cpp_hooks(library("tests/cpp_hooks", "no_hooks"))
     with pytest.raises(NativeLibraryError, match=r"built for torch 1\.0\.0"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 from pathlib import Path
 
 from torch_commhook import _C
@@ -39,7 +40,29 @@ def load_cpp_hooks(path: str | os.PathLike[str]) -> list[str]:
     file = os.path.abspath(os.fspath(path))
     if not os.path.isfile(file):
         raise FileNotFoundError(f"load_cpp_hooks: there is no file '{file}'")
+    if _is_cut_short(file):
+        raise NativeLibraryError(f"load_cpp_hooks: '{file}' does not load: it is cut short")
     try:
         return _C.load_hook_library(file)
     except ImportError as error:
         raise NativeLibraryError(str(error)) from None
+
+
+def _is_cut_short(file: str) -> bool:
+    """Whether an ELF file ends before its segments do, which ends the process that loads it."""
+    size = os.path.getsize(file)
+    with open(file, "rb") as library:
+        header = library.read(64)
+        # 64 bits, little-endian: what torch is built for.
+        if len(header) < 64 or header[:6] != b"\x7fELF\x02\x01":
+            return False  # the loader says what it is
+        offset, entry_size, count = struct.unpack_from("<Q14xHH", header, 32)
+        library.seek(offset)
+        segments = library.read(entry_size * count)
+    if entry_size < 56 or len(segments) < entry_size * count:
+        return True
+    for start in range(0, len(segments), entry_size):
+        in_file, _, _, in_file_size = struct.unpack_from("<8xQQQQ", segments, start)
+        if in_file + in_file_size > size:
+            return True
+    return False
