@@ -102,24 +102,24 @@ def with_hook(model: nn.Module, hook: hooks.Hook) -> nn.Module:
 def reducer_jobs() -> list[Job]:
     """Backward on many small parameters, one process."""
 
-    def against(baseline: str, at_most: float | None = None) -> Against:
-        return Against(baseline, at_most=at_most)
+    def at_most(ratio: float) -> Against:
+        return Against("DDP", at_most=ratio)
 
     cpp = "reducer, cpp('allreduce')"
     return [
         backward_job(ALONE, make(VECTORS)),
         backward_job("DDP", ddp(make(VECTORS))),
         backward_job(
-            cpp, with_hook(make(VECTORS), hooks.cpp("allreduce")), against("DDP", REDUCER_AT_MOST)
+            cpp, with_hook(make(VECTORS), hooks.cpp("allreduce")), at_most(REDUCER_AT_MOST)
         ),
-        backward_job("reducer, allreduce()", reducer(make(VECTORS)), against("DDP")),
+        backward_job("reducer, allreduce()", reducer(make(VECTORS)), at_most(1.0)),
         backward_job(
             "DDP, cpp('allreduce')",
             with_hook(ddp(make(VECTORS)), hooks.cpp("allreduce")),
-            against("DDP"),
+            at_most(1.0),
         ),
         backward_job(
-            "DDP, allreduce()", with_hook(ddp(make(VECTORS)), hooks.allreduce()), against("DDP")
+            "DDP, allreduce()", with_hook(ddp(make(VECTORS)), hooks.allreduce()), at_most(1.0)
         ),
     ]
 
