@@ -21,6 +21,7 @@ ReducerBucket::ReducerBucket(std::vector<at::Tensor> parameters, bool is_sparse,
 }
 
 const at::Tensor& ReducerBucket::storage() {
+  const std::lock_guard lock(mutex_);
   if (!storage_.defined()) {
     const auto& like = parameters_.front();
     storage_ = at::empty({layout_.numel()},
@@ -41,37 +42,55 @@ at::Tensor ReducerBucket::zeros(const at::Tensor& parameter) const {
 }
 
 void ReducerBucket::take_gradients(std::optional<std::vector<at::Tensor>> others) {
-  if (others) {
-    gradients_ = std::move(*others);
-    return;
-  }
   const at::NoGradGuard no_grad;
-  gradients_.clear();
-  gradients_.reserve(parameters_.size());
-  for (const auto& parameter : parameters_) {
-    const auto& gradient = parameter.grad();
-    gradients_.push_back(gradient.defined() ? gradient : zeros(parameter));
+  std::vector<at::Tensor> gradients;
+  if (others) {
+    gradients = std::move(*others);
+  } else {
+    gradients.reserve(parameters_.size());
+    for (const auto& parameter : parameters_) {
+      const auto& gradient = parameter.grad();
+      gradients.push_back(gradient.defined() ? gradient : zeros(parameter));
+    }
   }
+  const std::lock_guard lock(mutex_);
+  gradients_.swap(gradients);
+}
+
+std::vector<at::Tensor> ReducerBucket::gradients() const {
+  const std::lock_guard lock(mutex_);
+  return gradients_;
+}
+
+void ReducerBucket::drop_gradients() {
+  std::vector<at::Tensor> dropped;  // without the mutex
+  const std::lock_guard lock(mutex_);
+  dropped.swap(gradients_);
+}
+
+std::vector<at::Tensor> ReducerBucket::taken_gradients() const {
+  auto gradients = this->gradients();
+  TORCH_CHECK(!gradients.empty(),
+              "GradBucket: the backward of this bucket is over; its gradients are there while the "
+              "hook runs");
+  return gradients;
 }
 
 std::vector<at::Tensor> ReducerBucket::ordered_gradients() const {
-  TORCH_CHECK(!gradients_.empty(),
-              "GradBucket: the backward of this bucket is over; its gradients are there while the "
-              "hook runs");
-  return layout_.in_memory_order(gradients_);
+  return layout_.in_memory_order(taken_gradients());
 }
 
 at::Tensor ReducerBucket::gather(double scale) {
   const at::NoGradGuard no_grad;
-  auto ordered = ordered_gradients();
+  auto gradients = taken_gradients();
   at::Tensor buffer = storage();
   if (!views_.empty()) {
-    return gather_views(scale);
+    return gather_views(gradients, scale);
   }
   if (!buffer.is_complex()) {
-    return ops::flatten_out(ordered, scale, buffer);
+    return ops::flatten_out(layout_.in_memory_order(std::move(gradients)), scale, buffer);
   }
-  at::_foreach_copy_(layout_.views(buffer), gradients_);  // the operators take no complex tensors
+  at::_foreach_copy_(layout_.views(buffer), gradients);  // the operators take no complex tensors
   return scale == 1.0 ? buffer : buffer.mul_(scale);
 }
 
@@ -85,14 +104,13 @@ at::Tensor ReducerBucket::flatten(double scale, std::optional<at::ScalarType> dt
              : ops::flatten(ordered_gradients(), scale, dtype);
 }
 
-at::Tensor ReducerBucket::gather_views(double scale) {
+at::Tensor ReducerBucket::gather_views(const std::vector<at::Tensor>& gradients, double scale) {
   std::vector<at::Tensor> to;
   std::vector<at::Tensor> from;
   for (size_t i = 0; i < views_.size(); ++i) {
-    if (!is_same_memory(views_[i], gradients_[i]) ||
-        views_[i].strides() != gradients_[i].strides()) {
+    if (!is_same_memory(views_[i], gradients[i]) || views_[i].strides() != gradients[i].strides()) {
       to.push_back(views_[i]);
-      from.push_back(gradients_[i]);
+      from.push_back(gradients[i]);
     }
   }
   if (!to.empty()) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -22,8 +23,8 @@ class ReducerBucket : public GradientSource {
 
   // The gradients that the parameters have now, zeros for those that have none; or others.
   void take_gradients(std::optional<std::vector<at::Tensor>> others = std::nullopt);
-  const std::vector<at::Tensor>& gradients() const { return gradients_; }
-  void drop_gradients() { gradients_.clear(); }
+  std::vector<at::Tensor> gradients() const;
+  void drop_gradients();
 
   std::vector<at::Tensor> ordered_gradients() const override;
   at::Tensor gather(double scale) override;
@@ -37,13 +38,16 @@ class ReducerBucket : public GradientSource {
 
  private:
   at::Tensor zeros(const at::Tensor& parameter) const;
-  at::Tensor gather_views(double scale);
+  at::Tensor gather_views(const std::vector<at::Tensor>& gradients, double scale);
+  std::vector<at::Tensor> taken_gradients() const;  // throws where there are none
   // The memory of the bucket's buffer, which stays from step to step.
   const at::Tensor& storage();
 
   const std::vector<at::Tensor> parameters_;
   const BucketLayout layout_;
   const bool is_sparse_;
+  // A backward in another thread, which must not be, must not crash.
+  mutable std::mutex mutex_;
   at::Tensor storage_;
   std::vector<at::Tensor> views_;  // of the storage, where gradients are to stay there
   std::vector<at::Tensor> gradients_;

@@ -44,8 +44,10 @@ void ReducerRun::start(size_t index) {
   source.take_gradients();
   std::optional<CppRun> run;
   if (source.is_sparse()) {
-    TORCH_CHECK_TYPE(source.gradients().front().is_sparse(), "the gradient must be sparse");
-    GradBucket bucket(index, buckets_.size(), source.parameters(), source.gradients().front(),
+    const auto gradients = source.gradients();
+    TORCH_CHECK_TYPE(!gradients.empty() && gradients.front().is_sparse(),
+                     "the gradient must be sparse");
+    GradBucket bucket(index, buckets_.size(), source.parameters(), gradients.front(),
                       groups_[index]);
     run = hook_->start(bucket);
   } else {
