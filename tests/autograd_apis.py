@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from torch_commhook import autograd
 
@@ -48,6 +49,18 @@ def leaf(*values: float) -> Tensor:
 def accumulator(tensor: Tensor) -> Any:
     """The node that accumulates a leaf's gradient. The leaf does not keep it: hold on to it."""
     return tensor.view_as(tensor).grad_fn.next_functions[0][0]
+
+
+class NoGradient(Function):
+    """A copy, whose backward returns None."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
 
 
 def note(events: list[str], event: str) -> Callable[..., None]:

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch._functorch.config
+import torch._inductor.config
 import torch.distributed as dist
 from gil_calls import CannotCountError, build
 from rank_pool import RankPool
+from torch._dynamo.utils import counters
 
 import torch_commhook  # noqa: F401  (registers torch.ops.commhook)
 
@@ -40,6 +43,20 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing compiled before, and counters of the compiler at zero."""
+    # A graph from the cache would be that of an earlier state of the library.
+    with (
+        torch._functorch.config.patch(enable_autograd_cache=False),
+        torch._inductor.config.patch(fx_graph_cache=False),
+    ):
+        torch._dynamo.reset()
+        counters.clear()
+        yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture(scope="session")

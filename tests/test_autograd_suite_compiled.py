@@ -16,11 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from whole_graph import WholeGraph
 
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> None:
-    torch._dynamo.reset()
-    counters.clear()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 # ---- one graph -----------------------------------------------------------------------------------

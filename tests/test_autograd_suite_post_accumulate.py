@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from autograd_apis import accumulator, backward, both, in_modes, leaf, note
+from autograd_apis import NoGradient, accumulator, backward, both, in_modes, leaf, note
 from torch import Tensor, nn
-from torch.autograd import Function
 
 
 def step(parameter: Tensor) -> None:
@@ -142,19 +141,10 @@ def test_they_see_the_sum_with_what_was_there(api: Any, mode: str) -> None:
 
 @both
 def test_without_a_gradient(api: Any) -> None:
-    class Nothing(Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> None:
-            return None
-
     seen: list[Tensor | None] = []
     x = leaf()
     api.post_accumulate(x, lambda parameter: seen.append(parameter.grad))
-    Nothing.apply(x).sum().backward()
+    NoGradient.apply(x).sum().backward()
     assert seen == [None]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from autograd_apis import accumulator, backward, both, in_modes, leaf, note
+from autograd_apis import NoGradient, accumulator, backward, both, in_modes, leaf, note
 from torch import Tensor
 from torch.autograd import Function
 
@@ -238,19 +238,6 @@ def test_gradients_of_chunks_do_not_reach_what_was_cut(api: Any) -> None:
 # ---- no gradient ---------------------------------------------------------------------------------
 
 
-def none_returned(x: Tensor) -> Tensor:
-    class Nothing(Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> None:
-            return None
-
-    return Nothing.apply(x)
-
-
 @both
 @pytest.mark.parametrize("inner", [False, True], ids=["leaf", "inner tensor"])
 def test_told_that_there_is_no_gradient(api: Any, inner: bool) -> None:
@@ -258,7 +245,7 @@ def test_told_that_there_is_no_gradient(api: Any, inner: bool) -> None:
     x = leaf()
     y = x.clone()
     api.hook(y if inner else x, seen.append)
-    none_returned(y).sum().backward()
+    NoGradient.apply(y).sum().backward()
     assert seen == [None]
     assert x.grad is None
 
@@ -290,4 +277,4 @@ def test_no_gradient_is_not_replaced(api: Any) -> None:
     y = leaf().clone()
     api.hook(y, lambda grad: torch.ones(2))
     with pytest.raises(RuntimeError, match="can't replace a None gradient with a non-None value"):
-        none_returned(y).sum().backward()
+        NoGradient.apply(y).sum().backward()

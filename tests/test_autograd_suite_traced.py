@@ -17,10 +17,7 @@ from torch._dynamo.exc import Unsupported
 from torch.autograd import Function
 from whole_graph import WholeGraph
 
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> None:
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 # ---- gradients that hooks keep -------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_commhook import PeerError, attach, hooks, load_cpp_hooks
+from torch_commhook import GradBucket, PeerError, attach, hooks, load_cpp_hooks
 
 PAIRS: dict[str, tuple[Any, Any]] = {
     "allreduce": (lambda: hooks.cpp("allreduce"), hooks.allreduce),
@@ -253,21 +255,26 @@ def test_a_hook_that_fails_on_one_rank(
     assert peer == ["peer" if step == "own" else step for step in own]
 
 
-def _wrong(rank: int, path: str, use_ddp: bool, how: str) -> str:
-    load_cpp_hooks(path)
+def _error_of_step(rank: int, use_ddp: bool, hook: Any) -> str:
+    """What a step through the hook raises. Afterwards a step through another must work."""
     model: nn.Module = module()
     if use_ddp:
         model = DDP(model, bucket_cap_mb=0.01)
-    handle = attach(model, hooks.cpp("wrong", how=how))
+    handle = attach(model, hook)
     try:
         model(batch(rank, 0)).sum().backward()
-        return "nothing was raised"
-    except Exception as error:
+        message = "nothing was raised"
+    except Exception as error:  # which one, the tests tell by its name
         message = f"{type(error).__name__}: {error}"
     handle.replace(hooks.cpp("allreduce"))
     model(batch(rank, 0)).sum().backward()
     handle.remove()
     return message
+
+
+def _wrong(rank: int, path: str, use_ddp: bool, how: str) -> str:
+    load_cpp_hooks(path)
+    return _error_of_step(rank, use_ddp, hooks.cpp("wrong", how=how))
 
 
 @pytest.mark.parametrize("use_ddp", [False, True])
@@ -312,6 +319,38 @@ def test_a_buffer_that_is_taken_away(two_ranks: RankPool, comm_hooks: str) -> No
         assert "its buffer has been taken away" in raised or "this step failed on rank" in raised
 
 
+def _mean_in_gradient(state: object, bucket: GradBucket) -> torch.futures.Future:
+    gradient = bucket.parameters()[0].grad
+    gradient /= torch.distributed.get_world_size()
+    return torch.distributed.all_reduce(gradient.view(-1), async_op=True).get_future()
+
+
+def _in_gradient(rank: int, path: str, use_ddp: bool, views: bool) -> list[list[torch.Tensor]]:
+    load_cpp_hooks(path)
+    found = []
+    for hook in (hooks.allreduce(), hooks.cpp("in_gradient"), _mean_in_gradient):
+        torch.manual_seed(0)
+        model: nn.Module = nn.Linear(4, 2, bias=False)
+        options = {"gradient_as_bucket_view": views}
+        if use_ddp:
+            model, options = DDP(model, **options), {}
+        handle = attach(model, hook, **options)
+        for step in range(2):
+            model(batch(rank, step)[:, :4]).square().sum().backward()
+        found.append(gradients_of(model))
+        handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("use_ddp", [False, True])
+def test_a_result_in_the_gradients_own_memory(
+    two_ranks: RankPool, comm_hooks: str, use_ddp: bool, views: bool
+) -> None:
+    for expected, *others in two_ranks.run(_in_gradient, comm_hooks, use_ddp, views):
+        assert same([expected, expected], others)
+
+
 def _complex(rank: int, path: str, use_ddp: bool, cpp: bool) -> list[torch.Tensor]:
     load_cpp_hooks(path)
     torch.manual_seed(0)
@@ -334,19 +373,38 @@ def test_complex_gradients_one_by_one(two_ranks: RankPool, comm_hooks: str, use_
         assert all(torch.allclose(x, y) for x, y in zip(a, b, strict=True))
 
 
+def _never(rank: int, path: str, use_ddp: bool) -> tuple[list[str], list[str]]:
+    load_cpp_hooks(path)
+    brief = torch.distributed.new_group(timeout=timedelta(seconds=1))
+    found = []
+    for hook in (hooks.cpp("wrong", how="never"), lambda state, bucket: torch.futures.Future()):
+        model: nn.Module = module()
+        if use_ddp:
+            model = DDP(model, process_group=brief)
+        handle = attach(model, hook, **({} if use_ddp else {"process_group": brief}))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                model(batch(rank, 0)).sum().backward()
+            except Exception as error:  # which one, the tests tell by its name
+                found.append(f"{type(error).__name__}: {error}")
+        handle.remove()
+    return found, [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("use_ddp", [False, True])
+def test_a_future_that_never_completes(two_ranks: RankPool, comm_hooks: str, use_ddp: bool) -> None:
+    for found, warned in two_ranks.run(_never, comm_hooks, use_ddp):
+        assert len(found) == 2
+        for raised in found:
+            assert raised.startswith("TimeoutError: hook '")
+            assert "on bucket 0 of 1: its Future is not complete after 1 seconds" in raised
+        assert not [text for text in warned if "after another bucket failed" in text]
+
+
 def _not_a_member(rank: int, use_ddp: bool) -> str:
     alone = torch.distributed.new_group([0])
-    model = DDP(module()) if use_ddp else module()
-    handle = attach(model, hooks.cpp("allreduce", process_group=alone))
-    try:
-        model(batch(rank, 0)).sum().backward()
-        message = "good"
-    except Exception as error:
-        message = f"{type(error).__name__}: {error}"
-    handle.replace(hooks.cpp("allreduce"))
-    model(batch(rank, 0)).sum().backward()
-    handle.remove()
-    return message
+    return _error_of_step(rank, use_ddp, hooks.cpp("allreduce", process_group=alone))
 
 
 @pytest.mark.parametrize("use_ddp", [False, True])

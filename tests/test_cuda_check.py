@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
+from cuda_kernels import kernels_of
 from test_cuda_bucket import COUNTS, on_device
 from test_ops_check_finite import NAN, spoil
 from test_ops_reference import DTYPES, SHAPE_CLASSES, SOURCE_CLASSES, make, maker
@@ -15,17 +16,9 @@ from torch._dynamo.utils import counters
 from torch_commhook._check_ops import check_finite, check_hook_result
 from torch_commhook.autograd import FiniteCheck, register_hook
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("fresh_compiler")]
 
 commhook = torch.ops.commhook
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def new_count() -> Tensor:
@@ -209,17 +202,7 @@ def test_compiled_code_goes_into_a_graph() -> None:
 def test_one_launch_for_many_tensors() -> None:
     tensors = [torch.ones(64, device="cuda") for _ in range(1000)]
     count = new_count()
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        check_finite(tensors, count)
-        torch.cuda.synchronize()
-    names = [
-        event.name
-        for event in profile.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    ]
-    if not names:
-        pytest.skip("the profiler sees no kernels here")
+    names = kernels_of(lambda: check_finite(tensors, count))
     assert sum("::check_finite_kernel" in name for name in names) == 1, names
 
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._functorch.config
-import torch._inductor.config
 from test_ops_check_finite import INF, NAN, new_count, of
 from test_ops_reference import DTYPES, one_thread  # noqa: F401
 from torch import Tensor
@@ -31,17 +29,7 @@ HOOKS_MAY_WRITE = torch.__version__ < "2.15"
 not_on_2_11 = pytest.mark.skipif(torch.__version__ < "2.12", reason="see docs/torch_versions.md")
 backends = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    # A graph from the cache would be that of an earlier state of the library.
-    with (
-        torch._functorch.config.patch(enable_autograd_cache=False),
-        torch._inductor.config.patch(fx_graph_cache=False),
-    ):
-        torch._dynamo.reset()
-        yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Calls:

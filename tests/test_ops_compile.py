@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch._functorch.config
-import torch._inductor.config
 from test_ops_reference import (
     assert_same_bits,
     maker,
@@ -18,17 +16,7 @@ import torch_commhook._ops as ops
 
 BACKENDS = ["aot_eager", "inductor"]
 
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    # A graph from the cache would be that of an earlier state of the library.
-    with (
-        torch._functorch.config.patch(enable_autograd_cache=False),
-        torch._inductor.config.patch(fx_graph_cache=False),
-    ):
-        torch._dynamo.reset()
-        yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def tensors(rows: int = 8) -> list[torch.Tensor]:

@@ -175,7 +175,7 @@ def test_any_shape_and_strides_of_the_right_length() -> None:
         (torch.ones(5), ValueError, "must have 6 elements, one for each of the bucket's, got 5"),
         (torch.ones(6).double(), TypeError, "dtype torch.float32, got torch.float64"),
         (torch.ones(6, device="meta"), ValueError, "must be on cpu, got meta"),
-        (torch.ones(6).to_sparse(), TypeError, "layout, Strided, got Sparse"),
+        (torch.ones(6).to_sparse(), TypeError, "layout, torch.strided, got torch.sparse_coo"),
         ([torch.ones(6), torch.ones(6)], ValueError, "one tensor, got a list of 2"),
         ([], ValueError, "one tensor, got a list of 0"),
         ([3], TypeError, "one tensor, got a list of int"),

@@ -12,7 +12,8 @@ from torch_commhook._native import NativeLibraryError
 from torch_commhook._runtime import check_hook, parse_hook_result, run_hook
 from torch_commhook.attach import HookHandle, attach
 from torch_commhook.attached import traceable
-from torch_commhook.bucket import BucketLayout, GradBucket
+from torch_commhook.bucket import GradBucket
+from torch_commhook.bucket_layout import BucketLayout
 from torch_commhook.cpp_libraries import include_paths, load_cpp_hooks
 from torch_commhook.metrics import BucketStats, HookStats
 from torch_commhook.step_group import PeerError

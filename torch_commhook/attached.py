@@ -13,6 +13,7 @@ from torch_commhook import _C
 from torch_commhook._runtime import check_hook, hook_name, run_hook
 from torch_commhook.bucket import GradBucket
 from torch_commhook.bucket_stages import BucketStages
+from torch_commhook.collectives import resolve_group
 from torch_commhook.hooks.base import Hook, checked_result_dtype
 from torch_commhook.hooks.cpp import cpp
 from torch_commhook.metrics import BucketTraffic, HookStats, TracedSteps, WireMeter, counting
@@ -69,6 +70,16 @@ class Attached:
         """The hook in C++, where it is one and nothing in Python stands around it."""
         # A subclass may do more.
         return self.hook.native if type(self.hook) is cpp and self.stages.is_empty else None
+
+    @property
+    def own_group(self) -> Any:
+        """The process group of the C++ hook's own, where it was given one.
+
+        Raises:
+            ValueError: this rank is not in it.
+        """
+        group = self.hook.process_group  # type: ignore[attr-defined]
+        return None if group is None else resolve_group(group)
 
     def start(self, bucket: GradBucket, where: str) -> Running:
         """Run the stages before the hook, and start it.

@@ -1,9 +1,9 @@
-"""Buckets of gradients: where each gradient lies in a flat buffer, and the buffer itself."""
+"""Buckets of gradients, as communication hooks get them."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,168 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook import _C, _ops
-
-
-def _memory_order(tensor: Tensor) -> tuple[int, ...] | None:
-    """The permutation that makes a dense but permuted tensor contiguous; None for all others."""
-    if tensor.is_contiguous():
-        return None
-    strides, sizes = tensor.stride(), tensor.shape
-    order = sorted(range(tensor.dim()), key=lambda d: (strides[d], sizes[d]), reverse=True)
-    return tuple(order) if tensor.permute(order).is_contiguous() else None
-
-
-class BucketLayout:
-    """Where the gradients of a list of parameters lie in one flat buffer.
-
-    Gradients lie one after another, without gaps, in the order of the parameters. A gradient has
-    its parameter's strides where these are dense (channels_last, a transposed weight): its memory
-    is then copied as it lies. It has row-major strides where they are not. Since the layout comes
-    from parameters alone, every rank has the same.
-
-    Args:
-        parameters: tensors; only shapes, strides, dtypes and devices are read.
-
-    Attributes:
-        offsets: elements before each gradient.
-        lengths: elements of each gradient.
-        sizes: shape of each gradient.
-        strides: strides of each gradient, in elements.
-        numel: elements in all.
-    """
-
-    __slots__ = ("_orders", "_permuted", "lengths", "numel", "offsets", "sizes", "strides")
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        parameters = _checked_list("BucketLayout", "parameters", parameters)
-        for i, parameter in enumerate(parameters):
-            _check_tensor("BucketLayout", f"parameters[{i}]", parameter)
-        self.offsets: list[int] = []
-        self.lengths: list[int] = []
-        self.sizes: list[torch.Size] = []
-        self.strides: list[tuple[int, ...]] = []
-        self._orders: list[tuple[int, ...] | None] = []
-        self.numel = 0
-        for parameter in parameters:
-            order = _memory_order(parameter)
-            dense = order is not None or parameter.is_contiguous()
-            self.offsets.append(self.numel)
-            self.lengths.append(parameter.numel())
-            self.sizes.append(parameter.shape)
-            self.strides.append(
-                tuple(parameter.stride()) if dense else _row_major_strides(parameter.shape)
-            )
-            self._orders.append(order)
-            self.numel += parameter.numel()
-        self._permuted = any(order is not None for order in self._orders)
-
-    def __len__(self) -> int:
-        """The number of gradients."""
-        return len(self.lengths)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, BucketLayout):
-            return NotImplemented
-        return self.sizes == other.sizes and self.strides == other.strides
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"BucketLayout({len(self)} gradients, {self.numel} elements)"
-
-    def views(self, buffer: Tensor) -> list[Tensor]:
-        """The gradients as views of a flat buffer of ``numel`` elements.
-
-        Raises:
-            ValueError: the buffer is not one-dimensional and contiguous, or of another length.
-        """
-        self._check(buffer)
-        if torch.compiler.is_compiling():  # which takes no writes to as_strided views
-            return [
-                _in_shape(buffer.narrow(0, offset, length), size, order)
-                for offset, length, size, order in zip(
-                    self.offsets, self.lengths, self.sizes, self._orders, strict=True
-                )
-            ]
-        return [
-            buffer.narrow(0, offset, length).as_strided(size, stride)
-            for offset, length, size, stride in zip(
-                self.offsets, self.lengths, self.sizes, self.strides, strict=True
-            )
-        ]
-
-    def in_memory_order(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The gradients permuted so that their row-major order is the buffer's.
-
-        What ``flatten`` and ``unflatten_into`` are given: a gradient that lies in memory as its
-        parameter does is contiguous then.
-
-        Raises:
-            ValueError: a gradient has another shape than its parameter, or their number differs.
-        """
-        gradients = _checked_list("BucketLayout", "gradients", gradients)
-        if len(gradients) != len(self):
-            raise ValueError(
-                f"BucketLayout: gradients must be {len(self)}, one for each parameter, "
-                f"got {len(gradients)}"
-            )
-        for i, (gradient, size) in enumerate(zip(gradients, self.sizes, strict=True)):
-            if gradient.shape != size:
-                raise ValueError(
-                    f"BucketLayout: gradients[{i}] must have its parameter's shape {tuple(size)}, "
-                    f"got {tuple(gradient.shape)}"
-                )
-        return self._permute(gradients)
-
-    def _permute(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        """:meth:`in_memory_order` without the checks, for gradients that autograd has made."""
-        if not self._permuted:
-            return gradients
-        return [
-            gradient if order is None else gradient.permute(order)
-            for gradient, order in zip(gradients, self._orders, strict=True)
-        ]
-
-    def flatten(
-        self,
-        gradients: Sequence[Tensor],
-        *,
-        scale: float = 1.0,
-        dtype: torch.dtype | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Gradients into a flat buffer, in one pass (``_ops.flatten``)."""
-        return _ops.flatten(self.in_memory_order(gradients), scale=scale, dtype=dtype, out=out)
-
-    def unflatten_into(
-        self, buffer: Tensor, gradients: Sequence[Tensor], *, scale: float = 1.0
-    ) -> None:
-        """A flat buffer into gradients, in one pass (``_ops.unflatten_into``)."""
-        _ops.unflatten_into(buffer, self.in_memory_order(gradients), scale=scale)
-
-    def _check(self, buffer: Tensor) -> None:
-        _check_tensor("BucketLayout", "buffer", buffer)
-        if buffer.dim() != 1 or not buffer.is_contiguous() or buffer.numel() != self.numel:
-            raise ValueError(
-                f"BucketLayout: buffer must be contiguous, of shape ({self.numel},), "
-                f"got shape {tuple(buffer.shape)} with strides {buffer.stride()}"
-            )
-
-
-def _in_shape(piece: Tensor, size: torch.Size, order: tuple[int, ...] | None) -> Tensor:
-    if order is None:
-        return piece.view(size)
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-    return piece.view([size[d] for d in order]).permute(inverse)
-
-
-def _row_major_strides(size: torch.Size) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for length in reversed(size):
-        strides.append(step)
-        step *= max(length, 1)
-    return tuple(reversed(strides))
+from torch_commhook.bucket_layout import BucketLayout, check_tensor, checked_list
 
 
 class GradBucket:
@@ -229,13 +68,13 @@ class GradBucket:
                 "GradBucket: index must be from 0 to bucket_count - 1, got "
                 f"index {index} with bucket_count {bucket_count}"
             )
-        self._parameters = _checked_list("GradBucket", "parameters", parameters)
+        self._parameters = checked_list("GradBucket", "parameters", parameters)
         if not self._parameters:
             raise ValueError("GradBucket: parameters must hold at least one tensor, got none")
         for i, parameter in enumerate(self._parameters):
             _check_floating(f"parameters[{i}]", parameter)
         if sparse_grad_indices is not None:
-            _check_tensor("GradBucket", "sparse_grad_indices", sparse_grad_indices)
+            check_tensor("GradBucket", "sparse_grad_indices", sparse_grad_indices)
         self._index = index
         self._bucket_count = bucket_count
         self._sparse_grad_indices = sparse_grad_indices
@@ -247,7 +86,7 @@ class GradBucket:
             assert buffer is not None
             self._buffer = self._checked_buffer(buffer)
         else:
-            gradients = _checked_list("GradBucket", "gradients", gradients)
+            gradients = checked_list("GradBucket", "gradients", gradients)
             self._buffer = self._buffer_of(gradients, buffer)
 
     # ---- what PyTorch's GradBucket has -----------------------------------------------------------
@@ -437,13 +276,10 @@ class GradBucket:
 
         Its ``gradients()`` knows no strides: gradients of permuted parameters come out permuted.
         """
-        dense = self.buffer().layout is torch.strided
         return _C.make_grad_bucket(
             self._index,
             self._bucket_count,
             self.buffer(),
-            self.layout().offsets if dense else [],
-            self.layout().lengths if dense else [],
             self._parameters,
             self._sparse_grad_indices,
         )
@@ -540,20 +376,8 @@ class GradBucket:
             return torch.cat(pieces) if buffer is None else torch.cat(pieces, out=buffer)
 
 
-def _checked_list(what: str, name: str, values: Any) -> list[Any]:
-    # A tensor is a sequence too, of its rows, which nobody means.
-    if isinstance(values, Tensor) or not isinstance(values, Iterable):
-        raise TypeError(f"{what}: {name} must be a list of tensors, got {_C.type_name(values)}")
-    return list(values)
-
-
-def _check_tensor(what: str, name: str, value: object) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{what}: {name} must be a tensor, got {_C.type_name(value)}")
-
-
 def _check_floating(name: str, value: Any) -> None:
-    _check_tensor("GradBucket", name, value)
+    check_tensor("GradBucket", name, value)
     if not (value.dtype in _ops.BUCKET_DTYPES or value.is_complex()):
         raise TypeError(
             f"GradBucket: {name} must be of dtype float64, float32, float16, bfloat16 or complex, "

@@ -9,6 +9,9 @@ from pathlib import Path
 from torch_commhook import _C
 from torch_commhook._native import NativeLibraryError
 
+#: What files were when they were loaded: device, inode, size, time of the last change.
+_loaded: dict[str, tuple[int, int, int, int]] = {}
+
 
 def include_paths() -> list[str]:
     """Folders for the compiler: ``#include <commhook/comm_hook.h>``.
@@ -24,7 +27,8 @@ def include_paths() -> list[str]:
 def load_cpp_hooks(path: str | os.PathLike[str]) -> list[str]:
     """Take in the hooks of a library that was built against ``commhook/comm_hook.h``.
 
-    The library stays loaded until the process ends; loading it again does nothing.
+    The library stays loaded until the process ends; loading it again does nothing, and one that
+    has been built anew since is an error.
 
     Args:
         path: of the shared library. The file must be one of this machine's.
@@ -34,7 +38,8 @@ def load_cpp_hooks(path: str | os.PathLike[str]) -> list[str]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        NativeLibraryError: it does not load, or was built for another torch or torch_commhook.
+        NativeLibraryError: it does not load, was built for another torch or torch_commhook, or is
+            not what this process has loaded from there before.
         ValueError: it registers no hooks, or one of a name that is taken, or wrongly.
     """
     file = os.path.abspath(os.fspath(path))
@@ -42,10 +47,19 @@ def load_cpp_hooks(path: str | os.PathLike[str]) -> list[str]:
         raise FileNotFoundError(f"load_cpp_hooks: there is no file '{file}'")
     if _is_cut_short(file):
         raise NativeLibraryError(f"load_cpp_hooks: '{file}' does not load: it is cut short")
+    status = os.stat(file)
+    identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    if _loaded.get(file, identity) != identity:
+        raise NativeLibraryError(
+            f"load_cpp_hooks: '{file}' has been built anew since this process loaded it; start the "
+            "process again"
+        )
     try:
-        return _C.load_hook_library(file)
+        names = _C.load_hook_library(file)
     except ImportError as error:
         raise NativeLibraryError(str(error)) from None
+    _loaded[file] = identity
+    return names
 
 
 def _is_cut_short(file: str) -> bool:

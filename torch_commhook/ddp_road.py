@@ -16,7 +16,6 @@ from torch_commhook import _C
 from torch_commhook._dynamo import left_to_python
 from torch_commhook.attached import Attached
 from torch_commhook.bucket import GradBucket
-from torch_commhook.collectives import resolve_group
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.metrics import count_bucket
 from torch_commhook.parameters import trainable
@@ -89,9 +88,8 @@ class DdpRoad:
         native = attached.cpp_hook
         if native is None:
             return None
-        own = attached.hook.process_group  # type: ignore[attr-defined]
+        own = attached.own_group
         if own is not None:
-            own = resolve_group(own)
             return native, own, own
         return native, self._group.group, self._group.parent
 

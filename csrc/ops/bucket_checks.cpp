@@ -6,9 +6,9 @@
 
 #include "ops/autograd_checks.h"
 #include "ops/bucket.h"
-#include "ops/dtype_name.h"
 #include "ops/memory_check.h"
 #include "ops/memory_overlap.h"
+#include "ops/type_names.h"
 
 namespace commhook {
 namespace {

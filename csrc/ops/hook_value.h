@@ -3,27 +3,14 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <cctype>
 #include <string>
 
-#include "ops/dtype_name.h"
+#include "ops/type_names.h"
 
 namespace commhook {
 
-// "torch.sparse_csr" for kSparseCsr.
-inline std::string layout_name(at::Layout layout) {
-  std::string name;
-  for (const char letter : c10::str(layout)) {
-    if (std::isupper(static_cast<unsigned char>(letter)) != 0 && !name.empty()) {
-      name += '_';
-    }
-    name += static_cast<char>(std::tolower(static_cast<unsigned char>(letter)));
-  }
-  return "torch." + (name == "sparse" ? "sparse_coo" : name);
-}
-
 // "torch.float32, torch.strided, cpu".
-inline std::string type_name(const at::Tensor& tensor) {
+inline std::string kind_of(const at::Tensor& tensor) {
   return dtype_name(tensor.scalar_type()) + ", " + layout_name(tensor.layout()) + ", " +
          tensor.device().str();
 }
@@ -33,8 +20,8 @@ template <typename Where>
 void check_hook_value(const at::Tensor& was, const at::Tensor& now, const Where& where) {
   TORCH_CHECK(was.scalar_type() == now.scalar_type() && was.layout() == now.layout() &&
                   was.device() == now.device(),
-              where(), " has changed the type of value (was ", type_name(was), ", got ",
-              type_name(now), ")");
+              where(), " has changed the type of value (was ", kind_of(was), ", got ", kind_of(now),
+              ")");
   TORCH_CHECK(was.sym_sizes() == now.sym_sizes(), where(), " has changed the size of value (was ",
               was.sym_sizes(), ", got ", now.sym_sizes(), ")");
 }

@@ -83,7 +83,9 @@ void bind_cpp_hooks(py::module_& m) {
       .def(
           "result_dtype",
           [](const CppHook& hook, const py::object& bucket, ProcessGroupPtr group) {
-            return hook.result_dtype(*bucket_of(bucket, std::move(group)));
+            const auto own = bucket_of(bucket, std::move(group));
+            py::gil_scoped_release no_gil;
+            return hook.result_dtype(*own);
           },
           py::arg("bucket"), py::arg("group"));
   py::class_<CppAutogradHook, std::shared_ptr<CppAutogradHook>>(m, "CppAutogradHook")

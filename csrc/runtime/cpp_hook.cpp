@@ -3,7 +3,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include "ops/bucket_dtype.h"
-#include "ops/dtype_name.h"
+#include "ops/type_names.h"
 #include "runtime/hook_names.h"
 #include "runtime/named_errors.h"
 
@@ -26,34 +26,45 @@ std::string CppHook::where(const GradBucket& bucket) const {
 }
 
 std::shared_ptr<CommHookInterface> CppHook::hook_for(const ProcessGroupPtr& group) const {
-  const std::lock_guard lock(mutex_);
-  for (const auto& [known, hook] : hooks_) {
-    if (!spec_.takes_group || known == group) {
-      return hook;
-    }
-  }
   const auto own_group = spec_.takes_group ? group : ProcessGroupPtr();
-  auto hook = spec_.make(values_, own_group);
-  hooks_.emplace_back(own_group, hook);
-  return hook;
+  std::shared_ptr<Made> made;
+  {
+    const std::lock_guard lock(mutex_);
+    auto& known = made_[own_group];
+    if (!known) {
+      known = std::make_shared<Made>();
+    }
+    made = known;
+  }
+  // A constructor may be slow, or wait for other ranks: only those that need the same one wait.
+  const std::lock_guard lock(made->mutex);
+  if (!made->hook) {
+    made->hook = spec_.make(values_, own_group);
+  }
+  return made->hook;
 }
 
-at::ScalarType CppHook::result_dtype(const GradBucket& bucket) const {
-  const auto hook_where = where(bucket);
+at::ScalarType CppHook::result_dtype(const CommHookInterface& hook, const GradBucket& bucket,
+                                     const std::string& where) const {
   const auto own = bucket.dtype();
-  const auto dtype = named_errors(
-      hook_where, [&] { return hook_for(bucket.getProcessGroup())->resultDtype(bucket); });
-  TORCH_CHECK_TYPE(dtype == own || (is_bucket_dtype(dtype) && is_bucket_dtype(own)), hook_where,
+  const auto dtype = named_errors(where, [&] { return hook.resultDtype(bucket); });
+  TORCH_CHECK_TYPE(dtype == own || (is_bucket_dtype(dtype) && is_bucket_dtype(own)), where,
                    ": resultDtype must return a dtype that can be cast to ", dtype_name(own),
                    ", got ", dtype_name(dtype));
   return dtype;
 }
 
+at::ScalarType CppHook::result_dtype(const GradBucket& bucket) const {
+  const auto hook_where = where(bucket);
+  const auto hook = named_errors(hook_where, [&] { return hook_for(bucket.getProcessGroup()); });
+  return result_dtype(*hook, bucket, hook_where);
+}
+
 CppRun CppHook::start(GradBucket& bucket) const {
   const at::NoGradGuard no_grad;
   ResultSpec spec(where(bucket), bucket);
-  spec.dtype = result_dtype(bucket);
   auto hook = named_errors(spec.where, [&] { return hook_for(bucket.getProcessGroup()); });
+  spec.dtype = result_dtype(*hook, bucket, spec.where);
   auto future = named_errors(spec.where, [&] { return hook->runHook(bucket); });
   TORCH_CHECK_TYPE(future, spec.where, ": runHook must return a Future, got a null pointer");
   return {std::move(hook), std::move(future), std::move(spec), bucket.getBytesSent()};

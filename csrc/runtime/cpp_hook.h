@@ -1,6 +1,7 @@
 // A communication hook in C++, with values for its options, and how it is called for one bucket.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -39,15 +40,23 @@ class CppHook {
   at::ScalarType result_dtype(const GradBucket& bucket) const;
 
  private:
+  // An object of the hook's class; null until it has been made.
+  struct Made {
+    std::mutex mutex;
+    std::shared_ptr<CommHookInterface> hook;
+  };
+
   std::shared_ptr<CommHookInterface> hook_for(const ProcessGroupPtr& group) const;
+  at::ScalarType result_dtype(const CommHookInterface& hook, const GradBucket& bucket,
+                              const std::string& where) const;
   std::string where(const GradBucket& bucket) const;
 
   const CommHookSpec& spec_;
   const std::vector<OptionValue> values_;
   const std::string name_;
-  // One for all groups, or one for each.
+  // One for all groups, or one for each that it has run over. A hook that takes its group keeps it.
   mutable std::mutex mutex_;
-  mutable std::vector<std::pair<ProcessGroupPtr, std::shared_ptr<CommHookInterface>>> hooks_;
+  mutable std::map<ProcessGroupPtr, std::shared_ptr<Made>> made_;
 };
 
 }  // namespace commhook

@@ -2,7 +2,7 @@
 
 #include <torch/csrc/Dtype.h>
 
-#include "ops/dtype_name.h"
+#include "ops/type_names.h"
 #include "runtime/hook_names.h"
 
 namespace py = pybind11;
@@ -12,14 +12,24 @@ namespace {
 
 constexpr const char* kTypeNames[] = {"a bool", "an int", "a float", "a str", "a torch.dtype"};
 
-// Raises UnicodeEncodeError for what UTF-8 has no form for.
-std::string utf8(const py::handle& text) {
+// Nothing for what UTF-8 has no form for.
+std::optional<std::string> utf8(const py::handle& text) {
   Py_ssize_t size = 0;
   const char* bytes = PyUnicode_AsUTF8AndSize(text.ptr(), &size);
   if (bytes == nullptr) {
+    PyErr_Clear();
+    return std::nullopt;
+  }
+  return std::string(bytes, static_cast<size_t>(size));
+}
+
+// As Python prints it, with escapes for what is not ASCII.
+std::string printed(const py::handle& value) {
+  const auto text = py::reinterpret_steal<py::str>(PyObject_ASCII(value.ptr()));
+  if (!text) {
     throw py::error_already_set();
   }
-  return {bytes, static_cast<size_t>(size)};
+  return text;
 }
 
 py::object in_python(const OptionValue& value) {
@@ -37,9 +47,7 @@ py::object in_python(const OptionValue& value) {
       value);
 }
 
-std::string written(const OptionValue& value) {
-  return py::repr(in_python(value)).cast<std::string>();
-}
+std::string written(const OptionValue& value) { return printed(in_python(value)); }
 
 // "threshold (a float, 0.001 by default)".
 std::string described(const OptionSpec& option) {
@@ -62,7 +70,7 @@ std::string described(const std::vector<OptionSpec>& options) {
 [[noreturn]] void refuse_type(const std::string& where, const OptionSpec& option,
                               const py::handle& value) {
   TORCH_CHECK_TYPE(false, where, ": ", option.name, " must be ", kTypeNames[option.type], ", got ",
-                   py::repr(value).cast<std::string>());
+                   printed(value));
 }
 
 OptionValue converted(const std::string& where, const OptionSpec& option, const py::handle& value) {
@@ -83,22 +91,26 @@ OptionValue converted(const std::string& where, const OptionSpec& option, const 
           throw py::error_already_set();
         }
         TORCH_CHECK_VALUE(overflow == 0, where, ": ", option.name, " must fit into 64 bits, got ",
-                          py::repr(value).cast<std::string>());
+                          printed(value));
         return OptionValue(std::in_place_type<int64_t>, converted_number);
       }
       break;
     case 2:
       if (PyFloat_Check(value.ptr()) || (PyLong_Check(value.ptr()) && !is_bool)) {
         const double number = PyFloat_AsDouble(value.ptr());
-        if (PyErr_Occurred() != nullptr) {
-          throw py::error_already_set();
-        }
+        const bool too_large = PyErr_Occurred() != nullptr;
+        PyErr_Clear();
+        TORCH_CHECK_VALUE(!too_large, where, ": ", option.name,
+                          " must fit into a float of 64 bits, got an int of more");
         return number;
       }
       break;
     case 3:
       if (PyUnicode_Check(value.ptr())) {
-        return OptionValue(std::in_place_type<std::string>, utf8(value));
+        auto text = utf8(value);
+        TORCH_CHECK_VALUE(text, where, ": ", option.name, " must have a form in UTF-8, got ",
+                          printed(value));
+        return OptionValue(std::in_place_type<std::string>, *std::move(text));
       }
       break;
     default:
@@ -138,8 +150,7 @@ std::vector<OptionValue> option_values(const std::string& where,
       return option.name == text;
     };
     TORCH_CHECK_TYPE(std::any_of(options.begin(), options.end(), is_known), where,
-                     ": unknown option ", py::repr(name).cast<std::string>(), "; it takes ",
-                     described(options));
+                     ": unknown option ", printed(name), "; it takes ", described(options));
   }
   return values;
 }

@@ -265,11 +265,11 @@ void DdpHook::end_shadow() {
   }
 }
 
-// A bucket of this backward failed, the first one.
-void DdpHook::fail(const std::exception_ptr& failure, double drain_seconds) {
+// A bucket of this backward failed, the first one. `late` is one that has not come in time.
+void DdpHook::fail(const std::exception_ptr& failure, double drain_seconds, const Running* late) {
   failure_ = failure;
   try {
-    drain(drain_seconds);
+    drain(drain_seconds, late);
   } catch (...) {
     failure_ = std::current_exception();
   }
@@ -310,11 +310,8 @@ std::exception_ptr DdpHook::ended(const std::exception_ptr& failure) {
 void DdpHook::await(Running& running) {
   std::exception_ptr failure;
   try {
-    if (wait_for(*running.future, timeout_seconds_)) {
-      return;
-    }
-    TORCH_CHECK(false, running.spec->where, ": its Future is not complete after ", timeout_seconds_,
-                " seconds");
+    wait_for_result(*running.future, running.spec->where, timeout_seconds_);
+    return;
   } catch (py::error_already_set& error) {
     py::gil_scoped_acquire gil;
     failure = persistent(error);
@@ -322,7 +319,7 @@ void DdpHook::await(Running& running) {
     failure = std::current_exception();
   }
   // The others have had that time as well.
-  fail(failure, std::min(drain_seconds_, kLateSeconds));
+  fail(failure, std::min(drain_seconds_, kLateSeconds), &running);
 }
 
 at::Tensor DdpHook::parseHookResult(const c10::IValue& result) {
@@ -369,10 +366,13 @@ at::Tensor DdpHook::parseHookResult(const c10::IValue& result) {
 }
 
 // Waits for the buckets in flight, within limits. Throws what Ctrl-C raises meanwhile.
-void DdpHook::drain(double seconds) const {
+void DdpHook::drain(double seconds, const Running* late) const {
   using Clock = std::chrono::steady_clock;
   const auto deadline = Clock::now() + std::chrono::duration<double>(seconds);
   for (const auto& [number, running] : running_) {
+    if (running.get() == late) {
+      continue;
+    }
     const std::chrono::duration<double> left = deadline - Clock::now();
     try {
       if (!wait_for(*running->future, std::max(left.count(), 0.0))) {
@@ -403,7 +403,7 @@ at::Tensor DdpHook::deliver(const Running& running, const at::Tensor& result) co
   if (!is_bucket_dtype(buffer.scalar_type())) {
     return buffer.copy_(result);
   }
-  unflatten_into(result.is_alias_of(buffer) ? result.clone() : result, {buffer});
+  unflatten_into(result, {buffer});
   return buffer;
 }
 

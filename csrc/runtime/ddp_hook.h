@@ -72,11 +72,11 @@ class DdpHook : public c10d::CommHookInterface {
   c10::intrusive_ptr<c10::ivalue::Future> start_cpp(c10d::GradBucket& bucket, Running& running);
   void begin_step();
   void choose_delivery();
-  void fail(const std::exception_ptr& failure, double drain_seconds);
+  void fail(const std::exception_ptr& failure, double drain_seconds, const Running* late = nullptr);
   std::exception_ptr ended(const std::exception_ptr& failure);
   void await(Running& running);
   void end_shadow();
-  void drain(double seconds) const;
+  void drain(double seconds, const Running* late) const;
   bool begins_backward(int64_t index, const at::Tensor& parameter) const;
 
   // A bucket of the running backward. Shared with the callback of the hook's Future.

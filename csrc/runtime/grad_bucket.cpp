@@ -1,5 +1,7 @@
 #include "runtime/grad_bucket.h"
 
+#include "commhook/grad_bucket.h"
+
 namespace commhook {
 namespace {
 
@@ -20,21 +22,11 @@ int64_t bucket_count(const c10d::GradBucket& bucket) {
 
 std::shared_ptr<c10d::GradBucket> make_grad_bucket(int64_t index, int64_t bucket_count,
                                                    const at::Tensor& buffer,
-                                                   const std::vector<int64_t>& offsets,
-                                                   const std::vector<int64_t>& lengths,
                                                    const std::vector<at::Tensor>& parameters,
                                                    std::optional<at::Tensor> sparse_grad_indices) {
-  // The bucket keeps the parameters, and these keep the sizes that it only refers to.
-  std::vector<c10::IntArrayRef> sizes;
-  sizes.reserve(parameters.size());
-  for (const auto& parameter : parameters) {
-    sizes.push_back(parameter.sizes());
-  }
-  return std::make_shared<c10d::GradBucket>(
-      static_cast<size_t>(index), static_cast<size_t>(bucket_count), buffer,
-      std::vector<size_t>(offsets.begin(), offsets.end()),
-      std::vector<size_t>(lengths.begin(), lengths.end()), std::move(sizes), parameters,
-      std::move(sparse_grad_indices));
+  GradBucket bucket(static_cast<size_t>(index), static_cast<size_t>(bucket_count), parameters,
+                    buffer, nullptr, std::move(sparse_grad_indices));
+  return std::make_shared<c10d::GradBucket>(bucket.torchBucket());
 }
 
 }  // namespace commhook

@@ -8,12 +8,9 @@
 
 namespace commhook {
 
-// A torch.distributed.GradBucket over `buffer`, which it shares. Gradient i lies `lengths[i]`
-// elements long at `offsets[i]`.
+// A torch.distributed.GradBucket over `buffer`, which it shares.
 std::shared_ptr<c10d::GradBucket> make_grad_bucket(int64_t index, int64_t bucket_count,
                                                    const at::Tensor& buffer,
-                                                   const std::vector<int64_t>& offsets,
-                                                   const std::vector<int64_t>& lengths,
                                                    const std::vector<at::Tensor>& parameters,
                                                    std::optional<at::Tensor> sparse_grad_indices);
 

@@ -6,7 +6,7 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include "commhook/hook_result.h"
-#include "ops/dtype_name.h"
+#include "ops/type_names.h"
 #include "runtime/hook_names.h"
 
 namespace py = pybind11;
@@ -45,8 +45,8 @@ bool is_same_memory(const at::Tensor& a, const at::Tensor& b) {
 at::Tensor check_result(const at::Tensor& result, const ResultSpec& spec) {
   TORCH_CHECK_TYPE(result.defined(), spec.where, kExpected, "an undefined tensor");
   TORCH_CHECK_TYPE(result.layout() == spec.layout, spec.where,
-                   ": the result must have the bucket's layout, ", spec.layout, ", got ",
-                   result.layout());
+                   ": the result must have the bucket's layout, ", layout_name(spec.layout),
+                   ", got ", layout_name(result.layout()));
   TORCH_CHECK_TYPE(result.scalar_type() == spec.dtype, spec.where, ": the result must have dtype ",
                    dtype_name(spec.dtype), ", got ", dtype_name(result.scalar_type()));
   TORCH_CHECK_VALUE(result.device() == spec.device, spec.where, ": the result must be on ",

@@ -1,9 +1,9 @@
 #include "runtime/hook_runner.h"
 
-#include <ATen/core/ivalue.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
+#include "commhook/collectives.h"
 #include "runtime/grad_bucket.h"
 #include "runtime/hook_names.h"
 
@@ -66,14 +66,8 @@ py::object as_future(const py::object& returned, const std::string& where) {
     if (py::hasattr(result, "trigger_wait")) {
       result = result.attr("wait")();  // a functional collective's tensor that is still on its way
     }
-    const at::Tensor tensor = THPVariable_Unpack(result.ptr());
-    std::vector<at::Device> devices;
-    if (tensor.device().has_index()) {
-      devices.push_back(tensor.device());
-    }
-    auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get(), devices);
-    future->markCompleted(tensor);
-    return py::cast(std::make_shared<PythonFutureWrapper>(std::move(future)));
+    return py::cast(
+        std::make_shared<PythonFutureWrapper>(completedFuture(THPVariable_Unpack(result.ptr()))));
   }
   TORCH_CHECK_TYPE(false, where,
                    ": must return a torch.futures.Future[torch.Tensor] or a torch.Tensor, got ",

@@ -39,8 +39,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("as_future", &commhook::as_future, py::arg("returned"), py::arg("where"));
   m.def("parse_hook_result", &parse_hook_result, py::arg("value"), py::arg("bucket"));
   m.def("make_grad_bucket", &commhook::make_grad_bucket, py::arg("index"), py::arg("bucket_count"),
-        py::arg("buffer"), py::arg("offsets"), py::arg("lengths"), py::arg("parameters"),
-        py::arg("sparse_grad_indices"));
+        py::arg("buffer"), py::arg("parameters"), py::arg("sparse_grad_indices"));
   m.def("bucket_count", &commhook::bucket_count, py::arg("bucket"));
   m.def(
       "sparse_grad_indices", [](c10d::GradBucket& bucket) { return bucket.getSparseGradIndices(); },
@@ -64,4 +63,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return commhook::wait_for(*future->fut, seconds);
       },
       py::arg("future"), py::arg("seconds"));
+  m.def(
+      "wait_for_result",
+      [](const std::shared_ptr<torch::jit::PythonFutureWrapper>& future, const std::string& where,
+         double seconds) { commhook::wait_for_result(*future->fut, where, seconds); },
+      py::arg("future"), py::arg("where"), py::arg("seconds"));
 }

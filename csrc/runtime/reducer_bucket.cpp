@@ -7,8 +7,9 @@
 #include <utility>
 
 #include "commhook/huge_pages.h"
-#include "ops/dtype_name.h"
+#include "ops/type_names.h"
 #include "runtime/hook_result.h"
+#include "runtime/unflatten.h"
 
 namespace commhook {
 
@@ -130,7 +131,7 @@ void ReducerBucket::write(const at::Tensor& result) {
       if (result.is_complex()) {
         storage_.copy_(result);
       } else {
-        ops::unflatten_into(result, {storage_});
+        unflatten_into(result, {storage_});
       }
     }
     for (size_t i = 0; i < views_.size(); ++i) {
@@ -153,7 +154,7 @@ void ReducerBucket::write(const at::Tensor& result) {
   if (result.is_complex()) {
     at::_foreach_copy_(into, layout_.views(result));
   } else {
-    ops::unflatten_into(result, layout_.in_memory_order(std::move(into)));
+    unflatten_into(result, layout_.in_memory_order(std::move(into)));
   }
 }
 

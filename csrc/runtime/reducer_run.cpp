@@ -1,13 +1,9 @@
 #include "runtime/reducer_run.h"
 
-#include <torch/csrc/utils/pybind.h>
-
 #include <algorithm>
 #include <chrono>
 
 #include "runtime/waiting.h"
-
-namespace py = pybind11;
 
 namespace commhook {
 
@@ -71,14 +67,7 @@ std::vector<at::Tensor> ReducerRun::finish(const std::vector<int64_t>& late, dou
   std::vector<at::Tensor> results;
   for (size_t index = 0; index < buckets_.size(); ++index) {
     const auto& run = *runs_[index];
-    if (!wait_for(*run.future, seconds)) {
-      py::gil_scoped_acquire gil;
-      PyErr_SetString(
-          PyExc_TimeoutError,
-          c10::str(run.spec.where, ": its Future is not complete after ", seconds, " seconds")
-              .c_str());
-      throw py::error_already_set();
-    }
+    wait_for_result(*run.future, run.spec.where, seconds);
     const auto result = run.result();
     if (std::find(late.begin(), late.end(), static_cast<int64_t>(index)) == late.end()) {
       buckets_[index]->write(result);

@@ -73,4 +73,14 @@ bool wait_for(c10::ivalue::Future& future, double seconds) {
   }
 }
 
+void wait_for_result(c10::ivalue::Future& future, const std::string& where, double seconds) {
+  if (!wait_for(future, seconds)) {
+    py::gil_scoped_acquire gil;
+    py::set_error(
+        PyExc_TimeoutError,
+        c10::str(where, ": its Future is not complete after ", seconds, " seconds").c_str());
+    throw py::error_already_set();
+  }
+}
+
 }  // namespace commhook

@@ -1,7 +1,9 @@
 // Communication hooks for tests: some that work, and all that a hook can do wrong.
+#include <Python.h>
 #include <commhook/comm_hook.h>
 
 #include <chrono>
+#include <fstream>
 #include <map>
 #include <stdexcept>
 #include <thread>
@@ -125,23 +127,54 @@ COMMHOOK_REGISTER_HOOK(Options, "options", commhook::Option<bool>("flag", false)
                              return !c10::isComplexType(dtype);
                            }));
 
-// Gives the mean of this rank alone, some time later.
+// Gives the mean of this rank alone, some time later. Makes a file, where it is given a path, as
+// soon as it is under way.
 class Late : public commhook::CommHookInterface {
  public:
-  explicit Late(double seconds) : seconds_(seconds) {}
+  Late(double seconds, std::string marker) : seconds_(seconds), marker_(std::move(marker)) {}
   FuturePtr runHook(GradBucket& bucket) override {
     auto future = c10::make_intrusive<Future>(c10::TensorType::get());
     std::thread([future, buffer = bucket.getBuffer(), seconds = seconds_] {
       std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
       future->markCompleted(buffer);
     }).detach();
+    if (!marker_.empty()) {
+      std::ofstream{marker_};
+    }
     return future;
   }
 
  private:
   const double seconds_;
+  const std::string marker_;
 };
-COMMHOOK_REGISTER_HOOK(Late, "late", commhook::Option<double>("seconds"));
+COMMHOOK_REGISTER_HOOK(Late, "late", commhook::Option<double>("seconds"),
+                       commhook::Option<std::string>("marker", ""));
+
+// Gives back what it has averaged in the first parameter's gradient, and not in the buffer.
+class InGradient : public commhook::CommHookInterface {
+ public:
+  FuturePtr runHook(GradBucket& bucket) override {
+    const auto& gradient = bucket.getParameters().front().grad();
+    gradient.mul_(1.0 / bucket.getProcessGroup()->getSize());
+    return commhook::allReduce(bucket, gradient.view({-1}));
+  }
+};
+COMMHOOK_REGISTER_HOOK(InGradient, "in_gradient");
+
+// Its constructor needs the GIL, which is lent to other threads meanwhile.
+class TakesTheGil : public commhook::CommHookInterface {
+ public:
+  TakesTheGil() {
+    const auto gil = PyGILState_Ensure();
+    PyThreadState* const thread = PyEval_SaveThread();
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    PyEval_RestoreThread(thread);
+    PyGILState_Release(gil);
+  }
+  FuturePtr runHook(GradBucket& bucket) override { return mean(bucket); }
+};
+COMMHOOK_REGISTER_HOOK(TakesTheGil, "takes_the_gil");
 
 // Goes through all that a bucket has, and writes each gradient by itself.
 class Gradients : public commhook::CommHookInterface {

@@ -31,6 +31,8 @@ TESTS = [
     "tests/test_reducer_one_rank.py",
     "tests/test_hook_failures.py",
     "tests/test_reducer.py",
+    "tests/test_cpp_hooks.py",
+    "tests/test_cpp_autograd_hooks.py",
 ]
 
 #: With AddressSanitizer too. These have no threads but OpenMP's.

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from torch_commhook import _C, _ops
 from torch_commhook.attached import Running
-from torch_commhook.bucket import BucketLayout, GradBucket
+from torch_commhook.bucket import GradBucket
+from torch_commhook.bucket_layout import BucketLayout
 
 #: As in DDP: a small first bucket, so that communication begins early in backward.
 FIRST_BUCKET_BYTES = 1 << 20
@@ -170,7 +171,19 @@ class _BucketOfState(GradBucket):
             self._gathered = True
             return self._buffer
 
+    def flatten(
+        self, *, scale: float = 1.0, dtype: torch.dtype | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        if self._gathered:
+            return super().flatten(scale=scale, dtype=dtype, out=out)
+        return self._flatten(scale, dtype, out)
+
     def _gather(self, scale: float) -> Tensor:
+        """The gradients in the bucket's own buffer, scaled."""
+        raise NotImplementedError
+
+    def _flatten(self, scale: float, dtype: torch.dtype | None, out: Tensor | None) -> Tensor:
+        """The gradients in another buffer, scaled and cast."""
         raise NotImplementedError
 
 
@@ -183,15 +196,11 @@ class ReducerBucket(_BucketOfState):
             self._buffer = state.native.gradients()[0]
             self._gathered = True
 
-    def flatten(
-        self, *, scale: float = 1.0, dtype: torch.dtype | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        if self._gathered:
-            return super().flatten(scale=scale, dtype=dtype, out=out)
-        return self._state.native.flatten(scale, dtype, out)
-
     def _gather(self, scale: float) -> Tensor:
         return self._state.native.gather(scale)
+
+    def _flatten(self, scale: float, dtype: torch.dtype | None, out: Tensor | None) -> Tensor:
+        return self._state.native.flatten(scale, dtype, out)
 
     def _source(self) -> _C.ReducerBucket | None:
         return None if self._gathered else self._state.native
@@ -213,11 +222,7 @@ class TracedBucket(_BucketOfState):
             self._buffer = gradients[0]
             self._gathered = True
 
-    def flatten(
-        self, *, scale: float = 1.0, dtype: torch.dtype | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        if self._gathered:
-            return super().flatten(scale=scale, dtype=dtype, out=out)
+    def _flatten(self, scale: float, dtype: torch.dtype | None, out: Tensor | None) -> Tensor:
         ordered = self._state.layout._permute(self._gradients)
         with torch.no_grad():
             return _ops.flatten(ordered, scale=scale, dtype=dtype, out=out)

@@ -37,6 +37,7 @@ from torch_commhook.reducer.buckets import (
     assign_buckets,
     destinations,
 )
+from torch_commhook.reducer.cpp_run import CppRun
 from torch_commhook.reducer.tracing import (
     begin_step,
     commit_step,
@@ -85,6 +86,12 @@ class Reducer:
         as_views: gradients stay in the buckets' memory, as views of it.
         should_sync: asked at the beginning of each backward.
         on_step: told of the beginning (True) and the end of each step that is not traced.
+
+    Attributes:
+        attached: the hook; with none, gradients stay as they are.
+        group: the ranks.
+        device: of the first parameter.
+        hooks: those on the parameters that compiled autograd calls.
     """
 
     def __init__(
@@ -102,13 +109,14 @@ class Reducer:
         self.group = group
         self._names = [name for name, _ in named_parameters]
         self._parameters = [parameter for _, parameter in named_parameters]
+        self.device = self._parameters[0].device
         self._sparse = [name in sparse for name in self._names]
         self._capacity_bytes = capacity_bytes
         self._as_views = as_views
         self._should_sync = should_sync
         self._on_step = on_step
         self._handles: list[RemovableHandle] = []
-        self.hooks: set[Callable[..., None]] = set()  # those that Python calls
+        self.hooks: set[Callable[..., None]] = set()
         self._key = id(self)
         reducers[self._key] = self
 
@@ -125,7 +133,7 @@ class Reducer:
         self._next = 0  # the bucket whose turn it is
         self._starting = False
         self._running: Attached | None = None  # for this backward; None: no synchronisation
-        self._cpp: _C.ReducerRun | None = None  # its hook, where that runs in C++
+        self._cpp: CppRun | None = None  # its hook, where that runs in C++
         self._accumulated = False  # since the last synchronisation
         self._rebuilt = False  # in the order in which gradients have come
         self._agreed_order: list[int] | None = None
@@ -194,11 +202,6 @@ class Reducer:
         """The names of each bucket's parameters."""
         return [[self._names[i] for i in bucket.members] for bucket in self._buckets]
 
-    @property
-    def device(self) -> torch.device:
-        """Of the first parameter."""
-        return self._parameters[0].device
-
     def shadow_step(self) -> None:
         """Take part in a step of the other ranks, with zeros, and leave the gradients alone."""
         self._idle = self._begun = False
@@ -222,10 +225,15 @@ class Reducer:
         self._step_ended()
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Take the hooks off the parameters, and keep neither these nor the buckets' memory."""
         if self._handles:
             self._take_off_hooks()
+        is_idle = self._idle  # in a backward that is under way they are still asked for
         self._reset()
+        if is_idle:
+            self._places.clear()
+            self._buckets.clear()
+            self._parameters.clear()
 
     # ---- during backward -------------------------------------------------------------------------
 
@@ -282,14 +290,16 @@ class Reducer:
             self._reset()  # other threads may have written to it, though they should not
             self._begin()
             try:
-                self._cpp = self._cpp_run()
+                self._cpp = CppRun.of(self._running, self.group, self._buckets, self._check_layouts)
             except BaseException as error:
                 self._abort(error)
         if not nested:
             self._outermost = task
         self._backward = backward
         self._task = task
-        self._arrivals.count_in_this_backward(self._running is not None, self._cpp)
+        self._arrivals.count_in_this_backward(
+            self._running is not None, None if self._cpp is None else self._cpp.native
+        )
         begun = self._begun_count
         _engine.queue_callback(left_to_python(lambda: self._end_of_backward(nested, begun)))
 
@@ -316,7 +326,8 @@ class Reducer:
     @left_to_python
     def start_failed(self, error: BaseException) -> None:
         """The C++ hook raised when it was started on a bucket."""
-        self._check_layouts_for(error)
+        assert self._cpp is not None
+        self._cpp.explain(error)
         self._abort(error)
 
     @left_to_python
@@ -438,38 +449,6 @@ class Reducer:
                     )
                 )
 
-    # ---- a hook in C++ ---------------------------------------------------------------------------
-
-    def _cpp_run(self) -> _C.ReducerRun | None:
-        """What runs the hook of this backward on its buckets, where that needs no Python."""
-        attached = self._running
-        native = None if attached is None else attached.cpp_hook
-        if attached is None or native is None:
-            return None
-        own = attached.hook.process_group  # type: ignore[attr-defined]
-        groups = [
-            self.group.group_for(bucket.device) if own is None else collectives.resolve_group(own)
-            for bucket in self._buckets
-        ]
-        return _C.ReducerRun(native, [bucket.native for bucket in self._buckets], groups)
-
-    def _cpp_results(self, run: _C.ReducerRun) -> list[tuple[BucketState, Tensor]]:
-        """:meth:`_results` of a hook in C++."""
-        late = [bucket for bucket in self._buckets if bucket.pending]
-        seconds = self.group.timeout.total_seconds()
-        try:
-            results = run.finish([bucket.index for bucket in late], seconds)
-        except TypeError as error:
-            self._check_layouts_for(error)
-            raise
-        return list(zip(late, results, strict=True))
-
-    def _check_layouts_for(self, error: BaseException) -> None:
-        if self._cpp is not None and isinstance(error, TypeError):
-            bucket = self._buckets[self._cpp.started - 1]
-            if bucket.native.gradients():
-                self._check_layouts(bucket)
-
     @torch.compiler.disable
     def _leave_trace(self) -> None:
         """A hook raised while it was traced: break the graph, so that Python runs it again."""
@@ -498,8 +477,13 @@ class Reducer:
 
     def _finish_eager(self) -> None:
         self._begin_step()
-        run = self._cpp
-        late = self._results() if run is None else self._cpp_results(run)
+        cpp = self._cpp
+        if cpp is None:
+            late = self._results()
+            traffic = [_traffic(bucket) for bucket in self._buckets]
+        else:
+            late = cpp.results(self.group.timeout.total_seconds())
+            traffic = cpp.traffic()
         used = self._locally_used()
         if self.group.recovers:
             self.group.commit(used)
@@ -507,14 +491,6 @@ class Reducer:
             self.write_missing(bucket.members, bucket.pieces(result), used)
         attached, count = self._running, len(self._buckets)
         assert attached is not None
-        traffic = (
-            [_traffic(bucket) for bucket in self._buckets]
-            if run is None
-            else [
-                (bucket.numel, bucket.dtype, sent)
-                for bucket, sent in zip(self._buckets, run.bytes_sent(), strict=True)
-            ]
-        )
         for index, of_bucket in enumerate(traffic):
             count_bucket(attached.stats, index, count, of_bucket, first=index == 0)
         self._accumulated = False
@@ -563,13 +539,11 @@ class Reducer:
             self._form_buckets(order)
 
     def _wait(self, running: Running) -> Any:
-        future, seconds = running.future, self.group.timeout.total_seconds()
-        if isinstance(future, collectives.TracedFuture):  # from before the graph was broken
-            return future.wait()
-        if not future.done() and not _C.wait_for(future, seconds):
-            raise TimeoutError(
-                f"{running.where}: its Future is not complete after {seconds:g} seconds"
-            )
+        future = running.future
+        # Those that are traced come from before the graph was broken.
+        if not isinstance(future, collectives.TracedFuture):
+            seconds = self.group.timeout.total_seconds()
+            _C.wait_for_result(future, running.where, seconds)
         return future.wait()
 
     def _locally_used(self) -> Tensor:
@@ -687,8 +661,7 @@ class Reducer:
         seconds = _DRAIN_SECONDS if patient else _LATE_SECONDS
         end = time.monotonic() + seconds
         if self._cpp is not None:
-            with suppress(Exception):
-                self._cpp.drain(seconds)
+            self._cpp.drain(seconds)
         for bucket in self._buckets:
             if bucket.running is None:
                 continue

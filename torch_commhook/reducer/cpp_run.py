@@ -1,0 +1,98 @@
+"""A hook in C++ on the reducer's buckets, in one eager backward: no Python for each bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
+
+from torch_commhook import _C
+from torch_commhook.attached import Attached
+from torch_commhook.metrics import BucketTraffic
+from torch_commhook.reducer.buckets import BucketState
+from torch_commhook.step_group import StepGroup
+
+
+class CppRun:
+    """What C++ runs, and what comes of it.
+
+    Args:
+        hook: the hook.
+        buckets: all of the reducer's.
+        groups: the ranks of each.
+        check_layouts: raises where a gradient of a bucket has another layout than was foreseen.
+
+    Attributes:
+        native: tells C++ of full buckets.
+    """
+
+    def __init__(
+        self,
+        hook: _C.CppHook,
+        buckets: Sequence[BucketState],
+        groups: list[Any],
+        check_layouts: Callable[[BucketState], None],
+    ) -> None:
+        self.native = _C.ReducerRun(hook, [bucket.native for bucket in buckets], groups)
+        self._buckets = buckets
+        self._check_layouts = check_layouts
+
+    @classmethod
+    def of(
+        cls,
+        attached: Attached | None,
+        group: StepGroup,
+        buckets: Sequence[BucketState],
+        check_layouts: Callable[[BucketState], None],
+    ) -> CppRun | None:
+        """One for the hook that is attached, where it is in C++ and needs no Python."""
+        hook = None if attached is None else attached.cpp_hook
+        if attached is None or hook is None:
+            return None
+        own = attached.own_group
+        groups = [group.group_for(bucket.device) if own is None else own for bucket in buckets]
+        return cls(hook, buckets, groups, check_layouts)
+
+    @property
+    def started(self) -> int:
+        """On how many buckets the hook has been started."""
+        return self.native.started
+
+    def results(self, seconds: float) -> list[tuple[BucketState, Tensor]]:
+        """Wait for the hook, no longer than so many seconds for each bucket, and write its results.
+
+        Returns:
+            The buckets that have parameters without a gradient, and what is to be written there.
+
+        Raises:
+            TimeoutError, or what the hook failed with.
+        """
+        late = [bucket for bucket in self._buckets if bucket.pending]
+        try:
+            results = self.native.finish([bucket.index for bucket in late], seconds)
+        except TypeError as error:
+            self.explain(error)
+            raise
+        return list(zip(late, results, strict=True))
+
+    def explain(self, error: BaseException) -> None:
+        """Raise what lies behind an error of the bucket that was started last, where that shows."""
+        if not isinstance(error, TypeError):
+            return
+        bucket = self._buckets[self.started - 1]
+        if bucket.native.gradients():
+            self._check_layouts(bucket)
+
+    def traffic(self) -> list[BucketTraffic]:
+        """What each bucket put on the wire."""
+        return [
+            (bucket.numel, bucket.dtype, sent)
+            for bucket, sent in zip(self._buckets, self.native.bytes_sent(), strict=True)
+        ]
+
+    def drain(self, seconds: float) -> None:
+        """Wait for what is in flight, whatever becomes of it."""
+        with suppress(Exception):
+            self.native.drain(seconds)
