@@ -315,3 +315,24 @@ def test_a_post_accumulate_hook_without_the_engine() -> None:
     assert autograd.call_hooks([lambda parameter: None], (x,), "post_accumulate")[0] is x
     with pytest.raises(RuntimeError, match="hooks should return None"):
         autograd.call_hooks([lambda parameter: parameter * 2], (x,), "post_accumulate")
+
+
+@pytest.mark.parametrize(
+    ("hooks", "args", "kind", "error", "message"),
+    [
+        (None, (), "tensor", TypeError, "hooks must be a list or dict, got None"),
+        (print, (), "tensor", TypeError, "hooks must be a list or dict, got builtin_function_or"),
+        ([3], (), "tensor", TypeError, "a hook must be callable, got int"),
+        ([print], torch.ones(2), "tensor", TypeError, "args must be a list or tuple of tensors"),
+        ([print], (1,), "tensor", TypeError, r"args\[0\] must be a tensor or None, got int"),
+        ([print], (None, None), "tensor", ValueError, "one tensor for kind 'tensor', got 2"),
+        ([print], (None,), "tensr", ValueError, "kind must be 'tensor', .* got 'tensr'"),
+        ([print], (None,), "posthook", ValueError, "two lists of tensors for kind 'posthook'"),
+        ([print], ((), None), "posthook", TypeError, r"args\[1\] must be a list or tuple"),
+    ],
+)
+def test_what_call_hooks_does_not_take(
+    hooks: Any, args: Any, kind: str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        autograd.call_hooks(hooks, args, kind)

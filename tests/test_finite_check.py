@@ -19,6 +19,12 @@ NAN, INF = float("nan"), float("inf")
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
+@pytest.mark.parametrize("tensors", [3, None, torch.ones(2), [torch.ones(2)], [("x", 3)], [(1, 2)]])
+def test_only_named_tensors_are_watched(tensors: Any) -> None:
+    with pytest.raises(TypeError, match=r"pairs of a name and a tensor .*, got "):
+        FiniteCheck().watch(tensors)
+
+
 def model() -> torch.nn.Sequential:
     return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
 

@@ -351,3 +351,15 @@ def test_opcheck(sample: int) -> None:
     assert len(every) == 15
     operator, arguments = every[sample]
     torch.library.opcheck(operator, arguments)
+
+
+def test_none_is_no_tensor() -> None:
+    x, count = torch.ones(2), new_count()
+    for call, message in [
+        (lambda: commhook.check_hook_result(None, x, "f"), "check_hook_result: result must be a t"),
+        (lambda: commhook.check_hook_result(x, None, "f"), "check_hook_result: value must be a t"),
+        (lambda: commhook.check_finite([x], None), "check_finite: count must be a tensor, got No"),
+        (lambda: commhook.check_finite([None], count), "tensors"),  # PyTorch's message
+    ]:
+        with pytest.raises((TypeError, RuntimeError), match=message):
+            call()

@@ -18,6 +18,7 @@
 namespace commhook {
 
 void check_finite_arguments(at::TensorList tensors, const at::Tensor& count) {
+  TORCH_CHECK_TYPE(count.defined(), "check_finite: count must be a tensor, got None");
   TORCH_CHECK_TYPE(count.scalar_type() == at::kLong,
                    "check_finite: count must be of dtype torch.int64, got ",
                    dtype_name(count.scalar_type()));
@@ -78,6 +79,8 @@ const auto& check_finite_op() {
 }
 
 void check_hook_result(const at::Tensor& result, const at::Tensor& value, std::string_view hook) {
+  TORCH_CHECK_TYPE(result.defined() && value.defined(), "check_hook_result: ",
+                   result.defined() ? "value" : "result", " must be a tensor, got None");
   check_hook_value(value, result, [&] { return c10::str("hook '", hook, "'"); });
 }
 

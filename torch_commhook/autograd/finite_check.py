@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from torch_commhook import _C
 from torch_commhook._check_ops import check_finite
 from torch_commhook.autograd.registration import RemovableHandle, register_hook
 
@@ -62,6 +64,7 @@ class FiniteCheck:
             A handle for each tensor, in order.
 
         Raises:
+            TypeError: ``tensors`` holds no pairs of a name and a tensor.
             ValueError: a tensor is on another device than the check.
             RuntimeError: a tensor does not require grad.
         """
@@ -69,7 +72,7 @@ class FiniteCheck:
         if isinstance(tensors, torch.nn.Module):
             named = [(name, p) for name, p in tensors.named_parameters() if p.requires_grad]
         else:
-            named = list(tensors)
+            named = _named(tensors)
         for name, tensor in named:
             if tensor.device != self._own.device:
                 raise ValueError(
@@ -123,6 +126,22 @@ class FiniteCheck:
 
 
 _NAMED_AT_MOST = 10
+
+
+def _named(tensors: Any) -> list[tuple[str, Tensor]]:
+    named = list(tensors) if isinstance(tensors, Iterable) else [tensors]
+    for pair in named:
+        if not (
+            isinstance(pair, (tuple, list))
+            and len(pair) == 2
+            and isinstance(pair[0], str)
+            and isinstance(pair[1], Tensor)
+        ):
+            raise TypeError(
+                "FiniteCheck.watch: tensors must be a module, or pairs of a name and a tensor "
+                f"(model.named_parameters()), got {_C.type_name(pair)}"
+            )
+    return named
 
 
 def _new_count(device: torch.device | str | None) -> Tensor:

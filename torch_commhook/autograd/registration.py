@@ -121,19 +121,42 @@ def call_hooks(
 
     Raises:
         TypeError, RuntimeError: as in ``backward()``; see the functions that register.
-        ValueError: another kind.
+        TypeError: hooks, or values, that are none.
+        ValueError: another kind, or another number of values.
     """
-    callables = list(hooks.values()) if isinstance(hooks, dict) else list(hooks)
-    others: Sequence[Tensor | None] = ()
-    values: Sequence[Tensor | None] = args
-    if kind == "posthook":
-        values, others = args
-    elif kind != "prehook" and len(args) != 1:
+    if isinstance(hooks, dict):
+        hooks = hooks.values()
+    if not isinstance(hooks, Iterable):
+        raise TypeError(f"call_hooks: hooks must be a list or dict, got {_C.type_name(hooks)}")
+    made = [_hook(fn, kind, with_traced=False) for fn in hooks]
+    if kind != "posthook":
+        values, others = _values("args", args), []
+    else:
+        if not isinstance(args, (list, tuple)) or len(args) != 2:
+            raise ValueError(
+                "call_hooks: args must be two lists of tensors for kind 'posthook', got "
+                f"{len(args) if isinstance(args, (list, tuple)) else _C.type_name(args)}"
+            )
+        values, others = _values("args[0]", args[0]), _values("args[1]", args[1])
+    if kind not in ("prehook", "posthook") and len(values) != 1:
         raise ValueError(
-            f"call_hooks: args must hold one tensor for kind {kind!r}, got {len(args)}"
+            f"call_hooks: args must hold one tensor for kind {kind!r}, got {len(values)}"
         )
-    made = [_hook(fn, kind, with_traced=False) for fn in callables]
-    return tuple(_C.call_autograd_hooks(made, kind, list(values), list(others)))
+    return tuple(_C.call_autograd_hooks(made, kind, values, others))
+
+
+def _values(name: str, values: Any) -> list[Tensor | None]:
+    # A tensor is a sequence too, of its rows, which nobody means.
+    if not isinstance(values, (list, tuple)):
+        raise TypeError(
+            f"call_hooks: {name} must be a list or tuple of tensors, got {_C.type_name(values)}"
+        )
+    for i, value in enumerate(values):
+        if value is not None and not isinstance(value, Tensor):
+            raise TypeError(
+                f"call_hooks: {name}[{i}] must be a tensor or None, got {_C.type_name(value)}"
+            )
+    return list(values)
 
 
 @torch._disable_dynamo  # which knows nothing of C++

@@ -658,7 +658,16 @@ class Reducer:
         """End this backward on all ranks, and raise."""
         # Where one had the time that a collective may take, so had the others.
         patient = isinstance(error, Exception) and not isinstance(error, TimeoutError)
-        seconds = _DRAIN_SECONDS if patient else _LATE_SECONDS
+        try:
+            self._drain(_DRAIN_SECONDS if patient else _LATE_SECONDS)
+        except BaseException as interrupt:  # the other ranks are told all the same
+            error = interrupt
+        raised = self.group.fail_with(error)
+        self._reset()
+        raise raised
+
+    def _drain(self, seconds: float) -> None:
+        """Wait for what is in flight. Raises only what a signal does."""
         end = time.monotonic() + seconds
         if self._cpp is not None:
             self._cpp.drain(seconds)
@@ -671,9 +680,6 @@ class Reducer:
                     future.wait()
                 else:
                     _C.wait_for(future, max(end - time.monotonic(), 0.0))
-        raised = self.group.fail_with(error)
-        self._reset()
-        raise raised
 
     def _abandon(self) -> None:
         """Forget a backward that was left by an exception."""
