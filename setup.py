@@ -135,7 +135,7 @@ def sanitizer() -> str | None:
 
 
 def sanitizer_flags() -> list[str]:
-    return [f"-fsanitize={sanitizer()}"] if sanitizer() else []
+    return [f"-fsanitize={sanitizer()}", "-D_GLIBCXX_ASSERTIONS"] if sanitizer() else []
 
 
 def compile_flags() -> list[str]:

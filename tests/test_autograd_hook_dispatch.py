@@ -20,6 +20,7 @@ all of it without the engine           ``test_*_without_the_engine``
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -320,15 +321,16 @@ def test_a_post_accumulate_hook_without_the_engine() -> None:
 @pytest.mark.parametrize(
     ("hooks", "args", "kind", "error", "message"),
     [
-        (None, (), "tensor", TypeError, "hooks must be a list or dict, got None"),
-        (print, (), "tensor", TypeError, "hooks must be a list or dict, got builtin_function_or"),
+        (None, (), "tensor", TypeError, "hooks must be a sequence, got None"),
+        (print, (), "tensor", TypeError, "hooks must be a sequence, got builtin_function_or"),
         ([3], (), "tensor", TypeError, "a hook must be callable, got int"),
-        ([print], torch.ones(2), "tensor", TypeError, "args must be a list or tuple of tensors"),
+        ([print], torch.ones(2), "tensor", TypeError, "args must be a sequence, got torch.Tensor"),
         ([print], (1,), "tensor", TypeError, r"args\[0\] must be a tensor or None, got int"),
         ([print], (None, None), "tensor", ValueError, "one tensor for kind 'tensor', got 2"),
-        ([print], (None,), "tensr", ValueError, "kind must be 'tensor', .* got 'tensr'"),
-        ([print], (None,), "posthook", ValueError, "two lists of tensors for kind 'posthook'"),
-        ([print], ((), None), "posthook", TypeError, r"args\[1\] must be a list or tuple"),
+        ([], (None, None), "tensr", ValueError, "kind must be one of tensor, .* got 'tensr'"),
+        ([], (None,), None, ValueError, "kind must be one of tensor, .* got None"),
+        ([print], (None,), "posthook", ValueError, "two sequences of tensors for kind 'posthook'"),
+        ([print], ((), None), "posthook", TypeError, r"args\[1\] must be a sequence, got None"),
     ],
 )
 def test_what_call_hooks_does_not_take(
@@ -336,3 +338,13 @@ def test_what_call_hooks_does_not_take(
 ) -> None:
     with pytest.raises(error, match=message):
         autograd.call_hooks(hooks, args, kind)
+
+
+def test_call_hooks_takes_any_sequence() -> None:
+    x = torch.ones(2)
+    double = {"a": lambda grads: tuple(2 * grad for grad in grads)}
+    for values in (deque([x, x]), {"x": x, "y": x}.values(), (x for _ in range(2))):
+        for hooks in (double, double.values(), iter(double.values())):
+            assert len(autograd.call_hooks(hooks, values, "prehook")) in (0, 2)
+    (value,) = autograd.call_hooks([lambda a, b: None], deque([[x], iter([x])]), "posthook")
+    assert value is x

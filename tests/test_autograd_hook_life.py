@@ -142,7 +142,7 @@ builtins.kept = (x, y)
 print("ends")
 """
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False
     )
     assert (result.returncode, result.stdout.strip()) == (0, "ends"), result.stderr
 

@@ -81,6 +81,8 @@ def test_headers() -> None:
 
 
 def test_libraries_that_cannot_be_taken(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"path must have a form in UTF-8, got '.*\\udc80'"):
+        load_cpp_hooks(os.fsencode(tmp_path) + b"/\x80")
     with pytest.raises(FileNotFoundError, match="there is no file"):
         load_cpp_hooks(tmp_path / "none.so")
     text = tmp_path / "text.so"
@@ -106,13 +108,34 @@ def test_a_library_that_has_been_built_anew(tmp_path: Path) -> None:
     built = tmp_path / "hooks.so"
     shutil.copy(library("tests/cpp_hooks", "autograd_hooks"), built)
     script = f"""
-import os
+import os, shutil
 built = {str(built)!r}
 assert load_cpp_hooks(built) == load_cpp_hooks(built)
 os.utime(built, (0, 0))
 load_cpp_hooks(built)
+print("again", flush=True)
+os.remove(built)
+shutil.copy({library("tests/cpp_hooks", "no_hooks")!r}, built)
+load_cpp_hooks(built)
 """
-    assert "has been built anew since this process loaded" in ended(script).stderr
+    done = ended(script)
+    assert done.stdout == "again\n"
+    assert "has been built anew since this process loaded" in done.stderr
+    # One that was no good stays in the process as well.
+    shutil.copy(library("tests/cpp_hooks", "no_hooks"), built)
+    script = f"""
+import os, shutil
+try:
+    load_cpp_hooks({str(built)!r})
+except ValueError as error:
+    print(error)
+os.remove({str(built)!r})
+shutil.copy({library("tests/cpp_hooks", "autograd_hooks")!r}, {str(built)!r})
+load_cpp_hooks({str(built)!r})
+"""
+    done = ended(script)
+    assert "registers no hooks" in done.stdout
+    assert "has been built anew since this process loaded" in done.stderr
 
 
 def test_a_library_with_a_name_that_is_taken_is_not_taken_at_all() -> None:
@@ -130,6 +153,8 @@ def test_names() -> None:
         hooks.cpp("x")
     with pytest.raises(TypeError, match="name must be a str, got int"):
         hooks.cpp(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"name must have a form in UTF-8, got '\\udc80'"):
+        hooks.cpp("\udc80")
     with pytest.raises(TypeError):
         hooks.cpp()  # type: ignore[call-arg]
 
@@ -148,6 +173,7 @@ def test_options_print_as_they_are_written() -> None:
         ({"flag": 1}, TypeError, "flag must be a bool, got 1"),
         ({"level": True}, TypeError, "level must be an int, got True"),
         ({"level": 2.0}, TypeError, "level must be an int, got 2.0"),
+        ({"level": torch.tensor([1, 2])}, TypeError, r"level must be an int, got tensor\(\[1, 2"),
         ({"level": 0}, ValueError, "level must be at least 1, got 0"),
         ({"level": 10}, ValueError, "level must be below 10, got 10"),
         ({"level": 1 << 70}, ValueError, "level must fit into 64 bits"),

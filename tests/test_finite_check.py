@@ -19,10 +19,27 @@ NAN, INF = float("nan"), float("inf")
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
-@pytest.mark.parametrize("tensors", [3, None, torch.ones(2), [torch.ones(2)], [("x", 3)], [(1, 2)]])
-def test_only_named_tensors_are_watched(tensors: Any) -> None:
-    with pytest.raises(TypeError, match=r"pairs of a name and a tensor .*, got "):
+@pytest.mark.parametrize(
+    ("tensors", "got"),
+    [
+        (3, "int"),
+        (torch.tensor(1.0), "torch.Tensor"),
+        ([("x", leaf()), torch.ones(2)], "torch.Tensor in place 1"),
+        ([("x", 3)], r"\(str, int\) in place 0"),
+        ([([], leaf())], r"\(list, torch.Tensor\) in place 0"),
+    ],
+)
+def test_only_named_tensors_are_watched(tensors: Any, got: str) -> None:
+    with pytest.raises(TypeError, match=rf"pairs of a name and a tensor, .* got {got}$"):
         FiniteCheck().watch(tensors)
+
+
+def test_names_need_not_be_strings() -> None:
+    check, x = FiniteCheck(), leaf()
+    check.watch(enumerate([x]))
+    (x * INF).sum().backward()
+    with pytest.raises(RuntimeError, match=r"2 of 0$"):
+        check.raise_if_nonfinite()
 
 
 def model() -> torch.nn.Sequential:

@@ -72,8 +72,8 @@ class HookHandle:
         """Take the hook off.
 
         A DDP model's gradients are averaged as without one from the next backward on; those of a
-        plain module stay each rank's own. Does nothing where the hook is off already. All ranks
-        must do so between the same two steps.
+        plain module stay each rank's own. A backward that is under way goes on through the hook.
+        Does nothing where the hook is off already. All ranks must do so between the same two steps.
         """
         if not self.is_attached:
             return
@@ -82,6 +82,8 @@ class HookHandle:
         model = road.model()
         if model is not None:
             release(model)
+            if not road.is_alive and not road.is_closing:
+                _roads.pop(model, None)
 
     def replace(self, hook: Callable[..., Any], *, state: object = None) -> None:
         """Put another hook in this one's place, from the next backward on. Statistics begin anew.
@@ -235,6 +237,11 @@ def attach(
     road = _roads.get(model)
     if road is not None:
         road = _current(road)
+        if road.is_closing:
+            raise RuntimeError(
+                "attach: a hook was removed from this model in a backward() that is still under "
+                "way; attach the next one after it, or replace() the hook through its handle"
+            )
         if not road.is_alive:
             road = None
     if road is not None and road.attached is not None:

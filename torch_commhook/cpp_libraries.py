@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import struct
 from pathlib import Path
@@ -9,8 +10,8 @@ from pathlib import Path
 from torch_commhook import _C
 from torch_commhook._native import NativeLibraryError
 
-#: What files were when they were loaded: device, inode, size, time of the last change.
-_loaded: dict[str, tuple[int, int, int, int]] = {}
+#: Digests of the files that this process has loaded.
+_loaded: dict[str, bytes] = {}
 
 
 def include_paths() -> list[str]:
@@ -40,26 +41,30 @@ def load_cpp_hooks(path: str | os.PathLike[str]) -> list[str]:
         FileNotFoundError: there is no such file.
         NativeLibraryError: it does not load, was built for another torch or torch_commhook, or is
             not what this process has loaded from there before.
-        ValueError: it registers no hooks, or one of a name that is taken, or wrongly.
+        ValueError: it registers no hooks, or one of a name that is taken, or wrongly; or the path
+            has no form in UTF-8.
     """
-    file = os.path.abspath(os.fspath(path))
+    file = os.path.abspath(os.fsdecode(path))
+    try:
+        file.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"load_cpp_hooks: path must have a form in UTF-8, got {file!a}") from None
     if not os.path.isfile(file):
         raise FileNotFoundError(f"load_cpp_hooks: there is no file '{file}'")
     if _is_cut_short(file):
         raise NativeLibraryError(f"load_cpp_hooks: '{file}' does not load: it is cut short")
-    status = os.stat(file)
-    identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-    if _loaded.get(file, identity) != identity:
+    contents = hashlib.sha256(Path(file).read_bytes()).digest()
+    if _loaded.get(file, contents) != contents:
         raise NativeLibraryError(
             f"load_cpp_hooks: '{file}' has been built anew since this process loaded it; start the "
             "process again"
         )
     try:
-        names = _C.load_hook_library(file)
+        _C.open_hook_library(file)
+        _loaded[file] = contents  # from now on, whatever is in it
+        return _C.take_hook_library(file)
     except ImportError as error:
         raise NativeLibraryError(str(error)) from None
-    _loaded[file] = identity
-    return names
 
 
 def _is_cut_short(file: str) -> bool:

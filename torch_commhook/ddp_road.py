@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,6 +71,9 @@ class DdpRoad:
         parameters = [parameter for _, parameter in trainable(model)]
         _C.call_before_capture(parameters, left_to_python(lambda: _give_way(road)))
 
+    #: What is under way ends with DDP's own reducer.
+    is_closing = False
+
     # ---- called by the reducer's hook (csrc/runtime/ddp_hook.h) ----------------------------------
 
     def choose_delivery(self) -> str:
@@ -129,26 +133,25 @@ class DdpRoad:
         self, error: BaseException | None, sent: list[tuple[int, torch.dtype, int | None]] | None
     ) -> None:
         """All results are written, or something failed."""
-        if self._running is None:
+        # What has been taken off meanwhile is kept no longer.
+        attached, self._running = self._running, None
+        if attached is None:
             return
         if error is None:
             self._group.end()
             for index, traffic in enumerate(sent or ()):
-                stats = self._running.stats
-                count_bucket(stats, index, len(sent or ()), traffic, first=index == 0)
-            if sent is None and self._running.stages.has_post_accumulate_hooks:
+                count_bucket(attached.stats, index, len(sent or ()), traffic, first=index == 0)
+            if sent is None and attached.stages.has_post_accumulate_hooks:
                 # Once the reducer has written the last gradients.
                 engine = torch.autograd.Variable._execution_engine
-                engine.queue_callback(self._run_post_accumulate_hooks)
+                engine.queue_callback(partial(self._run_post_accumulate_hooks, attached))
             return
         raised = self._group.fail_with(error)
         if raised is not error:  # which comes out of backward() by itself
             raise raised
 
     @left_to_python
-    def _run_post_accumulate_hooks(self) -> None:
-        attached = self._running
-        assert attached is not None
+    def _run_post_accumulate_hooks(self, attached: Attached) -> None:
         for index, bucket in sorted(self._buckets.items()):
             where = hook_on_bucket(attached.name, index, bucket.bucket_count())
             attached.stages.done(bucket, where)

@@ -92,12 +92,14 @@ void Arrivals::full(int64_t bucket, ReducerRun* run) const {
   }
   if (failure) {
     py::gil_scoped_acquire gil;
-    call("start_failed", python_exception(failure));
+    if (!call("start_failed", python_exception(failure))) {
+      std::rethrow_exception(failure);
+    }
   }
 }
 
 template <typename... Arguments>
-void Arrivals::call(const char* method, Arguments... arguments) const {
+bool Arrivals::call(const char* method, Arguments... arguments) const {
   py::gil_scoped_acquire gil;
   std::shared_ptr<const PyRef> listener;
   {
@@ -105,10 +107,11 @@ void Arrivals::call(const char* method, Arguments... arguments) const {
     listener = listener_;
   }
   if (!listener) {
-    return;
+    return false;
   }
   try {
     listener->get().attr(method)(arguments...);
+    return true;
   } catch (py::error_already_set& error) {
     std::rethrow_exception(persistent(error));
   }

@@ -59,8 +59,9 @@ class Arrivals {
   };
   Counted count(int64_t number, bool entered);
   void reset_locked();
+  // Calls a method of the listener; false where there is none any more.
   template <typename... Arguments>
-  void call(const char* method, Arguments... arguments) const;
+  bool call(const char* method, Arguments... arguments) const;
   void full(int64_t bucket, ReducerRun* run) const;
 
   mutable std::mutex mutex_;  // never held while Python runs

@@ -67,11 +67,13 @@ py::tuple reduced(const Hook& hook) {
 }  // namespace
 
 void bind_cpp_hooks(py::module_& m) {
-  m.def("load_hook_library", &load_hook_library, py::arg("path"),
+  m.def("open_hook_library", &open_hook_library, py::arg("path"),
+        py::call_guard<py::gil_scoped_release>());
+  m.def("take_hook_library", &take_hook_library, py::arg("path"),
         py::call_guard<py::gil_scoped_release>());
   py::class_<CppHook, std::shared_ptr<CppHook>>(m, "CppHook")
-      .def(py::init([](const std::string& name, const py::dict& options) {
-             const auto& spec = find_comm_hook(name);
+      .def(py::init([](const py::str& name, const py::dict& options) {
+             const auto& spec = find_comm_hook(checked_name(name));
              auto values = values_for(spec, options);
              auto hook_name = printed(spec, values);
              return std::make_shared<CppHook>(spec, std::move(values), std::move(hook_name));
@@ -89,8 +91,8 @@ void bind_cpp_hooks(py::module_& m) {
           },
           py::arg("bucket"), py::arg("group"));
   py::class_<CppAutogradHook, std::shared_ptr<CppAutogradHook>>(m, "CppAutogradHook")
-      .def(py::init([](const std::string& name, const py::dict& options) {
-             const auto& spec = find_autograd_hook(name);
+      .def(py::init([](const py::str& name, const py::dict& options) {
+             const auto& spec = find_autograd_hook(checked_name(name));
              auto values = values_for(spec, options);
              auto hook_name = printed(spec, values);
              return std::make_shared<CppAutogradHook>(spec, std::move(values),

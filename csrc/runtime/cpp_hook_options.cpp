@@ -88,7 +88,8 @@ OptionValue converted(const std::string& where, const OptionSpec& option, const 
         const auto converted_number =
             number ? PyLong_AsLongLongAndOverflow(number.ptr(), &overflow) : 0;
         if (!number) {
-          throw py::error_already_set();
+          PyErr_Clear();
+          break;
         }
         TORCH_CHECK_VALUE(overflow == 0, where, ": ", option.name, " must fit into 64 bits, got ",
                           printed(value));
@@ -122,6 +123,12 @@ OptionValue converted(const std::string& where, const OptionSpec& option, const 
 }
 
 }  // namespace
+
+std::string checked_name(const py::str& name) {
+  auto text = utf8(name);
+  TORCH_CHECK_VALUE(text, "cpp: name must have a form in UTF-8, got ", printed(name));
+  return *std::move(text);
+}
 
 std::vector<OptionValue> option_values(const std::string& where,
                                        const std::vector<OptionSpec>& options,

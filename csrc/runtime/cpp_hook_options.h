@@ -10,6 +10,9 @@
 
 namespace commhook {
 
+// A hook's name. Throws ValueError for what has no form in UTF-8.
+std::string checked_name(const pybind11::str& name);
+
 // The values of all options, in their order: those in `given`, and defaults. Throws TypeError for
 // an unknown or missing option and for another type, ValueError for a value that breaks a rule.
 // `where` begins the message. Needs the GIL.

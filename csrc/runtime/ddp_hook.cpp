@@ -298,6 +298,7 @@ std::exception_ptr DdpHook::ended(const std::exception_ptr& failure) {
       }
       sent = buckets;
     }
+    cpp_hook_ = nullptr;  // which may be taken off before there is another backward
     road_.get().attr("end_step")(failure ? python_exception(failure) : py::none(), sent);
   } catch (py::error_already_set& error) {
     return persistent(error);
@@ -310,7 +311,9 @@ std::exception_ptr DdpHook::ended(const std::exception_ptr& failure) {
 void DdpHook::await(Running& running) {
   std::exception_ptr failure;
   try {
-    wait_for_result(*running.future, running.spec->where, timeout_seconds_);
+    if (!running.future->completed()) {  // one that has not been started has nothing but a failure
+      wait_for_result(*running.future, running.spec->where, timeout_seconds_);
+    }
     return;
   } catch (py::error_already_set& error) {
     py::gil_scoped_acquire gil;
@@ -348,6 +351,9 @@ at::Tensor DdpHook::parseHookResult(const c10::IValue& result) {
       error = ended(nullptr);
     }
     if (!error) {
+      if (ended_ && !failure_) {  // else other buckets have yet to fail
+        running_.clear();  // with the hooks that are in there
+      }
       return delivered;
     }
   } catch (...) {

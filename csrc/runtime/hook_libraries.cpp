@@ -46,8 +46,8 @@ class HookLibraries {
     return *libraries;
   }
 
-  std::vector<std::string> load(const std::string& path) {
-    const HookRegistry& registry = open(path);
+  std::vector<std::string> take(const std::string& path) {
+    const HookRegistry& registry = registry_of(path);
     const std::lock_guard lock(mutex_);
     auto comm_hooks = with(comm_hooks_, registry.comm_hooks, path);
     auto autograd_hooks = with(autograd_hooks_, registry.autograd_hooks, path);
@@ -78,12 +78,9 @@ class HookLibraries {
     autograd_hooks_ = with(autograd_hooks_, hookRegistry().autograd_hooks, "");
   }
 
-  static const HookRegistry& open(const std::string& path) {
-    // Never closed: hooks may run until the process ends.
-    void* const library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-    const char* const failure = library == nullptr ? dlerror() : nullptr;
-    check_loads(library != nullptr, path, "does not load: ", failure == nullptr ? "" : failure,
-                ". It must be built for the torch that is installed, ", COMMHOOK_TORCH_VERSION);
+  static const HookRegistry& registry_of(const std::string& path) {
+    void* const library = dlopen(path.c_str(), RTLD_NOW | RTLD_NOLOAD);
+    check_loads(library != nullptr, path, "has not been opened");
     const auto get =
         reinterpret_cast<const HookLibrary* (*)()>(dlsym(library, "commhook_hook_library"));
     TORCH_CHECK_VALUE(get != nullptr, "load_cpp_hooks: '", path,
@@ -157,8 +154,17 @@ class HookLibraries {
 
 }  // namespace
 
-std::vector<std::string> load_hook_library(const std::string& path) {
-  return HookLibraries::instance().load(path);
+void open_hook_library(const std::string& path) {
+  // Never closed: hooks may run until the process ends.
+  if (dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL) == nullptr) {
+    const char* const failure = dlerror();
+    check_loads(false, path, "does not load: ", failure == nullptr ? "" : failure,
+                ". It must be built for the torch that is installed, ", COMMHOOK_TORCH_VERSION);
+  }
+}
+
+std::vector<std::string> take_hook_library(const std::string& path) {
+  return HookLibraries::instance().take(path);
 }
 
 const CommHookSpec& find_comm_hook(const std::string& name) {

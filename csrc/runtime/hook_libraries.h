@@ -9,11 +9,15 @@
 
 namespace commhook {
 
-// Loads a shared library and takes in its hooks. Returns their names, those of communication hooks
-// first; the same for a library that is loaded already. Throws ImportError where it does not load
-// or was built with other headers or another torch, ValueError where it has no hooks or one of a
-// name that is taken. Needs no GIL; the library's static initialisers run.
-std::vector<std::string> load_hook_library(const std::string& path);
+// Loads a shared library, for as long as the process lives. Throws ImportError where it does not
+// load. Its static initialisers run.
+void open_hook_library(const std::string& path);
+
+// Takes in the hooks of one that has been opened. Returns their names, those of communication hooks
+// first; the same when it is called again. Throws ImportError where the library was built with
+// other headers or another torch, ValueError where it has no hooks or one of a name that is taken.
+// Both need no GIL.
+std::vector<std::string> take_hook_library(const std::string& path);
 
 // Throw ValueError, with the names that there are.
 const CommHookSpec& find_comm_hook(const std::string& name);

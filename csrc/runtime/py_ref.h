@@ -18,6 +18,12 @@ inline bool interpreter_is_running() {
 #endif
 }
 
+// Whether this thread holds the GIL. PyGILState_Check alone says so of every thread once the
+// interpreter has ended, when the engine's own threads and thread-local queues are still there.
+inline bool gil_is_held() {
+  return PyGILState_GetThisThreadState() != nullptr && PyGILState_Check();
+}
+
 class PyRef {
  public:
   explicit PyRef(pybind11::object object) : object_(std::move(object)) {}
@@ -25,7 +31,7 @@ class PyRef {
   PyRef& operator=(const PyRef&) = delete;
 
   ~PyRef() {
-    if (PyGILState_Check()) {
+    if (gil_is_held()) {
       object_ = pybind11::object();
     } else if (interpreter_is_running()) {
       pybind11::gil_scoped_acquire gil;

@@ -5,6 +5,8 @@
 #include <mutex>
 #include <optional>
 
+#include "runtime/py_ref.h"
+
 namespace py = pybind11;
 using c10::ivalue::Future;
 
@@ -42,7 +44,7 @@ bool wait_for(c10::ivalue::Future& future, double seconds) {
   const bool checks = PyThread_get_thread_ident() == main_thread;
   static thread_local auto last_check = Clock::time_point();
   std::optional<py::gil_scoped_release> no_gil;  // what completes it may be in Python
-  if (PyGILState_Check()) {
+  if (gil_is_held()) {
     no_gil.emplace();
   }
   const auto signal = std::make_shared<Signal>();

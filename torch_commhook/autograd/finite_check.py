@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class FiniteCheck:
 
     def __init__(self, device: torch.device | str | None = None) -> None:
         self._own = _new_count(device)
-        self._watched: dict[str, Tensor] = {}
+        self._watched: dict[Hashable, Tensor] = {}
 
     @property
     def count(self) -> Tensor:
@@ -52,7 +52,7 @@ class FiniteCheck:
         check_finite([tensor], self._own)
 
     def watch(
-        self, tensors: torch.nn.Module | Iterable[tuple[str, Tensor]]
+        self, tensors: torch.nn.Module | Iterable[tuple[Hashable, Tensor]]
     ) -> list[RemovableHandle]:
         """Check each gradient of these tensors as it is computed, before it is accumulated.
 
@@ -68,7 +68,7 @@ class FiniteCheck:
             ValueError: a tensor is on another device than the check.
             RuntimeError: a tensor does not require grad.
         """
-        named: list[tuple[str, Tensor]]
+        named: Sequence[tuple[Hashable, Tensor]]
         if isinstance(tensors, torch.nn.Module):
             named = [(name, p) for name, p in tensors.named_parameters() if p.requires_grad]
         else:
@@ -113,7 +113,7 @@ class FiniteCheck:
     def _counts(self) -> list[Tensor]:
         return [self._own, *self._watched.values()]
 
-    def _hook_of(self, name: str) -> Callable[[Tensor], None]:
+    def _hook_of(self, name: Hashable) -> Callable[[Tensor], None]:
         count = self._watched.get(name)
         if count is None:
             count = self._watched[name] = _new_count(self._own.device)
@@ -128,18 +128,22 @@ class FiniteCheck:
 _NAMED_AT_MOST = 10
 
 
-def _named(tensors: Any) -> list[tuple[str, Tensor]]:
-    named = list(tensors) if isinstance(tensors, Iterable) else [tensors]
-    for pair in named:
-        if not (
-            isinstance(pair, (tuple, list))
-            and len(pair) == 2
-            and isinstance(pair[0], str)
-            and isinstance(pair[1], Tensor)
-        ):
+def _named(tensors: Any) -> list[tuple[Hashable, Tensor]]:
+    expected = (
+        "FiniteCheck.watch: tensors must be a module, or pairs of a name and a tensor, as "
+        "model.named_parameters() gives them, got"
+    )
+    # A tensor is iterable too, over its rows, which nobody means.
+    if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
+        raise TypeError(f"{expected} {_C.type_name(tensors)}")
+    named = list(tensors)
+    for i, pair in enumerate(named):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(f"{expected} {_C.type_name(pair)} in place {i}")
+        name, tensor = pair
+        if not isinstance(name, Hashable) or not isinstance(tensor, Tensor):
             raise TypeError(
-                "FiniteCheck.watch: tensors must be a module, or pairs of a name and a tensor "
-                f"(model.named_parameters()), got {_C.type_name(pair)}"
+                f"{expected} ({_C.type_name(name)}, {_C.type_name(tensor)}) in place {i}"
             )
     return named
 

@@ -122,22 +122,23 @@ def call_hooks(
     Raises:
         TypeError, RuntimeError: as in ``backward()``; see the functions that register.
         TypeError: hooks, or values, that are none.
-        ValueError: another kind, or another number of values.
+        ValueError: another kind, or a wrong number of values.
     """
     if isinstance(hooks, dict):
         hooks = hooks.values()
-    if not isinstance(hooks, Iterable):
-        raise TypeError(f"call_hooks: hooks must be a list or dict, got {_C.type_name(hooks)}")
-    made = [_hook(fn, kind, with_traced=False) for fn in hooks]
+    if kind not in _KINDS:
+        raise ValueError(f"call_hooks: kind must be one of {', '.join(_KINDS)}, got {kind!r}")
+    made = [_hook(fn, kind, with_traced=False) for fn in _list("hooks", hooks)]
     if kind != "posthook":
         values, others = _values("args", args), []
     else:
-        if not isinstance(args, (list, tuple)) or len(args) != 2:
+        both = _list("args", args)
+        if len(both) != 2:
             raise ValueError(
-                "call_hooks: args must be two lists of tensors for kind 'posthook', got "
-                f"{len(args) if isinstance(args, (list, tuple)) else _C.type_name(args)}"
+                "call_hooks: args must be two sequences of tensors for kind 'posthook', got "
+                f"{len(both)}"
             )
-        values, others = _values("args[0]", args[0]), _values("args[1]", args[1])
+        values, others = _values("args[0]", both[0]), _values("args[1]", both[1])
     if kind not in ("prehook", "posthook") and len(values) != 1:
         raise ValueError(
             f"call_hooks: args must hold one tensor for kind {kind!r}, got {len(values)}"
@@ -145,18 +146,24 @@ def call_hooks(
     return tuple(_C.call_autograd_hooks(made, kind, values, others))
 
 
-def _values(name: str, values: Any) -> list[Tensor | None]:
+_KINDS = ("tensor", "prehook", "posthook", "post_accumulate")
+
+
+def _list(name: str, values: Any) -> list[Any]:
     # A tensor is a sequence too, of its rows, which nobody means.
-    if not isinstance(values, (list, tuple)):
-        raise TypeError(
-            f"call_hooks: {name} must be a list or tuple of tensors, got {_C.type_name(values)}"
-        )
+    if isinstance(values, (Tensor, str)) or not isinstance(values, Iterable):
+        raise TypeError(f"call_hooks: {name} must be a sequence, got {_C.type_name(values)}")
+    return list(values)
+
+
+def _values(name: str, values: Any) -> list[Tensor | None]:
+    values = _list(name, values)
     for i, value in enumerate(values):
         if value is not None and not isinstance(value, Tensor):
             raise TypeError(
                 f"call_hooks: {name}[{i}] must be a tensor or None, got {_C.type_name(value)}"
             )
-    return list(values)
+    return values
 
 
 @torch._disable_dynamo  # which knows nothing of C++

@@ -86,6 +86,7 @@ class Reducer:
         as_views: gradients stay in the buckets' memory, as views of it.
         should_sync: asked at the beginning of each backward.
         on_step: told of the beginning (True) and the end of each step that is not traced.
+        on_closed: called when nothing of it is on the parameters any more.
 
     Attributes:
         attached: the hook; with none, gradients stay as they are.
@@ -104,6 +105,7 @@ class Reducer:
         as_views: bool = False,
         should_sync: Callable[[], bool] = lambda: True,
         on_step: Callable[[bool], None] = lambda begins: None,
+        on_closed: Callable[[], None] = lambda: None,
     ) -> None:
         self.attached: Attached | None = None
         self.group = group
@@ -115,6 +117,7 @@ class Reducer:
         self._as_views = as_views
         self._should_sync = should_sync
         self._on_step = on_step
+        self._on_closed = on_closed
         self._handles: list[RemovableHandle] = []
         self.hooks: set[Callable[..., None]] = set()
         self._key = id(self)
@@ -125,6 +128,7 @@ class Reducer:
         self._used = torch.zeros(len(self._parameters), dtype=torch.uint8)
 
         self._idle = True
+        self._closes = False  # at the end of this backward
         self._begun_count = 0  # how many backward passes have begun
         self._task: int | None = None  # the backward that is being counted
         self._outermost: int | None = None
@@ -225,15 +229,32 @@ class Reducer:
         self._step_ended()
 
     def close(self) -> None:
-        """Take the hooks off the parameters, and keep neither these nor the buckets' memory."""
-        if self._handles:
+        """Take the hooks off the parameters, and keep neither these nor the buckets' memory.
+
+        A backward that is under way goes on to its end first.
+        """
+        if self._is_under_way():
+            self._closes = True
+        elif not self.is_closed:
             self._take_off_hooks()
-        is_idle = self._idle  # in a backward that is under way they are still asked for
-        self._reset()
-        if is_idle:
+            self._reset()
             self._places.clear()
             self._buckets.clear()
             self._parameters.clear()
+            self._on_closed()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing of it is on the parameters any more."""
+        return not self._handles
+
+    def _is_under_way(self) -> bool:
+        """Whether a backward has begun, and was not left by an exception."""
+        if self._idle:
+            return False
+        if self._task == _COMPILED:
+            return compiled_autograd.in_compiled_autograd_region
+        return not RunningBackward().has_left(self._backward)
 
     # ---- during backward -------------------------------------------------------------------------
 
@@ -286,6 +307,8 @@ class Reducer:
         )
         if not self._idle and left:
             self._abandon()
+            if self.is_closed:
+                return
         if self._idle:
             self._reset()  # other threads may have written to it, though they should not
             self._begin()
@@ -326,8 +349,8 @@ class Reducer:
     @left_to_python
     def start_failed(self, error: BaseException) -> None:
         """The C++ hook raised when it was started on a bucket."""
-        assert self._cpp is not None
-        self._cpp.explain(error)
+        if self._cpp is not None:  # as long as this is the backward under way
+            self._cpp.explain(error)
         self._abort(error)
 
     @left_to_python
@@ -533,7 +556,7 @@ class Reducer:
         self._reset()
         self._on_step(False)
         order, self._agreed_order = self._agreed_order, None
-        if order is not None:
+        if order is not None and not self.is_closed:
             self._rebuilt = True
             self._arrivals.stop_noting_order()
             self._form_buckets(order)
@@ -699,6 +722,9 @@ class Reducer:
             self._arrivals.reset()
         # Last: another thread that begins meanwhile would be half forgotten, and still be running.
         self._idle = True
+        if self._closes:
+            self._closes = False
+            self.close()
 
 
 def _nothing(parameter: Tensor) -> None:

@@ -72,6 +72,7 @@ class ReducerRoad:
             as_views=gradient_as_bucket_view,
             should_sync=self._should_sync,
             on_step=self._on_step,
+            on_closed=self._reducer_closed,
         )
         self._joinable = ReducerJoinable(self)
         self._forward_handle = model.register_forward_pre_hook(_BeforeForward(self))
@@ -178,9 +179,18 @@ class ReducerRoad:
         if self._closed:
             return
         self._closed = True
-        self._end.detach()
-        self.reducer.close()
         self._forward_handle.remove()
+        self.reducer.close()
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether its last backward is still under way."""
+        return self._closed and not self.reducer.is_closed
+
+    def _reducer_closed(self) -> None:
+        self._end.detach()
+        self._first.clear()
+        self._frozen.clear()
         self._group.close()
         _fuse_again(self)
         ddp = self._ddp

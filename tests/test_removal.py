@@ -1,0 +1,192 @@
+"""Hooks that are removed: in the midst of a backward, after one that failed, and what stays."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layered_net import BUCKET_CAP_MB, Net, batch, differing, gradients_of
+from rank_pool import RankPool
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from torch_commhook import GradBucket, attach, hooks
+
+HOOKS: dict[str, Any] = {
+    "python": hooks.allreduce,
+    "cpp": lambda: hooks.cpp("allreduce"),
+}
+by_hook = pytest.mark.parametrize("hook", HOOKS)
+by_model = pytest.mark.parametrize("use_ddp", [False, True], ids=["module", "ddp"])
+
+
+def attached(model: nn.Module, use_ddp: bool, hook: Any) -> tuple[nn.Module, Any]:
+    if use_ddp:
+        model = DDP(model, bucket_cap_mb=BUCKET_CAP_MB)
+        return model, attach(model, hook)
+    return model, attach(model, hook, bucket_cap_mb=BUCKET_CAP_MB)
+
+
+# ---- in the midst of a backward ------------------------------------------------------------------
+
+PLACES = ["tensor", "hook", "prehook", "posthook", "post_accumulate"]
+
+
+def _removed_in(rank: int, place: str, use_ddp: bool) -> tuple[list[int], list[int], bool]:
+    """The numbers of the gradients that differ from the mean, and then from those of one rank."""
+    model, handle = attached(Net(), use_ddp, hooks.allreduce())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.02)
+    model(batch(rank)).sum().backward()  # the buckets are formed anew after it
+    mean = gradients_of(model)
+    model.zero_grad()
+
+    def remove(*values: Any) -> None:
+        handle.remove()
+
+    def removing_hook(state: object, bucket: GradBucket) -> Any:
+        handle.remove()
+        return hooks.allreduce().average(bucket)
+
+    if place == "tensor":
+        x = batch(rank).requires_grad_()
+        x.register_hook(remove)  # the last to be called
+    else:
+        x = batch(rank)
+    if place == "hook":
+        handle.replace(removing_hook)
+    elif place != "tensor":
+        getattr(
+            handle,
+            {"post_accumulate": "register_post_accumulate_hook"}.get(place, f"register_{place}"),
+        )(remove)
+    model(x).sum().backward()
+    averaged = gradients_of(model)
+    model.zero_grad()
+    again = attach(model, hooks.allreduce())
+    model(batch(rank)).sum().backward()
+    return differing(mean, averaged), differing(mean, gradients_of(model)), again.is_attached
+
+
+@by_model
+@pytest.mark.parametrize("place", PLACES)
+def test_in_the_midst_of_a_backward(two_ranks: RankPool, place: str, use_ddp: bool) -> None:
+    """The backward goes on to its end, and another hook can be attached after it."""
+    for in_backward, later, is_attached in two_ranks.run(_removed_in, place, use_ddp):
+        assert (in_backward, later, is_attached) == ([], [], True)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_another_one_waits_for_the_end() -> None:
+    model, handle = attached(Net(), False, hooks.allreduce())
+
+    def exchange(gradients: Any) -> None:
+        handle.remove()
+        attach(model, hooks.cast())
+
+    handle.register_prehook(exchange)
+    with pytest.raises(RuntimeError, match=r"that is still under way; attach the next one after"):
+        model(batch(0)).sum().backward()
+    attach(model, hooks.cast()).remove()
+
+
+# ---- what stays ----------------------------------------------------------------------------------
+
+
+def _boom(gradient: torch.Tensor) -> None:
+    raise ValueError("boom")
+
+
+@pytest.mark.usefixtures("one_rank")
+@by_hook
+@pytest.mark.parametrize("failed", [False, True], ids=["well", "failed"])
+def test_a_removed_handle_keeps_no_parameters(hook: str, failed: bool) -> None:
+    model, handle = attached(Net(), False, HOOKS[hook]())
+    handle.remove()
+    model.layers[0].requires_grad_(False)
+    model, handle = attached(model, False, HOOKS[hook]())
+    model(batch(0)).sum().backward()
+    if failed:
+        model.layers[2].weight.register_hook(_boom)
+        with pytest.raises(ValueError, match="boom"):
+            model(batch(0)).sum().backward()
+    handle.remove()
+    left = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model
+    torch.ones(2, requires_grad=True).sum().backward()  # PyTorch drops what the last one has left
+    gc.collect()
+    assert [reference() is None for reference in left] == [True] * len(left)
+    assert handle.stats().steps == 1
+
+
+class Hooked(nn.Linear):
+    """A model that a hook's state refers to."""
+
+
+@pytest.mark.usefixtures("one_rank")
+@by_model
+def test_a_hook_that_refers_to_the_model(use_ddp: bool) -> None:
+    inner = Hooked(2, 2)
+    model = DDP(inner) if use_ddp else inner
+    handle = attach(model, lambda state, bucket: bucket.buffer(), state=model)
+    seen: list[int] = []
+
+    def note(bucket: GradBucket, of: nn.Module = model) -> None:
+        seen.append(id(of))
+
+    handle.register_post_accumulate_hook(note)
+    model(torch.ones(2)).sum().backward()
+    handle.remove()
+    assert seen == [id(model)]
+    left = weakref.ref(inner)
+    del model, handle, inner, note
+    gc.collect()
+    assert left() is None
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_ddp_keeps_no_workspace_of_a_hook_that_is_gone() -> None:
+    model, handle = attached(Net(), True, hooks.cast())
+    model(batch(0)).sum().backward()
+    left = weakref.ref(handle.hook)
+    handle.remove()
+    del handle
+    gc.collect()
+    assert left() is None
+
+
+@pytest.mark.parametrize("how", ["kept", "removed"])
+@by_hook
+def test_a_process_ends_after_a_backward_that_failed(tmp_path: Path, hook: str, how: str) -> None:
+    """The engine's queue still holds a callback, which goes when its thread does."""
+    script = f"""
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch_commhook import attach, hooks
+dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
+model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+ddp = DDP(model, bucket_cap_mb=0.0003)
+handle = attach(ddp, {"hooks.allreduce()" if hook == "python" else "hooks.cpp('allreduce')"})
+for _ in range(2):
+    ddp(torch.ones(8)).sum().backward()
+def boom(gradient):
+    raise ValueError("boom")
+model[1].weight.register_hook(boom)
+try:
+    ddp(torch.ones(8)).sum().backward()
+except ValueError:
+    print("boom", flush=True)
+{"handle.remove()" if how == "removed" else ""}
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "boom\n"), done.stderr
