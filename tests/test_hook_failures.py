@@ -251,8 +251,9 @@ def test_a_future_that_a_failure_leaves_open(monkeypatch: pytest.MonkeyPatch) ->
     assert equal(backward_step(model), plain)
 
 
-def test_ctrl_c_ends_the_wait_for_a_future() -> None:
-    script = """
+@pytest.mark.parametrize("where", ["wait", "hook"])
+def test_ctrl_c_ends_the_wait_for_a_future(where: str) -> None:
+    script = f"""
 import _thread, threading, torch.distributed as dist
 from ddp_steps import small_model, backward_step
 from test_hook_failures import Futures, OwnError
@@ -262,6 +263,8 @@ def hook(state, bucket):
     try:
         return futures(state, bucket)
     except OwnError:  # the wait begins when this has failed
+        if {where!r} == "hook":
+            raise KeyboardInterrupt
         threading.Timer(0.3, _thread.interrupt_main).start()
         raise
 

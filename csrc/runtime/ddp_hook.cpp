@@ -24,8 +24,15 @@ using c10::ivalue::Future;
 namespace commhook {
 namespace {
 
-// How long buckets in flight are waited for when one of them has taken too long.
+// How long buckets in flight are waited for when one of them has taken too long, or when the user
+// has had enough.
 constexpr double kLateSeconds = 0.5;
+
+// Whether an exception is to end the program, as Ctrl-C's.
+bool is_exit(const std::exception_ptr& error) {
+  py::gil_scoped_acquire gil;
+  return PyObject_IsInstance(python_exception(error).ptr(), PyExc_Exception) == 0;
+}
 
 // What PyTorch makes of an exception in a Python callback of a Future is a text that names neither
 // hook nor bucket. (Its type is std::runtime_error up to torch 2.13 and c10::Error later.)
@@ -269,7 +276,7 @@ void DdpHook::end_shadow() {
 void DdpHook::fail(const std::exception_ptr& failure, double drain_seconds, const Running* late) {
   failure_ = failure;
   try {
-    drain(drain_seconds, late);
+    drain(is_exit(failure) ? std::min(drain_seconds, kLateSeconds) : drain_seconds, late);
   } catch (...) {
     failure_ = std::current_exception();
   }
@@ -352,7 +359,7 @@ at::Tensor DdpHook::parseHookResult(const c10::IValue& result) {
     }
     if (!error) {
       if (ended_ && !failure_) {  // else other buckets have yet to fail
-        running_.clear();  // with the hooks that are in there
+        running_.clear();         // with the hooks that are in there
       }
       return delivered;
     }

@@ -127,7 +127,10 @@ def call_hooks(
     if isinstance(hooks, dict):
         hooks = hooks.values()
     if kind not in _KINDS:
-        raise ValueError(f"call_hooks: kind must be one of {', '.join(_KINDS)}, got {kind!r}")
+        raise ValueError(
+            "call_hooks: kind must be 'tensor', 'prehook', 'posthook' or 'post_accumulate', got "
+            f"{kind!r}"
+        )
     made = [_hook(fn, kind, with_traced=False) for fn in _list("hooks", hooks)]
     if kind != "posthook":
         values, others = _values("args", args), []
