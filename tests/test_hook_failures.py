@@ -254,10 +254,13 @@ def test_a_future_that_a_failure_leaves_open(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("where", ["wait", "hook"])
 def test_ctrl_c_ends_the_wait_for_a_future(where: str) -> None:
     script = f"""
-import _thread, threading, torch.distributed as dist
+import _thread, signal, threading, torch.distributed as dist
 from ddp_steps import small_model, backward_step
 from test_hook_failures import Futures, OwnError
 from torch_commhook import attach
+
+# What a shell starts in the background ignores it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def hook(state, bucket):
     try:
