@@ -38,6 +38,26 @@ py::object python_object_of(const PyWork& work) {
   return py::reinterpret_borrow<py::object>(py::detail::get_object_handle(&work, type));
 }
 
+// What a Future that is complete has failed with, or null. torch.futures.Future.set_exception keeps
+// the exception as a value.
+std::exception_ptr error_of(const Future& future) {
+  if (future.hasError()) {
+    return future.exception_ptr();
+  }
+  const auto value = future.constValue();
+  if (!value.isPyObject()) {
+    return nullptr;
+  }
+  py::gil_scoped_acquire gil;
+  const auto object = torch::jit::toPyObject(value);
+  if (!PyExceptionInstance_Check(object.ptr())) {
+    return nullptr;
+  }
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())), object.ptr());
+  py::error_already_set error;
+  return persistent(error);
+}
+
 // What a Future holds: a tensor, or a list or tuple of them; set in C++ or in Python.
 std::vector<at::Tensor> tensors_in(const c10::IValue& value) {
   if (!value.isPyObject()) {
@@ -170,7 +190,7 @@ bool PyWork::isCompleted() {
 bool PyWork::isSuccess() const {
   return call<bool>(kIsSuccess, [&] {
     const auto future = own_future();
-    return future ? future->completed() && !future->hasError() : Work::isSuccess();
+    return future ? future->completed() && !error_of(*future) : Work::isSuccess();
   });
 }
 
@@ -180,7 +200,7 @@ std::exception_ptr PyWork::exception() const {
     if (!future) {
       return Work::exception();
     }
-    return future->completed() && future->hasError() ? future->exception_ptr() : nullptr;
+    return future->completed() ? error_of(*future) : nullptr;
   });
 }
 
@@ -217,7 +237,10 @@ bool PyWork::wait(std::chrono::milliseconds timeout) {
         if (timeout != kNoTimeout) {
           wait_for_result(*future, "Work.wait", std::chrono::duration<double>(timeout).count());
         }
-        future->waitAndThrow();
+        future->wait();
+        if (const auto error = error_of(*future)) {
+          std::rethrow_exception(error);
+        }
         return true;
       },
       timeout);
