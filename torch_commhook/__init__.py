@@ -16,6 +16,7 @@ from torch_commhook.bucket import GradBucket
 from torch_commhook.bucket_layout import BucketLayout
 from torch_commhook.cpp_libraries import include_paths, load_cpp_hooks
 from torch_commhook.metrics import BucketStats, HookStats
+from torch_commhook.process_group import ProcessGroup, Work
 from torch_commhook.step_group import PeerError
 
 __version__ = "0.1.0"
@@ -28,6 +29,8 @@ __all__ = [
     "HookStats",
     "NativeLibraryError",
     "PeerError",
+    "ProcessGroup",
+    "Work",
     "attach",
     "autograd",
     "check_hook",

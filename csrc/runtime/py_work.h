@@ -1,0 +1,58 @@
+// Work that a Python class does.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <map>
+#include <string>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <vector>
+
+#include "runtime/py_override.h"
+#include "runtime/torch_release.h"
+
+namespace commhook {
+
+// torch_commhook.Work. A subclass defines wait(), get_future(), or both; what it leaves out follows
+// from these: from the Future where there is one, else from whether wait() has returned.
+class PyWork : public c10d::Work {
+ public:
+  PyWork(int rank, c10d::OpType op_type) : Work(rank, op_type) {}
+
+  // The names in Python of each virtual method, by its name in C++.
+  static const std::map<std::string, const PyMethod*>& methods();
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  int sourceRank() const override;
+  std::vector<at::Tensor> result() override;
+  void synchronize() override;
+  bool wait(std::chrono::milliseconds timeout) override;
+  void blockCurrentStream() override;
+  void abort() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;
+  float getDuration() const override;
+  uint64_t getSequencenumber() const override;
+#if COMMHOOK_TORCH_AT_LEAST(2, 14)
+  std::chrono::milliseconds getTimeout() const override;
+#endif
+#if COMMHOOK_TORCH_AT_LEAST(2, 15)
+  uint64_t getCompletionKey() const override;
+#endif
+
+ private:
+  template <typename Result, typename Fallback, typename... Arguments>
+  Result call(const PyMethod& method, const Fallback& fallback,
+              const Arguments&... arguments) const;
+  // The Future of the class in Python, or null where it defines none.
+  c10::intrusive_ptr<c10::ivalue::Future> own_future() const;
+};
+
+// The Work in a Python object. One that is of a Python class, ours or a subclass of
+// torch.distributed.Work, keeps the object as long as C++ needs it, and asks it for everything that
+// its class defines. Needs the GIL.
+c10::intrusive_ptr<c10d::Work> held_work(const pybind11::object& work);
+
+}  // namespace commhook
