@@ -409,3 +409,15 @@ def test_works_and_groups_are_dropped() -> None:
     del group
     gc.collect()
     assert left() is None
+
+
+def test_the_example_in_the_docs() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "process_groups.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    group, x = names["group"], torch.arange(3.0)
+    assert base.allreduce(group, [x], dist.AllreduceOptions()).wait()
+    output = torch.empty(6)
+    assert base._allgather_base(group, output, x).wait()
+    assert output.tolist() == [0, 1, 2, 0, 1, 2]

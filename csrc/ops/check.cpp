@@ -79,8 +79,9 @@ const auto& check_finite_op() {
 }
 
 void check_hook_result(const at::Tensor& result, const at::Tensor& value, std::string_view hook) {
-  TORCH_CHECK_TYPE(result.defined() && value.defined(), "check_hook_result: ",
-                   result.defined() ? "value" : "result", " must be a tensor, got None");
+  TORCH_CHECK_TYPE(result.defined() && value.defined(),
+                   "check_hook_result: ", result.defined() ? "value" : "result",
+                   " must be a tensor, got None");
   check_hook_value(value, result, [&] { return c10::str("hook '", hook, "'"); });
 }
 
