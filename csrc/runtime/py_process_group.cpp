@@ -169,8 +169,18 @@ const std::string& PyProcessGroup::kept(std::string text) const {
   return *texts_.insert(std::move(text)).first;
 }
 
-// ---- the group
-// -----------------------------------------------------------------------------------
+// c10d keeps a name in the backends, which there need not be.
+const std::string& PyProcessGroup::text(const PyMethod& method,
+                                        const std::atomic<const std::string*>& own,
+                                        const char* what) const {
+  return kept(call<std::string>(method, [&]() -> std::string {
+    const std::string* const known = own;
+    TORCH_CHECK(known != nullptr, name_in(*this, method), ": the group has no ", what);
+    return *known;
+  }));
+}
+
+// ---- the group ---------------------------------------------------------------------------------
 
 int PyProcessGroup::getRank() const {
   return call<int>(kRank, [&] { return ProcessGroup::getRank(); });
@@ -181,23 +191,39 @@ int PyProcessGroup::getSize() const {
 }
 
 const std::string PyProcessGroup::getBackendName() const {
-  return call<std::string>(kName, [&] { return std::string(ProcessGroup::getBackendName()); });
+  // By the names of its own backends c10d looks for these in the group.
+  return call<std::string>(kName, [&] {
+    return deviceTypeToBackendType_.empty() ? "custom"
+                                            : std::string(ProcessGroup::getBackendName());
+  });
 }
 
 const std::string& PyProcessGroup::getGroupName() const {
-  return kept(call<std::string>(kGroupName, [&] { return ProcessGroup::getGroupName(); }));
+  return text(kGroupName, name_, "name yet; torch_commhook.process_group.register gives it one");
 }
 
 void PyProcessGroup::setGroupName(const std::string& name) {
-  call<void>(kSetGroupName, [&] { ProcessGroup::setGroupName(name); }, name);
+  call<void>(
+      kSetGroupName,
+      [&] {
+        name_ = &kept(name);
+        ProcessGroup::setGroupName(name);
+      },
+      name);
 }
 
 const std::string& PyProcessGroup::getGroupDesc() const {
-  return kept(call<std::string>(kGroupDesc, [&] { return ProcessGroup::getGroupDesc(); }));
+  return text(kGroupDesc, description_, "description");
 }
 
 void PyProcessGroup::setGroupDesc(const std::string& description) {
-  call<void>(kSetGroupDesc, [&] { ProcessGroup::setGroupDesc(description); }, description);
+  call<void>(
+      kSetGroupDesc,
+      [&] {
+        description_ = &kept(description);
+        ProcessGroup::setGroupDesc(description);
+      },
+      description);
 }
 
 void PyProcessGroup::setTimeout(std::chrono::milliseconds timeout) {
@@ -259,8 +285,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> PyProcessGroup::splitGroup(
       ranks, timeout, options, name, description, devices);
 }
 
-// ---- collectives
-// ---------------------------------------------------------------------------------
+// ---- collectives -------------------------------------------------------------------------------
 
 PyProcessGroup::Work PyProcessGroup::broadcast(Tensors& tensors,
                                                const c10d::BroadcastOptions& options) {

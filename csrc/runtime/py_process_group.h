@@ -1,6 +1,7 @@
 // torch_commhook.ProcessGroup: a process group whose methods a Python class defines.
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -126,9 +127,13 @@ class PyProcessGroup : public c10d::ProcessGroup {
   template <typename Result, typename Base, typename... Arguments>
   Result collective(const PyMethod& method, const Base& base, const Arguments&... arguments) const;
   const std::string& kept(std::string text) const;
+  const std::string& text(const PyMethod& method, const std::atomic<const std::string*>& own,
+                          const char* what) const;
 
   mutable std::mutex mutex_;
-  mutable std::set<std::string> texts_;  // what references have been given to
+  mutable std::set<std::string> texts_;             // what references have been given to
+  std::atomic<const std::string*> name_ = nullptr;  // of these
+  std::atomic<const std::string*> description_ = nullptr;
 };
 
 }  // namespace commhook

@@ -1,0 +1,99 @@
+"""Making process groups in Python known to ``torch.distributed``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from torch_commhook import _C
+
+
+def register(
+    group: Any,
+    name: str,
+    *,
+    devices: Sequence[str] = ("cpu", "cuda"),
+    ranks: Sequence[int] | None = None,
+) -> None:
+    """Make a process group, or a kind of them, known to ``torch.distributed`` by a name.
+
+    A class is known as a backend: ``init_process_group(name, ...)`` and ``new_group(backend=name)``
+    make groups of it. A group is known as itself: the functions of ``torch.distributed`` take it
+    as ``group=``, ``DeviceMesh.from_group`` as well, and functional collectives find it by its
+    name, also in compiled code. ``torch.distributed.destroy_process_group(group)`` forgets it.
+
+    Args:
+        group: a subclass of ``torch.distributed.ProcessGroup``, or any other callable, called as
+            ``group(store, rank, size)``; or a process group.
+        name: for a class, of lower-case letters, digits and underscores. For a group, one that no
+            other has.
+        devices: for a class: the device types that it serves.
+        ranks: for a group: the global rank of each of its ranks; by default 0, 1, 2 and so on.
+
+    Raises:
+        TypeError: neither a class nor a group; a name that is no string.
+        ValueError: the name is taken, or is none for a backend; ``ranks`` are not as many as the
+            group's.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"register: name must be a str, got {_C.type_name(name)}")
+    if isinstance(group, dist.ProcessGroup):
+        _register_group(group, name, ranks)
+    elif callable(group):
+        _register_backend(group, name, devices)
+    else:
+        raise TypeError(
+            f"register: group must be a ProcessGroup, or a class of them, got {_C.type_name(group)}"
+        )
+
+
+def _register_backend(make: Callable[..., Any], name: str, devices: Sequence[str]) -> None:
+    if not name.isidentifier() or name != name.lower():
+        raise ValueError(
+            "register: name must be of lower-case letters, digits and underscores for a backend, "
+            f"got {name!r}"
+        )
+    if name in dist.Backend.backend_list:
+        raise ValueError(f"register: there is a backend {name!r} already")
+
+    def checked(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+        group = make(store, rank, size)
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                f"torch_commhook: backend {name!r} must make a ProcessGroup, got "
+                f"{_C.type_name(group)}"
+            )
+        group.set_timeout(timeout)
+        return group
+
+    dist.Backend.register_backend(name, checked, devices=list(devices))
+
+
+def _register_group(group: dist.ProcessGroup, name: str, ranks: Sequence[int] | None) -> None:
+    world = distributed_c10d._world
+    if name in world.pg_names.values():
+        raise ValueError(f"register: there is a process group {name!r} already")
+    if group in world.pg_map:
+        raise ValueError(
+            f"register: the group is known already, as {world.pg_names[group]!r}; "
+            "torch.distributed.destroy_process_group(group) forgets it"
+        )
+    ranks = range(group.size()) if ranks is None else ranks
+    if len(ranks) != group.size() or len(set(ranks)) != len(ranks):
+        raise ValueError(
+            f"register: ranks must be {group.size()} different ones, got {list(ranks)}"
+        )
+    group._set_group_name(name)
+    distributed_c10d._register_process_group(name, group)
+    backend = dist.Backend.UNDEFINED
+    world.pg_map[group] = (backend, None)
+    world.pg_names[group] = name
+    world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    world.pg_backend_config[group] = str(distributed_c10d.BackendConfig(dist.Backend("gloo")))
+    tag = f"user:{name}"
+    world.pg_to_tag[group] = tag
+    world.tags_to_pg.setdefault(tag, []).append(group)

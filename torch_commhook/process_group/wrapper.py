@@ -1,0 +1,141 @@
+"""A process group around another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch.distributed as dist
+
+from torch_commhook._C import ProcessGroup, process_group_methods, type_name
+
+#: Methods that communicate, by their newest name. All return a Work but monitored_barrier.
+COLLECTIVES = (
+    "allgather",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "allgather_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "all_to_all_single",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "end_coalescing",
+    "gather",
+    "gather_single",
+    "monitored_barrier",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "scatter",
+    "send",
+)
+
+#: Other methods that the parent answers.
+_OTHERS = (
+    "_get_sequence_number_for_group",
+    "_set_sequence_number_for_group",
+    "abort",
+    "merge_remote_group",
+    "set_timeout",
+    "shutdown",
+    "split_group",
+    "start_coalescing",
+)
+
+
+def _bindings() -> dict[str, str]:
+    """What each method is called in the torch at hand: the newest name that it knows."""
+    known: dict[str, str] = {}
+    for names in process_group_methods().values():
+        for name in names:
+            if hasattr(dist.ProcessGroup, name):
+                known.setdefault(names[0], name)
+    return known
+
+
+_BINDINGS = _bindings()
+
+
+class WrapperProcessGroup(ProcessGroup):
+    """A process group that leaves everything to another one, for subclasses that change a part.
+
+    A subclass may define any method of a group (see ``docs/process_groups.md``), or one of the
+    three through which all collectives pass: :meth:`change_arguments`, :meth:`context` and
+    :meth:`wrap_work`.
+
+    Args:
+        parent: the process group that does the work.
+
+    Raises:
+        TypeError: no process group.
+    """
+
+    def __init__(self, parent: dist.ProcessGroup) -> None:
+        if not isinstance(parent, dist.ProcessGroup):
+            raise TypeError(
+                f"{type(self).__name__}: parent must be a ProcessGroup, got {type_name(parent)}"
+            )
+        super().__init__(parent.rank(), parent.size())
+        self.parent = parent
+
+    def change_arguments(self, operation: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What the parent is called with: tensors, ranks and options, in their order.
+
+        Args:
+            operation: the method's newest name.
+            arguments: what this group was called with.
+        """
+        return arguments
+
+    def context(
+        self, operation: str, arguments: tuple[Any, ...]
+    ) -> AbstractContextManager[Any] | None:
+        """What is entered while the parent is called, which starts the work; None for nothing."""
+        return None
+
+    def wrap_work(self, operation: str, arguments: tuple[Any, ...], work: Any) -> Any:
+        """What is returned for the parent's Work."""
+        return work
+
+    def _run(self, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        arguments = self.change_arguments(operation, arguments)
+        call = getattr(self.parent, _BINDINGS[operation])
+        around = self.context(operation, arguments)
+        if around is None:
+            work = call(*arguments, **keywords)
+        else:
+            with around:
+                work = call(*arguments, **keywords)
+        return self.wrap_work(operation, arguments, work)
+
+
+def _collective(operation: str) -> Callable[..., Any]:
+    def method(self: WrapperProcessGroup, *arguments: Any, **keywords: Any) -> Any:
+        return self._run(operation, arguments, keywords)
+
+    method.__name__ = operation
+    method.__qualname__ = f"WrapperProcessGroup.{operation}"
+    return method
+
+
+def _other(name: str) -> Callable[..., Any]:
+    def method(self: WrapperProcessGroup, *arguments: Any, **keywords: Any) -> Any:
+        return getattr(self.parent, _BINDINGS[name])(*arguments, **keywords)
+
+    method.__name__ = name
+    method.__qualname__ = f"WrapperProcessGroup.{name}"
+    return method
+
+
+for _name in COLLECTIVES:
+    if _name in _BINDINGS:
+        setattr(WrapperProcessGroup, _name, _collective(_name))
+for _name in _OTHERS:
+    if _name in _BINDINGS:
+        setattr(WrapperProcessGroup, _name, _other(_name))
