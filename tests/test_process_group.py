@@ -421,3 +421,29 @@ def test_the_example_in_the_docs() -> None:
     output = torch.empty(6)
     assert base._allgather_base(group, output, x).wait()
     assert output.tolist() == [0, 1, 2, 0, 1, 2]
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_ten_thousand_groups_and_works_leave_nothing() -> None:
+    class Waits(Work):
+        def wait(self, timeout: timedelta) -> bool:
+            return True
+
+    class Own(ProcessGroup):
+        def allreduce(self, tensors: Any, opts: Any) -> Any:
+            return Waits()
+
+    def cycles(count: int) -> int:
+        for _ in range(count):
+            group = Own(0, 1)
+            base._set_group_name(group, "group")
+            assert base.allreduce(group, [X], dist.AllreduceOptions()).wait()
+        gc.collect()
+        return _resident()
+
+    before = cycles(2_000)
+    assert cycles(10_000) - before < 1 << 20

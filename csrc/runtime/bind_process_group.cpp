@@ -42,7 +42,12 @@ void bind_process_group(py::module_& m) {
   m.def("process_group_methods", [] { return names_by_method(PyProcessGroup::methods()); });
   m.def("work_methods", [] { return names_by_method(PyWork::methods()); });
   // What C++ does with a Work in Python: for tests, which have no other way to a holder.
-  m.def("held_work", &held_work, py::arg("work"));
+  m.def(
+      "held_work",
+      [](const py::object& work) {
+        return held_work(work.cast<c10::intrusive_ptr<c10d::Work>>(), work);
+      },
+      py::arg("work"));
 }
 
 }  // namespace commhook

@@ -192,14 +192,15 @@ c10::intrusive_ptr<c10::ivalue::Future> Returned<c10::intrusive_ptr<c10::ivalue:
 template <>
 c10::intrusive_ptr<c10d::Work> Returned<c10::intrusive_ptr<c10d::Work>>::from(
     const py::object& value, const MethodOf& method) {
-  if (py::isinstance<torch::jit::PythonFutureWrapper>(value)) {
-    return c10d::Work::create_from_future(
-        value.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()->fut);
+  py::detail::make_caster<c10::intrusive_ptr<c10d::Work>> work;
+  if (!value.is_none() && work.load(value, /*convert=*/false)) {
+    return held_work(static_cast<c10::intrusive_ptr<c10d::Work>&>(work), value);
   }
-  if (!py::isinstance<c10d::Work>(value)) {
+  if (!py::isinstance<torch::jit::PythonFutureWrapper>(value)) {
     refuse(method, "a torch.distributed.Work or a torch.futures.Future", value);
   }
-  return held_work(value);
+  return c10d::Work::create_from_future(
+      value.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()->fut);
 }
 
 template <>

@@ -290,15 +290,15 @@ uint64_t PyWork::getCompletionKey() const {
 }
 #endif
 
-c10::intrusive_ptr<c10d::Work> held_work(const py::object& work) {
-  auto own = work.cast<c10::intrusive_ptr<c10d::Work>>();
-  auto* const type = Py_TYPE(work.ptr());
+c10::intrusive_ptr<c10d::Work> held_work(c10::intrusive_ptr<c10d::Work> work,
+                                         const py::object& python) {
+  auto* const type = Py_TYPE(python.ptr());
   const auto* const bound = py::detail::get_type_info(type);
   // A class that C++ has bound has nothing in Python.
   if (bound != nullptr && bound->type == type) {
-    return own;
+    return work;
   }
-  return c10::make_intrusive<HeldWork>(std::move(own), work);
+  return c10::make_intrusive<HeldWork>(std::move(work), python);
 }
 
 }  // namespace commhook

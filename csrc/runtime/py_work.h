@@ -50,9 +50,10 @@ class PyWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> own_future() const;
 };
 
-// The Work in a Python object. One that is of a Python class, ours or a subclass of
+// The Work of a Python object. One that is of a Python class, ours or a subclass of
 // torch.distributed.Work, keeps the object as long as C++ needs it, and asks it for everything that
 // its class defines. Needs the GIL.
-c10::intrusive_ptr<c10d::Work> held_work(const pybind11::object& work);
+c10::intrusive_ptr<c10d::Work> held_work(c10::intrusive_ptr<c10d::Work> work,
+                                         const pybind11::object& python);
 
 }  // namespace commhook
