@@ -336,7 +336,12 @@ def test_a_work_is_asked(parent: Any, name: str) -> None:
     assert type(held) is dist.Work
     if not hasattr(dist.Work, {"get_duration": "_get_duration"}.get(name, name)):
         return  # this torch has no way to ask
-    got = ask(held, name)
+    try:
+        got = ask(held, name)
+    except TypeError as error:
+        if "Unable to convert function return value" in str(error):
+            pytest.skip("the binding of this torch cannot tell")
+        raise
     if name == "get_future":
         assert got.value() == [X]
     elif name == "exception":
@@ -374,6 +379,15 @@ def test_a_work_with_a_future() -> None:
     assert held.is_completed() and not held.is_success()
     with pytest.raises(KeyError, match="lost"):
         held.wait()
+
+
+def test_an_exception_as_python_gets_it() -> None:
+    assert Work().exception() is None
+    failed: torch.futures.Future = torch.futures.Future()
+    own = type("Own", (Work,), {"get_future": lambda self: failed})()
+    assert own.exception() is None
+    failed.set_exception(KeyError("lost"))
+    assert isinstance(own.exception(), KeyError)
 
 
 def test_a_work_with_nothing() -> None:

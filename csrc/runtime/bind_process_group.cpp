@@ -33,6 +33,11 @@ void bind_process_group(py::module_& m) {
            py::arg("op_type") = c10d::OpType::UNKNOWN)
       .def("abort", &PyWork::abort, no_gil)
       .def("synchronize", &PyWork::synchronize, no_gil)
+      .def("exception",
+           [](const PyWork& work) -> py::object {
+             const auto error = work.exception();
+             return error ? python_exception(error) : py::none();
+           })
       .def("get_future_result",
            [](PyWork& work) {
              return std::make_shared<torch::jit::PythonFutureWrapper>(work.getFutureResult());

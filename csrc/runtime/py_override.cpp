@@ -212,4 +212,15 @@ c10::intrusive_ptr<c10d::ProcessGroup> Returned<c10::intrusive_ptr<c10d::Process
   return value.cast<c10::intrusive_ptr<c10d::ProcessGroup>>();
 }
 
+#if COMMHOOK_TORCH_AT_LEAST(2, 14)
+template <>
+c10::intrusive_ptr<c10d::Window> Returned<c10::intrusive_ptr<c10d::Window>>::from(
+    const py::object& value, const MethodOf& method) {
+  if (!py::isinstance<c10d::Window>(value)) {
+    refuse(method, "a torch.distributed Window", value);
+  }
+  return value.cast<c10::intrusive_ptr<c10d::Window>>();
+}
+#endif
+
 }  // namespace commhook

@@ -14,6 +14,7 @@
 
 #include "runtime/hook_result.h"
 #include "runtime/py_ref.h"
+#include "runtime/torch_release.h"
 
 namespace commhook {
 
@@ -77,6 +78,11 @@ c10::intrusive_ptr<c10d::Work> Returned<c10::intrusive_ptr<c10d::Work>>::from(
 template <>
 c10::intrusive_ptr<c10d::ProcessGroup> Returned<c10::intrusive_ptr<c10d::ProcessGroup>>::from(
     const pybind11::object& value, const MethodOf& method);
+#if COMMHOOK_TORCH_AT_LEAST(2, 14)
+template <>
+c10::intrusive_ptr<c10d::Window> Returned<c10::intrusive_ptr<c10d::Window>>::from(
+    const pybind11::object& value, const MethodOf& method);
+#endif
 
 namespace detail {
 

@@ -59,7 +59,8 @@ const PyMethod kEndCoalescing{"end_coalescing", "_end_coalescing", "endCoalescin
 const PyMethod kMergeRemoteGroup{"merge_remote_group", "mergeRemoteGroup"};
 const PyMethod kSplitGroup{"split_group", "splitGroup"};
 #if COMMHOOK_TORCH_AT_LEAST(2, 14)
-const PyMethod kAddEphemeralTimeout{"add_ephemeral_timeout", "addEphemeralTimeout"};
+const PyMethod kAddEphemeralTimeout{"add_ephemeral_timeout", "_add_ephemeral_timeout",
+                                    "addEphemeralTimeout"};
 const PyMethod kGatherSingle{"gather_single", "gather_into_tensor"};
 const PyMethod kSupportsReconfigure{"supports_reconfigure", "supportsReconfigure"};
 const PyMethod kGetReconfigureHandle{"get_reconfigure_handle"};
@@ -468,8 +469,7 @@ void PyProcessGroup::monitoredBarrier(const c10d::BarrierOptions& options, bool 
 #if COMMHOOK_TORCH_AT_LEAST(2, 14)
 
 void PyProcessGroup::addEphemeralTimeout(const std::chrono::milliseconds& timeout) {
-  collective<void>(
-      kAddEphemeralTimeout, [&] { ProcessGroup::addEphemeralTimeout(timeout); }, timeout);
+  call<void>(kAddEphemeralTimeout, [&] { ProcessGroup::addEphemeralTimeout(timeout); }, timeout);
 }
 
 PyProcessGroup::Work PyProcessGroup::gather_single(at::Tensor& output, at::Tensor& input,
@@ -481,9 +481,7 @@ PyProcessGroup::Work PyProcessGroup::gather_single(at::Tensor& output, at::Tenso
 
 PyProcessGroup::Work PyProcessGroup::gather_into_tensor(at::Tensor& output, at::Tensor& input,
                                                         const c10d::GatherOptions& options) {
-  return collective<Work>(
-      kGatherSingle, [&] { return ProcessGroup::gather_into_tensor(output, input, options); },
-      output, input, options);
+  return gather_single(output, input, options);
 }
 
 bool PyProcessGroup::supportsReconfigure() const {

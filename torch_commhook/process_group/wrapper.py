@@ -41,6 +41,7 @@ _OTHERS = (
     "_get_sequence_number_for_group",
     "_set_sequence_number_for_group",
     "abort",
+    "add_ephemeral_timeout",
     "merge_remote_group",
     "set_timeout",
     "shutdown",
