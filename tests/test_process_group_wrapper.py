@@ -93,8 +93,6 @@ def _send_and_recv(x: torch.Tensor, group: Any) -> torch.Tensor:
         return x
     output = torch.empty_like(x)
     dist.recv(output, 0, group=group)
-    other = torch.empty_like(x)
-    assert (output != other).any()
     return output
 
 

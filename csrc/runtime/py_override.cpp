@@ -83,6 +83,12 @@ PyObject* PyMethod::find(const py::handle& self) const {
   return nullptr;
 }
 
+std::exception_ptr persistent_exception(const py::object& exception) {
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
+  py::error_already_set error;
+  return persistent(error);
+}
+
 std::string MethodOf::name() const {
   PyObject* const key = method.find(self);
   return type_name(self) + "." +
@@ -175,9 +181,7 @@ std::exception_ptr Returned<std::exception_ptr>::from(const py::object& value,
   if (!PyExceptionInstance_Check(value.ptr())) {
     refuse(method, "an exception or None", value);
   }
-  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())), value.ptr());
-  py::error_already_set error;
-  return persistent(error);
+  return persistent_exception(value);
 }
 
 template <>

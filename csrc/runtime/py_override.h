@@ -35,6 +35,18 @@ class PyMethod {
   mutable std::vector<PyObject*> keys_;  // interned, and never dropped
 };
 
+// The Python object of an object in C++ whose class is bound as T; null where it is gone. Needs the
+// GIL.
+template <typename T>
+pybind11::object python_object_of(const T& object) {
+  static const auto* const type = pybind11::detail::get_type_info(typeid(T));
+  return pybind11::reinterpret_borrow<pybind11::object>(
+      pybind11::detail::get_object_handle(&object, type));
+}
+
+// An exception object of Python in a form that any thread may hold. Needs the GIL.
+std::exception_ptr persistent_exception(const pybind11::object& exception);
+
 // A method of an object, for errors.
 struct MethodOf {
   const pybind11::handle& self;

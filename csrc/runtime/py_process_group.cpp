@@ -71,11 +71,6 @@ const PyMethod kNewWindow{"new_window"};
 const PyMethod kSetSequenceNumber{"_set_sequence_number_for_group", "setSequenceNumberForGroup"};
 #endif
 
-py::object python_object_of(const PyProcessGroup& group) {
-  static const auto* const type = py::detail::get_type_info(typeid(PyProcessGroup));
-  return py::reinterpret_borrow<py::object>(py::detail::get_object_handle(&group, type));
-}
-
 // "Group.allreduce".
 std::string name_in(const PyProcessGroup& group, const PyMethod& method) {
   py::gil_scoped_acquire gil;

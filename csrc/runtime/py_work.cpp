@@ -33,11 +33,6 @@ const PyMethod kGetSequenceNumber{"get_sequence_number", "getSequencenumber"};
 const PyMethod kGetTimeout{"get_timeout", "getTimeout"};
 const PyMethod kGetCompletionKey{"get_completion_key", "getCompletionKey"};
 
-py::object python_object_of(const PyWork& work) {
-  static const auto* const type = py::detail::get_type_info(typeid(PyWork));
-  return py::reinterpret_borrow<py::object>(py::detail::get_object_handle(&work, type));
-}
-
 // What a Future that is complete has failed with, or null. torch.futures.Future.set_exception keeps
 // the exception as a value.
 std::exception_ptr error_of(const Future& future) {
@@ -53,9 +48,7 @@ std::exception_ptr error_of(const Future& future) {
   if (!PyExceptionInstance_Check(object.ptr())) {
     return nullptr;
   }
-  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())), object.ptr());
-  py::error_already_set error;
-  return persistent(error);
+  return persistent_exception(object);
 }
 
 // What a Future holds: a tensor, or a list or tuple of them; set in C++ or in Python.
