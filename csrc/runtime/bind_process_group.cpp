@@ -1,7 +1,10 @@
 #include <pybind11/chrono.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
+#include "commhook/hook_result.h"
 #include "runtime/bindings.h"
+#include "runtime/hook_names.h"
+#include "runtime/override_method.h"
 #include "runtime/py_process_group.h"
 #include "runtime/py_work.h"
 
@@ -18,6 +21,51 @@ py::dict names_by_method(const std::map<std::string, const PyMethod*>& methods) 
   return names;
 }
 
+const PyMethod& method_named(const std::map<std::string, const PyMethod*>& methods,
+                             const std::string& name) {
+  for (const auto& [cpp_name, method] : methods) {
+    for (const char* each : method->names()) {
+      if (name == each) {
+        return *method;
+      }
+    }
+  }
+  TORCH_CHECK_VALUE(false, "torch_commhook: no method that C++ calls is named ", name);
+}
+
+double steady_seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Calls callback(end, error) once a Future is complete, on whichever thread completes it.
+void on_completion(const std::shared_ptr<torch::jit::PythonFutureWrapper>& future,
+                   const py::function& callback) {
+  const auto held = std::make_shared<PyRef>(callback);
+  py::gil_scoped_release no_gil;
+  future->fut->addCallback([held](c10::ivalue::Future& done) {
+    const double end = steady_seconds();  // before the GIL is waited for
+    if (!interpreter_is_running()) {
+      return;
+    }
+    py::gil_scoped_acquire gil;
+    try {
+      const auto error = error_of(done);
+      held->get()(end, error ? python_exception(error) : py::none());
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable(held->get());
+    }
+  });
+}
+
+uint64_t completion_key(const py::object& work) {
+  const auto cpp = work.cast<c10::intrusive_ptr<c10d::Work>>();
+#if COMMHOOK_TORCH_AT_LEAST(2, 15)
+  return held_work(cpp, work)->getCompletionKey();
+#else
+  return reinterpret_cast<uint64_t>(cpp.get());
+#endif
+}
+
 }  // namespace
 
 void bind_process_group(py::module_& m) {
@@ -26,7 +74,9 @@ void bind_process_group(py::module_& m) {
       m, "ProcessGroup", "A process group whose methods a Python class defines.")
       .def(py::init<int, int>(), py::arg("rank"), py::arg("size"))
       .def(py::init<const c10::intrusive_ptr<c10d::Store>&, int, int>(), py::arg("store"),
-           py::arg("rank"), py::arg("size"));
+           py::arg("rank"), py::arg("size"))
+      .def_property("_hooked", &PyProcessGroup::hooked, &PyProcessGroup::set_hooked,
+                    "Whether hooks are registered, which Python keeps.");
   py::class_<PyWork, c10d::Work, c10::intrusive_ptr<PyWork>>(m, "Work",
                                                              "Work that a Python class does.")
       .def(py::init<int, c10d::OpType>(), py::arg("rank") = -1,
@@ -46,6 +96,40 @@ void bind_process_group(py::module_& m) {
       .def("get_sequence_number", &PyWork::getSequencenumber, no_gil);
   m.def("process_group_methods", [] { return names_by_method(PyProcessGroup::methods()); });
   m.def("work_methods", [] { return names_by_method(PyWork::methods()); });
+  m.def(
+      "group_method",
+      [](const py::function& function, const std::string& name) {
+        return override_method(function, method_named(PyProcessGroup::methods(), name),
+                               [](PyObject* object) -> OverrideTarget {
+                                 const auto* const group = cpp_object<PyProcessGroup>(object);
+                                 return {group, group != nullptr && group->hooked()};
+                               });
+      },
+      py::arg("function"), py::arg("name"),
+      "What a class of process groups has for a method that C++ calls.");
+  m.def(
+      "work_method",
+      [](const py::function& function, const std::string& name) {
+        return override_method(
+            function, method_named(PyWork::methods(), name),
+            [](PyObject* object) -> OverrideTarget { return {cpp_object<PyWork>(object), false}; });
+      },
+      py::arg("function"), py::arg("name"),
+      "What a class of works has for a method that C++ calls.");
+  m.def("set_run_with_hooks", &set_run_with_hooks, py::arg("run"));
+  m.def("on_completion", &on_completion, py::arg("future"), py::arg("callback"),
+        "Calls callback(end, error) once a Future is complete; end in steady_seconds().");
+  m.def(
+      "report_unraisable",
+      [](const py::object& error, const py::object& where) {
+        PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+        PyErr_WriteUnraisable(where.ptr());
+      },
+      py::arg("error"), py::arg("where"),
+      "Shows an exception that has nobody to go to, by sys.unraisablehook.");
+  m.def("steady_seconds", &steady_seconds, "A clock that only goes forward.");
+  m.def("completion_key", &completion_key, py::arg("work"),
+        "What c10d knows a Work by when it has completed.");
   // What C++ does with a Work in Python: for tests, which have no other way to a holder.
   m.def(
       "held_work",

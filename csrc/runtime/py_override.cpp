@@ -5,6 +5,7 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include "runtime/hook_names.h"
+#include "runtime/override_method.h"
 #include "runtime/py_work.h"
 
 namespace py = pybind11;
@@ -64,9 +65,11 @@ bool ActiveOverride::exists(const void* self, const PyMethod& method) {
   return false;
 }
 
+bool marks_itself(PyObject* attribute) { return is_override_method(attribute); }
+
 }  // namespace detail
 
-PyObject* PyMethod::find(const py::handle& self) const {
+PyMethod::Found PyMethod::find(const py::handle& self) const {
   if (keys_.empty()) {
     std::vector<PyObject*> keys;
     for (const char* name : names_) {
@@ -77,10 +80,10 @@ PyObject* PyMethod::find(const py::handle& self) const {
   for (PyObject* const key : keys_) {
     PyObject* const attribute = _PyType_Lookup(Py_TYPE(self.ptr()), key);  // borrowed
     if (attribute != nullptr && !is_native(attribute)) {
-      return key;
+      return {key, attribute};
     }
   }
-  return nullptr;
+  return {};
 }
 
 std::exception_ptr persistent_exception(const py::object& exception) {
@@ -90,7 +93,7 @@ std::exception_ptr persistent_exception(const py::object& exception) {
 }
 
 std::string MethodOf::name() const {
-  PyObject* const key = method.find(self);
+  PyObject* const key = method.find(self).name;
   return type_name(self) + "." +
          (key == nullptr ? method.names().front() : py::str(key).cast<std::string>());
 }

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <exception>
 #include <initializer_list>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
@@ -26,9 +27,13 @@ class PyMethod {
 
   const std::vector<const char*>& names() const { return names_; }
 
-  // The name under which an object's class defines it, in Python; null where there is nothing but
-  // what C++ has bound. A borrowed reference that stays. Needs the GIL.
-  PyObject* find(const pybind11::handle& self) const;
+  // What an object's class defines in Python; nothing where there is only what C++ has bound. Needs
+  // the GIL.
+  struct Found {
+    PyObject* name = nullptr;       // a borrowed reference that stays
+    PyObject* attribute = nullptr;  // borrowed from the class
+  };
+  Found find(const pybind11::handle& self) const;
 
  private:
   const std::vector<const char*> names_;
@@ -115,6 +120,9 @@ class ActiveOverride {
   ActiveOverride* const outer_;
 };
 
+// Whether a class attribute is an override_method, which makes its own ActiveOverride.
+bool marks_itself(PyObject* attribute);
+
 // Calls what the class defines under a name, or takes its value where that is a property.
 template <typename... Arguments>
 pybind11::object call(const pybind11::handle& self, PyObject* name, const Arguments&... arguments) {
@@ -138,10 +146,14 @@ Result call_override(const void* self, const PyMethod& method, const Python& pyt
     pybind11::gil_scoped_acquire gil;
     try {
       const pybind11::object object = python();
-      PyObject* const name = object ? method.find(object) : nullptr;
-      if (name != nullptr) {
-        const detail::ActiveOverride active(self, method);
-        return Returned<Result>::from(detail::call(object, name, arguments...), {object, method});
+      const auto found = object ? method.find(object) : PyMethod::Found{};
+      if (found.name != nullptr) {
+        std::optional<detail::ActiveOverride> active;
+        if (!detail::marks_itself(found.attribute)) {
+          active.emplace(self, method);
+        }
+        return Returned<Result>::from(detail::call(object, found.name, arguments...),
+                                      {object, method});
       }
     } catch (pybind11::error_already_set& error) {
       std::rethrow_exception(persistent(error));

@@ -5,7 +5,9 @@
 
 #include <utility>
 
+#include "runtime/group_hooks.h"
 #include "runtime/hook_names.h"
+#include "runtime/override_method.h"
 
 namespace py = pybind11;
 
@@ -67,6 +69,18 @@ const PyMethod kGetReconfigureHandle{"get_reconfigure_handle"};
 const PyMethod kReconfigure{"reconfigure"};
 const PyMethod kSupportsWindow{"supports_window", "supportsWindow"};
 const PyMethod kNewWindow{"new_window"};
+const PyMethod kRegisterPreHook{"register_pre_hook", "registerPreHook"};
+const PyMethod kUnregisterPreHook{"unregister_pre_hook", "unregisterPreHook"};
+const PyMethod kRegisterPostHook{"register_post_hook", "registerPostHook"};
+const PyMethod kUnregisterPostHook{"unregister_post_hook", "unregisterPostHook"};
+const PyMethod kRegisterAbortHook{"register_abort_hook", "registerAbortHook"};
+const PyMethod kUnregisterAbortHook{"unregister_abort_hook", "unregisterAbortHook"};
+#if COMMHOOK_TORCH_AT_LEAST(2, 15)
+const PyMethod kSupportsAbortHooks{"supports_abort_hooks", "supportsAbortHooks"};
+const PyMethod kSupportsCompletionHooks{"supports_completion_hooks", "supportsCompletionHooks"};
+const PyMethod kRegisterCompletionHook{"register_completion_hook", "registerCompletionHook"};
+const PyMethod kUnregisterCompletionHook{"unregister_completion_hook", "unregisterCompletionHook"};
+#endif
 #else
 const PyMethod kSetSequenceNumber{"_set_sequence_number_for_group", "setSequenceNumberForGroup"};
 #endif
@@ -133,6 +147,18 @@ const std::map<std::string, const PyMethod*>& PyProcessGroup::methods() {
       {"reconfigure", &kReconfigure},
       {"supportsWindow", &kSupportsWindow},
       {"new_window", &kNewWindow},
+      {"registerPreHook", &kRegisterPreHook},
+      {"unregisterPreHook", &kUnregisterPreHook},
+      {"registerPostHook", &kRegisterPostHook},
+      {"unregisterPostHook", &kUnregisterPostHook},
+      {"registerAbortHook", &kRegisterAbortHook},
+      {"unregisterAbortHook", &kUnregisterAbortHook},
+#if COMMHOOK_TORCH_AT_LEAST(2, 15)
+      {"supportsAbortHooks", &kSupportsAbortHooks},
+      {"supportsCompletionHooks", &kSupportsCompletionHooks},
+      {"registerCompletionHook", &kRegisterCompletionHook},
+      {"unregisterCompletionHook", &kUnregisterCompletionHook},
+#endif
 #else
       {"setSequenceNumberForGroup", &kSetSequenceNumber},
 #endif
@@ -148,9 +174,36 @@ Result PyProcessGroup::call(const PyMethod& method, const Base& base,
 }
 
 template <typename Result, typename Base, typename... Arguments>
-Result PyProcessGroup::collective(const PyMethod& method, const Base& base,
+Result PyProcessGroup::with_hooks(const PyMethod& method, const Base& base,
                                   const Arguments&... arguments) const {
   return call<Result>(
+      method,
+      [&]() -> Result {
+        if (!hooked_ || detail::ActiveOverride::exists(this, method) || !interpreter_is_running()) {
+          return base();
+        }
+        py::gil_scoped_acquire gil;
+        try {
+          const auto self = python_object_of(*this);
+          const py::cpp_function function([&](const py::args&, const py::kwargs&) -> Result {
+            py::gil_scoped_release no_gil;
+            return base();
+          });
+          const detail::ActiveOverride active(this, method);
+          return Returned<Result>::from(
+              run_with_hooks(self, method, function, py::make_tuple(self, arguments...), {}),
+              {self, method});
+        } catch (py::error_already_set& error) {
+          std::rethrow_exception(persistent(error));
+        }
+      },
+      arguments...);
+}
+
+template <typename Result, typename Base, typename... Arguments>
+Result PyProcessGroup::collective(const PyMethod& method, const Base& base,
+                                  const Arguments&... arguments) const {
+  return with_hooks<Result>(
       method,
       [&]() -> Result {
         TORCH_CHECK_NOT_IMPLEMENTED(!deviceTypeToBackendType_.empty(), name_in(*this, method),
@@ -159,6 +212,17 @@ Result PyProcessGroup::collective(const PyMethod& method, const Base& base,
       },
       arguments...);
 }
+
+#if COMMHOOK_TORCH_AT_LEAST(2, 14)
+template <typename Hook>
+void PyProcessGroup::register_hook(const PyMethod& method, int64_t hook_id, Hook hook) {
+  py::gil_scoped_acquire gil;
+  call<void>(
+      method,
+      [&] { TORCH_CHECK_NOT_IMPLEMENTED(false, name_in(*this, method), " is not implemented"); },
+      hook_id, python_hook(std::move(hook)));
+}
+#endif
 
 const std::string& PyProcessGroup::kept(std::string text) const {
   const std::lock_guard lock(mutex_);
@@ -231,7 +295,7 @@ void PyProcessGroup::shutdown() {
 }
 
 void PyProcessGroup::abort() {
-  call<void>(kAbort, [&] { ProcessGroup::abort(); });
+  with_hooks<void>(kAbort, [&] { ProcessGroup::abort(); });
 }
 
 uint64_t PyProcessGroup::getSequenceNumberForGroup() {
@@ -506,6 +570,53 @@ c10::intrusive_ptr<c10d::Window> PyProcessGroup::new_window(
   return collective<c10::intrusive_ptr<c10d::Window>>(
       kNewWindow, [&] { return ProcessGroup::new_window(tensor); }, tensor);
 }
+
+// ---- hooks, which Python keeps
+// -------------------------------------------------------------------
+
+void PyProcessGroup::registerPreHook(int64_t hook_id, c10d::PreHook hook) {
+  register_hook(kRegisterPreHook, hook_id, std::move(hook));
+}
+
+void PyProcessGroup::unregisterPreHook(int64_t hook_id) {
+  call<void>(kUnregisterPreHook, [] {}, hook_id);
+}
+
+void PyProcessGroup::registerPostHook(int64_t hook_id, c10d::PostHook hook) {
+  register_hook(kRegisterPostHook, hook_id, std::move(hook));
+}
+
+void PyProcessGroup::unregisterPostHook(int64_t hook_id) {
+  call<void>(kUnregisterPostHook, [] {}, hook_id);
+}
+
+void PyProcessGroup::registerAbortHook(int64_t hook_id, c10d::AbortHook hook) {
+  register_hook(kRegisterAbortHook, hook_id, std::move(hook));
+}
+
+void PyProcessGroup::unregisterAbortHook(int64_t hook_id) {
+  call<void>(kUnregisterAbortHook, [] {}, hook_id);
+}
+
+#if COMMHOOK_TORCH_AT_LEAST(2, 15)
+
+bool PyProcessGroup::supportsAbortHooks() const {
+  return call<bool>(kSupportsAbortHooks, [] { return false; });
+}
+
+bool PyProcessGroup::supportsCompletionHooks() const {
+  return call<bool>(kSupportsCompletionHooks, [] { return false; });
+}
+
+void PyProcessGroup::registerCompletionHook(int64_t hook_id, c10d::CompletionHook hook) {
+  register_hook(kRegisterCompletionHook, hook_id, std::move(hook));
+}
+
+void PyProcessGroup::unregisterCompletionHook(int64_t hook_id) {
+  call<void>(kUnregisterCompletionHook, [] {}, hook_id);
+}
+
+#endif
 
 #else
 

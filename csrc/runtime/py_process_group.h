@@ -35,6 +35,10 @@ class PyProcessGroup : public c10d::ProcessGroup {
   // The names in Python of each virtual method, by its name in C++.
   static const std::map<std::string, const PyMethod*>& methods();
 
+  // Whether there are hooks, which Python keeps.
+  bool hooked() const { return hooked_; }
+  void set_hooked(bool hooked) { hooked_ = hooked; }
+
   int getRank() const override;
   int getSize() const override;
   const std::string getBackendName() const override;
@@ -115,6 +119,18 @@ class PyProcessGroup : public c10d::ProcessGroup {
   Work reconfigure(const c10d::ReconfigureOptions& options) override;
   bool supportsWindow() const override;
   c10::intrusive_ptr<c10d::Window> new_window(const std::optional<at::Tensor>& tensor) override;
+  void registerPreHook(int64_t hook_id, c10d::PreHook hook) override;
+  void unregisterPreHook(int64_t hook_id) override;
+  void registerPostHook(int64_t hook_id, c10d::PostHook hook) override;
+  void unregisterPostHook(int64_t hook_id) override;
+  void registerAbortHook(int64_t hook_id, c10d::AbortHook hook) override;
+  void unregisterAbortHook(int64_t hook_id) override;
+#if COMMHOOK_TORCH_AT_LEAST(2, 15)
+  bool supportsAbortHooks() const override;
+  bool supportsCompletionHooks() const override;
+  void registerCompletionHook(int64_t hook_id, c10d::CompletionHook hook) override;
+  void unregisterCompletionHook(int64_t hook_id) override;
+#endif
 #else
   void setSequenceNumberForGroup() override;
 #endif
@@ -123,6 +139,9 @@ class PyProcessGroup : public c10d::ProcessGroup {
   // Calls a method by its name in C++: in Python, or as `base` does it in C++.
   template <typename Result, typename Base, typename... Arguments>
   Result call(const PyMethod& method, const Base& base, const Arguments&... arguments) const;
+  // The same with the group's hooks around it, also where it is done in C++.
+  template <typename Result, typename Base, typename... Arguments>
+  Result with_hooks(const PyMethod& method, const Base& base, const Arguments&... arguments) const;
   // The same for what has no meaning without backends.
   template <typename Result, typename Base, typename... Arguments>
   Result collective(const PyMethod& method, const Base& base, const Arguments&... arguments) const;
@@ -130,6 +149,12 @@ class PyProcessGroup : public c10d::ProcessGroup {
   const std::string& text(const PyMethod& method, const std::atomic<const std::string*>& own,
                           const char* what) const;
 
+#if COMMHOOK_TORCH_AT_LEAST(2, 14)
+  template <typename Hook>
+  void register_hook(const PyMethod& method, int64_t hook_id, Hook hook);
+#endif
+
+  std::atomic<bool> hooked_ = false;
   mutable std::mutex mutex_;
   mutable std::set<std::string> texts_;             // what references have been given to
   std::atomic<const std::string*> name_ = nullptr;  // of these

@@ -33,24 +33,6 @@ const PyMethod kGetSequenceNumber{"get_sequence_number", "getSequencenumber"};
 const PyMethod kGetTimeout{"get_timeout", "getTimeout"};
 const PyMethod kGetCompletionKey{"get_completion_key", "getCompletionKey"};
 
-// What a Future that is complete has failed with, or null. torch.futures.Future.set_exception keeps
-// the exception as a value.
-std::exception_ptr error_of(const Future& future) {
-  if (future.hasError()) {
-    return future.exception_ptr();
-  }
-  const auto value = future.constValue();
-  if (!value.isPyObject()) {
-    return nullptr;
-  }
-  py::gil_scoped_acquire gil;
-  const auto object = torch::jit::toPyObject(value);
-  if (!PyExceptionInstance_Check(object.ptr())) {
-    return nullptr;
-  }
-  return persistent_exception(object);
-}
-
 // What a Future holds: a tensor, or a list or tuple of them; set in C++ or in Python.
 std::vector<at::Tensor> tensors_in(const c10::IValue& value) {
   if (!value.isPyObject()) {
@@ -136,6 +118,22 @@ class HeldWork : public c10d::Work {
 };
 
 }  // namespace
+
+std::exception_ptr error_of(const Future& future) {
+  if (future.hasError()) {
+    return future.exception_ptr();
+  }
+  const auto value = future.constValue();
+  if (!value.isPyObject()) {
+    return nullptr;
+  }
+  py::gil_scoped_acquire gil;
+  const auto object = torch::jit::toPyObject(value);
+  if (!PyExceptionInstance_Check(object.ptr())) {
+    return nullptr;
+  }
+  return persistent_exception(object);
+}
 
 const std::map<std::string, const PyMethod*>& PyWork::methods() {
   static const std::map<std::string, const PyMethod*> methods{

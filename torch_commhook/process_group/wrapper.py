@@ -8,7 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torch_commhook._C import ProcessGroup, process_group_methods, type_name
+from torch_commhook import _C
+from torch_commhook.process_group.base import ProcessGroup
 
 #: Methods that communicate, by their newest name. All return a Work but monitored_barrier.
 COLLECTIVES = (
@@ -53,7 +54,7 @@ _OTHERS = (
 def _bindings() -> dict[str, str]:
     """What each method is called in the torch at hand: the newest name that it knows."""
     known: dict[str, str] = {}
-    for names in process_group_methods().values():
+    for names in _C.process_group_methods().values():
         for name in names:
             if hasattr(dist.ProcessGroup, name):
                 known.setdefault(names[0], name)
@@ -80,7 +81,7 @@ class WrapperProcessGroup(ProcessGroup):
     def __init__(self, parent: dist.ProcessGroup) -> None:
         if not isinstance(parent, dist.ProcessGroup):
             raise TypeError(
-                f"{type(self).__name__}: parent must be a ProcessGroup, got {type_name(parent)}"
+                f"{type(self).__name__}: parent must be a ProcessGroup, got {_C.type_name(parent)}"
             )
         super().__init__(parent.rank(), parent.size())
         self.parent = parent
@@ -136,7 +137,7 @@ def _other(name: str) -> Callable[..., Any]:
 
 for _name in COLLECTIVES:
     if _name in _BINDINGS:
-        setattr(WrapperProcessGroup, _name, _collective(_name))
+        setattr(WrapperProcessGroup, _name, _C.group_method(_collective(_name), _name))
 for _name in _OTHERS:
     if _name in _BINDINGS:
-        setattr(WrapperProcessGroup, _name, _other(_name))
+        setattr(WrapperProcessGroup, _name, _C.group_method(_other(_name), _name))

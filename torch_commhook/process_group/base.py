@@ -1,0 +1,127 @@
+"""The process group that Python classes derive from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch_commhook import _C
+from torch_commhook.process_group.group_hooks import (
+    CompletionHookArgs,
+    GroupHooks,
+    PostHookArgs,
+    PreHookArgs,
+    WorkInfo,
+)
+from torch_commhook.process_group.work import take_over
+
+#: Of the hook that PyTorch's older interface registers, which has no id.
+_ON_COMPLETION_ID = -(1 << 63)
+
+
+class ProcessGroup(_C.ProcessGroup):
+    """A process group whose methods a Python class defines: all that C++ calls.
+
+    See ``docs/process_groups.md``. Made with ``(rank, size)`` or ``(store, rank, size)``.
+
+    Every group has hooks, of Python or C++, under the names that torch 2.15 has for its own: before
+    an operation is issued, after it, when it has completed, and before an abort. They are called in
+    the order of their ids, for Python's calls and those of C++. A hook whose id is there already
+    takes that one's place. What a pre- or post-hook raises comes out of the operation, which a
+    pre-hook so prevents; what the others raise goes to ``sys.unraisablehook``.
+    """
+
+    _hook_registry: GroupHooks | None = None
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        take_over(cls, _C.process_group_methods(), _C.group_method)
+
+    @property
+    def _hooks(self) -> GroupHooks:
+        if self._hook_registry is None:
+            self._hook_registry = GroupHooks()
+        return self._hook_registry
+
+    def _add_hook(self, kind: str, hook_id: int, hook: Callable[..., None]) -> None:
+        self._hooks.add(kind, hook_id, hook)
+        self._hooked = True
+
+    def _remove_hook(self, kind: str, hook_id: int) -> None:
+        self._hooks.remove(kind, hook_id)
+        self._hooked = bool(self._hooks)
+
+    def register_pre_hook(self, hook_id: int, hook: Callable[[PreHookArgs], None]) -> None:
+        """Have ``hook(args)`` called before an operation is issued."""
+        self._add_hook("pre", hook_id, hook)
+
+    def unregister_pre_hook(self, hook_id: int) -> None:
+        """Forget a hook; nothing where there is none."""
+        self._remove_hook("pre", hook_id)
+
+    def register_post_hook(self, hook_id: int, hook: Callable[[PostHookArgs], None]) -> None:
+        """Have ``hook(args)`` called after an operation was issued, with its Work."""
+        self._add_hook("post", hook_id, hook)
+
+    def unregister_post_hook(self, hook_id: int) -> None:
+        """Forget a hook; nothing where there is none."""
+        self._remove_hook("post", hook_id)
+
+    def supports_completion_hooks(self) -> bool:
+        """True."""
+        return True
+
+    def register_completion_hook(
+        self, hook_id: int, hook: Callable[[CompletionHookArgs], None]
+    ) -> None:
+        """Have ``hook(args)`` called when an operation has completed or failed.
+
+        On the thread that completes it, often one of the backend's; where tensors are on an
+        accelerator, on a thread that asks every half a millisecond; where a Work has no Future,
+        on the thread that waits for it, and not before.
+        """
+        self._add_hook("completion", hook_id, hook)
+
+    def unregister_completion_hook(self, hook_id: int) -> None:
+        """Forget a hook; nothing where there is none."""
+        self._remove_hook("completion", hook_id)
+
+    def supports_abort_hooks(self) -> bool:
+        """True."""
+        return True
+
+    def register_abort_hook(self, hook_id: int, hook: Callable[[], None]) -> None:
+        """Have ``hook()`` called before ``abort()`` does anything."""
+        self._add_hook("abort", hook_id, hook)
+
+    def unregister_abort_hook(self, hook_id: int) -> None:
+        """Forget a hook; nothing where there is none."""
+        self._remove_hook("abort", hook_id)
+
+    def _register_on_completion_hook(self, hook: Callable[[WorkInfo], None]) -> None:
+        """PyTorch's older interface, which it has for NCCL: one hook for each group.
+
+        Raises:
+            TypeError: the hook is not callable.
+            RuntimeError: there is one.
+        """
+        if self._has_hooks():
+            raise RuntimeError(
+                f"{type(self).__name__}._register_on_completion_hook: there is a hook already"
+            )
+        if not callable(hook):
+            raise TypeError(
+                f"_register_on_completion_hook: hook must be callable, got {_C.type_name(hook)}"
+            )
+        self._add_hook("completion", _ON_COMPLETION_ID, lambda args: hook(_work_info(args)))
+
+    def _has_hooks(self) -> bool:
+        """Whether ``_register_on_completion_hook`` has been called."""
+        registry = self._hook_registry
+        return registry is not None and registry.has("completion", _ON_COMPLETION_ID)
+
+
+def _work_info(args: CompletionHookArgs) -> WorkInfo:
+    started, finished = timedelta(seconds=args.start), timedelta(seconds=args.end)
+    return WorkInfo(args.name.name, args.op_id, started, finished, finished - started)

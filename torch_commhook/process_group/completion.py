@@ -1,0 +1,134 @@
+"""When a Work has completed, whatever it is made of."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_commhook import _C
+from torch_commhook.process_group.work import WrapperWork
+
+#: Called with the time of completion, in seconds of ``_C.steady_seconds()``, and the error or None.
+Done = Callable[[float, BaseException | None], None]
+
+_POLL_SECONDS = 5e-4
+
+
+def on_completion(work: Any, tensors: Sequence[Tensor], done: Done) -> Any:
+    """Have ``done(end, error)`` called once a Work has completed.
+
+    A Work with a Future tells by it, on the thread that completes it. On an accelerator a Future is
+    complete once the work is queued, so there the Work is asked, by a thread that lives as long as
+    there is something to ask. A Work without a Future tells when it is waited for.
+
+    Args:
+        work: a Work or a Future; anything else has completed when it is returned.
+        tensors: what it reads and writes.
+        done: called once; what it raises goes to ``sys.unraisablehook``.
+
+    Returns:
+        The Work to return in its place.
+    """
+    if isinstance(work, torch.futures.Future):
+        _C.on_completion(work, done)
+        return work
+    if not isinstance(work, torch.distributed.Work):
+        done(_C.steady_seconds(), None)
+        return work
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        _WATCHER.add(work, done)
+        return work
+    try:
+        future = work.get_future()
+    except (RuntimeError, NotImplementedError):  # which backends raise, and our own Work
+        return _ObservedWork(work, done)
+    _C.on_completion(future, done)
+    return work
+
+
+def error_of(work: Any) -> BaseException | None:
+    """What a completed Work has failed with."""
+    if work.is_success():
+        return None
+    try:
+        error = work.exception()
+    except TypeError:  # PyTorch's binding cannot always convert it
+        error = None
+    return error if isinstance(error, BaseException) else RuntimeError("the work has failed")
+
+
+class _ObservedWork(WrapperWork):
+    def __init__(self, work: Any, done: Done) -> None:
+        super().__init__(work)
+        self._done: Done | None = done
+
+    def _finish(self, error: BaseException | None) -> None:
+        done, self._done = self._done, None
+        if done is not None:
+            done(_C.steady_seconds(), error)
+
+    def wait(self, *timeout: Any) -> bool:
+        try:
+            result = self.work.wait(*timeout)
+        except BaseException as error:
+            self._finish(error)
+            raise
+        self._finish(None)
+        return bool(result)
+
+    def is_completed(self) -> bool:
+        completed = self.work.is_completed()
+        if completed:
+            self._finish(error_of(self.work))
+        return bool(completed)
+
+
+class _Watcher:
+    """Asks works whether they have completed, on a thread that ends when there are none."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: list[tuple[Any, Done]] = []
+        self._thread: threading.Thread | None = None
+
+    def add(self, work: Any, done: Done) -> None:
+        with self._lock:
+            self._pending.append((work, done))
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._watch, name="commhook-completion", daemon=True
+                )
+                self._thread.start()
+
+    def _watch(self) -> None:
+        while True:
+            with self._lock:
+                pending = list(self._pending)
+                if not pending:
+                    self._thread = None
+                    return
+            finished = [entry for entry in pending if _ask(*entry)]
+            with self._lock:
+                self._pending = [entry for entry in self._pending if entry not in finished]
+            if not finished:
+                time.sleep(_POLL_SECONDS)
+
+
+def _ask(work: Any, done: Done) -> bool:
+    """Whether a work needs no more asking."""
+    try:
+        if not work.is_completed():
+            return False
+        error = error_of(work)
+    except Exception as raised:
+        error = raised
+    done(_C.steady_seconds(), error)
+    return True
+
+
+_WATCHER = _Watcher()

@@ -1,0 +1,224 @@
+"""Hooks of process groups: before an operation, after it was issued, when it has completed, and
+before an abort.
+
+They are those of torch 2.15, under its names, on every torch. There they are for PyTorch's own
+backends; here for every ``torch_commhook.ProcessGroup``, however it is called.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future
+
+from torch_commhook import _C
+from torch_commhook.process_group.completion import on_completion
+from torch_commhook.process_group.operations import Call, describe
+
+
+@dataclass(frozen=True)
+class PreHookArgs:
+    """An operation that is about to be issued.
+
+    Attributes:
+        name: a ``HookOpName``.
+        async_op: whether the caller asked for a Work to wait for.
+        input_tensors: what is read.
+        output_tensors: what is written; the same tensors in place.
+        root: the rank that has the source or the result, or the peer; else -1.
+        op_id: of this call on this group; the same for all its hooks.
+        operation: the method, by its newest name.
+    """
+
+    name: Any
+    async_op: bool
+    input_tensors: list[Tensor]
+    output_tensors: list[Tensor]
+    root: int
+    op_id: int
+    operation: str
+
+
+@dataclass(frozen=True)
+class PostHookArgs:
+    """An operation that was issued.
+
+    Attributes:
+        name, async_op, op_id, operation: as in :class:`PreHookArgs`.
+        work: its Work; None where the method returns none.
+    """
+
+    name: Any
+    async_op: bool
+    work: Any
+    op_id: int
+    operation: str
+
+
+@dataclass(frozen=True)
+class CompletionHookArgs:
+    """An operation that has completed.
+
+    Attributes:
+        completion_key: what c10d knows its Work by; 0 where there is none.
+        duration_ms: from issue to completion, in milliseconds.
+        name, op_id, operation: as in :class:`PreHookArgs`.
+        sizes: of its inputs, or of its outputs where it reads nothing.
+        dtype: of the first of these; None without tensors.
+        nbytes: of these, together.
+        start, end: when it was issued and completed, in seconds of a clock that only goes forward
+            and is the same for all processes of a machine.
+        error: what it has failed with, also where issuing it has raised; else None. (torch 2.15
+            calls completion hooks for what has succeeded only.)
+    """
+
+    completion_key: int
+    duration_ms: float
+    name: Any
+    op_id: int
+    operation: str
+    sizes: tuple[torch.Size, ...]
+    dtype: torch.dtype | None
+    nbytes: int
+    start: float
+    end: float
+    error: BaseException | None
+
+
+class WorkInfo(NamedTuple):
+    """What ``_register_on_completion_hook`` tells, as PyTorch's ``WorkInfo``."""
+
+    op_type: str
+    seq: int
+    time_started: timedelta
+    time_finished: timedelta
+    active_duration: timedelta
+
+
+Hook = Callable[..., None]
+KINDS = ("pre", "post", "completion", "abort")
+
+
+class GroupHooks:
+    """The hooks of one group, by kind and id. They are called in the order of their ids."""
+
+    def __init__(self) -> None:
+        self._hooks: dict[str, dict[int, Hook]] = {kind: {} for kind in KINDS}
+        self.op_ids = itertools.count()
+
+    def __bool__(self) -> bool:
+        return any(self._hooks.values())
+
+    def add(self, kind: str, hook_id: int, hook: Hook) -> None:
+        if isinstance(hook_id, bool) or not isinstance(hook_id, int):
+            raise TypeError(
+                f"register_{kind}_hook: hook_id must be an int, got {_C.type_name(hook_id)}"
+            )
+        if not -(1 << 63) <= hook_id < 1 << 63:
+            raise ValueError(
+                f"register_{kind}_hook: hook_id must be an int of 64 bits, got {hook_id}"
+            )
+        if not callable(hook):
+            raise TypeError(
+                f"register_{kind}_hook: hook must be callable, got {_C.type_name(hook)}"
+            )
+        # A new dict, for calls that are under way on other threads.
+        self._hooks[kind] = dict(sorted({**self._hooks[kind], hook_id: hook}.items()))
+
+    def remove(self, kind: str, hook_id: int) -> None:
+        self._hooks[kind] = {key: hook for key, hook in self._hooks[kind].items() if key != hook_id}
+
+    def has(self, kind: str, hook_id: int) -> bool:
+        return hook_id in self._hooks[kind]
+
+    def of(self, kind: str) -> list[Hook]:
+        return list(self._hooks[kind].values())
+
+
+def run_with_hooks(
+    group: Any,
+    operation: str,
+    method: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+) -> Any:
+    """Call a method of a group with the group's hooks around it; called by C++."""
+    hooks: GroupHooks = group._hooks
+    if operation == "abort":
+        for hook in hooks.of("abort"):
+            try:
+                hook()
+            except Exception as error:  # what is broken must end all the same
+                _C.report_unraisable(error, hook)
+        return method(*arguments, **keywords)
+    call = describe(operation, arguments[1:], keywords)
+    if call is None:
+        return method(*arguments, **keywords)
+    op_id = next(hooks.op_ids)
+    before = PreHookArgs(
+        call.name, call.async_op, call.inputs, call.outputs, call.root, op_id, operation
+    )
+    for hook in hooks.of("pre"):
+        hook(before)
+    completed = _Completed(hooks, call, op_id) if hooks.of("completion") else None
+    try:
+        work = method(*arguments, **keywords)
+    except BaseException as error:
+        if completed is not None:
+            completed(_C.steady_seconds(), error)
+        raise
+    for_hooks = work
+    if isinstance(work, torch.futures.Future):
+        work = for_hooks = _create_work_from_future(work)
+    elif not isinstance(work, torch.distributed.Work):
+        for_hooks = None
+    if completed is not None:
+        if for_hooks is not None:
+            completed.key = _C.completion_key(for_hooks)
+        work = on_completion(work, [*call.inputs, *call.outputs], completed)
+    after = PostHookArgs(call.name, call.async_op, for_hooks, op_id, operation)
+    for hook in hooks.of("post"):
+        hook(after)
+    return work
+
+
+class _Completed:
+    """Calls the completion hooks of one operation; on any thread, and never raises."""
+
+    def __init__(self, hooks: GroupHooks, call: Call, op_id: int) -> None:
+        self._hooks = hooks
+        # Without the tensors, which are the caller's.
+        self._about = (call.sizes, call.dtype, call.nbytes)
+        self._name, self._operation, self._op_id = call.name, call.operation, op_id
+        self._start = _C.steady_seconds()
+        self.key = 0
+
+    def __call__(self, end: float, error: BaseException | None) -> None:
+        sizes, dtype, nbytes = self._about
+        args = CompletionHookArgs(
+            self.key,
+            (end - self._start) * 1e3,
+            self._name,
+            self._op_id,
+            self._operation,
+            sizes,
+            dtype,
+            nbytes,
+            self._start,
+            end,
+            error,
+        )
+        for hook in self._hooks.of("completion"):
+            try:
+                hook(args)
+            except Exception as error:
+                _C.report_unraisable(error, hook)
+
+
+_C.set_run_with_hooks(run_with_hooks)
