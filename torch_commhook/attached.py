@@ -97,7 +97,7 @@ class Attached:
 
         Returns:
             What it gave, the dtype that the result must have, and what it put on the wire (None
-            bytes where it went past the library's collectives).
+            bytes where nobody counted).
         """
         meter = WireMeter()
         with counting(meter):
@@ -108,8 +108,7 @@ class Attached:
             else:
                 dtype = bucket.dtype()
                 result = run_hook(self.hook, self.state, bucket)
-        sent = meter.bytes_sent if meter.collectives else None
-        return result, dtype, (bucket.numel(), bucket.dtype(), sent)
+        return result, dtype, (bucket.numel(), bucket.dtype(), meter.sent())
 
 
 def traceable(hook: Any) -> Any:

@@ -23,7 +23,8 @@ def ring_all_reduce_bytes(payload_bytes: int, world_size: int) -> int:
 
 @dataclass
 class BucketStats:
-    """One bucket's traffic. Byte counts are None where a hook goes past the library's collectives.
+    """One bucket's traffic. Byte counts are None where nobody counts: the hook goes past the
+    library's collectives, and its group is no ``RecordingProcessGroup``.
 
     Attributes:
         index: of the bucket.
@@ -46,8 +47,7 @@ class HookStats:
 
     Attributes:
         steps: backward passes that communicated.
-        bytes_sent: in all; None where the hook goes past the library's collectives, so that
-            nothing counts.
+        bytes_sent: in all; None where nobody counts, as in :class:`BucketStats`.
         bytes_sent_last_step: in the last of the steps, over all buckets.
         buckets: the buckets as they are now; DDP forms them anew after the first step.
     """
@@ -113,18 +113,30 @@ class TracedSteps:
 
 
 class WireMeter:
-    """Counts the bytes of one call of a hook, while :func:`counting` has it on this thread."""
+    """Counts the bytes of one call of a hook, while :func:`counting` has it on this thread.
 
-    __slots__ = ("bytes_sent", "collectives")
+    Both the library's collectives and recording process groups tell it, of the same traffic where
+    the one goes through the other; so they are counted apart.
+    """
+
+    __slots__ = ("bytes_recorded", "bytes_sent", "collectives", "operations_recorded")
 
     def __init__(self) -> None:
         self.bytes_sent = 0
         self.collectives = 0
+        self.bytes_recorded = 0
+        self.operations_recorded = 0
 
     def add(self, bytes_sent: int) -> None:
         """Note one collective that sends ``bytes_sent`` from this rank."""
         self.bytes_sent += bytes_sent
         self.collectives += 1
+
+    def sent(self) -> int | None:
+        """Bytes that this rank has sent; None where nobody has counted."""
+        if self.collectives:
+            return self.bytes_sent
+        return self.bytes_recorded if self.operations_recorded else None
 
 
 @contextmanager
@@ -164,3 +176,11 @@ def note_collective(bytes_sent: int) -> None:
     meter = getattr(_current, "meter", None)
     if meter is not None:
         meter.add(bytes_sent)
+
+
+def note_recorded(bytes_sent: int) -> None:
+    """Tell the meter of this thread, where there is one, what a recording group has seen."""
+    meter = getattr(_current, "meter", None)
+    if meter is not None:
+        meter.bytes_recorded += bytes_sent
+        meter.operations_recorded += 1

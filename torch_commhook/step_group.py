@@ -58,7 +58,7 @@ class StepGroup:
         self.parent = resolve_group(parent)
         self.size: int = self.parent.size()
         self.rank: int = self.parent.rank()
-        self.timeout = _timeout(self.parent)
+        self.timeout = group_timeout(self.parent)
         self._epoch = 1  # of the connections; each failure ends one
         self._attempts = 0  # to connect anew
         self._met: dict[int, str | None] = {}  # on rank 0: what each said when they met last
@@ -357,7 +357,8 @@ def _is_gloo(group: Any) -> bool:
     return type(backend) is dist.ProcessGroupGloo
 
 
-def _timeout(group: Any) -> timedelta:
+def group_timeout(group: Any) -> timedelta:
+    """How long a group's collectives may take; PyTorch's default where it does not tell."""
     try:
         return group._get_backend(torch.device("cpu")).options._timeout
     except (RuntimeError, AttributeError):

@@ -130,6 +130,12 @@ void bind_process_group(py::module_& m) {
   m.def("steady_seconds", &steady_seconds, "A clock that only goes forward.");
   m.def("completion_key", &completion_key, py::arg("work"),
         "What c10d knows a Work by when it has completed.");
+  m.def(
+      "work_of",
+      [](const std::shared_ptr<torch::jit::PythonFutureWrapper>& future) {
+        return work_of(future->fut);
+      },
+      py::arg("future"), "The Work of a Future.");
   // What C++ does with a Work in Python: for tests, which have no other way to a holder.
   m.def(
       "held_work",

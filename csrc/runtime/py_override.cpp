@@ -206,8 +206,7 @@ c10::intrusive_ptr<c10d::Work> Returned<c10::intrusive_ptr<c10d::Work>>::from(
   if (!py::isinstance<torch::jit::PythonFutureWrapper>(value)) {
     refuse(method, "a torch.distributed.Work or a torch.futures.Future", value);
   }
-  return c10d::Work::create_from_future(
-      value.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()->fut);
+  return work_of(value.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()->fut);
 }
 
 template <>

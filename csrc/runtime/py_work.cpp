@@ -117,7 +117,24 @@ class HeldWork : public c10d::Work {
   const PyRef python_;
 };
 
+class FutureWork : public PyWork {
+ public:
+  explicit FutureWork(c10::intrusive_ptr<Future> future)
+      : PyWork(-1, c10d::OpType::UNKNOWN), future_(std::move(future)) {}
+
+  c10::intrusive_ptr<Future> getFuture() override { return future_; }
+
+ private:
+  c10::intrusive_ptr<Future> own_future() const override { return future_; }
+
+  const c10::intrusive_ptr<Future> future_;
+};
+
 }  // namespace
+
+c10::intrusive_ptr<c10d::Work> work_of(c10::intrusive_ptr<Future> future) {
+  return c10::make_intrusive<FutureWork>(std::move(future));
+}
 
 std::exception_ptr error_of(const Future& future) {
   if (future.hasError()) {

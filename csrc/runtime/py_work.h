@@ -47,12 +47,15 @@ class PyWork : public c10d::Work {
   Result call(const PyMethod& method, const Fallback& fallback,
               const Arguments&... arguments) const;
   // The Future of the class in Python, or null where it defines none.
-  c10::intrusive_ptr<c10::ivalue::Future> own_future() const;
+  virtual c10::intrusive_ptr<c10::ivalue::Future> own_future() const;
 };
 
 // What a Future that is complete has failed with, or null. torch.futures.Future.set_exception keeps
 // the exception as a value.
 std::exception_ptr error_of(const c10::ivalue::Future& future);
+
+// The Work of a Future. Other than c10d's, it fails where Python has set an exception.
+c10::intrusive_ptr<c10d::Work> work_of(c10::intrusive_ptr<c10::ivalue::Future> future);
 
 // The Work of a Python object. One that is of a Python class, ours or a subclass of
 // torch.distributed.Work, keeps the object as long as C++ needs it, and asks it for everything that

@@ -1,6 +1,19 @@
 """Process groups and works in Python."""
 
 from torch_commhook.process_group.base import ProcessGroup
+from torch_commhook.process_group.compressed import CompressedProcessGroup
+from torch_commhook.process_group.faulty import (
+    Corrupt,
+    Delay,
+    Drop,
+    DroppedRankError,
+    Fail,
+    Fault,
+    FaultyProcessGroup,
+    Hang,
+    Injected,
+    InjectedError,
+)
 from torch_commhook.process_group.group_hooks import (
     CompletionHookArgs,
     PostHookArgs,
@@ -8,19 +21,39 @@ from torch_commhook.process_group.group_hooks import (
     WorkInfo,
 )
 from torch_commhook.process_group.operations import HookOpName
+from torch_commhook.process_group.recording import Counters, Record, RecordingProcessGroup
 from torch_commhook.process_group.registration import register
-from torch_commhook.process_group.work import Work, WrapperWork
+from torch_commhook.process_group.throttled import ThrottledProcessGroup
+from torch_commhook.process_group.trace import merge_traces
+from torch_commhook.process_group.work import FollowedWork, Work, WrapperWork
 from torch_commhook.process_group.wrapper import WrapperProcessGroup
 
 __all__ = [
     "CompletionHookArgs",
+    "CompressedProcessGroup",
+    "Corrupt",
+    "Counters",
+    "Delay",
+    "Drop",
+    "DroppedRankError",
+    "Fail",
+    "Fault",
+    "FaultyProcessGroup",
+    "FollowedWork",
+    "Hang",
     "HookOpName",
+    "Injected",
+    "InjectedError",
     "PostHookArgs",
     "PreHookArgs",
     "ProcessGroup",
+    "Record",
+    "RecordingProcessGroup",
+    "ThrottledProcessGroup",
     "Work",
     "WorkInfo",
     "WrapperProcessGroup",
     "WrapperWork",
+    "merge_traces",
     "register",
 ]

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import _create_work_from_future
 
 from torch_commhook import _C
 from torch_commhook.process_group.completion import on_completion
 from torch_commhook.process_group.operations import Call, describe
+from torch_commhook.process_group.work import as_work
 
 
 @dataclass(frozen=True)
@@ -173,11 +173,8 @@ def run_with_hooks(
         if completed is not None:
             completed(_C.steady_seconds(), error)
         raise
-    for_hooks = work
-    if isinstance(work, torch.futures.Future):
-        work = for_hooks = _create_work_from_future(work)
-    elif not isinstance(work, torch.distributed.Work):
-        for_hooks = None
+    work = as_work(work)
+    for_hooks = work if isinstance(work, torch.distributed.Work) else None
     if completed is not None:
         if for_hooks is not None:
             completed.key = _C.completion_key(for_hooks)

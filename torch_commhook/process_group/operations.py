@@ -127,6 +127,10 @@ _SIGNATURES: dict[str, tuple[str, int | None, int | None]] = {
 }
 
 
+#: All methods that communicate, by their newest names.
+OPERATIONS = frozenset(_SIGNATURES)
+
+
 def describe(operation: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Call | None:
     """A call of a group's method; None where it does not communicate.
 

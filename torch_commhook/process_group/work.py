@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from torch_commhook import _C
@@ -36,6 +38,11 @@ class Work(_C.Work):
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         take_over(cls, _C.work_methods(), _C.work_method)
+
+
+def as_work(value: Any) -> Any:
+    """The Work of a Future, which a method may return; anything else as it is."""
+    return _C.work_of(value) if isinstance(value, torch.futures.Future) else value
 
 
 class WrapperWork(Work):
@@ -70,3 +77,73 @@ def _delegate_all() -> None:
 
 
 _delegate_all()
+
+
+class FollowedWork(WrapperWork):
+    """Work after which something is done once, before anybody sees that it has completed.
+
+    Args:
+        work: the Work.
+        then: called once. The own Future holds what it returns, or where that is None what the
+            Future of ``work`` holds. What it raises is this Work's error.
+    """
+
+    def __init__(self, work: Any, then: Callable[[], Any]) -> None:
+        super().__init__(work)
+        self._then = then
+        self._lock = threading.Lock()
+        self._outcome: tuple[Any, BaseException | None] | None = None
+        self._future: torch.futures.Future[Any] | None = None
+
+    def _follow(self) -> Any:
+        with self._lock:
+            if self._outcome is None:
+                try:
+                    self._outcome = self._then(), None
+                except Exception as error:
+                    self._outcome = None, error
+        result, failure = self._outcome
+        if failure is not None:
+            raise failure
+        return result
+
+    def wait(self, *timeout: Any) -> bool:
+        completed = self.work.wait(*timeout)
+        self._follow()
+        return bool(completed)
+
+    def synchronize(self) -> None:
+        self.work.synchronize()
+        self._follow()
+
+    def is_completed(self) -> bool:
+        if not self.work.is_completed():
+            return False
+        if self.work.is_success():
+            try:
+                self._follow()
+            except Exception:  # for exception() to tell
+                pass
+        return True
+
+    def is_success(self) -> bool:
+        return bool(self.is_completed() and self.work.is_success() and self.exception() is None)
+
+    def exception(self) -> BaseException | None:
+        if self._outcome is not None and self._outcome[1] is not None:
+            return self._outcome[1]
+        return self.work.exception()
+
+    def result(self) -> Any:
+        result = self._follow()
+        return self.work.result() if result is None else result
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        if self._future is None:
+            self._future = self.work.get_future().then(self._value)
+        return self._future
+
+    def _value(self, done: torch.futures.Future[Any]) -> Any:
+        value = done.value()  # raises what the work has failed with
+        result = self._follow()
+        return value if result is None else result

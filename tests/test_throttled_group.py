@@ -1,0 +1,150 @@
+"""ThrottledProcessGroup: works complete when the link would have carried them, and not before."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torch_commhook.process_group import ProcessGroup, ThrottledProcessGroup, Work
+from torch_commhook.process_group.operations import describe
+from torch_commhook.process_group.throttled import link_bytes, link_messages
+
+MEGABYTE = torch.zeros(250_000)  # 8 Mbit
+
+
+class Parent(ProcessGroup):
+    def __init__(self, size: int = 2) -> None:
+        super().__init__(0, size)
+        self.error: Exception | None = None
+
+    def _done(self, tensors: Any, opts: Any = None) -> Any:
+        future: torch.futures.Future = torch.futures.Future()
+        if self.error is not None:
+            future.set_exception(self.error)
+        else:
+            future.set_result(tensors)
+        return future
+
+    allreduce = broadcast = _done
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self._done([])
+
+    def recv(self, tensors: Any, src: int, tag: int) -> Any:
+        class WithoutFuture(Work):
+            def wait(self, timeout: Any = None) -> bool:
+                return True
+
+        return WithoutFuture()
+
+    def monitored_barrier(self, *arguments: Any) -> None:
+        pass
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+@pytest.mark.parametrize("by_future", [False, True])
+def test_bandwidth(by_future: bool) -> None:
+    group = ThrottledProcessGroup(Parent(), bandwidth=80e6)
+    work = group.allreduce([MEGABYTE])
+    assert not work.is_completed()
+    took = seconds(lambda: work.get_future().wait() if by_future else work.wait())
+    assert took >= 0.09  # 8 Mbit at 80 Mbit/s
+    assert work.is_completed() and work.is_success()
+    assert work.get_future().value()[0] is MEGABYTE
+
+
+def test_contention() -> None:
+    """Two at once take as long as one after the other."""
+    group = ThrottledProcessGroup(Parent(), bandwidth=160e6)
+    works = [group.allreduce([MEGABYTE]) for _ in range(3)]
+    assert seconds(works[2].wait) >= 0.14  # 3 times 50 ms
+    assert all(work.is_completed() for work in works)
+
+
+def test_latency_of_messages() -> None:
+    group = ThrottledProcessGroup(Parent(size=4), bandwidth=1e15, latency=0.01)
+    assert seconds(group.allreduce([torch.zeros(1)]).wait) >= 0.055  # 6 messages around a ring
+    assert seconds(group.barrier().wait) >= 0.015
+    assert seconds(group.monitored_barrier) >= 0.015
+
+
+def test_work_without_a_future() -> None:
+    group = ThrottledProcessGroup(Parent(), bandwidth=160e6)
+    assert seconds(group.recv([MEGABYTE], 1, 0).wait) >= 0.045
+
+
+def test_errors_come_at_once() -> None:
+    parent = Parent()
+    parent.error = OSError("cable")
+    work = ThrottledProcessGroup(parent, bandwidth=1.0).allreduce([MEGABYTE])
+    with pytest.raises(OSError, match="cable"):
+        work.wait()
+    assert work.is_completed() and not work.is_success()
+
+
+def test_a_timeout_is_kept() -> None:
+    from datetime import timedelta
+
+    group = ThrottledProcessGroup(Parent(), bandwidth=8e6)
+    work = group.allreduce([MEGABYTE])
+    with pytest.raises(TimeoutError):
+        work.wait(timedelta(seconds=0.02))
+    assert work.wait()
+
+
+def test_no_thread_stays() -> None:
+    ThrottledProcessGroup(Parent(), bandwidth=800e6).allreduce([MEGABYTE]).wait()
+    deadline = time.monotonic() + 20
+    while any(each.name == "commhook-throttle" for each in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_bytes_on_the_link(size: int) -> None:
+    """What any rank must send or receive, whichever is more."""
+    x, all_of_it = torch.zeros(8), torch.zeros(8 * size)
+
+    def carried(operation: str, *arguments: Any, rank: int = 0) -> int:
+        call = describe(operation, arguments, {})
+        assert call is not None
+        return link_bytes(call, rank, size)
+
+    others = size - 1
+    root = dist.GatherOptions()
+    root.rootRank = 0
+    assert carried("allreduce", [x], None) == round(2 * 32 * others / size)
+    assert carried("all_gather_single", all_of_it, x) == 32 * others
+    assert carried("reduce_scatter_single", x, all_of_it) == 32 * others
+    assert carried("broadcast", [x]) == (32 if size > 1 else 0)
+    assert carried("gather", [[x] * size], [x], root) == 32 * others
+    assert carried("gather", [], [x], root, rank=size - 1) == (32 if others else 0)
+    assert carried("all_to_all_single", x, x, [], []) == 32 * others // size
+    assert carried("barrier") == 0
+    call = describe("allreduce", ([x],), {})
+    assert call is not None and link_messages(call, size) == 2 * others
+
+
+@pytest.mark.parametrize(
+    "options, error",
+    [
+        ({"bandwidth": 0}, "bandwidth must be above 0 bits per second, got 0"),
+        ({"bandwidth": float("nan")}, "bandwidth must be above 0"),
+        ({"bandwidth": "1"}, "bandwidth must be a number, got str"),
+        ({"bandwidth": 1, "latency": -1}, "latency must be at least 0 seconds, got -1"),
+    ],
+)
+def test_bad_arguments(options: Any, error: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"ThrottledProcessGroup: {error}"):
+        ThrottledProcessGroup(Parent(), **options)

@@ -1,0 +1,414 @@
+"""A process group that fails on purpose, to test what a training does then."""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_commhook import _C
+from torch_commhook.process_group.operations import OPERATIONS, Call, describe
+from torch_commhook.process_group.timers import Timers
+from torch_commhook.process_group.work import FollowedWork, Work, as_work
+from torch_commhook.process_group.wrapper import WrapperProcessGroup
+from torch_commhook.step_group import group_timeout
+
+_TIMERS = Timers("commhook-faults")
+
+
+class InjectedError(RuntimeError):
+    """What :class:`Fail` raises where it is not told what to raise."""
+
+
+class DroppedRankError(RuntimeError):
+    """This rank takes part in nothing any more; see :class:`Drop`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """When something is to go wrong: in which operations, on which ranks, how often.
+
+    Attributes:
+        operations: names of a group's methods, such as ``"allreduce"``; None for all. Old names of
+            a method mean the same as its newest.
+        ranks: of the group; None for all.
+        skip: so many operations that fit go well first.
+        count: so many go wrong at most; None for no limit.
+        probability: with which one that fits goes wrong, drawn for each rank on its own.
+    """
+
+    operations: str | Sequence[str] | None = None
+    ranks: int | Sequence[int] | None = None
+    skip: int = 0
+    count: int | None = None
+    probability: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delay(Fault):
+    """The rank comes so many seconds late to the operation."""
+
+    seconds: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fail(Fault):
+    """The operation raises, and is not issued; the other ranks wait for this one.
+
+    Attributes:
+        error: what is raised, an exception or a class of them.
+    """
+
+    error: BaseException | type[BaseException] = InjectedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hang(Fault):
+    """The operation is not issued, and its Work fails with TimeoutError when its time is over.
+
+    Attributes:
+        seconds: until then; None for the timeout of the operation, or else of the group.
+    """
+
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corrupt(Fault):
+    """One element is wrong: of what this rank gets, or of what it gives.
+
+    Attributes:
+        value: what the element becomes.
+        index: of the element in the first tensor, in row-major order; None for a random one.
+        of: ``"output"`` or ``"input"``. An input that the operation does not write is copied first,
+            so that the caller's tensor stays as it is.
+    """
+
+    value: float = math.nan
+    index: int | None = None
+    of: str = "output"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drop(Fault):
+    """The rank is gone: this and all later operations raise :class:`DroppedRankError`."""
+
+
+@dataclass(frozen=True)
+class Injected:
+    """A fault that happened.
+
+    Attributes:
+        operation: the method, by its newest name.
+        op_id: counts the operations of the group, from 0.
+        fault: what happened.
+    """
+
+    operation: str
+    op_id: int
+    fault: Fault
+
+
+class FaultyProcessGroup(WrapperProcessGroup):
+    """Leaves everything to another group, but for the faults that it is told.
+
+    For testing one's own training loop: does it notice, does it end, does it go on where it should?
+
+    Args:
+        parent: the process group that does the work.
+        faults: any number of :class:`Delay`, :class:`Fail`, :class:`Hang`, :class:`Corrupt` and
+            :class:`Drop`, looked at in this order for each operation.
+        seed: of the random choices; each rank has its own sequence.
+
+    Attributes:
+        injected: the faults that happened, in order.
+
+    Raises:
+        TypeError, ValueError: no process group; a fault that cannot be.
+    """
+
+    injected: list[Injected]
+
+    def __init__(
+        self, parent: dist.ProcessGroup, faults: Sequence[Fault] = (), *, seed: int = 0
+    ) -> None:
+        super().__init__(parent)
+        self.injected = []
+        self._lock = threading.Lock()
+        self._rules = [_Rule(fault, parent.size()) for fault in faults]
+        self._random = random.Random(f"{seed}/{parent.rank()}")
+        self._op_id = 0
+        self._timeout: timedelta | None = None
+        self._dropped = False
+        self._hanging: weakref.WeakSet[_HangingWork] = weakref.WeakSet()
+
+    def abort(self) -> None:
+        """As the parent's; also ends what hangs."""
+        self._end_hanging("aborted")
+        super().abort()
+
+    def shutdown(self) -> None:
+        """As the parent's; also ends what hangs."""
+        self._end_hanging("shut down")
+        super().shutdown()
+
+    def _end_hanging(self, how: str) -> None:
+        for work in list(self._hanging):
+            work.end(how)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """As the parent's; also that of :class:`Hang`."""
+        self._timeout = timeout
+        super().set_timeout(timeout)
+
+    def _run(self, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        with self._lock:
+            op_id = self._op_id
+            self._op_id += 1
+            faults = [
+                rule.fault
+                for rule in self._rules
+                if rule.applies(operation, self._rank, self._random)
+            ]
+            if self._dropped:
+                faults = [Drop()]
+            else:
+                self.injected += [Injected(operation, op_id, fault) for fault in faults]
+        call = describe(operation, arguments, keywords)
+        corruptions: list[Corrupt] = []
+        for fault in faults:
+            if isinstance(fault, Delay):
+                time.sleep(fault.seconds)
+            elif isinstance(fault, Fail):
+                raise self._error(fault, operation, op_id)
+            elif isinstance(fault, Drop):
+                self._dropped = True
+                raise DroppedRankError(
+                    f"FaultyProcessGroup: rank {self._rank} has been dropped, at {operation} "
+                    f"number {op_id}"
+                )
+            elif isinstance(fault, Hang):
+                return self._hang(fault, operation, arguments, keywords)
+            elif isinstance(fault, Corrupt):
+                corruptions.append(fault)
+        if call is not None:
+            for fault in corruptions:
+                if fault.of == "input":
+                    arguments = self._corrupt_input(fault, call, arguments)
+        work = super()._run(operation, arguments, keywords)
+        after = [fault for fault in corruptions if fault.of == "output"]
+        if call is None or not after or not call.outputs:
+            return work
+        work = as_work(work)
+
+        def corrupt() -> None:
+            for fault in after:
+                self._corrupt(fault, call.outputs[0])
+
+        return FollowedWork(work, corrupt)
+
+    @property
+    def _rank(self) -> int:
+        return self.parent.rank()
+
+    def _error(self, fault: Fail, operation: str, op_id: int) -> BaseException:
+        if fault.error is InjectedError:
+            return InjectedError(
+                f"FaultyProcessGroup: {operation} number {op_id} fails on rank {self._rank}"
+            )
+        return fault.error() if isinstance(fault.error, type) else fault.error
+
+    def _hang(
+        self, fault: Hang, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
+        seconds = fault.seconds
+        if seconds is None:
+            seconds = self._seconds_of(arguments, keywords)
+        work = _HangingWork(f"{operation} on rank {self._rank}", seconds)
+        self._hanging.add(work)
+        if operation == "monitored_barrier":
+            work.wait()
+        return work
+
+    def _seconds_of(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> float:
+        for value in (*arguments, *keywords.values()):
+            timeout = getattr(value, "timeout", value)
+            if isinstance(timeout, timedelta) and timeout > timedelta(0):
+                return timeout.total_seconds()
+        return (self._timeout or group_timeout(self.parent)).total_seconds()
+
+    def _corrupt_input(
+        self, fault: Corrupt, call: Call, arguments: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        if not call.inputs:
+            return arguments
+        tensor = call.inputs[0]
+        if any(tensor is written for written in call.outputs):
+            self._corrupt(fault, tensor)
+            return arguments
+        copy = tensor.clone()
+        self._corrupt(fault, copy)
+        return tuple(_replaced(value, tensor, copy) for value in arguments)
+
+    def _corrupt(self, fault: Corrupt, tensor: Tensor) -> None:
+        if not tensor.numel():
+            return
+        index = self._random.randrange(tensor.numel()) if fault.index is None else fault.index
+        place = []
+        for size in reversed(tensor.shape):
+            index, rest = divmod(index, size)
+            place.append(rest)
+        with torch.no_grad():
+            tensor[tuple(reversed(place))] = fault.value
+
+
+class _HangingWork(Work):
+    """Never done; its time ends, or somebody aborts it."""
+
+    def __init__(self, what: str, seconds: float) -> None:
+        super().__init__()
+        self._what, self._seconds = what, seconds
+        self._until = _C.steady_seconds() + seconds
+        self._ended = threading.Event()
+        self._how = ""
+        self._lock = threading.Lock()
+        self._future: torch.futures.Future[Any] | None = None
+        self._timer = 0
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        left = self._until - _C.steady_seconds()
+        if timeout is not None and timeout > timedelta(0):
+            left = min(left, timeout.total_seconds())
+        self._ended.wait(max(left, 0.0))
+        raise self._error()
+
+    def is_completed(self) -> bool:
+        return self._ended.is_set() or _C.steady_seconds() >= self._until
+
+    def is_success(self) -> bool:
+        return False
+
+    def exception(self) -> BaseException | None:
+        return self._error() if self.is_completed() else None
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        with self._lock:
+            if self._future is None:
+                self._future = torch.futures.Future()
+                self._timer = _TIMERS.call_at(self._until, self._fail)
+            return self._future
+
+    def abort(self) -> None:
+        self.end("aborted")
+
+    def end(self, how: str) -> None:
+        """Fail now."""
+        if self.is_completed():
+            return
+        self._how = how
+        self._ended.set()
+        if self._future is not None:
+            _TIMERS.cancel(self._timer)
+            self._fail()
+
+    def _fail(self) -> None:
+        assert self._future is not None
+        self._future.set_exception(self._error())
+
+    def _error(self) -> Exception:
+        if self._how:
+            return RuntimeError(f"FaultyProcessGroup: {self._what} hung and was {self._how}")
+        return TimeoutError(
+            f"FaultyProcessGroup: {self._what} hangs, and has taken longer than {self._seconds:g} s"
+        )
+
+
+class _Rule:
+    """A fault, and how often it was looked at and has happened."""
+
+    def __init__(self, fault: Fault, world_size: int) -> None:
+        _check(fault, world_size)
+        self.fault = fault
+        self._operations = _names(fault.operations)
+        self._ranks = (fault.ranks,) if isinstance(fault.ranks, int) else fault.ranks
+        self._seen = 0
+        self._happened = 0
+
+    def applies(self, operation: str, rank: int, numbers: random.Random) -> bool:
+        fault = self.fault
+        if self._operations is not None and operation not in self._operations:
+            return False
+        if self._ranks is not None and rank not in self._ranks:
+            return False
+        self._seen += 1
+        if self._seen <= fault.skip:
+            return False
+        if fault.count is not None and self._happened >= fault.count:
+            return False
+        if fault.probability < 1 and numbers.random() >= fault.probability:
+            return False
+        self._happened += 1
+        return True
+
+
+#: Of the newest name of a method, by any of its names.
+_NEWEST = {name: names[0] for names in _C.process_group_methods().values() for name in names}
+
+
+def _names(operations: str | Sequence[str] | None) -> set[str] | None:
+    if operations is None:
+        return None
+    names = {operations} if isinstance(operations, str) else set(operations)
+    return {_NEWEST.get(name, name) for name in names}
+
+
+def _check(fault: Any, world_size: int) -> None:
+    what = f"FaultyProcessGroup: {type(fault).__name__}"
+    if not isinstance(fault, Fault) or type(fault) is Fault:
+        raise TypeError(
+            "FaultyProcessGroup: faults must be Delay, Fail, Hang, Corrupt or Drop, got "
+            f"{_C.type_name(fault)}"
+        )
+    unknown = sorted((_names(fault.operations) or set()) - OPERATIONS)
+    if unknown:
+        raise ValueError(
+            f"{what}.operations must be of {', '.join(sorted(OPERATIONS))}, got {unknown[0]!r}"
+        )
+    ranks = [fault.ranks] if isinstance(fault.ranks, int) else fault.ranks or []
+    for rank in ranks:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"{what}.ranks must be below {world_size}, got {rank}")
+    if fault.skip < 0:
+        raise ValueError(f"{what}.skip must be at least 0, got {fault.skip}")
+    if fault.count is not None and fault.count < 0:
+        raise ValueError(f"{what}.count must be at least 0 or None, got {fault.count}")
+    if not 0 <= fault.probability <= 1:
+        raise ValueError(f"{what}.probability must be between 0 and 1, got {fault.probability}")
+    seconds = getattr(fault, "seconds", None)
+    if seconds is not None and not 0 <= seconds < math.inf:
+        raise ValueError(f"{what}.seconds must be at least 0, got {seconds}")
+    if isinstance(fault, Corrupt) and fault.of not in ("input", "output"):
+        raise ValueError(f"{what}.of must be 'input' or 'output', got {fault.of!r}")
+    if isinstance(fault, Fail) and not (
+        isinstance(fault.error, BaseException)
+        or (isinstance(fault.error, type) and issubclass(fault.error, BaseException))
+    ):
+        raise TypeError(f"{what}.error must be an exception, got {_C.type_name(fault.error)}")
+
+
+def _replaced(value: Any, tensor: Tensor, other: Tensor) -> Any:
+    if value is tensor:
+        return other
+    if isinstance(value, (list, tuple)):
+        return type(value)(_replaced(each, tensor, other) for each in value)
+    return value
