@@ -197,5 +197,5 @@ def test_stats_of_hooks_come_from_it(two_ranks: RankPool) -> None:
 
 
 def test_around_a_namespace_is_refused() -> None:
-    with pytest.raises(TypeError, match="parent must be a ProcessGroup, got types.SimpleNamespace"):
+    with pytest.raises(TypeError, match=r"must be a ProcessGroup, got types\.SimpleNamespace"):
         RecordingProcessGroup(SimpleNamespace())  # type: ignore[arg-type]

@@ -85,9 +85,13 @@ class CompressedProcessGroup(WrapperProcessGroup):
         options = arguments[tensors] if len(arguments) > tensors else make_options()
         if len(arguments) > tensors + 1 or not isinstance(options, make_options):
             return None
-        if options.reduceOp not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        # Not by `in`, which would ask the members of another type whether they are equal.
+        if options.reduceOp == dist.ReduceOp.AVG:
+            factor = 1.0
+        elif options.reduceOp == dist.ReduceOp.SUM:
+            factor = float(self.size())
+        else:
             return None
-        factor = 1.0 if options.reduceOp == dist.ReduceOp.AVG else float(self.size())
         if operation.startswith("allreduce"):
             return self._encode_allreduce(operation, arguments[0], options, factor)
         outputs, inputs = arguments[:2]

@@ -150,8 +150,9 @@ def describe(operation: str, arguments: Sequence[Any], keywords: Mapping[str, An
         outputs = _tensors(values[written : written + 1])
     options = next((value for value in values if hasattr(value, "timeout")), None)
     root, splits = getattr(options, "rootRank", -1), ()
-    if operation in ("send", "recv") and len(values) > 1:
-        root = values[1]
+    if operation in ("send", "recv", "broadcast", "reduce") and len(values) > 1:
+        if isinstance(values[1], int):  # a peer, or the root in PyTorch's short forms
+            root = values[1]
     elif operation == "all_to_all_single" and len(values) > 3:
         splits = values[3]
     return Call(

@@ -1,0 +1,223 @@
+"""CompressedProcessGroup: what it compresses, how exactly, and that nothing else changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from layered_net import Net, batch, gradients_of
+from rank_pool import RankPool
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor.placement_types import Partial
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from torch_commhook.process_group import (
+    CompressedProcessGroup,
+    ProcessGroup,
+    RecordingProcessGroup,
+    register,
+)
+
+SUM, AVG, MAX = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX
+
+
+class Twice(ProcessGroup):
+    """Two ranks that hold the same; keeps what it was sent."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 2)
+        self.sent: list[torch.Tensor] = []
+
+    def _done(self, value: Any) -> Any:
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result(value)
+        return future
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        assert opts is None or opts.reduceOp == SUM or opts.reduceOp == MAX
+        self.sent += [tensor.clone() for tensor in tensors]
+        for tensor in tensors:
+            tensor.mul_(2)
+        return self._done(tensors)
+
+    allreduce_coalesced = allreduce
+
+    def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
+        self.sent.append(input.clone())
+        output.copy_(2 * input.view(2, -1)[0].view_as(output))
+        return self._done([output])
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        self.sent += inputs[0]
+        outputs[0].copy_(2 * inputs[0][0])
+        return self._done(outputs)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        for output, input in zip(outputs, inputs, strict=True):
+            self.reduce_scatter_single(output, input)
+        return self._done(outputs)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+        return self._done(tensors)
+
+
+def options(make: Any, op: Any = SUM) -> Any:
+    made = make()
+    made.reduceOp = op
+    return made
+
+
+def reduce_options(op: Any = SUM) -> Any:
+    return options(dist.AllreduceOptions, op)
+
+
+def scatter_options(op: Any = SUM) -> Any:
+    return options(dist.ReduceScatterOptions, op)
+
+
+@pytest.mark.parametrize("codec", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("op", [SUM, AVG], ids=["sum", "avg"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("by_future", [False, True])
+def test_allreduce(codec: Any, op: Any, dtype: Any, by_future: bool) -> None:
+    parent = Twice()
+    group = CompressedProcessGroup(parent, codec, min_numel=4)
+    x = torch.randn(5, 3, dtype=dtype)
+    given = x.clone()
+    work = group.allreduce([x], reduce_options(op))
+    if by_future:
+        assert work.get_future().wait()[0] is x
+    else:
+        assert work.wait()
+    (sent,) = parent.sent
+    assert sent.dtype == codec
+    torch.testing.assert_close(sent, (given / 2).to(codec).flatten(), rtol=0, atol=0)
+    exact = given * 2 if op == SUM else given
+    # One rounding of each value; the parent's doubling is exact.
+    roundoff = 2.0**-8 if codec == torch.bfloat16 else 2.0**-11
+    torch.testing.assert_close(x, exact, rtol=roundoff, atol=1e-7)
+    assert not torch.equal(x, exact) and group.compressed == 1
+
+
+def test_a_sum_of_finite_values_stays_in_range() -> None:
+    group = CompressedProcessGroup(Twice(), torch.float16, min_numel=0)
+    x = torch.full((4,), 40000.0)  # its sum is beyond float16
+    group.allreduce([x], reduce_options()).wait()
+    assert x.tolist() == [80000.0] * 4
+
+
+def test_several_tensors() -> None:
+    parent = Twice()
+    group = CompressedProcessGroup(parent, min_numel=0)
+    tensors = [torch.ones(3), torch.full((2, 2), 2.0)]
+    group.allreduce_coalesced(tensors, options(dist.AllreduceCoalescedOptions)).wait()
+    assert len(parent.sent) == 1 and parent.sent[0].numel() == 7
+    assert [tensor.unique().tolist() for tensor in tensors] == [[2.0], [4.0]]
+
+
+def test_reduce_scatter_in_all_forms() -> None:
+    parent = Twice()
+    group = CompressedProcessGroup(parent, min_numel=0)
+    x = torch.arange(8.0).view(4, 2)
+    out = torch.empty(2, 2)
+    for op, factor in ((SUM, 2), (AVG, 1)):
+        group.reduce_scatter_single(out, x, scatter_options(op)).wait()
+        assert torch.equal(out, factor * x[:2])
+        group.reduce_scatter([out], [[x[:2], x[2:]]], scatter_options(op)).wait()
+        assert torch.equal(out, factor * x[:2])
+        outs = [out.zero_(), torch.empty(1)]
+        group.reduce_scatter_single_coalesced(
+            outs, [x, torch.ones(2)], scatter_options(op)
+        ).get_future().wait()
+        assert torch.equal(out, factor * x[:2]) and outs[1].item() == factor
+    assert {sent.dtype for sent in parent.sent} == {torch.bfloat16}
+    assert group.compressed == 6
+
+
+@pytest.mark.parametrize(
+    "tensor, op",
+    [
+        (torch.ones(4), SUM),  # small
+        (torch.ones(50), MAX),
+        (torch.ones(50, dtype=torch.int64), SUM),
+        (torch.ones(50, dtype=torch.bfloat16), SUM),
+        (torch.ones(50).to_sparse(), SUM),
+        (torch.ones(10, 10).t()[:, :5], SUM),
+    ],
+    ids=["small", "max", "int64", "bfloat16", "sparse", "strided"],
+)
+def test_what_passes_as_it_is(tensor: torch.Tensor, op: Any) -> None:
+    parent = Twice()
+    group = CompressedProcessGroup(parent, min_numel=20)
+    group.allreduce([tensor], reduce_options(op)).wait()
+    assert parent.sent[0].dtype == tensor.dtype and parent.sent[0].shape == tensor.shape
+    assert group.compressed == 0
+    group.broadcast([torch.ones(50)], dist.BroadcastOptions()).wait()
+    assert group.compressed == 0
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(TypeError, match=r"codec must be torch\.bfloat16 or torch\.float16, got"):
+        CompressedProcessGroup(Twice(), torch.float32)
+    with pytest.raises(ValueError, match="min_numel must be an int of at least 0, got -1"):
+        CompressedProcessGroup(Twice(), min_numel=-1)
+
+
+def _train(rank: int, kind: str) -> tuple[list[float], list[float], int, int]:
+    """Gradients without and with compression, and the bytes sent."""
+    recording = RecordingProcessGroup(dist.group.WORLD)
+    compressed = CompressedProcessGroup(recording, min_numel=100)
+    plain = RecordingProcessGroup(dist.group.WORLD)
+    found, sent = [], []
+    for group, counted in ((plain, plain), (compressed, recording)):
+        register(group, f"compressed {kind} {len(found)}")
+        torch.manual_seed(0)
+        model: Any = Net()
+        if kind == "ddp":
+            model = DDP(model, process_group=group)
+        else:
+            mesh = DeviceMesh.from_group(group, "cpu")
+            for layer in model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        counted.clear()
+        model(batch(rank)).square().sum().backward()
+        operation = "allreduce" if kind == "ddp" else "reduce_scatter_single"
+        sent.append(counted.counters[operation].bytes_sent)
+        gradients = gradients_of(model)
+        if kind != "ddp":
+            gradients = [gradient.full_tensor() for gradient in gradients]
+        found.append(torch.cat([gradient.flatten() for gradient in gradients]).tolist())
+    for group in (plain, compressed):  # not before: DTensor takes equal meshes for one
+        dist.destroy_process_group(group)
+    return *found, *sent
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fully_shard"])
+def test_models_send_half(two_ranks: RankPool, kind: str) -> None:
+    for plain, compressed, bytes_plain, bytes_compressed in two_ranks.run(_train, kind):
+        assert bytes_compressed == bytes_plain / 2
+        plain, compressed = torch.tensor(plain), torch.tensor(compressed)
+        error = (plain - compressed).norm() / plain.norm()
+        assert 0 < error < 2**-8
+
+
+def _partial(rank: int) -> tuple[int, float]:
+    compressed = CompressedProcessGroup(dist.group.WORLD, min_numel=0)
+    register(compressed, "compressed tensors")
+    try:
+        mesh = DeviceMesh.from_group(compressed, "cpu")
+        x = distribute_tensor(torch.ones(4), mesh, [Replicate()])
+        local = x.to_local() * (rank + 1)
+        summed = type(x).from_local(local, mesh, [Partial()]).redistribute(mesh, [Replicate()])
+        return compressed.compressed, summed.to_local().sum().item()
+    finally:
+        dist.destroy_process_group(compressed)
+
+
+def test_dtensor(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_partial) == [(1, 12.0)] * 2
