@@ -1,6 +1,8 @@
 #include <pybind11/chrono.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
+#include <functional>
+
 #include "commhook/hook_result.h"
 #include "runtime/bindings.h"
 #include "runtime/hook_names.h"
@@ -64,6 +66,44 @@ uint64_t completion_key(const py::object& work) {
 #else
   return reinterpret_cast<uint64_t>(cpp.get());
 #endif
+}
+
+// A Work's answer to C++, for tests: PyTorch has no binding of some.
+py::object ask_work(const py::object& work, const std::string& name) {
+  const auto held = held_work(work.cast<c10::intrusive_ptr<c10d::Work>>(), work);
+  const std::map<std::string, std::function<py::object()>> questions{
+      {"is_completed", [&] { return py::cast(held->isCompleted()); }},
+      {"is_success", [&] { return py::cast(held->isSuccess()); }},
+      {"exception",
+       [&]() -> py::object {
+         const auto error = held->exception();
+         return error ? python_exception(error) : py::none();
+       }},
+      {"source_rank", [&] { return py::cast(held->sourceRank()); }},
+      {"result", [&] { return py::cast(held->result()); }},
+      {"synchronize", [&] { return held->synchronize(), py::none(); }},
+      {"wait", [&] { return py::cast(held->wait()); }},
+      {"block_current_stream", [&] { return held->blockCurrentStream(), py::none(); }},
+      {"abort", [&] { return held->abort(), py::none(); }},
+      {"get_future",
+       [&] {
+         return py::cast(std::make_shared<torch::jit::PythonFutureWrapper>(held->getFuture()));
+       }},
+      {"get_future_result",
+       [&] {
+         return py::cast(
+             std::make_shared<torch::jit::PythonFutureWrapper>(held->getFutureResult()));
+       }},
+      {"get_duration", [&] { return py::cast(held->getDuration()); }},
+      {"get_sequence_number", [&] { return py::cast(held->getSequencenumber()); }},
+#if COMMHOOK_TORCH_AT_LEAST(2, 14)
+      {"get_timeout", [&] { return py::cast(held->getTimeout()); }},
+#endif
+#if COMMHOOK_TORCH_AT_LEAST(2, 15)
+      {"get_completion_key", [&] { return py::cast(held->getCompletionKey()); }},
+#endif
+  };
+  return questions.at(name)();
 }
 
 }  // namespace
@@ -136,6 +176,7 @@ void bind_process_group(py::module_& m) {
         return work_of(future->fut);
       },
       py::arg("future"), "The Work of a Future.");
+  m.def("ask_work", &ask_work, py::arg("work"), py::arg("name"));
   // What C++ does with a Work in Python: for tests, which have no other way to a holder.
   m.def(
       "held_work",

@@ -317,7 +317,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> PyProcessGroup::mergeRemoteGroup(
     const c10::intrusive_ptr<c10d::Store>& store, const MergeOptions& options, const int& size) {
   return collective<c10::intrusive_ptr<ProcessGroup>>(
       kMergeRemoteGroup, [&] { return ProcessGroup::mergeRemoteGroup(store, options, size); },
-      store, options, size);
+      store, size, options.timeout, options.group_name, options.group_desc);
 }
 
 c10::intrusive_ptr<c10d::ProcessGroup> PyProcessGroup::splitGroup(

@@ -76,7 +76,9 @@ class HeldWork : public c10d::Work {
   void synchronize() override {
     call<void>(kSynchronize, [&] { work_->synchronize(); });
   }
-  bool wait(std::chrono::milliseconds timeout) override { return work_->wait(timeout); }
+  bool wait(std::chrono::milliseconds timeout) override {
+    return call<bool>(kWait, [&] { return work_->wait(timeout); }, timeout);
+  }
   void blockCurrentStream() override {
     call<void>(kBlockCurrentStream, [&] { work_->blockCurrentStream(); });
   }
@@ -108,9 +110,11 @@ class HeldWork : public c10d::Work {
 #endif
 
  private:
-  template <typename Result, typename Fallback>
-  Result call(const PyMethod& method, const Fallback& fallback) const {
-    return call_override<Result>(work_.get(), method, [this] { return python_.get(); }, fallback);
+  template <typename Result, typename Fallback, typename... Arguments>
+  Result call(const PyMethod& method, const Fallback& fallback,
+              const Arguments&... arguments) const {
+    return call_override<Result>(
+        work_.get(), method, [this] { return python_.get(); }, fallback, arguments...);
   }
 
   const c10::intrusive_ptr<Work> work_;
