@@ -1,0 +1,2 @@
+class Simulation: pass
+def simulate(): pass
