@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from torch_commhook._C import ProcessGroup
+from torch_commhook._dynamo import methods_left_to_python
 from torch_commhook.metrics import ring_all_reduce_bytes
 from torch_commhook.process_group import simulated_data as data
 from torch_commhook.process_group.simulated_arguments import (
@@ -34,6 +35,7 @@ from torch_commhook.process_group.simulated_work import Call, CoalescedWork, Sim
 Tensors = Sequence[Tensor]
 
 
+@methods_left_to_python
 class SimulatedProcessGroup(ProcessGroup):
     """One rank's side of a group among the threads of :func:`torch_commhook.testing.run_ranks`.
 

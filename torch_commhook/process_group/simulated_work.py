@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_commhook._C import Work
+from torch_commhook._dynamo import methods_left_to_python
 from torch_commhook.process_group.simulated_data import Reduction
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def named_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
+@methods_left_to_python
 class _Future(torch.futures.Future):
     """A Future whose ``wait()`` lets the other ranks run."""
 
@@ -61,6 +63,7 @@ class _Future(torch.futures.Future):
         return super().wait()
 
 
+@methods_left_to_python
 class SimulatedWork(Work):
     """A collective that a rank has issued, until all ranks have."""
 
@@ -146,6 +149,7 @@ class SimulatedWork(Work):
             self._future.set_exception(RuntimeError(str(error)))
 
 
+@methods_left_to_python
 class CoalescedWork(Work):
     """Several collectives as one."""
 

@@ -59,18 +59,25 @@ def run_ranks(
         TypeError, ValueError: an argument that is none of the above.
     """
     _check_arguments(fn, world_size, seed, timeout)
+    return run_with_links(lambda rank, _: fn(rank, *args), world_size, seed, timeout)[0]
+
+
+def run_with_links(
+    fn: Callable[[int, Links], Any], world_size: int, seed: int, timeout: float = 60.0
+) -> tuple[list[Any], Links]:
+    """:func:`run_ranks` for a function that is also given all groups of the run; returns these."""
     if current_rank() is not None:
         raise RuntimeError("run_ranks: a rank must not call run_ranks, which is running already")
     if not _one_run.acquire(blocking=False):
         raise RuntimeError("run_ranks: one must end before the next, and another thread runs one")
     try:
-        return _run(fn, world_size, args, seed, timeout)[0]
+        return _run(fn, world_size, seed, timeout)
     finally:
         _one_run.release()
 
 
 def _run(
-    fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], seed: int, timeout: float
+    fn: Callable[[int, Links], Any], world_size: int, seed: int, timeout: float
 ) -> tuple[list[Any], Links]:
     scheduler = Scheduler(world_size, seed, timeout)
     links = Links(scheduler)
@@ -82,7 +89,7 @@ def _run(
             torch.autograd.set_multithreading_enabled(False),
             world_of(links, store, rank, world_size),
         ):
-            return fn(rank, *args)
+            return fn(rank, links)
 
     with worlds_of_ranks():
         scheduler.run(run_rank)
