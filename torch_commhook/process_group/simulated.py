@@ -112,7 +112,7 @@ class SimulatedProcessGroup(ProcessGroup):
     ) -> SimulatedWork:
         """Reduce one tensor for the root; the others' stay as they are."""
         tensors = tensors_of("reduce", "tensors", tensors, count=1)
-        reduction = reduction_of("reduce", opts if op is None else op, tensors)
+        reduction = reduction_of("reduce", _op_of(opts, op), tensors)
         root = root_of("reduce", opts, self._size)
         return self._issue(
             data.reduce,
@@ -284,7 +284,13 @@ class SimulatedProcessGroup(ProcessGroup):
         row: int,
     ) -> SimulatedWork:
         gets, sends = splits
+        if sends[self._rank] != gets[self._rank]:
+            raise ValueError(
+                f"{operation}: input_splits must be {gets[self._rank]} for rank {self._rank} "
+                f"itself, as output_splits, got {sends}"
+            )
         dtype = inputs[0].dtype
+        rows = f", rows of {row}" if row != 1 else ""
         check_one_dtype(operation, [*inputs, *outputs])
         return self._issue(
             run,
@@ -292,7 +298,7 @@ class SimulatedProcessGroup(ProcessGroup):
             inputs,
             outputs,
             key=(dtype, row),
-            text=lambda: f"{dtype_name(dtype)}, sends {sends} and gets {gets}",
+            text=lambda: f"{dtype_name(dtype)}{rows}, sends {sends} and gets {gets}",
             splits=splits,
             bytes_sent=(sum(sends) - sends[self._rank]) * row * dtype.itemsize,
         )
@@ -411,12 +417,12 @@ class SimulatedProcessGroup(ProcessGroup):
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> SimulatedWork:
         """Complete when all ranks have come."""
-        return self._issue(data.barrier, "barrier", (), (), key=(), text=lambda: "all ranks")
+        return self._issue(data.barrier, "barrier", (), (), key=(), text=lambda: "")
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait until all ranks have come. Those that do not are named by the DeadlockError."""
         operation = "monitored_barrier"
-        self._issue(data.barrier, operation, (), (), key=(), text=lambda: "all ranks").wait()
+        self._issue(data.barrier, operation, (), (), key=(), text=lambda: "").wait()
 
     def start_coalescing(self, device: Any = None) -> None:
         """What is issued from here on is one Work in the end."""
@@ -522,3 +528,8 @@ class SimulatedProcessGroup(ProcessGroup):
 
     def _named(self, rank: int) -> str:
         return f"rank {self._link.members[rank]}"
+
+
+def _op_of(opts: Any, op: Any) -> Any:
+    """In the short form of reduce, options are the root."""
+    return op if isinstance(opts, int) else opts

@@ -118,7 +118,7 @@ class Link:
     def _mismatch(self, number: int | None, one: tuple[int, Call], other: tuple[int, Call]) -> None:
         numbered = "" if number is None else f"collective {number} "
         sides = "; ".join(
-            f"rank {self.members[rank]}: {call.operation} of {call.text()}"
+            f"rank {self.members[rank]}: {call}"
             for rank, call in sorted((one, other), key=lambda side: self.members[side[0]])
         )
         error = MismatchedCollectiveError(f"{numbered}on {self} is not the same: {sides}")

@@ -43,6 +43,10 @@ class Call:
     output_splits: Sequence[int] = ()
     bytes_sent: int = 0
 
+    def __str__(self) -> str:
+        details = self.text()
+        return f"{self.operation} of {details}" if details else self.operation
+
 
 def named_ranks(ranks: Sequence[int]) -> str:
     """Such as ``ranks 0, 3``."""
@@ -131,7 +135,9 @@ class SimulatedWork(Work):
         operation = self.call.operation
         if self.number is not None:
             operation = f"{operation} {self.number}"
-        text = f"{operation} on {self._link}: {self.call.text()}"
+        text = f"{operation} on {self._link}"
+        if details := self.call.text():
+            text += f": {details}"
         missing = self._link.missing(self)
         if missing:
             text += f"; not there: {named_ranks(missing)}"
