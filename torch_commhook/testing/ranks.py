@@ -91,7 +91,7 @@ def _run(
         ):
             return fn(rank, links)
 
-    with worlds_of_ranks():
+    with worlds_of_ranks(scheduler.threads):
         scheduler.run(run_rank)
     _raise_failure(scheduler)
     return [rank.result for rank in scheduler.ranks], links

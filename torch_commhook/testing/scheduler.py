@@ -123,6 +123,10 @@ class Scheduler:
         #: Ranks change hands under it, since the thread that started them may step in.
         self._lock = threading.Lock()
 
+    def threads(self) -> list[threading.Thread]:
+        """Of the ranks, once they run."""
+        return [rank.thread for rank in self.ranks if rank.thread is not None]
+
     # ---- on the thread of a rank -----------------------------------------------------------------
 
     def enter(self, owner: int, what: str) -> Rank:

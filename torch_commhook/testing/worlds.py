@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -24,6 +24,7 @@ from torch_commhook.testing.scheduler import current_rank
 BACKEND = "simulated"
 
 _local = threading.local()
+_left: list[threading.Thread] = []  # of runs that could not end all their threads
 
 
 class _Worlds:
@@ -70,20 +71,23 @@ for _name in _TABLES:
 
 
 @contextmanager
-def worlds_of_ranks() -> Iterator[None]:
+def worlds_of_ranks(left: Callable[[], list[threading.Thread]]) -> Iterator[None]:
     """Let threads have worlds of their own inside.
 
-    They keep them where some are left running in the end, so that they touch no groups of the
-    process.
+    Args:
+        left: the threads that still run in the end, and keep theirs, so that they touch no groups
+            of the process.
     """
-    before = distributed_c10d._world
+    process = distributed_c10d._world
+    if isinstance(process, _Worlds):  # which threads of an earlier run may need
+        process = process._process
     # What init_process_group() sets for the whole process, if a rank calls it again.
     settings = (distributed_c10d._backend, distributed_c10d._default_pg_init_method, sys.excepthook)
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(
             BACKEND, _make_group, extended_api=True, devices=["cpu", "cuda"]
         )
-    distributed_c10d._world = _Worlds(before)
+    distributed_c10d._world = _Worlds(process)  # type: ignore[assignment]
     _set_thread_isolation_mode(True)
     try:
         yield
@@ -91,8 +95,9 @@ def worlds_of_ranks() -> Iterator[None]:
         _set_thread_isolation_mode(False)
         distributed_c10d._backend, distributed_c10d._default_pg_init_method = settings[:2]
         sys.excepthook = settings[2]
-        if all(not thread.name.startswith("rank ") for thread in threading.enumerate()):
-            distributed_c10d._world = before
+        _left[:] = [thread for thread in (*_left, *left()) if thread.is_alive()]
+        if not _left:
+            distributed_c10d._world = process
 
 
 @contextmanager
