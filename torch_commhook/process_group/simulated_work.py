@@ -150,10 +150,6 @@ class SimulatedWork(Work):
         if self._future is not None and not self._future.done():
             self._future.set_result(list(self.call.returned))
 
-    def give_up(self, error: BaseException) -> None:
-        if self._future is not None and not self._future.done():
-            self._future.set_exception(RuntimeError(str(error)))
-
 
 @methods_left_to_python
 class CoalescedWork(Work):

@@ -22,8 +22,8 @@ _LOOK = 0.02
 _IDLE_LOOKS = 3
 #: The same for the verdict that it will never go on, where no other rank can either.
 _LOST_LOOKS = 50
-#: How long ranks may take to end after the run has failed, in seconds.
-_GRACE = 5.0
+#: How long threads that are blocked outside of Python are waited for in the end, in seconds.
+_GRACE = 1.0
 
 _here = threading.local()
 
@@ -50,10 +50,7 @@ class Awaited(Protocol):
         """Whether it can never be done, now that these ranks have ended."""
 
     def deliver(self) -> None:
-        """Tell whoever holds its Future; called once it is done, on the owner's thread."""
-
-    def give_up(self, error: BaseException) -> None:
-        """Fail its Future, if that has not been completed."""
+        """Complete its Future: on the owner's thread, or while that is blocked."""
 
 
 class Rank:
@@ -315,12 +312,15 @@ class Scheduler:
                 self._ready.append(rank)
 
     def _let_go(self) -> None:
-        """Wake ranks that are blocked in C++, where they hold Futures of ours."""
-        assert self.failure is not None
+        """Wake ranks that are blocked in C++, where they hold Futures of ours.
+
+        These are completed, since nothing of the run counts any more: who waits in C++ for a Future
+        of Python's would take an exception in it for a value.
+        """
         for rank in self.ranks:
             if rank.state == AWAY:
                 for awaited in rank.released:
-                    awaited.give_up(self.failure)
+                    awaited.deliver()
 
     # ---- on the thread that starts them ----------------------------------------------------------
 
@@ -387,7 +387,8 @@ class Scheduler:
                 progress, since, idle = self._progress, now, 0
                 continue
             if self.failure is not None:
-                if now - since > _GRACE:
+                blocked = all(rank.state in (AWAY, ENDED) for rank in self.ranks)
+                if now - since > (_GRACE if blocked else self._timeout):
                     return
                 continue
             rank = self._running or next(r for r in self.ranks if r.state == AWAY)
