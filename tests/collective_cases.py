@@ -51,9 +51,7 @@ def _all_reduce_coalesced(rank: int, size: int, group: Any) -> list[Tensor]:
 
 def _all_reduce_sparse(rank: int, size: int, group: Any) -> list[Tensor]:
     indices = [[0, rank + 1, 0]]
-    x = torch.sparse_coo_tensor(
-        indices, values(rank, 3, 2), (size + 2, 2), check_invariants=True
-    )
+    x = torch.sparse_coo_tensor(indices, values(rank, 3, 2), (size + 2, 2), check_invariants=True)
     dist.all_reduce(x, group=group)
     assert x.is_coalesced()
     return [x.indices(), x.values()]

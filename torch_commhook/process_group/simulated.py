@@ -77,6 +77,14 @@ class SimulatedProcessGroup(ProcessGroup):
         """
         return self._link.bytes_sent[self._rank]
 
+    # What Python asks of a group's backend: this group is its own.
+    supports_coalescing = False
+    supports_splitting = False
+    supports_time_estimate = False
+
+    def _get_backend(self, device: Any) -> SimulatedProcessGroup:  # type: ignore[override]
+        return self
+
     def getBackendName(self) -> str:  # noqa: N802 (PyTorch's name)
         return "simulated"
 
@@ -173,7 +181,7 @@ class SimulatedProcessGroup(ProcessGroup):
 
     # ---- from all ranks to all -------------------------------------------------------------------
 
-    def allgather(
+    def allgather(  # type: ignore[override]
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> SimulatedWork:
         """Give each rank the tensors of all."""
@@ -234,7 +242,7 @@ class SimulatedProcessGroup(ProcessGroup):
             bytes_sent=bytes_of(inputs) * (self._size - 1),
         )
 
-    def alltoall(
+    def alltoall(  # type: ignore[override]
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> SimulatedWork:
         """Send a tensor to each rank, and get one from each."""
@@ -249,7 +257,7 @@ class SimulatedProcessGroup(ProcessGroup):
             row=1,
         )
 
-    def all_to_all_single(
+    def all_to_all_single(  # type: ignore[override]
         self,
         output: Any,
         input: Any,
@@ -399,9 +407,7 @@ class SimulatedProcessGroup(ProcessGroup):
         """Receive a tensor from any rank, which the Work then tells."""
         return self._receive("recv_anysource", tensors, None, tag)
 
-    def _receive(
-        self, operation: str, tensors: Any, source: int | None, tag: int
-    ) -> SimulatedWork:
+    def _receive(self, operation: str, tensors: Any, source: int | None, tag: int) -> SimulatedWork:
         tensors = tensors_of(operation, "tensors", tensors, count=1)
         who = "any rank" if source is None else self._named(source)
         call = Call(
@@ -415,7 +421,7 @@ class SimulatedProcessGroup(ProcessGroup):
 
     # ---- barriers, and what is around collectives ------------------------------------------------
 
-    def barrier(self, opts: Any = None, timeout: Any = None) -> SimulatedWork:
+    def barrier(self, opts: Any = None, timeout: Any = None) -> SimulatedWork:  # type: ignore[override]
         """Complete when all ranks have come."""
         return self._issue(data.barrier, "barrier", (), (), key=(), text=lambda: "")
 
@@ -473,7 +479,8 @@ class SimulatedProcessGroup(ProcessGroup):
         own = self._link.members
         link = self._link.links.get(name, [own[rank] for rank in members], own[self._rank])
         group = SimulatedProcessGroup(link, members.index(self._rank))
-        group._set_group_name(name)
+        known: Any = name  # PyTorch's checkers have a type of their own for it
+        group._set_group_name(known)
         group._set_group_desc(group_desc or "undefined")
         return group
 

@@ -75,7 +75,7 @@ def can_reduce(name: str, dtype: torch.dtype) -> bool:
     one = torch.empty(1, dtype=dtype)
     try:
         return function(one, one).dtype == dtype
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         return False
 
 
@@ -202,9 +202,7 @@ def all_to_all(calls: Sequence[Any]) -> Results:
 def all_to_all_single(calls: Sequence[Any]) -> Results:
     """To each rank, from each, the rows that it has for it."""
     pieces = [call.inputs[0].split(call.input_splits) for call in calls]
-    return [
-        [_cat([of_one[rank] for of_one in pieces])] for rank in range(len(calls))
-    ]
+    return [[_cat([of_one[rank] for of_one in pieces])] for rank in range(len(calls))]
 
 
 def barrier(calls: Sequence[Any]) -> Results:

@@ -131,9 +131,7 @@ class Link:
             current = self._rounds.get(work.number)
             if current is None:
                 return []
-            return [
-                self.members[rank] for rank, there in enumerate(current.works) if there is None
-            ]
+            return [self.members[rank] for rank, there in enumerate(current.works) if there is None]
         for message in (*self._sends, *self._receives):
             if message.work is work and message.there is not None:
                 return [self.members[message.there]]
@@ -148,11 +146,7 @@ class Link:
         work = SimulatedWork(self, self.members[rank], call, None)
         message = _Message(work, rank, destination, tag)
         for receive in self._receives:
-            if (
-                receive.here == destination
-                and receive.tag == tag
-                and receive.there in (rank, None)
-            ):
+            if receive.here == destination and receive.tag == tag and receive.there in (rank, None):
                 self._receives.remove(receive)
                 self._meet(message, receive)
                 break

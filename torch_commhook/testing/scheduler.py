@@ -252,11 +252,10 @@ class Scheduler:
             self._unblock()
         among = among or self._ready
         if len(among) > 1:
-            chosen = among[int(self._random.random() * len(among))]
+            self._running = among[int(self._random.random() * len(among))]
         else:
-            chosen = among[0] if among else None
-        self._running = chosen
-        return chosen
+            self._running = among[0] if among else None
+        return self._running
 
     def _start(self, rank: Rank | None) -> None:
         if rank is None:
@@ -331,7 +330,10 @@ class Scheduler:
         """
         for rank in self.ranks:
             rank.thread = threading.Thread(
-                target=self._run_rank, args=(rank, function), name=f"rank {rank.number}", daemon=True
+                target=self._run_rank,
+                args=(rank, function),
+                name=f"rank {rank.number}",
+                daemon=True,
             )
         for rank in self.ranks:
             assert rank.thread is not None

@@ -180,10 +180,13 @@ def _checked(grads_per_rank: Gradients) -> list[list[Tensor]]:
 
 
 def _error(results: list[list[Tensor]], gradients: list[list[Tensor]]) -> float:
-    means = [sum(_exact(g) for g in ranks) / len(ranks) for ranks in zip(*gradients, strict=True)]
-    length = math.sqrt(sum(_squares(mean) for mean in means))
+    means = [
+        torch.stack([_exact(gradient) for gradient in ranks]).mean(0)
+        for ranks in zip(*gradients, strict=True)
+    ]
+    length = _length(means)
     distances = [
-        math.sqrt(sum(_squares(_exact(r) - m) for r, m in zip(result, means, strict=True)))
+        _length([_exact(one) - mean for one, mean in zip(result, means, strict=True)])
         for result in results
     ]
     distance = max(distances, key=lambda d: math.inf if math.isnan(d) else d)
@@ -197,11 +200,13 @@ def _exact(tensor: Tensor) -> Tensor:
     return dense.to(torch.complex128 if dense.is_complex() else torch.float64)
 
 
-def _squares(tensor: Tensor) -> float:
-    return float(tensor.abs().square().sum())
+def _length(tensors: list[Tensor]) -> float:
+    return math.sqrt(sum(tensor.abs().square().sum().item() for tensor in tensors))
 
 
 def _bits(tensor: Tensor) -> Tensor:
     """For a comparison in which NaN equals itself."""
     dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
-    return dense.contiguous().view(torch.uint8) if dense.dim() else dense.reshape(1).view(torch.uint8)
+    return (
+        dense.contiguous().view(torch.uint8) if dense.dim() else dense.reshape(1).view(torch.uint8)
+    )

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _set_thread_isolation_mode  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d
@@ -87,6 +88,9 @@ def worlds_of_ranks(left: Callable[[], list[threading.Thread]]) -> Iterator[None
         dist.Backend.register_backend(
             BACKEND, _make_group, extended_api=True, devices=["cpu", "cuda"]
         )
+    # torch.compile does so on whichever thread comes first, and crashes up to torch 2.12 when a
+    # later one comes and that thread has ended.
+    torch._C._ensureCUDADeviceGuardSet()
     distributed_c10d._world = _Worlds(process)  # type: ignore[assignment]
     _set_thread_isolation_mode(True)
     try:
@@ -122,7 +126,7 @@ def world_of(links: Links, store: dist.Store, rank: int, world_size: int) -> Ite
         world.pg_group_ranks[group] = {number: number for number in range(world_size)}
         yield
     finally:
-        distributed_c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
+        distributed_c10d._unregister_all_process_groups()
         world.default_pg = None
         for name in _TABLES:
             world.__dict__[name].clear()
