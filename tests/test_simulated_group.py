@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from collective_cases import CASES, INTEGERS, REDUCTIONS, reduce_scatter_single, values
+from collective_cases import CASES, REDUCTIONS, reduce_scatter_single, values
 from rank_pool import RankPool
 from torch import Tensor
 
@@ -53,9 +53,8 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 @pytest.mark.parametrize("name", ALL)
 def test_as_gloo(gloo: list[dict[str, Found]], name: str) -> None:
     expected = [found[name] for found in gloo]
-    if isinstance(expected[0], str):
-        assert name in REDUCTIONS, f"Gloo: {expected[0]}"
-        pytest.skip(f"Gloo has none: {expected[0]}")
+    if isinstance(expected[0], str) and "does not support alltoall" in expected[0]:
+        pytest.skip("Gloo of this torch has none")
     for got, of_gloo in zip(run_ranks(_case, 2, name), expected, strict=True):
         assert same(got, of_gloo)
 
@@ -676,10 +675,6 @@ def _wrong(rank: int, name: str) -> float:
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments(name: str) -> None:
     assert run_ranks(_wrong, 2, name) == [2.0, 2.0]
-
-
-def test_integers_are_checked_too() -> None:
-    assert all(f"all_reduce BXOR {dtype}" in REDUCTIONS for dtype in INTEGERS)
 
 
 def test_a_group_of_another_rank_or_thread() -> None:
