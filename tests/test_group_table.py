@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from collective_cases import CASES, values
+from collective_cases import CASES
+from collective_cases import values as any_values
 from gloo_threads import gloo_ranks
 from rank_pool import RankPool
 from torch import Tensor
@@ -29,6 +30,13 @@ from torch_commhook.process_group import (
 from torch_commhook.testing import run_ranks
 
 base: Any = dist.ProcessGroup
+
+
+def values(rank: int, *shape: int) -> Tensor:
+    """Other whole numbers on each rank, whose sums are the same in any order."""
+    return any_values(rank, *shape).mul(8).round()
+
+
 Call = Callable[..., Any]
 
 

@@ -23,6 +23,7 @@ from torch_commhook.process_group.group_hooks import (
 from torch_commhook.process_group.operations import HookOpName
 from torch_commhook.process_group.recording import Counters, Record, RecordingProcessGroup
 from torch_commhook.process_group.registration import register
+from torch_commhook.process_group.simulated import SimulatedProcessGroup
 from torch_commhook.process_group.throttled import ThrottledProcessGroup
 from torch_commhook.process_group.trace import merge_traces
 from torch_commhook.process_group.work import FollowedWork, Work, WrapperWork
@@ -49,6 +50,7 @@ __all__ = [
     "ProcessGroup",
     "Record",
     "RecordingProcessGroup",
+    "SimulatedProcessGroup",
     "ThrottledProcessGroup",
     "Work",
     "WorkInfo",

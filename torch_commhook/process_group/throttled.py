@@ -13,7 +13,7 @@ from torch_commhook import _C
 from torch_commhook.process_group.completion import on_completion
 from torch_commhook.process_group.operations import Call, describe
 from torch_commhook.process_group.timers import Timers
-from torch_commhook.process_group.work import Work, as_work
+from torch_commhook.process_group.work import Work, WrapperWork, as_work
 from torch_commhook.process_group.wrapper import WrapperProcessGroup
 
 _TIMERS = Timers("commhook-throttle")
@@ -151,6 +151,9 @@ class _ThrottledWork(Work):
         if not self._has_future:
             self._work.wait(*timeout)
         return as_work(self._future).wait(*timeout)
+
+    def source_rank(self) -> int:
+        return WrapperWork(self._work).source_rank()
 
     def get_future(self) -> torch.futures.Future[Any]:
         return self._future if self._has_future else self._work.get_future()

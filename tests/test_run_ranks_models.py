@@ -1,0 +1,168 @@
+"""Models that train inside of run_ranks, with the bits that they have on Gloo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from layered_net import BUCKET_CAP_MB, Net, batch, gradients_of
+from rank_pool import RankPool
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from torch_commhook import attach, hooks
+from torch_commhook.testing import DeadlockError, MismatchedCollectiveError, run_ranks
+
+
+def _train(model: nn.Module, rank: int) -> list[Tensor | None]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(5):
+        optimizer.zero_grad()
+        model(batch(rank, step)).square().sum().backward()
+        optimizer.step()
+    return gradients_of(model)
+
+
+def _net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def _ddp(rank: int, backend: str | None = None) -> list[Any]:
+    model: nn.Module = DDP(_net(), bucket_cap_mb=BUCKET_CAP_MB if backend is None else None)
+    return _train(model if backend is None else torch.compile(model, backend=backend), rank)
+
+
+def _ddp_with_a_hook_of_pytorch(rank: int) -> list[Any]:
+    model = DDP(_net(), bucket_cap_mb=BUCKET_CAP_MB)
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return _train(model, rank)
+
+
+def _ddp_attached(rank: int) -> list[Any]:
+    model = DDP(_net(), bucket_cap_mb=BUCKET_CAP_MB)
+    attach(model, hooks.cast(torch.bfloat16))
+    return _train(model, rank)
+
+
+def _attached(rank: int) -> list[Any]:
+    model = _net()
+    attach(model, hooks.allreduce(), bucket_cap_mb=BUCKET_CAP_MB)
+    return _train(model, rank)
+
+
+def _attached_cast(rank: int) -> list[Any]:
+    model = _net()
+    attach(model, hooks.cast(torch.float16), bucket_cap_mb=BUCKET_CAP_MB)
+    return _train(model, rank)
+
+
+def _sharded(rank: int) -> list[Any]:
+    model = _net()
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return [gradient.full_tensor() for gradient in _train(model, rank)]
+
+
+def _dtensor(rank: int) -> list[Any]:
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.arange(16.0).view(4, 4)
+    rows = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
+    columns = distribute_tensor(x + 1, mesh, [Shard(1)])
+    product = (rows @ columns).redistribute(mesh, [Replicate()])
+    product.square().sum().backward()
+    return [product.to_local().detach(), rows.grad.full_tensor()]
+
+
+MODELS = {
+    "ddp": _ddp,
+    "ddp with a hook of PyTorch": _ddp_with_a_hook_of_pytorch,
+    "ddp attached": _ddp_attached,
+    "module attached": _attached,
+    "module attached, cast": _attached_cast,
+    "fully_shard": _sharded,
+    "dtensor": _dtensor,
+}
+
+
+def _lists(rank: int, name: str) -> list[Any]:
+    return [tensor.tolist() for tensor in MODELS[name](rank)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_as_on_gloo(two_ranks: RankPool, name: str) -> None:
+    expected = two_ranks.run(_lists, name)
+    for seed in range(3):
+        assert run_ranks(_lists, 2, name, seed=seed) == expected
+
+
+def _one_step(rank: int) -> list[Any]:
+    model = DDP(_net())
+    model(batch(rank, 0)).square().sum().backward()
+    return gradients_of(model)
+
+
+def test_on_three_ranks() -> None:
+    local = _net()
+    for rank in range(3):  # what all ranks do, here
+        (local(batch(rank, 0)).square().sum() / 3).backward()
+    for got in run_ranks(_one_step, 3):
+        for one, other in zip(got, gradients_of(local), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_ddp(backend: str) -> None:
+    eager = run_ranks(_ddp, 2)
+    compiled = run_ranks(_ddp, 2, backend)
+    for one, other in zip(eager[0], compiled[1], strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_rank_that_runs_no_backward() -> None:
+    """DDP waits for its Futures in C++."""
+
+    def run(rank: int) -> None:
+        model = DDP(_net(), bucket_cap_mb=BUCKET_CAP_MB)
+        loss = model(batch(rank, 0)).square().sum()
+        if rank == 0:
+            loss.backward()
+        else:
+            dist.recv(torch.ones(1), 0)
+
+    with pytest.raises(DeadlockError, match="rank 1 waits for recv on group '0'"):
+        run_ranks(run, 2)
+
+
+def test_ranks_with_other_models() -> None:
+    def run(rank: int) -> None:
+        model = nn.Linear(3 + rank, 2)
+        dist.all_reduce(next(model.parameters()).detach())
+
+    with pytest.raises(MismatchedCollectiveError, match=r"rank 0: allreduce of float32 \[2, 3\]"):
+        run_ranks(run, 2)
+
+
+def test_a_hook_that_fails_on_one_rank() -> None:
+    def fail(state: object, bucket: Any) -> Tensor:
+        if dist.get_rank() == 1:
+            raise KeyError("in the hook")
+        dist.all_reduce(bucket.buffer(), group=bucket.process_group())
+        return bucket.buffer()
+
+    def run(rank: int) -> None:
+        model = _net()
+        attach(model, fail, bucket_cap_mb=BUCKET_CAP_MB)
+        model(batch(rank, 0)).square().sum().backward()
+
+    with pytest.raises(KeyError, match="in the hook"):
+        run_ranks(run, 3)

@@ -1,0 +1,693 @@
+"""The simulated process group: Gloo's results on two ranks, and what the formulas say on others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from collective_cases import CASES, REDUCTIONS, reduce_scatter_single, values
+from rank_pool import RankPool
+from torch import Tensor
+
+from torch_commhook.process_group import SimulatedProcessGroup
+from torch_commhook.process_group.simulated import SimulatedProcessGroup as Group
+from torch_commhook.process_group.wrapper import COLLECTIVES
+from torch_commhook.testing import MismatchedCollectiveError, run_ranks
+
+ALL = {**CASES, **REDUCTIONS}
+Found = list[Tensor] | str
+
+
+def _every_case(rank: int) -> dict[str, Found]:
+    found: dict[str, Found] = {}
+    for name in ALL:
+        try:
+            found[name] = _case(rank, name)
+        except (RuntimeError, ValueError) as error:
+            found[name] = str(error)
+    return found
+
+
+def _case(rank: int, name: str, group: Any = None) -> list[Tensor]:
+    return ALL[name](rank, dist.get_world_size(), group)
+
+
+@pytest.fixture(scope="module")
+def gloo(two_ranks: RankPool) -> list[dict[str, Found]]:
+    """What each case gives on each of two ranks; the message where Gloo has none of it."""
+    return two_ranks.run(_every_case, timeout=120)
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(
+        a.dtype == b.dtype and a.shape == b.shape and a.tolist() == b.tolist()
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_as_gloo(gloo: list[dict[str, Found]], name: str) -> None:
+    expected = [found[name] for found in gloo]
+    if isinstance(expected[0], str) and "does not support alltoall" in expected[0]:
+        pytest.skip("Gloo of this torch has none")
+    for got, of_gloo in zip(run_ranks(_case, 2, name), expected, strict=True):
+        assert same(got, of_gloo)
+
+
+def _on_groups(rank: int, name: str) -> list[list[Tensor]]:
+    return [_case(rank, name, group) for group in (None, dist.new_group())]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_new_group(name: str) -> None:
+    for default, new in run_ranks(_on_groups, 4, name):
+        assert same(default, new)
+
+
+# ---- formulas ------------------------------------------------------------------------------------
+
+
+def _sum(tensors: list[Tensor]) -> Tensor:
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total
+
+
+def _of_all(size: int, *shape: int) -> list[Tensor]:
+    return [values(rank, *shape) for rank in range(size)]
+
+
+def _split(rank: int, size: int) -> list[Tensor]:
+    equal = [values(other, 2 * size, 3)[2 * rank : 2 * rank + 2] for other in range(size)]
+    rows, start = size * (size + 1) // 2, rank * (rank + 1) // 2
+    uneven = [values(other, rows, 3)[start : start + rank + 1] for other in range(size)]
+    return [torch.cat(equal), torch.cat(uneven)]
+
+
+#: What a rank gets, of how many ranks.
+FORMULAS: dict[str, Callable[[int, int], list[Tensor]]] = {
+    "all_reduce_coalesced": lambda rank, size: [_sum(_of_all(size, 4)), _sum(_of_all(size, 2, 3))],
+    "all_reduce_not_contiguous": lambda rank, size: [_sum(_of_all(size, 4, 6)).t()],
+    "broadcast": lambda rank, size: [values(size - 1, 4), values(0, 3, dtype=torch.bool)],
+    "reduce": lambda rank, size: (
+        [torch.stack(_of_all(size, 5)).amax(0)] if rank == size - 1 else []
+    ),
+    "all_gather": lambda rank, size: _of_all(size, 2, 3),
+    "all_gather_single": lambda rank, size: [torch.cat(_of_all(size, 2, 3))],
+    "all_gather_in_place": lambda rank, size: [torch.cat(_of_all(size, 3))],
+    "gather": lambda rank, size: _of_all(size, 4) if rank == 0 else [],
+    "scatter": lambda rank, size: [values(10 + rank, 4)],
+    "reduce_scatter": lambda rank, size: [
+        _sum([values(10 * other + rank, 3) for other in range(size)])
+    ],
+    "reduce_scatter_single": lambda rank, size: [
+        _sum(_of_all(size, size * 2, 3))[2 * rank : 2 * rank + 2]
+    ],
+    "all_to_all": lambda rank, size: [values(10 * other + rank, 3) for other in range(size)],
+    "all_to_all_single": _split,
+    "ring": lambda rank, size: [values((rank - 1) % size, 4)],
+    "any_source": lambda rank, size: _of_all(size, 4)[1:] if rank == 0 else [],
+    "futures": lambda rank, size: [2 * _sum(_of_all(size, 2)), 2 * _sum(_of_all(size, 4))],
+    "objects": lambda rank, size: [torch.tensor([2 * other for other in range(size)] + [0])],
+}
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+@pytest.mark.parametrize("name", FORMULAS)
+def test_formulas(name: str, size: int) -> None:
+    for rank, got in enumerate(run_ranks(_case, size, name)):
+        assert same(got, FORMULAS[name](rank, size))
+
+
+def test_all_collectives_are_there() -> None:
+    assert [name for name in COLLECTIVES if name not in vars(Group)] == []
+
+
+def _ops_on_integers(rank: int) -> dict[str, Tensor]:
+    found = {}
+    for op in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"):
+        x = values(rank, 50, dtype=torch.int64)
+        dist.all_reduce(x, getattr(dist.ReduceOp, op))
+        found[op] = x
+    return found
+
+
+def test_reduce_operations_over_five_ranks() -> None:
+    every = torch.stack([values(rank, 50, dtype=torch.int64) for rank in range(5)])
+    band, bor, bxor = every[0].clone(), every[0].clone(), every[0].clone()
+    for row in every[1:]:
+        band, bor, bxor = band & row, bor | row, bxor ^ row
+    expected = {
+        "SUM": every.sum(0),
+        "PRODUCT": every.prod(0),
+        "MIN": every.amin(0),
+        "MAX": every.amax(0),
+        "BAND": band,
+        "BOR": bor,
+        "BXOR": bxor,
+    }
+    for found in run_ranks(_ops_on_integers, 5):
+        assert {op: x.tolist() for op, x in found.items()} == {
+            op: x.tolist() for op, x in expected.items()
+        }
+
+
+def _more_reductions(rank: int) -> dict[str, list[Any]]:
+    found = {}
+    half = torch.tensor([1.0, 2.0**-11, 2.0**-11], dtype=torch.float16)[rank].reshape(1)
+    dist.all_reduce(half)
+    found["rounded at each step"] = half.tolist()
+    whole = torch.tensor([-5, 7], dtype=torch.int32)
+    dist.all_reduce(whole.mul_(rank), dist.ReduceOp.AVG)
+    found["average of integers"] = whole.tolist()
+    scaled = torch.full((2,), 3.0)
+    dist.all_reduce(scaled, torch._C._distributed_c10d._make_nccl_premul_sum(0.5))
+    found["scaled"] = scaled.tolist()
+    return found
+
+
+def test_more_reductions() -> None:
+    for found in run_ranks(_more_reductions, 3):
+        assert found == {
+            "rounded at each step": [1.0],
+            "average of integers": [-5, 7],
+            "scaled": [4.5, 4.5],
+        }
+
+
+# ---- ways of calling -----------------------------------------------------------------------------
+
+base = dist.ProcessGroup
+
+
+def _calls(rank: int) -> dict[str, list[Any]]:
+    """The same through PyTorch's bindings, which go to the virtual methods, and in short forms."""
+    group = dist.group.WORLD
+    found: dict[str, Any] = {}
+    for name, call in {
+        "options": lambda x: group.allreduce([x], dist.AllreduceOptions()),
+        "bindings": lambda x: base.allreduce(group, [x], dist.AllreduceOptions()),
+        "short": lambda x: group.allreduce(x, dist.ReduceOp.SUM),
+        "short binding": lambda x: base.allreduce(group, x, dist.ReduceOp.SUM),
+        "nothing more": lambda x: group.allreduce([x]),
+    }.items():
+        x = torch.full((2,), 1.0 + rank)
+        work = call(x)
+        assert work.wait(timedelta(seconds=5)) and work.is_completed() and work.is_success()
+        assert work.result()[0].tolist() == work.get_future().wait()[0].tolist() == x.tolist()
+        found[name] = x.tolist()
+    return found
+
+
+def test_ways_to_a_method() -> None:
+    for found in run_ranks(_calls, 3):
+        assert set(map(tuple, found.values())) == {(6.0, 6.0)}
+
+
+def _short_forms(rank: int) -> list[list[float]]:
+    group = dist.group.WORLD
+    x, y = torch.full((2,), float(rank)), torch.full((2,), float(rank))
+    group.broadcast(x, 1).wait()
+    group.reduce(y, 0, dist.ReduceOp.MAX).wait()
+    outputs = [torch.empty(2) for _ in range(3)]
+    group.allgather(outputs, torch.full((2,), float(rank))).wait()
+    scattered = torch.empty(2)
+    group.scatter(scattered, outputs if rank == 2 else [], 2).wait()
+    shared = torch.empty(2)
+    group.reduce_scatter(shared, outputs, dist.ReduceOp.SUM).wait()
+    group.barrier(timedelta(seconds=1)).wait()
+    outputs.append(torch.empty(6))
+    base._allgather_base(group, outputs[3], shared).wait()  # an older name
+    gathered = torch.empty(6)
+    group.gather_single(gathered, shared).wait()
+    return [t.tolist() for t in (x, y, *outputs, scattered, gathered if rank == 0 else shared)]
+
+
+def test_short_forms() -> None:
+    for rank, found in enumerate(run_ranks(_short_forms, 3)):
+        reduced = 2.0 if rank == 0 else float(rank)
+        shared = [0.0, 0.0, 3.0, 3.0, 6.0, 6.0]
+        last = shared if rank == 0 else [3.0 * rank] * 2
+        expected = [[1.0] * 2, [reduced] * 2, [0.0] * 2, [1.0] * 2, [2.0] * 2]
+        assert found == [*expected, shared, [float(rank)] * 2, last]
+
+
+FUNCTIONAL: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "all_reduce": lambda x, group: functional.all_reduce(x, "sum", group),
+    "all_gather": lambda x, group: functional.all_gather_tensor(x, 0, group),
+    "reduce_scatter": lambda x, group: functional.reduce_scatter_tensor(x, "sum", 0, group),
+    "all_to_all": lambda x, group: functional.all_to_all_single(x, None, None, group),
+    "broadcast": lambda x, group: functional.broadcast(x, 1, group),
+    "coalesced": lambda x, group: torch.cat(
+        functional.all_reduce_coalesced([x, x + 1], "max", group)
+    ),
+}
+
+
+def _functional(rank: int, name: str, backend: str | None) -> list[Any]:
+    x = values(rank, 4)
+    run = FUNCTIONAL[name]
+    call = run if backend is None else torch.compile(run, backend=backend, fullgraph=True)
+    second = dist.new_group()
+    assert second.group_name != dist.group.WORLD.group_name
+    return [call(x, group.group_name).tolist() for group in (dist.group.WORLD, second)]
+
+
+@pytest.fixture(scope="module")
+def gloo_functional(two_ranks: RankPool) -> list[dict[str, list[Any]]]:
+    return two_ranks.run(_every_functional)
+
+
+def _every_functional(rank: int) -> dict[str, list[Any]]:
+    return {name: _functional(rank, name, None) for name in FUNCTIONAL}
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+@pytest.mark.parametrize("name", FUNCTIONAL)
+def test_functional_collectives_by_name(
+    gloo_functional: list[dict[str, list[Any]]], name: str, backend: str | None
+) -> None:
+    expected = [found[name] for found in gloo_functional]
+    assert run_ranks(_functional, 2, name, backend) == expected
+
+
+def _outputs_that_are_not_contiguous(rank: int) -> list[list[Any]]:
+    gathered, shared = torch.zeros(3, 4).t(), torch.zeros(3, 2).t()
+    functions = dist.group.WORLD
+    functions.all_gather_single(gathered, values(rank, 2, 3)).wait()
+    functions.reduce_scatter_single(shared, gathered).wait()
+    stacked = torch.zeros(2, 2, 3)
+    functions.all_gather_single(stacked, values(rank, 2, 3)).wait()
+    return [gathered.tolist(), shared.tolist(), stacked.flatten(0, 1).tolist()]
+
+
+def test_outputs_that_are_not_contiguous() -> None:
+    gathered = torch.cat(_of_all(2, 2, 3))
+    for rank, found in enumerate(run_ranks(_outputs_that_are_not_contiguous, 2)):
+        shared = 2 * gathered[2 * rank : 2 * rank + 2]
+        assert found == [gathered.tolist(), shared.tolist(), gathered.tolist()]
+
+
+def _autograd(rank: int) -> list[float]:
+    """Collectives write past autograd, as backends do."""
+    x = torch.ones(2, requires_grad=True)
+    y = x.exp()
+    version = y._version
+    dist.all_reduce(y)
+    assert y._version == version
+    leaf = torch.ones(2, requires_grad=True)
+    dist.all_reduce(leaf.detach())
+    dist.broadcast(leaf, 0)
+    y.sum().backward()
+    return x.grad.tolist() + leaf.tolist()
+
+
+def test_autograd_sees_nothing() -> None:
+    expected = [*(torch.ones(2).exp() * 2).tolist(), 2.0, 2.0]
+    assert run_ranks(_autograd, 2) == [expected, expected]
+
+
+# ---- groups --------------------------------------------------------------------------------------
+
+
+def _subgroups(rank: int) -> list[Any]:
+    halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    own = halves[rank % 2]
+    x = torch.tensor([float(rank)])
+    dist.all_reduce(x, group=own)
+    y = torch.tensor([float(rank)])
+    dist.broadcast(y, src=2 + rank % 2, group=own)
+    assert halves[1 - rank % 2] is dist.GroupMember.NON_GROUP_MEMBER
+    split = dist.group.WORLD.split_group([0, 1, 3])
+    if split is not None:
+        split.allreduce([x]).wait()
+        assert (split.size(), split.rank()) == (3, (0, 1, None, 2)[rank])
+    group, _ = dist.new_subgroups(2)
+    assert dist.get_process_group_ranks(group) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    dist.destroy_process_group(group)
+    again = dist.new_group([0, 1, 2, 3])
+    dist.all_reduce(y, group=again)
+    return [x.item(), y.item(), dist.get_rank(own)]
+
+
+def test_subgroups() -> None:
+    # 0 + 2 and 1 + 3, of which ranks 0, 1 and 3 add theirs again.
+    assert run_ranks(_subgroups, 4) == [
+        [10.0, 10.0, 0],
+        [10.0, 10.0, 0],
+        [2.0, 10.0, 1],
+        [10.0, 10.0, 1],
+    ]
+
+
+def _destroyed(rank: int) -> None:
+    group = dist.new_group()
+    dist.destroy_process_group(group)
+    group.allreduce([torch.ones(1)])
+
+
+def test_a_destroyed_group() -> None:
+    with pytest.raises(RuntimeError, match="allreduce: group '1' has been destroyed"):
+        run_ranks(_destroyed, 2)
+
+
+def _coalesced(rank: int) -> list[Any]:
+    group = dist.group.WORLD
+    x, y = torch.ones(2), torch.ones(3)
+    group.start_coalescing(torch.device("cpu"))
+    group.allreduce([x])
+    group.send([y], 1 - rank) if rank == 0 else group.recv([y.zero_()], 1 - rank)
+    work = group.end_coalescing(torch.device("cpu"))
+    work.wait()
+    assert work.is_completed() and work.is_success()
+    assert [t.tolist() for t in work.get_future().value()] == [x.tolist(), y.tolist()]
+    return [x.tolist(), y.tolist(), group._get_sequence_number_for_group()]
+
+
+def test_coalescing() -> None:
+    expected = [[2.0, 2.0], [1.0, 1.0, 1.0], 1]
+    assert run_ranks(_coalesced, 2) == [expected, expected]
+
+
+def _bytes(rank: int) -> dict[str, int]:
+    group = dist.group.WORLD
+    assert isinstance(group, SimulatedProcessGroup)
+    x, four = torch.ones(8), [torch.ones(8) for _ in range(4)]
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(x),
+        "all_reduce bfloat16": lambda: dist.all_reduce(x.bfloat16()),
+        "all_gather": lambda: dist.all_gather(four, x),
+        "reduce_scatter": lambda: reduce_scatter_single(torch.empty(2), x),
+        "all_to_all": lambda: dist.all_to_all_single(torch.empty(8), x),
+        "broadcast": lambda: dist.broadcast(x, 0),
+        "reduce": lambda: dist.reduce(x, 0),
+        "gather": lambda: dist.gather(x, four if rank == 0 else None, 0),
+        "scatter": lambda: dist.scatter(x, four if rank == 0 else None, 0),
+        "send": lambda: dist.send(x, 1) if rank == 0 else dist.recv(x, 0) if rank == 1 else None,
+        "barrier": dist.barrier,
+    }
+    found = {}
+    for name, call in calls.items():
+        before = group.bytes_sent
+        call()
+        found[name] = group.bytes_sent - before
+    return found
+
+
+def test_bytes_sent() -> None:
+    for rank, found in enumerate(run_ranks(_bytes, 4)):
+        assert found == {
+            "all_reduce": 48,
+            "all_reduce bfloat16": 24,
+            "all_gather": 96,
+            "reduce_scatter": 24,
+            "all_to_all": 24,
+            "broadcast": 24,
+            "reduce": 24,
+            "gather": 0 if rank == 0 else 32,
+            "scatter": 96 if rank == 0 else 0,
+            "send": 32 if rank == 0 else 0,
+            "barrier": 0,
+        }
+
+
+# ---- what does not belong together ---------------------------------------------------------------
+
+X, FOUR = torch.ones(4), [torch.ones(4), torch.ones(4)]
+
+
+def _x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+#: What rank 0 does, what rank 1 does, and how each is named.
+MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
+    "operation": (
+        lambda: dist.all_reduce(_x(4)),
+        lambda: dist.broadcast(_x(4), 0),
+        "allreduce of float32 [4], sum",
+        "broadcast of float32 [4] from rank 0",
+    ),
+    "size": (
+        lambda: dist.all_reduce(_x(4)),
+        lambda: dist.all_reduce(_x(2, 3)),
+        "allreduce of float32 [4], sum",
+        "allreduce of float32 [2, 3], sum",
+    ),
+    "dtype": (
+        lambda: dist.all_reduce(_x(4)),
+        lambda: dist.all_reduce(_x(4, dtype=torch.float64)),
+        "allreduce of float32 [4], sum",
+        "allreduce of float64 [4], sum",
+    ),
+    "reduce operation": (
+        lambda: dist.all_reduce(_x(4)),
+        lambda: dist.all_reduce(_x(4), dist.ReduceOp.MAX),
+        "allreduce of float32 [4], sum",
+        "allreduce of float32 [4], max",
+    ),
+    "root": (
+        lambda: dist.broadcast(_x(4), 0),
+        lambda: dist.broadcast(_x(4), 1),
+        "broadcast of float32 [4] from rank 0",
+        "broadcast of float32 [4] from rank 1",
+    ),
+    "splits": (
+        lambda: dist.all_to_all_single(_x(3), _x(4), [2, 1], [2, 2]),
+        lambda: dist.all_to_all_single(_x(4), _x(4), [2, 2], [2, 2]),
+        "all_to_all_single of float32, sends [2, 2] and gets [2, 1]",
+        "all_to_all_single of float32, sends [2, 2] and gets [2, 2]",
+    ),
+    "rows": (
+        lambda: dist.all_to_all_single(_x(2, 3), _x(2, 3)),
+        lambda: dist.all_to_all_single(_x(2, 4), _x(2, 4)),
+        "all_to_all_single of float32, rows of 3, sends [1, 1] and gets [1, 1]",
+        "all_to_all_single of float32, rows of 4, sends [1, 1] and gets [1, 1]",
+    ),
+    "number of tensors": (
+        lambda: dist.group.WORLD.allreduce_coalesced([_x(4), _x(2)]),
+        lambda: dist.group.WORLD.allreduce_coalesced([_x(4)]),
+        "allreduce_coalesced of float32 [4], float32 [2], sum",
+        "allreduce_coalesced of float32 [4], sum",
+    ),
+    "gather": (
+        lambda: dist.gather(_x(4), FOUR, 0),
+        lambda: dist.gather(_x(3), None, 0),
+        "gather of float32 [4] to rank 0",
+        "gather of float32 [3] to rank 0",
+    ),
+    "barrier": (
+        dist.barrier,
+        lambda: dist.all_reduce(_x(1)),
+        "barrier",
+        "allreduce of float32 [1], sum",
+    ),
+}
+
+
+def _mismatched(rank: int, name: str) -> str:
+    dist.barrier()
+    with pytest.raises(MismatchedCollectiveError) as raised:
+        MISMATCHES[name][rank]()
+        dist.barrier()
+    seen.append((rank, str(raised.value)))
+    return ""
+
+
+seen: list[tuple[int, str]] = []
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_mismatches(name: str, seed: int) -> None:
+    seen.clear()
+    with pytest.raises(MismatchedCollectiveError) as raised:
+        run_ranks(_mismatched, 2, name, seed=seed)
+    first, second = MISMATCHES[name][2:]
+    message = f"collective 2 on group '0' is not the same: rank 0: {first}; rank 1: {second}"
+    assert str(raised.value) == message
+    assert sorted(seen) == [(0, message), (1, message)]
+
+
+def _mismatched_message(rank: int) -> None:
+    if rank == 2:
+        dist.send(_x(4), 0, tag=7)
+    elif rank == 0:
+        dist.recv(_x(3), 2, tag=7)
+
+
+def test_a_mismatched_message() -> None:
+    with pytest.raises(MismatchedCollectiveError) as raised:
+        run_ranks(_mismatched_message, 3)
+    assert str(raised.value) == (
+        "on group '0' is not the same: rank 0: recv of float32 [3] from rank 2, tag 7; "
+        "rank 2: send of float32 [4] to rank 0, tag 7"
+    )
+
+
+def test_shapes_may_differ_where_sizes_do_not() -> None:
+    def run(rank: int) -> list[float]:
+        x = torch.arange(6.0).view((2, 3) if rank else (6,))
+        dist.all_reduce(x)
+        return x.flatten().tolist()
+
+    assert run_ranks(run, 2) == [[0.0, 2.0, 4.0, 6.0, 8.0, 10.0]] * 2
+
+
+#: Arguments that no rank may give, and what the error says.
+WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
+    "no tensor": (lambda g: g.allreduce([3]), TypeError, "allreduce: tensors must be tensors, got"),
+    "no list": (
+        lambda g: g.allreduce(3),
+        TypeError,
+        "allreduce: tensors must be a list of tensors, got int",
+    ),
+    "two tensors": (
+        lambda g: g.allreduce([X, X]),
+        ValueError,
+        "allreduce: tensors must be 1 tensors, got 2",
+    ),
+    "no operation": (
+        lambda g: g.allreduce([X], "sum"),
+        TypeError,
+        "allreduce: op must be a ReduceOp, got str",
+    ),
+    "an operation of integers": (
+        lambda g: g.allreduce([X], dist.ReduceOp.BAND),
+        ValueError,
+        "allreduce: op must be one for tensors of torch.float32, got band",
+    ),
+    "an operation that complex numbers have not": (
+        lambda g: g.allreduce([X.to(torch.complex64)], dist.ReduceOp.MAX),
+        ValueError,
+        "allreduce: op must be one for tensors of torch.complex64, got max",
+    ),
+    "a dtype that has no sum": (
+        lambda g: g.allreduce([X.to(torch.float8_e4m3fn)]),
+        ValueError,
+        "allreduce: op must be one for tensors of torch.float8_e4m3fn, got sum",
+    ),
+    "sparse": (
+        lambda g: g.broadcast([X.to_sparse()], 0),
+        TypeError,
+        "broadcast: tensors must be dense .torch.strided., got layout torch.sparse_coo",
+    ),
+    "sparse maximum": (
+        lambda g: g.allreduce([X.to_sparse()], dist.ReduceOp.MAX),
+        ValueError,
+        "allreduce: op must be sum for sparse tensors, got max",
+    ),
+    "no such root": (
+        lambda g: g.broadcast([X], 2),
+        ValueError,
+        "broadcast: root must be a rank below 2, got 2",
+    ),
+    "a negative root": (
+        lambda g: g.reduce([X], -1),
+        ValueError,
+        "reduce: root must be a rank below 2, got -1",
+    ),
+    "no rank": (lambda g: g.send([X], "1"), TypeError, "send: destination must be a rank, got str"),
+    "no such source": (
+        lambda g: g.recv([X], 5),
+        ValueError,
+        "recv: source must be a rank below 2, got 5",
+    ),
+    "outputs": (
+        lambda g: g.allgather([[X]], [X]),
+        ValueError,
+        "allgather: outputs must be 2 tensors, got 1",
+    ),
+    "an output's size": (
+        lambda g: g.allgather([[X, torch.ones(3)]], [X]),
+        ValueError,
+        "allgather: outputs must be of 4 elements of torch.float32 each, got float32 .3.",
+    ),
+    "coalesced lists": (
+        lambda g: g.allgather_coalesced([[X]], [X]),
+        ValueError,
+        "allgather_coalesced: outputs must be 2 lists, one for each rank, got 1",
+    ),
+    "a single output's size": (
+        lambda g: g.all_gather_single(X, X),
+        ValueError,
+        "all_gather_single: outputs must be of 2 times 4 elements of torch.float32, got float32",
+    ),
+    "shares": (
+        lambda g: g.reduce_scatter_single(torch.ones(3), X),
+        ValueError,
+        "reduce_scatter_single: inputs must be of 2 times 3 elements of torch.float32, got",
+    ),
+    "rows": (
+        lambda g: g.all_to_all_single(torch.ones(3), torch.ones(3)),
+        ValueError,
+        "all_to_all_single: output must have a multiple of 2 rows, or splits, got float32 .3.",
+    ),
+    "splits": (
+        lambda g: g.all_to_all_single(X, X, [1, 2], [2, 2]),
+        ValueError,
+        r"all_to_all_single: output_splits must be 2 sizes that add up to 4 rows, got \[1, 2\]",
+    ),
+    "what goes to itself": (
+        lambda g: g.all_to_all_single(X, X, [2, 2], [1, 3]),
+        ValueError,
+        r"all_to_all_single: input_splits must be 2 for rank .* itself, as output_splits, got \[",
+    ),
+    "no dimension": (
+        lambda g: g.all_to_all_single(torch.tensor(1.0), X),
+        ValueError,
+        r"all_to_all_single: output must have at least one dimension, got shape \[\]",
+    ),
+    "other rows": (
+        lambda g: g.all_to_all_single(torch.ones(2, 3), torch.ones(2, 2)),
+        ValueError,
+        "all_to_all_single: output must have rows of 2 elements, as input has, got float32 .2, 3.",
+    ),
+    "two dtypes": (
+        lambda g: g.alltoall([X, X.double()], [X, X]),
+        ValueError,
+        "alltoall: tensors must be of one dtype, got float32, float64",
+    ),
+    "end": (
+        lambda g: g.end_coalescing(),
+        RuntimeError,
+        r"end_coalescing: start_coalescing\(\) must be called first",
+    ),
+}
+
+
+def _wrong(rank: int, name: str) -> float:
+    call, kind, message = WRONG[name]
+    with pytest.raises(kind, match=message):
+        call(dist.group.WORLD)
+    x = torch.ones(1)
+    dist.all_reduce(x)  # nothing has been issued
+    return x.item()
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(name: str) -> None:
+    assert run_ranks(_wrong, 2, name) == [2.0, 2.0]
+
+
+def test_a_group_of_another_rank_or_thread() -> None:
+    groups: dict[int, Any] = {}
+
+    def run(rank: int) -> None:
+        groups[rank] = dist.group.WORLD
+        dist.barrier()
+        with pytest.raises(RuntimeError, match=r"allreduce: a group of rank . must be used on"):
+            groups[1 - rank].allreduce([torch.ones(1)])
+
+    run_ranks(run, 2)
+    with pytest.raises(RuntimeError, match=r"while run_ranks.. is running, got a call from the"):
+        groups[0].allreduce([torch.ones(1)])
+    with pytest.raises(RuntimeError, match="'simulated': a group must be made inside of"):
+        dist.init_process_group("simulated", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,0 +1,215 @@
+"""What a simulated collective makes of the ranks' tensors.
+
+Sums are taken in order of rank, in the tensors' own dtype and rounded at each step, as Gloo does:
+with two ranks the result has Gloo's bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: For each rank: what is written into its outputs.
+Results = list[list[Tensor]]
+
+_ON_BOOL = {
+    "SUM": torch.logical_or,
+    "MAX": torch.logical_or,
+    "BOR": torch.logical_or,
+    "PRODUCT": torch.logical_and,
+    "MIN": torch.logical_and,
+    "BAND": torch.logical_and,
+    "BXOR": torch.logical_xor,
+}
+_PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PREMUL_SUM": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+
+
+class Reduction:
+    """A reduce operation, as options of a collective hold it.
+
+    Attributes:
+        name: such as ``SUM``.
+        factor: of ``PREMUL_SUM``, by which each tensor is multiplied first.
+    """
+
+    def __init__(self, op: Any) -> None:
+        kind = getattr(op, "op", op)  # a ReduceOp, or its enumeration
+        self.name: str = kind.name
+        self.factor = op.__getstate__()[1] if self.name == "PREMUL_SUM" else None
+
+    def key(self) -> tuple[str, Any]:
+        """What must be the same on all ranks. A factor may be each rank's own."""
+        return self.name, None
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+def pairwise(name: str, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """The function of two tensors that a reduction is made of; None where there is none."""
+    if dtype == torch.bool:
+        return _ON_BOOL.get(name)
+    return _PAIRWISE.get(name)
+
+
+@lru_cache(maxsize=1000)
+def can_reduce(name: str, dtype: torch.dtype) -> bool:
+    """Whether torch has such a reduction of a dtype."""
+    function = pairwise(name, dtype)
+    if function is None:
+        return False
+    one = torch.empty(1, dtype=dtype)
+    try:
+        return function(one, one).dtype == dtype
+    except (RuntimeError, TypeError):
+        return False
+
+
+def reduce_tensors(tensors: Sequence[Tensor], reduction: Reduction, ranks: int) -> Tensor:
+    """The reduction of one tensor of each rank, which is new."""
+    first = tensors[0]
+    function = pairwise(reduction.name, first.dtype)
+    assert function is not None
+    if reduction.factor is not None:
+        tensors = [tensor * reduction.factor for tensor in tensors]
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total = function(total, tensor.to(first.device).view(total.shape))
+    if reduction.name == "AVG":
+        exact = total.is_floating_point() or total.is_complex()
+        total = torch.div(total, ranks, rounding_mode=None if exact else "trunc")
+    return total.to(first.dtype)
+
+
+def reduce_sparse(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of sparse tensors, coalesced."""
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = total + tensor
+    return total.coalesce().clone()
+
+
+def write(output: Tensor, value: Tensor) -> None:
+    """Write a result, past autograd, which collectives are no part of."""
+    if output.layout is torch.sparse_coo:
+        with torch.no_grad():
+            output.copy_(value)
+    else:
+        output.data.copy_(value.view(output.shape))
+
+
+# ---- each collective: the calls of all ranks, in their order, to what each gets ------------------
+
+
+def all_reduce(calls: Sequence[Any]) -> Results:
+    """Each tensor's reduction, for all."""
+    totals = []
+    for tensors in zip(*(call.inputs for call in calls), strict=True):
+        if tensors[0].layout is torch.sparse_coo:
+            totals.append(reduce_sparse(tensors))
+        else:
+            reduction = _merged(calls)
+            totals.append(reduce_tensors(tensors, reduction, len(calls)))
+    return [totals] * len(calls)
+
+
+def _merged(calls: Sequence[Any]) -> Reduction:
+    return calls[0].reduction
+
+
+def reduce(calls: Sequence[Any]) -> Results:
+    """The reduction, for the root."""
+    root = calls[0].root
+    totals = all_reduce(calls)[root]
+    return [totals if rank == root else [] for rank in range(len(calls))]
+
+
+def broadcast(calls: Sequence[Any]) -> Results:
+    """The root's tensors, for all."""
+    root = calls[0].root
+    return [[] if rank == root else calls[root].inputs for rank in range(len(calls))]
+
+
+def all_gather(calls: Sequence[Any]) -> Results:
+    """The tensors of each rank one after another, for all."""
+    return [[tensor.clone() for call in calls for tensor in call.inputs]] * len(calls)
+
+
+def all_gather_single(calls: Sequence[Any]) -> Results:
+    """For each tensor those of all ranks in one, for all."""
+    gathered = [_cat(tensors) for tensors in zip(*(call.inputs for call in calls), strict=True)]
+    return [gathered] * len(calls)
+
+
+def gather(calls: Sequence[Any]) -> Results:
+    """As all_gather, for the root."""
+    root = calls[0].root
+    gathered = [call.inputs[0] for call in calls]
+    return [gathered if rank == root else [] for rank in range(len(calls))]
+
+
+def gather_single(calls: Sequence[Any]) -> Results:
+    """As all_gather_single, for the root."""
+    root = calls[0].root
+    gathered = [_cat([call.inputs[0] for call in calls])]
+    return [gathered if rank == root else [] for rank in range(len(calls))]
+
+
+def scatter(calls: Sequence[Any]) -> Results:
+    """To each rank its tensor of the root's."""
+    pieces = calls[calls[0].root].inputs
+    return [[piece.clone()] for piece in pieces]
+
+
+def reduce_scatter(calls: Sequence[Any]) -> Results:
+    """To each rank the reduction of what all have for it."""
+    reduction = _merged(calls)
+    pieces = zip(*(call.inputs for call in calls), strict=True)
+    return [[reduce_tensors(tensors, reduction, len(calls))] for tensors in pieces]
+
+
+def reduce_scatter_single(calls: Sequence[Any]) -> Results:
+    """For each tensor, to each rank its share of the reduction."""
+    ranks, reduction = len(calls), _merged(calls)
+    shares = [
+        reduce_tensors([tensor.reshape(-1) for tensor in tensors], reduction, ranks).chunk(ranks)
+        for tensors in zip(*(call.inputs for call in calls), strict=True)
+    ]
+    if not shares or not shares[0]:
+        return [[] for _ in calls]
+    return [[share[rank] for share in shares] for rank in range(ranks)]
+
+
+def all_to_all(calls: Sequence[Any]) -> Results:
+    """To each rank, from each, the tensor that it has for it."""
+    return [[call.inputs[rank].clone() for call in calls] for rank in range(len(calls))]
+
+
+def all_to_all_single(calls: Sequence[Any]) -> Results:
+    """To each rank, from each, the rows that it has for it."""
+    pieces = [call.inputs[0].split(call.input_splits) for call in calls]
+    return [[_cat([of_one[rank] for of_one in pieces])] for rank in range(len(calls))]
+
+
+def barrier(calls: Sequence[Any]) -> Results:
+    """Nothing, for all."""
+    return [[] for _ in calls]
+
+
+def _cat(tensors: Sequence[Tensor]) -> Tensor:
+    device = tensors[0].device
+    return torch.cat([tensor.reshape(-1).to(device) for tensor in tensors])

@@ -1,0 +1,210 @@
+"""What the ranks of a simulated process group share: the collectives that are under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torch_commhook.process_group.simulated_data import Results, write
+from torch_commhook.process_group.simulated_work import Call, SimulatedWork
+
+
+class MismatchedCollectiveError(RuntimeError):
+    """Two ranks' collectives on a group do not belong together. The message has both."""
+
+
+@dataclass
+class _Round:
+    """A collective of which some ranks have come."""
+
+    first: int
+    works: list[SimulatedWork | None]
+    count: int = 0
+
+
+@dataclass
+class _Message:
+    """A send or a receive that has not met its other half."""
+
+    work: SimulatedWork
+    here: int
+    there: int | None
+    tag: int
+
+
+@dataclass
+class Link:
+    """The ranks of one group.
+
+    Args:
+        links: of the run; its scheduler hands over between ranks.
+        name: of the group.
+        members: the rank in the run of each of the group's ranks.
+    """
+
+    links: Links
+    name: str
+    members: Sequence[int]
+    sequence: list[int] = field(default_factory=list)
+    bytes_sent: list[int] = field(default_factory=list)
+    _rounds: dict[int, _Round] = field(default_factory=dict)
+    _sends: list[_Message] = field(default_factory=list)
+    _receives: list[_Message] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sequence = [0] * len(self.members)
+        self.bytes_sent = [0] * len(self.members)
+
+    @property
+    def scheduler(self) -> Any:
+        return self.links.scheduler
+
+    def __str__(self) -> str:
+        return f"group '{self.name}'"
+
+    # ---- collectives -----------------------------------------------------------------------------
+
+    def join(
+        self, rank: int, call: Call, run: Callable[[Sequence[Call]], Results]
+    ) -> SimulatedWork:
+        """One rank comes to its next collective; the last one carries it out.
+
+        Raises:
+            MismatchedCollectiveError: another rank has come with another one.
+        """
+        me = self.scheduler.enter(self.members[rank], call.operation)
+        self.sequence[rank] += 1
+        self.bytes_sent[rank] += call.bytes_sent
+        number = self.sequence[rank]
+        work = SimulatedWork(self, self.members[rank], call, number)
+        current = self._rounds.get(number)
+        if current is None:
+            current = self._rounds[number] = _Round(rank, [None] * len(self.members))
+        first = current.works[current.first]
+        if first is not None and first.call.key != call.key:
+            self._mismatch(number, (current.first, first.call), (rank, call))
+        current.works[rank] = work
+        current.count += 1
+        if current.count == len(self.members):
+            del self._rounds[number]
+            works = [work for work in current.works if work is not None]
+            self._carry_out(number, works, run)
+        self.scheduler.switch(me)
+        return work
+
+    def _carry_out(
+        self, number: int, works: list[SimulatedWork], run: Callable[[Sequence[Call]], Results]
+    ) -> None:
+        calls = [work.call for work in works]
+        self._check_splits(number, calls)
+        with torch.no_grad():
+            for call, values in zip(calls, run(calls), strict=True):
+                for output, value in zip(call.outputs, values, strict=False):
+                    write(output, value)
+        for work in works:
+            self.scheduler.complete(work)
+
+    def _check_splits(self, number: int, calls: Sequence[Call]) -> None:
+        if not calls[0].input_splits:
+            return
+        for sender, sent in enumerate(calls):
+            for receiver, received in enumerate(calls):
+                if sent.input_splits[receiver] != received.output_splits[sender]:
+                    self._mismatch(number, (sender, sent), (receiver, received))
+
+    def _mismatch(self, number: int | None, one: tuple[int, Call], other: tuple[int, Call]) -> None:
+        numbered = "" if number is None else f"collective {number} "
+        sides = "; ".join(
+            f"rank {self.members[rank]}: {call}"
+            for rank, call in sorted((one, other), key=lambda side: self.members[side[0]])
+        )
+        error = MismatchedCollectiveError(f"{numbered}on {self} is not the same: {sides}")
+        self.scheduler.fail(error)
+        raise error
+
+    def missing(self, work: SimulatedWork) -> list[int]:
+        """The ranks of the run without which the work cannot be done."""
+        if work.number is not None:
+            current = self._rounds.get(work.number)
+            if current is None:
+                return []
+            return [self.members[rank] for rank, there in enumerate(current.works) if there is None]
+        for message in (*self._sends, *self._receives):
+            if message.work is work and message.there is not None:
+                return [self.members[message.there]]
+        return []
+
+    # ---- messages --------------------------------------------------------------------------------
+
+    def send(self, rank: int, call: Call, destination: int, tag: int) -> SimulatedWork:
+        """One rank sends; the work is done when the other one receives."""
+        me = self.scheduler.enter(self.members[rank], call.operation)
+        self.bytes_sent[rank] += call.bytes_sent
+        work = SimulatedWork(self, self.members[rank], call, None)
+        message = _Message(work, rank, destination, tag)
+        for receive in self._receives:
+            if receive.here == destination and receive.tag == tag and receive.there in (rank, None):
+                self._receives.remove(receive)
+                self._meet(message, receive)
+                break
+        else:
+            self._sends.append(message)
+        self.scheduler.switch(me)
+        return work
+
+    def receive(self, rank: int, call: Call, source: int | None, tag: int) -> SimulatedWork:
+        """One rank receives, from any rank for None."""
+        me = self.scheduler.enter(self.members[rank], call.operation)
+        work = SimulatedWork(self, self.members[rank], call, None)
+        message = _Message(work, rank, source, tag)
+        for send in self._sends:
+            if send.there == rank and send.tag == tag and source in (send.here, None):
+                self._sends.remove(send)
+                self._meet(send, message)
+                break
+        else:
+            self._receives.append(message)
+        self.scheduler.switch(me)
+        return work
+
+    def _meet(self, send: _Message, receive: _Message) -> None:
+        sent, received = send.work.call, receive.work.call
+        if sent.key != received.key:
+            self._mismatch(None, (send.here, sent), (receive.here, received))
+        with torch.no_grad():
+            write(received.outputs[0], sent.inputs[0].clone())
+        receive.work.source = send.here
+        self.scheduler.complete(send.work)
+        self.scheduler.complete(receive.work)
+
+
+class Links:
+    """All groups of a run.
+
+    Args:
+        scheduler: of the run.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self.all: list[Link] = []
+        self._links: dict[tuple[str, tuple[int, ...], int], Link] = {}
+        self._counts: dict[tuple[str, tuple[int, ...], int], int] = {}
+
+    def get(self, name: str, members: Sequence[int], rank: int) -> Link:
+        """The link of a group that a rank makes.
+
+        A name may be used again for another group, once the first one has been destroyed: the
+        ranks' n-th groups of a name belong together.
+        """
+        own = (name, tuple(members), rank)
+        count = self._counts[own] = self._counts.get(own, 0) + 1
+        key = (name, tuple(members), count)
+        link = self._links.get(key)
+        if link is None:
+            link = self._links[key] = Link(self, name, members)
+            self.all.append(link)
+        return link

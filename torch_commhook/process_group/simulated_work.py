@@ -1,0 +1,189 @@
+"""What a simulated collective gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torch_commhook._C import Work
+from torch_commhook._dynamo import methods_left_to_python
+from torch_commhook.process_group.simulated_data import Reduction
+
+if TYPE_CHECKING:
+    from torch_commhook.process_group.simulated_link import Link
+
+
+@dataclass
+class Call:
+    """One rank's part in a collective.
+
+    Attributes:
+        operation: the name of the group's method.
+        key: what must be the same on all ranks.
+        text: says it in words.
+        inputs, outputs: tensors that are read and written.
+        returned: what its Future holds.
+        root: rank of the group, where there is one.
+        bytes_sent: by this rank.
+    """
+
+    operation: str
+    key: tuple[Any, ...]
+    text: Callable[[], str]
+    inputs: Sequence[Tensor] = ()
+    outputs: Sequence[Tensor] = ()
+    returned: Sequence[Tensor] = ()
+    reduction: Reduction | None = None
+    root: int = 0
+    input_splits: Sequence[int] = ()
+    output_splits: Sequence[int] = ()
+    bytes_sent: int = 0
+
+    def __str__(self) -> str:
+        details = self.text()
+        return f"{self.operation} of {details}" if details else self.operation
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Such as ``ranks 0, 3``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+@methods_left_to_python
+class _Future(torch.futures.Future):
+    """A Future whose ``wait()`` lets the other ranks run."""
+
+    def __init__(self, work: SimulatedWork) -> None:
+        super().__init__()
+        self._work = work
+
+    def wait(self) -> Any:
+        if not self.done():
+            self._work.wait()
+        return super().wait()
+
+
+@methods_left_to_python
+class SimulatedWork(Work):
+    """A collective that a rank has issued, until all ranks have."""
+
+    def __init__(self, link: Link, owner: int, call: Call, number: int | None) -> None:
+        super().__init__()
+        self.is_done = False
+        self.owner = owner
+        self.call = call
+        self.number = number
+        self.source = -1  # of what was received, a rank of the group
+        self._link = link
+        self._future: _Future | None = None
+
+    # ---- what torch.distributed asks for ---------------------------------------------------------
+
+    def wait(self, timeout: object = None) -> bool:
+        """Let other ranks run until it is done. There is no time that could run out."""
+        self._link.scheduler.wait(self._enter("wait"), self)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._link.scheduler.poll(self._enter("is_completed"), self)
+
+    def is_success(self) -> bool:
+        return self.is_done
+
+    def exception(self) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return list(self.call.returned)
+
+    def source_rank(self) -> int:
+        return self.source
+
+    def get_sequence_number(self) -> int:
+        return self.number or 0
+
+    def get_future(self) -> torch.futures.Future:
+        """A Future, complete if that can be had by letting others run.
+
+        Who waits for a Future in C++ does so unseen, and no other rank would run.
+        """
+        rank = self._enter("get_future")
+        if self._future is None:
+            self._future = _Future(self)
+            if self.is_done:
+                self.deliver()
+        self._link.scheduler.ask(rank, self)
+        return self._future
+
+    def _enter(self, method: str) -> Any:
+        return self._link.scheduler.enter(self.owner, f"Work.{method} of {self.call.operation}")
+
+    # ---- what the scheduler asks for -------------------------------------------------------------
+
+    def describe(self) -> str:
+        operation = self.call.operation
+        if self.number is not None:
+            operation = f"{operation} {self.number}"
+        text = f"{operation} on {self._link}"
+        if details := self.call.text():
+            text += f": {details}"
+        missing = self._link.missing(self)
+        if missing:
+            text += f"; not there: {named_ranks(missing)}"
+        return text
+
+    def is_hopeless(self, ended: Collection[int]) -> bool:
+        return any(rank in ended for rank in self._link.missing(self))
+
+    def deliver(self) -> None:
+        if self._future is not None and not self._future.done():
+            self._future.set_result(list(self.call.returned))
+
+
+@methods_left_to_python
+class CoalescedWork(Work):
+    """Several collectives as one."""
+
+    def __init__(self, works: Sequence[SimulatedWork]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: object = None) -> bool:
+        for work in self._works:
+            work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return all([work.is_completed() for work in self._works])
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> torch.futures.Future:
+        """Complete when all are, which is waited for."""
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result(self.result())
+        return future

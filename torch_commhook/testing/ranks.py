@@ -1,0 +1,128 @@
+"""Ranks as threads of one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_commhook._C import type_name
+from torch_commhook.process_group.simulated_link import Links
+from torch_commhook.testing.scheduler import RunEndedError, Scheduler, current_rank
+from torch_commhook.testing.worlds import world_of, worlds_of_ranks
+
+_one_run = threading.Lock()
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    seed: int = 0,
+    timeout: float = 60.0,
+) -> list[Any]:
+    """Call ``fn(rank, *args)`` on each of ``world_size`` ranks, which are threads of this process.
+
+    Inside, ``torch.distributed`` is initialized: the default group is a
+    :class:`torch_commhook.process_group.SimulatedProcessGroup`, and ``new_group``, device meshes,
+    functional collectives, DDP, ``fully_shard``, DTensor and :func:`torch_commhook.attach` work as
+    on processes. Other threads see the process's own ``torch.distributed``.
+
+    One rank runs at a time, until it issues a collective or waits for other ranks; ``seed`` decides
+    who is next. The same seed is the same order of events, another one another order.
+
+    What belongs to the process is shared by the ranks: ``torch.manual_seed``, the compiler's
+    caches, environment variables. Objects that ``fn`` closes over are the same for all ranks.
+
+    Args:
+        fn: called with the rank and ``args``.
+        world_size: how many ranks.
+        args: passed on.
+        seed: of the order in which ranks run.
+        timeout: seconds that a rank may run without coming to a collective.
+
+    Returns:
+        What each rank returned, in order of rank.
+
+    Raises:
+        DeadlockError: no rank can go on. Says what each of them waits for.
+        MismatchedCollectiveError: two ranks' n-th collectives on a group are not the same. Names
+            both.
+        TimeoutError: a rank has not come to a collective in time. A thread that cannot be ended
+            is left.
+        BaseException: what the first rank to fail has raised, with a note that names the rank
+            (Python 3.11 and newer). The other ranks are ended.
+        RuntimeError: another ``run_ranks`` is running.
+        TypeError, ValueError: an argument that is none of the above.
+    """
+    _check_arguments(fn, world_size, seed, timeout)
+    return run_with_links(lambda rank, _: fn(rank, *args), world_size, seed, timeout)[0]
+
+
+def run_with_links(
+    fn: Callable[[int, Links], Any], world_size: int, seed: int, timeout: float = 60.0
+) -> tuple[list[Any], Links]:
+    """:func:`run_ranks` for a function that is also given all groups of the run; returns these."""
+    if current_rank() is not None:
+        raise RuntimeError("run_ranks: a rank must not call run_ranks, which is running already")
+    if not _one_run.acquire(blocking=False):
+        raise RuntimeError("run_ranks: one must end before the next, and another thread runs one")
+    try:
+        return _run(fn, world_size, seed, timeout)
+    finally:
+        _one_run.release()
+
+
+def _run(
+    fn: Callable[[int, Links], Any], world_size: int, seed: int, timeout: float
+) -> tuple[list[Any], Links]:
+    scheduler = Scheduler(world_size, seed, timeout)
+    links = Links(scheduler)
+    store = dist.HashStore()
+
+    def run_rank(rank: int) -> Any:
+        # Backward of CUDA tensors stays on the rank's own thread, too.
+        with (
+            torch.autograd.set_multithreading_enabled(False),
+            world_of(links, store, rank, world_size),
+        ):
+            return fn(rank, links)
+
+    with worlds_of_ranks(scheduler.threads):
+        scheduler.run(run_rank)
+    _raise_failure(scheduler)
+    return [rank.result for rank in scheduler.ranks], links
+
+
+def _raise_failure(scheduler: Scheduler) -> None:
+    failure = scheduler.failure
+    if failure is None:
+        return
+    for rank in scheduler.ranks:
+        error = rank.error
+        if error is None or isinstance(error, RunEndedError):
+            continue
+        if isinstance(failure, RunEndedError):
+            if rank is scheduler.first_to_fail:
+                if hasattr(error, "add_note"):
+                    error.add_note(f"raised by rank {rank.number} of {len(scheduler.ranks)}")
+                raise error
+        elif type(error) is type(failure) and error.args == failure.args:
+            raise error  # with the traceback of where this rank was
+    raise failure
+
+
+def _check_arguments(fn: object, world_size: object, seed: object, timeout: object) -> None:
+    if not callable(fn):
+        raise TypeError(f"run_ranks: fn must be callable, got {type_name(fn)}")
+    for name, value in (("world_size", world_size), ("seed", seed)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"run_ranks: {name} must be an int, got {type_name(value)}")
+    if world_size < 1:  # type: ignore[operator]
+        raise ValueError(f"run_ranks: world_size must be at least 1, got {world_size}")
+    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if not number or not timeout > 0:  # type: ignore[operator]
+        raise ValueError(f"run_ranks: timeout must be a positive number of s, got {timeout!r}")

@@ -1,0 +1,440 @@
+"""Which rank runs: one at a time, in an order that a seed decides.
+
+Each rank is a thread. The one that runs hands over where it waits for another rank, and wherever
+it issues a collective. Who is next is drawn among those that can go on, so that a seed is one
+order of events, and another seed another one.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import Any, Protocol
+
+READY, WAITS, ASKS, AWAY, ENDED = "ready", "waits", "asks", "away", "ended"
+
+#: How often the thread that started the ranks looks after them, in seconds.
+_LOOK = 0.02
+#: Looks in which a rank must not have used the processor to count as blocked outside of Python.
+_IDLE_LOOKS = 3
+#: The same for the verdict that it will never go on, where no other rank can either.
+_LOST_LOOKS = 50
+#: How long threads that are blocked outside of Python are waited for in the end, in seconds.
+_GRACE = 1.0
+
+_here = threading.local()
+
+
+class DeadlockError(RuntimeError):
+    """No rank can go on. The message says what each of them waits for."""
+
+
+class RunEndedError(BaseException):
+    """Ends a rank because another one has failed. Not an Exception, so that it passes by those
+    who handle errors of their own."""
+
+
+class Awaited(Protocol):
+    """What a rank can wait for."""
+
+    is_done: bool
+    owner: int
+
+    def describe(self) -> str:
+        """What it is, for a report."""
+
+    def is_hopeless(self, ended: Collection[int]) -> bool:
+        """Whether it can never be done, now that these ranks have ended."""
+
+    def deliver(self) -> None:
+        """Complete its Future: on the owner's thread, or while that is blocked."""
+
+
+class Rank:
+    """A rank and its thread."""
+
+    def __init__(self, scheduler: Scheduler, number: int) -> None:
+        self.scheduler = scheduler
+        self.number = number
+        self.state = READY
+        self.awaited: Awaited | None = None
+        self.done: deque[Awaited] = deque()  # and not delivered
+        self.released: list[Awaited] = []  # whose Futures were given out incomplete
+        self.inside = False  # code of ours, which must not be taken for blocked
+        self.baton = threading.Lock()
+        self.baton.acquire()
+        self.thread: threading.Thread | None = None
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def processor_time(self) -> float:
+        """What its thread has used, in seconds."""
+        assert self.thread is not None and self.thread.ident is not None
+        try:
+            return time.clock_gettime(time.pthread_getcpuclockid(self.thread.ident))
+        except OSError:  # it has just ended
+            return -1.0
+
+    def report(self) -> str:
+        """What it does, in a few words."""
+        if self.state == ENDED:
+            if self.error is None:
+                return "has returned"
+            return f"has raised {type(self.error).__name__}: {self.error}"
+        if self.awaited is not None:
+            return f"waits for {self.awaited.describe()}"
+        waiting = [awaited.describe() for awaited in self.released if not awaited.is_done]
+        if waiting:
+            return f"is blocked outside of Python, and has not got {', '.join(waiting)}"
+        return "runs"
+
+
+def current_rank() -> Rank | None:
+    """The rank whose thread this is."""
+    return getattr(_here, "rank", None)
+
+
+class Scheduler:
+    """Runs a function on all ranks, one at a time.
+
+    Args:
+        world_size: how many ranks.
+        seed: of the order in which they run.
+        timeout: seconds that a rank may run before it issues a collective or waits for one.
+    """
+
+    def __init__(self, world_size: int, seed: int, timeout: float) -> None:
+        self.ranks = [Rank(self, number) for number in range(world_size)]
+        self.failure: BaseException | None = None
+        self.first_to_fail: Rank | None = None
+        self._timeout = timeout
+        self._random = random.Random(seed)
+        self._ready = list(self.ranks)
+        self._running: Rank | None = None
+        self._progress = 0
+        self._idle_polls = 0
+        self._all_ended = threading.Event()
+        #: Ranks change hands under it, since the thread that started them may step in.
+        self._lock = threading.Lock()
+
+    def threads(self) -> list[threading.Thread]:
+        """Of the ranks, once they run."""
+        return [rank.thread for rank in self.ranks if rank.thread is not None]
+
+    # ---- on the thread of a rank -----------------------------------------------------------------
+
+    def enter(self, owner: int, what: str) -> Rank:
+        """Begin an operation of a rank's group.
+
+        Raises:
+            RuntimeError: this is not the thread of that rank.
+            BaseException: the run has failed.
+        """
+        rank = current_rank()
+        if rank is None or rank.scheduler is not self or rank.number != owner:
+            where = f"rank {rank.number}" if rank is not None else "no rank"
+            raise RuntimeError(
+                f"{what}: a group of rank {owner} must be used on that rank's own thread, while "
+                f"run_ranks() is running, got a call from the thread of {where}"
+            )
+        rank.inside = True
+        if self._running is not rank:
+            self._come_back(rank)
+        self._raise_failure(rank)
+        return rank
+
+    def switch(self, rank: Rank) -> None:
+        """Let another rank run, perhaps."""
+        self._progress += 1
+        self._idle_polls = 0
+        self._hand_over(rank, self._ready)
+        self._resume(rank)
+
+    def wait(self, rank: Rank, awaited: Awaited) -> None:
+        """Let others run until it is done.
+
+        Raises:
+            DeadlockError: it never will be.
+        """
+        self._block(rank, awaited, WAITS)
+
+    def ask(self, rank: Rank, awaited: Awaited) -> None:
+        """Let others run until it is done, or until none can go on."""
+        self._block(rank, awaited, ASKS)
+
+    def poll(self, rank: Rank, awaited: Awaited) -> bool:
+        """Whether it is done; if not, others run first."""
+        if not awaited.is_done:
+            self._idle_polls += 1
+            others = [other for other in self._ready if other is not rank]
+            if not others or self._idle_polls > 2 * len(self._ready):
+                with self._lock:
+                    self._release_one()
+                self._idle_polls = 0
+                others = [other for other in self._ready if other is not rank]
+            if others:
+                self._hand_over(rank, others)
+        self._resume(rank)
+        return awaited.is_done
+
+    def complete(self, awaited: Awaited) -> None:
+        """What a rank may be waiting for is done."""
+        with self._lock:
+            awaited.is_done = True
+            owner = self.ranks[awaited.owner]
+            owner.done.append(awaited)
+            if owner.awaited is awaited:
+                owner.awaited = None
+                owner.state = READY
+                self._ready.append(owner)
+            elif owner.state == AWAY and awaited in owner.released and owner not in self._ready:
+                self._ready.append(owner)
+
+    def fail(self, error: BaseException) -> None:
+        """End the run: all ranks get such an error, wherever they wait."""
+        with self._lock:
+            self._fail(error)
+        self._let_go()
+
+    def _block(self, rank: Rank, awaited: Awaited, state: str) -> None:
+        if not awaited.is_done:
+            with self._lock:
+                rank.awaited, rank.state = awaited, state
+                self._ready.remove(rank)
+                self._progress += 1
+                self._idle_polls = 0
+            self._hand_over(rank, self._ready)
+        self._resume(rank)
+
+    def _hand_over(self, rank: Rank, among: list[Rank]) -> None:
+        with self._lock:
+            chosen = self._choose(among)
+        if chosen is not rank:
+            self._start(chosen)
+            rank.baton.acquire()
+
+    def _resume(self, rank: Rank) -> None:
+        rank.inside = False
+        self._raise_failure(rank)
+        while rank.done:
+            rank.done.popleft().deliver()
+
+    def _come_back(self, rank: Rank) -> None:
+        """It was taken for blocked, and has gone on."""
+        with self._lock:
+            if self._running is rank:
+                return
+            rank.state = READY
+            if rank not in self._ready:
+                self._ready.append(rank)
+            if self._running is None:
+                self._running = rank
+                return
+        rank.baton.acquire()
+
+    def _raise_failure(self, rank: Rank) -> None:
+        failure = self.failure
+        if failure is None:
+            return
+        rank.inside = False
+        if isinstance(failure, RunEndedError):
+            raise RunEndedError(*failure.args)
+        raise type(failure)(*failure.args)  # each rank has a traceback of its own
+
+    # ---- the choice ------------------------------------------------------------------------------
+
+    def _choose(self, among: list[Rank]) -> Rank | None:
+        """The next rank, which is the one that runs from here on. Under the lock."""
+        if not self._ready:
+            self._unblock()
+        among = among or self._ready
+        if len(among) > 1:
+            self._running = among[int(self._random.random() * len(among))]
+        else:
+            self._running = among[0] if among else None
+        return self._running
+
+    def _start(self, rank: Rank | None) -> None:
+        if rank is None:
+            return
+        if rank.state == AWAY:  # blocked in C++ on a Future, which can be completed now
+            rank.state = READY
+            while rank.done:
+                rank.done.popleft().deliver()
+        else:
+            rank.baton.release()
+
+    def _unblock(self) -> None:
+        """No rank can go on as it is. Under the lock."""
+        if self.failure is not None or self._release_one():
+            return
+        if all(rank.state == ENDED for rank in self.ranks):
+            return
+        if any(rank.state == AWAY for rank in self.ranks):
+            return  # it may come back by itself; the thread that started it looks after that
+        self._fail(DeadlockError(self._deadlock_report()))
+
+    def _release_one(self) -> bool:
+        """Let one rank have a Future that is incomplete: it may do what the others wait for."""
+        if self.failure is not None:
+            return False
+        ended = {rank.number for rank in self.ranks if rank.state == ENDED}
+        asking = [
+            rank
+            for rank in self.ranks
+            if rank.state == ASKS and rank.awaited and not rank.awaited.is_hopeless(ended)
+        ]
+        if not asking:
+            return False
+        rank = asking[int(self._random.random() * len(asking))]
+        assert rank.awaited is not None
+        rank.released = [awaited for awaited in rank.released if not awaited.is_done]
+        rank.released.append(rank.awaited)
+        rank.awaited, rank.state = None, READY
+        self._ready.append(rank)
+        return True
+
+    def _deadlock_report(self) -> str:
+        lines = [f"rank {rank.number} {rank.report()}" for rank in self.ranks]
+        return "run_ranks: no rank can go on:\n  " + "\n  ".join(lines)
+
+    def _fail(self, error: BaseException) -> None:
+        if self.failure is not None:
+            return
+        self.failure = error
+        for rank in self.ranks:
+            if rank.state in (WAITS, ASKS):
+                rank.state = READY
+                self._ready.append(rank)
+
+    def _let_go(self) -> None:
+        """Wake ranks that are blocked in C++, where they hold Futures of ours.
+
+        These are completed, since nothing of the run counts any more: who waits in C++ for a Future
+        of Python's would take an exception in it for a value.
+        """
+        for rank in self.ranks:
+            if rank.state == AWAY:
+                for awaited in rank.released:
+                    awaited.deliver()
+
+    # ---- on the thread that starts them ----------------------------------------------------------
+
+    def run(self, function: Callable[[int], Any]) -> None:
+        """Run it on each rank; what came of it is in :attr:`ranks` and :attr:`failure`.
+
+        Threads that cannot be ended are left: those that are still blocked when the time is up.
+        """
+        for rank in self.ranks:
+            rank.thread = threading.Thread(
+                target=self._run_rank,
+                args=(rank, function),
+                name=f"rank {rank.number}",
+                daemon=True,
+            )
+        for rank in self.ranks:
+            assert rank.thread is not None
+            rank.thread.start()
+        with self._lock:
+            first = self._choose(self._ready)
+        self._start(first)
+        try:
+            self._look_after()
+        except BaseException as error:  # such as Ctrl-C
+            self._step_in(RunEndedError(f"run_ranks was left by {type(error).__name__}"))
+            self._all_ended.wait(_GRACE)
+            raise
+        for rank in self.ranks:
+            assert rank.thread is not None
+            if rank.state == ENDED:
+                rank.thread.join()
+
+    def _run_rank(self, rank: Rank, function: Callable[[int], Any]) -> None:
+        rank.baton.acquire()
+        _here.rank = rank
+        try:
+            self._raise_failure(rank)
+            rank.result = function(rank.number)
+        except BaseException as error:
+            rank.error = error
+        finally:
+            self._end(rank)
+
+    def _end(self, rank: Rank) -> None:
+        with self._lock:
+            self._progress += 1
+            rank.state = ENDED
+            if rank in self._ready:
+                self._ready.remove(rank)
+            if rank.error is not None and self.failure is None:
+                self.first_to_fail = rank
+                self._fail(RunEndedError(f"rank {rank.number} has failed"))
+            chosen = None
+            if self._running is rank or self._running is None:
+                chosen = self._choose(self._ready)
+            if all(other.state == ENDED for other in self.ranks):
+                self._all_ended.set()
+        if self.failure is not None:
+            self._let_go()
+        self._start(chosen)
+
+    def _look_after(self) -> None:
+        progress, since, idle, used = -1, time.monotonic(), 0, -1.0
+        while not self._all_ended.wait(_LOOK):
+            now = time.monotonic()
+            if self._progress != progress:
+                progress, since, idle = self._progress, now, 0
+                continue
+            if self.failure is not None:
+                blocked = all(rank.state in (AWAY, ENDED) for rank in self.ranks)
+                if now - since > (_GRACE if blocked else self._timeout):
+                    return
+                continue
+            rank = self._running or next(r for r in self.ranks if r.state == AWAY)
+            before, used = used, rank.processor_time()
+            idle = idle + 1 if used == before else 0
+            if rank.released and not rank.inside and idle >= _IDLE_LOOKS:
+                self._step_around(rank, lost=idle >= _LOST_LOOKS)
+            elif now - since > self._timeout:
+                self._step_in(TimeoutError(self._timeout_report(rank)))
+
+    def _step_around(self, rank: Rank, lost: bool) -> None:
+        """A rank holds an incomplete Future and is blocked: let others run, if any can."""
+        with self._lock:
+            if self._running is rank and rank.state == READY and not rank.inside:
+                rank.state = AWAY
+                self._ready.remove(rank)
+            elif self._running is not None or not lost:
+                return
+            if lost and not self._ready:
+                self._fail(DeadlockError(self._deadlock_report()))
+            chosen = self._choose(self._ready)
+        if self.failure is not None:
+            self._let_go()
+        self._start(chosen)
+
+    def _step_in(self, error: BaseException) -> None:
+        """Go on without the rank that runs, to end the others."""
+        with self._lock:
+            stuck = self._running
+            if stuck is not None:
+                stuck.state = AWAY
+                if stuck in self._ready:
+                    self._ready.remove(stuck)
+            self._fail(error)
+            chosen = self._choose(self._ready)
+        self._let_go()
+        self._start(chosen)
+
+    def _timeout_report(self, stuck: Rank) -> str:
+        lines = [f"rank {rank.number} {rank.report()}" for rank in self.ranks if rank is not stuck]
+        return "\n  ".join(
+            [
+                f"run_ranks: rank {stuck.number} has run for {self._timeout:g} s and neither ended "
+                "nor come to a collective",
+                *lines,
+            ]
+        )

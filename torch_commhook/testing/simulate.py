@@ -1,0 +1,212 @@
+"""A communication hook on given gradients, with ranks that are threads."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_commhook._C import type_name
+from torch_commhook._runtime import check_hook, hook_name, parse_hook_result, run_hook
+from torch_commhook.bucket import GradBucket
+from torch_commhook.testing.ranks import run_with_links
+
+Gradients = Sequence[Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a hook has made of each rank's gradients, in the last step.
+
+    Attributes:
+        results: for each rank, one tensor for each of its gradients, of its shape and dtype.
+        bytes_sent: by each rank in that step, over all simulated groups; see
+            ``SimulatedProcessGroup.bytes_sent``.
+        error: distance of the result from the exact mean of the gradients, over the length of that
+            mean: both as one vector in float64. The largest of the ranks. 0 where both are zero.
+    """
+
+    results: list[list[Tensor]]
+    bytes_sent: list[int]
+    error: float
+
+    @property
+    def result(self) -> list[Tensor]:
+        """The gradients as every rank has them.
+
+        Raises:
+            ValueError: the ranks' differ. Says which, of which ranks; ``results`` has them all.
+        """
+        first = self.results[0]
+        for rank, others in enumerate(self.results):
+            for i, (one, other) in enumerate(zip(first, others, strict=True)):
+                if not torch.equal(_bits(one), _bits(other)):
+                    raise ValueError(
+                        f"simulate: gradient {i} must be the same on all ranks, got others on "
+                        f"ranks 0 and {rank}; results has each rank's"
+                    )
+        return first
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that a rank has sent in that step; where ranks differ, the one that sent most."""
+        return max(self.bytes_sent)
+
+
+def simulate(
+    hook: Callable[..., Any],
+    grads_per_rank: Gradients,
+    *,
+    steps: int = 1,
+    state: object = None,
+    seed: int = 0,
+) -> Simulation:
+    """Run a hook on the gradients of several ranks, without processes.
+
+    Each rank has a copy of the hook and of the state, puts its gradients into buckets, one for each
+    dtype and one for each sparse gradient, and calls the hook on these.
+
+    Args:
+        hook: one of :mod:`torch_commhook.hooks`, or any callable ``hook(state, bucket)``. It
+            communicates over the default group, or over groups that it makes itself.
+        grads_per_rank: for each rank its gradients, of the same shapes and dtypes on all ranks.
+            They stay as they are.
+        steps: how often the hook is called on them, for hooks that remember something.
+        state: passed to the hook as its first argument.
+        seed: of the order in which ranks run; see :func:`torch_commhook.testing.run_ranks`.
+
+    Returns:
+        The last step's gradients, traffic and error.
+
+    Raises:
+        TypeError: no hook, no tensors, or a hook or state that cannot be copied.
+        ValueError: no gradients, or others on another rank.
+        BaseException: what the hook raises, as from ``run_ranks``.
+    """
+    check_hook(hook)
+    gradients = _checked(grads_per_rank)
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise ValueError(f"simulate: steps must be a positive int, got {steps!r}")
+    sent_before = [0] * len(gradients)
+
+    def run_rank(rank: int, links: Any) -> list[Tensor]:
+        own_hook, own_state = _copies(hook, state)
+        parameters = [torch.zeros_like(g, requires_grad=True) for g in gradients[rank]]
+        results: list[Tensor] = []
+        for step in range(steps):
+            if step == steps - 1:
+                sent_before[rank] = _bytes_sent(links, rank)
+            results = _one_step(own_hook, own_state, parameters, gradients[rank])
+        return results
+
+    results, links = run_with_links(run_rank, len(gradients), seed)
+    sent = [_bytes_sent(links, rank) - before for rank, before in enumerate(sent_before)]
+    return Simulation(results, sent, _error(results, gradients))
+
+
+def _one_step(
+    hook: Callable[..., Any], state: object, parameters: list[Tensor], gradients: Sequence[Tensor]
+) -> list[Tensor]:
+    results: dict[int, Tensor] = {}
+    buckets = _buckets(gradients)
+    calls = []
+    for index, numbers in enumerate(buckets):
+        bucket = GradBucket(
+            [parameters[i] for i in numbers],
+            [gradients[i].clone() for i in numbers],
+            index=index,
+            bucket_count=len(buckets),
+        )
+        calls.append((numbers, bucket, run_hook(hook, state, bucket)))
+    for numbers, bucket, future in calls:
+        flat = parse_hook_result(future.wait(), bucket)
+        for i, piece in zip(numbers, bucket.pieces(flat), strict=True):
+            results[i] = piece.detach().clone()
+    return [results[i] for i in range(len(gradients))]
+
+
+def _buckets(gradients: Sequence[Tensor]) -> list[list[int]]:
+    """The numbers of the gradients that go into a bucket together."""
+    buckets: dict[object, list[int]] = {}
+    for i, gradient in enumerate(gradients):
+        dense = gradient.layout is torch.strided
+        buckets.setdefault(gradient.dtype if dense else i, []).append(i)
+    return list(buckets.values())
+
+
+def _copies(hook: Callable[..., Any], state: object) -> tuple[Callable[..., Any], object]:
+    try:
+        return copy.deepcopy((hook, state))
+    except Exception as error:
+        raise TypeError(
+            f"simulate: hook and state must be such as can be copied for each rank, got "
+            f"{hook_name(hook)} with a state of {type_name(state)}"
+        ) from error
+
+
+def _bytes_sent(links: Any, rank: int) -> int:
+    return sum(
+        link.bytes_sent[link.members.index(rank)] for link in links.all if rank in link.members
+    )
+
+
+def _checked(grads_per_rank: Gradients) -> list[list[Tensor]]:
+    ranks = [list(gradients) for gradients in grads_per_rank]
+    if not ranks or not ranks[0]:
+        raise ValueError(
+            "simulate: grads_per_rank must have at least one rank with one gradient, got "
+            f"{[len(gradients) for gradients in ranks]} gradients"
+        )
+    kinds = []
+    for gradients in ranks:
+        for gradient in gradients:
+            if not isinstance(gradient, Tensor):
+                raise TypeError(
+                    f"simulate: grads_per_rank must hold tensors, got {type_name(gradient)}"
+                )
+        kinds.append([f"{g.dtype} {list(g.shape)}" for g in gradients])
+    for rank, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            raise ValueError(
+                f"simulate: grads_per_rank must be of the same shapes and dtypes on all ranks, got "
+                f"{kinds[0]} on rank 0 and {kind} on rank {rank}"
+            )
+    return [[gradient.detach() for gradient in gradients] for gradients in ranks]
+
+
+def _error(results: list[list[Tensor]], gradients: list[list[Tensor]]) -> float:
+    means = [
+        torch.stack([_exact(gradient) for gradient in ranks]).mean(0)
+        for ranks in zip(*gradients, strict=True)
+    ]
+    length = _length(means)
+    distances = [
+        _length([_exact(one) - mean for one, mean in zip(result, means, strict=True)])
+        for result in results
+    ]
+    distance = max(distances, key=lambda d: math.inf if math.isnan(d) else d)
+    if length == 0:
+        return distance if distance == 0 or math.isnan(distance) else math.inf
+    return distance / length
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+    return dense.to(torch.complex128 if dense.is_complex() else torch.float64)
+
+
+def _length(tensors: list[Tensor]) -> float:
+    return math.sqrt(sum(tensor.abs().square().sum().item() for tensor in tensors))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """For a comparison in which NaN equals itself."""
+    dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+    return (
+        dense.contiguous().view(torch.uint8) if dense.dim() else dense.reshape(1).view(torch.uint8)
+    )
