@@ -6,6 +6,7 @@
 #include "commhook/hook_result.h"
 #include "runtime/bindings.h"
 #include "runtime/hook_names.h"
+#include "runtime/main_thread.h"
 #include "runtime/override_method.h"
 #include "runtime/py_process_group.h"
 #include "runtime/py_work.h"
@@ -42,7 +43,7 @@ double steady_seconds() {
 // Calls callback(end, error) once a Future is complete, on whichever thread completes it.
 void on_completion(const std::shared_ptr<torch::jit::PythonFutureWrapper>& future,
                    const py::function& callback) {
-  const auto held = std::make_shared<PyRef>(callback);
+  const auto held = std::make_shared<MainThreadRef>(callback);
   py::gil_scoped_release no_gil;
   future->fut->addCallback([held](c10::ivalue::Future& done) {
     const double end = steady_seconds();  // before the GIL is waited for
@@ -167,6 +168,19 @@ void bind_process_group(py::module_& m) {
       },
       py::arg("error"), py::arg("where"),
       "Shows an exception that has nobody to go to, by sys.unraisablehook.");
+  m.def(
+      "drop_on_main_thread",
+      [](const py::object& object, const std::string& attribute) {
+        const py::dict attributes = object.attr("__dict__");
+        if (attributes.contains(attribute)) {
+          py::object value = attributes[attribute.c_str()];
+          attributes.attr("__delitem__")(attribute);
+          drop_on_main_thread(std::move(value));  // the only reference of this thread
+        }
+      },
+      py::arg("object"), py::arg("attribute"),
+      "Takes an attribute from an object and drops it on the main thread, when that runs Python "
+      "next; at once where this is it.");
   m.def("steady_seconds", &steady_seconds, "A clock that only goes forward.");
   m.def("completion_key", &completion_key, py::arg("work"),
         "What c10d knows a Work by when it has completed.");

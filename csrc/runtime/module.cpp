@@ -11,6 +11,7 @@
 #include "runtime/hook_names.h"
 #include "runtime/hook_result.h"
 #include "runtime/hook_runner.h"
+#include "runtime/main_thread.h"
 #include "runtime/waiting.h"
 
 namespace py = pybind11;

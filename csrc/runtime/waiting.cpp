@@ -5,6 +5,7 @@
 #include <mutex>
 #include <optional>
 
+#include "runtime/main_thread.h"
 #include "runtime/py_ref.h"
 
 namespace py = pybind11;
@@ -19,8 +20,6 @@ namespace {
 constexpr std::chrono::milliseconds kBetweenChecks{500};
 constexpr std::chrono::milliseconds kShortly{50};
 
-unsigned long main_thread = 0;
-
 struct Signal {
   std::mutex mutex;
   std::condition_variable changed;
@@ -29,11 +28,6 @@ struct Signal {
 
 }  // namespace
 
-void remember_main_thread() {
-  const auto threading = py::module_::import("threading");
-  main_thread = threading.attr("main_thread")().attr("ident").cast<unsigned long>();
-}
-
 bool wait_for(c10::ivalue::Future& future, double seconds) {
   if (future.completed()) {
     return true;
@@ -41,7 +35,7 @@ bool wait_for(c10::ivalue::Future& future, double seconds) {
   using Clock = std::chrono::steady_clock;
   const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                            std::chrono::duration<double>(seconds));
-  const bool checks = PyThread_get_thread_ident() == main_thread;
+  const bool checks = on_main_thread();
   static thread_local auto last_check = Clock::time_point();
   std::optional<py::gil_scoped_release> no_gil;  // what completes it may be in Python
   if (gil_is_held()) {

@@ -6,9 +6,6 @@
 
 namespace commhook {
 
-// To be called once, with the GIL.
-void remember_main_thread();
-
 // Whether a Future completes within so many seconds. Lets go of the GIL meanwhile, which the caller
 // may hold or not. Throws what Ctrl-C raises, as py::error_already_set.
 // Python's main thread looks for that every half second; it takes the GIL.

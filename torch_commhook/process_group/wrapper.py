@@ -86,6 +86,11 @@ class WrapperProcessGroup(ProcessGroup):
         super().__init__(parent.rank(), parent.size())
         self.parent = parent
 
+    def __del__(self) -> None:
+        # Where a backend's own thread drops the last reference, as after a callback of a Future,
+        # the backend must not end there: it would wait for that thread.
+        _C.drop_on_main_thread(self, "parent")
+
     def change_arguments(self, operation: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """What the parent is called with: tensors, ranks and options, in their order.
 
