@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +30,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "cuda" in item.keywords:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+#: What PyTorch and Python keep until the process ends: compiling, and following shared memory.
+KEPT = ("compile_worker", "resource_tracker", "_read_thread", "InductorSubproc")
+
+
+def _children() -> set[str]:
+    """Processes whose parent is this one, by number and command."""
+    children = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:  # it has ended
+            continue
+        if int(fields[1]) == os.getpid() and fields[0] != "Z":
+            children.add(f"{folder.name} {command}")
+    return children
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left() -> Iterator[None]:
+    """No test leaves a thread or a process. The first fixture, so that it ends last."""
+    threads, children = set(threading.enumerate()), _children()
+    yield
+    deadline = time.monotonic() + 10
+    while True:
+        left = [f"thread {each.name}" for each in threading.enumerate() if each not in threads]
+        left += [f"process {each}" for each in _children() - children]
+        left = [each for each in left if not any(name in each for name in KEPT)]
+        if not left:
+            return
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
@@ -280,6 +282,31 @@ def test_seams(two_ranks: RankPool) -> None:
     ]
     for events in two_ranks.run(_seams):
         assert events == expected
+
+
+def test_another_thread_leaves_the_parent_to_the_main_one() -> None:
+    """A backend that ends on one of its own threads would wait for that, and abort."""
+    dropped: list[int] = []
+
+    class Parent(ProcessGroup):
+        def __del__(self) -> None:
+            dropped.append(threading.get_ident())
+
+    def drop(groups: list[Any]) -> None:
+        groups.clear()
+
+    for on_main in (False, True):
+        groups = [WrapperProcessGroup(Parent(0, 1))]
+        thread = threading.Thread(target=drop, args=(groups,))
+        if on_main:
+            drop(groups)
+        else:
+            thread.start()
+            thread.join()
+        deadline = time.monotonic() + 20
+        while not dropped:
+            assert time.monotonic() < deadline
+        assert dropped.pop() == threading.get_ident()
 
 
 # ---- names ---------------------------------------------------------------------------------------
