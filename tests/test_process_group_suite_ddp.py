@@ -9,10 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from group_doubles import COUNTED, RESULTS, LonelyGroup
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
+
+from torch_commhook.process_group import register
+
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 by_result = pytest.mark.parametrize("result", RESULTS)
 as_view = pytest.mark.parametrize("gradient_as_bucket_view", [False, True])
@@ -215,6 +220,9 @@ def test_a_shared_weight_checkpointed_twice(gradient_as_bucket_view: bool) -> No
 # ---- buffers and outputs -------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(
+    TORCH < (2, 13), reason="this torch's DDP broadcasts into buffers that a backward needs"
+)
 def test_buffers_are_broadcast_between_two_forwards() -> None:
     group = LonelyGroup("our Work")
     model = DDP(nn.Sequential(nn.Linear(10, 10), nn.BatchNorm1d(10)), process_group=group)
@@ -254,3 +262,28 @@ def test_outputs_in_a_dataclass(skip_first: bool) -> None:
     compare(
         lambda: WithOutputs(skip_first=skip_first), call=call, find_unused_parameters=True
     )
+
+
+# ---- compilers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.xfail(
+    TORCH >= (2, 13),
+    reason="Dynamo traces the methods of a group that DDP calls from C++, and fails on self",
+    strict=True,
+)
+def test_a_compiled_model(one_rank: None, fresh_compiler: None) -> None:
+    group = LonelyGroup("Future")
+    register(group, "compiled")
+    group._set_group_desc("compiled")
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    ddp = torch.compile(DDP(copy.deepcopy(model), process_group=group), backend="eager")
+    for _ in range(3):
+        x = torch.randn(2, 4)
+        for each in (model, ddp):
+            each.zero_grad()
+            each(x).sum().backward()
+        for expected, got in zip(model.parameters(), ddp.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, expected.grad)
+    dist.destroy_process_group(group)
