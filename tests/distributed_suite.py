@@ -66,12 +66,12 @@ TOO_FEW_RANKS = re.compile("world size", re.IGNORECASE)
 
 def compare(suite: Suite, cases: type[Any], name: str, work: Path) -> dict[str, Any]:
     """Run a case plain and with the change; one row of the table."""
-    plain = run_case(cases, name, work, changing=False)
+    plain = run_case(suite, cases, name, work, changing=False)
     for_gpus = hasattr(getattr(cases, name), "for_gpus")
     row = {"case": name, "for_gpus": for_gpus, "plain": plain["result"]}
     if plain["result"] == "skipped":
         return row | {suite.name: "skipped", "reason": plain["reason"]}
-    changed = run_case(cases, name, work, changing=True)
+    changed = run_case(suite, cases, name, work, changing=True)
     for told in (plain, changed):
         if told["details"]:
             print(told["details"], file=sys.stderr)
@@ -99,8 +99,7 @@ def summarize(suite: Suite, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "cases": len(rows),
         "passed_both": sum(both),
         f"passed_both_with_{suite.counted}": sum(
-            passed and bool(row.get(suite.counted))
-            for passed, row in zip(both, rows, strict=True)
+            passed and bool(row.get(suite.counted)) for passed, row in zip(both, rows, strict=True)
         ),
         "failed_plain": dict(
             Counter(row["reasons"]["plain"] for row in rows if row["plain"] == "failed")

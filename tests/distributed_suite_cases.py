@@ -153,12 +153,14 @@ def case_names(suite: Suite, cases: type[Any]) -> list[str]:
     return [name for name in names if suite.is_selected(name, getattr(cases, name))]
 
 
-def run_case(cases: type[Any], name: str, work: Path, *, changing: bool) -> dict[str, Any]:
+def run_case(
+    suite: Suite, cases: type[Any], name: str, work: Path, *, changing: bool
+) -> dict[str, Any]:
     """Run one case, and tell its result: passed, skipped or failed, with a reason.
 
     Returns:
         The entries ``result``, ``reason``, ``details`` (the whole error), ``seconds``, and those
-        of :meth:`Change.record` for the first rank.
+        of :meth:`Change.record` for the first rank that has used the change.
     """
     for left in work.glob("rank*"):
         left.unlink()
@@ -177,9 +179,10 @@ def run_case(cases: type[Any], name: str, work: Path, *, changing: bool) -> dict
         details = without_paths(failures[0][1], work)
         told.update(result="failed", reason=last_error(details), details=details)
     told["seconds"] = round(time.monotonic() - begin, 1)
-    record = work / "rank0.json"
-    if record.exists():
-        told.update(json.loads(record.read_text()))
+    records = [json.loads(path.read_text()) for path in sorted(work.glob("rank*.json"))]
+    if records:
+        # The first rank may be in none of a case's groups.
+        told.update(next((each for each in records if each[suite.counted]), records[0]))
     return told
 
 

@@ -1,8 +1,8 @@
 """What ``distributed_suite.py`` changes for its suite "wrapper": every group is a wrapped one.
 
 Each group that ``torch.distributed`` makes, the default one too, is replaced by a
-``WrapperProcessGroup`` around it, before anybody else sees it. In the books of ``torch.distributed``
-it stands under the name, backend and ranks of the group in it.
+``WrapperProcessGroup`` around it, before anybody else sees it. ``torch.distributed`` knows it by
+the name, backend and ranks of the group in it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from torch.distributed import distributed_c10d
 from torch_commhook.process_group import WrapperProcessGroup
 
 #: Cases that may pass plain and fail with wrapped groups, with the reason.
-KNOWN: dict[str, str] = {}
+KNOWN: dict[str, str] = {
+    "test_ddp_logging_data_cpu": (
+        "asks DDP's statistics for the name that a group's C++ gives: a wrapper's is `custom`"
+    ),
+}
 
 
 class CountingGroup(WrapperProcessGroup):

@@ -259,9 +259,7 @@ def test_outputs_in_a_dataclass(skip_first: bool) -> None:
         total = outputs.others["a"] + outputs.others["b"]
         return total if skip_first else total + outputs.first
 
-    compare(
-        lambda: WithOutputs(skip_first=skip_first), call=call, find_unused_parameters=True
-    )
+    compare(lambda: WithOutputs(skip_first=skip_first), call=call, find_unused_parameters=True)
 
 
 # ---- compilers -----------------------------------------------------------------------------------

@@ -328,7 +328,7 @@ def test_errors_of_reconfiguring_come_out() -> None:
             lambda: base.get_reconfigure_handle(group),
             lambda: base.reconfigure(group, _options()),
         ):
-            with pytest.raises(ValueError, match="^boo$"):
+            with pytest.raises(ValueError, match=r"^boo$"):
                 call()
 
 
