@@ -21,6 +21,8 @@ def _new_group(ranks: list[int] | None = None, **options: Any) -> Any:
     if not dist.is_backend_available(BACKEND):
         register(around_gloo, BACKEND)
     group = dist.new_group(ranks, backend=BACKEND, **options)
+    if group is None:  # what older releases give to who is no member, with local synchronization
+        return dist.GroupMember.NON_GROUP_MEMBER
     if group is not dist.GroupMember.NON_GROUP_MEMBER:
         assert isinstance(group, WrapperProcessGroup)
     return group
