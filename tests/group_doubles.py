@@ -16,6 +16,9 @@ from torch._C._distributed_c10d import _create_work_from_future
 from torch_commhook import ProcessGroup, Work
 from torch_commhook.process_group import WrapperProcessGroup, register
 
+#: The release of torch: (2, 13).
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
 
 def completed(value: Any) -> torch.futures.Future:
     """A Future with a value."""

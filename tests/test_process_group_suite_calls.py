@@ -14,12 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from group_doubles import completed, default_group
+from group_doubles import TORCH, completed, default_group
 from torch._C._distributed_c10d import FakeProcessGroup
 
 from torch_commhook import ProcessGroup
 
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 base: Any = dist.ProcessGroup
 SECONDS = timedelta(seconds=5)
 UNSET = timedelta(milliseconds=-1)

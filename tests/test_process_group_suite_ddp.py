@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from group_doubles import COUNTED, RESULTS, LonelyGroup
+from group_doubles import COUNTED, RESULTS, TORCH, LonelyGroup
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 from torch_commhook.process_group import register
-
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 by_result = pytest.mark.parametrize("result", RESULTS)
 as_view = pytest.mark.parametrize("gradient_as_bucket_view", [False, True])
