@@ -76,8 +76,7 @@ def compare(suite: Suite, cases: type[Any], name: str, work: Path) -> dict[str, 
         if told["details"]:
             print(told["details"], file=sys.stderr)
     row |= {suite.name: changed["result"]}
-    told = {"result", "reason", "details", "seconds"}
-    row |= {entry: changed[entry] for entry in changed if entry not in told}
+    row |= changed["record"]
     reasons = {"plain": plain["reason"], suite.name: changed["reason"]}
     if any(reasons.values()):
         row["reasons"] = {kind: reason for kind, reason in reasons.items() if reason}

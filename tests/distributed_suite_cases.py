@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import sys
-import time
 import unittest
 from collections.abc import Callable
 from contextlib import suppress
@@ -77,7 +76,7 @@ def make_cases(suite: Suite, work: Path, ranks: int) -> type[Any]:
         patch("skip_if_small_worldsize", with_small_worlds(ranks)),
     ):
         sys.modules.pop(MODULE, None)
-        distributed_test = importlib.import_module(MODULE)
+        distributed_test: Any = importlib.import_module(MODULE)
 
     common_distributed.TIMEOUT_OVERRIDE.clear()
     make_input = with_small_images(distributed_test.DDPUnevenTestInput)
@@ -102,9 +101,7 @@ def make_cases(suite: Suite, work: Path, ranks: int) -> type[Any]:
             cls.processes_of_last = []
 
         @classmethod
-        def _run(  # type: ignore[override]
-            cls, rank: int, test_name: str, file_name: str, pipe: Any, **kwargs: Any
-        ) -> None:
+        def _run(cls, rank: int, test_name: str, file_name: str, pipe: Any, **kwargs: Any) -> None:
             os.setpgid(0, 0)
             log = os.open(work / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(log, 1)
@@ -159,30 +156,28 @@ def run_case(
     """Run one case, and tell its result: passed, skipped or failed, with a reason.
 
     Returns:
-        The entries ``result``, ``reason``, ``details`` (the whole error), ``seconds``, and those
-        of :meth:`Change.record` for the first rank that has used the change.
+        The entries ``result``, ``reason``, ``details`` (the whole error), and ``record``, of the
+        first rank that has used the change.
     """
     for left in work.glob("rank*"):
         left.unlink()
     cases.changing = changing
     outcome = unittest.TestResult()
-    begin = time.monotonic()
     try:
         unittest.TestSuite([cases(name)]).run(outcome)
     finally:
         cases.end_ranks()
-    told: dict[str, Any] = {"result": "passed", "reason": "", "details": ""}
+    told: dict[str, Any] = {"result": "passed", "reason": "", "details": "", "record": {}}
     if outcome.skipped:
         told.update(result="skipped", reason=outcome.skipped[0][1])
     failures = outcome.errors + outcome.failures
     if failures:
         details = without_paths(failures[0][1], work)
         told.update(result="failed", reason=last_error(details), details=details)
-    told["seconds"] = round(time.monotonic() - begin, 1)
     records = [json.loads(path.read_text()) for path in sorted(work.glob("rank*.json"))]
     if records:
         # The first rank may be in none of a case's groups.
-        told.update(next((each for each in records if each[suite.counted]), records[0]))
+        told["record"] = next((each for each in records if each[suite.counted]), records[0])
     return told
 
 

@@ -194,7 +194,8 @@ def test_lists_and_options_are_passed_on() -> None:
     group.allreduce([X], options).wait()
     assert group.only_call("allreduce")[1] is options  # Python's own call is not looked at
     base.barrier(group, dist.BarrierOptions()).wait()
-    assert isinstance(*group.only_call("barrier"), dist.BarrierOptions)
+    (got,) = group.only_call("barrier")
+    assert isinstance(got, dist.BarrierOptions)
 
 
 #: What functions of torch.distributed call: the method, and parts of its options.
