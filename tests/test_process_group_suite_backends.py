@@ -19,7 +19,6 @@ from group_doubles import (
 )
 from torch.distributed import distributed_c10d
 
-from torch_commhook import ProcessGroup
 from torch_commhook.process_group import WrapperProcessGroup, register
 
 SEVEN = torch.full((2, 2), 7.0)
@@ -143,11 +142,17 @@ def test_several_devices_and_one_backend() -> None:
             dist.destroy_process_group()
 
 
-def test_it_is_shut_down() -> None:
-    with default_group(MarkingGroup) as group:
-        assert not group.was_shut_down
+def _around(kind: Any) -> Any:
+    return lambda store, rank, size: WrapperProcessGroup(kind(store, rank, size))
+
+
+@pytest.mark.parametrize("make", [MarkingGroup, _around(MarkingGroup)], ids=["plain", "wrapped"])
+def test_it_is_shut_down(make: Any) -> None:
+    with default_group(make) as group:
+        marking = getattr(group, "parent", group)
+        assert not marking.was_shut_down
         dist.destroy_process_group()
-        assert group.was_shut_down
+        assert marking.was_shut_down
 
 
 class WithItsBackend(MarkingGroup):
@@ -159,11 +164,15 @@ class WithItsBackend(MarkingGroup):
     _get_backend = get_backend
 
 
-@pytest.mark.parametrize("kind", [MarkingGroup, WithItsBackend])
-def test_it_is_aborted(kind: type[ProcessGroup]) -> None:
-    with default_group(kind) as group:
+@pytest.mark.parametrize(
+    "make",
+    [MarkingGroup, WithItsBackend, _around(MarkingGroup)],
+    ids=["plain", "with its backend", "wrapped"],
+)
+def test_it_is_aborted(make: Any) -> None:
+    with default_group(make) as group:
         distributed_c10d._abort_process_group()
-        assert group.was_aborted
+        assert getattr(group, "parent", group).was_aborted
         assert not dist.is_initialized()
 
 
@@ -231,10 +240,6 @@ def _batch() -> tuple[list[Any], torch.Tensor, torch.Tensor]:
     for work in works:
         work.wait()
     return works, sent, received
-
-
-def _around(kind: Any) -> Any:
-    return lambda store, rank, size: WrapperProcessGroup(kind(store, rank, size))
 
 
 def test_a_batch_is_sent_one_by_one() -> None:

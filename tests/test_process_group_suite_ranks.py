@@ -126,6 +126,7 @@ def _halves(rank: int) -> list[Any]:
     ]
     gathered: list[Any] = []
     for group in groups:
+        assert group.rank() == dist.get_process_group_ranks(group).index(rank)
         gathered.append((dist.get_process_group_ranks(group), _gathered(group, rank)))
     for group in groups:
         dist.destroy_process_group(group)
@@ -145,7 +146,7 @@ def _ordered(rank: int) -> tuple[list[int], list[int], int]:
     found = (
         dist.get_process_group_ranks(group),
         _gathered(group, rank),
-        dist.get_group_rank(group, rank),
+        group.rank(),
     )
     dist.destroy_process_group(group)
     return found
