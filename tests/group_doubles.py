@@ -170,6 +170,9 @@ class MarkingGroup(ProcessGroup):
         chunk = input.chunk(self.size())[self.rank()]
         return self._copy("reduce_scatter_single", [output], [chunk])
 
+    def gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> DoneWork:
+        return self._copy("gather_single", output.chunk(self.size()), [input] * self.size())
+
     def barrier(self, opts: Any = None) -> DoneWork:
         return self._add("barrier", [], 0)
 

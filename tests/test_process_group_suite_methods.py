@@ -136,6 +136,8 @@ MARKED: dict[str, tuple[Callable[[torch.Tensor], tuple[Any, ...]], torch.Tensor]
     "all_gather_single": (lambda x: (x, OWN), OWN),
     "reduce_scatter_single": (lambda x: (x, OWN), OWN),
 }
+if hasattr(base, "gather_single"):
+    MARKED["gather_single"] = (lambda x: (x, OWN), OWN)
 #: What the bindings of older releases are called.
 OLDER = {
     "all_gather_single": "_allgather_base",
