@@ -2,6 +2,7 @@
 #   make train            train a small transformer on two ranks through a hook
 #   make test             build and run the tests
 #   make distributed-suite   PyTorch's own tests of DDP, with our hook attached; ten minutes
+#   make distributed-suite ARGS="--suite wrapper"   ... and others, with wrapped process groups
 #   make lint             ruff, mypy, clang-format (make format mends what can be mended)
 #   make bench            the benchmarks; results go to benchmarks/results
 #   make cuda-compile     compile and inspect the CUDA kernels; needs nvcc, not a GPU
