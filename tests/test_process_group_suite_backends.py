@@ -54,10 +54,6 @@ def test_the_devices_of_a_backend(devices: Any) -> None:
     assert "own_device" not in dist.Backend.default_device_backend_map
 
 
-@pytest.mark.xfail(
-    reason="register takes the name of one device for a sequence of its letters",
-    strict=True,
-)
 def test_one_device_as_a_string() -> None:
     with registered(MarkingGroup, "own_backend", devices="own_device"):
         assert dist.Backend.backend_capability["own_backend"] == ["own_device"]
@@ -250,11 +246,6 @@ def test_a_batch_is_sent_one_by_one() -> None:
         assert len(works) == 2
 
 
-@pytest.mark.xfail(
-    TORCH >= (2, 14),
-    reason="a batch asks the group for its backend, and a wrapper does not ask its parent",
-    strict=True,
-)
 def test_a_batch_through_a_wrapper() -> None:
     with default_group(_around(WithItsBackend)) as group:
         _, sent, received = _batch()
@@ -313,7 +304,6 @@ def test_a_rank_alone_around_gloo() -> None:
 
 
 @pytest.mark.skipif(TORCH < (2, 14), reason="this torch has it for the name `gloo` alone")
-@pytest.mark.xfail(reason="a wrapper does not tell its parent's devices", strict=True)
 def test_a_monitored_barrier_around_gloo() -> None:
     with default_group(around_gloo, size=1):
         dist.monitored_barrier()

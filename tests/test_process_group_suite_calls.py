@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from group_doubles import TORCH, completed, default_group
+from group_doubles import completed, default_group
 from torch._C._distributed_c10d import FakeProcessGroup
 
 from torch_commhook import ProcessGroup
@@ -266,10 +266,6 @@ def test_a_method_with_forms_of_its_own() -> None:
             assert same(tensors, [X]) and options is None
 
 
-@pytest.mark.xfail(
-    reason="a wrapper passes keywords by what changes arguments, and dist.barrier has one",
-    strict=True,
-)
 def test_a_wrapper_changes_what_is_given_by_keyword() -> None:
     class Own(WrapperProcessGroup):
         def change_arguments(self, operation: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -350,11 +346,6 @@ def test_super_is_the_backend(owner: Any) -> None:
     assert group.count == 1
 
 
-@pytest.mark.xfail(
-    TORCH < (2, 15),
-    reason="register sets a timeout, for which not every backend has a place",
-    strict=True,
-)
 def test_a_group_with_a_backend_is_registered() -> None:
     with default_group(WithBackend):
         functional.all_reduce(X, "sum", dist.group.WORLD).tolist()

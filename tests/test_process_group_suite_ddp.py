@@ -263,11 +263,6 @@ def test_outputs_in_a_dataclass(skip_first: bool) -> None:
 # ---- compilers -----------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(
-    TORCH >= (2, 13),
-    reason="Dynamo traces the methods of a group that DDP calls from C++, and fails on self",
-    strict=True,
-)
 def test_a_compiled_model(one_rank: None, fresh_compiler: None) -> None:
     group = LonelyGroup("Future")
     register(group, "compiled")

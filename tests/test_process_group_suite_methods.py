@@ -90,9 +90,6 @@ def test_what_a_group_tells_of_itself(kind: type[ProcessGroup]) -> None:
     assert group.group_desc == base.group_desc.fget(group) == "py:desc"
 
 
-@pytest.mark.xfail(
-    reason="a group of ours raises where PyTorch's gives an empty description", strict=True
-)
 def test_a_group_without_a_description() -> None:
     assert ProcessGroup(0, 1).group_desc == dist.ProcessGroup(0, 1).group_desc
 

@@ -231,12 +231,12 @@ const std::string& PyProcessGroup::kept(std::string text) const {
 
 // c10d keeps a name in the backends, which there need not be.
 const std::string& PyProcessGroup::text(const PyMethod& method,
-                                        const std::atomic<const std::string*>& own,
-                                        const char* what) const {
+                                        const std::atomic<const std::string*>& own) const {
   return kept(call<std::string>(method, [&]() -> std::string {
     const std::string* const known = own;
-    TORCH_CHECK(known != nullptr, name_in(*this, method), ": the group has no ", what);
-    return *known;
+    TORCH_CHECK(known != nullptr || &own == &description_, name_in(*this, method),
+                ": the group has no name yet; torch_commhook.process_group.register gives it one");
+    return known == nullptr ? "" : *known;
   }));
 }
 
@@ -258,9 +258,7 @@ const std::string PyProcessGroup::getBackendName() const {
   });
 }
 
-const std::string& PyProcessGroup::getGroupName() const {
-  return text(kGroupName, name_, "name yet; torch_commhook.process_group.register gives it one");
-}
+const std::string& PyProcessGroup::getGroupName() const { return text(kGroupName, name_); }
 
 void PyProcessGroup::setGroupName(const std::string& name) {
   call<void>(
@@ -272,9 +270,7 @@ void PyProcessGroup::setGroupName(const std::string& name) {
       name);
 }
 
-const std::string& PyProcessGroup::getGroupDesc() const {
-  return text(kGroupDesc, description_, "description");
-}
+const std::string& PyProcessGroup::getGroupDesc() const { return text(kGroupDesc, description_); }
 
 void PyProcessGroup::setGroupDesc(const std::string& description) {
   call<void>(

@@ -146,8 +146,7 @@ class PyProcessGroup : public c10d::ProcessGroup {
   template <typename Result, typename Base, typename... Arguments>
   Result collective(const PyMethod& method, const Base& base, const Arguments&... arguments) const;
   const std::string& kept(std::string text) const;
-  const std::string& text(const PyMethod& method, const std::atomic<const std::string*>& own,
-                          const char* what) const;
+  const std::string& text(const PyMethod& method, const std::atomic<const std::string*>& own) const;
 
 #if COMMHOOK_TORCH_AT_LEAST(2, 14)
   template <typename Hook>

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from types import FunctionType
 from typing import Any
 
 from torch_commhook import _C
+from torch_commhook._dynamo import left_to_python
 from torch_commhook.process_group.group_hooks import (
     CompletionHookArgs,
     GroupHooks,
@@ -18,6 +20,11 @@ from torch_commhook.process_group.work import take_over
 
 #: Of the hook that PyTorch's older interface registers, which has no id.
 _ON_COMPLETION_ID = -(1 << 63)
+
+
+def called_by_cpp(function: FunctionType, name: str) -> Any:
+    """What a class of groups has for a method of that name, which C++ calls too."""
+    return _C.group_method(left_to_python(function), name)
 
 
 class ProcessGroup(_C.ProcessGroup):
@@ -36,13 +43,24 @@ class ProcessGroup(_C.ProcessGroup):
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        take_over(cls, _C.process_group_methods(), _C.group_method)
+        take_over(cls, _C.process_group_methods(), called_by_cpp)
 
     @property
     def _hooks(self) -> GroupHooks:
         if self._hook_registry is None:
             self._hook_registry = GroupHooks()
         return self._hook_registry
+
+    # A group in Python is its own backend, where it has no other: torch.distributed asks it then
+    # for these (torch 2.14 and newer for a batch of sends and receives).
+
+    supports_coalescing = False
+
+    def _get_backend(self, device: Any) -> Any:
+        try:
+            return super()._get_backend(device)
+        except RuntimeError:
+            return self
 
     def _add_hook(self, kind: str, hook_id: int, hook: Callable[..., None]) -> None:
         self._hooks.add(kind, hook_id, hook)

@@ -131,18 +131,60 @@ _SIGNATURES: dict[str, tuple[str, int | None, int | None]] = {
 OPERATIONS = frozenset(_SIGNATURES)
 
 
+#: What PyTorch's bindings call the parameters of a method, in their order.
+_PARAMETERS: dict[str, str] = {
+    "allgather": "output_tensors input_tensors|input_tensor opts|timeout",
+    "all_gather_single": "output input opts",
+    "all_gather_single_coalesced": "outputs inputs opts",
+    "allgather_coalesced": "output_lists input_list opts",
+    "allreduce": "tensors|tensor opts|op timeout",
+    "allreduce_coalesced": "tensors opts",
+    "all_to_all_single": "output input output_split_sizes input_split_sizes opts|timeout",
+    "alltoall": "output_tensors input_tensors opts",
+    "barrier": "opts|timeout",
+    "broadcast": "tensors|tensor opts|root timeout",
+    "end_coalescing": "device_type",
+    "gather": "output_tensors input_tensors|input_tensor opts|root timeout",
+    "gather_single": "output input opts",
+    "monitored_barrier": "timeout wait_all_ranks",
+    "new_window": "tensor",
+    "recv": "tensors srcRank tag",
+    "reduce": "tensors|tensor opts|root op timeout",
+    "reduce_scatter": "output_tensors|output input_tensors|input opts|op timeout",
+    "reduce_scatter_single": "outputTensor|output inputTensor|input opts",
+    "reduce_scatter_single_coalesced": "outputs inputs opts",
+    "scatter": "output_tensors|output_tensor input_tensors opts|root timeout",
+    "send": "tensors dstRank tag",
+}
+
+
+def by_position(
+    operation: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call with its keywords in their places, as far as they follow one another."""
+    left = dict(keywords)
+    if left:
+        for names in _PARAMETERS.get(operation, "").split()[len(arguments) :]:
+            name = next((each for each in names.split("|") if each in left), None)
+            if name is None:
+                break
+            arguments = (*arguments, left.pop(name))
+    return arguments, left
+
+
 def describe(operation: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Call | None:
     """A call of a group's method; None where it does not communicate.
 
     Args:
         operation: the method's newest name.
         arguments: what it is called with, without the group.
-        keywords: those given by name, in the order of the method's parameters.
+        keywords: those given by name.
     """
     signature = _SIGNATURES.get(operation)
     if signature is None:
         return None
     name, read, written = signature
+    arguments, keywords = by_position(operation, tuple(arguments), keywords)
     values = (*arguments, *keywords.values())
     inputs = [] if read is None else _tensors(values[read : read + 1])
     outputs = inputs if written == read else []

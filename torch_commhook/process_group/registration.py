@@ -16,7 +16,7 @@ def register(
     group: Any,
     name: str,
     *,
-    devices: Sequence[str] = ("cpu", "cuda"),
+    devices: str | Sequence[str] = ("cpu", "cuda"),
     ranks: Sequence[int] | None = None,
 ) -> None:
     """Make a process group, or a kind of them, known to ``torch.distributed`` by a name.
@@ -31,7 +31,7 @@ def register(
             ``group(store, rank, size)``; or a process group.
         name: for a class, of lower-case letters, digits and underscores. For a group, one that no
             other has.
-        devices: for a class: the device types that it serves.
+        devices: for a class: the device type that it serves, or several.
         ranks: for a group: the global rank of each of its ranks; by default 0, 1, 2 and so on.
 
     Raises:
@@ -51,7 +51,7 @@ def register(
         )
 
 
-def _register_backend(make: Callable[..., Any], name: str, devices: Sequence[str]) -> None:
+def _register_backend(make: Callable[..., Any], name: str, devices: str | Sequence[str]) -> None:
     if not name.isidentifier() or name != name.lower():
         raise ValueError(
             "register: name must be of lower-case letters, digits and underscores for a backend, "
@@ -67,10 +67,15 @@ def _register_backend(make: Callable[..., Any], name: str, devices: Sequence[str
                 f"torch_commhook: backend {name!r} must make a ProcessGroup, got "
                 f"{_C.type_name(group)}"
             )
-        group.set_timeout(timeout)
+        try:
+            group.set_timeout(timeout)
+        except RuntimeError as error:  # of backends that have no timeout
+            if "does not support setting timeout" not in str(error):
+                raise
         return group
 
-    dist.Backend.register_backend(name, checked, devices=list(devices))
+    devices = [devices] if isinstance(devices, str) else list(devices)
+    dist.Backend.register_backend(name, checked, devices=devices)
 
 
 def _register_group(group: dist.ProcessGroup, name: str, ranks: Sequence[int] | None) -> None:

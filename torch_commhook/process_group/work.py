@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torch_commhook import _C
+from torch_commhook._dynamo import left_to_python
 
 
 def take_over(
@@ -22,6 +23,11 @@ def take_over(
             function = cls.__dict__.get(name)
             if isinstance(function, types.FunctionType):
                 setattr(cls, name, make(function, name))
+
+
+def called_by_cpp(function: types.FunctionType, name: str) -> Any:
+    """What a class of works has for a method of that name, which C++ calls too."""
+    return _C.work_method(left_to_python(function), name)
 
 
 class Work(_C.Work):
@@ -37,7 +43,7 @@ class Work(_C.Work):
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        take_over(cls, _C.work_methods(), _C.work_method)
+        take_over(cls, _C.work_methods(), called_by_cpp)
 
 
 def as_work(value: Any) -> Any:
@@ -57,7 +63,7 @@ class WrapperWork(Work):
         self.work = work
 
 
-def _delegate(names: list[str]) -> Callable[..., Any]:
+def _delegate(names: list[str]) -> Any:
     def method(self: WrapperWork, *arguments: Any) -> Any:
         for name in names:
             own = getattr(self.work, name, None)
@@ -73,7 +79,7 @@ def _delegate(names: list[str]) -> Callable[..., Any]:
 def _delegate_all() -> None:
     for names in _C.work_methods().values():
         if any(hasattr(work, name) for work in (dist.Work, _C.Work) for name in names):
-            setattr(WrapperWork, names[0], _C.work_method(_delegate(names), names[0]))
+            setattr(WrapperWork, names[0], called_by_cpp(_delegate(names), names[0]))
 
 
 _delegate_all()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
 
 from torch_commhook import _C
-from torch_commhook.process_group.base import ProcessGroup
+from torch_commhook.process_group.base import ProcessGroup, called_by_cpp
+from torch_commhook.process_group.operations import by_position
 
 #: Methods that communicate, by their newest name. All return a Work but monitored_barrier.
 COLLECTIVES = (
@@ -96,7 +96,7 @@ class WrapperProcessGroup(ProcessGroup):
 
         Args:
             operation: the method's newest name.
-            arguments: what this group was called with.
+            arguments: what this group was called with; keywords are in their places.
         """
         return arguments
 
@@ -110,6 +110,15 @@ class WrapperProcessGroup(ProcessGroup):
         """What is returned for the parent's Work."""
         return work
 
+    # What torch.distributed asks a group for, past the methods that C++ calls.
+
+    def _get_backend(self, device: Any) -> Any:
+        return self.parent._get_backend(device)
+
+    @property
+    def _device_types(self) -> Any:
+        return self.parent._device_types
+
     def _run(self, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         arguments = self.change_arguments(operation, arguments)
         call = getattr(self.parent, _BINDINGS[operation])
@@ -122,8 +131,10 @@ class WrapperProcessGroup(ProcessGroup):
         return self.wrap_work(operation, arguments, work)
 
 
-def _collective(operation: str) -> Callable[..., Any]:
+def _collective(operation: str) -> Any:
     def method(self: WrapperProcessGroup, *arguments: Any, **keywords: Any) -> Any:
+        if keywords:
+            arguments, keywords = by_position(operation, arguments, keywords)
         return self._run(operation, arguments, keywords)
 
     method.__name__ = operation
@@ -131,7 +142,7 @@ def _collective(operation: str) -> Callable[..., Any]:
     return method
 
 
-def _other(name: str) -> Callable[..., Any]:
+def _other(name: str) -> Any:
     def method(self: WrapperProcessGroup, *arguments: Any, **keywords: Any) -> Any:
         return getattr(self.parent, _BINDINGS[name])(*arguments, **keywords)
 
@@ -142,7 +153,7 @@ def _other(name: str) -> Callable[..., Any]:
 
 for _name in COLLECTIVES:
     if _name in _BINDINGS:
-        setattr(WrapperProcessGroup, _name, _C.group_method(_collective(_name), _name))
+        setattr(WrapperProcessGroup, _name, called_by_cpp(_collective(_name), _name))
 for _name in _OTHERS:
     if _name in _BINDINGS:
-        setattr(WrapperProcessGroup, _name, _C.group_method(_other(_name), _name))
+        setattr(WrapperProcessGroup, _name, called_by_cpp(_other(_name), _name))
