@@ -2,6 +2,7 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include "runtime/bindings.h"
+#include "runtime/broadcast_coalesced.h"
 #include "runtime/py_process_group.h"
 #include "runtime/py_work.h"
 
@@ -53,6 +54,13 @@ void bind_process_group(py::module_& m) {
         return held_work(work.cast<c10::intrusive_ptr<c10d::Work>>(), work);
       },
       py::arg("work"));
+  m.def(
+      "broadcast_coalesced",
+      [](const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+         const std::vector<at::Tensor>& tensors, int64_t buffer_size,
+         int64_t rank) { broadcast_coalesced(group, tensors, buffer_size, rank); },
+      py::arg("process_group"), py::arg("tensors"), py::arg("buffer_size"), py::arg("rank"),
+      no_gil);
 }
 
 }  // namespace commhook
