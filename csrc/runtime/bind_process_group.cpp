@@ -61,6 +61,20 @@ void bind_process_group(py::module_& m) {
          int64_t rank) { broadcast_coalesced(group, tensors, buffer_size, rank); },
       py::arg("process_group"), py::arg("tensors"), py::arg("buffer_size"), py::arg("rank"),
       no_gil);
+  m.def(
+      "broadcast_buckets",
+      [](const std::vector<int64_t>& bytes, const std::vector<int64_t>& kinds,
+         int64_t buffer_size) {
+        TORCH_CHECK_VALUE(bytes.size() == kinds.size(),
+                          "broadcast_buckets: kinds must be as many as bytes, ", bytes.size(),
+                          ", got ", kinds.size());
+        std::vector<std::vector<size_t>> indices;
+        for (auto& bucket : make_buckets(bytes, kinds, buffer_size)) {
+          indices.push_back(std::move(bucket.indices));
+        }
+        return indices;
+      },
+      py::arg("bytes"), py::arg("kinds"), py::arg("buffer_size"));
 }
 
 }  // namespace commhook

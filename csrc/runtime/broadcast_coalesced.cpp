@@ -22,6 +22,8 @@
 #include "ops/memory_check.h"
 #include "ops/memory_overlap.h"
 #include "ops/type_names.h"
+#include "runtime/py_override.h"
+#include "runtime/py_process_group.h"
 
 namespace commhook {
 namespace {
@@ -121,43 +123,27 @@ at::ScalarType sent_dtype(at::ScalarType dtype) {
 constexpr int64_t kAloneBytes = int64_t{1} << 20;
 constexpr int64_t kBucketBytes = int64_t{8} << 20;
 
-struct Bucket {
-  std::vector<size_t> indices;
-  int64_t bytes = 0;
-};
+// A number for each dtype on each device.
+std::vector<int64_t> kinds_of(at::TensorList tensors) {
+  std::map<std::tuple<at::ScalarType, c10::DeviceType, int>, int64_t> numbers;
+  std::vector<int64_t> kinds;
+  kinds.reserve(tensors.size());
+  for (const auto& tensor : tensors) {
+    const auto device = tensor.device();
+    const auto next = static_cast<int64_t>(numbers.size());
+    const std::tuple key(tensor.scalar_type(), device.type(), device.index());
+    kinds.push_back(numbers.emplace(key, next).first->second);
+  }
+  return kinds;
+}
 
-// The same on all ranks: depends on nothing but the tensors' number of elements, dtypes and which
-// of them share a device. In order of their first tensors.
-std::vector<Bucket> make_buckets(at::TensorList tensors, int64_t buffer_size) {
-  const auto limit = std::min(buffer_size, kBucketBytes);
-  const auto alone = std::min(limit, kAloneBytes);
-  std::vector<Bucket> buckets;
-  std::map<std::tuple<at::ScalarType, c10::DeviceType, int>, Bucket> open;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const auto bytes = static_cast<int64_t>(tensors[i].nbytes());
-    if (bytes == 0) {
-      continue;
-    }
-    if (bytes >= alone) {
-      buckets.push_back({{i}, bytes});
-      continue;
-    }
-    const auto device = tensors[i].device();
-    auto& bucket = open[{tensors[i].scalar_type(), device.type(), device.index()}];
-    if (bucket.bytes + bytes > limit) {
-      buckets.push_back(std::exchange(bucket, {}));
-    }
-    bucket.indices.push_back(i);
-    bucket.bytes += bytes;
+std::vector<Bucket> buckets_of(at::TensorList tensors, int64_t buffer_size) {
+  std::vector<int64_t> bytes;
+  bytes.reserve(tensors.size());
+  for (const auto& tensor : tensors) {
+    bytes.push_back(static_cast<int64_t>(tensor.nbytes()));
   }
-  for (auto& [key, bucket] : open) {
-    if (!bucket.indices.empty()) {
-      buckets.push_back(std::move(bucket));
-    }
-  }
-  std::sort(buckets.begin(), buckets.end(),
-            [](const Bucket& a, const Bucket& b) { return a.indices.front() < b.indices.front(); });
-  return buckets;
+  return make_buckets(bytes, kinds_of(tensors), buffer_size);
 }
 
 // What one rank does for each bucket.
@@ -192,6 +178,20 @@ class Duties {
   const bool is_source_;
 };
 
+// PyTorch's own class for groups in Python would end the process where the method returns no Work:
+// here it is called as ours calls it, and what it returns is checked.
+c10::intrusive_ptr<c10d::Work> checked_broadcast(c10d::ProcessGroup& group,
+                                                 std::vector<at::Tensor>& sent,
+                                                 const c10d::BroadcastOptions& options) {
+  static const PyMethod method{"broadcast"};
+  const auto in_cpp = [&] { return group.broadcast(sent, options); };
+  if (typeid(group) == typeid(c10d::ProcessGroup) || typeid(group) == typeid(PyProcessGroup)) {
+    return in_cpp();
+  }
+  return call_override<c10::intrusive_ptr<c10d::Work>>(
+      &group, method, [&] { return python_object_of(group); }, in_cpp, sent, options);
+}
+
 // One of the two broadcasts that may be in flight, and the memory for its bucket.
 class Flight {
  public:
@@ -209,9 +209,9 @@ class Flight {
     std::vector<at::Tensor> sent{gather(tensors, bucket, duty, capacity)};
     c10d::BroadcastOptions options;
     options.rootRank = rank;
-    work_ = group.broadcast(sent, options);
-    TORCH_CHECK_TYPE(work_, kName, ": broadcast of process group ", group.getBackendName(),
-                     " must return a torch.distributed.Work, got None");
+    work_ = checked_broadcast(group, sent, options);
+    TORCH_CHECK_TYPE(work_, kName,
+                     ": broadcast of the process group must return a Work, got a null pointer");
   }
 
   void finish() {
@@ -339,8 +339,41 @@ void broadcast_buckets(c10d::ProcessGroup& group, at::TensorList tensors,
 void run(c10d::ProcessGroup& group, at::TensorList tensors, int64_t buffer_size, int64_t rank) {
   check_arguments(tensors, buffer_size, rank, group.getSize());
   const at::AutoDispatchBelowADInplaceOrView guard;
-  broadcast_buckets(group, tensors, make_buckets(tensors, buffer_size), rank);
+  broadcast_buckets(group, tensors, buckets_of(tensors, buffer_size), rank);
 }
+
+}  // namespace
+
+std::vector<Bucket> make_buckets(const std::vector<int64_t>& bytes,
+                                 const std::vector<int64_t>& kinds, int64_t buffer_size) {
+  const auto limit = std::min(buffer_size, kBucketBytes);
+  const auto alone = std::min(limit, kAloneBytes);
+  std::vector<Bucket> buckets;
+  std::map<int64_t, Bucket> open;
+  for (size_t i = 0; i < bytes.size(); ++i) {
+    if (bytes[i] == 0) {
+      continue;
+    }
+    if (bytes[i] >= alone) {
+      buckets.push_back({{i}, bytes[i]});
+      continue;
+    }
+    auto& bucket = open[kinds[i]];
+    if (bucket.bytes + bytes[i] > limit) {
+      buckets.push_back(std::exchange(bucket, {}));
+    }
+    bucket.indices.push_back(i);
+    bucket.bytes += bytes[i];
+  }
+  for (auto& [kind, bucket] : open) {
+    buckets.push_back(std::move(bucket));
+  }
+  std::sort(buckets.begin(), buckets.end(),
+            [](const Bucket& a, const Bucket& b) { return a.indices.front() < b.indices.front(); });
+  return buckets;
+}
+
+namespace {
 
 // ---- the operator ------------------------------------------------------------------------------
 

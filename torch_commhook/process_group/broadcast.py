@@ -140,21 +140,13 @@ def _broadcast_coalesced_traced(
 
 
 def _buckets(tensors: Sequence[Tensor], buffer_size: int) -> list[list[Tensor]]:
-    """Tensors of one dtype and device, in buckets in the order of their first ones."""
-    buckets: list[list[Tensor]] = []
-    open_buckets: dict[Any, tuple[list[Tensor], int]] = {}
-    for tensor in tensors:
-        if tensor.numel() == 0:
-            continue
-        key = (tensor.dtype, tensor.device)
-        size = tensor.numel() * tensor.element_size()
-        bucket, filled = open_buckets.get(key, ([], 0))
-        if not bucket or filled + size > buffer_size:
-            bucket, filled = [], 0
-            buckets.append(bucket)
-        bucket.append(tensor)
-        open_buckets[key] = (bucket, filled + size)
-    return buckets
+    kinds: dict[Any, int] = {}
+    numbers = [kinds.setdefault((tensor.dtype, tensor.device), len(kinds)) for tensor in tensors]
+    sizes = [int(tensor.numel() * tensor.element_size()) for tensor in tensors]
+    return [
+        [tensors[i] for i in indices]
+        for indices in _C.broadcast_buckets(sizes, numbers, buffer_size)
+    ]
 
 
 class _TracedBucket:
@@ -165,8 +157,8 @@ class _TracedBucket:
         self._is_fused = tensors[0].dtype in BUCKET_DTYPES
         if self._is_fused:
             buffer = flatten(tensors)
-        else:  # bytes, since not all backends know all dtypes
-            buffer = torch.cat([_as_bytes(tensor) for tensor in tensors])
+        else:  # aliases of another dtype cannot be written in what is traced
+            buffer = torch.cat([_as_sent(tensor) for tensor in tensors])
         self._sent = torch.ops._c10d_functional.broadcast(buffer, rank, group_name)
 
     def finish(self) -> None:
@@ -174,10 +166,24 @@ class _TracedBucket:
         if self._is_fused:
             unflatten_into(received, self._tensors)
             return
-        sizes = [tensor.numel() * tensor.element_size() for tensor in self._tensors]
+        width = received.element_size()
+        sizes = [tensor.numel() * tensor.element_size() // width for tensor in self._tensors]
         for tensor, piece in zip(self._tensors, received.split(sizes), strict=True):
-            tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
+            tensor.copy_(_from_sent(piece, tensor))
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+#: Not all backends know others, which are sent as bytes.
+_SENT_AS_THEY_ARE = (torch.int8, torch.uint8, torch.int32, torch.int64)
+
+
+def _as_sent(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj().resolve_neg()).reshape(-1)
+    flat = tensor.resolve_neg().reshape(-1)
+    return flat if tensor.dtype in _SENT_AS_THEY_ARE else flat.view(torch.uint8)
+
+
+def _from_sent(piece: Tensor, like: Tensor) -> Tensor:
+    if like.is_complex():
+        return torch.view_as_complex(piece.view(*like.shape, 2))
+    return piece.view(like.dtype).view(like.shape)
