@@ -2,6 +2,7 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include "runtime/bindings.h"
+#include "runtime/broadcast_buckets.h"
 #include "runtime/broadcast_coalesced.h"
 #include "runtime/py_process_group.h"
 #include "runtime/py_work.h"

@@ -22,6 +22,7 @@
 #include "ops/memory_check.h"
 #include "ops/memory_overlap.h"
 #include "ops/type_names.h"
+#include "runtime/broadcast_buckets.h"
 #include "runtime/py_override.h"
 #include "runtime/py_process_group.h"
 
@@ -116,13 +117,6 @@ at::ScalarType sent_dtype(at::ScalarType dtype) {
 
 // ---- buckets -----------------------------------------------------------------------------------
 
-// A tensor of this many bytes fills a bucket alone, whatever the buffers' size: it is sent from
-// where it lies, which saves two copies and costs one more broadcast. And no bucket is larger than
-// this, so that copies of one go on while another one travels, and buffers stay in the caches.
-// benchmarks/bench_process_group.py compares such sizes.
-constexpr int64_t kAloneBytes = int64_t{1} << 20;
-constexpr int64_t kBucketBytes = int64_t{8} << 20;
-
 // A number for each dtype on each device.
 std::vector<int64_t> kinds_of(at::TensorList tensors) {
   std::map<std::tuple<at::ScalarType, c10::DeviceType, int>, int64_t> numbers;
@@ -216,7 +210,7 @@ class Flight {
 
   void finish() {
     std::exchange(work_, nullptr)->wait();
-    if (buffer_.defined()) {
+    if (buffer_.defined() && is_written_) {
       scatter();
     }
   }
@@ -234,6 +228,7 @@ class Flight {
  private:
   // What is to be broadcast: a contiguous tensor itself, or the buffer, filled where it must be.
   at::Tensor gather(at::TensorList tensors, const Bucket& bucket, Duty duty, int64_t capacity) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;  // which start() has told
     pieces_.clear();
     lazy_.clear();
     buffer_ = at::Tensor();
@@ -269,9 +264,7 @@ class Flight {
   }
 
   void scatter() {
-    if (!is_written_) {
-      return;
-    }
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
     if (are_bytes()) {
       at::_foreach_copy_(pieces_, parts_of_buffer());
     } else {
@@ -338,42 +331,8 @@ void broadcast_buckets(c10d::ProcessGroup& group, at::TensorList tensors,
 
 void run(c10d::ProcessGroup& group, at::TensorList tensors, int64_t buffer_size, int64_t rank) {
   check_arguments(tensors, buffer_size, rank, group.getSize());
-  const at::AutoDispatchBelowADInplaceOrView guard;
   broadcast_buckets(group, tensors, buckets_of(tensors, buffer_size), rank);
 }
-
-}  // namespace
-
-std::vector<Bucket> make_buckets(const std::vector<int64_t>& bytes,
-                                 const std::vector<int64_t>& kinds, int64_t buffer_size) {
-  const auto limit = std::min(buffer_size, kBucketBytes);
-  const auto alone = std::min(limit, kAloneBytes);
-  std::vector<Bucket> buckets;
-  std::map<int64_t, Bucket> open;
-  for (size_t i = 0; i < bytes.size(); ++i) {
-    if (bytes[i] == 0) {
-      continue;
-    }
-    if (bytes[i] >= alone) {
-      buckets.push_back({{i}, bytes[i]});
-      continue;
-    }
-    auto& bucket = open[kinds[i]];
-    if (bucket.bytes + bytes[i] > limit) {
-      buckets.push_back(std::exchange(bucket, {}));
-    }
-    bucket.indices.push_back(i);
-    bucket.bytes += bytes[i];
-  }
-  for (auto& [kind, bucket] : open) {
-    buckets.push_back(std::move(bucket));
-  }
-  std::sort(buckets.begin(), buckets.end(),
-            [](const Bucket& a, const Bucket& b) { return a.indices.front() < b.indices.front(); });
-  return buckets;
-}
-
-namespace {
 
 // ---- the operator ------------------------------------------------------------------------------
 
@@ -423,9 +382,6 @@ TORCH_LIBRARY_IMPL(commhook, Negative, m) {
   m.impl("broadcast_coalesced", torch::CppFunction::makeFallthrough());
 }
 TORCH_LIBRARY_IMPL(commhook, ZeroTensor, m) {
-  m.impl("broadcast_coalesced", torch::CppFunction::makeFallthrough());
-}
-TORCH_LIBRARY_IMPL(commhook, ADInplaceOrView, m) {
   m.impl("broadcast_coalesced", torch::CppFunction::makeFallthrough());
 }
 

@@ -3,10 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <cstddef>
 #include <cstdint>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <vector>
 
 namespace commhook {
 
@@ -19,17 +17,5 @@ namespace commhook {
 // Where a tensor or a mode overrides the dispatcher, this is the operator of the same name.
 void broadcast_coalesced(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                          at::TensorList tensors, int64_t buffer_size, int64_t rank);
-
-// Tensors that travel in one broadcast.
-struct Bucket {
-  std::vector<size_t> indices;
-  int64_t bytes = 0;
-};
-
-// How tensors of these sizes, in bytes, are put into buckets of at most `buffer_size` bytes, each
-// of one kind (a dtype on a device), in the order of their first tensors; empty tensors are left
-// out. The same on all ranks, and for compiled code as for eager, so that these can meet.
-std::vector<Bucket> make_buckets(const std::vector<int64_t>& bytes,
-                                 const std::vector<int64_t>& kinds, int64_t buffer_size);
 
 }  // namespace commhook
