@@ -57,6 +57,9 @@ def broadcast_coalesced(
     _check_int("rank", rank)
     _check_range(buffer_size, rank)
     if torch.compiler.is_compiling():
+        size = group.size()
+        if rank >= size:
+            raise ValueError(f"{_NAME}: rank must be a rank below {size}, got {rank}")
         torch.ops.commhook.broadcast_coalesced(tensors, buffer_size, rank, group.group_name)
     else:
         _C.broadcast_coalesced(group, tensors, buffer_size, rank)
@@ -179,7 +182,7 @@ _SENT_AS_THEY_ARE = (torch.int8, torch.uint8, torch.int32, torch.int64)
 def _as_sent(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj().resolve_neg()).reshape(-1)
-    flat = tensor.resolve_neg().reshape(-1)
+    flat = tensor.resolve_neg().reshape(-1).contiguous()
     return flat if tensor.dtype in _SENT_AS_THEY_ARE else flat.view(torch.uint8)
 
 
