@@ -211,6 +211,29 @@ def test_collectives_keep_their_order(two_ranks: RankPool) -> None:
         assert sent == lengths
 
 
+def _pieces(rank: int) -> tuple[list[bool], bool]:
+    group = _counting("pieces")
+    generator = torch.Generator().manual_seed(0)
+    sent = [torch.randn(3000, 1500, generator=generator), torch.randn(9, generator=generator)]
+    sent.append((1000 * sent[0]).int())
+
+    def run(tensors: list[Tensor]) -> None:
+        broadcast_coalesced(group, tensors, 1 << 30, 1)
+
+    tensors = [tensor.clone() if rank == 1 else torch.zeros_like(tensor) for tensor in sent]
+    _compile(run)(tensors)
+    compiled = list(group.sent)
+    group.sent.clear()
+    run(tensors)
+    dist.destroy_process_group(group)
+    same = compiled == group.sent and len(compiled) == 7
+    return [torch.equal(*pair) for pair in zip(tensors, sent, strict=True)], same
+
+
+def test_large_tensors_in_pieces(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_pieces, timeout=200) == [([True] * 3, True)] * 2
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_errors_while_compiling() -> None:
     group = dist.group.WORLD

@@ -63,6 +63,14 @@ void bind_process_group(py::module_& m) {
       py::arg("process_group"), py::arg("tensors"), py::arg("buffer_size"), py::arg("rank"),
       no_gil);
   m.def(
+      "broadcast_cut",
+      [](const std::vector<int64_t>& sizes,
+         int64_t element_size) -> std::optional<std::pair<int64_t, int64_t>> {
+        const auto cut = cut_of(sizes, element_size);
+        return cut ? std::optional(std::pair(cut->dim, cut->length)) : std::nullopt;
+      },
+      py::arg("sizes"), py::arg("element_size"));
+  m.def(
       "broadcast_buckets",
       [](const std::vector<int64_t>& bytes, const std::vector<int64_t>& kinds,
          int64_t buffer_size) {

@@ -1,5 +1,7 @@
 #include "runtime/broadcast_buckets.h"
 
+#include <c10/util/accumulate.h>
+
 #include <algorithm>
 #include <map>
 #include <utility>
@@ -7,14 +9,25 @@
 namespace commhook {
 namespace {
 
-// A tensor of this many bytes fills a bucket alone, whatever the buffers' size: it is sent from
-// where it lies, which saves two copies and costs one more broadcast. And no bucket is larger than
-// this, so that copies of one go on while another one travels, and buffers stay in the caches.
-// benchmarks/bench_process_group.py compares such sizes.
+// A tensor of so many bytes fills a bucket alone, whatever the buffers' size: it is sent from where
+// it lies, which saves two copies and costs one more broadcast. And no bucket is larger than this,
+// so that copies of one go on while another one travels, and buffers stay in the caches.
 constexpr int64_t kAloneBytes = int64_t{1} << 20;
 constexpr int64_t kBucketBytes = int64_t{8} << 20;
 
 }  // namespace
+
+std::optional<Cut> cut_of(c10::IntArrayRef sizes, int64_t element_size) {
+  const auto bytes = c10::multiply_integers(sizes) * element_size;
+  if (bytes <= kBucketBytes) {
+    return std::nullopt;
+  }
+  int64_t dim = 0;
+  while (sizes[dim] == 1) {
+    ++dim;
+  }
+  return Cut{dim, std::max<int64_t>(1, kBucketBytes / (bytes / sizes[dim]))};
+}
 
 std::vector<Bucket> make_buckets(const std::vector<int64_t>& bytes,
                                  const std::vector<int64_t>& kinds, int64_t buffer_size) {

@@ -17,12 +17,10 @@
 #include <vector>
 
 #include "commhook/ops.h"
-#include "ops/autograd_checks.h"
 #include "ops/bucket_dtype.h"
-#include "ops/memory_check.h"
-#include "ops/memory_overlap.h"
 #include "ops/type_names.h"
 #include "runtime/broadcast_buckets.h"
+#include "runtime/broadcast_checks.h"
 #include "runtime/py_override.h"
 #include "runtime/py_process_group.h"
 
@@ -30,49 +28,6 @@ namespace commhook {
 namespace {
 
 constexpr const char* kName = "broadcast_coalesced";
-constexpr const char* kArgument = "tensors";
-
-// ---- arguments ---------------------------------------------------------------------------------
-
-void check_tensor(const at::Tensor& tensor, int64_t index) {
-  TORCH_CHECK_TYPE(tensor.defined(), kName, ": ", argument_name(kArgument, index),
-                   " must be a tensor, got None");
-  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, kName, ": ", argument_name(kArgument, index),
-                   " must be dense (torch.strided), got layout ", layout_name(tensor.layout()));
-  TORCH_CHECK_TYPE(!tensor.is_quantized(), kName, ": ", argument_name(kArgument, index),
-                   " must not be quantized, got dtype ", dtype_name(tensor.scalar_type()),
-                   "; pass its int_repr()");
-  TORCH_CHECK_VALUE(!tensor.is_meta() && !tensor._is_zerotensor(), kName, ": ",
-                    argument_name(kArgument, index), " must have memory, got one ",
-                    tensor.is_meta() ? "on the meta device" : "of zeros without any");
-  check_not_recorded(kName, kArgument, index, tensor,
-                     "pass tensor.detach(), or call it under torch.no_grad()");
-  check_no_forward_gradient(kName, kArgument, index, tensor);
-  check_has_version(kName, kArgument, index, tensor);
-  check_memory(kName, kArgument, index, tensor);
-  TORCH_CHECK_VALUE(!overlaps_itself(tensor), kName, ": ", argument_name(kArgument, index),
-                    " must reach each of its elements once, got sizes ", tensor.sizes(),
-                    " with strides ", tensor.strides(), "; pass tensor.contiguous()");
-}
-
-void check_arguments(at::TensorList tensors, int64_t buffer_size, int64_t rank, int64_t size) {
-  TORCH_CHECK_VALUE(buffer_size > 0, kName, ": buffer_size must be at least 1 byte, got ",
-                    buffer_size);
-  TORCH_CHECK_VALUE(rank >= 0 && rank < size, kName, ": rank must be a rank below ", size, ", got ",
-                    rank);
-  std::map<std::pair<c10::DeviceType, int>, std::vector<Extent>> extents;  // by device
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const auto index = static_cast<int64_t>(i);
-    check_tensor(tensors[i], index);
-    const auto device = tensors[i].device();
-    extents[{device.type(), device.index()}].push_back(extent_of(tensors[i], index));
-  }
-  for (auto& [device, of_device] : extents) {
-    const auto pair = find_overlap(tensors, std::move(of_device));
-    TORCH_CHECK_VALUE(!pair, kName, ": tensors must share no memory with each other, got tensors[",
-                      pair->first, "] and tensors[", pair->second, "] that overlap");
-  }
-}
 
 // ---- dtypes ------------------------------------------------------------------------------------
 
@@ -129,6 +84,22 @@ std::vector<int64_t> kinds_of(at::TensorList tensors) {
     kinds.push_back(numbers.emplace(key, next).first->second);
   }
   return kinds;
+}
+
+// The tensors, large ones in pieces.
+std::vector<at::Tensor> cut(at::TensorList tensors) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  std::vector<at::Tensor> pieces;
+  pieces.reserve(tensors.size());
+  for (const auto& tensor : tensors) {
+    if (const auto cut = cut_of(tensor.sizes(), tensor.element_size())) {
+      const auto of_tensor = tensor.split(cut->length, cut->dim);
+      pieces.insert(pieces.end(), of_tensor.begin(), of_tensor.end());
+    } else {
+      pieces.push_back(tensor);
+    }
+  }
+  return pieces;
 }
 
 std::vector<Bucket> buckets_of(at::TensorList tensors, int64_t buffer_size) {
@@ -194,9 +165,6 @@ class Flight {
   // `capacity`: of the memory, in bytes, where a bucket needs some.
   void start(c10d::ProcessGroup& group, at::TensorList tensors, const Bucket& bucket, int64_t rank,
              Duty duty, int64_t capacity) {
-    for (const auto index : bucket.indices) {
-      torch::autograd::increment_version(tensors[index]);
-    }
     if (!duty.broadcast) {
       return;
     }
@@ -228,7 +196,7 @@ class Flight {
  private:
   // What is to be broadcast: a contiguous tensor itself, or the buffer, filled where it must be.
   at::Tensor gather(at::TensorList tensors, const Bucket& bucket, Duty duty, int64_t capacity) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;  // which start() has told
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;  // which run() has told
     pieces_.clear();
     lazy_.clear();
     buffer_ = at::Tensor();
@@ -253,7 +221,7 @@ class Flight {
     }
     buffer_ = memory_.narrow(0, 0, bucket.bytes).view(pieces_[0].scalar_type());
     if (duty.gather) {
-      if (are_bytes()) {
+      if (is_plain()) {
         at::_foreach_copy_(parts_of_buffer(), pieces_);
       } else {
         ops::flatten_out(pieces_, 1.0, buffer_);
@@ -265,7 +233,7 @@ class Flight {
 
   void scatter() {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    if (are_bytes()) {
+    if (is_plain()) {
       at::_foreach_copy_(pieces_, parts_of_buffer());
     } else {
       ops::unflatten_into(buffer_, pieces_);
@@ -275,7 +243,8 @@ class Flight {
     }
   }
 
-  bool are_bytes() const { return buffer_.scalar_type() == at::kByte; }
+  // Single tensors that are not contiguous are ATen's too, which transposes in blocks.
+  bool is_plain() const { return pieces_.size() == 1 || buffer_.scalar_type() == at::kByte; }
 
   std::vector<at::Tensor> parts_of_buffer() const {
     std::vector<at::Tensor> parts;
@@ -330,8 +299,14 @@ void broadcast_buckets(c10d::ProcessGroup& group, at::TensorList tensors,
 }
 
 void run(c10d::ProcessGroup& group, at::TensorList tensors, int64_t buffer_size, int64_t rank) {
-  check_arguments(tensors, buffer_size, rank, group.getSize());
-  broadcast_buckets(group, tensors, buckets_of(tensors, buffer_size), rank);
+  check_broadcast_coalesced(tensors, buffer_size, rank, group.getSize());
+  for (const auto& tensor : tensors) {
+    if (tensor.numel() > 0) {
+      torch::autograd::increment_version(tensor);
+    }
+  }
+  const auto pieces = cut(tensors);
+  broadcast_buckets(group, pieces, buckets_of(pieces, buffer_size), rank);
 }
 
 // ---- the operator ------------------------------------------------------------------------------
@@ -351,12 +326,7 @@ void broadcast_coalesced_by_name(at::TensorList tensors, int64_t buffer_size, in
 // Checked here as well, so that a trace tells.
 void check_broadcast_coalesced_grad(at::TensorList tensors, int64_t buffer_size, int64_t rank,
                                     std::string_view group_name) {
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const auto index = static_cast<int64_t>(i);
-    check_not_recorded(kName, kArgument, index, tensors[i],
-                       "pass tensor.detach(), or call it under torch.no_grad()");
-  }
-  check_no_forward_gradient(kName, kArgument, tensors);
+  check_broadcast_not_recorded(tensors);
   at::AutoDispatchBelowAutograd guard;
   broadcast_coalesced_op().call(tensors, buffer_size, rank, group_name);
 }

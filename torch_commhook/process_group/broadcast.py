@@ -1,6 +1,7 @@
 """Many tensors from one rank to all others, in few broadcasts: eager, and as an operator.
 
-The schema stands in ``csrc/ops/library.cpp``, the kernel in ``csrc/runtime/broadcast_coalesced.cpp``.
+The schema stands in ``csrc/ops/library.cpp``, the kernel in
+``csrc/runtime/broadcast_coalesced.cpp``.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ def broadcast_coalesced(
     """Give all ranks the contents that tensors have on one rank, in few broadcasts.
 
     The results are those of ``torch.distributed._broadcast_coalesced``. Tensors of one dtype and
-    device travel together, in flat buckets of at most ``buffer_size`` bytes; large ones travel
-    alone, and from where they lie if they are contiguous. At most two broadcasts are in flight, and
-    so memory for two buckets is needed, or for two tensors where those are larger. A compiler sees
-    ``torch.ops.commhook.broadcast_coalesced`` and takes it apart into functional collectives.
+    device travel together, in flat buckets of at most ``buffer_size`` bytes. Large ones travel
+    alone, from where they lie if they are contiguous, and in pieces where they are very large. At
+    most two broadcasts are in flight, and so memory for two buckets is needed at most, or for two
+    such pieces. A compiler sees ``torch.ops.commhook.broadcast_coalesced`` and takes it apart into
+    functional collectives; sizes are constants there.
 
     All ranks must call this with as many tensors, of the same shapes and dtypes; strides may
     differ. When it returns, the tensors are written, or on CUDA will be by what is on the current
@@ -134,12 +136,20 @@ def _broadcast_coalesced_traced(
     _broadcast_coalesced_fake(tensors, buffer_size, rank, group_name)
     with mode:
         in_flight: list[_TracedBucket] = []
-        for bucket in _buckets(tensors, buffer_size):
+        for bucket in _buckets(_pieces(tensors), buffer_size):
             if len(in_flight) == 2:
                 in_flight.pop(0).finish()
             in_flight.append(_TracedBucket(bucket, rank, group_name))
         for started in in_flight:
             started.finish()
+
+
+def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
+    pieces: list[Tensor] = []
+    for tensor in tensors:
+        cut = _C.broadcast_cut([int(size) for size in tensor.shape], tensor.element_size())
+        pieces += [tensor] if cut is None else tensor.split(cut[1], cut[0])
+    return pieces
 
 
 def _buckets(tensors: Sequence[Tensor], buffer_size: int) -> list[list[Tensor]]:
@@ -157,7 +167,7 @@ class _TracedBucket:
 
     def __init__(self, tensors: list[Tensor], rank: int, group_name: str) -> None:
         self._tensors = tensors
-        self._is_fused = tensors[0].dtype in BUCKET_DTYPES
+        self._is_fused = len(tensors) > 1 and tensors[0].dtype in BUCKET_DTYPES
         if self._is_fused:
             buffer = flatten(tensors)
         else:  # aliases of another dtype cannot be written in what is traced
@@ -176,7 +186,7 @@ class _TracedBucket:
 
 
 #: Not all backends know others, which are sent as bytes.
-_SENT_AS_THEY_ARE = (torch.int8, torch.uint8, torch.int32, torch.int64)
+_SENT_AS_THEY_ARE = (*BUCKET_DTYPES, torch.int8, torch.uint8, torch.int32, torch.int64)
 
 
 def _as_sent(tensor: Tensor) -> Tensor:
