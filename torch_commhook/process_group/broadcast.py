@@ -167,7 +167,7 @@ class _TracedBucket:
 
     def __init__(self, tensors: list[Tensor], rank: int, group_name: str) -> None:
         self._tensors = tensors
-        self._is_fused = len(tensors) > 1 and tensors[0].dtype in BUCKET_DTYPES
+        self._is_fused = tensors[0].dtype in BUCKET_DTYPES
         if self._is_fused:
             buffer = flatten(tensors)
         else:  # aliases of another dtype cannot be written in what is traced
