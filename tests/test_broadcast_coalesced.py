@@ -112,7 +112,7 @@ def _large(rank: int, source: int) -> list[int]:
     generator = torch.Generator().manual_seed(0)
     sent = [torch.randn(700, 1000, generator=generator) for _ in range(2)]
     sent += [torch.randn(60_000, generator=generator) for _ in range(40)]
-    sent += [torch.randn(1, 3000, 1500, generator=generator) for _ in range(2)]  # in pieces
+    sent += [torch.randn(1, 6000, 1500, generator=generator) for _ in range(2)]  # in pieces
     tensors = [tensor.clone() if rank == source else torch.zeros_like(tensor) for tensor in sent]
     if rank == 1:  # where the other rank has it contiguous
         tensors[1] = tensors[1].t().contiguous().t()
@@ -181,10 +181,10 @@ def test_buckets() -> None:
 
 
 def test_cuts() -> None:
-    """Into pieces of 8 MiB, along the first dimension that has more than one element."""
-    assert _C.broadcast_cut([1 << 21], 4) is None
-    assert _C.broadcast_cut([(1 << 21) + 1], 4) == (0, 1 << 21)
-    assert _C.broadcast_cut([1, 1, 50257, 768], 4) == (2, 2730)
+    """Into pieces of 32 MiB, along the first dimension that has more than one element."""
+    assert _C.broadcast_cut([1 << 23], 4) is None
+    assert _C.broadcast_cut([(1 << 23) + 1], 4) == (0, 1 << 23)
+    assert _C.broadcast_cut([1, 1, 50257, 768], 4) == (2, 10922)
     assert _C.broadcast_cut([3, 1 << 24], 4) == (0, 1)
     assert _C.broadcast_cut([0, 1 << 40], 4) is None
     assert _C.broadcast_cut([], 16) is None

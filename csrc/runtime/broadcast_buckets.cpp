@@ -15,18 +15,22 @@ namespace {
 constexpr int64_t kAloneBytes = int64_t{1} << 20;
 constexpr int64_t kBucketBytes = int64_t{8} << 20;
 
+// What is not contiguous goes through buffers of this size, however large it is. Smaller pieces
+// make Gloo slower.
+constexpr int64_t kPieceBytes = int64_t{32} << 20;
+
 }  // namespace
 
 std::optional<Cut> cut_of(c10::IntArrayRef sizes, int64_t element_size) {
   const auto bytes = c10::multiply_integers(sizes) * element_size;
-  if (bytes <= kBucketBytes) {
+  if (bytes <= kPieceBytes) {
     return std::nullopt;
   }
   int64_t dim = 0;
   while (sizes[dim] == 1) {
     ++dim;
   }
-  return Cut{dim, std::max<int64_t>(1, kBucketBytes / (bytes / sizes[dim]))};
+  return Cut{dim, std::max<int64_t>(1, kPieceBytes / (bytes / sizes[dim]))};
 }
 
 std::vector<Bucket> make_buckets(const std::vector<int64_t>& bytes,

@@ -11,7 +11,7 @@
 namespace commhook {
 
 // The dimension along which a large tensor is cut into pieces that travel one after another, and
-// how long these are. Pieces are of 8 MiB, or of one row where that is larger.
+// how long these are. Pieces are of 32 MiB, or of one row where that is larger.
 struct Cut {
   int64_t dim;
   int64_t length;
