@@ -37,6 +37,7 @@ bench: $(VENV)/built
 	$(VENV)/bin/python benchmarks/bench_hook.py $(ARGS)
 	$(VENV)/bin/python benchmarks/bench_modes.py $(ARGS)
 	$(VENV)/bin/python benchmarks/bench_dispatch.py $(ARGS)
+	$(VENV)/bin/python benchmarks/bench_process_group.py $(ARGS)
 
 lint: $(VENV)/linters
 	$(VENV)/bin/ruff check .
