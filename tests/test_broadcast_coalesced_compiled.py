@@ -172,7 +172,8 @@ def _one_rank_compiled(rank: int) -> list[list[float]]:
 
     def run(x: Tensor, y: Tensor) -> Tensor | None:
         sent = x * 2
-        broadcast_coalesced(group, [sent, y], 8)
+        broadcast_coalesced(group, [sent], 8)
+        broadcast_coalesced(group, [y], 8)
         if rank == 0:
             return None  # nothing is left to see of `sent`
         return sent + 1
