@@ -38,6 +38,7 @@ bench: $(VENV)/built
 	$(VENV)/bin/python benchmarks/bench_hook.py $(ARGS)
 	$(VENV)/bin/python benchmarks/bench_modes.py $(ARGS)
 	$(VENV)/bin/python benchmarks/bench_dispatch.py $(ARGS)
+	$(VENV)/bin/python benchmarks/bench_process_group.py $(ARGS)
 
 lint: $(VENV)/linters
 	$(VENV)/bin/ruff check .
@@ -68,7 +69,7 @@ $(VENV)/linters: $(VENV)/built
 cuda-compile:
 	$(MAKE) .venv-cuda/installed VENV=.venv-cuda TORCH=$(CUDA_TORCH)
 	COMMHOOK_CUDA=1 TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX" .venv-cuda/bin/python setup.py --quiet build_ext --build-lib build/cuda
-	.venv-cuda/bin/python cuda/check_build.py build/cuda/torch_commhook/lib --reference-only check_hook_result
+	.venv-cuda/bin/python cuda/check_build.py build/cuda/torch_commhook/lib --reference-only check_hook_result broadcast_coalesced
 
 # Another torch needs its own build in place, so a copy of the tree is built and tested.
 test-torch:

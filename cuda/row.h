@@ -62,7 +62,10 @@ struct alignas(sizeof(T) * kWidth) Pack {
 template <typename To, typename From, typename Meter>
 COMMHOOK_HOST_DEVICE To convert(From source, Scaling<From, To> scale, Meter& meter) {
   const auto value = static_cast<Scaling<From, To>>(source) * scale;
-  const To written = round_to<To>(value);
+  To written = round_to<To>(value);
+  if constexpr (std::is_same_v<From, To>) {
+    written = scale == 1 ? source : written;  // arithmetic would change the bits of a NaN
+  }
   meter.add(value, written);
   return written;
 }

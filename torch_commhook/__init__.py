@@ -16,7 +16,7 @@ from torch_commhook.bucket import GradBucket
 from torch_commhook.bucket_layout import BucketLayout
 from torch_commhook.cpp_libraries import include_paths, load_cpp_hooks
 from torch_commhook.metrics import BucketStats, HookStats
-from torch_commhook.process_group import ProcessGroup, Work
+from torch_commhook.process_group import ProcessGroup, Work, broadcast_coalesced
 from torch_commhook.step_group import PeerError
 
 __version__ = "0.1.0"
@@ -33,6 +33,7 @@ __all__ = [
     "Work",
     "attach",
     "autograd",
+    "broadcast_coalesced",
     "check_hook",
     "collectives",
     "hooks",

@@ -132,7 +132,8 @@ def flatten(
 
     Elements come in logical (row-major) order, whatever the strides. They are multiplied by
     ``scale`` in float32, or in float64 where a tensor or the buffer is float64, and then rounded to
-    the buffer's dtype (to nearest, ties to even).
+    the buffer's dtype (to nearest, ties to even). Where ``scale`` is 1 and the dtype stays, bits
+    are copied as they are.
 
     Args:
         tensors: any number of dense tensors of any shape on one device, of dtype float64, float32,

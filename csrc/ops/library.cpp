@@ -65,3 +65,15 @@ TORCH_LIBRARY_FRAGMENT(commhook, m) {
   // Adds the number of infinities and NaNs in the tensors to `count`, one int64 on their device.
   m.def("check_finite(Tensor[] tensors, Tensor(a!) count) -> ()", compliant);
 }
+
+TORCH_LIBRARY_FRAGMENT(commhook, m) {
+  m.set_python_module("torch_commhook.process_group.broadcast");
+
+  // ---- Process groups, which are given by their names. The kernels stand in csrc/runtime.
+
+  // Writes the contents that the tensors have on one rank into those of all ranks, in buckets of at
+  // most so many bytes.
+  m.def(
+      "broadcast_coalesced(Tensor(a!)[] tensors, int buffer_size, int rank, str group_name) -> ()",
+      {at::Tag::pt2_compliant_tag});
+}

@@ -1,6 +1,7 @@
 """Process groups and works in Python."""
 
 from torch_commhook.process_group.base import ProcessGroup
+from torch_commhook.process_group.broadcast import broadcast_coalesced
 from torch_commhook.process_group.compressed import CompressedProcessGroup
 from torch_commhook.process_group.faulty import (
     Corrupt,
@@ -56,6 +57,7 @@ __all__ = [
     "WorkInfo",
     "WrapperProcessGroup",
     "WrapperWork",
+    "broadcast_coalesced",
     "merge_traces",
     "register",
 ]

@@ -135,10 +135,42 @@ void convert_double(const From* source, To* destination, int64_t count, double s
   }
 }
 
+// What neither scales nor converts: bits as they are, signalling NaN and payloads included.
+template <bool kStream>
+void copy_bits(const char* source, char* destination, int64_t bytes) {
+  int64_t i = 0;
+  if constexpr (kStream && kWidth > 1) {
+    constexpr int64_t kVec = kWidth * sizeof(float);
+    const auto misaligned = static_cast<int64_t>(reinterpret_cast<uintptr_t>(destination) % 64);
+    const int64_t head = misaligned == 0 ? 0 : 64 - misaligned;
+    if (head < bytes) {
+      __builtin_memcpy(destination, source, head);
+      // Loads and stores of vectors move bits: arithmetic alone would change a NaN.
+      for (i = head; i + kVec <= bytes; i += kVec) {
+        store<true>(reinterpret_cast<float*>(destination + i),
+                    load(reinterpret_cast<const float*>(source + i), kWidth), kWidth);
+      }
+      fence();
+    }
+  }
+  __builtin_memcpy(destination + i, source + i, bytes - i);
+}
+
+template <typename From, typename To>
+constexpr bool is_same = false;
+template <typename T>
+constexpr bool is_same<T, T> = true;
+
 template <typename From, typename To, bool kStream, bool kMeasure>
 void convert(const void* source, void* destination, int64_t count, double scale, RowStats* stats) {
   const auto* from = static_cast<const From*>(source);
   auto* to = static_cast<To*>(destination);
+  if constexpr (is_same<From, To> && !kMeasure) {
+    if (scale == 1.0) {
+      return copy_bits<kStream>(static_cast<const char*>(source), static_cast<char*>(destination),
+                                count * static_cast<int64_t>(sizeof(From)));
+    }
+  }
   if constexpr (is_double<From> || is_double<To>) {
     convert_double<From, To, kMeasure>(from, to, count, scale, stats);
   } else {

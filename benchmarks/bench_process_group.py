@@ -1,0 +1,190 @@
+"""What goes through process groups: broadcast_coalesced, PyTorch's and ours, on real shapes.
+
+On one rank through a group that sends nothing, which leaves the copies, and on two ranks over Gloo.
+``python benchmarks/bench_process_group.py --help`` shows the options; see benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from bench_bucket import read_shapes
+from harness import Against, Job, Report, measure, parse, parser
+from torch import Tensor
+
+from torch_commhook import ProcessGroup, broadcast_coalesced
+
+RANKS = 2
+MODELS = ("resnet50", "gpt2")
+#: In MiB: what DDP broadcasts a model with, and the size of its first bucket.
+BUFFER_SIZES = (250, 1)
+BROADCAST_AT_MOST = 0.7
+
+
+# ---- groups --------------------------------------------------------------------------------------
+
+
+class Silent(ProcessGroup):
+    """A group of one rank that sends nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> torch.futures.Future:
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result(tensors)
+        return future
+
+
+def together(call: Callable[[], object]) -> Callable[[], object]:
+    """``call``, until the slowest rank is through."""
+
+    def run() -> None:
+        call()
+        dist.barrier()
+
+    return run
+
+
+class Measuring:
+    """Measures jobs on one rank, or on all, whose first one reports."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.report = Report("bench_process_group", options) if dist.get_rank() == 0 else None
+
+    def on_one_rank(self, group: str, make: Callable[[], Sequence[Job]], title: str) -> None:
+        if self.report is not None:
+            self.report.run(group, make(), title)
+
+    def on_all_ranks(self, group: str, jobs: Sequence[Job], title: str) -> None:
+        """Each job must have a ``prepare``, since a sample is then one call on every rank."""
+        limit, self.options.seconds = self.options.seconds, float("inf")  # as many rounds
+        if self.report is not None:
+            self.report.run(group, jobs, title)
+        else:
+            rounds, device = self.options.rounds, torch.device(self.options.device)
+            measure(jobs, rounds=rounds, seconds=float("inf"), device=device)
+        self.options.seconds = limit
+
+
+# ---- broadcast_coalesced -------------------------------------------------------------------------
+
+
+def parameters(model: str, *, contiguous: bool = True) -> list[Tensor]:
+    """Tensors of the shapes of a model; where they are not contiguous, with a gap after each row
+    of memory."""
+    torch.manual_seed(0)
+    shapes = read_shapes(model)
+    if contiguous:
+        return [torch.randn(shape) for shape in shapes]
+    return [torch.randn(*shape[:-1], shape[-1] + 1)[..., :-1] for shape in shapes]
+
+
+def broadcast_jobs(
+    tensors: list[Tensor],
+    group: Any,
+    around: Callable[[Callable[[], object]], Callable[[], object]] | None = None,
+) -> list[Job]:
+    jobs = []
+    for mib in BUFFER_SIZES:
+        size = mib << 20
+        baseline = f"PyTorch, {mib} MiB"
+        ways: list[tuple[str, Callable[[], object], Against | None]] = [
+            (
+                baseline,
+                lambda size=size: dist._broadcast_coalesced(group, tensors, size, 0),  # type: ignore[misc]
+                None,
+            ),
+            (
+                f"ours, {mib} MiB",
+                lambda size=size: broadcast_coalesced(group, tensors, size),  # type: ignore[misc]
+                Against(baseline, at_most=BROADCAST_AT_MOST),
+            ),
+        ]
+        for name, call, against in ways:
+            if around is None:
+                jobs.append(Job(name, call, against=against))
+            else:
+                jobs.append(Job(name, around(call), against=against, prepare=dist.barrier))
+    return jobs
+
+
+def bench_broadcast_copies(measuring: Measuring) -> None:
+    """What is left where nothing travels: the copies into and out of buffers."""
+    options = measuring.options
+    for threads in options.threads:
+        torch.set_num_threads(threads)
+        for model in options.models:
+            for contiguous in (True, False):
+                layout = "" if contiguous else ", not contiguous"
+                measuring.on_one_rank(
+                    f"broadcast_coalesced, copies, {model}{layout}",
+                    lambda model=model, contiguous=contiguous: broadcast_jobs(  # type: ignore[misc]
+                        parameters(model, contiguous=contiguous), Silent()
+                    ),
+                    f"broadcast_coalesced, copies alone, {model}{layout}, "
+                    f"{threads} thread{'s' if threads > 1 else ''}",
+                )
+
+
+def bench_broadcast(measuring: Measuring) -> None:
+    torch.set_num_threads(1)
+    for model in measuring.options.models:
+        measuring.on_all_ranks(
+            f"broadcast_coalesced, {RANKS} ranks, {model}",
+            broadcast_jobs(parameters(model), dist.group.WORLD, together),
+            f"broadcast_coalesced, {RANKS} ranks on Gloo, {model}; until the slower is through",
+        )
+
+
+SECTIONS: tuple[Callable[[Measuring], None], ...] = (bench_broadcast_copies, bench_broadcast)
+
+
+# ---- the command line ----------------------------------------------------------------------------
+
+
+def rank_main(rank: int, options: argparse.Namespace, store: str) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(hours=2),  # while one rank measures alone, the others wait
+    )
+    try:
+        measuring = Measuring(options)
+        for section in SECTIONS:
+            section(measuring)
+            dist.barrier()
+        if measuring.report is not None:
+            measuring.report.finish()
+    finally:
+        dist.destroy_process_group()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser(__doc__.splitlines()[0])
+    options.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parsed = parse(options, arguments)
+    if parsed.device != "cpu":
+        options.error("only --device cpu is there")
+    if parsed.quick:
+        parsed.models = parsed.models[:1]
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        mp.spawn(rank_main, args=(parsed, store), nprocs=RANKS)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

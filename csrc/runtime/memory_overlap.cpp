@@ -1,0 +1,2 @@
+// The runtime needs this too, and does not link with the operators' library.
+#include "ops/memory_overlap.cpp"  // NOLINT

@@ -1,0 +1,202 @@
+"""Many tensors from one rank to all others, in few broadcasts: eager, and as an operator.
+
+The schema stands in ``csrc/ops/library.cpp``, the kernel in
+``csrc/runtime/broadcast_coalesced.cpp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+from torch_commhook import _C
+from torch_commhook._ops import BUCKET_DTYPES, flatten, unflatten_into
+from torch_commhook.collectives import resolve_group
+
+_NAME = "broadcast_coalesced"
+_INT64_MAX = 2**63 - 1
+
+
+def broadcast_coalesced(
+    process_group: Any, tensors: Iterable[Tensor], buffer_size: int, rank: int = 0
+) -> None:
+    """Give all ranks the contents that tensors have on one rank, in few broadcasts.
+
+    The results are those of ``torch.distributed._broadcast_coalesced``. Tensors of one dtype and
+    device travel together, in flat buckets of at most ``buffer_size`` bytes. Large ones travel
+    alone, from where they lie if they are contiguous, and in pieces where they are very large. At
+    most two broadcasts are in flight, and so memory for two buckets is needed at most, or for two
+    such pieces. A compiler sees ``torch.ops.commhook.broadcast_coalesced`` and takes it apart into
+    functional collectives; sizes are constants there.
+
+    All ranks must call this with as many tensors, of the same shapes and dtypes; strides may
+    differ. When it returns, the tensors are written, or on CUDA will be by what is on the current
+    stream. After an error nothing is in flight, and what the tensors hold is undefined.
+
+    Args:
+        process_group: the process group; None for the default one.
+        tensors: any number of dense tensors of any shapes, strides, devices that the group serves,
+            and dtypes, which need not agree; none is fine, as are empty tensors.
+        buffer_size: bytes, at least 1.
+        rank: the rank within the group whose tensors are sent.
+
+    Raises:
+        TypeError: ``tensors`` is no list of tensors, or one of them is sparse or quantized;
+            ``buffer_size`` or ``rank`` is no int; no process group.
+        ValueError: ``buffer_size`` or ``rank`` is out of range; tensors share memory, with each
+            other or among their own elements (expanded ones), or have none (the meta device).
+        RuntimeError: a tensor requires grad while gradients are recorded, or was made in inference
+            mode and is written outside of it; torch.distributed is not initialized.
+        Exception: what the process group raises.
+    """
+    group = resolve_group(process_group)
+    tensors = _checked_list(tensors)
+    _check_int("buffer_size", buffer_size)
+    _check_int("rank", rank)
+    _check_range(buffer_size, rank)
+    if torch.compiler.is_compiling():
+        size = group.size()
+        if rank >= size:
+            raise ValueError(f"{_NAME}: rank must be a rank below {size}, got {rank}")
+        torch.ops.commhook.broadcast_coalesced(tensors, buffer_size, rank, group.group_name)
+    else:
+        _C.broadcast_coalesced(group, tensors, buffer_size, rank)
+
+
+def _checked_list(tensors: Iterable[Tensor]) -> list[Tensor]:
+    if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
+        raise TypeError(
+            f"{_NAME}: tensors must be a list of tensors, got {type(tensors).__qualname__}"
+        )
+    tensors = list(tensors)
+    for i, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"{_NAME}: tensors[{i}] must be a tensor, got {type(tensor).__qualname__}"
+            )
+    return tensors
+
+
+def _check_int(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{_NAME}: {name} must be an int, got {type(value).__qualname__}")
+    if abs(value) > _INT64_MAX:
+        raise ValueError(f"{_NAME}: {name} must be an int of 64 bits, got {value}")
+
+
+def _check_range(buffer_size: int, rank: int) -> None:
+    if buffer_size < 1:
+        raise ValueError(f"{_NAME}: buffer_size must be at least 1 byte, got {buffer_size}")
+    if rank < 0:
+        raise ValueError(f"{_NAME}: rank must be a rank of the group, got {rank}")
+
+
+# ---- the operator --------------------------------------------------------------------------------
+
+
+@torch.library.register_fake("commhook::broadcast_coalesced")
+def _broadcast_coalesced_fake(
+    tensors: Sequence[Tensor], buffer_size: int, rank: int, group_name: str
+) -> None:
+    _check_range(buffer_size, rank)
+    for i, tensor in enumerate(tensors):
+        if tensor.layout is not torch.strided:
+            raise TypeError(
+                f"{_NAME}: tensors[{i}] must be dense (torch.strided), got layout {tensor.layout}"
+            )
+        if tensor.is_quantized:
+            raise TypeError(
+                f"{_NAME}: tensors[{i}] must not be quantized, got dtype {tensor.dtype}; pass its "
+                "int_repr()"
+            )
+        if any(map(_is_expanded, tensor.shape, tensor.stride())):
+            raise ValueError(
+                f"{_NAME}: tensors[{i}] must reach each of its elements once, got sizes "
+                f"{list(tensor.shape)} with strides {list(tensor.stride())}; pass "
+                "tensor.contiguous()"
+            )
+
+
+def _is_expanded(size: int | torch.SymInt, stride: int | torch.SymInt) -> bool:
+    """As far as it is known without a guard; the kernel sees the rest."""
+    return isinstance(size, int) and isinstance(stride, int) and size > 1 and stride == 0
+
+
+# What compilers make of it. As the functional collectives that they know they neither drop it, not
+# even where nobody looks at the tensors again, as on the source, nor change its place among other
+# collectives, which have to come in one order on all ranks.
+@torch.ops.commhook.broadcast_coalesced.default.py_impl(FunctionalTensorMode)
+def _broadcast_coalesced_traced(
+    mode: Any, tensors: Sequence[Tensor], buffer_size: int, rank: int, group_name: str
+) -> None:
+    _broadcast_coalesced_fake(tensors, buffer_size, rank, group_name)
+    with mode:
+        in_flight: list[_TracedBucket] = []
+        for bucket in _buckets(_pieces(tensors), buffer_size):
+            if len(in_flight) == 2:
+                in_flight.pop(0).finish()
+            in_flight.append(_TracedBucket(bucket, rank, group_name))
+        for started in in_flight:
+            started.finish()
+
+
+def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
+    pieces: list[Tensor] = []
+    for tensor in tensors:
+        cut = _C.broadcast_cut([int(size) for size in tensor.shape], tensor.element_size())
+        pieces += [tensor] if cut is None else tensor.split(cut[1], cut[0])
+    return pieces
+
+
+def _buckets(tensors: Sequence[Tensor], buffer_size: int) -> list[list[Tensor]]:
+    kinds: dict[Any, int] = {}
+    numbers = [kinds.setdefault((tensor.dtype, tensor.device), len(kinds)) for tensor in tensors]
+    sizes = [int(tensor.numel() * tensor.element_size()) for tensor in tensors]
+    return [
+        [tensors[i] for i in indices]
+        for indices in _C.broadcast_buckets(sizes, numbers, buffer_size)
+    ]
+
+
+class _TracedBucket:
+    """A bucket that is in flight in what is traced."""
+
+    def __init__(self, tensors: list[Tensor], rank: int, group_name: str) -> None:
+        self._tensors = tensors
+        self._is_fused = tensors[0].dtype in BUCKET_DTYPES
+        if self._is_fused:
+            buffer = flatten(tensors)
+        else:  # aliases of another dtype cannot be written in what is traced
+            buffer = torch.cat([_as_sent(tensor) for tensor in tensors])
+        self._sent = torch.ops._c10d_functional.broadcast(buffer, rank, group_name)
+
+    def finish(self) -> None:
+        received = torch.ops._c10d_functional.wait_tensor(self._sent)
+        if self._is_fused:
+            unflatten_into(received, self._tensors)
+            return
+        width = received.element_size()
+        sizes = [tensor.numel() * tensor.element_size() // width for tensor in self._tensors]
+        for tensor, piece in zip(self._tensors, received.split(sizes), strict=True):
+            tensor.copy_(_from_sent(piece, tensor))
+
+
+#: Not all backends know others, which are sent as bytes.
+_SENT_AS_THEY_ARE = (*BUCKET_DTYPES, torch.int8, torch.uint8, torch.int32, torch.int64)
+
+
+def _as_sent(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj().resolve_neg()).reshape(-1)
+    flat = tensor.resolve_neg().reshape(-1).contiguous()
+    return flat if tensor.dtype in _SENT_AS_THEY_ARE else flat.view(torch.uint8)
+
+
+def _from_sent(piece: Tensor, like: Tensor) -> Tensor:
+    if like.is_complex():
+        return torch.view_as_complex(piece.view(*like.shape, 2))
+    return piece.view(like.dtype).view(like.shape)
