@@ -1,6 +1,7 @@
-"""What goes through process groups: broadcast_coalesced, PyTorch's and ours, on real shapes.
+"""What goes through process groups: collectives of groups in Python, and broadcast_coalesced.
 
-On one rank through a group that sends nothing, which leaves the copies, and on two ranks over Gloo.
+Collectives on one rank, where all that is left is the way to the group. broadcast_coalesced on real
+shapes: on one rank through a group that sends nothing, which leaves the copies, and on two ranks.
 ``python benchmarks/bench_process_group.py --help`` shows the options; see benchmarks/README.md.
 """
 
@@ -10,6 +11,7 @@ import argparse
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -20,14 +22,18 @@ import torch.multiprocessing as mp
 from bench_bucket import read_shapes
 from harness import Against, Job, Report, measure, parse, parser
 from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future
 
 from torch_commhook import ProcessGroup, broadcast_coalesced
+from torch_commhook.process_group import RecordingProcessGroup, WrapperProcessGroup, register
 
 RANKS = 2
 MODELS = ("resnet50", "gpt2")
 #: In MiB: what DDP broadcasts a model with, and the size of its first bucket.
 BUFFER_SIZES = (250, 1)
 BROADCAST_AT_MOST = 0.7
+WRAPPER_AT_MOST = 20e-6  # seconds more than Gloo
+OPTIONS = dist.AllreduceOptions()
 
 
 # ---- groups --------------------------------------------------------------------------------------
@@ -147,7 +153,119 @@ def bench_broadcast(measuring: Measuring) -> None:
         )
 
 
-SECTIONS: tuple[Callable[[Measuring], None], ...] = (bench_broadcast_copies, bench_broadcast)
+# ---- collectives ---------------------------------------------------------------------------------
+
+
+def completed(tensors: list[Tensor]) -> torch.futures.Future:
+    future: torch.futures.Future = torch.futures.Future()
+    future.set_result(tensors)
+    return future
+
+
+class PyTorchs(dist.ProcessGroup):
+    """A group in Python as PyTorch has them."""
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        return _create_work_from_future(completed(tensors))
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "custom"
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self.known_as = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self.known_as
+
+
+class Ours(ProcessGroup):
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        return _create_work_from_future(completed(tensors))
+
+
+def functional_all_reduce(tensor: Tensor, name: str) -> Callable[[], object]:
+    """From C++, as DDP and compiled code do it, and waited for."""
+    operators = torch.ops._c10d_functional
+    return lambda: operators.wait_tensor(operators.all_reduce(tensor, "sum", name))
+
+
+def bench_python_groups(measuring: Measuring) -> None:
+    """A collective that does nothing, through a group in Python."""
+    torch.set_num_threads(1)
+
+    def jobs() -> list[Job]:
+        x, made = torch.ones(16), {"PyTorch": PyTorchs(0, 1), "ours": Ours(0, 1)}
+        for name, group in made.items():
+            register(group, f"bench {name}")
+        found = []
+        for way in ("from C++", "in Python"):
+            for name, group in made.items():
+                call = (
+                    functional_all_reduce(x, group.group_name)
+                    if way == "from C++"
+                    else lambda group=group: group.allreduce([x], OPTIONS).wait()
+                )
+                against = None if name == "PyTorch" else Against(f"PyTorch, {way}", at_most=1.0)
+                found.append(Job(f"{name}, {way}", call, against=against))
+        return found
+
+    measuring.on_one_rank(
+        "collective, group in Python", jobs, "all_reduce through a group in Python, with wait()"
+    )
+
+
+def bench_wrapper(measuring: Measuring) -> None:
+    """What a wrapper adds to a call of Gloo's."""
+    torch.set_num_threads(1)
+    alone = [dist.new_group([rank]) for rank in range(RANKS)][dist.get_rank()]
+
+    def microseconds_more(call: Callable[[], object]) -> Callable[[], object]:
+        def run() -> None:
+            until = time.perf_counter() + WRAPPER_AT_MOST
+            while time.perf_counter() < until:
+                pass
+            call()
+
+        return run
+
+    def jobs() -> list[Job]:
+        x = torch.ones(16)
+        groups = {
+            "Gloo": alone,
+            "wrapper": WrapperProcessGroup(alone),
+            "recording": RecordingProcessGroup(alone, limit=1000),
+        }
+        found = []
+        for way in ("from C++", "in Python"):
+            for name, group in groups.items():
+                if name != "Gloo" and way == "from C++":
+                    register(group, f"bench {name}")
+                call = (
+                    functional_all_reduce(x, group.group_name)
+                    if way == "from C++"
+                    else lambda group=group: group.allreduce([x], OPTIONS).wait()
+                )
+                limit = f"Gloo and {WRAPPER_AT_MOST * 1e6:.0f} us, {way}"
+                if name == "Gloo":
+                    found.append(Job(f"Gloo, {way}", call))
+                    found.append(Job(limit, microseconds_more(call)))
+                else:
+                    target = 1.0 if name == "wrapper" else None
+                    against = Against(limit, at_most=target)
+                    found.append(Job(f"{name}, {way}", call, against=against))
+        return found
+
+    measuring.on_one_rank(
+        "collective, wrapper", jobs, "all_reduce on Gloo of one rank, and through a wrapper"
+    )
+
+
+SECTIONS: tuple[Callable[[Measuring], None], ...] = (
+    bench_python_groups,
+    bench_wrapper,
+    bench_broadcast_copies,
+    bench_broadcast,
+)
 
 
 # ---- the command line ----------------------------------------------------------------------------
