@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import _thread
 import functools
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from rank_pool import RankPool
 from torch.distributed import distributed_c10d
 
-from torch_commhook.testing import DeadlockError, run_ranks
+from torch_commhook.testing import DeadlockError, MismatchedCollectiveError, run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -579,3 +581,25 @@ def test_any_callable() -> None:
 
     assert run_ranks(Sum(), 2, 1.0) == [3.0, 3.0]
     assert run_ranks(functools.partial(_sum), 1) == [(0.0, 0, 1)]
+
+
+def test_the_examples_in_the_docs() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "testing.md").read_text()
+    names: dict[str, Any] = {}
+    raised: list[str] = []
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        try:
+            exec(block, names)
+        except DeadlockError as error:
+            raised.append(f"DeadlockError: {error}\n")
+    assert raised == re.findall(r"```\n(DeadlockError.*?)```", text, re.DOTALL)
+
+
+def test_the_mismatch_in_the_docs() -> None:
+    def run(rank: int) -> None:
+        dist.broadcast(torch.ones(4), 0) if rank else dist.all_reduce(torch.ones(4))
+
+    text = (Path(__file__).parents[1] / "docs" / "testing.md").read_text()
+    with pytest.raises(MismatchedCollectiveError) as raised:
+        run_ranks(run, 2)
+    assert f"```\nMismatchedCollectiveError: {raised.value}\n```" in text
