@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,55 @@ def test_other_threads_see_the_process() -> None:
     seen: list[bool] = []
     run_ranks(run, 2)
     assert seen == [False]
+
+
+# ---- the store -----------------------------------------------------------------------------------
+
+
+def test_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")  # groups are made with its help then
+
+    def run(rank: int) -> list[Any]:
+        group = dist.new_group()
+        store = dist.PrefixStore("own", distributed_c10d._get_default_store())
+        arrived = store.add("arrived", 1)
+        if rank == 2:
+            store.set("key", "value")
+            store.multi_set(["a", "b"], ["1", "2"])
+        got = store.get("key")
+        store.wait(["a", "b"], timedelta(seconds=1))
+        store.append(f"mine{rank}", "x")
+        store.append(f"mine{rank}", "y")
+        found = [
+            got,
+            store.multi_get(["a", "b", f"mine{rank}"]),
+            store.check(["a"]),
+            store.check(["nothing"]),
+            store.compare_set(f"swap{rank}", "", "first"),
+            store.compare_set(f"swap{rank}", "first", "second"),
+            store.compare_set(f"swap{rank}", "first", "third"),
+            store.delete_key(f"swap{rank}"),
+            store.delete_key(f"swap{rank}"),
+            1 <= arrived <= 3,
+            store.num_keys() > 3,
+        ]
+        dist.barrier(group=group)
+        return found
+
+    values = [b"value", [b"1", b"2", b"xy"], True, False, b"first", b"second", b"second"]
+    for seed in range(3):
+        assert run_ranks(run, 3, seed=seed) == [[*values, True, False, True, True]] * 3
+
+
+def test_a_key_that_nobody_sets() -> None:
+    def run(rank: int) -> None:
+        if rank == 0:
+            distributed_c10d._get_default_store().get("key")
+
+    assert _message(run, 2).splitlines()[1:] == [
+        "  rank 0 waits for default_pg/0//key in the store",
+        "  rank 1 has returned",
+    ]
 
 
 # ---- order ---------------------------------------------------------------------------------------
@@ -457,6 +507,22 @@ def test_interrupted() -> None:
     with pytest.raises(KeyboardInterrupt):
         run_ranks(run, 3)
     assert run_ranks(_sum, 2)[0][0] == 1.0
+
+
+@pytest.mark.parametrize("there_are", [0, 3])
+def test_no_more_threads(monkeypatch: pytest.MonkeyPatch, there_are: int) -> None:
+    start, started = threading.Thread.start, []
+
+    def some(thread: threading.Thread) -> None:
+        if len(started) == there_are:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", some)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        run_ranks(_sum, 5)
+    assert len(started) == there_are
 
 
 # ---- time ----------------------------------------------------------------------------------------

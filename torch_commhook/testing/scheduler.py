@@ -67,16 +67,20 @@ class Rank:
         self.baton = threading.Lock()
         self.baton.acquire()
         self.thread: threading.Thread | None = None
+        self.clock: int | None = None  # of its thread, which may be asked for when that has ended
         self.result: Any = None
         self.error: BaseException | None = None
 
     def processor_time(self) -> float:
         """What its thread has used, in seconds."""
-        assert self.thread is not None and self.thread.ident is not None
         try:
-            return time.clock_gettime(time.pthread_getcpuclockid(self.thread.ident))
+            return -1.0 if self.clock is None else time.clock_gettime(self.clock)
         except OSError:  # it has just ended
             return -1.0
+
+    def holds_incomplete(self) -> bool:
+        """Whether it has been given a Future that is still incomplete."""
+        return any(not awaited.is_done for awaited in self.released)
 
     def report(self) -> str:
         """What it does, in a few words."""
@@ -335,9 +339,7 @@ class Scheduler:
                 name=f"rank {rank.number}",
                 daemon=True,
             )
-        for rank in self.ranks:
-            assert rank.thread is not None
-            rank.thread.start()
+        self._start_threads()
         with self._lock:
             first = self._choose(self._ready)
         self._start(first)
@@ -349,12 +351,28 @@ class Scheduler:
             raise
         for rank in self.ranks:
             assert rank.thread is not None
-            if rank.state == ENDED:
+            if rank.state == ENDED and rank.thread.ident is not None:
                 rank.thread.join()
+
+    def _start_threads(self) -> None:
+        for rank in self.ranks:
+            assert rank.thread is not None
+            try:
+                rank.thread.start()
+            except RuntimeError as error:  # the system has no more
+                with self._lock:
+                    for other in self.ranks[rank.number :]:
+                        other.state = ENDED
+                        self._ready.remove(other)
+                    self._fail(error)
+                    if rank.number == 0:
+                        self._all_ended.set()
+                return
 
     def _run_rank(self, rank: Rank, function: Callable[[int], Any]) -> None:
         rank.baton.acquire()
         _here.rank = rank
+        rank.clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
             self._raise_failure(rank)
             rank.result = function(rank.number)
@@ -393,10 +411,12 @@ class Scheduler:
                 if now - since > (_GRACE if blocked else self._timeout):
                     return
                 continue
-            rank = self._running or next(r for r in self.ranks if r.state == AWAY)
+            rank = self._running or next((r for r in self.ranks if r.state == AWAY), None)
+            if rank is None:  # just now
+                continue
             before, used = used, rank.processor_time()
             idle = idle + 1 if used == before else 0
-            if rank.released and not rank.inside and idle >= _IDLE_LOOKS:
+            if idle >= _IDLE_LOOKS and rank.holds_incomplete() and not rank.inside:
                 self._step_around(rank, lost=idle >= _LOST_LOOKS)
             elif now - since > self._timeout:
                 self._step_in(TimeoutError(self._timeout_report(rank)))
