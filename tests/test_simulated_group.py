@@ -691,3 +691,16 @@ def test_a_group_of_another_rank_or_thread() -> None:
         groups[0].allreduce([torch.ones(1)])
     with pytest.raises(RuntimeError, match="'simulated': a group must be made inside of"):
         dist.init_process_group("simulated", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def test_what_is_waited_for_after_the_run() -> None:
+    def run(rank: int) -> list[Any]:
+        waits = functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD)
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        dist.barrier()
+        return [waits, work]
+
+    for waits, work in run_ranks(run, 2):
+        assert waits.tolist() == [2.0, 2.0]
+        assert work.wait() and work.is_completed()
+        assert work.get_future().wait()[0].tolist() == [2.0]

@@ -138,7 +138,7 @@ class Scheduler:
             BaseException: the run has failed.
         """
         rank = current_rank()
-        if rank is None or rank.scheduler is not self or rank.number != owner:
+        if rank is None or not self.is_on_thread_of(owner):
             where = f"rank {rank.number}" if rank is not None else "no rank"
             raise RuntimeError(
                 f"{what}: a group of rank {owner} must be used on that rank's own thread, while "
@@ -149,6 +149,11 @@ class Scheduler:
             self._come_back(rank)
         self._raise_failure(rank)
         return rank
+
+    def is_on_thread_of(self, owner: int) -> bool:
+        """Whether this is the thread of a rank."""
+        rank = current_rank()
+        return rank is not None and rank.scheduler is self and rank.number == owner
 
     def switch(self, rank: Rank) -> None:
         """Let another rank run, perhaps."""
