@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import functools
+import random
 import re
 import sys
 import threading
@@ -250,6 +251,45 @@ def test_polling() -> None:
 
     for seed in range(5):
         assert max(run_ranks(run, 4, seed=seed)) < 50
+
+
+Plan = tuple[list[list[int]], list[tuple[str, int]]]
+
+
+def _carry_out(rank: int, plan: Plan) -> float:
+    """Collectives on groups that overlap, each waited for in one way or another."""
+    members, operations = plan
+    groups = [dist.new_group(ranks) for ranks in members]
+    total, pending = 0.0, []
+    for kind, number in operations:
+        if rank not in members[number]:
+            continue
+        x = torch.tensor([rank + 1.0])
+        work = dist.all_reduce(x, group=groups[number], async_op=True)
+        pending.append((work.get_future() if kind == "future" else work, x))
+        if kind == "poll":
+            while not work.is_completed():
+                pass
+        if kind == "wait":
+            for waits, x in pending:
+                waits.wait()
+                total = 1.1 * total + x.item()  # depends on the order
+            pending = []
+    for waits, x in pending:
+        waits.wait()
+        total += x.item()
+    return total
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_a_program_gives_the_same_in_any_order(number: int) -> None:
+    draw = random.Random(number)
+    ranks = draw.choice([2, 3, 5])
+    members = [sorted(draw.sample(range(ranks), draw.randint(1, ranks))) for _ in range(4)]
+    kinds = ("wait", "later", "future", "poll")
+    plan = (members, [(draw.choice(kinds), draw.randrange(4)) for _ in range(40)])
+    found = [run_ranks(_carry_out, ranks, plan, seed=seed) for seed in range(4)]
+    assert found == [found[0]] * 4
 
 
 def _crossed(rank: int, take: Callable[[Any], None]) -> list[float]:
