@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -156,7 +157,8 @@ class SimulatedWork(Work):
 
     def deliver(self) -> None:
         if self._future is not None and not self._future.done():
-            self._future.set_result(list(self.call.returned))
+            with suppress(RuntimeError):  # another thread has, when a run ends
+                self._future.set_result(list(self.call.returned))
 
 
 @methods_left_to_python

@@ -20,8 +20,9 @@ READY, WAITS, ASKS, AWAY, ENDED = "ready", "waits", "asks", "away", "ended"
 _LOOK = 0.02
 #: Looks in which a rank must not have used the processor to count as blocked outside of Python.
 _IDLE_LOOKS = 3
-#: The same for the verdict that it will never go on, where no other rank can either.
-_LOST_LOOKS = 50
+#: The same for the verdict that it will never go on, where no other rank can either. It might wait
+#: for a file, or a process that compiles.
+_LOST_LOOKS = 250
 #: How long threads that are blocked outside of Python are waited for in the end, in seconds.
 _GRACE = 1.0
 
@@ -33,8 +34,10 @@ class DeadlockError(RuntimeError):
 
 
 class RunEndedError(BaseException):
-    """Ends a rank because another one has failed. Not an Exception, so that it passes by those
-    who handle errors of their own."""
+    """Ends a rank because another one has failed.
+
+    Not an Exception, so that it passes by those who handle errors of their own.
+    """
 
 
 class Awaited(Protocol):
@@ -77,6 +80,15 @@ class Rank:
             return -1.0 if self.clock is None else time.clock_gettime(self.clock)
         except OSError:  # it has just ended
             return -1.0
+
+    def deliver(self) -> None:
+        """Complete the Futures of what is done."""
+        while True:
+            try:
+                done = self.done.popleft()
+            except IndexError:
+                return
+            done.deliver()
 
     def holds_incomplete(self) -> bool:
         """Whether it has been given a Future that is still incomplete."""
@@ -228,8 +240,7 @@ class Scheduler:
     def _resume(self, rank: Rank) -> None:
         rank.inside = False
         self._raise_failure(rank)
-        while rank.done:
-            rank.done.popleft().deliver()
+        rank.deliver()
 
     def _come_back(self, rank: Rank) -> None:
         """It was taken for blocked, and has gone on."""
@@ -271,8 +282,7 @@ class Scheduler:
             return
         if rank.state == AWAY:  # blocked in C++ on a Future, which can be completed now
             rank.state = READY
-            while rank.done:
-                rank.done.popleft().deliver()
+            rank.deliver()
         else:
             rank.baton.release()
 
