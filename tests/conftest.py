@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from gil_calls import CannotCountError, build
 from rank_pool import RankPool
 from torch._dynamo.utils import counters
+from torch.distributed import distributed_c10d
 
 import torch_commhook  # noqa: F401  (registers torch.ops.commhook)
 
@@ -66,3 +69,15 @@ def gil_counter() -> None:
         build()
     except CannotCountError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture
+def nothing_is_left() -> Iterator[None]:
+    """Of ``run_ranks``: no thread, no world, no hook of the interpreter."""
+    threads, world, hook = threading.enumerate(), distributed_c10d._world, sys.excepthook
+    yield
+    assert [
+        t for t in threading.enumerate() if t not in threads and t.name.startswith("rank")
+    ] == []
+    assert distributed_c10d._world is world
+    assert sys.excepthook is hook
