@@ -56,7 +56,7 @@ def test_a_world_of_its_own() -> None:
 
 
 def test_it_can_be_initialized_again() -> None:
-    """Groups then have the names of others before."""
+    """Groups then have the names of others before, and nothing of what was under way in these."""
 
     def run(rank: int) -> list[float]:
         found = []
@@ -64,6 +64,8 @@ def test_it_can_be_initialized_again() -> None:
             for _ in range(1 + rank):  # ranks leave their groups at different numbers
                 dist.all_reduce(torch.ones(1), group=dist.new_group([rank]))
             found.append(_sum(rank)[0])
+            if rank == 0:
+                dist.broadcast(torch.ones(5), 0, async_op=True)  # to which the other never comes
             dist.destroy_process_group()
             dist.init_process_group("simulated", store=dist.HashStore(), rank=rank, world_size=2)
         return found
@@ -112,6 +114,25 @@ def test_other_threads_see_the_process() -> None:
     seen: list[bool] = []
     run_ranks(run, 2)
     assert seen == [False]
+
+
+def test_two_ranks_that_poll_while_another_asks_for_a_future() -> None:
+    def run(rank: int) -> None:
+        members = ([0, 1], [0, 2], [0, 1])
+        groups = [dist.new_group(ranks) for ranks in members]
+        if rank == 0:
+            dist.all_reduce(torch.ones(1), group=groups[2], async_op=True).get_future()
+            for group in groups[:2]:
+                dist.all_reduce(torch.ones(1), group=group)
+            return
+        work = dist.all_reduce(torch.ones(1), group=groups[rank - 1], async_op=True)
+        while not work.is_completed():
+            pass
+        if rank == 1:
+            dist.all_reduce(torch.ones(1), group=groups[2])
+
+    for seed in range(3):
+        run_ranks(run, 3, seed=seed, timeout=10)
 
 
 # ---- the store -----------------------------------------------------------------------------------
