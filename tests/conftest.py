@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from gil_calls import CannotCountError, build
 from rank_pool import RankPool
 from torch._dynamo.utils import counters
+from torch.distributed import distributed_c10d
 
 import torch_commhook  # noqa: F401  (registers torch.ops.commhook)
 
@@ -104,3 +106,15 @@ def gil_counter() -> None:
         build()
     except CannotCountError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture
+def nothing_is_left() -> Iterator[None]:
+    """Of ``run_ranks``: no thread, no world, no hook of the interpreter."""
+    threads, world, hook = threading.enumerate(), distributed_c10d._world, sys.excepthook
+    yield
+    assert [
+        t for t in threading.enumerate() if t not in threads and t.name.startswith("rank")
+    ] == []
+    assert distributed_c10d._world is world
+    assert sys.excepthook is hook

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torch_commhook import collectives
 from torch_commhook.metrics import WireMeter, counting
+from torch_commhook.testing import run_ranks
 
 
 def reduced(x: Tensor) -> Tensor:
@@ -100,6 +101,18 @@ def test_eager(two_ranks: RankPool, name: str, dtype: torch.dtype) -> None:
 def test_traced(two_ranks: RankPool, name: str, dtype: torch.dtype) -> None:
     for rank, (got, _) in enumerate(two_ranks.run(_run, name, True, dtype)):
         assert torch.equal(got, WANT[name][1](rank))
+
+
+def _counted(rank: int, name: str) -> tuple[Tensor, int, int]:
+    got, sent = _run(rank, name, False, torch.float32)
+    return got, sent, dist.group.WORLD.bytes_sent
+
+
+@pytest.mark.parametrize("name", WANT)
+def test_a_simulated_group_counts_as_much(name: str) -> None:
+    for rank, (got, sent, by_group) in enumerate(run_ranks(_counted, 2, name)):
+        assert torch.equal(got, WANT[name][1](rank))
+        assert sent == by_group == WANT[name][2][rank]
 
 
 def _is_asynchronous(rank: int) -> bool:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import _thread
 import functools
-import sys
+import random
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -16,19 +15,12 @@ import torch.distributed as dist
 from rank_pool import RankPool
 from torch.distributed import distributed_c10d
 
-from torch_commhook.testing import DeadlockError, run_ranks
+from torch_commhook.testing import (
+    DeadlockError,
+    run_ranks,
+)
 
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    """No thread, no world, no hook of the interpreter."""
-    threads, world, hook = threading.enumerate(), distributed_c10d._world, sys.excepthook
-    yield
-    assert [
-        t for t in threading.enumerate() if t not in threads and t.name.startswith("rank")
-    ] == []
-    assert distributed_c10d._world is world
-    assert sys.excepthook is hook
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 def _sum(rank: int, *terms: float) -> tuple[float, int, int]:
@@ -64,7 +56,7 @@ def test_a_world_of_its_own() -> None:
 
 
 def test_it_can_be_initialized_again() -> None:
-    """Groups then have the names of others before."""
+    """Groups then have the names of others before, and nothing of what was under way in these."""
 
     def run(rank: int) -> list[float]:
         found = []
@@ -72,6 +64,8 @@ def test_it_can_be_initialized_again() -> None:
             for _ in range(1 + rank):  # ranks leave their groups at different numbers
                 dist.all_reduce(torch.ones(1), group=dist.new_group([rank]))
             found.append(_sum(rank)[0])
+            if rank == 0:
+                dist.broadcast(torch.ones(5), 0, async_op=True)  # to which the other never comes
             dist.destroy_process_group()
             dist.init_process_group("simulated", store=dist.HashStore(), rank=rank, world_size=2)
         return found
@@ -122,6 +116,63 @@ def test_other_threads_see_the_process() -> None:
     assert seen == [False]
 
 
+def test_two_ranks_that_poll_while_another_asks_for_a_future() -> None:
+    def run(rank: int) -> None:
+        members = ([0, 1], [0, 2], [0, 1])
+        groups = [dist.new_group(ranks) for ranks in members]
+        if rank == 0:
+            dist.all_reduce(torch.ones(1), group=groups[2], async_op=True).get_future()
+            for group in groups[:2]:
+                dist.all_reduce(torch.ones(1), group=group)
+            return
+        work = dist.all_reduce(torch.ones(1), group=groups[rank - 1], async_op=True)
+        while not work.is_completed():
+            pass
+        if rank == 1:
+            dist.all_reduce(torch.ones(1), group=groups[2])
+
+    for seed in range(3):
+        run_ranks(run, 3, seed=seed, timeout=10)
+
+
+# ---- the store -----------------------------------------------------------------------------------
+
+
+def test_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")  # groups are made with its help then
+
+    def run(rank: int) -> list[Any]:
+        group = dist.new_group()
+        store = dist.PrefixStore("own", distributed_c10d._get_default_store())
+        arrived = store.add("arrived", 1)
+        if rank == 2:
+            store.set("key", "value")
+            store.multi_set(["a", "b"], ["1", "2"])
+        got = store.get("key")
+        store.wait(["a", "b"], timedelta(seconds=1))
+        store.append(f"mine{rank}", "x")
+        store.append(f"mine{rank}", "y")
+        found = [
+            got,
+            store.multi_get(["a", "b", f"mine{rank}"]),
+            store.check(["a"]),
+            store.check(["nothing"]),
+            store.compare_set(f"swap{rank}", "", "first"),
+            store.compare_set(f"swap{rank}", "first", "second"),
+            store.compare_set(f"swap{rank}", "first", "third"),
+            store.delete_key(f"swap{rank}"),
+            store.delete_key(f"swap{rank}"),
+            1 <= arrived <= 3,
+            store.num_keys() > 3,
+        ]
+        dist.barrier(group=group)
+        return found
+
+    values = [b"value", [b"1", b"2", b"xy"], True, False, b"first", b"second", b"second"]
+    for seed in range(3):
+        assert run_ranks(run, 3, seed=seed) == [[*values, True, False, True, True]] * 3
+
+
 # ---- order ---------------------------------------------------------------------------------------
 
 
@@ -157,16 +208,21 @@ def test_one_at_a_time() -> None:
     run_ranks(run, 4)
 
 
-def test_callbacks_run_on_the_rank_s_own_thread() -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_callbacks_run_on_the_rank_s_own_thread(seed: int) -> None:
     def run(rank: int) -> list[int]:
         ranks: list[int] = []
-        works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(3)]
-        for work in works:
-            work.get_future().then(lambda future: ranks.append(dist.get_rank()))
+        groups = [dist.new_group(), dist.new_group()]
+        for group in groups if rank == 0 else reversed(groups):  # so that one is incomplete
+            future = dist.all_reduce(torch.ones(1), group=group, async_op=True).get_future()
+            done.append(future.done())
+            future.then(lambda future: ranks.append(dist.get_rank()))
         dist.barrier()
         return ranks
 
-    assert run_ranks(run, 3) == [[0, 0, 0], [1, 1, 1], [2, 2, 2]]
+    done: list[bool] = []
+    assert run_ranks(run, 2, seed=seed) == [[0, 0], [1, 1]]
+    assert False in done
 
 
 def test_collectives_in_callbacks() -> None:
@@ -193,6 +249,45 @@ def test_polling() -> None:
 
     for seed in range(5):
         assert max(run_ranks(run, 4, seed=seed)) < 50
+
+
+Plan = tuple[list[list[int]], list[tuple[str, int]]]
+
+
+def _carry_out(rank: int, plan: Plan) -> float:
+    """Collectives on groups that overlap, each waited for in one way or another."""
+    members, operations = plan
+    groups = [dist.new_group(ranks) for ranks in members]
+    total, pending = 0.0, []
+    for kind, number in operations:
+        if rank not in members[number]:
+            continue
+        x = torch.tensor([rank + 1.0])
+        work = dist.all_reduce(x, group=groups[number], async_op=True)
+        pending.append((work.get_future() if kind == "future" else work, x))
+        if kind == "poll":
+            while not work.is_completed():
+                pass
+        if kind == "wait":
+            for waits, x in pending:
+                waits.wait()
+                total = 1.1 * total + x.item()  # depends on the order
+            pending = []
+    for waits, x in pending:
+        waits.wait()
+        total += x.item()
+    return total
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_a_program_gives_the_same_in_any_order(number: int) -> None:
+    draw = random.Random(number)
+    ranks = draw.choice([2, 3, 5])
+    members = [sorted(draw.sample(range(ranks), draw.randint(1, ranks))) for _ in range(4)]
+    kinds = ("wait", "later", "future", "poll")
+    plan = (members, [(draw.choice(kinds), draw.randrange(4)) for _ in range(40)])
+    found = [run_ranks(_carry_out, ranks, plan, seed=seed) for seed in range(4)]
+    assert found == [found[0]] * 4
 
 
 def _crossed(rank: int, take: Callable[[Any], None]) -> list[float]:
@@ -235,341 +330,6 @@ def test_polling_while_another_rank_asks_for_a_future() -> None:
         dist.all_reduce(torch.ones(1), group=groups[1 - rank], async_op=True)
 
     run_ranks(run, 2)
-
-
-# ---- ends that are none --------------------------------------------------------------------------
-
-
-def _message(fn: Callable[[int], Any], ranks: int, seed: int = 0) -> str:
-    with pytest.raises(DeadlockError) as raised:
-        run_ranks(fn, ranks, seed=seed)
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_skipped_collective(seed: int) -> None:
-    def run(rank: int) -> None:
-        dist.all_reduce(torch.ones(3))
-        if rank != 1:
-            dist.all_reduce(torch.ones(3))
-
-    assert _message(run, 3, seed) == (
-        "run_ranks: no rank can go on:\n"
-        "  rank 0 waits for allreduce 2 on group '0': float32 [3], sum; not there: rank 1\n"
-        "  rank 1 has returned\n"
-        "  rank 2 waits for allreduce 2 on group '0': float32 [3], sum; not there: rank 1"
-    )
-
-
-def test_crossed_messages() -> None:
-    def receive(rank: int) -> None:
-        x = torch.ones(2)
-        dist.recv(x, 1 - rank)
-        dist.send(x, 1 - rank)
-
-    def send(rank: int) -> None:
-        x = torch.ones(2)
-        dist.send(x, 1 - rank, tag=4)
-        dist.recv(x, 1 - rank, tag=4)
-
-    assert _message(receive, 2).splitlines()[1:] == [
-        "  rank 0 waits for recv on group '0': float32 [2] from rank 1, tag 0; not there: rank 1",
-        "  rank 1 waits for recv on group '0': float32 [2] from rank 0, tag 0; not there: rank 0",
-    ]
-    assert _message(send, 2).splitlines()[1] == (
-        "  rank 0 waits for send on group '0': float32 [2] to rank 1, tag 4; not there: rank 1"
-    )
-
-
-def test_another_tag_and_any_source() -> None:
-    def run(rank: int) -> None:
-        x = torch.ones(2)
-        if rank == 0:
-            dist.send(x, 1, tag=1)
-        else:
-            dist.recv(x, None, tag=2)
-
-    assert _message(run, 2).splitlines()[1:] == [
-        "  rank 0 waits for send on group '0': float32 [2] to rank 1, tag 1; not there: rank 1",
-        "  rank 1 waits for recv_anysource on group '0': float32 [2] from any rank, tag 2",
-    ]
-
-
-@pytest.mark.parametrize("barrier", ["barrier", "monitored_barrier"])
-def test_a_barrier_that_a_rank_does_not_come_to(barrier: str) -> None:
-    def run(rank: int) -> None:
-        if rank:
-            work = getattr(dist.group.WORLD, barrier)()
-            if work is not None:
-                work.wait()
-
-    assert _message(run, 3).splitlines()[1:] == [
-        "  rank 0 has returned",
-        f"  rank 1 waits for {barrier} 1 on group '0'; not there: rank 0",
-        f"  rank 2 waits for {barrier} 1 on group '0'; not there: rank 0",
-    ]
-
-
-def test_groups_in_other_orders() -> None:
-    def run(rank: int) -> None:
-        groups = [dist.new_group(), dist.new_group()]
-        for group in groups if rank == 0 else reversed(groups):
-            dist.barrier(group=group)
-
-    assert _message(run, 2).splitlines()[1:] == [
-        "  rank 0 waits for barrier 1 on group '1'; not there: rank 1",
-        "  rank 1 waits for barrier 1 on group '2'; not there: rank 0",
-    ]
-
-
-def test_every_rank_gets_it() -> None:
-    seen: list[int] = []
-
-    def run(rank: int) -> None:
-        if rank == 2:
-            return
-        for _ in range(2):  # and nothing else from there on
-            with pytest.raises(DeadlockError, match="rank 2 has returned"):
-                dist.barrier()
-            seen.append(rank)
-
-    assert "rank 2 has returned" in _message(run, 3)
-    assert sorted(seen) == [0, 0, 1, 1]
-
-
-def test_a_future_that_is_never_complete() -> None:
-    def run(rank: int) -> None:
-        if rank == 0:
-            dist.all_reduce(torch.ones(1), async_op=True).get_future()
-
-    assert "waits for allreduce 1 on group '0'" in _message(run, 2)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_wait_in_cpp(seed: int) -> None:
-    """Nothing of ours sees it; the other rank waits for something else."""
-
-    def run(rank: int) -> None:
-        other = dist.new_group()
-        if rank == 0:
-            future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
-            future.then(lambda done: done.value()).wait()
-        else:
-            dist.barrier(group=other)
-
-    assert _message(run, 2, seed).splitlines()[1:] == [
-        "  rank 0 is blocked outside of Python, and has not got allreduce 1 on group '0': "
-        "float32 [1], sum; not there: rank 1",
-        "  rank 1 waits for barrier 1 on group '1'; not there: rank 0",
-    ]
-
-
-# ---- exceptions ----------------------------------------------------------------------------------
-
-
-class OwnError(Exception):
-    pass
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_an_exception(seed: int) -> None:
-    ended: list[int] = []
-
-    def run(rank: int) -> None:
-        try:
-            dist.all_reduce(torch.ones(1))
-            if rank == 1:
-                raise OwnError("boo")
-            try:
-                while True:
-                    dist.barrier()
-            except Exception:
-                ended.append(-1)  # it is none that others handle
-        finally:
-            ended.append(rank)
-
-    with pytest.raises(OwnError, match=r"^boo") as raised:
-        run_ranks(run, 3, seed=seed)
-    assert sorted(ended) == [0, 1, 2]
-    assert raised.traceback[-1].name == "run"
-    if sys.version_info >= (3, 11):
-        assert raised.value.__notes__ == ["raised by rank 1 of 3"]
-
-
-def test_the_first_exception_is_told() -> None:
-    def run(rank: int) -> None:
-        try:
-            dist.barrier()
-            if rank == 2:
-                raise OwnError("first")
-            dist.barrier()
-        finally:
-            if rank != 2:
-                raise OwnError("after it")
-
-    for seed in range(3):
-        with pytest.raises(OwnError, match=r"^first"):
-            run_ranks(run, 3, seed=seed)
-
-
-def test_an_exception_before_a_rank_has_run() -> None:
-    def run(rank: int) -> None:
-        started.append(rank)
-        raise OwnError
-
-    started: list[int] = []
-    with pytest.raises(OwnError):
-        run_ranks(run, 8)
-    assert len(started) == 1
-
-
-@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, pytest.skip.Exception])
-def test_other_exceptions(kind: type[BaseException]) -> None:
-    def run(rank: int) -> None:
-        if rank == 0:
-            raise kind("out")
-        dist.barrier()
-
-    with pytest.raises(kind, match="out"):
-        run_ranks(run, 2)
-
-
-def test_an_exception_in_a_callback() -> None:
-    def run(rank: int) -> None:
-        def fail(future: Any) -> None:
-            raise OwnError("in a callback")
-
-        dist.all_reduce(torch.ones(1), async_op=True).get_future().then(fail).wait()
-
-    with pytest.raises(RuntimeError, match="OwnError: in a callback"):
-        run_ranks(run, 2)
-
-
-def test_interrupted() -> None:
-    def run(rank: int) -> None:
-        if rank == 0:
-            _thread.interrupt_main()
-        while True:
-            dist.barrier()
-
-    with pytest.raises(KeyboardInterrupt):
-        run_ranks(run, 3)
-    assert run_ranks(_sum, 2)[0][0] == 1.0
-
-
-# ---- time ----------------------------------------------------------------------------------------
-
-
-def test_a_rank_that_sleeps() -> None:
-    others = threading.Semaphore(0)
-
-    def run(rank: int) -> None:
-        try:
-            if rank == 1:  # is blocked outside of ours until the others have ended
-                assert others.acquire(timeout=20) and others.acquire(timeout=20)
-            dist.barrier()
-        finally:
-            ended.append(rank)
-            others.release()
-
-    ended: list[int] = []
-    with pytest.raises(TimeoutError) as raised:
-        run_ranks(run, 3, timeout=0.1)
-    lines = str(raised.value).splitlines()
-    assert lines[0] == (
-        "run_ranks: rank 1 has run for 0.1 s and neither ended nor come to a collective"
-    )
-    assert len(lines) == 3 and lines[1].startswith("  rank 0 ")
-    assert sorted(ended) == [0, 1, 2] and ended[2] == 1
-
-
-def test_a_rank_that_cannot_be_ended() -> None:
-    """Its thread is left, and touches no group of the process when it goes on."""
-    go_on, ended = threading.Event(), threading.Event()
-    seen: list[Any] = []
-
-    def run(rank: int) -> None:
-        if rank == 0:
-            go_on.wait(20)
-            try:
-                seen.append(dist.get_world_size())
-                dist.barrier()
-            except BaseException as error:
-                seen.append(type(error))
-            ended.set()
-
-    with pytest.raises(TimeoutError, match=r"rank 0 has run for 0.05 s"):
-        run_ranks(run, 2, timeout=0.05)
-    assert not dist.is_initialized()
-    go_on.set()
-    assert ended.wait(20)
-    assert seen == [2, TimeoutError]
-    for thread in threading.enumerate():
-        if thread.name.startswith("rank "):
-            thread.join(20)
-    run_ranks(_sum, 1)  # which puts everything back
-
-
-def test_a_rank_that_computes_for_long_between_collectives() -> None:
-    def run(rank: int) -> None:
-        for _ in range(4):
-            time.sleep(0.03)
-            dist.barrier()
-
-    run_ranks(run, 2, timeout=0.2)
-
-
-# ---- calls that are refused ----------------------------------------------------------------------
-
-
-def test_inside_of_another() -> None:
-    def run(rank: int) -> None:
-        run_ranks(_sum, 2)
-
-    with pytest.raises(RuntimeError, match="a rank must not call run_ranks, which is running"):
-        run_ranks(run, 2)
-    assert run_ranks(_sum, 2)[0][0] == 1.0
-
-
-def test_beside_another() -> None:
-    def run(rank: int) -> None:
-        def other() -> None:
-            try:
-                run_ranks(_sum, 2)
-            except RuntimeError as error:
-                seen.append(str(error))
-
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
-
-    seen: list[str] = []
-    run_ranks(run, 1)
-    assert seen == ["run_ranks: one must end before the next, and another thread runs one"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "kind", "message"),
-    [
-        ((3, 2), {}, TypeError, "fn must be callable, got int"),
-        ((_sum, "2"), {}, TypeError, "world_size must be an int, got str"),
-        ((_sum, True), {}, TypeError, "world_size must be an int, got bool"),
-        ((_sum, 0), {}, ValueError, "world_size must be at least 1, got 0"),
-        ((_sum, 2), {"seed": 1.5}, TypeError, "seed must be an int, got float"),
-        ((_sum, 2), {"timeout": 0}, ValueError, "timeout must be a positive number of s, got 0"),
-        (
-            (_sum, 2),
-            {"timeout": None},
-            ValueError,
-            "timeout must be a positive number of s, got None",
-        ),
-    ],
-)
-def test_wrong_arguments(
-    arguments: tuple[Any, ...], options: dict[str, Any], kind: type[Exception], message: str
-) -> None:
-    with pytest.raises(kind, match=f"run_ranks: {message}"):
-        run_ranks(*arguments, **options)
 
 
 def test_any_callable() -> None:

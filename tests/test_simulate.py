@@ -174,8 +174,8 @@ def test_the_error_is_the_largest_of_the_ranks() -> None:
     def own(state: object, bucket: Any) -> Tensor:
         return bucket.buffer()
 
-    found = simulate(own, [[torch.tensor([3.0])], [torch.tensor([0.0])]])
-    assert found.error == pytest.approx(1.0)
+    found = simulate(own, [[torch.tensor([value])] for value in (0.0, 3.0, 0.0)])
+    assert found.error == pytest.approx(2.0)
 
 
 def test_groups_that_a_hook_makes() -> None:

@@ -44,8 +44,8 @@ class SimulatedProcessGroup(ProcessGroup):
     more are taken in order of rank. Each is complete when all ranks have issued it, a send when it
     is received. There is no timeout: what can never complete is an error at once.
 
-    Also taken: ``ReduceOp.AVG`` and ``PREMUL_SUM``, which Gloo does not have. All methods take
-    PyTorch's short forms too, such as ``allreduce(tensor, op)``.
+    Also taken, which Gloo does not have: ``PREMUL_SUM``, and ``AVG`` of integers, rounded towards
+    zero. All methods take PyTorch's short forms too, such as ``allreduce(tensor, op)``.
 
     Args:
         link: what the ranks of the group share.

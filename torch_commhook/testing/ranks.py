@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from torch_commhook._C import type_name
 from torch_commhook.process_group.simulated_link import Links
 from torch_commhook.testing.scheduler import RunEndedError, Scheduler, current_rank
+from torch_commhook.testing.store import SimulatedStore
 from torch_commhook.testing.worlds import world_of, worlds_of_ranks
 
 _one_run = threading.Lock()
@@ -81,7 +81,7 @@ def _run(
 ) -> tuple[list[Any], Links]:
     scheduler = Scheduler(world_size, seed, timeout)
     links = Links(scheduler)
-    store = dist.HashStore()
+    store = SimulatedStore(scheduler)
 
     def run_rank(rank: int) -> Any:
         # Backward of CUDA tensors stays on the rank's own thread, too.

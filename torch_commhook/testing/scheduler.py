@@ -20,8 +20,9 @@ READY, WAITS, ASKS, AWAY, ENDED = "ready", "waits", "asks", "away", "ended"
 _LOOK = 0.02
 #: Looks in which a rank must not have used the processor to count as blocked outside of Python.
 _IDLE_LOOKS = 3
-#: The same for the verdict that it will never go on, where no other rank can either.
-_LOST_LOOKS = 50
+#: The same for the verdict that it will never go on, where no other rank can either. It might wait
+#: for a file, or a process that compiles.
+_LOST_LOOKS = 250
 #: How long threads that are blocked outside of Python are waited for in the end, in seconds.
 _GRACE = 1.0
 
@@ -33,8 +34,10 @@ class DeadlockError(RuntimeError):
 
 
 class RunEndedError(BaseException):
-    """Ends a rank because another one has failed. Not an Exception, so that it passes by those
-    who handle errors of their own."""
+    """Ends a rank because another one has failed.
+
+    Not an Exception, so that it passes by those who handle errors of their own.
+    """
 
 
 class Awaited(Protocol):
@@ -67,16 +70,29 @@ class Rank:
         self.baton = threading.Lock()
         self.baton.acquire()
         self.thread: threading.Thread | None = None
+        self.clock: int | None = None  # of its thread, which may be asked for when that has ended
         self.result: Any = None
         self.error: BaseException | None = None
 
     def processor_time(self) -> float:
         """What its thread has used, in seconds."""
-        assert self.thread is not None and self.thread.ident is not None
         try:
-            return time.clock_gettime(time.pthread_getcpuclockid(self.thread.ident))
+            return -1.0 if self.clock is None else time.clock_gettime(self.clock)
         except OSError:  # it has just ended
             return -1.0
+
+    def deliver(self) -> None:
+        """Complete the Futures of what is done."""
+        while True:
+            try:
+                done = self.done.popleft()
+            except IndexError:
+                return
+            done.deliver()
+
+    def holds_incomplete(self) -> bool:
+        """Whether it has been given a Future that is still incomplete."""
+        return any(not awaited.is_done for awaited in self.released)
 
     def report(self) -> str:
         """What it does, in a few words."""
@@ -134,7 +150,7 @@ class Scheduler:
             BaseException: the run has failed.
         """
         rank = current_rank()
-        if rank is None or rank.scheduler is not self or rank.number != owner:
+        if rank is None or not self.is_on_thread_of(owner):
             where = f"rank {rank.number}" if rank is not None else "no rank"
             raise RuntimeError(
                 f"{what}: a group of rank {owner} must be used on that rank's own thread, while "
@@ -145,6 +161,11 @@ class Scheduler:
             self._come_back(rank)
         self._raise_failure(rank)
         return rank
+
+    def is_on_thread_of(self, owner: int) -> bool:
+        """Whether this is the thread of a rank."""
+        rank = current_rank()
+        return rank is not None and rank.scheduler is self and rank.number == owner
 
     def switch(self, rank: Rank) -> None:
         """Let another rank run, perhaps."""
@@ -219,8 +240,7 @@ class Scheduler:
     def _resume(self, rank: Rank) -> None:
         rank.inside = False
         self._raise_failure(rank)
-        while rank.done:
-            rank.done.popleft().deliver()
+        rank.deliver()
 
     def _come_back(self, rank: Rank) -> None:
         """It was taken for blocked, and has gone on."""
@@ -262,8 +282,7 @@ class Scheduler:
             return
         if rank.state == AWAY:  # blocked in C++ on a Future, which can be completed now
             rank.state = READY
-            while rank.done:
-                rank.done.popleft().deliver()
+            rank.deliver()
         else:
             rank.baton.release()
 
@@ -335,9 +354,7 @@ class Scheduler:
                 name=f"rank {rank.number}",
                 daemon=True,
             )
-        for rank in self.ranks:
-            assert rank.thread is not None
-            rank.thread.start()
+        self._start_threads()
         with self._lock:
             first = self._choose(self._ready)
         self._start(first)
@@ -349,12 +366,28 @@ class Scheduler:
             raise
         for rank in self.ranks:
             assert rank.thread is not None
-            if rank.state == ENDED:
+            if rank.state == ENDED and rank.thread.ident is not None:
                 rank.thread.join()
+
+    def _start_threads(self) -> None:
+        for rank in self.ranks:
+            assert rank.thread is not None
+            try:
+                rank.thread.start()
+            except RuntimeError as error:  # the system has no more
+                with self._lock:
+                    for other in self.ranks[rank.number :]:
+                        other.state = ENDED
+                        self._ready.remove(other)
+                    self._fail(error)
+                    if rank.number == 0:
+                        self._all_ended.set()
+                return
 
     def _run_rank(self, rank: Rank, function: Callable[[int], Any]) -> None:
         rank.baton.acquire()
         _here.rank = rank
+        rank.clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
             self._raise_failure(rank)
             rank.result = function(rank.number)
@@ -393,10 +426,12 @@ class Scheduler:
                 if now - since > (_GRACE if blocked else self._timeout):
                     return
                 continue
-            rank = self._running or next(r for r in self.ranks if r.state == AWAY)
+            rank = self._running or next((r for r in self.ranks if r.state == AWAY), None)
+            if rank is None:  # just now
+                continue
             before, used = used, rank.processor_time()
             idle = idle + 1 if used == before else 0
-            if rank.released and not rank.inside and idle >= _IDLE_LOOKS:
+            if idle >= _IDLE_LOOKS and rank.holds_incomplete() and not rank.inside:
                 self._step_around(rank, lost=idle >= _LOST_LOOKS)
             elif now - since > self._timeout:
                 self._step_in(TimeoutError(self._timeout_report(rank)))

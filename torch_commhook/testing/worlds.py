@@ -88,8 +88,7 @@ def worlds_of_ranks(left: Callable[[], list[threading.Thread]]) -> Iterator[None
         dist.Backend.register_backend(
             BACKEND, _make_group, extended_api=True, devices=["cpu", "cuda"]
         )
-    # torch.compile does so on whichever thread comes first, and crashes up to torch 2.12 when a
-    # later one comes and that thread has ended.
+    # Or torch 2.11 crashes: see docs/torch_versions.md.
     torch._C._ensureCUDADeviceGuardSet()
     distributed_c10d._world = _Worlds(process)  # type: ignore[assignment]
     _set_thread_isolation_mode(True)
