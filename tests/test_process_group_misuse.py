@@ -183,7 +183,10 @@ def test_functional_collectives(process: RankPool, method: str, where: str, what
 
 
 def _model(rank: int, road: str, where: str, what: str) -> tuple[str, str]:
-    group: Any = _group_of("allreduce", where, what)
+    return _step(road, _group_of("allreduce", where, what))
+
+
+def _step(road: str, group: Any) -> tuple[str, str]:
     register(group, "misused")
     try:
         model: Any = nn.Linear(4, 1)
@@ -194,6 +197,21 @@ def _model(rank: int, road: str, where: str, what: str) -> tuple[str, str]:
         return caught(lambda: model(torch.ones(4)).sum().backward())
     finally:
         dist.destroy_process_group(group)
+
+
+def _model_with_a_late_error(rank: int, road: str) -> tuple[str, str]:
+    future: torch.futures.Future = torch.futures.Future()
+    future.set_exception(OwnError("boo"))
+    group = _group_of("allreduce", "allreduce", "None")
+    type(group).allreduce = lambda self, *arguments: future  # type: ignore[method-assign]
+    return _step(road, group)
+
+
+@pytest.mark.parametrize("road", ["DDP", "module"])
+def test_a_future_with_an_exception(process: RankPool, road: str) -> None:
+    """What Python sets as a Future's exception is a value to C++."""
+    ((kind, message),) = process.run(_model_with_a_late_error, road)
+    assert kind == "OwnError" and message == "boo"
 
 
 @pytest.mark.parametrize("what", WRONG)

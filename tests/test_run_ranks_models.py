@@ -172,3 +172,23 @@ def test_a_hook_that_fails_on_one_rank() -> None:
 
     with pytest.raises(KeyError, match="in the hook"):
         run_ranks(run, 3)
+
+
+def _hook_in_cpp(rank: int, kind: str) -> list[Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    if kind == "DDP's own":
+        net: Any = DDP(model)
+        fp16 = dist.BuiltinCommHookType.FP16_COMPRESS
+        dist._register_builtin_comm_hook(net.reducer, fp16)
+    else:
+        net = DDP(model) if kind == "DDP" else model
+        attach(net, hooks.cpp("allreduce"))
+    net(torch.full((3,), 1.0 + rank)).sum().backward()
+    return model.weight.grad.flatten().tolist()
+
+
+@pytest.mark.parametrize("kind", ["DDP", "module", "DDP's own"])
+def test_hooks_in_cpp(kind: str) -> None:
+    """They take tensors from Futures, and not the Python objects that a group puts there."""
+    assert run_ranks(_hook_in_cpp, 2, kind) == [[1.5] * 6] * 2

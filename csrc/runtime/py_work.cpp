@@ -51,6 +51,42 @@ std::vector<at::Tensor> tensors_in(const c10::IValue& value) {
   }
 }
 
+// What a Future in Python holds, as C++ has it: tensors as such. Throws what it has failed with.
+c10::IValue native_value(Future& done) {
+  if (const auto error = error_of(done)) {
+    std::rethrow_exception(error);
+  }
+  const auto value = done.constValue();
+  if (!value.isPyObject()) {
+    return value;
+  }
+  py::gil_scoped_acquire gil;
+  const auto object = torch::jit::toPyObject(value);
+  if (THPVariable_Check(object.ptr())) {
+    return THPVariable_Unpack(object.ptr());
+  }
+  if (!PyList_Check(object.ptr()) && !PyTuple_Check(object.ptr())) {
+    return value;
+  }
+  std::vector<at::Tensor> tensors;
+  for (const auto& element : py::reinterpret_borrow<py::sequence>(object)) {
+    if (!THPVariable_Check(element.ptr())) {
+      return value;
+    }
+    tensors.push_back(THPVariable_Unpack(element.ptr()));
+  }
+  return tensors;
+}
+
+// The Future of a Work, for C++, which takes no Python objects for tensors, nor what Python has set
+// as an exception for an error.
+c10::intrusive_ptr<Future> native_future(c10::intrusive_ptr<Future> future) {
+  if (!future || !future->elementType()->isSubtypeOf(*c10::PyObjectType::get())) {
+    return future;
+  }
+  return future->then(native_value, c10::AnyType::get());
+}
+
 // The Work of a Python object, which it keeps. All that the object's class defines goes to Python,
 // though the class in C++ may not know that it can be asked for, as that of torch.distributed.Work.
 class HeldWork : public c10d::Work {
@@ -86,7 +122,8 @@ class HeldWork : public c10d::Work {
     call<void>(kAbort, [&] { work_->abort(); });
   }
   c10::intrusive_ptr<Future> getFuture() override {
-    return call<c10::intrusive_ptr<Future>>(kGetFuture, [&] { return work_->getFuture(); });
+    return native_future(
+        call<c10::intrusive_ptr<Future>>(kGetFuture, [&] { return work_->getFuture(); }));
   }
   c10::intrusive_ptr<Future> getFutureResult() override {
     return call<c10::intrusive_ptr<Future>>(kGetFutureResult,
@@ -126,7 +163,7 @@ class FutureWork : public PyWork {
   explicit FutureWork(c10::intrusive_ptr<Future> future)
       : PyWork(-1, c10d::OpType::UNKNOWN), future_(std::move(future)) {}
 
-  c10::intrusive_ptr<Future> getFuture() override { return future_; }
+  c10::intrusive_ptr<Future> getFuture() override { return native_future(future_); }
 
  private:
   c10::intrusive_ptr<Future> own_future() const override { return future_; }

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torch_commhook._C import type_name
-from torch_commhook.process_group.simulated_link import Links
+from torch_commhook.process_group.simulated.link import Links
 from torch_commhook.testing.scheduler import RunEndedError, Scheduler, current_rank
 from torch_commhook.testing.store import SimulatedStore
 from torch_commhook.testing.worlds import world_of, worlds_of_ranks

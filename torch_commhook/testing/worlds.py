@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import _set_thread_isolation_mode  # type: ignor
 from torch.distributed import distributed_c10d
 
 from torch_commhook.process_group.simulated import SimulatedProcessGroup
-from torch_commhook.process_group.simulated_link import Links
+from torch_commhook.process_group.simulated.link import Links
 from torch_commhook.testing.scheduler import current_rank
 
 BACKEND = "simulated"

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from torch_commhook._C import Work
 from torch_commhook._dynamo import methods_left_to_python
-from torch_commhook.process_group.simulated_data import Reduction
+from torch_commhook.process_group.simulated.data import Reduction
 
 if TYPE_CHECKING:
-    from torch_commhook.process_group.simulated_link import Link
+    from torch_commhook.process_group.simulated.link import Link
 
 
 @dataclass

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook._C import type_name
-from torch_commhook.process_group.simulated_data import Reduction, can_reduce
+from torch_commhook.process_group.simulated.data import Reduction, can_reduce
 
 
 def tensors_of(

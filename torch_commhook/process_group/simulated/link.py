@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from torch_commhook.process_group.simulated_data import Results, write
-from torch_commhook.process_group.simulated_work import Call, SimulatedWork
+from torch_commhook.process_group.simulated.data import Results, write
+from torch_commhook.process_group.simulated.work import Call, SimulatedWork
 
 
 class MismatchedCollectiveError(RuntimeError):

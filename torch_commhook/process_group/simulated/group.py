@@ -12,8 +12,8 @@ from torch import Tensor
 from torch_commhook._C import ProcessGroup
 from torch_commhook._dynamo import methods_left_to_python
 from torch_commhook.metrics import ring_all_reduce_bytes
-from torch_commhook.process_group import simulated_data as data
-from torch_commhook.process_group.simulated_arguments import (
+from torch_commhook.process_group.simulated import data
+from torch_commhook.process_group.simulated.arguments import (
     bytes_of,
     check_like,
     check_one_dtype,
@@ -28,9 +28,9 @@ from torch_commhook.process_group.simulated_arguments import (
     tensors_of,
     text_of,
 )
-from torch_commhook.process_group.simulated_data import Reduction
-from torch_commhook.process_group.simulated_link import Link
-from torch_commhook.process_group.simulated_work import Call, CoalescedWork, SimulatedWork
+from torch_commhook.process_group.simulated.data import Reduction
+from torch_commhook.process_group.simulated.link import Link
+from torch_commhook.process_group.simulated.work import Call, CoalescedWork, SimulatedWork
 
 Tensors = Sequence[Tensor]
 
