@@ -180,7 +180,9 @@ def _train(rank: int, kind: str) -> tuple[list[float], list[float], int, int]:
         if kind == "ddp":
             model = DDP(model, process_group=group)
         else:
-            mesh = DeviceMesh.from_group(group, "cpu")
+            # By its own name: DTensor takes equal meshes for one, whatever their groups.
+            name = f"compressed_{len(found)}"
+            mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,))
             for layer in model.layers:
                 fully_shard(layer, mesh=mesh)
             fully_shard(model, mesh=mesh)
@@ -192,7 +194,7 @@ def _train(rank: int, kind: str) -> tuple[list[float], list[float], int, int]:
         if kind != "ddp":
             gradients = [gradient.full_tensor() for gradient in gradients]
         found.append(torch.cat([gradient.flatten() for gradient in gradients]).tolist())
-    for group in (plain, compressed):  # not before: DTensor takes equal meshes for one
+    for group in (plain, compressed):
         dist.destroy_process_group(group)
     return *found, *sent
 
@@ -210,7 +212,7 @@ def _partial(rank: int) -> tuple[int, float]:
     compressed = CompressedProcessGroup(dist.group.WORLD, min_numel=0)
     register(compressed, "compressed tensors")
     try:
-        mesh = DeviceMesh.from_group(compressed, "cpu")
+        mesh = DeviceMesh.from_group(compressed, "cpu", mesh_dim_names=("compressed",))
         x = distribute_tensor(torch.ones(4), mesh, [Replicate()])
         local = x.to_local() * (rank + 1)
         summed = type(x).from_local(local, mesh, [Partial()]).redistribute(mesh, [Replicate()])

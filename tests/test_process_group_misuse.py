@@ -202,9 +202,9 @@ def _step(road: str, group: Any) -> tuple[str, str]:
 def _model_with_a_late_error(rank: int, road: str) -> tuple[str, str]:
     future: torch.futures.Future = torch.futures.Future()
     future.set_exception(OwnError("boo"))
-    group = _group_of("allreduce", "allreduce", "None")
-    type(group).allreduce = lambda self, *arguments: future  # type: ignore[method-assign]
-    return _step(road, group)
+    kind = type(_group_of("allreduce", "allreduce", "None"))
+    late = type("Late", (kind,), {"allreduce": lambda self, *arguments: future})
+    return _step(road, late(0, 2))
 
 
 @pytest.mark.parametrize("road", ["DDP", "module"])

@@ -62,6 +62,16 @@ void on_completion(const std::shared_ptr<torch::jit::PythonFutureWrapper>& futur
   });
 }
 
+// The Work of a Future, which a method may return to Python as well as to C++.
+py::object as_work(py::object result) {
+  static PyTypeObject* const future_type =
+      py::detail::get_type_info(typeid(torch::jit::PythonFutureWrapper))->type;
+  if (!PyObject_TypeCheck(result.ptr(), future_type)) {
+    return result;
+  }
+  return py::cast(work_of(result.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()->fut));
+}
+
 uint64_t completion_key(const py::object& work) {
   const auto cpp = work.cast<c10::intrusive_ptr<c10d::Work>>();
 #if COMMHOOK_TORCH_AT_LEAST(2, 15)
@@ -142,11 +152,13 @@ void bind_process_group(py::module_& m) {
   m.def(
       "group_method",
       [](const py::function& function, const std::string& name) {
-        return override_method(function, method_named(PyProcessGroup::methods(), name),
-                               [](PyObject* object) -> OverrideTarget {
-                                 const auto* const group = cpp_object<PyProcessGroup>(object);
-                                 return {group, group != nullptr && group->hooked()};
-                               });
+        return override_method(
+            function, method_named(PyProcessGroup::methods(), name),
+            [](PyObject* object) -> OverrideTarget {
+              const auto* const group = cpp_object<PyProcessGroup>(object);
+              return {group, group != nullptr && group->hooked()};
+            },
+            as_work);
       },
       py::arg("function"), py::arg("name"),
       "What a class of process groups has for a method that C++ calls.");
@@ -155,7 +167,8 @@ void bind_process_group(py::module_& m) {
       [](const py::function& function, const std::string& name) {
         return override_method(
             function, method_named(PyWork::methods(), name),
-            [](PyObject* object) -> OverrideTarget { return {cpp_object<PyWork>(object), false}; });
+            [](PyObject* object) -> OverrideTarget { return {cpp_object<PyWork>(object), false}; },
+            [](py::object result) { return result; });
       },
       py::arg("function"), py::arg("name"),
       "What a class of works has for a method that C++ calls.");
@@ -186,12 +199,7 @@ void bind_process_group(py::module_& m) {
   m.def("steady_seconds", &steady_seconds, "A clock that only goes forward.");
   m.def("completion_key", &completion_key, py::arg("work"),
         "What c10d knows a Work by when it has completed.");
-  m.def(
-      "work_of",
-      [](const std::shared_ptr<torch::jit::PythonFutureWrapper>& future) {
-        return work_of(future->fut);
-      },
-      py::arg("future"), "The Work of a Future.");
+  m.def("as_work", &as_work, py::arg("value"), "The Work of a Future; anything else as it is.");
   m.def("ask_work", &ask_work, py::arg("work"), py::arg("name"));
   // What C++ does with a Work in Python: for tests, which have no other way to a holder.
   m.def(

@@ -15,6 +15,7 @@ struct OverrideMethod {
   PyObject* function;
   const PyMethod* method;
   FindTarget find;
+  ConvertResult convert;
 };
 
 PyObject* run_hooks = nullptr;  // never dropped
@@ -57,7 +58,18 @@ PyObject* call(PyObject* callable, PyObject* const* arguments, size_t flags,
   if (target.hooked && !inside) {
     return call_with_hooks(self, arguments, count, keyword_names);
   }
-  return PyObject_Vectorcall(self.function, arguments, flags, keyword_names);
+  PyObject* const result = PyObject_Vectorcall(self.function, arguments, flags, keyword_names);
+  if (result == nullptr) {
+    return nullptr;
+  }
+  try {
+    return self.convert(py::reinterpret_steal<py::object>(result)).release().ptr();
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
 }
 
 PyObject* bind(PyObject* self, PyObject* object, PyObject* /*type*/) {
@@ -128,7 +140,8 @@ PyTypeObject* method_type() {
 
 }  // namespace
 
-py::object override_method(const py::function& function, const PyMethod& method, FindTarget find) {
+py::object override_method(const py::function& function, const PyMethod& method, FindTarget find,
+                           ConvertResult convert) {
   auto* const self = PyObject_GC_New(OverrideMethod, method_type());
   if (self == nullptr) {
     throw py::error_already_set();
@@ -137,6 +150,7 @@ py::object override_method(const py::function& function, const PyMethod& method,
   self->function = Py_NewRef(function.ptr());
   self->method = &method;
   self->find = find;
+  self->convert = convert;
   PyObject_GC_Track(self);
   return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(self));
 }

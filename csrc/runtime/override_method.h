@@ -14,6 +14,8 @@ struct OverrideTarget {
   bool hooked = false;         // whether calls go through run_with_hooks
 };
 using FindTarget = OverrideTarget (*)(PyObject* object);
+// What is returned to Python for what the function has returned; may throw.
+using ConvertResult = pybind11::object (*)(pybind11::object result);
 
 // The object in C++ of a Python object, whose class T is bound; null before its constructor has
 // run. Needs the GIL.
@@ -30,7 +32,7 @@ T* cpp_object(PyObject* object) {
 // A descriptor that calls `function`. Inside, a call of the same method of the same object, as
 // super() makes it, is meant for C++. Needs the GIL.
 pybind11::object override_method(const pybind11::function& function, const PyMethod& method,
-                                 FindTarget find);
+                                 FindTarget find, ConvertResult convert);
 bool is_override_method(PyObject* attribute);
 
 // How a method of an object with hooks is called:

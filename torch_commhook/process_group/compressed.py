@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_commhook import _C
 from torch_commhook._ops import flatten, unflatten_into
-from torch_commhook.process_group.work import FollowedWork, as_work
+from torch_commhook.process_group.work import FollowedWork
 from torch_commhook.process_group.wrapper import WrapperProcessGroup
 
 _OPTIONS: dict[str, Any] = {
@@ -72,7 +73,7 @@ class CompressedProcessGroup(WrapperProcessGroup):
                 self.compressed += 1
                 wire, write_back = encoded
                 work = super()._run(*wire, {})
-                work = as_work(work)
+                work = _C.as_work(work)
                 return FollowedWork(work, write_back)
         return super()._run(operation, arguments, keywords)
 

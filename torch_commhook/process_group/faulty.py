@@ -19,7 +19,7 @@ from torch import Tensor
 from torch_commhook import _C
 from torch_commhook.process_group.operations import OPERATIONS, Call, describe
 from torch_commhook.process_group.timers import Timers
-from torch_commhook.process_group.work import FollowedWork, Work, as_work
+from torch_commhook.process_group.work import FollowedWork, Work
 from torch_commhook.process_group.wrapper import WrapperProcessGroup
 from torch_commhook.step_group import group_timeout
 
@@ -209,7 +209,7 @@ class FaultyProcessGroup(WrapperProcessGroup):
         after = [fault for fault in corruptions if fault.of == "output"]
         if call is None or not after or not call.outputs:
             return work
-        work = as_work(work)
+        work = _C.as_work(work)
 
         def corrupt() -> None:
             for fault in after:

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch_commhook import _C
 from torch_commhook.process_group.completion import on_completion
 from torch_commhook.process_group.operations import Call, describe
-from torch_commhook.process_group.work import as_work
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,7 @@ def run_with_hooks(
         if completed is not None:
             completed(_C.steady_seconds(), error)
         raise
-    work = as_work(work)
+    work = _C.as_work(work)
     for_hooks = work if isinstance(work, torch.distributed.Work) else None
     if completed is not None:
         if for_hooks is not None:

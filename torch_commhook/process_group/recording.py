@@ -16,7 +16,7 @@ from torch_commhook.metrics import note_recorded
 from torch_commhook.process_group.completion import on_completion
 from torch_commhook.process_group.operations import Call, describe
 from torch_commhook.process_group.trace import Interval, chrome_trace, overlaps, write_trace
-from torch_commhook.process_group.work import WrapperWork, as_work
+from torch_commhook.process_group.work import WrapperWork
 from torch_commhook.process_group.wrapper import WrapperProcessGroup
 
 
@@ -176,7 +176,7 @@ class RecordingProcessGroup(WrapperProcessGroup):
         except BaseException as error:
             self._finish(record, _C.steady_seconds(), error)
             raise
-        work = as_work(work)
+        work = _C.as_work(work)
         tensors = [*call.inputs, *call.outputs]
         work = on_completion(work, tensors, lambda end, error: self._finish(record, end, error))
         return _RecordedWork(work, record, self) if isinstance(work, dist.Work) else work

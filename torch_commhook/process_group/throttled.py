@@ -13,7 +13,7 @@ from torch_commhook import _C
 from torch_commhook.process_group.completion import on_completion
 from torch_commhook.process_group.operations import Call, describe
 from torch_commhook.process_group.timers import Timers
-from torch_commhook.process_group.work import Work, WrapperWork, as_work
+from torch_commhook.process_group.work import Work, WrapperWork
 from torch_commhook.process_group.wrapper import WrapperProcessGroup
 
 _TIMERS = Timers("commhook-throttle")
@@ -94,7 +94,7 @@ class ThrottledProcessGroup(WrapperProcessGroup):
         work = super()._run(operation, arguments, keywords)
         if call is None:
             return work
-        work = as_work(work)
+        work = _C.as_work(work)
         carried = link_bytes(call, self.rank(), self.size())
         delay = self.latency * link_messages(call, self.size())
         throttled = _ThrottledWork(self, carried, delay)
@@ -150,7 +150,7 @@ class _ThrottledWork(Work):
     def wait(self, *timeout: Any) -> bool:
         if not self._has_future:
             self._work.wait(*timeout)
-        return as_work(self._future).wait(*timeout)
+        return _C.as_work(self._future).wait(*timeout)
 
     def source_rank(self) -> int:
         return WrapperWork(self._work).source_rank()

@@ -46,11 +46,6 @@ class Work(_C.Work):
         take_over(cls, _C.work_methods(), called_by_cpp)
 
 
-def as_work(value: Any) -> Any:
-    """The Work of a Future, which a method may return; anything else as it is."""
-    return _C.work_of(value) if isinstance(value, torch.futures.Future) else value
-
-
 class WrapperWork(Work):
     """Work that leaves everything to another Work, for subclasses that change a part.
 
