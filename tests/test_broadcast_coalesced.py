@@ -298,6 +298,17 @@ def test_an_error_leaves_nothing_in_flight(
     broadcast_coalesced(Alone(2), [torch.ones(2)], 8)
 
 
+def _tied(rank: int) -> tuple[list[tuple[torch.dtype, int]], list[float]]:
+    group = Counting(dist.group.WORLD)
+    weight = torch.full((4, 2), 1.0 + rank)
+    broadcast_coalesced(group, [weight, weight.detach(), torch.ones(3), weight], 1000)
+    return group.sent, weight.flatten().tolist()
+
+
+def test_tied_weights_travel_once(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_tied) == [([(torch.float32, 11)], [1.0] * 8)] * 2
+
+
 class _Unlike(dist.ProcessGroup):  # PyTorch's own class
     def __init__(self, returned: object) -> None:
         super().__init__(0, 2)
@@ -353,7 +364,6 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"must share no memory with each other, got tensors\[1\] and tensors\[2\] that overlap",
     ),
-    "twice": ({"tensors": [X, X]}, ValueError, r"got tensors\[0\] and tensors\[1\] that overlap"),
     "meta": (
         {"tensors": [torch.ones(3, device="meta")]},
         ValueError,

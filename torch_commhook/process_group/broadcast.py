@@ -40,7 +40,8 @@ def broadcast_coalesced(
     Args:
         process_group: the process group; None for the default one.
         tensors: any number of dense tensors of any shapes, strides, devices that the group serves,
-            and dtypes, which need not agree; none is fine, as are empty tensors.
+            and dtypes, which need not agree; none is fine, as are empty tensors. One that is there
+            twice, as tied weights are, travels once.
         buffer_size: bytes, at least 1.
         rank: the rank within the group whose tensors are sent.
 
@@ -78,7 +79,16 @@ def _checked_list(tensors: Iterable[Tensor]) -> list[Tensor]:
             raise TypeError(
                 f"{_NAME}: tensors[{i}] must be a tensor, got {type(tensor).__qualname__}"
             )
-    return tensors
+    return list({_identity(tensor): tensor for tensor in tensors}.values())
+
+
+def _identity(tensor: Tensor) -> Any:
+    """The same for tensors that are one, as tied weights of a state_dict are."""
+    has_memory = type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_meta
+    if torch.compiler.is_compiling() or not has_memory or tensor.layout is not torch.strided:
+        return id(tensor)
+    lazy = tensor.is_conj(), tensor.is_neg()
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, lazy
 
 
 def _check_int(name: str, value: object) -> None:
