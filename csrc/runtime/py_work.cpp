@@ -158,6 +158,13 @@ class HeldWork : public c10d::Work {
   const PyRef python_;
 };
 
+// The class of a Work in Python, for errors.
+std::string class_name(const PyWork& work) {
+  py::gil_scoped_acquire gil;
+  const auto self = python_object_of(work);
+  return self ? type_name(self) : "Work";
+}
+
 class FutureWork : public PyWork {
  public:
   explicit FutureWork(c10::intrusive_ptr<Future> future)
@@ -260,9 +267,9 @@ int PyWork::sourceRank() const {
 std::vector<at::Tensor> PyWork::result() {
   return call<std::vector<at::Tensor>>(kResult, [&] {
     const auto future = own_future();
-    TORCH_CHECK_NOT_IMPLEMENTED(future,
-                                "Work.result is not implemented: define result(self), or "
-                                "get_future(self)");
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        future, class_name(*this),
+        ".result is not implemented: define result(self), or get_future(self)");
     return tensors_in(future->value());
   });
 }
@@ -281,8 +288,8 @@ bool PyWork::wait(std::chrono::milliseconds timeout) {
       [&] {
         const auto future = own_future();
         TORCH_CHECK_NOT_IMPLEMENTED(
-            future,
-            "Work.wait is not implemented: define wait(self, timeout), or get_future(self)");
+            future, class_name(*this),
+            ".wait is not implemented: define wait(self, timeout), or get_future(self)");
         if (timeout != kNoTimeout) {
           wait_for_result(*future, "Work.wait", std::chrono::duration<double>(timeout).count());
         }
@@ -301,16 +308,16 @@ void PyWork::blockCurrentStream() {
 
 void PyWork::abort() {
   call<void>(kAbort, [&] {
-    TORCH_CHECK_NOT_IMPLEMENTED(false, "Work.abort is not implemented: define abort(self)");
+    TORCH_CHECK_NOT_IMPLEMENTED(false, class_name(*this),
+                                ".abort is not implemented: define abort(self)");
   });
 }
 
 c10::intrusive_ptr<Future> PyWork::getFuture() {
-  return call<c10::intrusive_ptr<Future>>(kGetFuture, []() -> c10::intrusive_ptr<Future> {
+  return call<c10::intrusive_ptr<Future>>(kGetFuture, [&]() -> c10::intrusive_ptr<Future> {
     TORCH_CHECK_NOT_IMPLEMENTED(
-        false,
-        "Work.get_future is not implemented: define get_future(self), which DDP and others "
-        "ask for");
+        false, class_name(*this),
+        ".get_future is not implemented: define get_future(self), which DDP and others ask for");
   });
 }
 
