@@ -16,6 +16,11 @@ import torch.distributed as dist
 from group_calls import ANSWERS, CALLS, SECOND, X, ask, base, done, good, group_with
 
 from torch_commhook import _C, ProcessGroup, Work
+from torch_commhook.process_group import (
+    FaultyProcessGroup,
+    RecordingProcessGroup,
+    WrapperProcessGroup,
+)
 
 INCLUDE = Path(torch.__file__).parent / "include" / "torch" / "csrc" / "distributed" / "c10d"
 by_name = pytest.mark.parametrize("name", CALLS)
@@ -246,8 +251,19 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+def _hooked(parent: Any) -> Any:
+    group = WrapperProcessGroup(parent)
+    group.register_completion_hook(1, lambda args: group.size())  # a cycle
+    return group
+
+
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
-def test_ten_thousand_groups_and_works_leave_nothing() -> None:
+@pytest.mark.parametrize(
+    "around",
+    [lambda parent: parent, _hooked, RecordingProcessGroup, FaultyProcessGroup],
+    ids=["plain", "hooked", "recording", "faulty"],
+)
+def test_ten_thousand_groups_and_works_leave_nothing(around: Any) -> None:
     class Waits(Work):
         def wait(self, timeout: timedelta) -> bool:
             return True
@@ -258,9 +274,10 @@ def test_ten_thousand_groups_and_works_leave_nothing() -> None:
 
     def cycles(count: int) -> int:
         for _ in range(count):
-            group = Own(0, 1)
+            group = around(Own(0, 1))
             base._set_group_name(group, "group")
             assert base.allreduce(group, [X], dist.AllreduceOptions()).wait()
+            assert group.allreduce([X], dist.AllreduceOptions()).wait(timedelta(1))
         gc.collect()
         return _resident()
 
