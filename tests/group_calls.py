@@ -182,12 +182,12 @@ _NEWER: dict[str, tuple[str, Call, Any]] = {
     ),
     "supports_abort_hooks": (
         "supports_abort_hooks",
-        lambda group: base.supports_abort_hooks(group),
+        lambda group: base.supports_abort_hooks.fget(group),
         True,
     ),
     "supports_completion_hooks": (
         "supports_completion_hooks",
-        lambda group: base.supports_completion_hooks(group),
+        lambda group: base.supports_completion_hooks.fget(group),
         True,
     ),
 }

@@ -319,7 +319,7 @@ def test_abort(unraisable: list[Any]) -> None:
         dist.ProcessGroup.abort(group)
         assert order.count("hook") == 2
     assert {type(error) for error in unraisable} == {ZeroDivisionError}
-    assert group.supports_abort_hooks() and group.supports_completion_hooks()
+    assert group.supports_abort_hooks and group.supports_completion_hooks
 
 
 def test_pytorchs_older_interface() -> None:

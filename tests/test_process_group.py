@@ -64,6 +64,8 @@ def test_it_is_called(name: str) -> None:
 @by_name
 def test_super_is_what_cpp_does(name: str) -> None:
     """Not the method itself again, for ever."""
+    if name.startswith(("register_", "supports_abort", "supports_completion")):
+        pytest.skip("hooks are kept in Python, where super() leads to ProcessGroup's own method")
 
     def method(self: Any, *arguments: Any) -> Any:
         return CALLS[name][0](self)

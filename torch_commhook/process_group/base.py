@@ -86,6 +86,7 @@ class ProcessGroup(_C.ProcessGroup):
         """Forget a hook; nothing where there is none."""
         self._remove_hook("post", hook_id)
 
+    @property
     def supports_completion_hooks(self) -> bool:
         """True."""
         return True
@@ -105,6 +106,7 @@ class ProcessGroup(_C.ProcessGroup):
         """Forget a hook; nothing where there is none."""
         self._remove_hook("completion", hook_id)
 
+    @property
     def supports_abort_hooks(self) -> bool:
         """True."""
         return True
