@@ -22,18 +22,7 @@ def test_the_summary_is_that_of_the_cases(name: str) -> None:
     assert json.loads(json.dumps(expected)) == table
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "hook",
-        pytest.param(
-            "wrapper",
-            marks=pytest.mark.xfail(
-                reason="test_ddp_compile_static_graph: see test_a_compiled_model", strict=True
-            ),
-        ),
-    ],
-)
+@by_suite
 def test_no_case_fails_with_us_alone(name: str) -> None:
     cases = _table(name)["cases"]
     assert [row["case"] for row in cases if is_regression(SUITES[name], row)] == []
