@@ -47,6 +47,11 @@ def on_completion(work: Any, tensors: Sequence[Tensor], done: Done) -> Any:
         future = work.get_future()
     except (RuntimeError, NotImplementedError):  # which backends raise, and our own Work
         return _ObservedWork(work, done)
+    if not isinstance(future, torch._C.Future):
+        raise TypeError(
+            f"{_C.type_name(work)}.get_future: must return a torch.futures.Future, got "
+            f"{_C.type_name(future)}"
+        )
     _C.on_completion(future, done)
     return work
 
