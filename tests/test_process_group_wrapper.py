@@ -331,16 +331,16 @@ def test_a_backend() -> None:
             future.set_result(tensors)
             return future
 
-    register(Own, "own_backend")
-    group = dist.new_group(backend="own_backend", timeout=timedelta(seconds=7))
+    register(Own, "backend_of_this_test")
+    group = dist.new_group(backend="backend_of_this_test", timeout=timedelta(seconds=7))
     assert made == [group, timedelta(seconds=7)]
     x = torch.zeros(2)
     dist.all_reduce(x, group=group)
     assert x.tolist() == [1, 1]
     assert functional.all_reduce(x, "sum", group).tolist() == [2, 2]
     dist.destroy_process_group(group)
-    with pytest.raises(ValueError, match="there is a backend 'own_backend' already"):
-        register(Own, "own_backend")
+    with pytest.raises(ValueError, match="there is a backend 'backend_of_this_test' already"):
+        register(Own, "backend_of_this_test")
     register(lambda store, rank, size: None, "no_backend")
     with pytest.raises(TypeError, match="backend 'no_backend' must make a ProcessGroup, got None"):
         dist.new_group(backend="no_backend")

@@ -81,7 +81,7 @@ uint64_t completion_key(const py::object& work) {
 #endif
 }
 
-// A Work's answer to C++, for tests: PyTorch has no binding of some.
+// A Work's answer to C++. PyTorch has no binding of some, or not in all versions.
 py::object ask_work(const py::object& work, const std::string& name) {
   const auto held = held_work(work.cast<c10::intrusive_ptr<c10d::Work>>(), work);
   const std::map<std::string, std::function<py::object()>> questions{

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,12 +9,14 @@ import torch
 from torch import Tensor
 
 from torch_commhook import _C
+from torch_commhook.process_group.timers import Timers
 from torch_commhook.process_group.work import WrapperWork
 
 #: Called with the time of completion, in seconds of ``_C.steady_seconds()``, and the error or None.
 Done = Callable[[float, BaseException | None], None]
 
 _POLL_SECONDS = 5e-4
+_TIMERS = Timers("commhook-completion")
 
 
 def on_completion(work: Any, tensors: Sequence[Tensor], done: Done) -> Any:
@@ -41,7 +41,7 @@ def on_completion(work: Any, tensors: Sequence[Tensor], done: Done) -> Any:
         done(_C.steady_seconds(), None)
         return work
     if any(tensor.device.type != "cpu" for tensor in tensors):
-        _WATCHER.add(work, done)
+        _TIMERS.call_at(0.0, lambda: _watch(work, done))
         return work
     try:
         future = work.get_future()
@@ -60,11 +60,7 @@ def error_of(work: Any) -> BaseException | None:
     """What a completed Work has failed with."""
     if work.is_success():
         return None
-    try:
-        error = work.exception()
-    except TypeError:  # PyTorch's binding cannot always convert it
-        error = None
-    return error if isinstance(error, BaseException) else RuntimeError("the work has failed")
+    return _C.ask_work(work, "exception") or RuntimeError("the work has failed")
 
 
 class _ObservedWork(WrapperWork):
@@ -93,35 +89,9 @@ class _ObservedWork(WrapperWork):
         return bool(completed)
 
 
-class _Watcher:
-    """Asks works whether they have completed, on a thread that ends when there are none."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._pending: list[tuple[Any, Done]] = []
-        self._thread: threading.Thread | None = None
-
-    def add(self, work: Any, done: Done) -> None:
-        with self._lock:
-            self._pending.append((work, done))
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._watch, name="commhook-completion", daemon=True
-                )
-                self._thread.start()
-
-    def _watch(self) -> None:
-        while True:
-            with self._lock:
-                pending = list(self._pending)
-                if not pending:
-                    self._thread = None
-                    return
-            finished = [entry for entry in pending if _ask(*entry)]
-            with self._lock:
-                self._pending = [entry for entry in self._pending if entry not in finished]
-            if not finished:
-                time.sleep(_POLL_SECONDS)
+def _watch(work: Any, done: Done) -> None:
+    if not _ask(work, done):
+        _TIMERS.call_at(_C.steady_seconds() + _POLL_SECONDS, lambda: _watch(work, done))
 
 
 def _ask(work: Any, done: Done) -> bool:
@@ -134,6 +104,3 @@ def _ask(work: Any, done: Done) -> bool:
         error = raised
     done(_C.steady_seconds(), error)
     return True
-
-
-_WATCHER = _Watcher()

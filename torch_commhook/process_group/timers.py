@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import heapq
 import itertools
 import threading
@@ -22,11 +23,16 @@ class Timers:
         self._pending: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
+        self._is_closed = False
+        # A thread that is in C++ when the interpreter ends, and then asks for the GIL, aborts.
+        atexit.register(self._close)
 
     def call_at(self, when: float, function: Callable[[], object]) -> int:
         """Have ``function()`` called; returns what :meth:`cancel` takes."""
         number = next(self._numbers)
         with self._changed:
+            if self._is_closed:
+                return number
             heapq.heappush(self._pending, (when, number, function))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -41,6 +47,15 @@ class Timers:
             self._pending = [entry for entry in self._pending if entry[1] != number]
             heapq.heapify(self._pending)
             self._changed.notify()
+
+    def _close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._pending.clear()
+            self._changed.notify()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
 
     def _run(self) -> None:
         while True:

@@ -57,6 +57,10 @@ class WrapperWork(Work):
         super().__init__()
         self.work = work
 
+    def exception(self) -> BaseException | None:
+        # PyTorch's binding cannot convert it, up to torch 2.12.
+        return _C.ask_work(self.work, "exception")
+
 
 def _delegate(names: list[str]) -> Any:
     def method(self: WrapperWork, *arguments: Any) -> Any:
@@ -73,6 +77,8 @@ def _delegate(names: list[str]) -> Any:
 
 def _delegate_all() -> None:
     for names in _C.work_methods().values():
+        if names[0] in vars(WrapperWork):
+            continue
         if any(hasattr(work, name) for work in (dist.Work, _C.Work) for name in names):
             setattr(WrapperWork, names[0], called_by_cpp(_delegate(names), names[0]))
 
@@ -133,7 +139,7 @@ class FollowedWork(WrapperWork):
     def exception(self) -> BaseException | None:
         if self._outcome is not None and self._outcome[1] is not None:
             return self._outcome[1]
-        return self.work.exception()
+        return super().exception()
 
     def result(self) -> Any:
         result = self._follow()
