@@ -146,11 +146,34 @@ def test_corrupt_input() -> None:
     assert x.tolist() == [1, 8]
 
 
-def test_corrupt_fits_no_integers() -> None:
-    group = FaultyProcessGroup(Parent(), [Corrupt()])
-    work = group.allreduce([torch.zeros(2, dtype=torch.int64)])
-    with pytest.raises(RuntimeError, match="cannot be converted"):
+def test_corrupt_integers_and_sparse_tensors() -> None:
+    group = FaultyProcessGroup(Parent(), [Corrupt(index=1)])
+    x = torch.zeros(2, dtype=torch.int64)
+    group.allreduce([x]).wait()
+    assert x.tolist() == [1, 2]
+    sparse = torch.tensor([0.0, 1.0, 2.0]).to_sparse()
+    group = FaultyProcessGroup(_Unchanged(), [Corrupt(index=1)])
+    group.allreduce([sparse]).wait()
+    assert sparse._values()[0] == 1 and sparse._values()[1].isnan()
+
+
+class _Unchanged(Parent):
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        return self._done(*tensors)
+
+
+def test_an_element_that_is_not_there() -> None:
+    work = FaultyProcessGroup(Parent(), [Corrupt(index=6)]).allreduce([torch.zeros(2, 3)])
+    with pytest.raises(IndexError, match=r"Corrupt\.index must be below 6, got 6"):
         work.wait()
+
+
+def test_a_future_that_is_asked_for_after_the_end() -> None:
+    group = FaultyProcessGroup(Parent(), [Hang(seconds=500)])
+    work = group.allreduce([torch.zeros(1)])
+    group.abort()
+    with pytest.raises(RuntimeError, match="hung and was aborted"):
+        work.get_future().wait()
 
 
 @pytest.mark.parametrize("how", ["wait", "future", "from C++", "own timeout", "by the operation"])
@@ -224,7 +247,13 @@ def test_drop() -> None:
         (Fail(skip=-1), r"Fail\.skip must be at least 0, got -1"),
         (Fail(count=-1), r"Fail\.count must be at least 0 or None, got -1"),
         (Drop(probability=1.5), r"Drop\.probability must be between 0 and 1, got 1\.5"),
-        (Delay(seconds=-1), r"Delay\.seconds must be at least 0, got -1"),
+        (Delay(seconds=-1), r"Delay\.seconds must be between 0 and \d+, got -1"),
+        (Delay(seconds=1e11), r"Delay\.seconds must be between 0 and \d+, got 1"),
+        (Delay(seconds="1"), r"Delay\.seconds must be a number, got str"),  # type: ignore[arg-type]
+        (Fail(skip="1"), r"Fail\.skip must be an int, got str"),  # type: ignore[arg-type]
+        (Fail(ranks="0"), r"Fail\.ranks must be of int, one or several"),  # type: ignore[arg-type]
+        (Fail(operations=5), r"Fail\.operations must be of str"),  # type: ignore[arg-type]
+        (Corrupt(index=-1), r"Corrupt\.index must be an int of at least 0 or None, got -1"),
         (Corrupt(of="both"), r"Corrupt\.of must be 'input' or 'output', got 'both'"),
         (Fail(error="x"), r"Fail\.error must be an exception, got str"),  # type: ignore[arg-type]
     ],

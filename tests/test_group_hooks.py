@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import time
@@ -243,6 +244,19 @@ def test_a_future_completes_later() -> None:
     assert work.wait() and log.counts() == (1, 1, 1)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_work_with_nothing_but_wait(device: str) -> None:
+    group = Alone(0, 1)
+    log = Log(group)
+    work = group.broadcast([torch.ones(1, device=device)])
+    assert not work.is_completed()
+    assert work.wait() and work.is_completed()
+    deadline = time.monotonic() + 20
+    while not log.completed:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def test_work_without_a_future_tells_when_it_is_waited_for() -> None:
     group = Alone(0, 1)
     log = Log(group)
@@ -346,6 +360,58 @@ def test_bad_registrations(kind: str) -> None:
     with pytest.raises(ValueError, match=f"register_{kind}_hook: hook_id must be an int of 64"):
         add(1 << 64, print)
     assert not group._hooked
+
+
+def test_what_a_hook_calls_is_done_and_not_told() -> None:
+    """In Python as well as by C++, where the hook's group is in the midst of the same method."""
+
+    class Own(ProcessGroup):
+        def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+            for tensor in tensors:
+                tensor.add_(9)
+            return done(tensors)
+
+    group, found, told = Own(0, 1), [], []
+
+    def hook(args: Any) -> None:
+        told.append(args.operation)
+        for way in WAYS.values():
+            x = torch.ones(1)
+            way(group, x)
+            found.append(x.item())
+
+    group.register_pre_hook(1, hook)
+    group.register_completion_hook(1, hook)
+    group.allreduce([torch.ones(1)])
+    assert told == ["allreduce"] * 2 and found == [10.0] * 4
+
+
+def test_methods_of_a_mixin() -> None:
+    calls = []
+
+    class Mixin:
+        def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+            calls.append("mixin")
+            return super().allreduce(tensors, opts)  # type: ignore[misc]
+
+    class Own(Mixin, Alone):
+        pass
+
+    group = Own(0, 1)
+    log = Log(group)
+    for way in WAYS.values():
+        assert way(group, torch.ones(1)).wait()
+    assert calls == ["mixin"] * 2 and log.counts() == (2, 2, 2)
+
+
+def test_methods_that_are_no_functions_have_hooks_from_cpp() -> None:
+    class Own(ProcessGroup):
+        allreduce = functools.partialmethod(lambda self, tensors, opts: done(tensors))
+
+    group = Own(0, 1)
+    log = Log(group)
+    assert WAYS["from C++"](group, torch.ones(1)).wait()
+    assert log.counts() == (1, 1, 1)
 
 
 def test_around_gloo(one_rank: None) -> None:

@@ -397,3 +397,43 @@ def _functional(rank: int, kind: str, backend: str | None) -> dict[str, list[Any
 def test_functional_collectives(two_ranks: RankPool, kind: str, backend: str | None) -> None:
     expected = two_ranks.run(_functional, "gloo", None)
     assert two_ranks.run(_functional, kind, backend, timeout=240) == expected
+
+
+# ---- functions that a compiler leaves to Python --------------------------------------------------
+
+
+def _async(x: Tensor, group: Any) -> Tensor:
+    y = x * 2
+    dist.all_reduce(y, group=group, async_op=True).wait()
+    return y + 1
+
+
+def _barrier(x: Tensor, group: Any) -> Tensor:
+    y = x * 2
+    dist.barrier(group=group)
+    return y + 1
+
+
+def _root(x: Tensor, group: Any) -> Tensor:
+    y = x * 2
+    dist.reduce(y, 0, group=group)
+    return y + 1
+
+
+def _gathered(x: Tensor, group: Any) -> Tensor:
+    outputs = [torch.empty_like(x)]
+    dist.all_gather(outputs, x * 2, group=group, async_op=True).wait()
+    return outputs[0] + 1
+
+
+@pytest.mark.usefixtures("one_rank", "fresh_compiler")
+@pytest.mark.parametrize("function", [_async, _barrier, _root, _gathered])
+@pytest.mark.parametrize("kind", AROUND)
+def test_functions_in_compiled_code(kind: str, function: Callable[..., Tensor]) -> None:
+    group = AROUND[kind](dist.group.WORLD)
+    register(group, f"compiled {kind}")
+    try:
+        compiled = torch.compile(function, backend="eager")
+        assert compiled(torch.ones(2), group).tolist() == [3.0, 3.0]
+    finally:
+        dist.destroy_process_group(group)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import re
+import subprocess
+import sys
 import threading
 import weakref
 from datetime import timedelta
@@ -156,6 +158,38 @@ def test_attributes_are_no_methods() -> None:
     assert base.size(group) == 2
 
 
+def test_an_old_name_in_a_derived_class() -> None:
+    calls = []
+
+    class Derived(WrapperProcessGroup):
+        def _allgather_base(self, output: Any, input: Any, opts: Any = None) -> Any:
+            calls.append("derived")
+            return super()._allgather_base(output, input, opts)
+
+    class Parent(ProcessGroup):
+        def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
+            calls.append("parent")
+            return done(X)
+
+    group = Derived(Parent(0, 1))
+    for call in (group.all_gather_single, group._allgather_base):
+        call(X, X)
+    base._allgather_base(group, X, X)
+    assert calls == ["derived", "parent"] * 3
+
+
+def test_before_its_constructor_has_run() -> None:
+    """PyTorch's own classes end the process here."""
+
+    class Early(ProcessGroup):
+        def __init__(self) -> None:
+            self.world = self.size()
+
+    for call in (Early, lambda: Work.__new__(Work).wait(), lambda: Early.__new__(Early).rank()):
+        with pytest.raises(TypeError, match=r"super\(\).__init__\(\) must be called first"):
+            call()
+
+
 # ---- work ----------------------------------------------------------------------------------------
 
 
@@ -191,6 +225,44 @@ def test_a_work_with_a_future() -> None:
     assert held.is_completed() and not held.is_success()
     with pytest.raises(KeyError, match="lost"):
         held.wait()
+
+
+def test_wait_is_called_with_its_timeout_or_without() -> None:
+    """As C++ calls it, and as PyTorch's functions do in Python."""
+    seen = []
+
+    class Own(Work):
+        def wait(self, timeout: timedelta) -> bool:
+            seen.append(timeout)
+            return True
+
+    own = Own()
+    assert own.wait() and own.wait(SECOND) and own.wait(timeout=SECOND)
+    assert _C.held_work(own).wait()
+    assert seen == [timedelta(0), SECOND, SECOND, timedelta(0)]
+    assert own.is_completed()
+
+
+def test_a_result_that_is_not_there_yet() -> None:
+    own = type("Own", (Work,), {"get_future": lambda self: torch.futures.Future()})()
+    with pytest.raises(RuntimeError, match=r"Own\.result: the work has not completed"):
+        own.result()
+
+
+def test_ctrl_c_ends_a_wait() -> None:
+    code = """
+import _thread, threading, torch
+from torch_commhook import Work
+future = torch.futures.Future()
+own = type("Own", (Work,), {"get_future": lambda self: future})()
+threading.Timer(0.2, _thread.interrupt_main).start()
+try:
+    own.wait()
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.stdout == "interrupted\n", ran.stderr
 
 
 def test_an_exception_as_python_gets_it() -> None:

@@ -100,9 +100,11 @@ def test_limit_and_clear() -> None:
     late = group.allreduce([torch.ones(1)])
     group.clear()
     assert group.records == [] and group.counters == {}
+    group.allreduce([torch.ones(1)])
     group.parent.futures[0].set_result([])
     late.wait()
-    assert group.counters == {}  # it belongs to what was forgotten
+    counters = group.counters["allreduce"]  # of the one since then alone
+    assert (counters.calls, counters.completed, counters.blocked) == (1, 0, 0.0)
     with pytest.raises(ValueError, match="limit must be a positive int, got 0"):
         RecordingProcessGroup(Later(), limit=0)
 

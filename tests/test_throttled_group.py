@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torch_commhook.process_group import ProcessGroup, ThrottledProcessGroup, Work
+from torch_commhook.process_group import ProcessGroup, ThrottledProcessGroup, Work, throttled
 from torch_commhook.process_group.operations import describe
 from torch_commhook.process_group.throttled import link_bytes, link_messages
 
@@ -101,6 +101,15 @@ def test_a_timeout_is_kept() -> None:
     with pytest.raises(TimeoutError):
         work.wait(timedelta(seconds=0.02))
     assert work.wait()
+
+
+def test_a_wait_beyond_all_limits_stops_no_other() -> None:
+    """Python's own limit for a wait is an OverflowError."""
+    never = ThrottledProcessGroup(Parent(), bandwidth=1e-6).allreduce([MEGABYTE])
+    assert ThrottledProcessGroup(Parent(), bandwidth=800e6).allreduce([MEGABYTE]).wait()
+    assert not never.is_completed()
+    for _, number, _ in list(throttled._TIMERS._pending):  # or the thread would stay
+        throttled._TIMERS.cancel(number)
 
 
 def test_no_thread_stays() -> None:

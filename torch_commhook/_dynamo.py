@@ -37,7 +37,7 @@ _Class = TypeVar("_Class", bound=type)
 def methods_left_to_python(cls: _Class) -> _Class:
     """:func:`left_to_python` for each method that a class defines."""
     for method in vars(cls).values():
-        function = getattr(method, "__wrapped__", method)  # what C++ may call is wrapped
+        function = getattr(method, "__func__", method)  # of what C++ calls
         if isinstance(function, FunctionType):
             left_to_python(function)
     return cls

@@ -121,6 +121,16 @@ py::object ask_work(const py::object& work, const std::string& name) {
 
 }  // namespace
 
+// Python may call a method of an object before its __init__ has run. pybind11 then gives the method
+// memory for an object that is not there; with this, it gives an exception. It looks at the class
+// that has bound the method, which may be PyTorch's.
+template <typename T>
+void refuse_before_init() {
+  py::detail::get_type_info(typeid(T))->operator_new = [](size_t) -> void* {
+    throw py::type_error("torch_commhook: super().__init__() must be called first");
+  };
+}
+
 void bind_process_group(py::module_& m) {
   const py::call_guard<py::gil_scoped_release> no_gil;
   py::class_<PyProcessGroup, c10d::ProcessGroup, c10::intrusive_ptr<PyProcessGroup>>(
@@ -134,6 +144,7 @@ void bind_process_group(py::module_& m) {
                                                              "Work that a Python class does.")
       .def(py::init<int, c10d::OpType>(), py::arg("rank") = -1,
            py::arg("op_type") = c10d::OpType::UNKNOWN)
+      .def("_mark_completed", &PyWork::mark_completed, no_gil)
       .def("abort", &PyWork::abort, no_gil)
       .def("synchronize", &PyWork::synchronize, no_gil)
       .def("exception",
@@ -147,6 +158,10 @@ void bind_process_group(py::module_& m) {
            })
       .def("get_duration", &PyWork::getDuration, no_gil)
       .def("get_sequence_number", &PyWork::getSequencenumber, no_gil);
+  refuse_before_init<PyProcessGroup>();
+  refuse_before_init<PyWork>();
+  refuse_before_init<c10d::ProcessGroup>();
+  refuse_before_init<c10d::Work>();
   m.def("process_group_methods", [] { return names_by_method(PyProcessGroup::methods()); });
   m.def("work_methods", [] { return names_by_method(PyWork::methods()); });
   m.def(

@@ -16,6 +16,7 @@ struct OverrideMethod {
   const PyMethod* method;
   FindTarget find;
   ConvertResult convert;
+  PyObject* without_hooks;  // another one, for those that call the hooks; null in that
 };
 
 PyObject* run_hooks = nullptr;  // never dropped
@@ -35,7 +36,7 @@ PyObject* call_with_hooks(const OverrideMethod& self, PyObject* const* arguments
       keywords[py::handle(PyTuple_GET_ITEM(keyword_names, i))] =
           py::reinterpret_borrow<py::object>(arguments[count + static_cast<size_t>(i)]);
     }
-    const auto function = py::reinterpret_borrow<py::object>(self.function);
+    const auto function = py::reinterpret_borrow<py::object>(self.without_hooks);
     return run_with_hooks(arguments[0], *self.method, function, positional, keywords)
         .release()
         .ptr();
@@ -53,11 +54,11 @@ PyObject* call(PyObject* callable, PyObject* const* arguments, size_t flags,
   if (target.self == nullptr) {  // for the function to complain of
     return PyObject_Vectorcall(self.function, arguments, flags, keyword_names);
   }
-  const bool inside = detail::ActiveOverride::exists(target.self, *self.method);
-  const detail::ActiveOverride active(target.self, *self.method);
-  if (target.hooked && !inside) {
+  if (target.hooked && self.without_hooks != nullptr &&
+      !detail::ActiveOverride::exists(target.self, *self.method)) {
     return call_with_hooks(self, arguments, count, keyword_names);
   }
+  const detail::ActiveOverride active(target.self, *self.method);
   PyObject* const result = PyObject_Vectorcall(self.function, arguments, flags, keyword_names);
   if (result == nullptr) {
     return nullptr;
@@ -76,28 +77,34 @@ PyObject* bind(PyObject* self, PyObject* object, PyObject* /*type*/) {
   return object == nullptr ? Py_NewRef(self) : PyMethod_New(self, object);
 }
 
-// Its name, documentation and signature are those of the function.
+// Its name, documentation and signature are those of the function. No more: Dynamo would take what
+// has a function's other attributes, or is wrapped around one, for a function, and forget `self`.
 PyObject* get_attribute(PyObject* self, PyObject* name) {
   PyObject* const function = as_method(self)->function;
-  if (PyUnicode_CompareWithASCIIString(name, "__wrapped__") == 0) {
+  if (PyUnicode_CompareWithASCIIString(name, "__func__") == 0) {
     return Py_NewRef(function);
   }
-  if (PyUnicode_CompareWithASCIIString(name, "__class__") == 0) {
-    return PyObject_GenericGetAttr(self, name);
+  for (const char* shared :
+       {"__name__", "__qualname__", "__module__", "__doc__", "__annotations__"}) {
+    if (PyUnicode_CompareWithASCIIString(name, shared) == 0) {
+      return PyObject_GetAttr(function, name);
+    }
   }
-  return PyObject_GetAttr(function, name);
+  return PyObject_GenericGetAttr(self, name);
 }
 
 PyObject* represent(PyObject* self) { return PyObject_Repr(as_method(self)->function); }
 
 int traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(as_method(self)->function);
+  Py_VISIT(as_method(self)->without_hooks);
   Py_VISIT(Py_TYPE(self));
   return 0;
 }
 
 int clear(PyObject* self) {
   Py_CLEAR(as_method(self)->function);
+  Py_CLEAR(as_method(self)->without_hooks);
   return 0;
 }
 
@@ -138,10 +145,8 @@ PyTypeObject* method_type() {
   return type;
 }
 
-}  // namespace
-
-py::object override_method(const py::function& function, const PyMethod& method, FindTarget find,
-                           ConvertResult convert) {
+py::object make_method(const py::function& function, const PyMethod& method, FindTarget find,
+                       ConvertResult convert, py::object without_hooks) {
   auto* const self = PyObject_GC_New(OverrideMethod, method_type());
   if (self == nullptr) {
     throw py::error_already_set();
@@ -151,8 +156,17 @@ py::object override_method(const py::function& function, const PyMethod& method,
   self->method = &method;
   self->find = find;
   self->convert = convert;
+  self->without_hooks = without_hooks.release().ptr();
   PyObject_GC_Track(self);
   return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(self));
+}
+
+}  // namespace
+
+py::object override_method(const py::function& function, const PyMethod& method, FindTarget find,
+                           ConvertResult convert) {
+  py::object plain = make_method(function, method, find, convert, py::object());
+  return make_method(function, method, find, convert, std::move(plain));
 }
 
 bool is_override_method(PyObject* attribute) { return Py_IS_TYPE(attribute, method_type()); }

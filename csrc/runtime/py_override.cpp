@@ -77,10 +77,35 @@ PyMethod::Found PyMethod::find(const py::handle& self) const {
     }
     keys_.swap(keys);
   }
+  PyTypeObject* const type = Py_TYPE(self.ptr());
+  Found found;
   for (PyObject* const key : keys_) {
-    PyObject* const attribute = _PyType_Lookup(Py_TYPE(self.ptr()), key);  // borrowed
-    if (attribute != nullptr && !is_native(attribute)) {
-      return {key, attribute};
+    PyObject* const attribute = _PyType_Lookup(type, key);  // borrowed
+    if (attribute == nullptr || is_native(attribute)) {
+      continue;
+    }
+    if (found.name != nullptr) {
+      return find_in_order(type);
+    }
+    found = {key, attribute};
+  }
+  return found;
+}
+
+// Of several, that of the most derived class, and there the one of the newest name.
+PyMethod::Found PyMethod::find_in_order(PyTypeObject* type) const {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(type->tp_mro); ++i) {
+    auto* const base = reinterpret_cast<PyTypeObject*>(PyTuple_GET_ITEM(type->tp_mro, i));
+    const auto attributes = py::reinterpret_steal<py::object>(
+        PyObject_GetAttrString(reinterpret_cast<PyObject*>(base), "__dict__"));
+    for (PyObject* const key : keys_) {
+      const auto attribute =
+          py::reinterpret_steal<py::object>(PyObject_GetItem(attributes.ptr(), key));
+      if (!attribute) {
+        PyErr_Clear();
+      } else if (!is_native(attribute.ptr())) {
+        return {key, attribute.ptr()};  // which the class keeps
+      }
     }
   }
   return {};

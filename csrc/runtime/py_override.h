@@ -36,6 +36,8 @@ class PyMethod {
   Found find(const pybind11::handle& self) const;
 
  private:
+  Found find_in_order(PyTypeObject* type) const;
+
   const std::vector<const char*> names_;
   mutable std::vector<PyObject*> keys_;  // interned, and never dropped
 };

@@ -176,28 +176,26 @@ Result PyProcessGroup::call(const PyMethod& method, const Base& base,
 template <typename Result, typename Base, typename... Arguments>
 Result PyProcessGroup::with_hooks(const PyMethod& method, const Base& base,
                                   const Arguments&... arguments) const {
-  return call<Result>(
-      method,
-      [&]() -> Result {
-        if (!hooked_ || detail::ActiveOverride::exists(this, method) || !interpreter_is_running()) {
-          return base();
-        }
-        py::gil_scoped_acquire gil;
-        try {
-          const auto self = python_object_of(*this);
-          const py::cpp_function function([&](const py::args&, const py::kwargs&) -> Result {
-            py::gil_scoped_release no_gil;
-            return base();
-          });
-          const detail::ActiveOverride active(this, method);
-          return Returned<Result>::from(
-              run_with_hooks(self, method, function, py::make_tuple(self, arguments...), {}),
-              {self, method});
-        } catch (py::error_already_set& error) {
-          std::rethrow_exception(persistent(error));
-        }
-      },
-      arguments...);
+  if (!hooked_ || detail::ActiveOverride::exists(this, method) || !interpreter_is_running()) {
+    return call<Result>(method, base, arguments...);
+  }
+  py::gil_scoped_acquire gil;
+  const auto self = python_object_of(*this);
+  const auto found = self ? method.find(self) : PyMethod::Found{};
+  if (found.name != nullptr && is_override_method(found.attribute)) {  // which has the hooks
+    return call<Result>(method, base, arguments...);
+  }
+  try {
+    const py::cpp_function function([&](const py::args&, const py::kwargs&) -> Result {
+      py::gil_scoped_release no_gil;
+      return call<Result>(method, base, arguments...);
+    });
+    return Returned<Result>::from(
+        run_with_hooks(self, method, function, py::make_tuple(self, arguments...), {}),
+        {self, method});
+  } catch (py::error_already_set& error) {
+    std::rethrow_exception(persistent(error));
+  }
 }
 
 template <typename Result, typename Base, typename... Arguments>

@@ -158,6 +158,8 @@ class HeldWork : public c10d::Work {
   const PyRef python_;
 };
 
+constexpr double kForever = 1e9;  // seconds
+
 // The class of a Work in Python, for errors.
 std::string class_name(const PyWork& work) {
   py::gil_scoped_acquire gil;
@@ -270,6 +272,7 @@ std::vector<at::Tensor> PyWork::result() {
     TORCH_CHECK_NOT_IMPLEMENTED(
         future, class_name(*this),
         ".result is not implemented: define result(self), or get_future(self)");
+    TORCH_CHECK(future->completed(), class_name(*this), ".result: the work has not completed");
     return tensors_in(future->value());
   });
 }
@@ -292,6 +295,8 @@ bool PyWork::wait(std::chrono::milliseconds timeout) {
             ".wait is not implemented: define wait(self, timeout), or get_future(self)");
         if (timeout != kNoTimeout) {
           wait_for_result(*future, "Work.wait", std::chrono::duration<double>(timeout).count());
+        } else {
+          wait_for(*future, kForever);  // which Ctrl-C ends
         }
         future->wait();
         if (const auto error = error_of(*future)) {
@@ -300,6 +305,12 @@ bool PyWork::wait(std::chrono::milliseconds timeout) {
         return true;
       },
       timeout);
+}
+
+void PyWork::mark_completed() {
+  if (!Work::isCompleted()) {
+    finish();
+  }
 }
 
 void PyWork::blockCurrentStream() {

@@ -22,6 +22,9 @@ class PyWork : public c10d::Work {
   // The names in Python of each virtual method, by its name in C++.
   static const std::map<std::string, const PyMethod*>& methods();
 
+  // What wait() has returned for, where there is no Future to tell.
+  void mark_completed();
+
   bool isCompleted() override;
   bool isSuccess() const override;
   std::exception_ptr exception() const override;

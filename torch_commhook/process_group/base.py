@@ -43,7 +43,7 @@ class ProcessGroup(_C.ProcessGroup):
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        take_over(cls, _C.process_group_methods(), called_by_cpp)
+        take_over(cls, ProcessGroup, _C.process_group_methods(), called_by_cpp)
 
     @property
     def _hooks(self) -> GroupHooks:

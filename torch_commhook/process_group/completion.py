@@ -15,7 +15,7 @@ from torch_commhook.process_group.work import WrapperWork
 #: Called with the time of completion, in seconds of ``_C.steady_seconds()``, and the error or None.
 Done = Callable[[float, BaseException | None], None]
 
-_POLL_SECONDS = 5e-4
+_POLL_SECONDS, _LONGEST_PAUSE = 5e-4, 2e-2
 _TIMERS = Timers("commhook-completion")
 
 
@@ -82,6 +82,10 @@ class _ObservedWork(WrapperWork):
         self._finish(None)
         return bool(result)
 
+    def synchronize(self) -> None:
+        self.work.synchronize()
+        self._finish(None)
+
     def is_completed(self) -> bool:
         completed = self.work.is_completed()
         if completed:
@@ -89,9 +93,10 @@ class _ObservedWork(WrapperWork):
         return bool(completed)
 
 
-def _watch(work: Any, done: Done) -> None:
+def _watch(work: Any, done: Done, pause: float = _POLL_SECONDS) -> None:
     if not _ask(work, done):
-        _TIMERS.call_at(_C.steady_seconds() + _POLL_SECONDS, lambda: _watch(work, done))
+        longer = min(1.1 * pause, _LONGEST_PAUSE)
+        _TIMERS.call_at(_C.steady_seconds() + pause, lambda: _watch(work, done, longer))
 
 
 def _ask(work: Any, done: Done) -> bool:

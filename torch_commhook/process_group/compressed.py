@@ -28,10 +28,11 @@ class CompressedProcessGroup(WrapperProcessGroup):
 
     All-reduce and reduce-scatter of floating tensors, with ``SUM`` or ``AVG``, send each value
     divided by the number of ranks (in float32) and rounded to ``codec``; the parent adds in that
-    dtype, and the result is scaled and cast back in one pass. Divided first, a sum of finite values
-    stays in range. All else passes as it is: other reductions and dtypes, small, sparse and
-    non-contiguous tensors. So ``fully_shard``, DTensor and DDP send compressed gradients without a
-    hook; so do sums that are no gradients, which ``min_numel`` should leave alone.
+    dtype, and the result is scaled and cast back in one pass. Divided first, the sum stays in range
+    where the mean does (float16: up to 65504). All else passes as it is: other reductions and
+    dtypes, small, sparse and non-contiguous tensors. So ``fully_shard``, DTensor and DDP send
+    compressed gradients without a hook; so do sums that are no gradients, which ``min_numel``
+    should leave alone.
 
     Args:
         parent: the process group that does the work.
@@ -84,8 +85,8 @@ class CompressedProcessGroup(WrapperProcessGroup):
         make_options = _OPTIONS[operation]
         tensors = 1 if operation.startswith("allreduce") else 2
         options = arguments[tensors] if len(arguments) > tensors else make_options()
-        if len(arguments) > tensors + 1 or not isinstance(options, make_options):
-            return None
+        if not tensors <= len(arguments) <= tensors + 1 or not isinstance(options, make_options):
+            return None  # for the parent to judge
         # Not by `in`, which would ask the members of another type whether they are equal.
         if options.reduceOp == dist.ReduceOp.AVG:
             factor = 1.0
@@ -98,6 +99,8 @@ class CompressedProcessGroup(WrapperProcessGroup):
         outputs, inputs = arguments[:2]
         if operation == "reduce_scatter_single":
             outputs, inputs = [outputs], [inputs]
+        elif not isinstance(outputs, (list, tuple)) or not isinstance(inputs, (list, tuple)):
+            return None
         return self._encode_reduce_scatter(operation, outputs, inputs, options, factor)
 
     def _encode_allreduce(
@@ -118,6 +121,8 @@ class CompressedProcessGroup(WrapperProcessGroup):
         self, operation: str, outputs: Any, inputs: Any, options: Any, factor: float
     ) -> tuple[tuple[str, tuple[Any, ...]], Callable[[], Any]] | None:
         in_lists = operation == "reduce_scatter"
+        if in_lists and not all(isinstance(some, (list, tuple)) for some in inputs):
+            return None
         flat = [each for some in inputs for each in some] if in_lists else inputs
         if not self._is_large(flat) or not self._is_large(outputs, at_least=0):
             return None

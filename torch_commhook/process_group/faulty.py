@@ -7,7 +7,7 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -88,13 +88,14 @@ class Corrupt(Fault):
     """One element is wrong: of what this rank gets, or of what it gives.
 
     Attributes:
-        value: what the element becomes.
-        index: of the element in the first tensor, in row-major order; None for a random one.
+        value: what the element becomes; None for NaN, and in tensors of integers for one more.
+        index: of the element in the first tensor, in row-major order; None for a random one. One
+            that the tensor does not have is an IndexError of the operation.
         of: ``"output"`` or ``"input"``. An input that the operation does not write is copied first,
             so that the caller's tensor stays as it is.
     """
 
-    value: float = math.nan
+    value: float | None = None
     index: int | None = None
     of: str = "output"
 
@@ -145,6 +146,11 @@ class FaultyProcessGroup(WrapperProcessGroup):
         super().__init__(parent)
         self.injected = []
         self._lock = threading.Lock()
+        if not isinstance(faults, Iterable):
+            raise TypeError(
+                f"{type(self).__name__}: faults must be a list of faults, got "
+                f"{_C.type_name(faults)}"
+            )
         self._rules = [_Rule(fault, parent.size()) for fault in faults]
         self._random = random.Random(f"{seed}/{parent.rank()}")
         self._op_id = 0
@@ -261,15 +267,29 @@ class FaultyProcessGroup(WrapperProcessGroup):
         return tuple(_replaced(value, tensor, copy) for value in arguments)
 
     def _corrupt(self, fault: Corrupt, tensor: Tensor) -> None:
+        if tensor.layout is torch.sparse_coo:
+            tensor = tensor._values()
         if not tensor.numel():
             return
+        if fault.index is not None and fault.index >= tensor.numel():
+            raise IndexError(
+                f"FaultyProcessGroup: Corrupt.index must be below {tensor.numel()}, got "
+                f"{fault.index}"
+            )
         index = self._random.randrange(tensor.numel()) if fault.index is None else fault.index
         place = []
         for size in reversed(tensor.shape):
             index, rest = divmod(index, size)
             place.append(rest)
+        where = tuple(reversed(place))
+        value: Any = fault.value
+        if value is None and tensor.dtype is torch.bool:
+            value = not tensor[where]
+        elif value is None:
+            is_inexact = tensor.is_floating_point() or tensor.is_complex()
+            value = math.nan if is_inexact else tensor[where] + 1
         with torch.no_grad():
-            tensor[tuple(reversed(place))] = fault.value
+            tensor[where] = value
 
 
 class _HangingWork(Work):
@@ -286,7 +306,7 @@ class _HangingWork(Work):
         self._timer = 0
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        left = self._until - _C.steady_seconds()
+        left = min(self._until - _C.steady_seconds(), threading.TIMEOUT_MAX)
         if timeout is not None and timeout > timedelta(0):
             left = min(left, timeout.total_seconds())
         self._ended.wait(max(left, 0.0))
@@ -305,7 +325,10 @@ class _HangingWork(Work):
         with self._lock:
             if self._future is None:
                 self._future = torch.futures.Future()
-                self._timer = _TIMERS.call_at(self._until, self._fail)
+                if self._ended.is_set():
+                    self._fail()
+                else:
+                    self._timer = _TIMERS.call_at(self._until, self._fail)
             return self._future
 
     def abort(self) -> None:
@@ -313,17 +336,18 @@ class _HangingWork(Work):
 
     def end(self, how: str) -> None:
         """Fail now."""
-        if self.is_completed():
-            return
-        self._how = how
-        self._ended.set()
-        if self._future is not None:
-            _TIMERS.cancel(self._timer)
-            self._fail()
+        with self._lock:
+            if self.is_completed():
+                return
+            self._how = how
+            self._ended.set()
+            if self._future is not None:
+                _TIMERS.cancel(self._timer)
+                self._fail()
 
     def _fail(self) -> None:
-        assert self._future is not None
-        self._future.set_exception(self._error())
+        if self._future is not None and not self._future.done():
+            self._future.set_exception(self._error())
 
     def _error(self) -> Exception:
         if self._how:
@@ -379,6 +403,27 @@ def _check(fault: Any, world_size: int) -> None:
             "FaultyProcessGroup: faults must be Delay, Fail, Hang, Corrupt or Drop, got "
             f"{_C.type_name(fault)}"
         )
+    for name in ("skip", "count"):
+        value = getattr(fault, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise TypeError(f"{what}.{name} must be an int, got {_C.type_name(value)}")
+    for name in ("probability", "seconds"):
+        value = getattr(fault, name, None)
+        optional = name == "seconds" and not isinstance(fault, Delay)
+        if hasattr(fault, name) and not (value is None and optional):
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{what}.{name} must be a number, got {_C.type_name(value)}")
+    for name, kind in (("operations", str), ("ranks", int)):
+        value = getattr(fault, name)
+        values = [value] if isinstance(value, kind) else value
+        if values is not None and (
+            isinstance(values, str)
+            or not isinstance(values, Iterable)
+            or not all(isinstance(each, kind) for each in values)
+        ):
+            raise TypeError(
+                f"{what}.{name} must be of {kind.__name__}, one or several, got {value!r}"
+            )
     unknown = sorted((_names(fault.operations) or set()) - OPERATIONS)
     if unknown:
         raise ValueError(
@@ -395,8 +440,13 @@ def _check(fault: Any, world_size: int) -> None:
     if not 0 <= fault.probability <= 1:
         raise ValueError(f"{what}.probability must be between 0 and 1, got {fault.probability}")
     seconds = getattr(fault, "seconds", None)
-    if seconds is not None and not 0 <= seconds < math.inf:
-        raise ValueError(f"{what}.seconds must be at least 0, got {seconds}")
+    if seconds is not None and not 0 <= seconds <= threading.TIMEOUT_MAX:
+        raise ValueError(
+            f"{what}.seconds must be between 0 and {threading.TIMEOUT_MAX:.0f}, got {seconds}"
+        )
+    index = getattr(fault, "index", None)
+    if index is not None and (not isinstance(index, int) or index < 0):
+        raise ValueError(f"{what}.index must be an int of at least 0 or None, got {index!r}")
     if isinstance(fault, Corrupt) and fault.of not in ("input", "output"):
         raise ValueError(f"{what}.of must be 'input' or 'output', got {fault.of!r}")
     if isinstance(fault, Fail) and not (

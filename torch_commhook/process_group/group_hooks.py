@@ -8,7 +8,9 @@ backends; here for every ``torch_commhook.ProcessGroup``, however it is called.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 
 from torch_commhook import _C
+from torch_commhook._dynamo import left_to_python
 from torch_commhook.process_group.completion import on_completion
 from torch_commhook.process_group.operations import Call, describe
 
@@ -149,6 +152,8 @@ def run_with_hooks(
 ) -> Any:
     """Call a method of a group with the group's hooks around it; called by C++."""
     hooks: GroupHooks = group._hooks
+    if hooks in _local.running:  # what a hook itself calls is not told to hooks
+        return method(*arguments, **keywords)
     if operation == "abort":
         for hook in hooks.of("abort"):
             try:
@@ -163,8 +168,9 @@ def run_with_hooks(
     before = PreHookArgs(
         call.name, call.async_op, call.inputs, call.outputs, call.root, op_id, operation
     )
-    for hook in hooks.of("pre"):
-        hook(before)
+    with _running(hooks):
+        for hook in hooks.of("pre"):
+            hook(before)
     completed = _Completed(hooks, call, op_id) if hooks.of("completion") else None
     try:
         work = method(*arguments, **keywords)
@@ -179,9 +185,29 @@ def run_with_hooks(
             completed.key = _C.completion_key(for_hooks)
         work = on_completion(work, [*call.inputs, *call.outputs], completed)
     after = PostHookArgs(call.name, call.async_op, for_hooks, op_id, operation)
-    for hook in hooks.of("post"):
-        hook(after)
+    with _running(hooks):
+        for hook in hooks.of("post"):
+            hook(after)
     return work
+
+
+class _Local(threading.local):
+    """Whose hooks this thread is running."""
+
+    def __init__(self) -> None:
+        self.running: list[GroupHooks] = []
+
+
+_local = _Local()
+
+
+@contextmanager
+def _running(hooks: GroupHooks) -> Iterator[None]:
+    _local.running.append(hooks)
+    try:
+        yield
+    finally:
+        _local.running.pop()
 
 
 class _Completed:
@@ -210,11 +236,12 @@ class _Completed:
             end,
             error,
         )
-        for hook in self._hooks.of("completion"):
-            try:
-                hook(args)
-            except Exception as error:
-                _C.report_unraisable(error, hook)
+        with _running(self._hooks):
+            for hook in self._hooks.of("completion"):
+                try:
+                    hook(args)
+                except Exception as raised:
+                    _C.report_unraisable(raised, hook)
 
 
-_C.set_run_with_hooks(run_with_hooks)
+_C.set_run_with_hooks(left_to_python(run_with_hooks))

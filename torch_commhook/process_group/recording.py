@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ class Record:
     end: float | None = None
     blocked: float = 0.0
     error: BaseException | None = None
+    _counters: Counters | None = field(default=None, repr=False, compare=False)
 
     @property
     def duration(self) -> float | None:
@@ -199,6 +200,7 @@ class RecordingProcessGroup(WrapperProcessGroup):
             if len(self._records) >= 2 * self._limit:
                 del self._records[: -self._limit]
             counters = self._counters.setdefault(call.operation, Counters())
+            record._counters = counters
             counters.calls += 1
             counters.nbytes += record.nbytes
             counters.bytes_sent += sent
@@ -207,7 +209,7 @@ class RecordingProcessGroup(WrapperProcessGroup):
     def _finish(self, record: Record, end: float, error: BaseException | None) -> None:
         with self._lock:
             record.end, record.error = end, error
-            counters = self._counters.get(record.operation)
+            counters = record._counters
             if counters is not None:
                 counters.completed += 1
                 counters.errors += error is not None
@@ -216,7 +218,7 @@ class RecordingProcessGroup(WrapperProcessGroup):
     def _add_blocked(self, record: Record, seconds: float) -> None:
         with self._lock:
             record.blocked += seconds
-            counters = self._counters.get(record.operation)
+            counters = record._counters
             if counters is not None:
                 counters.blocked += seconds
 

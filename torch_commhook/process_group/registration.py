@@ -41,6 +41,8 @@ def register(
     """
     if not isinstance(name, str):
         raise TypeError(f"register: name must be a str, got {_C.type_name(name)}")
+    if not name:
+        raise ValueError("register: name must have at least one character, got ''")
     if isinstance(group, dist.ProcessGroup):
         _register_group(group, name, ranks)
     elif callable(group):
@@ -52,7 +54,7 @@ def register(
 
 
 def _register_backend(make: Callable[..., Any], name: str, devices: str | Sequence[str]) -> None:
-    if not name.isidentifier() or name != name.lower():
+    if not name.isidentifier() or not name.isascii() or name != name.lower():
         raise ValueError(
             "register: name must be of lower-case letters, digits and underscores for a backend, "
             f"got {name!r}"
@@ -88,6 +90,10 @@ def _register_group(group: dist.ProcessGroup, name: str, ranks: Sequence[int] | 
             "torch.distributed.destroy_process_group(group) forgets it"
         )
     ranks = range(group.size()) if ranks is None else ranks
+    if not isinstance(ranks, Sequence) or any(not isinstance(rank, int) for rank in ranks):
+        raise TypeError(f"register: ranks must be a list of ints or None, got {ranks!r}")
+    if any(rank < 0 for rank in ranks):
+        raise ValueError(f"register: ranks must be at least 0, got {list(ranks)}")
     if len(ranks) != group.size() or len(set(ranks)) != len(ranks):
         raise ValueError(
             f"register: ranks must be {group.size()} different ones, got {list(ranks)}"

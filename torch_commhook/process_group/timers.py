@@ -5,10 +5,14 @@ from __future__ import annotations
 import atexit
 import heapq
 import itertools
+import os
 import threading
 from collections.abc import Callable
 
 from torch_commhook import _C
+
+#: In seconds. Python's own limit is far beyond, and an error.
+_LONGEST_WAIT = 3600.0
 
 
 class Timers:
@@ -19,13 +23,18 @@ class Timers:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._changed = threading.Condition()
-        self._pending: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
-        self._thread: threading.Thread | None = None
-        self._is_closed = False
+        self._start_anew()
+        if hasattr(os, "register_at_fork"):  # the thread is not in the child, its lock may be
+            os.register_at_fork(after_in_child=self._start_anew)
         # A thread that is in C++ when the interpreter ends, and then asks for the GIL, aborts.
         atexit.register(self._close)
+
+    def _start_anew(self) -> None:
+        self._changed = threading.Condition()
+        self._pending: list[tuple[float, int, Callable[[], object]]] = []
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
 
     def call_at(self, when: float, function: Callable[[], object]) -> int:
         """Have ``function()`` called; returns what :meth:`cancel` takes."""
@@ -64,7 +73,7 @@ class Timers:
                     wait = self._pending[0][0] - _C.steady_seconds()
                     if wait <= 0:
                         break
-                    self._changed.wait(wait)
+                    self._changed.wait(min(wait, _LONGEST_WAIT))
                 if not self._pending:
                     self._thread = None
                     return

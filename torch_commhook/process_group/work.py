@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import types
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,21 +15,75 @@ import torch.distributed as dist
 from torch_commhook import _C
 from torch_commhook._dynamo import left_to_python
 
+#: What C++ passes where no timeout is given.
+_NO_TIMEOUT = timedelta(0)
+
 
 def take_over(
-    cls: type, methods: Mapping[str, list[str]], make: Callable[[types.FunctionType, str], Any]
+    cls: type,
+    base: type,
+    methods: Mapping[str, list[str]],
+    make: Callable[[types.FunctionType, str], Any],
 ) -> None:
-    """Have Python's own calls of what a class defines for C++ pass where those of C++ do."""
+    """Have Python's own calls of what a class defines for C++ pass where those of C++ do.
+
+    Args:
+        cls: the class, with what it has from classes that do not derive from ``base``.
+        base: ours.
+        methods: the names of each method, the newest first.
+        make: what the class has for a function under a name.
+    """
     for names in methods.values():
-        for name in names:
-            function = cls.__dict__.get(name)
-            if isinstance(function, types.FunctionType):
-                setattr(cls, name, make(function, name))
+        own: Any = None
+        for name in reversed(names):
+            holder = next((each for each in cls.__mro__ if name in vars(each)), None)
+            if holder is None or (holder is not cls and issubclass(holder, base)):
+                continue
+            if isinstance(vars(holder)[name], types.FunctionType):
+                own = make(vars(holder)[name], name)
+                setattr(cls, name, own)
+        # An older name in a class takes the place of the newest one in those before it.
+        if own is not None and names[0] not in vars(cls) and _is_python(cls, names[0]):
+            setattr(cls, names[0], own)
+
+
+def _is_python(cls: type, name: str) -> bool:
+    kind = type(getattr(cls, name, None))
+    return kind is types.FunctionType or kind.__name__ == "OverrideMethod"
+
+
+def have_all_names(cls: type, names: list[str], method: Any) -> None:
+    """Let a class have a method under all its names, whichever a caller or super() uses."""
+    for name in names:
+        if name not in vars(cls):
+            setattr(cls, name, method)
 
 
 def called_by_cpp(function: types.FunctionType, name: str) -> Any:
     """What a class of works has for a method of that name, which C++ calls too."""
-    return _C.work_method(left_to_python(function), name)
+    method = _C.work_method(left_to_python(function), name)
+
+    # A function, since Dynamo forgets `self` of others.
+    if name != "wait":
+
+        @functools.wraps(function)
+        def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+            return method(self, *arguments, **keywords)
+
+        return call
+    code = function.__code__
+    needs_timeout = code.co_argcount - len(function.__defaults__ or ()) > 1
+
+    @functools.wraps(function)
+    def wait(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        if needs_timeout and not arguments and not keywords:
+            arguments = (_NO_TIMEOUT,)
+        result = method(self, *arguments, **keywords)
+        if result is True and isinstance(self, _C.Work):
+            self._mark_completed()
+        return result
+
+    return wait
 
 
 class Work(_C.Work):
@@ -43,7 +99,7 @@ class Work(_C.Work):
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        take_over(cls, _C.work_methods(), called_by_cpp)
+        take_over(cls, Work, _C.work_methods(), called_by_cpp)
 
 
 class WrapperWork(Work):
@@ -80,7 +136,8 @@ def _delegate_all() -> None:
         if names[0] in vars(WrapperWork):
             continue
         if any(hasattr(work, name) for work in (dist.Work, _C.Work) for name in names):
-            setattr(WrapperWork, names[0], called_by_cpp(_delegate(names), names[0]))
+            method = called_by_cpp(_delegate(names), names[0])
+            have_all_names(WrapperWork, names, method)
 
 
 _delegate_all()

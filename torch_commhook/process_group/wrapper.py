@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch_commhook import _C
 from torch_commhook.process_group.base import ProcessGroup, called_by_cpp
 from torch_commhook.process_group.operations import by_position
+from torch_commhook.process_group.work import have_all_names
 
 #: Methods that communicate, by their newest name. All return a Work but monitored_barrier.
 COLLECTIVES = (
@@ -43,7 +45,10 @@ _OTHERS = (
     "_set_sequence_number_for_group",
     "abort",
     "add_ephemeral_timeout",
+    "get_reconfigure_handle",
     "merge_remote_group",
+    "new_window",
+    "reconfigure",
     "set_timeout",
     "shutdown",
     "split_group",
@@ -86,10 +91,11 @@ class WrapperProcessGroup(ProcessGroup):
         super().__init__(parent.rank(), parent.size())
         self.parent = parent
 
-    def __del__(self) -> None:
+    def __del__(self, drop: Callable[..., None] = _C.drop_on_main_thread) -> None:
         # Where a backend's own thread drops the last reference, as after a callback of a Future,
-        # the backend must not end there: it would wait for that thread.
-        _C.drop_on_main_thread(self, "parent")
+        # the backend must not end there: it would wait for that thread. As an argument, since this
+        # module may have ended before the group does.
+        drop(self, "parent")
 
     def change_arguments(self, operation: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """What the parent is called with: tensors, ranks and options, in their order.
@@ -114,6 +120,14 @@ class WrapperProcessGroup(ProcessGroup):
 
     def _get_backend(self, device: Any) -> Any:
         return self.parent._get_backend(device)
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        return bool(getattr(self.parent, "supports_reconfigure", False))
+
+    @property
+    def supports_window(self) -> bool:
+        return bool(getattr(self.parent, "supports_window", False))
 
     @property
     def _device_types(self) -> Any:
@@ -151,9 +165,7 @@ def _other(name: str) -> Any:
     return method
 
 
-for _name in COLLECTIVES:
-    if _name in _BINDINGS:
-        setattr(WrapperProcessGroup, _name, called_by_cpp(_collective(_name), _name))
-for _name in _OTHERS:
-    if _name in _BINDINGS:
-        setattr(WrapperProcessGroup, _name, called_by_cpp(_other(_name), _name))
+for _names in _C.process_group_methods().values():
+    if _names[0] in _BINDINGS and _names[0] in (*COLLECTIVES, *_OTHERS):
+        _make = _collective if _names[0] in COLLECTIVES else _other
+        have_all_names(WrapperProcessGroup, _names, called_by_cpp(_make(_names[0]), _names[0]))
