@@ -359,6 +359,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"tensors\[1\] must reach each of its elements once, got sizes \[3\] with strides \[0\]; "
         r"pass tensor.contiguous\(\)",
     ),
+    "nested": (
+        {"tensors": [X, torch.nested.nested_tensor([X, X[:2]])]},
+        TypeError,
+        r"tensors\[1\] must be a dense tensor, got a nested one",
+    ),
     "overlapping": (
         {"tensors": [torch.ones(1), X[:3], X[2:]]},
         ValueError,

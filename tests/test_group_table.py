@@ -369,6 +369,12 @@ FUNCTIONAL: dict[str, Callable[[Tensor, str], Tensor]] = {
     "coalesced": lambda x, name: torch.cat(
         functional.all_reduce_coalesced([x, x + 1], "max", name)
     ),
+    "gathered coalesced": lambda x, name: torch.cat(
+        functional.all_gather_into_tensor_coalesced([x, x + 1], name)
+    ),
+    "scattered coalesced": lambda x, name: torch.cat(
+        functional.reduce_scatter_tensor_coalesced([x, x + 1], "sum", [0, 0], name)
+    ),
 }
 
 

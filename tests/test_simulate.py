@@ -228,6 +228,8 @@ def test_what_a_hook_raises() -> None:
             r"got \['torch.float32 \[2\]'\] on rank 0 and \['torch.float32 \[3\]'\] on rank 1",
         ),
         ((hooks.allreduce(), gradients(1)), {"steps": 0}, ValueError, "steps must be a positive"),
+        ((hooks.allreduce(), gradients(1)), {"timeout": 0}, ValueError, "timeout must be a pos"),
+        ((hooks.allreduce(), [[torch.ones(1).int()]]), {}, TypeError, "got torch.int32"),
         (
             (hooks.allreduce(), gradients(1)),
             {"state": (i for i in ())},

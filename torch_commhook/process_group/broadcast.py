@@ -79,6 +79,10 @@ def _checked_list(tensors: Iterable[Tensor]) -> list[Tensor]:
             raise TypeError(
                 f"{_NAME}: tensors[{i}] must be a tensor, got {type(tensor).__qualname__}"
             )
+        if tensor.is_nested:
+            raise TypeError(
+                f"{_NAME}: tensors[{i}] must be a dense tensor, got a nested one; pass its values()"
+            )
     return list({_identity(tensor): tensor for tensor in tensors}.values())
 
 

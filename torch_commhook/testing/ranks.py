@@ -123,6 +123,11 @@ def _check_arguments(fn: object, world_size: object, seed: object, timeout: obje
             raise TypeError(f"run_ranks: {name} must be an int, got {type_name(value)}")
     if world_size < 1:  # type: ignore[operator]
         raise ValueError(f"run_ranks: world_size must be at least 1, got {world_size}")
+    check_timeout("run_ranks", timeout)
+
+
+def check_timeout(function: str, timeout: object) -> None:
+    """That it is a number of seconds."""
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     if not number or not timeout > 0:  # type: ignore[operator]
-        raise ValueError(f"run_ranks: timeout must be a positive number of s, got {timeout!r}")
+        raise ValueError(f"{function}: timeout must be a positive number of s, got {timeout!r}")

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_commhook._C import type_name
 from torch_commhook._runtime import check_hook, hook_name, parse_hook_result, run_hook
 from torch_commhook.bucket import GradBucket
-from torch_commhook.testing.ranks import run_with_links
+from torch_commhook.testing.ranks import check_timeout, run_with_links
 
 Gradients = Sequence[Sequence[Tensor]]
 
@@ -65,6 +65,7 @@ def simulate(
     steps: int = 1,
     state: object = None,
     seed: int = 0,
+    timeout: float = 60.0,
 ) -> Simulation:
     """Run a hook on the gradients of several ranks, without processes.
 
@@ -79,6 +80,7 @@ def simulate(
         steps: how often the hook is called on them, for hooks that remember something.
         state: passed to the hook as its first argument.
         seed: of the order in which ranks run; see :func:`torch_commhook.testing.run_ranks`.
+        timeout: seconds that a rank may run without coming to a collective.
 
     Returns:
         The last step's gradients, traffic and error.
@@ -92,6 +94,7 @@ def simulate(
     gradients = _checked(grads_per_rank)
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise ValueError(f"simulate: steps must be a positive int, got {steps!r}")
+    check_timeout("simulate", timeout)
     sent_before = [0] * len(gradients)
 
     def run_rank(rank: int, links: Any) -> list[Tensor]:
@@ -104,7 +107,7 @@ def simulate(
             results = _one_step(own_hook, own_state, parameters, gradients[rank])
         return results
 
-    results, links = run_with_links(run_rank, len(gradients), seed)
+    results, links = run_with_links(run_rank, len(gradients), seed, timeout)
     sent = [_bytes_sent(links, rank) - before for rank, before in enumerate(sent_before)]
     return Simulation(results, sent, _error(results, gradients))
 
@@ -168,6 +171,11 @@ def _checked(grads_per_rank: Gradients) -> list[list[Tensor]]:
             if not isinstance(gradient, Tensor):
                 raise TypeError(
                     f"simulate: grads_per_rank must hold tensors, got {type_name(gradient)}"
+                )
+            if not gradient.is_floating_point() and not gradient.is_complex():
+                raise TypeError(
+                    "simulate: grads_per_rank must hold tensors of a floating or complex dtype, "
+                    f"got {gradient.dtype}"
                 )
         kinds.append([f"{g.dtype} {list(g.shape)}" for g in gradients])
     for rank, kind in enumerate(kinds):

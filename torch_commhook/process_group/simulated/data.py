@@ -88,7 +88,7 @@ def reduce_tensors(tensors: Sequence[Tensor], reduction: Reduction, ranks: int) 
         tensors = [tensor * reduction.factor for tensor in tensors]
     total = tensors[0].clone()
     for tensor in tensors[1:]:
-        total = function(total, tensor.to(first.device).view(total.shape))
+        total = function(total, tensor.to(first.device).reshape(total.shape))
     if reduction.name == "AVG":
         exact = total.is_floating_point() or total.is_complex()
         total = torch.div(total, ranks, rounding_mode=None if exact else "trunc")
@@ -109,7 +109,7 @@ def write(output: Tensor, value: Tensor) -> None:
         with torch.no_grad():
             output.copy_(value)
     else:
-        output.data.copy_(value.view(output.shape))
+        output.data.copy_(value.reshape(output.shape))
 
 
 # ---- each collective: the calls of all ranks, in their order, to what each gets ------------------
