@@ -198,13 +198,14 @@ def bench_python_groups(measuring: Measuring) -> None:
         for name, group in made.items():
             register(group, f"bench {name}")
         found = []
-        for way in ("from C++", "in Python"):
+        ways: dict[str, Callable[[Any], Callable[[], object]]] = {
+            "from C++": lambda group: functional_all_reduce(x, group.group_name),
+            "dist.all_reduce": lambda group: lambda: dist.all_reduce(x, group=group),
+            "its method": lambda group: lambda: group.allreduce([x], OPTIONS).wait(),
+        }
+        for way, make in ways.items():
             for name, group in made.items():
-                call = (
-                    functional_all_reduce(x, group.group_name)
-                    if way == "from C++"
-                    else lambda group=group: group.allreduce([x], OPTIONS).wait()
-                )
+                call = make(group)
                 against = None if name == "PyTorch" else Against(f"PyTorch, {way}", at_most=1.0)
                 found.append(Job(f"{name}, {way}", call, against=against))
         return found

@@ -25,7 +25,9 @@ T* cpp_object(PyObject* object) {
   if (!PyObject_TypeCheck(object, type->type)) {
     return nullptr;
   }
-  auto holder = reinterpret_cast<pybind11::detail::instance*>(object)->get_value_and_holder(type);
+  auto* const instance = reinterpret_cast<pybind11::detail::instance*>(object);
+  // With one class of C++ among its bases it has one place, which needs no search.
+  auto holder = instance->get_value_and_holder(instance->simple_layout ? nullptr : type);
   return holder.holder_constructed() ? static_cast<T*>(holder.value_ptr()) : nullptr;
 }
 
