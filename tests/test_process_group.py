@@ -162,9 +162,9 @@ def test_an_old_name_in_a_derived_class() -> None:
     calls = []
 
     class Derived(WrapperProcessGroup):
-        def _allgather_base(self, output: Any, input: Any, opts: Any = None) -> Any:
+        def _allgather_base(self, output: Any, input: Any, *opts: Any) -> Any:
             calls.append("derived")
-            return super()._allgather_base(output, input, opts)
+            return super()._allgather_base(output, input, *opts)
 
     class Parent(ProcessGroup):
         def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
