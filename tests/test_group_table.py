@@ -436,6 +436,8 @@ def _gathered(x: Tensor, group: Any) -> Tensor:
 @pytest.mark.parametrize("function", [_async, _barrier, _root, _gathered])
 @pytest.mark.parametrize("kind", AROUND)
 def test_functions_in_compiled_code(kind: str, function: Callable[..., Tensor]) -> None:
+    if function is _root and torch.__version__.startswith("2.11."):
+        pytest.skip("this torch's compiler knows ranks of no group whose class is in Python")
     group = AROUND[kind](dist.group.WORLD)
     register(group, f"compiled {kind}")
     try:
