@@ -15,8 +15,8 @@ from rank_pool import RankPool
 from torch import Tensor
 
 from torch_commhook.process_group import SimulatedProcessGroup
+from torch_commhook.process_group.operations import COLLECTIVES
 from torch_commhook.process_group.simulated import SimulatedProcessGroup as Group
-from torch_commhook.process_group.wrapper import COLLECTIVES
 from torch_commhook.testing import run_ranks
 
 ALL = {**CASES, **REDUCTIONS}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any, TypeVar
 
 from torch._C._dynamo.eval_frame import (
@@ -29,15 +28,3 @@ def left_to_python(function: _Function, *, with_callees: bool = True) -> _Functi
     strategy = _FrameExecStrategy(_FrameAction.SKIP, callees)
     set_code_exec_strategy(function.__code__, strategy)
     return function
-
-
-_Class = TypeVar("_Class", bound=type)
-
-
-def methods_left_to_python(cls: _Class) -> _Class:
-    """:func:`left_to_python` for each method that a class defines."""
-    for method in vars(cls).values():
-        function = getattr(method, "__func__", method)  # of what C++ calls
-        if isinstance(function, FunctionType):
-            left_to_python(function)
-    return cls

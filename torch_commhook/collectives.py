@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook import _C
-from torch_commhook.metrics import note_collective, ring_all_reduce_bytes
+from torch_commhook.metrics import note_collective, ring_all_reduce_bytes, tensor_bytes
 
 
 class TracedFuture:
@@ -110,7 +110,7 @@ def all_reduce(tensor: Tensor, *, group: Any = None) -> torch.futures.Future[Ten
     _check_tensor("all_reduce", tensor, sparse=True)
     group = resolve_group(group)
     world_size = group.size()
-    note_collective(ring_all_reduce_bytes(_payload_bytes(tensor), world_size))
+    note_collective(ring_all_reduce_bytes(tensor_bytes(tensor), world_size))
     if torch.compiler.is_compiling():
         if world_size == 1:
             return TracedFuture(lambda: tensor)  # type: ignore[return-value]
@@ -140,7 +140,7 @@ def all_gather(tensor: Tensor, *, group: Any = None) -> torch.futures.Future[Ten
     _check_tensor("all_gather", tensor)
     group = resolve_group(group)
     world_size = group.size()
-    note_collective(_payload_bytes(tensor) * (world_size - 1))
+    note_collective(tensor_bytes(tensor) * (world_size - 1))
     shape = (world_size, *tensor.shape)
     flat = tensor.reshape(-1)
     if torch.compiler.is_compiling():
@@ -195,7 +195,7 @@ def all_to_all(
         gets = _equal_shares("all_to_all", tensor, world_size, "or output_split_sizes, ")
     else:
         gets = _checked_sizes("output_split_sizes", output_split_sizes, world_size)
-    row_bytes = _payload_bytes(tensor) // max(tensor.shape[0], 1)
+    row_bytes = tensor_bytes(tensor) // max(tensor.shape[0], 1)
     note_collective(row_bytes * (tensor.shape[0] - sends[group.rank()]))
     if torch.compiler.is_compiling():
         functional = torch.ops._c10d_functional
@@ -229,7 +229,7 @@ def reduce_scatter(tensor: Tensor, *, group: Any = None) -> torch.futures.Future
     group = resolve_group(group)
     world_size = group.size()
     rows = _equal_shares("reduce_scatter", tensor, world_size)[0]
-    note_collective(_payload_bytes(tensor) // world_size * (world_size - 1))
+    note_collective(tensor_bytes(tensor) // world_size * (world_size - 1))
     if torch.compiler.is_compiling():
         return _traced(  # type: ignore[return-value]
             torch.ops._c10d_functional.reduce_scatter_tensor(
@@ -279,7 +279,7 @@ def broadcast(tensor: Tensor, *, src: int = 0, group: Any = None) -> torch.futur
     if not 0 <= src < world_size:
         raise ValueError(f"broadcast: src must be a rank below {world_size}, got {src}")
     # Each rank but one has to be sent it, by whom is the backend's choice: an equal share each.
-    note_collective(round(_payload_bytes(tensor) * (world_size - 1) / world_size))
+    note_collective(round(tensor_bytes(tensor) * (world_size - 1) / world_size))
     if torch.compiler.is_compiling():
         functional = torch.ops._c10d_functional
         return _traced_real(  # type: ignore[return-value]
@@ -385,10 +385,3 @@ def _checked_sizes(name: str, given: Sequence[int], world_size: int) -> list[int
             f"got {sizes}"
         )
     return sizes
-
-
-def _payload_bytes(tensor: Tensor) -> int:
-    if tensor.layout is torch.sparse_coo:
-        parts = (tensor._indices(), tensor._values())
-        return sum(part.numel() * part.element_size() for part in parts)
-    return tensor.numel() * tensor.element_size()

@@ -21,6 +21,13 @@ def ring_all_reduce_bytes(payload_bytes: int, world_size: int) -> int:
     return round(2 * payload_bytes * (world_size - 1) / world_size)
 
 
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's elements; of a sparse one's indices and values."""
+    if tensor.layout is torch.sparse_coo:
+        return sum(tensor_bytes(part) for part in (tensor._indices(), tensor._values()))
+    return tensor.numel() * tensor.element_size()
+
+
 @dataclass
 class BucketStats:
     """One bucket's traffic. Byte counts are None where nobody counts: the hook goes past the

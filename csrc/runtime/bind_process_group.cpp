@@ -81,17 +81,18 @@ uint64_t completion_key(const py::object& work) {
 #endif
 }
 
-// A Work's answer to C++. PyTorch has no binding of some, or not in all versions.
+py::object work_exception(const py::object& work) {
+  const auto error = held_work(work.cast<c10::intrusive_ptr<c10d::Work>>(), work)->exception();
+  return error ? python_exception(error) : py::none();
+}
+
+// A Work's answer to C++, for tests: PyTorch has no binding of some.
 py::object ask_work(const py::object& work, const std::string& name) {
   const auto held = held_work(work.cast<c10::intrusive_ptr<c10d::Work>>(), work);
   const std::map<std::string, std::function<py::object()>> questions{
       {"is_completed", [&] { return py::cast(held->isCompleted()); }},
       {"is_success", [&] { return py::cast(held->isSuccess()); }},
-      {"exception",
-       [&]() -> py::object {
-         const auto error = held->exception();
-         return error ? python_exception(error) : py::none();
-       }},
+      {"exception", [&] { return work_exception(work); }},
       {"source_rank", [&] { return py::cast(held->sourceRank()); }},
       {"result", [&] { return py::cast(held->result()); }},
       {"synchronize", [&] { return held->synchronize(), py::none(); }},
@@ -215,6 +216,8 @@ void bind_process_group(py::module_& m) {
   m.def("completion_key", &completion_key, py::arg("work"),
         "What c10d knows a Work by when it has completed.");
   m.def("as_work", &as_work, py::arg("value"), "The Work of a Future; anything else as it is.");
+  m.def("work_exception", &work_exception, py::arg("work"),
+        "What a Work has failed with, or None. PyTorch's binding cannot convert it up to 2.12.");
   m.def("ask_work", &ask_work, py::arg("work"), py::arg("name"));
   // What C++ does with a Work in Python: for tests, which have no other way to a holder.
   m.def(

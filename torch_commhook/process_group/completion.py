@@ -27,16 +27,13 @@ def on_completion(work: Any, tensors: Sequence[Tensor], done: Done) -> Any:
     there is something to ask. A Work without a Future tells when it is waited for.
 
     Args:
-        work: a Work or a Future; anything else has completed when it is returned.
+        work: a Work; anything else has completed when it is returned.
         tensors: what it reads and writes.
         done: called once; what it raises goes to ``sys.unraisablehook``.
 
     Returns:
         The Work to return in its place.
     """
-    if isinstance(work, torch.futures.Future):
-        _C.on_completion(work, done)
-        return work
     if not isinstance(work, torch.distributed.Work):
         done(_C.steady_seconds(), None)
         return work
@@ -60,7 +57,7 @@ def error_of(work: Any) -> BaseException | None:
     """What a completed Work has failed with."""
     if work.is_success():
         return None
-    return _C.ask_work(work, "exception") or RuntimeError("the work has failed")
+    return _C.work_exception(work) or RuntimeError("the work has failed")
 
 
 class _ObservedWork(WrapperWork):

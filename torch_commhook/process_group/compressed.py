@@ -115,7 +115,7 @@ class CompressedProcessGroup(WrapperProcessGroup):
                 unflatten_into(wire, tensors, scale=factor)
             return list(tensors)
 
-        return (operation, ([wire], _as_sum(options, type(options)))), write_back
+        return (operation, ([wire], _as_sum(options))), write_back
 
     def _encode_reduce_scatter(
         self, operation: str, outputs: Any, inputs: Any, options: Any, factor: float
@@ -145,7 +145,7 @@ class CompressedProcessGroup(WrapperProcessGroup):
                     unflatten_into(result, [output], scale=factor)
             return list(outputs)
 
-        new_options = _as_sum(options, type(options))
+        new_options = _as_sum(options)
         if operation == "reduce_scatter_single":
             return (operation, (results[0], sent[0], new_options)), write_back
         return (operation, (results, sent, new_options)), write_back
@@ -170,9 +170,9 @@ class CompressedProcessGroup(WrapperProcessGroup):
         return sum(tensor.numel() for tensor in tensors) >= at_least
 
 
-def _as_sum(options: Any, make: Callable[[], Any]) -> Any:
+def _as_sum(options: Any) -> Any:
     """The same options for a sum."""
-    changed = make()
+    changed = type(options)()
     for name in ("timeout", "asyncOp"):
         if hasattr(options, name):
             setattr(changed, name, getattr(options, name))

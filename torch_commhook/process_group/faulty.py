@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -277,11 +278,7 @@ class FaultyProcessGroup(WrapperProcessGroup):
                 f"{fault.index}"
             )
         index = self._random.randrange(tensor.numel()) if fault.index is None else fault.index
-        place = []
-        for size in reversed(tensor.shape):
-            index, rest = divmod(index, size)
-            place.append(rest)
-        where = tuple(reversed(place))
+        where = np.unravel_index(index, tensor.shape)
         value: Any = fault.value
         if value is None and tensor.dtype is torch.bool:
             value = not tensor[where]
@@ -301,7 +298,7 @@ class _HangingWork(Work):
         self._until = _C.steady_seconds() + seconds
         self._ended = threading.Event()
         self._how = ""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._future: torch.futures.Future[Any] | None = None
         self._timer = 0
 
@@ -346,8 +343,9 @@ class _HangingWork(Work):
                 self._fail()
 
     def _fail(self) -> None:
-        if self._future is not None and not self._future.done():
-            self._future.set_exception(self._error())
+        with self._lock:
+            if self._future is not None and not self._future.done():
+                self._future.set_exception(self._error())
 
     def _error(self) -> Exception:
         if self._how:

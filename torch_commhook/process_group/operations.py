@@ -11,7 +11,7 @@ import torch
 import torch._C._distributed_c10d as c10d
 from torch import Tensor
 
-from torch_commhook.metrics import ring_all_reduce_bytes
+from torch_commhook.metrics import ring_all_reduce_bytes, tensor_bytes
 
 
 class _HookOpName(enum.Enum):
@@ -91,13 +91,6 @@ class Call:
         return 0 if count is None or world_size == 1 else count(self, rank, world_size)
 
 
-def tensor_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements; of a sparse one's indices and values."""
-    if tensor.layout is torch.sparse_coo:
-        return sum(tensor_bytes(part) for part in (tensor._indices(), tensor._values()))
-    return tensor.numel() * tensor.element_size()
-
-
 #: By operation: its hook name, and where its inputs and outputs stand among the arguments.
 _SIGNATURES: dict[str, tuple[str, int | None, int | None]] = {
     "allgather": ("ALLGATHER", 1, 0),
@@ -127,8 +120,10 @@ _SIGNATURES: dict[str, tuple[str, int | None, int | None]] = {
 }
 
 
-#: All methods that communicate, by their newest names.
+#: All methods that have hooks, by their newest names.
 OPERATIONS = frozenset(_SIGNATURES)
+#: Those that communicate. All return a Work but monitored_barrier.
+COLLECTIVES = OPERATIONS - {"new_window", "split_group"}
 
 
 #: What PyTorch's bindings call the parameters of a method, in their order.

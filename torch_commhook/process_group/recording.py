@@ -21,6 +21,29 @@ from torch_commhook.process_group.wrapper import WrapperProcessGroup
 
 
 @dataclass
+class Counters:
+    """Sums over all operations, or over those of one kind.
+
+    Attributes:
+        calls: operations that were issued.
+        completed: of these, those that have completed, failed ones included.
+        errors: those that have failed.
+        nbytes: of their tensors.
+        bytes_sent: the least that this rank must send for them.
+        seconds: from issue to completion, of those that have completed.
+        blocked: for how long threads waited for their works, in seconds.
+    """
+
+    calls: int = 0
+    completed: int = 0
+    errors: int = 0
+    nbytes: int = 0
+    bytes_sent: int = 0
+    seconds: float = 0.0
+    blocked: float = 0.0
+
+
+@dataclass
 class Record:
     """One operation of a group. Times are in seconds of a clock that all processes of a machine
     share.
@@ -49,35 +72,12 @@ class Record:
     end: float | None = None
     blocked: float = 0.0
     error: BaseException | None = None
-    _counters: Counters | None = field(default=None, repr=False, compare=False)
+    _counters: Counters = field(default_factory=Counters, repr=False, compare=False)
 
     @property
     def duration(self) -> float | None:
         """From issue to completion, in seconds; None before."""
         return None if self.end is None else self.end - self.start
-
-
-@dataclass
-class Counters:
-    """Sums over all operations, or over those of one kind.
-
-    Attributes:
-        calls: operations that were issued.
-        completed: of these, those that have completed, failed ones included.
-        errors: those that have failed.
-        nbytes: of their tensors.
-        bytes_sent: the least that this rank must send for them.
-        seconds: from issue to completion, of those that have completed.
-        blocked: for how long threads waited for their works, in seconds.
-    """
-
-    calls: int = 0
-    completed: int = 0
-    errors: int = 0
-    nbytes: int = 0
-    bytes_sent: int = 0
-    seconds: float = 0.0
-    blocked: float = 0.0
 
 
 class RecordingProcessGroup(WrapperProcessGroup):
@@ -186,6 +186,7 @@ class RecordingProcessGroup(WrapperProcessGroup):
         sent = call.bytes_sent(self.rank(), self.size())
         note_recorded(sent)
         with self._lock:
+            counters = self._counters.setdefault(call.operation, Counters())
             record = Record(
                 call.operation,
                 self._issued,
@@ -194,13 +195,12 @@ class RecordingProcessGroup(WrapperProcessGroup):
                 call.nbytes,
                 sent,
                 _C.steady_seconds(),
+                _counters=counters,
             )
             self._issued += 1
             self._records.append(record)
             if len(self._records) >= 2 * self._limit:
                 del self._records[: -self._limit]
-            counters = self._counters.setdefault(call.operation, Counters())
-            record._counters = counters
             counters.calls += 1
             counters.nbytes += record.nbytes
             counters.bytes_sent += sent
@@ -209,18 +209,15 @@ class RecordingProcessGroup(WrapperProcessGroup):
     def _finish(self, record: Record, end: float, error: BaseException | None) -> None:
         with self._lock:
             record.end, record.error = end, error
-            counters = record._counters
-            if counters is not None:
-                counters.completed += 1
-                counters.errors += error is not None
-                counters.seconds += end - record.start
+            counters = record._counters  # which are forgotten with what clear() forgets
+            counters.completed += 1
+            counters.errors += error is not None
+            counters.seconds += end - record.start
 
     def _add_blocked(self, record: Record, seconds: float) -> None:
         with self._lock:
             record.blocked += seconds
-            counters = record._counters
-            if counters is not None:
-                counters.blocked += seconds
+            record._counters.blocked += seconds
 
 
 class _RecordedWork(WrapperWork):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torch_commhook import _C
+from torch_commhook.metrics import tensor_bytes
 from torch_commhook.process_group.completion import on_completion
 from torch_commhook.process_group.operations import Call, describe
 from torch_commhook.process_group.timers import Timers
@@ -28,7 +29,7 @@ def link_bytes(call: Call, rank: int, world_size: int) -> int:
     if call.operation in ("gather", "gather_single"):
         return call.nbytes * (world_size - 1 if rank == call.root else 1)
     if call.operation == "scatter" and rank != call.root:
-        return sum(tensor.numel() * tensor.element_size() for tensor in call.outputs)
+        return sum(tensor_bytes(tensor) for tensor in call.outputs)
     return call.bytes_sent(rank, world_size)
 
 

@@ -66,6 +66,7 @@ def called_by_cpp(function: types.FunctionType, name: str) -> Any:
     # A function, since Dynamo forgets `self` of others.
     if name != "wait":
 
+        @left_to_python
         @functools.wraps(function)
         def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
             return method(self, *arguments, **keywords)
@@ -74,6 +75,7 @@ def called_by_cpp(function: types.FunctionType, name: str) -> Any:
     code = function.__code__
     needs_timeout = code.co_argcount - len(function.__defaults__ or ()) > 1
 
+    @left_to_python
     @functools.wraps(function)
     def wait(self: Any, *arguments: Any, **keywords: Any) -> Any:
         if needs_timeout and not arguments and not keywords:
@@ -115,7 +117,7 @@ class WrapperWork(Work):
 
     def exception(self) -> BaseException | None:
         # PyTorch's binding cannot convert it, up to torch 2.12.
-        return _C.ask_work(self.work, "exception")
+        return _C.work_exception(self.work)
 
 
 def _delegate(names: list[str]) -> Any:
@@ -159,14 +161,17 @@ class FollowedWork(WrapperWork):
         self._outcome: tuple[Any, BaseException | None] | None = None
         self._future: torch.futures.Future[Any] | None = None
 
-    def _follow(self) -> Any:
+    def _outcome_of_then(self) -> tuple[Any, BaseException | None]:
         with self._lock:
             if self._outcome is None:
                 try:
                     self._outcome = self._then(), None
                 except Exception as error:
                     self._outcome = None, error
-        result, failure = self._outcome
+        return self._outcome
+
+    def _follow(self) -> Any:
+        result, failure = self._outcome_of_then()
         if failure is not None:
             raise failure
         return result
@@ -184,10 +189,7 @@ class FollowedWork(WrapperWork):
         if not self.work.is_completed():
             return False
         if self.work.is_success():
-            try:
-                self._follow()
-            except Exception:  # for exception() to tell
-                pass
+            self._outcome_of_then()  # whose error exception() tells
         return True
 
     def is_success(self) -> bool:

@@ -10,34 +10,8 @@ import torch.distributed as dist
 
 from torch_commhook import _C
 from torch_commhook.process_group.base import ProcessGroup, called_by_cpp
-from torch_commhook.process_group.operations import by_position
+from torch_commhook.process_group.operations import COLLECTIVES, by_position
 from torch_commhook.process_group.work import have_all_names
-
-#: Methods that communicate, by their newest name. All return a Work but monitored_barrier.
-COLLECTIVES = (
-    "allgather",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "allgather_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "all_to_all_single",
-    "alltoall",
-    "barrier",
-    "broadcast",
-    "end_coalescing",
-    "gather",
-    "gather_single",
-    "monitored_barrier",
-    "recv",
-    "recv_anysource",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "scatter",
-    "send",
-)
 
 #: Other methods that the parent answers.
 _OTHERS = (
@@ -166,6 +140,6 @@ def _other(name: str) -> Any:
 
 
 for _names in _C.process_group_methods().values():
-    if _names[0] in _BINDINGS and _names[0] in (*COLLECTIVES, *_OTHERS):
+    if _names[0] in _BINDINGS and _names[0] in COLLECTIVES.union(_OTHERS):
         _make = _collective if _names[0] in COLLECTIVES else _other
         have_all_names(WrapperProcessGroup, _names, called_by_cpp(_make(_names[0]), _names[0]))

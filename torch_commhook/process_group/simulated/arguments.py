@@ -162,14 +162,3 @@ def text_of(tensors: Sequence[Tensor]) -> str:
 def dtype_name(dtype: torch.dtype) -> str:
     """Such as ``float32``."""
     return str(dtype).removeprefix("torch.")
-
-
-def bytes_of(tensors: Sequence[Tensor]) -> int:
-    """Of their elements; of a sparse tensor's indices and values."""
-    total = 0
-    for tensor in tensors:
-        if tensor.layout is torch.sparse_coo:
-            total += bytes_of([tensor._indices(), tensor._values()])
-        else:
-            total += tensor.numel() * tensor.element_size()
-    return total

@@ -9,12 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_commhook._C import ProcessGroup
-from torch_commhook._dynamo import methods_left_to_python
-from torch_commhook.metrics import ring_all_reduce_bytes
+from torch_commhook.process_group import operations
+from torch_commhook.process_group.base import ProcessGroup
 from torch_commhook.process_group.simulated import data
 from torch_commhook.process_group.simulated.arguments import (
-    bytes_of,
     check_like,
     check_one_dtype,
     check_times,
@@ -35,7 +33,6 @@ from torch_commhook.process_group.simulated.work import Call, CoalescedWork, Sim
 Tensors = Sequence[Tensor]
 
 
-@methods_left_to_python
 class SimulatedProcessGroup(ProcessGroup):
     """One rank's side of a group among the threads of :func:`torch_commhook.testing.run_ranks`.
 
@@ -77,13 +74,9 @@ class SimulatedProcessGroup(ProcessGroup):
         """
         return self._link.bytes_sent[self._rank]
 
-    # What Python asks of a group's backend: this group is its own.
-    supports_coalescing = False
+    # What Python asks of a group's backend, which this group is itself.
     supports_splitting = False
     supports_time_estimate = False
-
-    def _get_backend(self, device: Any) -> SimulatedProcessGroup:  # type: ignore[override]
-        return self
 
     def getBackendName(self) -> str:  # noqa: N802 (PyTorch's name)
         return "simulated"
@@ -112,7 +105,6 @@ class SimulatedProcessGroup(ProcessGroup):
             key=(signature(tensors), reduction.key()),
             text=lambda: f"{text_of(tensors)}, {reduction}",
             reduction=reduction,
-            bytes_sent=ring_all_reduce_bytes(bytes_of(tensors), self._size),
         )
 
     def reduce(
@@ -131,7 +123,6 @@ class SimulatedProcessGroup(ProcessGroup):
             text=lambda: f"{text_of(tensors)}, {reduction}, to {self._named(root)}",
             reduction=reduction,
             root=root,
-            bytes_sent=self._share(bytes_of(tensors)),
         )
 
     def reduce_scatter(
@@ -176,7 +167,6 @@ class SimulatedProcessGroup(ProcessGroup):
             key=(signature(inputs), reduction.key()),
             text=lambda: f"{text_of(inputs)}, {reduction}",
             reduction=reduction,
-            bytes_sent=self._share(bytes_of(inputs)),
         )
 
     # ---- from all ranks to all -------------------------------------------------------------------
@@ -239,7 +229,6 @@ class SimulatedProcessGroup(ProcessGroup):
             outputs,
             key=(signature(inputs),),
             text=lambda: text_of(inputs),
-            bytes_sent=bytes_of(inputs) * (self._size - 1),
         )
 
     def alltoall(  # type: ignore[override]
@@ -308,7 +297,6 @@ class SimulatedProcessGroup(ProcessGroup):
             key=(dtype, row),
             text=lambda: f"{dtype_name(dtype)}{rows}, sends {sends} and gets {gets}",
             splits=splits,
-            bytes_sent=(sum(sends) - sends[self._rank]) * row * dtype.itemsize,
         )
 
     # ---- from one rank, or to one ----------------------------------------------------------------
@@ -325,7 +313,6 @@ class SimulatedProcessGroup(ProcessGroup):
             key=(signature(tensors), root),
             text=lambda: f"{text_of(tensors)} from {self._named(root)}",
             root=root,
-            bytes_sent=self._share(bytes_of(tensors)),
         )
 
     def gather(
@@ -361,7 +348,6 @@ class SimulatedProcessGroup(ProcessGroup):
             key=(signature(inputs), root),
             text=lambda: f"{text_of(inputs)} to {self._named(root)}",
             root=root,
-            bytes_sent=0 if root == self._rank else bytes_of(inputs),
         )
 
     def scatter(
@@ -380,7 +366,6 @@ class SimulatedProcessGroup(ProcessGroup):
             key=(signature(outputs), root),
             text=lambda: f"{text_of(outputs)} from {self._named(root)}",
             root=root,
-            bytes_sent=bytes_of(outputs) * (self._size - 1) if root == self._rank else 0,
         )
 
     # ---- messages --------------------------------------------------------------------------------
@@ -395,7 +380,7 @@ class SimulatedProcessGroup(ProcessGroup):
             lambda: f"{text_of(tensors)} to {self._named(destination)}, tag {tag}",
             inputs=tensors,
             returned=tensors,
-            bytes_sent=bytes_of(tensors) if destination != self._rank else 0,
+            bytes_sent=self._bytes_sent("send", tensors) if destination != self._rank else 0,
         )
         return self._noted(self._link.send(self._rank, call, destination, tag))
 
@@ -440,9 +425,6 @@ class SimulatedProcessGroup(ProcessGroup):
         if works is None:
             raise RuntimeError("end_coalescing: start_coalescing() must be called first")
         return CoalescedWork(works)
-
-    _start_coalescing = start_coalescing
-    _end_coalescing = end_coalescing
 
     def _get_sequence_number_for_group(self) -> int:
         return self._link.sequence[self._rank]
@@ -498,7 +480,6 @@ class SimulatedProcessGroup(ProcessGroup):
         reduction: Reduction | None = None,
         root: int = 0,
         splits: tuple[list[int], list[int]] = ([], []),
-        bytes_sent: int = 0,
     ) -> SimulatedWork:
         if self._is_shut_down:
             raise RuntimeError(f"{operation}: {self._link} has been destroyed")
@@ -513,7 +494,7 @@ class SimulatedProcessGroup(ProcessGroup):
             root,
             splits[1],
             splits[0],
-            bytes_sent,
+            self._bytes_sent(operation, inputs, root, splits[1]),
         )
         return self._noted(self._link.join(self._rank, call, run))
 
@@ -530,8 +511,11 @@ class SimulatedProcessGroup(ProcessGroup):
             return tensors_of(operation, name, value, count=count)
         return []
 
-    def _share(self, count: int) -> int:
-        return round(count * (self._size - 1) / self._size)
+    def _bytes_sent(
+        self, operation: str, inputs: Tensors, root: int = -1, splits: Sequence[int] = ()
+    ) -> int:
+        call = operations.Call(operation, None, list(inputs), [], root, splits=splits)
+        return call.bytes_sent(self._rank, self._size)
 
     def _named(self, rank: int) -> str:
         return f"rank {self._link.members[rank]}"

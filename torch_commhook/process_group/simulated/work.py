@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torch_commhook._C import Work
-from torch_commhook._dynamo import methods_left_to_python
+from torch_commhook._dynamo import left_to_python
 from torch_commhook.process_group.simulated.data import Reduction
+from torch_commhook.process_group.work import Work
 
 if TYPE_CHECKING:
     from torch_commhook.process_group.simulated.link import Link
@@ -54,7 +54,6 @@ def named_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-@methods_left_to_python
 class _Future(torch.futures.Future):
     """A Future whose ``wait()`` lets the other ranks run."""
 
@@ -62,14 +61,27 @@ class _Future(torch.futures.Future):
         super().__init__()
         self._work = work
 
+    @left_to_python
     def wait(self) -> Any:
         if not self.done():
             self._work.wait()
         return super().wait()
 
 
-@methods_left_to_python
-class SimulatedWork(Work):
+class _WaitedFor(Work):
+    """Work that cannot fail, and is synchronized by waiting for it."""
+
+    def exception(self) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+
+class SimulatedWork(_WaitedFor):
     """A collective that a rank has issued, until all ranks have."""
 
     def __init__(self, link: Link, owner: int, call: Call, number: int | None) -> None:
@@ -97,15 +109,6 @@ class SimulatedWork(Work):
 
     def is_success(self) -> bool:
         return self.is_done
-
-    def exception(self) -> None:
-        return None
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        self.wait()
 
     def result(self) -> list[Tensor]:
         self.wait()
@@ -161,8 +164,7 @@ class SimulatedWork(Work):
                 self._future.set_result(list(self.call.returned))
 
 
-@methods_left_to_python
-class CoalescedWork(Work):
+class CoalescedWork(_WaitedFor):
     """Several collectives as one."""
 
     def __init__(self, works: Sequence[SimulatedWork]) -> None:
@@ -179,15 +181,6 @@ class CoalescedWork(Work):
 
     def is_success(self) -> bool:
         return all(work.is_success() for work in self._works)
-
-    def exception(self) -> None:
-        return None
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        self.wait()
 
     def result(self) -> list[Tensor]:
         return [tensor for work in self._works for tensor in work.result()]
