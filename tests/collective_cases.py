@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 Case = Callable[[int, int, Any], list[Tensor]]
@@ -264,4 +265,22 @@ REDUCTIONS: dict[str, Case] = {
     for ops, dtypes in REDUCED_BY_GLOO
     for op in ops
     for dtype in dtypes
+}
+
+#: Functional collectives of two ranks, called as ``function(tensor, name of the group)``.
+FUNCTIONAL: dict[str, Callable[[Tensor, str], Tensor]] = {
+    "all_reduce": lambda x, name: functional.all_reduce(x, "sum", name),
+    "all_gather": lambda x, name: functional.all_gather_tensor(x, 0, name),
+    "reduce_scatter": lambda x, name: functional.reduce_scatter_tensor(x, "sum", 0, name),
+    "all_to_all": lambda x, name: functional.all_to_all_single(x, None, None, name),
+    "broadcast": lambda x, name: functional.broadcast(x, 1, name),
+    "coalesced": lambda x, name: torch.cat(
+        functional.all_reduce_coalesced([x, x + 1], "max", name)
+    ),
+    "gathered coalesced": lambda x, name: torch.cat(
+        functional.all_gather_into_tensor_coalesced([x, x + 1], name)
+    ),
+    "scattered coalesced": lambda x, name: torch.cat(
+        functional.reduce_scatter_tensor_coalesced([x, x + 1], "sum", [0, 0], name)
+    ),
 }

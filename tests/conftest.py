@@ -53,7 +53,7 @@ def _children() -> set[str]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_left() -> Iterator[None]:
+def no_thread_or_process_left() -> Iterator[None]:
     """No test leaves a thread or a process. The first fixture, so that it ends last."""
     threads, children = set(threading.enumerate()), _children()
     yield
@@ -109,8 +109,8 @@ def gil_counter() -> None:
 
 
 @pytest.fixture
-def nothing_is_left() -> Iterator[None]:
-    """Of ``run_ranks``: no thread, no world, no hook of the interpreter."""
+def run_ranks_restores() -> Iterator[None]:
+    """``run_ranks`` leaves no thread, world or hook of the interpreter."""
     threads, world, hook = threading.enumerate(), distributed_c10d._world, sys.excepthook
     yield
     assert [

@@ -1,4 +1,4 @@
-"""A model of several buckets, and its gradients."""
+"""A model of several buckets, its training and its gradients."""
 
 from __future__ import annotations
 
@@ -29,6 +29,16 @@ class Net(nn.Module):
 
 def batch(rank: int, number: int = 0, width: int = 24) -> Tensor:
     return torch.randn(4, width, generator=torch.Generator().manual_seed(10 * number + rank))
+
+
+def train(model: nn.Module, rank: int, steps: int = 5) -> list[Tensor | None]:
+    """The gradients of the last of some steps, each on a batch of the rank's own."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(batch(rank, step)).square().sum().backward()
+        optimizer.step()
+    return gradients_of(model)
 
 
 def gradients_of(model: nn.Module) -> list[Tensor | None]:

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
-from collective_cases import CASES
+from collective_cases import CASES, FUNCTIONAL
 from collective_cases import values as any_values
 from gloo_threads import gloo_ranks
 from rank_pool import RankPool
@@ -359,23 +358,6 @@ def test_functions(two_ranks: RankPool, kind: str) -> None:
 
 
 # ---- functional collectives by name --------------------------------------------------------------
-
-FUNCTIONAL: dict[str, Callable[[Tensor, str], Tensor]] = {
-    "all_reduce": lambda x, name: functional.all_reduce(x, "sum", name),
-    "all_gather": lambda x, name: functional.all_gather_tensor(x, 0, name),
-    "reduce_scatter": lambda x, name: functional.reduce_scatter_tensor(x, "sum", 0, name),
-    "all_to_all": lambda x, name: functional.all_to_all_single(x, None, None, name),
-    "broadcast": lambda x, name: functional.broadcast(x, 1, name),
-    "coalesced": lambda x, name: torch.cat(
-        functional.all_reduce_coalesced([x, x + 1], "max", name)
-    ),
-    "gathered coalesced": lambda x, name: torch.cat(
-        functional.all_gather_into_tensor_coalesced([x, x + 1], name)
-    ),
-    "scattered coalesced": lambda x, name: torch.cat(
-        functional.reduce_scatter_tensor_coalesced([x, x + 1], "sum", [0, 0], name)
-    ),
-}
 
 
 def _functional(rank: int, kind: str, backend: str | None) -> dict[str, list[Any]]:

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from layered_net import Net, batch, differing, gradients_of
+from collective_cases import FUNCTIONAL
+from layered_net import Net, differing, train
 from rank_pool import RankPool
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -121,16 +122,8 @@ FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "barriers": _barrier,
 }
 
+
 #: Functional collectives, which find the group by its name.
-FUNCTIONAL: dict[str, Callable[[torch.Tensor, str], torch.Tensor]] = {
-    "all_reduce": lambda x, name: functional.all_reduce(x, "sum", name),
-    "all_gather": lambda x, name: functional.all_gather_tensor(x, 0, name),
-    "reduce_scatter": lambda x, name: functional.reduce_scatter_tensor(x, "sum", 0, name),
-    "all_to_all": lambda x, name: functional.all_to_all_single(x, None, None, name),
-    "broadcast": lambda x, name: functional.broadcast(x, 1, name),
-}
-
-
 def _wrapped(name: str) -> Noting:
     group = Noting(dist.new_group())
     register(group, name)
@@ -173,15 +166,6 @@ def test_functional_collectives_by_name(two_ranks: RankPool, compiled: bool) -> 
         assert equal == dict.fromkeys(FUNCTIONAL, True)
 
 
-def _train(model: nn.Module, rank: int) -> list[torch.Tensor | None]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(5):
-        optimizer.zero_grad()
-        model(batch(rank, step)).square().sum().backward()
-        optimizer.step()
-    return gradients_of(model)
-
-
 def _models(rank: int, kind: str) -> tuple[list[int], bool]:
     group = _wrapped(kind)
     found = []
@@ -194,7 +178,7 @@ def _models(rank: int, kind: str) -> tuple[list[int], bool]:
             model = DDP(model, process_group=each, bucket_cap_mb=0.004)
             if kind == "hooked":
                 attach(model, hooks.cast(torch.bfloat16))
-        found.append(_train(model, rank))
+        found.append(train(model, rank))
     used = ("work", "allreduce") in group.events
     dist.destroy_process_group(group)
     return differing(*found), used
@@ -216,7 +200,7 @@ def _sharded(rank: int) -> tuple[list[int], set[str]]:
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        gradients = _train(model, rank)
+        gradients = train(model, rank)
         found.append([gradient.full_tensor() for gradient in gradients])
     operations = {operation for _, operation in group.events}
     dist.destroy_process_group(group)

@@ -20,7 +20,7 @@ from torch_commhook.testing import (
     run_ranks,
 )
 
-pytestmark = pytest.mark.usefixtures("nothing_is_left")
+pytestmark = pytest.mark.usefixtures("run_ranks_restores")
 
 
 def _sum(rank: int, *terms: float) -> tuple[float, int, int]:

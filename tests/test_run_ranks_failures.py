@@ -23,7 +23,7 @@ from torch_commhook.testing import (
     scheduler,
 )
 
-pytestmark = pytest.mark.usefixtures("nothing_is_left")
+pytestmark = pytest.mark.usefixtures("run_ranks_restores")
 
 
 def _sum(rank: int, *terms: float) -> tuple[float, int, int]:

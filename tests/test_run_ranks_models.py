@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from layered_net import BUCKET_CAP_MB, Net, batch, gradients_of
+from layered_net import BUCKET_CAP_MB, Net, batch, gradients_of, train
 from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -25,15 +25,6 @@ from torch_commhook.testing import (
 )
 
 
-def _train(model: nn.Module, rank: int) -> list[Tensor | None]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(5):
-        optimizer.zero_grad()
-        model(batch(rank, step)).square().sum().backward()
-        optimizer.step()
-    return gradients_of(model)
-
-
 def _net() -> Net:
     torch.manual_seed(0)
     return Net()
@@ -41,31 +32,31 @@ def _net() -> Net:
 
 def _ddp(rank: int, backend: str | None = None) -> list[Any]:
     model: nn.Module = DDP(_net(), bucket_cap_mb=BUCKET_CAP_MB if backend is None else None)
-    return _train(model if backend is None else torch.compile(model, backend=backend), rank)
+    return train(model if backend is None else torch.compile(model, backend=backend), rank)
 
 
 def _ddp_with_a_hook_of_pytorch(rank: int) -> list[Any]:
     model = DDP(_net(), bucket_cap_mb=BUCKET_CAP_MB)
     model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    return _train(model, rank)
+    return train(model, rank)
 
 
 def _ddp_attached(rank: int) -> list[Any]:
     model = DDP(_net(), bucket_cap_mb=BUCKET_CAP_MB)
     attach(model, hooks.cast(torch.bfloat16))
-    return _train(model, rank)
+    return train(model, rank)
 
 
 def _attached(rank: int) -> list[Any]:
     model = _net()
     attach(model, hooks.allreduce(), bucket_cap_mb=BUCKET_CAP_MB)
-    return _train(model, rank)
+    return train(model, rank)
 
 
 def _attached_cast(rank: int) -> list[Any]:
     model = _net()
     attach(model, hooks.cast(torch.float16), bucket_cap_mb=BUCKET_CAP_MB)
-    return _train(model, rank)
+    return train(model, rank)
 
 
 def _sharded(rank: int) -> list[Any]:
@@ -74,7 +65,7 @@ def _sharded(rank: int) -> list[Any]:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return [gradient.full_tensor() for gradient in _train(model, rank)]
+    return [gradient.full_tensor() for gradient in train(model, rank)]
 
 
 def _dtensor(rank: int) -> list[Any]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from collective_cases import CASES, REDUCTIONS, reduce_scatter_single, values
+from collective_cases import CASES, FUNCTIONAL, REDUCTIONS, reduce_scatter_single, values
 from rank_pool import RankPool
 from torch import Tensor
 
@@ -236,18 +236,6 @@ def test_short_forms() -> None:
         last = shared if rank == 0 else [3.0 * rank] * 2
         expected = [[1.0] * 2, [reduced] * 2, [0.0] * 2, [1.0] * 2, [2.0] * 2]
         assert found == [*expected, shared, [float(rank)] * 2, last]
-
-
-FUNCTIONAL: dict[str, Callable[[Tensor, Any], Tensor]] = {
-    "all_reduce": lambda x, group: functional.all_reduce(x, "sum", group),
-    "all_gather": lambda x, group: functional.all_gather_tensor(x, 0, group),
-    "reduce_scatter": lambda x, group: functional.reduce_scatter_tensor(x, "sum", 0, group),
-    "all_to_all": lambda x, group: functional.all_to_all_single(x, None, None, group),
-    "broadcast": lambda x, group: functional.broadcast(x, 1, group),
-    "coalesced": lambda x, group: torch.cat(
-        functional.all_reduce_coalesced([x, x + 1], "max", group)
-    ),
-}
 
 
 def _functional(rank: int, name: str, backend: str | None) -> list[Any]:
