@@ -251,8 +251,10 @@ def test_a_result_that_is_not_there_yet() -> None:
 
 def test_ctrl_c_ends_a_wait() -> None:
     code = """
-import _thread, threading, torch
+import _thread, signal, threading, torch
 from torch_commhook import Work
+# What a shell starts in the background ignores it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 future = torch.futures.Future()
 own = type("Own", (Work,), {"get_future": lambda self: future})()
 threading.Timer(0.2, _thread.interrupt_main).start()

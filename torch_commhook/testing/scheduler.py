@@ -354,11 +354,11 @@ class Scheduler:
                 name=f"rank {rank.number}",
                 daemon=True,
             )
-        self._start_threads()
-        with self._lock:
-            first = self._choose(self._ready)
-        self._start(first)
         try:
+            self._start_threads()
+            with self._lock:
+                first = self._choose(self._ready)
+            self._start(first)
             self._look_after()
         except BaseException as error:  # such as Ctrl-C
             self._step_in(RunEndedError(f"run_ranks was left by {type(error).__name__}"))
