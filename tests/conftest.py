@@ -52,6 +52,14 @@ def _children() -> set[str]:
     return children
 
 
+def _threads_of_inductor() -> set[threading.Thread]:
+    """Those in which it compiles what no cache of an earlier run has."""
+    compiler = sys.modules.get("torch._inductor.async_compile")
+    if compiler is None or not compiler.AsyncCompile.pool.cache_info().currsize:
+        return set()
+    return set(compiler.AsyncCompile.pool()._threads)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_thread_or_process_left() -> Iterator[None]:
     """No test leaves a thread or a process. The first fixture, so that it ends last."""
@@ -59,7 +67,8 @@ def no_thread_or_process_left() -> Iterator[None]:
     yield
     deadline = time.monotonic() + 10
     while True:
-        left = [f"thread {each.name}" for each in threading.enumerate() if each not in threads]
+        new = set(threading.enumerate()) - threads - _threads_of_inductor()
+        left = [f"thread {each.name}" for each in new]
         left += [f"process {each}" for each in _children() - children]
         left = [each for each in left if not any(name in each for name in KEPT)]
         if not left:
