@@ -151,9 +151,8 @@ def _broadcast_coalesced_traced(
     with mode:
         in_flight: list[_TracedBucket] = []
         for bucket in _buckets(_pieces(tensors), buffer_size):
-            if len(in_flight) == 2:
-                in_flight.pop(0).finish()
-            in_flight.append(_TracedBucket(bucket, rank, group_name))
+            before = in_flight.pop(0).finish() if len(in_flight) == 2 else None
+            in_flight.append(_TracedBucket(bucket, rank, group_name, before))
         for started in in_flight:
             started.finish()
 
@@ -177,37 +176,62 @@ def _buckets(tensors: Sequence[Tensor], buffer_size: int) -> list[list[Tensor]]:
 
 
 class _TracedBucket:
-    """A bucket that is in flight in what is traced."""
+    """A bucket that is in flight in what is traced, once ``before`` is there."""
 
-    def __init__(self, tensors: list[Tensor], rank: int, group_name: str) -> None:
+    def __init__(
+        self, tensors: list[Tensor], rank: int, group_name: str, before: Tensor | None
+    ) -> None:
         self._tensors = tensors
-        self._is_fused = tensors[0].dtype in BUCKET_DTYPES
-        if self._is_fused:
-            buffer = flatten(tensors)
-        else:  # aliases of another dtype cannot be written in what is traced
-            buffer = torch.cat([_as_sent(tensor) for tensor in tensors])
+        buffer = _gather(tensors, before).view(_sent_dtype(tensors[0].dtype))
         self._sent = torch.ops._c10d_functional.broadcast(buffer, rank, group_name)
 
-    def finish(self) -> None:
+    def finish(self) -> Tensor:
         received = torch.ops._c10d_functional.wait_tensor(self._sent)
-        if self._is_fused:
+        if self._tensors[0].dtype in BUCKET_DTYPES:
             unflatten_into(received, self._tensors)
-            return
+            return received
+        # Aliases of another dtype cannot be written in what is traced.
         width = received.element_size()
         sizes = [tensor.numel() * tensor.element_size() // width for tensor in self._tensors]
         for tensor, piece in zip(self._tensors, received.split(sizes), strict=True):
             tensor.copy_(_from_sent(piece, tensor))
+        return received
 
+
+def _gather(tensors: list[Tensor], before: Tensor | None) -> Tensor:
+    """The tensors' bits in one, as :func:`_words`.
+
+    Takes nothing of ``before`` in the end, but seems to: a compiler must not gather more buckets
+    before those in flight are there, as Inductor does since torch 2.15.
+    """
+    words = [_words(tensor) for tensor in tensors]
+    if words[0].dtype in BUCKET_DTYPES:
+        after = [] if before is None else [before.narrow(0, 0, 0).view(words[0].dtype)]
+        return flatten([*words, *after])
+    gathered = torch.cat(words)
+    return gathered if before is None else gathered | (before[:1].view(torch.uint8)[:1] & 0)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """A tensor's elements in a dtype that the bucket operators copy, where there is one."""
+    if tensor.dtype in BUCKET_DTYPES:
+        return tensor
+    tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor.reshape(-1).contiguous().view(_WORDS[tensor.element_size()])
+
+
+_WORDS = {1: torch.uint8, 2: torch.float16, 4: torch.float32, 8: torch.float64}
 
 #: Not all backends know others, which are sent as bytes.
 _SENT_AS_THEY_ARE = (*BUCKET_DTYPES, torch.int8, torch.uint8, torch.int32, torch.int64)
 
 
-def _as_sent(tensor: Tensor) -> Tensor:
-    if tensor.is_complex():
-        return torch.view_as_real(tensor.resolve_conj().resolve_neg()).reshape(-1)
-    flat = tensor.resolve_neg().reshape(-1).contiguous()
-    return flat if tensor.dtype in _SENT_AS_THEY_ARE else flat.view(torch.uint8)
+def _sent_dtype(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_complex:
+        return dtype.to_real()
+    return dtype if dtype in _SENT_AS_THEY_ARE else torch.uint8
 
 
 def _from_sent(piece: Tensor, like: Tensor) -> Tensor:
