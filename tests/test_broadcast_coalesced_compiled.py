@@ -166,6 +166,24 @@ def test_as_eager(two_ranks: RankPool, backend: str, source: int, buffer_size: i
         assert 0 not in reply["versions"]
 
 
+def _tied(rank: int, backend: str) -> tuple[list[int], list[float]]:
+    group = _counting("tied")
+    weight = torch.full((3,), float(rank))
+
+    def run(tensors: list[Tensor]) -> None:
+        made = tensors[0] * 2
+        broadcast_coalesced(group, [*tensors, tensors[0], made, made], 100, 1)
+
+    _compile(run, backend)([weight, weight])
+    dist.destroy_process_group(group)
+    return [numel for _, numel in group.sent], weight.tolist()
+
+
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+def test_tied_weights_travel_once(two_ranks: RankPool, backend: str) -> None:
+    assert two_ranks.run(_tied, backend, timeout=200) == [([6], [1.0] * 3)] * 2
+
+
 def _one_rank_compiled(rank: int) -> list[list[float]]:
     """Ranks need not agree on who compiles, nor on who looks at the tensors again."""
     group = _counting("one rank")

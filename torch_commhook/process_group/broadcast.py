@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from torch_commhook import _C
@@ -60,9 +61,6 @@ def broadcast_coalesced(
     _check_int("rank", rank)
     _check_range(buffer_size, rank)
     if torch.compiler.is_compiling():
-        size = group.size()
-        if rank >= size:
-            raise ValueError(f"{_NAME}: rank must be a rank below {size}, got {rank}")
         torch.ops.commhook.broadcast_coalesced(tensors, buffer_size, rank, group.group_name)
     else:
         _C.broadcast_coalesced(group, tensors, buffer_size, rank)
@@ -83,13 +81,15 @@ def _checked_list(tensors: Iterable[Tensor]) -> list[Tensor]:
             raise TypeError(
                 f"{_NAME}: tensors[{i}] must be a dense tensor, got a nested one; pass its values()"
             )
+    if torch.compiler.is_compiling():  # which cannot tell; see _broadcast_coalesced_traced
+        return tensors
     return list({_identity(tensor): tensor for tensor in tensors}.values())
 
 
 def _identity(tensor: Tensor) -> Any:
     """The same for tensors that are one, as tied weights of a state_dict are."""
     has_memory = type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_meta
-    if torch.compiler.is_compiling() or not has_memory or tensor.layout is not torch.strided:
+    if not has_memory or tensor.layout is not torch.strided:
         return id(tensor)
     lazy = tensor.is_conj(), tensor.is_neg()
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, lazy
@@ -148,9 +148,13 @@ def _broadcast_coalesced_traced(
     mode: Any, tensors: Sequence[Tensor], buffer_size: int, rank: int, group_name: str
 ) -> None:
     _broadcast_coalesced_fake(tensors, buffer_size, rank, group_name)
+    size = _resolve_process_group(group_name).size()  # type: ignore[arg-type]
+    if rank >= size:
+        raise ValueError(f"{_NAME}: rank must be a rank below {size}, got {rank}")
     with mode:
         in_flight: list[_TracedBucket] = []
-        for bucket in _buckets(_pieces(tensors), buffer_size):
+        different = list({id(tensor): tensor for tensor in tensors}.values())
+        for bucket in _buckets(_pieces(different), buffer_size):
             before = in_flight.pop(0).finish() if len(in_flight) == 2 else None
             in_flight.append(_TracedBucket(bucket, rank, group_name, before))
         for started in in_flight:
@@ -219,7 +223,10 @@ def _words(tensor: Tensor) -> Tensor:
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_complex():
         return torch.view_as_real(tensor)
-    return tensor.reshape(-1).contiguous().view(_WORDS[tensor.element_size()])
+    flat = tensor.reshape(-1).contiguous()
+    if tensor.dtype is torch.bool:  # whose views Inductor does not take in torch 2.11
+        return flat.to(torch.uint8)
+    return flat.view(_WORDS[tensor.element_size()])
 
 
 _WORDS = {1: torch.uint8, 2: torch.float16, 4: torch.float32, 8: torch.float64}
@@ -237,4 +244,6 @@ def _sent_dtype(dtype: torch.dtype) -> torch.dtype:
 def _from_sent(piece: Tensor, like: Tensor) -> Tensor:
     if like.is_complex():
         return torch.view_as_complex(piece.view(*like.shape, 2))
-    return piece.view(like.dtype).view(like.shape)
+    if like.dtype is not torch.bool:
+        piece = piece.view(like.dtype)
+    return piece.view(like.shape)
