@@ -179,7 +179,7 @@ def _tied(rank: int, backend: str) -> tuple[list[int], list[float]]:
     return [numel for _, numel in group.sent], weight.tolist()
 
 
-@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager", "eager"])
 def test_tied_weights_travel_once(two_ranks: RankPool, backend: str) -> None:
     assert two_ranks.run(_tied, backend, timeout=200) == [([6], [1.0] * 3)] * 2
 
@@ -264,3 +264,17 @@ def test_errors_while_compiling() -> None:
         with pytest.raises(Exception, match=message) as caught:
             _compile(broadcast_coalesced, "aot_eager")(group, *arguments)
         assert isinstance(caught.value, error) or error.__name__ in str(caught.value)
+
+
+def _negated(rank: int, backend: str) -> list[float]:
+    group = _counting("negated")
+    x = torch.full((3,), complex(0, rank + 1.0)).conj().imag
+    assert x.is_neg()
+    _compile(lambda tensors: broadcast_coalesced(group, tensors, 100, 1), backend)([x])
+    dist.destroy_process_group(group)
+    return x.tolist()
+
+
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+def test_lazily_negated_tensors(two_ranks: RankPool, backend: str) -> None:
+    assert two_ranks.run(_negated, backend, timeout=200) == [[-2.0] * 3] * 2

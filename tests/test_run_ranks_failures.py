@@ -275,6 +275,22 @@ def test_interrupted() -> None:
     assert run_ranks(_sum, 2)[0][0] == 1.0
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_interrupted_while_ranks_start(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if thread.name == "rank 2":
+            raise KeyboardInterrupt
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(_sum, 4, seed=seed)
+    assert time.monotonic() - begun < scheduler._GRACE  # all have ended by themselves
+
+
 @pytest.mark.parametrize("there_are", [0, 3])
 def test_no_more_threads(monkeypatch: pytest.MonkeyPatch, there_are: int) -> None:
     start, started = threading.Thread.start, []

@@ -9,6 +9,8 @@
 #include <algorithm>
 #include <array>
 #include <map>
+#include <set>
+#include <string>
 #include <string_view>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <tuple>
@@ -84,6 +86,26 @@ std::vector<int64_t> kinds_of(at::TensorList tensors) {
     kinds.push_back(numbers.emplace(key, next).first->second);
   }
   return kinds;
+}
+
+// The tensors, one that is there twice, as tied weights are, once.
+std::vector<at::Tensor> different(at::TensorList tensors) {
+  using Identity = std::tuple<const void*, std::vector<int64_t>, std::vector<int64_t>,
+                              at::ScalarType, std::string, bool, bool>;
+  std::set<Identity> seen;
+  std::vector<at::Tensor> found;
+  found.reserve(tensors.size());
+  for (const auto& tensor : tensors) {
+    const bool has_memory = tensor.defined() && tensor.layout() == at::kStrided &&
+                            !tensor.is_meta() && !tensor._is_zerotensor() && tensor.numel() > 0;
+    if (!has_memory ||
+        seen.emplace(tensor.const_data_ptr(), tensor.sizes().vec(), tensor.strides().vec(),
+                     tensor.scalar_type(), tensor.device().str(), tensor.is_conj(), tensor.is_neg())
+            .second) {
+      found.push_back(tensor);
+    }
+  }
+  return found;
 }
 
 // The tensors, large ones in pieces.
@@ -298,7 +320,8 @@ void broadcast_buckets(c10d::ProcessGroup& group, at::TensorList tensors,
   }
 }
 
-void run(c10d::ProcessGroup& group, at::TensorList tensors, int64_t buffer_size, int64_t rank) {
+void run(c10d::ProcessGroup& group, at::TensorList given, int64_t buffer_size, int64_t rank) {
+  const auto tensors = different(given);
   check_broadcast_coalesced(tensors, buffer_size, rank, group.getSize());
   for (const auto& tensor : tensors) {
     if (tensor.numel() > 0) {

@@ -50,7 +50,8 @@ def broadcast_coalesced(
         TypeError: ``tensors`` is no list of tensors, or one of them is sparse or quantized;
             ``buffer_size`` or ``rank`` is no int; no process group.
         ValueError: ``buffer_size`` or ``rank`` is out of range; tensors share memory, with each
-            other or among their own elements (expanded ones), or have none (the meta device).
+            other or among their own elements (expanded ones), or have none (the meta device). What
+            a compiler has taken apart does not notice all of this.
         RuntimeError: a tensor requires grad while gradients are recorded, or was made in inference
             mode and is written outside of it; torch.distributed is not initialized.
         Exception: what the process group raises.
@@ -81,18 +82,7 @@ def _checked_list(tensors: Iterable[Tensor]) -> list[Tensor]:
             raise TypeError(
                 f"{_NAME}: tensors[{i}] must be a dense tensor, got a nested one; pass its values()"
             )
-    if torch.compiler.is_compiling():  # which cannot tell; see _broadcast_coalesced_traced
-        return tensors
-    return list({_identity(tensor): tensor for tensor in tensors}.values())
-
-
-def _identity(tensor: Tensor) -> Any:
-    """The same for tensors that are one, as tied weights of a state_dict are."""
-    has_memory = type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_meta
-    if not has_memory or tensor.layout is not torch.strided:
-        return id(tensor)
-    lazy = tensor.is_conj(), tensor.is_neg()
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, lazy
+    return tensors
 
 
 def _check_int(name: str, value: object) -> None:
@@ -191,7 +181,8 @@ class _TracedBucket:
 
     def finish(self) -> Tensor:
         received = torch.ops._c10d_functional.wait_tensor(self._sent)
-        if self._tensors[0].dtype in BUCKET_DTYPES:
+        is_negated = any(tensor.is_neg() for tensor in self._tensors)
+        if self._tensors[0].dtype in BUCKET_DTYPES and not is_negated:
             unflatten_into(received, self._tensors)
             return received
         # Aliases of another dtype cannot be written in what is traced.
@@ -209,6 +200,8 @@ def _gather(tensors: list[Tensor], before: Tensor | None) -> Tensor:
     before those in flight are there, as Inductor does since torch 2.15.
     """
     words = [_words(tensor) for tensor in tensors]
+    if before is not None and before.device != words[0].device:
+        before = None
     if words[0].dtype in BUCKET_DTYPES:
         after = [] if before is None else [before.narrow(0, 0, 0).view(words[0].dtype)]
         return flatten([*words, *after])
@@ -218,9 +211,9 @@ def _gather(tensors: list[Tensor], before: Tensor | None) -> Tensor:
 
 def _words(tensor: Tensor) -> Tensor:
     """A tensor's elements in a dtype that the bucket operators copy, where there is one."""
+    tensor = tensor.resolve_conj().resolve_neg()
     if tensor.dtype in BUCKET_DTYPES:
         return tensor
-    tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_complex():
         return torch.view_as_real(tensor)
     flat = tensor.reshape(-1).contiguous()

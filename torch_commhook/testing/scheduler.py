@@ -361,7 +361,9 @@ class Scheduler:
             self._start(first)
             self._look_after()
         except BaseException as error:  # such as Ctrl-C
-            self._step_in(RunEndedError(f"run_ranks was left by {type(error).__name__}"))
+            ended = RunEndedError(f"run_ranks was left by {type(error).__name__}")
+            self._do_without_the_rest(ended)
+            self._step_in(ended)
             self._all_ended.wait(_GRACE)
             raise
         for rank in self.ranks:
@@ -375,14 +377,20 @@ class Scheduler:
             try:
                 rank.thread.start()
             except RuntimeError as error:  # the system has no more
-                with self._lock:
-                    for other in self.ranks[rank.number :]:
-                        other.state = ENDED
-                        self._ready.remove(other)
-                    self._fail(error)
-                    if rank.number == 0:
-                        self._all_ended.set()
+                self._do_without_the_rest(error)
                 return
+
+    def _do_without_the_rest(self, error: BaseException) -> None:
+        """End the run, without the ranks whose threads have not been started."""
+        with self._lock:
+            self._fail(error)
+            for rank in self.ranks:
+                if rank.thread is not None and rank.thread.ident is None and rank.state != ENDED:
+                    rank.state = ENDED
+                    self._ready.remove(rank)
+                    rank.baton.release()  # should its thread be about to begin
+            if all(rank.state == ENDED for rank in self.ranks):
+                self._all_ended.set()
 
     def _run_rank(self, rank: Rank, function: Callable[[int], Any]) -> None:
         rank.baton.acquire()
