@@ -150,6 +150,7 @@ def compile_flags() -> list[str]:
         *sanitizer_flags(),
         "-fvisibility=hidden",
         "-fopenmp",  # at::parallel_for is inline and serial without it
+        "-ffp-contract=off",  # the same bits on all processors
         "-Wall",
         "-Wno-unknown-pragmas",
         # False alarms of GCC in its own intrinsics headers and in c10::SmallVector.

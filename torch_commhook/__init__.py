@@ -7,7 +7,7 @@ if _interrupt.runs_the_command():  # before torch is imported, which takes secon
 
 from torch_commhook import _check_ops as _check_ops
 from torch_commhook import _ops as _ops
-from torch_commhook import autograd, collectives, hooks, process_group, testing
+from torch_commhook import autograd, codecs, collectives, hooks, process_group, testing
 from torch_commhook._native import NativeLibraryError
 from torch_commhook._runtime import check_hook, parse_hook_result, run_hook
 from torch_commhook.attach import HookHandle, attach
@@ -35,6 +35,7 @@ __all__ = [
     "autograd",
     "broadcast_coalesced",
     "check_hook",
+    "codecs",
     "collectives",
     "hooks",
     "include_paths",

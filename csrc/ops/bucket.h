@@ -35,7 +35,10 @@ void check_flatten_out(const char* op, at::TensorList tensors, const at::Tensor&
 // dtypes, on the buffer's device, and of its length in total.
 void check_unflatten(const char* op, const at::Tensor& buffer, at::TensorList tensors,
                      const char* argument);
-// Beyond check_unflatten: no element of a destination is reached twice, or from the buffer.
+// tensors, which are to be written: no element is reached twice, or lies in what is read.
+void check_destinations(const char* op, const at::Tensor& source, const char* source_name,
+                        at::TensorList tensors);
+// Both.
 void check_unflatten_into(const char* op, const at::Tensor& buffer, at::TensorList tensors);
 
 // The reference kernels: plain ATen, every device. The first two can be differentiated through.

@@ -105,9 +105,9 @@ void check_unflatten(const char* op, const at::Tensor& buffer, at::TensorList te
                     " elements, as many as ", argument, ", got ", buffer.numel());
 }
 
-void check_unflatten_into(const char* op, const at::Tensor& buffer, at::TensorList tensors) {
-  check_unflatten(op, buffer, tensors, "tensors");
-  const Extent source = extent_of(buffer, -1);
+void check_destinations(const char* op, const at::Tensor& source, const char* source_name,
+                        at::TensorList tensors) {
+  const Extent read = extent_of(source, -1);
   std::vector<Extent> extents;
   extents.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -115,8 +115,8 @@ void check_unflatten_into(const char* op, const at::Tensor& buffer, at::TensorLi
     const auto index = static_cast<int64_t>(i);
     check_memory(op, "tensors", index, tensor);
     extents.push_back(extent_of(tensor, index));
-    TORCH_CHECK_VALUE(!overlap(source, extents.back()), op, ": tensors[", i,
-                      "] must share no memory with buffer, got one that overlaps it");
+    TORCH_CHECK_VALUE(!overlap(read, extents.back()), op, ": tensors[", i,
+                      "] must share no memory with ", source_name, ", got one that overlaps it");
     TORCH_CHECK_VALUE(!overlaps_itself(tensor), op, ": tensors[", i,
                       "] must reach each of its elements once, got sizes ", tensor.sizes(),
                       " with strides ", tensor.strides());
@@ -124,6 +124,11 @@ void check_unflatten_into(const char* op, const at::Tensor& buffer, at::TensorLi
   const auto pair = find_overlap(tensors, std::move(extents));
   TORCH_CHECK_VALUE(!pair, op, ": tensors must share no memory with each other, got tensors[",
                     pair->second, "] and tensors[", pair->first, "] that overlap");
+}
+
+void check_unflatten_into(const char* op, const at::Tensor& buffer, at::TensorList tensors) {
+  check_unflatten(op, buffer, tensors, "tensors");
+  check_destinations(op, buffer, "buffer", tensors);
 }
 
 }  // namespace commhook

@@ -1,0 +1,60 @@
+// The arithmetic of block quantisation, for host and device. Each step is rounded by itself: fused
+// multiply-adds are switched off where this is compiled (setup.py), so that all kernels give the
+// same bits.
+//
+// A block of values p is sent as integers q and, in float32, what maps them back:
+//   symmetric   p ~ q * step,        step = max|p| / n,           -n <= q <= n,  n = 2^(bits-1) - 1
+//   min-max     p ~ low + q * step,  step = (max - min) / n,       0 <= q <= n,  n = 2^bits - 1
+// A block with a value that is infinite or NaN, or whose range is, has a NaN for step.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "ops/host_device.h"
+
+namespace commhook::blockwise {
+
+COMMHOOK_HOST_DEVICE uint32_t bits_of(float value) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+COMMHOOK_HOST_DEVICE float float_of(uint32_t bits) {
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+constexpr uint32_t kAbsolute = 0x7fffffffu;
+constexpr uint32_t kInfinity = 0x7f800000u;
+constexpr uint32_t kNaN = 0x7fc00000u;
+
+// Added to a float of at most 2^22 either way, this rounds it to an integer, ties to even; that is
+// then in the low bits of the sum.
+constexpr float kRound = 12582912.0f;  // 1.5 * 2^23
+constexpr uint32_t kRoundBits = 0x4b400000u;
+
+// How a block's values become integers: q = round((p * lift - low) * factor).
+struct Quantizer {
+  float step;
+  float low;     // of p * lift; 0 where symmetric
+  float lift;    // a power of two, 1 but for values so small that `factor` would be infinite
+  float factor;  // 0 where all values are one
+};
+
+// range: max|p| where symmetric, else max - min. Finite.
+COMMHOOK_HOST_DEVICE Quantizer quantizer(float range, float low, float levels) {
+  const float lift = range < 0x1p-100f ? 0x1p64f : 1.0f;
+  const float lifted = range * lift;
+  return {range / levels, low * lift, lift, lifted > 0.0f ? levels / lifted : 0.0f};
+}
+
+// In (-0.5, 0.5), evenly spread over 2^16 values: added before rounding to the nearest, it makes
+// rounding stochastic, without a bias.
+COMMHOOK_HOST_DEVICE float dither(uint32_t random16) {
+  return (static_cast<float>(static_cast<int32_t>(random16)) - 32767.5f) * 0x1p-16f;
+}
+
+}  // namespace commhook::blockwise

@@ -1,0 +1,58 @@
+// Compiles a file of kernels once for each instruction set. To be included, once in a source file,
+// with COMMHOOK_KERNELS as the name of that file, in namespace commhook::cpu, where its contents
+// come to stand in kernels_default, kernels_avx2 and kernels_avx512. It has no includes of its own:
+// a template of the standard library would be compiled for that instruction set and could be linked
+// into code that runs on others. What the including file has included is inlined.
+//   COMMHOOK_CHOOSE(name)   &kernels_...::name, of the instruction set that capability() says
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define COMMHOOK_X86_KERNELS_OF_FILE
+#endif
+
+namespace kernels_default {
+#include COMMHOOK_KERNELS
+}  // namespace kernels_default
+
+#ifdef COMMHOOK_X86_KERNELS_OF_FILE
+
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi2,popcnt"))), \
+                             apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,bmi2,popcnt")
+#endif
+namespace kernels_avx2 {
+#include COMMHOOK_KERNELS
+}  // namespace kernels_avx2
+#ifdef __clang__
+#pragma clang attribute pop
+#pragma clang attribute push(                                                        \
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c,bmi2,popcnt," \
+                          "prefer-vector-width=512"))),                              \
+    apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c,bmi2,popcnt")
+#pragma GCC target("prefer-vector-width=512")
+#endif
+namespace kernels_avx512 {
+#include COMMHOOK_KERNELS
+}  // namespace kernels_avx512
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+#define COMMHOOK_CHOOSE(name)                                                 \
+  (::commhook::cpu::capability() == ::commhook::cpu::Capability::kAvx512      \
+       ? kernels_avx512::name                                                 \
+       : (::commhook::cpu::capability() == ::commhook::cpu::Capability::kAvx2 \
+              ? kernels_avx2::name                                            \
+              : kernels_default::name))
+
+#else
+#define COMMHOOK_CHOOSE(name) kernels_default::name
+#endif

@@ -1,0 +1,368 @@
+"""Block quantisation: values as integers of 8 or 4 bits, with a step for each block of values.
+
+In ``csrc/ops/codecs`` stand the schemas and reference kernels (``blockwise.cpp``), the form of a
+message (``blockwise.h``), the arithmetic (``blockwise_math.h``) and the CPU kernels
+(``blockwise_cpu.cpp``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_commhook._ops import BUCKET_DTYPES
+
+_ops = torch.ops.commhook
+_MOST_SHARDS = 1 << 20
+_MAX_BLOCK_SIZE = 4096
+
+
+class Shard(NamedTuple):
+    """A part of a message that can be decoded by itself.
+
+    Attributes:
+        numel: values in it.
+        nbytes: bytes in it.
+    """
+
+    numel: int
+    nbytes: int
+
+
+def blockwise_shards(
+    numel: int, *, bits: int = 8, block_size: int = 256, symmetric: bool = True, shards: int = 1
+) -> list[Shard]:
+    """The parts of a message of ``numel`` values, in order.
+
+    Each has about equally many whole blocks; the last block of all may be shorter. With fewer
+    blocks than shards, some are empty.
+
+    Raises:
+        ValueError: as :func:`blockwise_encode`.
+    """
+    _check_format("blockwise_shards", bits, block_size)
+    _check_shards("blockwise_shards", shards)
+    torch._check_value(
+        numel >= 0, lambda: f"blockwise_shards: numel must be at least 0, got {numel}"
+    )
+    blocks = (numel + block_size - 1) // block_size
+    parameters = 4 if symmetric else 8
+    found = []
+    for shard in range(shards):
+        first, last = blocks * shard // shards, blocks * (shard + 1) // shards
+        count = min(numel, last * block_size) - min(numel, first * block_size)
+        whole, rest = count // block_size, count % block_size
+        codes = whole * _code_bytes(block_size, bits) + _code_bytes(rest, bits)
+        found.append(Shard(count, (codes + 3) // 4 * 4 + (last - first) * parameters))
+    return found
+
+
+def _code_bytes(count: int, bits: int) -> int:
+    return count if bits == 8 else (count + 1) // 2
+
+
+def blockwise_bytes(
+    numel: int, *, bits: int = 8, block_size: int = 256, symmetric: bool = True, shards: int = 1
+) -> int:
+    """Bytes of a message of ``numel`` values: ``bits / 8 + 4 / block_size`` for each, symmetric.
+
+    Raises:
+        ValueError: as :func:`blockwise_encode`.
+    """
+    parts = blockwise_shards(
+        numel, bits=bits, block_size=block_size, symmetric=symmetric, shards=shards
+    )
+    return sum(part.nbytes for part in parts)
+
+
+# ---- checks that the fakes share -----------------------------------------------------------------
+
+
+def _check_format(op: str, bits: int, block_size: int) -> None:
+    torch._check_value(bits in (4, 8), lambda: f"{op}: bits must be 4 or 8, got {bits}")
+    torch._check_value(
+        8 <= block_size <= _MAX_BLOCK_SIZE and block_size % 8 == 0,
+        lambda: (
+            f"{op}: block_size must be a multiple of 8 of at most {_MAX_BLOCK_SIZE}, got "
+            f"{block_size}"
+        ),
+    )
+
+
+def _check_shards(op: str, shards: int) -> None:
+    torch._check_value(
+        1 <= shards <= _MOST_SHARDS,
+        lambda: f"{op}: shards must be at least 1 and at most 2^20, got {shards}",
+    )
+
+
+def _check_values(op: str, tensors: Sequence[Tensor]) -> None:
+    torch._check_value(
+        len(tensors) > 0, lambda: f"{op}: tensors must hold at least one tensor, got none"
+    )
+    for i, tensor in enumerate(tensors):
+        if tensor.layout is not torch.strided:
+            raise TypeError(
+                f"{op}: tensors[{i}] must be dense (torch.strided), got layout {tensor.layout}"
+            )
+        if tensor.dtype not in BUCKET_DTYPES:
+            raise TypeError(
+                f"{op}: tensors[{i}] must be of dtype float64, float32, float16 or bfloat16, got "
+                f"{tensor.dtype}"
+            )
+
+
+def _check_message(op: str, name: str, message: Tensor, nbytes: int | None) -> None:
+    if message.dtype is not torch.uint8:
+        raise TypeError(f"{op}: {name} must be of dtype uint8, got {message.dtype}")
+    torch._check_value(
+        message.is_contiguous() and (nbytes is None or message.numel() == nbytes),
+        lambda: (
+            f"{op}: {name} must be contiguous and hold {nbytes} bytes, got sizes "
+            f"{list(message.shape)} with strides {list(message.stride())}"
+        ),
+    )
+
+
+def _check_memory(op: str, error: Tensor | None, rounding: Tensor | None, numel: int) -> None:
+    if error is not None:
+        if error.dtype is not torch.float32:
+            raise TypeError(f"{op}: error must be of dtype float32, got {error.dtype}")
+        torch._check_value(
+            error.is_contiguous() and error.numel() == numel,
+            lambda: (
+                f"{op}: error must be contiguous and hold {numel} elements, got sizes "
+                f"{list(error.shape)} with strides {list(error.stride())}"
+            ),
+        )
+    if rounding is not None:
+        if rounding.dtype is not torch.int64:
+            raise TypeError(
+                f"{op}: rounding must be a dense tensor of dtype int64, got {rounding.dtype}"
+            )
+        torch._check_value(
+            rounding.numel() == 2,
+            lambda: (
+                f"{op}: rounding must hold two numbers, seed and step, got sizes "
+                f"{list(rounding.shape)}"
+            ),
+        )
+
+
+def _total(tensors: Sequence[Tensor]) -> int:
+    total = 0
+    for tensor in tensors:
+        total = total + tensor.numel()
+    return total
+
+
+# ---- encode --------------------------------------------------------------------------------------
+
+
+def blockwise_encode(
+    tensors: Sequence[Tensor],
+    message: Tensor,
+    *,
+    bits: int = 8,
+    block_size: int = 256,
+    symmetric: bool = True,
+    shards: int = 1,
+    scale: float = 1.0,
+    error: Tensor | None = None,
+    rounding: Tensor | None = None,
+) -> None:
+    """Quantise tensors in blocks, in one pass over memory.
+
+    Their values, in the order of :func:`torch_commhook._ops.flatten`, are cut into blocks across
+    the tensors' borders. With p a value in float32, times ``scale``, plus its ``error``:
+
+    - symmetric: ``p ~ q * step``, ``step = max|p| / n``, q from -n to n, n = 127 or 7;
+    - else: ``p ~ low + q * step``, ``step = (max - min) / n``, q from 0 to n, n = 255 or 15.
+
+    Rounded to the nearest (ties to even), p is off by at most half a step; stochastically by less
+    than a step, and by nothing on average. A block of zeros comes back as zeros. A block with an
+    infinity or NaN in it comes back as NaN, and its error stays as it was.
+
+    Args:
+        tensors: as for ``flatten``: dense, of dtype float64, float32, float16 or bfloat16, of any
+            shapes and strides, on one device.
+        message: written; contiguous, uint8, :func:`blockwise_bytes` long, at an address that is a
+            multiple of 4.
+        bits: 8 or 4.
+        block_size: values in a block; a multiple of 8 up to 4096.
+        symmetric: whether zero is the middle of what a block can hold.
+        shards: parts of the message that can be decoded by themselves; see
+            :func:`blockwise_shards`.
+        scale: factor, applied in float32.
+        error: what earlier messages have lost, in float32, flat, as many as the values. Added to
+            them, and replaced by what this message loses.
+        rounding: int64, ``[seed, step]`` on the tensors' device: rounding is stochastic, with
+            numbers that follow from these two and a value's place alone (Philox4x32-10, 16 bits for
+            each value; the step's lowest 32 bits count).
+
+    Raises:
+        TypeError: a tensor of another dtype or layout.
+        ValueError: no tensors, several devices, sizes that do not fit, or memory that is shared.
+        RuntimeError: a tensor requires grad while gradients are recorded.
+    """
+    _ops.blockwise_encode(
+        tensors,
+        message,
+        bits=bits,
+        block_size=block_size,
+        symmetric=symmetric,
+        shards=shards,
+        scale=scale,
+        error=error,
+        rounding=rounding,
+    )
+
+
+@torch.library.register_fake("commhook::blockwise_encode")
+def _encode_fake(
+    tensors: Sequence[Tensor],
+    message: Tensor,
+    *,
+    bits: int,
+    block_size: int,
+    symmetric: bool,
+    shards: int = 1,
+    scale: float = 1.0,
+    error: Tensor | None = None,
+    rounding: Tensor | None = None,
+) -> None:
+    op = "blockwise_encode"
+    _check_format(op, bits, block_size)
+    _check_shards(op, shards)
+    _check_values(op, tensors)
+    numel = _total(tensors)
+    _check_message(op, "message", message, _known_bytes(numel, bits, block_size, symmetric, shards))
+    _check_memory(op, error, rounding, numel)
+
+
+def _known_bytes(
+    numel: int, bits: int, block_size: int, symmetric: bool, shards: int
+) -> int | None:
+    """What a message must hold, where that is known without a guard; the kernel sees the rest."""
+    if not isinstance(numel, int):
+        return None
+    return blockwise_bytes(
+        numel, bits=bits, block_size=block_size, symmetric=symmetric, shards=shards
+    )
+
+
+# ---- decode --------------------------------------------------------------------------------------
+
+
+def blockwise_decode(
+    message: Tensor,
+    tensors: Sequence[Tensor],
+    *,
+    bits: int = 8,
+    block_size: int = 256,
+    symmetric: bool = True,
+    shards: int = 1,
+) -> None:
+    """Write a message's values into tensors, in one pass over memory.
+
+    Args:
+        message: what :func:`blockwise_encode` has written, with the same settings.
+        tensors: dense destinations of any strides that reach each element once, with as many
+            elements as the message has values, sharing no memory.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`blockwise_encode`.
+    """
+    _ops.blockwise_decode(
+        message, tensors, bits=bits, block_size=block_size, symmetric=symmetric, shards=shards
+    )
+
+
+@torch.library.register_fake("commhook::blockwise_decode")
+def _decode_fake(
+    message: Tensor,
+    tensors: Sequence[Tensor],
+    *,
+    bits: int,
+    block_size: int,
+    symmetric: bool,
+    shards: int = 1,
+) -> None:
+    op = "blockwise_decode"
+    _check_format(op, bits, block_size)
+    _check_shards(op, shards)
+    _check_values(op, tensors)
+    known = _known_bytes(_total(tensors), bits, block_size, symmetric, shards)
+    _check_message(op, "message", message, known)
+
+
+# ---- reduce --------------------------------------------------------------------------------------
+
+
+def blockwise_reduce(
+    messages: Tensor,
+    message: Tensor,
+    numel: int,
+    *,
+    bits: int = 8,
+    block_size: int = 256,
+    symmetric: bool = True,
+    scale: float = 1.0,
+    error: Tensor | None = None,
+    rounding: Tensor | None = None,
+) -> None:
+    """Write the message of a sum of messages, in one pass over memory.
+
+    The values of the messages are added up in float32, in their order, and encoded as
+    :func:`blockwise_encode` does, each ``scale * sum + error``.
+
+    Args:
+        messages: of shape ``(messages, bytes)``, each of ``numel`` values in one shard.
+        message: written; of as many bytes as one of them.
+        numel: values in each.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`blockwise_encode`.
+    """
+    _ops.blockwise_reduce(
+        messages,
+        message,
+        numel,
+        bits=bits,
+        block_size=block_size,
+        symmetric=symmetric,
+        scale=scale,
+        error=error,
+        rounding=rounding,
+    )
+
+
+@torch.library.register_fake("commhook::blockwise_reduce")
+def _reduce_fake(
+    messages: Tensor,
+    message: Tensor,
+    numel: int,
+    *,
+    bits: int,
+    block_size: int,
+    symmetric: bool,
+    scale: float = 1.0,
+    error: Tensor | None = None,
+    rounding: Tensor | None = None,
+) -> None:
+    op = "blockwise_reduce"
+    _check_format(op, bits, block_size)
+    torch._check_value(
+        messages.dim() == 2 and messages.shape[0] >= 1,
+        lambda: (
+            f"{op}: messages must have two dimensions, one row for each message, got sizes "
+            f"{list(messages.shape)}"
+        ),
+    )
+    known = _known_bytes(numel, bits, block_size, symmetric, 1)
+    _check_message(op, "message", message, known)
+    _check_message(op, "messages", messages, None if known is None else known * len(messages))
+    _check_memory(op, error, rounding, numel)
