@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_commhook._ops import cpu_capability
-from torch_commhook.codecs import (
+from torch_commhook.codecs.blockwise import (
     blockwise_bytes,
     blockwise_decode,
     blockwise_encode,

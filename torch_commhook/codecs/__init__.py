@@ -1,17 +1,15 @@
-"""Codecs: what gradients become on the wire. Each is a module of its own here."""
+"""Codecs: what gradients become on the wire.
 
-from torch_commhook.codecs.blockwise import (
-    blockwise_bytes,
-    blockwise_decode,
-    blockwise_encode,
-    blockwise_reduce,
-    blockwise_shards,
-)
+Each is a module of this package, which is found and imported by itself; see
+:class:`torch_commhook.codecs.Codec`.
+"""
 
-__all__ = [
-    "blockwise_bytes",
-    "blockwise_decode",
-    "blockwise_encode",
-    "blockwise_reduce",
-    "blockwise_shards",
-]
+import importlib
+import pkgutil
+
+from torch_commhook.codecs.base import CODECS, Codec, Shard, register_codec
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+__all__ = ["CODECS", "Codec", "Shard", "register_codec"]

@@ -8,28 +8,17 @@ message (``blockwise.h``), the arithmetic (``blockwise_math.h``) and the CPU ker
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_commhook._ops import BUCKET_DTYPES
+from torch_commhook.codecs.base import Codec, Shard, register_codec, text_of
 
 _ops = torch.ops.commhook
 _MOST_SHARDS = 1 << 20
 _MAX_BLOCK_SIZE = 4096
-
-
-class Shard(NamedTuple):
-    """A part of a message that can be decoded by itself.
-
-    Attributes:
-        numel: values in it.
-        nbytes: bytes in it.
-    """
-
-    numel: int
-    nbytes: int
 
 
 def blockwise_shards(
@@ -366,3 +355,119 @@ def _reduce_fake(
     _check_message(op, "message", message, known)
     _check_message(op, "messages", messages, None if known is None else known * len(messages))
     _check_memory(op, error, rounding, numel)
+
+
+# ---- the codec -----------------------------------------------------------------------------------
+
+_DEFAULTS: dict[str, Any] = {
+    "bits": 8,
+    "block_size": 256,
+    "symmetric": True,
+    "rounding": "nearest",
+}
+
+
+@register_codec
+class blockwise(Codec):  # noqa: N801 (a codec is written as it is called)
+    """Integers of 8 or 4 bits, with a step for each block of values; see :func:`blockwise_encode`.
+
+    Bytes for each value: ``bits / 8 + 4 / block_size``, and ``4 / block_size`` more where it is not
+    symmetric.
+
+    Args:
+        bits: 8 or 4.
+        block_size: values in a block; a multiple of 8 up to 4096.
+        symmetric: whether zero is the middle of what a block can hold; else blocks reach from their
+            least value to their largest.
+        rounding: ``"nearest"``, or ``"stochastic"``: right on average, with twice the mean square
+            error.
+
+    Raises:
+        ValueError: another setting.
+    """
+
+    def __init__(
+        self,
+        bits: int = 8,
+        block_size: int = 256,
+        *,
+        symmetric: bool = True,
+        rounding: str = "nearest",
+    ) -> None:
+        _check_format("blockwise", bits, block_size)
+        if rounding not in ("nearest", "stochastic"):
+            raise ValueError(
+                f"blockwise: rounding must be 'nearest' or 'stochastic', got {rounding!r}"
+            )
+        self._form: dict[str, Any] = {
+            "bits": bits,
+            "block_size": block_size,
+            "symmetric": bool(symmetric),
+        }
+        self._rounding = rounding
+
+    @classmethod
+    def examples(cls) -> list[blockwise]:
+        return [
+            cls(),
+            cls(bits=4),
+            cls(bits=8, symmetric=False),
+            cls(bits=4, block_size=64, symmetric=False),
+            cls(rounding="stochastic"),
+        ]
+
+    @property
+    def is_random(self) -> bool:
+        return self._rounding == "stochastic"
+
+    def shards(self, numel: int, shards: int = 1) -> list[Shard]:
+        return blockwise_shards(numel, shards=shards, **self._form)
+
+    def encode(
+        self,
+        tensors: Sequence[Tensor],
+        message: Tensor,
+        *,
+        shards: int = 1,
+        scale: float = 1.0,
+        error: Tensor | None = None,
+        rounding: Tensor | None = None,
+    ) -> None:
+        drawn = self._checked("encode", rounding)
+        blockwise_encode(
+            tensors,
+            message,
+            shards=shards,
+            scale=scale,
+            error=error,
+            rounding=drawn,
+            **self._form,
+        )
+
+    def decode(self, message: Tensor, tensors: Sequence[Tensor], *, shards: int = 1) -> None:
+        blockwise_decode(message, tensors, shards=shards, **self._form)
+
+    def reduce(
+        self,
+        messages: Tensor,
+        message: Tensor,
+        numel: int,
+        *,
+        scale: float = 1.0,
+        error: Tensor | None = None,
+        rounding: Tensor | None = None,
+    ) -> None:
+        drawn = self._checked("reduce", rounding)
+        blockwise_reduce(
+            messages, message, numel, scale=scale, error=error, rounding=drawn, **self._form
+        )
+
+    def _checked(self, method: str, rounding: Tensor | None) -> Tensor | None:
+        if not self.is_random:
+            return None
+        if rounding is None:
+            raise ValueError(f"{self}.{method}: rounding must be given, [seed, step], got None")
+        return rounding
+
+    def __repr__(self) -> str:
+        return text_of("blockwise", {**self._form, "rounding": self._rounding}, _DEFAULTS)

@@ -18,13 +18,16 @@ namespace {
 using namespace blockwise;  // NOLINT: the kernels' own names
 static_assert(kMaxBlockSize <= kMaxBlock);
 
-// encode: n values into codes and parameters, and what is lost into `error`, if there is one.
-// decode, add: the values of a block, over what is there or added to it.
+// For `count` values of blocks that follow each other, the last perhaps shorter.
+// encode: into codes and parameters, and what is lost into `error`, if there is one.
+// decode, add: over what is there, or added to it.
 struct Kernels {
-  void (*encode)(const float* values, int64_t n, const Encoding& encoding, int64_t block,
-                 float* error, uint8_t* codes, float* parameters);
-  void (*decode)(const uint8_t* codes, const float* parameters, int64_t n, float* out);
-  void (*add)(const uint8_t* codes, const float* parameters, int64_t n, float* out);
+  void (*encode)(const float* values, int64_t count, int64_t size, const Encoding& encoding,
+                 int64_t block, float* error, uint8_t* codes, float* parameters);
+  void (*decode)(const uint8_t* codes, const float* parameters, int64_t count, int64_t size,
+                 float* out);
+  void (*add)(const uint8_t* codes, const float* parameters, int64_t count, int64_t size,
+              float* out);
 };
 
 #define COMMHOOK_KERNELS "ops/codecs/blockwise_kernels.inl"
@@ -37,41 +40,44 @@ const Kernels& kernels_for(const Format& format) {
 // Below this a thread costs more to wake than it saves.
 constexpr int64_t kGrainElements = 64 * 1024;
 
-// Where the blocks of a message lie, in the order of the blocks.
+// Where blocks of a message lie, asked in the order of the blocks.
 class Cursor {
  public:
   Cursor(const Layout& layout, int64_t block) : layout_(layout) {
     enter(layout.shard_of_block(block));
   }
 
-  struct Place {
-    int64_t codes;
-    int64_t parameters;
-  };
-
-  Place of(int64_t block) {
-    while (block >= end_) {
-      enter(shard_ + 1);
-    }
+  // Calls visit(offset, elements, block, offset of codes, offset of parameters) for the parts of
+  // the elements [position, position + count), which begin with a block, that lie in one shard.
+  template <typename Visit>
+  void visit(int64_t position, int64_t count, const Visit& visit) {
     const auto& format = layout_.format();
-    const int64_t before = block - first_;
-    return {codes_ + before * format.code_bytes(format.block_size),
-            parameters_ + before * format.parameters() * static_cast<int64_t>(sizeof(float))};
+    for (int64_t done = 0; done < count;) {
+      while (position + done >= end_) {
+        enter(shard_ + 1);
+      }
+      const int64_t n = std::min(count - done, end_ - position - done);
+      const int64_t block = (position + done) / format.block_size;
+      const int64_t before = block - first_;
+      visit(done, n, block, codes_ + before * format.code_bytes(format.block_size),
+            parameters_ + before * format.parameters() * static_cast<int64_t>(sizeof(float)));
+      done += n;
+    }
   }
 
  private:
   void enter(int64_t shard) {
     shard_ = shard;
     first_ = layout_.first_block(shard);
-    end_ = layout_.first_block(shard + 1);
+    end_ = layout_.first_element(shard + 1);
     codes_ = layout_.offset_of_shard(shard);
     parameters_ = codes_ + layout_.offset_of_parameters(shard);
   }
 
   const Layout& layout_;
   int64_t shard_ = 0;
-  int64_t first_ = 0;
-  int64_t end_ = 0;
+  int64_t first_ = 0;  // block
+  int64_t end_ = 0;    // element
   int64_t codes_ = 0;
   int64_t parameters_ = 0;
 };
@@ -120,15 +126,17 @@ void encode(at::TensorList tensors, const at::Tensor& message, int64_t bits, int
   clear_fill(layout, shards, bytes);
   for_each_range(layout, arguments.numel, [&](int64_t block, int64_t begin, int64_t end) {
     Cursor cursor(layout, block);
-    for_each_block(segments, begin, end, block_size, row_kernels(capability()),
-                   [&](const float* values, int64_t position, int64_t count) {
-                     const auto place = cursor.of(block);
-                     kernels.encode(values, count, encoding, block,
-                                    lost == nullptr ? nullptr : lost + position,
-                                    bytes + place.codes,
-                                    reinterpret_cast<float*>(bytes + place.parameters));
-                     ++block;
-                   });
+    for_each_block(
+        segments, begin, end, block_size, row_kernels(capability()),
+        [&](const float* values, int64_t position, int64_t count) {
+          cursor.visit(
+              position, count,
+              [&](int64_t at, int64_t n, int64_t first, int64_t codes, int64_t parameters) {
+                kernels.encode(values + at, n, block_size, encoding, first,
+                               lost == nullptr ? nullptr : lost + position + at, bytes + codes,
+                               reinterpret_cast<float*>(bytes + parameters));
+              });
+        });
   });
 }
 
@@ -149,12 +157,14 @@ void decode(const at::Tensor& message, at::TensorList tensors, int64_t bits, int
   for_each_range(layout, arguments.numel, [&](int64_t block, int64_t begin, int64_t end) {
     Cursor cursor(layout, block);
     write_each_block(segments, begin, end, block_size, row_kernels(capability()),
-                     [&](float* values, int64_t /*position*/, int64_t count) {
-                       const auto place = cursor.of(block);
-                       kernels.decode(bytes + place.codes,
-                                      reinterpret_cast<const float*>(bytes + place.parameters),
-                                      count, values);
-                       ++block;
+                     [&](float* values, int64_t position, int64_t count) {
+                       cursor.visit(
+                           position, count,
+                           [&](int64_t at, int64_t n, int64_t, int64_t codes, int64_t parameters) {
+                             kernels.decode(bytes + codes,
+                                            reinterpret_cast<const float*>(bytes + parameters), n,
+                                            block_size, values + at);
+                           });
                      });
   });
 }
@@ -179,17 +189,20 @@ void reduce(const at::Tensor& messages, const at::Tensor& message, int64_t numel
   for_each_range(layout, numel, [&](int64_t block, int64_t begin, int64_t end) {
     Cursor cursor(layout, block);
     alignas(64) float sum[kMaxBlockSize];
-    for (int64_t position = begin; position < end; position += block_size, ++block) {
-      const int64_t count = std::min(block_size, end - position);
-      const auto place = cursor.of(block);
-      for (int64_t i = 0; i < count_of_messages; ++i) {
-        const auto* const each = from + i * bytes_of_message;
-        (i == 0 ? kernels.decode : kernels.add)(
-            each + place.codes, reinterpret_cast<const float*>(each + place.parameters), count,
-            sum);
-      }
-      kernels.encode(sum, count, encoding, block, lost == nullptr ? nullptr : lost + position,
-                     to + place.codes, reinterpret_cast<float*>(to + place.parameters));
+    const int64_t most = kMaxBlockSize / block_size * block_size;
+    for (int64_t position = begin; position < end; position += most) {
+      cursor.visit(position, std::min(most, end - position),
+                   [&](int64_t at, int64_t n, int64_t first, int64_t codes, int64_t parameters) {
+                     for (int64_t i = 0; i < count_of_messages; ++i) {
+                       const auto* const each = from + i * bytes_of_message;
+                       (i == 0 ? kernels.decode : kernels.add)(
+                           each + codes, reinterpret_cast<const float*>(each + parameters), n,
+                           block_size, sum);
+                     }
+                     kernels.encode(sum, n, block_size, encoding, first,
+                                    lost == nullptr ? nullptr : lost + position + at, to + codes,
+                                    reinterpret_cast<float*>(to + parameters));
+                   });
     }
   });
 }

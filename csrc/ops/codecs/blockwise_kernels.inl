@@ -126,14 +126,19 @@ inline void unpack(const uint8_t* __restrict packed, int64_t n, uint8_t* __restr
   }
 }
 
+struct Workspace {
+  alignas(64) float compensated[kMaxBlockSize];
+  alignas(64) float dithers[kMaxBlockSize + 8];
+  alignas(64) uint8_t bytes[kMaxBlockSize];
+};
+
 // kCount: the number of values where that is known when this is compiled, else 0.
 template <int kBits, bool kSymmetric, int kCount>
 inline void encode_block(const float* values, int64_t count, const Encoding& encoding,
-                         int64_t block, float* error, uint8_t* codes, float* parameters) {
+                         int64_t block, float* error, uint8_t* codes, float* parameters,
+                         Workspace& workspace) {
   const int64_t n = kCount > 0 ? kCount : count;
-  alignas(64) float compensated[kMaxBlock];
-  alignas(64) float dithers[kMaxBlock + 8];
-  alignas(64) uint8_t bytes[kMaxBlock];
+  float* const compensated = workspace.compensated;
   const float* p = values;
   if (error != nullptr || encoding.scale != 1.0f) {
     const float scale = encoding.scale;
@@ -168,7 +173,7 @@ inline void encode_block(const float* values, int64_t count, const Encoding& enc
       range = of_ordered(most) - low + 0.0f;
     }
   }
-  uint8_t* const into = kBits == 8 ? codes : bytes;
+  uint8_t* const into = kBits == 8 ? codes : workspace.bytes;
   constexpr float kLevels = kSymmetric ? (1 << (kBits - 1)) - 1 : (1 << kBits) - 1;
   if ((bits_of(range) & kAbsolute) >= kInfinity) {
     parameters[0] = float_of(kNaN);
@@ -181,12 +186,12 @@ inline void encode_block(const float* values, int64_t count, const Encoding& enc
   const Quantizer quantizer = commhook::blockwise::quantizer(range, low, kLevels);
   const float* drawn = nullptr;
   if (encoding.rounding.is_stochastic) {
-    draw_dither(encoding.rounding, block, n, dithers);
-    drawn = dithers;
+    draw_dither(encoding.rounding, block, n, workspace.dithers);
+    drawn = workspace.dithers;
   }
   quantize_any<kSymmetric>(p, n, quantizer, low, kLevels, drawn, error, into);
   if constexpr (kBits == 4) {
-    pack(bytes, n, codes);
+    pack(workspace.bytes, n, codes);
   }
   parameters[0] = quantizer.step;
   if constexpr (!kSymmetric) {
@@ -198,7 +203,7 @@ template <int kBits, bool kSymmetric, bool kAdd, int kCount>
 inline void decode_block(const uint8_t* __restrict codes, const float* __restrict parameters,
                          int64_t count, float* __restrict out) {
   const int64_t n = kCount > 0 ? kCount : count;
-  alignas(64) uint8_t bytes[kMaxBlock];
+  alignas(64) uint8_t bytes[kMaxBlockSize];
   const uint8_t* from = codes;
   if constexpr (kBits == 4) {
     unpack<kSymmetric>(codes, n, bytes);
@@ -214,37 +219,62 @@ inline void decode_block(const uint8_t* __restrict codes, const float* __restric
   }
 }
 
+template <int kBits, bool kSymmetric, int kSize>
+void encode_blocks(const float* values, int64_t count, int64_t size, const Encoding& encoding,
+                   int64_t block, float* error, uint8_t* codes, float* parameters) {
+  constexpr int64_t kParameters = kSymmetric ? 1 : 2;
+  Workspace workspace;
+  const int64_t width = kBits == 8 ? size : size / 2;
+  int64_t i = 0;
+  for (; i + size <= count; i += size) {
+    encode_block<kBits, kSymmetric, kSize>(values + i, size, encoding, block,
+                                           error == nullptr ? nullptr : error + i, codes,
+                                           parameters, workspace);
+    ++block;
+    codes += width;
+    parameters += kParameters;
+  }
+  if (i < count) {
+    encode_block<kBits, kSymmetric, 0>(values + i, count - i, encoding, block,
+                                       error == nullptr ? nullptr : error + i, codes, parameters,
+                                       workspace);
+  }
+}
+
 template <int kBits, bool kSymmetric>
-void encode(const float* values, int64_t n, const Encoding& encoding, int64_t block, float* error,
-            uint8_t* codes, float* parameters) {
-  switch (n) {
-    case 64:
-      return encode_block<kBits, kSymmetric, 64>(values, n, encoding, block, error, codes,
-                                                 parameters);
-    case 128:
-      return encode_block<kBits, kSymmetric, 128>(values, n, encoding, block, error, codes,
-                                                  parameters);
-    case 256:
-      return encode_block<kBits, kSymmetric, 256>(values, n, encoding, block, error, codes,
-                                                  parameters);
-    default:
-      return encode_block<kBits, kSymmetric, 0>(values, n, encoding, block, error, codes,
-                                                parameters);
+void encode(const float* values, int64_t count, int64_t size, const Encoding& encoding,
+            int64_t block, float* error, uint8_t* codes, float* parameters) {
+  const auto run = size == 64    ? encode_blocks<kBits, kSymmetric, 64>
+                   : size == 128 ? encode_blocks<kBits, kSymmetric, 128>
+                   : size == 256 ? encode_blocks<kBits, kSymmetric, 256>
+                                 : encode_blocks<kBits, kSymmetric, 0>;
+  run(values, count, size, encoding, block, error, codes, parameters);
+}
+
+template <int kBits, bool kSymmetric, bool kAdd, int kSize>
+void decode_blocks(const uint8_t* codes, const float* parameters, int64_t count, int64_t size,
+                   float* out) {
+  constexpr int64_t kParameters = kSymmetric ? 1 : 2;
+  const int64_t width = kBits == 8 ? size : size / 2;
+  int64_t i = 0;
+  for (; i + size <= count; i += size) {
+    decode_block<kBits, kSymmetric, kAdd, kSize>(codes, parameters, size, out + i);
+    codes += width;
+    parameters += kParameters;
+  }
+  if (i < count) {
+    decode_block<kBits, kSymmetric, kAdd, 0>(codes, parameters, count - i, out + i);
   }
 }
 
 template <int kBits, bool kSymmetric, bool kAdd>
-void decode(const uint8_t* codes, const float* parameters, int64_t n, float* out) {
-  switch (n) {
-    case 64:
-      return decode_block<kBits, kSymmetric, kAdd, 64>(codes, parameters, n, out);
-    case 128:
-      return decode_block<kBits, kSymmetric, kAdd, 128>(codes, parameters, n, out);
-    case 256:
-      return decode_block<kBits, kSymmetric, kAdd, 256>(codes, parameters, n, out);
-    default:
-      return decode_block<kBits, kSymmetric, kAdd, 0>(codes, parameters, n, out);
-  }
+void decode(const uint8_t* codes, const float* parameters, int64_t count, int64_t size,
+            float* out) {
+  const auto run = size == 64    ? decode_blocks<kBits, kSymmetric, kAdd, 64>
+                   : size == 128 ? decode_blocks<kBits, kSymmetric, kAdd, 128>
+                   : size == 256 ? decode_blocks<kBits, kSymmetric, kAdd, 256>
+                                 : decode_blocks<kBits, kSymmetric, kAdd, 0>;
+  run(codes, parameters, count, size, out);
 }
 
 // [bits: 4, 8][min-max, symmetric]

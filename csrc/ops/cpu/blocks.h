@@ -13,12 +13,13 @@ namespace commhook::cpu {
 
 constexpr int64_t kMaxBlock = 4096;
 
-// Calls block(values, position, count) for the elements [begin, end) of the list, `size` at a time,
-// fewer at the end. Float32 values come from where they lie, if a block of them lies in one place;
-// others are put together in a piece that stays in the first-level cache.
-template <typename Block>
+// Calls blocks(values, position, count) for the elements [begin, end) of the list: a number of
+// blocks of `size`, the last of all perhaps shorter. Float32 values come from where they lie, if a
+// block of them lies in one place; others are put together in a piece that stays in the first-level
+// cache.
+template <typename Blocks>
 void for_each_block(const Segments& segments, int64_t begin, int64_t end, int64_t size,
-                    const RowKernels& kernels, const Block& block) {
+                    const RowKernels& kernels, const Blocks& blocks) {
   constexpr int kFloat = 1;  // dtype_index(at::kFloat)
   alignas(64) float piece[kMaxBlock];
   alignas(64) char gathered[Segments::kPieceElements * sizeof(double)];
@@ -38,7 +39,7 @@ void for_each_block(const Segments& segments, int64_t begin, int64_t end, int64_
       data += n * segment.element_size;
       count -= n;
       if (filled == size || position == end) {
-        block(piece, position - filled, filled);
+        blocks(piece, position - filled, filled);
         filled = 0;
       }
     }
@@ -55,11 +56,12 @@ void for_each_block(const Segments& segments, int64_t begin, int64_t end, int64_
             position += n;
             count -= n;
           }
-          while (count >= size) {
-            block(reinterpret_cast<const float*>(data), position, size);
-            data += size * static_cast<int64_t>(sizeof(float));
-            position += size;
-            count -= size;
+          const int64_t whole = count / size * size;
+          if (whole > 0) {
+            blocks(reinterpret_cast<const float*>(data), position, whole);
+            data += whole * static_cast<int64_t>(sizeof(float));
+            position += whole;
+            count -= whole;
           }
         }
         append(segment, data, position, count);
@@ -70,7 +72,8 @@ void for_each_block(const Segments& segments, int64_t begin, int64_t end, int64_
       });
 }
 
-// The other way: calls make(values, position, count) for values that then go into the list.
+// The other way: calls make(values, position, count) for blocks of values that then go into the
+// list.
 template <typename Make>
 void write_each_block(const Segments& segments, int64_t begin, int64_t end, int64_t size,
                       const RowKernels& kernels, const Make& make) {
@@ -97,9 +100,9 @@ void write_each_block(const Segments& segments, int64_t begin, int64_t end, int6
       begin, end,
       [&](const Segment& segment, char* data, int64_t position, int64_t count) {
         while (count > 0) {
-          int64_t n = size;
-          if (segment.dtype == kFloat && taken == made && count >= size) {
-            make(reinterpret_cast<float*>(data), position, size);
+          int64_t n = count / size * size;
+          if (segment.dtype == kFloat && taken == made && n > 0) {
+            make(reinterpret_cast<float*>(data), position, n);
           } else {
             const float* values = nullptr;
             n = take(position, count, &values);

@@ -1,0 +1,169 @@
+"""What every codec owes to those who use it, for each codec of the table in all its examples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torch_commhook.codecs import CODECS, Codec, register_codec
+
+EXAMPLES = [example for cls in CODECS.values() for example in cls.examples()]
+of_each_codec = pytest.mark.parametrize("codec", EXAMPLES, ids=repr)
+
+
+def rounding_for(codec: Codec, step: int = 0) -> Tensor | None:
+    return torch.tensor([1, step]) if codec.is_random else None
+
+
+def encode(codec: Codec, tensors: list[Tensor], **options: Any) -> Tensor:
+    numel = sum(tensor.numel() for tensor in tensors)
+    message = torch.empty(codec.nbytes(numel, options.get("shards", 1)), dtype=torch.uint8)
+    codec.encode(tensors, message, **{"rounding": rounding_for(codec), **options})
+    return message
+
+
+def restore(codec: Codec, x: Tensor, **options: Any) -> Tensor:
+    out = torch.empty_like(x)
+    codec.decode(encode(codec, [x], **options), [out], shards=options.get("shards", 1))
+    return out
+
+
+def test_there_are_codecs() -> None:
+    assert "blockwise" in CODECS
+    assert all(issubclass(cls, Codec) for cls in CODECS.values())
+
+
+@of_each_codec
+def test_it_prints_as_it_is_written(codec: Codec) -> None:
+    again = eval(repr(codec), dict(CODECS))
+    assert repr(again) == repr(codec)
+    x = torch.randn(1000)
+    assert torch.equal(encode(again, [x]), encode(codec, [x]))
+
+
+@of_each_codec
+@pytest.mark.parametrize("numel", [0, 1, 255, 5000])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_shards_follow_from_the_number_of_values(codec: Codec, numel: int, shards: int) -> None:
+    parts = codec.shards(numel, shards)
+    assert len(parts) == shards
+    assert sum(part.numel for part in parts) == numel
+    assert codec.nbytes(numel, shards) == sum(part.nbytes for part in parts)
+    assert all(part.nbytes == 0 for part in parts if part.numel == 0)
+
+
+@of_each_codec
+def test_each_shard_is_a_message(codec: Codec) -> None:
+    x = torch.randn(5000)
+    message = encode(codec, [x], shards=3)
+    parts = codec.shards(5000, 3)
+    pieces = []
+    for part, own in zip(parts, message.split([part.nbytes for part in parts]), strict=True):
+        pieces.append(torch.empty(part.numel))
+        codec.decode(own.clone(), [pieces[-1]])
+    assert torch.equal(torch.cat(pieces), restore(codec, x, shards=3))
+
+
+@of_each_codec
+def test_tensors_of_any_form(codec: Codec) -> None:
+    """As one flat tensor of their values."""
+    tensors = [
+        torch.randn(7, 50),
+        torch.randn(50, 7).t(),
+        torch.randn(()),
+        torch.randn(0),
+        torch.randn(100, dtype=torch.float64),
+        torch.randn(33).bfloat16(),
+        torch.randn(33).half(),
+        torch.randn(40)[::2],
+    ]
+    flat = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
+    message = encode(codec, tensors)
+    assert torch.equal(message, encode(codec, [flat]))
+    right = torch.empty_like(flat)
+    codec.decode(message, [right])
+    out = [torch.full_like(tensor, 7.0) for tensor in tensors]
+    codec.decode(message, out)
+    pieces = right.split([tensor.numel() for tensor in tensors])
+    for got, piece in zip(out, pieces, strict=True):
+        assert torch.equal(got, piece.view(got.shape).to(got.dtype))
+
+
+@of_each_codec
+def test_the_error_is_what_is_lost(codec: Codec) -> None:
+    x, error = torch.randn(3000), torch.randn(3000) * 0.01
+    sent = x * 0.5 + error
+    got = restore(codec, x, scale=0.5, error=error)
+    assert torch.equal(error, sent - got)
+
+
+@of_each_codec
+def test_error_feedback_loses_nothing_in_the_long_run(codec: Codec) -> None:
+    """What was sent, and what is still held back, add up to what was to be sent."""
+    error, sent, total = torch.zeros(700), torch.zeros(700), torch.zeros(700)
+    for step in range(50):
+        x = torch.randn(700)
+        sent += restore(codec, x, error=error, rounding=rounding_for(codec, step))
+        total += x
+    torch.testing.assert_close(sent + error, total, rtol=1e-4, atol=1e-4)
+    assert error.norm() < 10 * 700**0.5
+
+
+@of_each_codec
+def test_reduce_is_decode_sum_encode(codec: Codec) -> None:
+    messages = torch.stack([encode(codec, [torch.randn(3000)]) for _ in range(3)])
+    results = []
+    for reduce in (codec.reduce, lambda *a, **k: Codec.reduce(codec, *a, **k)):
+        error, message = torch.full((3000,), 0.01), torch.empty_like(messages[0])
+        reduce(messages, message, 3000, scale=1 / 3, error=error, rounding=rounding_for(codec))
+        results.append((message, error))
+    assert all(map(torch.equal, *results))
+
+
+@of_each_codec
+def test_zeros_are_exact(codec: Codec) -> None:
+    assert torch.equal(restore(codec, torch.zeros(600)), torch.zeros(600))
+    assert torch.equal(restore(codec, torch.zeros(600), error=torch.zeros(600)), torch.zeros(600))
+
+
+@of_each_codec
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_does_not_become_a_number(codec: Codec, value: float) -> None:
+    x, error = torch.randn(600), torch.zeros(600)
+    x[300] = value
+    assert not restore(codec, x, error=error)[300].isfinite()
+    assert error.isfinite().all()  # or it would stay so
+
+
+@of_each_codec
+def test_random_numbers_are_asked_for(codec: Codec) -> None:
+    if not codec.is_random:
+        return
+    x = torch.randn(600)
+    assert torch.equal(encode(codec, [x]), encode(codec, [x]))
+    assert not torch.equal(encode(codec, [x]), encode(codec, [x], rounding=rounding_for(codec, 1)))
+    with pytest.raises(ValueError, match="rounding must be given"):
+        encode(codec, [x], rounding=None)
+
+
+def test_registration_is_checked() -> None:
+    with pytest.raises(TypeError, match="must be a subclass of Codec, got 3"):
+        register_codec(3)  # type: ignore[type-var]
+    other = type("blockwise", (Codec,), {})
+    with pytest.raises(ValueError, match="there is a codec named blockwise already"):
+        register_codec(other)
+    assert CODECS["blockwise"] is not other
+
+
+def test_blockwise_settings() -> None:
+    blockwise: Any = CODECS["blockwise"]
+    assert repr(blockwise(4, rounding="stochastic")) == "blockwise(bits=4, rounding='stochastic')"
+    with pytest.raises(ValueError, match="blockwise: bits must be 4 or 8, got 3"):
+        blockwise(3)
+    with pytest.raises(ValueError, match="blockwise: block_size must be a multiple of 8"):
+        blockwise(8, 100)
+    with pytest.raises(ValueError, match="blockwise: rounding must be 'nearest' or"):
+        blockwise(rounding="up")

@@ -1,0 +1,136 @@
+"""What all codecs share, and the table of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+
+class Shard(NamedTuple):
+    """A part of a message that can be decoded by itself.
+
+    Attributes:
+        numel: values in it.
+        nbytes: bytes in it.
+    """
+
+    numel: int
+    nbytes: int
+
+
+class Codec(ABC):
+    """What gradients become on the wire, and back.
+
+    A message is a flat tensor of bytes. Its length follows from the number of values alone, so that
+    all ranks know it. It may be made in shards, each of which is a message of its own; a shard's
+    values follow each other in the bucket.
+
+    A codec keeps nothing between calls: what a message has lost, and what random numbers follow
+    from, are the caller's. It prints as it is written.
+    """
+
+    @classmethod
+    def examples(cls) -> Sequence[Codec]:
+        """The settings that tests and benchmarks try."""
+        return [cls()]
+
+    @property
+    def is_random(self) -> bool:
+        """Whether :meth:`encode` and :meth:`reduce` need random numbers."""
+        return False
+
+    @abstractmethod
+    def shards(self, numel: int, shards: int = 1) -> list[Shard]:
+        """The parts of a message of ``numel`` values, in order; some may be empty."""
+
+    @abstractmethod
+    def encode(
+        self,
+        tensors: Sequence[Tensor],
+        message: Tensor,
+        *,
+        shards: int = 1,
+        scale: float = 1.0,
+        error: Tensor | None = None,
+        rounding: Tensor | None = None,
+    ) -> None:
+        """Write the message of tensors, whose values come in the order of ``flatten``.
+
+        Args:
+            tensors: dense, of a dtype that buckets have, of any shapes and strides, on one device.
+            message: written; contiguous, uint8, as long as :meth:`shards` says in all.
+            shards: how many.
+            scale: factor, applied in float32.
+            error: what earlier messages have lost, in float32, flat, as many as the values. Added
+                to them, and replaced by what this message loses.
+            rounding: int64, ``[seed, step]`` on the tensors' device, from which random numbers
+                follow. Needed where :attr:`is_random`.
+        """
+
+    @abstractmethod
+    def decode(self, message: Tensor, tensors: Sequence[Tensor], *, shards: int = 1) -> None:
+        """Write a message's values into tensors."""
+
+    def reduce(
+        self,
+        messages: Tensor,
+        message: Tensor,
+        numel: int,
+        *,
+        scale: float = 1.0,
+        error: Tensor | None = None,
+        rounding: Tensor | None = None,
+    ) -> None:
+        """Write the message of ``scale`` times the sum of what several messages hold.
+
+        The values are added up in float32, in the order of the messages.
+
+        Args:
+            messages: of shape ``(messages, bytes)``, each of ``numel`` values in one shard.
+            message: written; of as many bytes as one of them.
+            numel: values in each.
+            scale, error, rounding: as in :meth:`encode`.
+        """
+        total = torch.empty(numel, device=messages.device)
+        self.decode(messages[0], [total])
+        if len(messages) > 1:
+            one = torch.empty_like(total)
+            for each in messages[1:]:
+                self.decode(each, [one])
+                total += one
+        self.encode([total], message, scale=scale, error=error, rounding=rounding)
+
+    def nbytes(self, numel: int, shards: int = 1) -> int:
+        """Bytes of a message of ``numel`` values."""
+        return sum(shard.nbytes for shard in self.shards(numel, shards))
+
+
+#: The codecs by name.
+CODECS: dict[str, type[Codec]] = {}
+
+_Class = TypeVar("_Class", bound=type[Codec])
+
+
+def register_codec(cls: _Class) -> _Class:
+    """Make a codec known under the name of its class: a decorator.
+
+    Raises:
+        TypeError: no subclass of :class:`Codec`.
+        ValueError: another one has the name.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Codec)):
+        raise TypeError(f"register_codec: cls must be a subclass of Codec, got {cls!r}")
+    other = CODECS.setdefault(cls.__name__, cls)
+    if other is not cls:
+        raise ValueError(f"register_codec: there is a codec named {cls.__name__} already, {other}")
+    return cls
+
+
+def text_of(name: str, settings: dict[str, Any], defaults: dict[str, Any]) -> str:
+    """Such as ``blockwise(bits=4)``: what differs from the defaults."""
+    said = [f"{key}={value!r}" for key, value in settings.items() if value != defaults[key]]
+    return f"{name}({', '.join(said)})"
