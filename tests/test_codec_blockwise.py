@@ -1,16 +1,13 @@
-"""Block quantisation: bounds and exact values, one arithmetic for all kernels, errors."""
+"""Block quantisation: bounds and exact values, operators, errors."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from torch_commhook._ops import cpu_capability
 from torch_commhook.codecs.blockwise import (
     blockwise_bytes,
     blockwise_decode,
@@ -24,17 +21,10 @@ of_each_format = pytest.mark.parametrize(("bits", "symmetric"), FORMATS)
 LEVELS = {(8, True): 127, (4, True): 7, (8, False): 255, (4, False): 15}
 
 
-@pytest.fixture
-def best_capability() -> Iterator[None]:
-    before = cpu_capability()
-    yield
-    cpu_capability(before)
-
-
 def encode(tensors: list[Tensor], **options: Any) -> Tensor:
-    layout = {name: options[name] for name in options if name not in ("scale", "error", "rounding")}
+    form = {name: options[name] for name in ("bits", "block_size", "symmetric") if name in options}
     numel = sum(tensor.numel() for tensor in tensors)
-    message = torch.full((blockwise_bytes(numel, **layout),), 77, dtype=torch.uint8)
+    message = torch.full((blockwise_bytes(numel, **form),), 77, dtype=torch.uint8)
     blockwise_encode(tensors, message, **options)
     return message
 
@@ -173,95 +163,6 @@ def test_reduce(bits: int, symmetric: bool, messages: int) -> None:
     assert torch.equal(error, own_error)
 
 
-# ---- one arithmetic ------------------------------------------------------------------------------
-
-
-def _some_tensors(rng: random.Random) -> list[Tensor]:
-    tensors = []
-    for _ in range(rng.randint(1, 5)):
-        shape = [rng.choice([0, 1, 3, 7, 16, 33, 100]) for _ in range(rng.randint(1, 2))]
-        x = torch.randn(shape) * 10 ** rng.uniform(-40, 30)
-        if rng.random() < 0.1 and x.numel():
-            x.view(-1)[rng.randrange(x.numel())] = rng.choice(
-                [float("nan"), float("inf"), 1e-42, -0.0]
-            )
-        if rng.random() < 0.1:
-            x = -torch.zeros(shape)
-        dtype = rng.choice([torch.float32] * 4 + [torch.float64, torch.float16, torch.bfloat16])
-        tensors.append(x.to(dtype).t() if len(shape) == 2 and rng.random() < 0.3 else x.to(dtype))
-    return tensors
-
-
-def _all_of_it(
-    tensors: list[Tensor], layout: dict[str, Any], options: dict[str, Any]
-) -> list[Tensor]:
-    error = options["error"]
-    own = {**options, "error": None if error is None else error.clone()}
-    message = encode(tensors, **layout, **own)
-    out = [torch.empty_like(tensor) for tensor in tensors]
-    blockwise_decode(message, out, **layout)
-    one = {name: value for name, value in layout.items() if name != "shards"}
-    numel = sum(tensor.numel() for tensor in tensors)
-    stacked = torch.stack([encode(tensors, **one)] * 3)
-    reduced = torch.full_like(stacked[0], 3)
-    again = {**options, "error": None if error is None else error.clone()}
-    blockwise_reduce(stacked, reduced, numel, **one, **again)
-    errors = [each["error"] for each in (own, again) if each["error"] is not None]
-    return [message, reduced, *errors, *out]
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    if a.is_floating_point():  # a NaN is a NaN
-        return torch.equal(a.isnan(), b.isnan()) and torch.equal(
-            a.nan_to_num(1.0), b.nan_to_num(1.0)
-        )
-    return torch.equal(a, b)
-
-
-@pytest.mark.usefixtures("best_capability")
-@pytest.mark.parametrize("seed", range(8))
-def test_all_kernels_give_the_same_bits(seed: int) -> None:
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
-    for _ in range(25):
-        tensors = _some_tensors(rng)
-        numel = sum(tensor.numel() for tensor in tensors)
-        layout = {
-            "bits": rng.choice([4, 8]),
-            "block_size": rng.choice([8, 16, 64, 128, 256, 512]),
-            "symmetric": rng.random() < 0.5,
-            "shards": rng.choice([1, 2, 3, 8]),
-        }
-        options = {
-            "scale": rng.choice([1.0, 0.5, 1 / 3]),
-            "error": torch.randn(numel) * 1e-3 if rng.random() < 0.5 else None,
-            "rounding": torch.tensor([rng.getrandbits(62), 3]) if rng.random() < 0.5 else None,
-        }
-        cpu_capability("reference")
-        right = _all_of_it(tensors, layout, options)
-        for capability in ("default", "avx2", "avx512"):
-            cpu_capability(capability)
-            got = _all_of_it(tensors, layout, options)
-            assert all(map(_same, got, right)), (capability, layout, options)
-
-
-def test_threads_do_not_matter() -> None:
-    tensors = [torch.randn(300_000), torch.randn(77, 1000).t(), torch.randn(9999)]
-    numel = sum(tensor.numel() for tensor in tensors)
-    found = []
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            error = torch.full((numel,), 0.01)
-            message = encode(tensors, shards=3, error=error, rounding=torch.tensor([1, 2]))
-            found.append((message, error))
-    finally:
-        torch.set_num_threads(threads)
-    for other in found[1:]:
-        assert all(map(torch.equal, found[0], other))
-
-
 def test_random_numbers_follow_from_seed_and_step() -> None:
     x = torch.randn(1000)
     draws = [encode([x], rounding=torch.tensor([seed, step])) for seed in (1, 2) for step in (1, 2)]
@@ -291,29 +192,6 @@ def _samples() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
 def test_opcheck(name: str) -> None:
     op, arguments, keywords = _samples()[name]
     torch.library.opcheck(op, arguments, keywords)
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled(backend: str) -> None:
-    def run(tensors: list[Tensor], error: Tensor, rounding: Tensor) -> tuple[Tensor, list[Tensor]]:
-        made = [tensor * 2 for tensor in tensors]
-        message = torch.empty(blockwise_bytes(1300, shards=2), dtype=torch.uint8)
-        blockwise_encode(made, message, shards=2, error=error, rounding=rounding)
-        rounding[1] += 1
-        out = [torch.empty_like(tensor) for tensor in tensors]
-        blockwise_decode(message, out, shards=2)
-        return message, out
-
-    results = []
-    for call in (run, torch.compile(run, fullgraph=True, backend=backend)):
-        torch.manual_seed(0)
-        tensors, error = [torch.randn(300), torch.randn(10, 100)], torch.randn(1300) * 0.1
-        rounding = torch.tensor([1, 2])
-        for _ in range(2):
-            message, out = call(tensors, error, rounding)
-        results.append([message, *out, error, rounding])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_versions_move() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from torch_commhook._ops import cpu_capability
 from torch_commhook.codecs import CODECS, Codec, register_codec
 
 EXAMPLES = [example for cls in CODECS.values() for example in cls.examples()]
@@ -147,6 +150,127 @@ def test_random_numbers_are_asked_for(codec: Codec) -> None:
     assert not torch.equal(encode(codec, [x]), encode(codec, [x], rounding=rounding_for(codec, 1)))
     with pytest.raises(ValueError, match="rounding must be given"):
         encode(codec, [x], rounding=None)
+
+
+# ---- one arithmetic ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def any_capability() -> Iterator[None]:
+    before = cpu_capability()
+    yield
+    cpu_capability(before)
+
+
+def some_tensors(rng: random.Random) -> list[Tensor]:
+    """Of any forms and magnitudes, with some values of all kinds."""
+    tensors = []
+    for _ in range(rng.randint(1, 5)):
+        shape = [rng.choice([0, 1, 3, 7, 16, 33, 100]) for _ in range(rng.randint(1, 2))]
+        x = torch.randn(shape) * 10 ** rng.uniform(-40, 30)
+        if rng.random() < 0.1 and x.numel():
+            x.view(-1)[rng.randrange(x.numel())] = rng.choice(
+                [float("nan"), float("inf"), 1e-42, -0.0]
+            )
+        if rng.random() < 0.1:
+            x = -torch.zeros(shape)
+        dtype = rng.choice([torch.float32] * 4 + [torch.float64, torch.float16, torch.bfloat16])
+        tensors.append(x.to(dtype).t() if len(shape) == 2 and rng.random() < 0.3 else x.to(dtype))
+    return tensors
+
+
+def everything(
+    codec: Codec, tensors: list[Tensor], shards: int, scale: float, error: Tensor | None
+) -> list[Tensor]:
+    """What all methods write."""
+    errors = [None if error is None else error.clone() for _ in range(2)]
+    message = encode(codec, tensors, shards=shards, scale=scale, error=errors[0])
+    out = [torch.empty_like(tensor) for tensor in tensors]
+    codec.decode(message, out, shards=shards)
+    numel = sum(tensor.numel() for tensor in tensors)
+    stacked = torch.stack([encode(codec, tensors)] * 3)
+    reduced = torch.full_like(stacked[0], 3)
+    codec.reduce(
+        stacked, reduced, numel, scale=scale, error=errors[1], rounding=rounding_for(codec)
+    )
+    return [message, reduced, *out, *(each for each in errors if each is not None)]
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    if a.is_floating_point():  # a NaN is a NaN
+        return torch.equal(a.isnan(), b.isnan()) and torch.equal(
+            a.nan_to_num(1.0), b.nan_to_num(1.0)
+        )
+    return torch.equal(a, b)
+
+
+@pytest.mark.usefixtures("any_capability")
+@of_each_codec
+def test_all_kernels_give_the_same_bits(codec: Codec) -> None:
+    rng = random.Random(0)
+    torch.manual_seed(0)
+    for _ in range(50):
+        tensors = some_tensors(rng)
+        numel = sum(tensor.numel() for tensor in tensors)
+        shards, scale = rng.choice([1, 2, 3, 8]), rng.choice([1.0, 0.5, 1 / 3])
+        error = torch.randn(numel) * 1e-3 if rng.random() < 0.5 else None
+        cpu_capability("reference")
+        right = everything(codec, tensors, shards, scale, error)
+        for capability in ("default", "avx2", "avx512"):
+            cpu_capability(capability)
+            got = everything(codec, tensors, shards, scale, error)
+            assert all(map(same, got, right)), (capability, shards, scale)
+
+
+@of_each_codec
+def test_threads_do_not_matter(codec: Codec) -> None:
+    tensors = [torch.randn(300_000), torch.randn(77, 1000).t(), torch.randn(9999)]
+    found = []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            error = torch.full((386_999,), 0.01)
+            found.append(everything(codec, tensors, 3, 0.5, error))
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+# ---- compilers -----------------------------------------------------------------------------------
+
+FIRST = [cls.examples()[0] for cls in CODECS.values()]
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    ("backend", "codec"),
+    [*(("aot_eager", codec) for codec in EXAMPLES), *(("inductor", codec) for codec in FIRST)],
+    ids=repr,
+)
+def test_compiled(backend: str, codec: Codec) -> None:
+    def run(tensors: list[Tensor], error: Tensor, rounding: Tensor) -> list[Tensor]:
+        made = [tensor * 2 for tensor in tensors]
+        message = torch.empty(codec.nbytes(1300, 2), dtype=torch.uint8)
+        codec.encode(made, message, shards=2, error=error, rounding=rounding)
+        rounding[1] += 1
+        out = [torch.empty_like(tensor) for tensor in tensors]
+        codec.decode(message, out, shards=2)
+        return [message, *out]
+
+    results = []
+    for call in (run, torch.compile(run, fullgraph=True, backend=backend)):
+        torch.manual_seed(0)
+        tensors, error = [torch.randn(300), torch.randn(10, 100)], torch.randn(1300) * 0.1
+        rounding = torch.tensor([1, 2])
+        for _ in range(2):
+            written = call(tensors, error, rounding)
+        results.append([*written, error, rounding])
+    assert all(map(torch.equal, *results))
+
+
+# ---- the table -----------------------------------------------------------------------------------
 
 
 def test_registration_is_checked() -> None:

@@ -1,8 +1,7 @@
 """Block quantisation: values as integers of 8 or 4 bits, with a step for each block of values.
 
-In ``csrc/ops/codecs`` stand the schemas and reference kernels (``blockwise.cpp``), the form of a
-message (``blockwise.h``), the arithmetic (``blockwise_math.h``) and the CPU kernels
-(``blockwise_cpu.cpp``).
+In ``csrc/ops/codecs`` stand the schemas and reference kernels (``blockwise.cpp``), the arithmetic
+(``blockwise_math.h``) and the CPU kernels (``blockwise_cpu.cpp``).
 """
 
 from __future__ import annotations
@@ -13,12 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_commhook._ops import BUCKET_DTYPES
 from torch_commhook.codecs.base import Codec, Shard, register_codec, text_of
+from torch_commhook.codecs.block_form import (
+    BlockForm,
+    check_block_size,
+    check_decode,
+    check_encode,
+    check_reduce,
+)
 
 _ops = torch.ops.commhook
-_MOST_SHARDS = 1 << 20
-_MAX_BLOCK_SIZE = 4096
 
 
 def blockwise_shards(
@@ -32,120 +35,25 @@ def blockwise_shards(
     Raises:
         ValueError: as :func:`blockwise_encode`.
     """
-    _check_format("blockwise_shards", bits, block_size)
-    _check_shards("blockwise_shards", shards)
-    torch._check_value(
-        numel >= 0, lambda: f"blockwise_shards: numel must be at least 0, got {numel}"
-    )
-    blocks = (numel + block_size - 1) // block_size
-    parameters = 4 if symmetric else 8
-    found = []
-    for shard in range(shards):
-        first, last = blocks * shard // shards, blocks * (shard + 1) // shards
-        count = min(numel, last * block_size) - min(numel, first * block_size)
-        whole, rest = count // block_size, count % block_size
-        codes = whole * _code_bytes(block_size, bits) + _code_bytes(rest, bits)
-        found.append(Shard(count, (codes + 3) // 4 * 4 + (last - first) * parameters))
-    return found
-
-
-def _code_bytes(count: int, bits: int) -> int:
-    return count if bits == 8 else (count + 1) // 2
+    op = "blockwise_shards"
+    return _form(op, bits, block_size, symmetric).shards(op, numel, shards)
 
 
 def blockwise_bytes(
-    numel: int, *, bits: int = 8, block_size: int = 256, symmetric: bool = True, shards: int = 1
+    numel: int, *, bits: int = 8, block_size: int = 256, symmetric: bool = True
 ) -> int:
     """Bytes of a message of ``numel`` values: ``bits / 8 + 4 / block_size`` for each, symmetric.
 
     Raises:
         ValueError: as :func:`blockwise_encode`.
     """
-    parts = blockwise_shards(
-        numel, bits=bits, block_size=block_size, symmetric=symmetric, shards=shards
-    )
-    return sum(part.nbytes for part in parts)
+    return _form("blockwise_bytes", bits, block_size, symmetric).nbytes(numel)
 
 
-# ---- checks that the fakes share -----------------------------------------------------------------
-
-
-def _check_format(op: str, bits: int, block_size: int) -> None:
+def _form(op: str, bits: int, block_size: int, symmetric: bool) -> BlockForm:
     torch._check_value(bits in (4, 8), lambda: f"{op}: bits must be 4 or 8, got {bits}")
-    torch._check_value(
-        8 <= block_size <= _MAX_BLOCK_SIZE and block_size % 8 == 0,
-        lambda: (
-            f"{op}: block_size must be a multiple of 8 of at most {_MAX_BLOCK_SIZE}, got "
-            f"{block_size}"
-        ),
-    )
-
-
-def _check_shards(op: str, shards: int) -> None:
-    torch._check_value(
-        1 <= shards <= _MOST_SHARDS,
-        lambda: f"{op}: shards must be at least 1 and at most 2^20, got {shards}",
-    )
-
-
-def _check_values(op: str, tensors: Sequence[Tensor]) -> None:
-    torch._check_value(
-        len(tensors) > 0, lambda: f"{op}: tensors must hold at least one tensor, got none"
-    )
-    for i, tensor in enumerate(tensors):
-        if tensor.layout is not torch.strided:
-            raise TypeError(
-                f"{op}: tensors[{i}] must be dense (torch.strided), got layout {tensor.layout}"
-            )
-        if tensor.dtype not in BUCKET_DTYPES:
-            raise TypeError(
-                f"{op}: tensors[{i}] must be of dtype float64, float32, float16 or bfloat16, got "
-                f"{tensor.dtype}"
-            )
-
-
-def _check_message(op: str, name: str, message: Tensor, nbytes: int | None) -> None:
-    if message.dtype is not torch.uint8:
-        raise TypeError(f"{op}: {name} must be of dtype uint8, got {message.dtype}")
-    torch._check_value(
-        message.is_contiguous() and (nbytes is None or message.numel() == nbytes),
-        lambda: (
-            f"{op}: {name} must be contiguous and hold {nbytes} bytes, got sizes "
-            f"{list(message.shape)} with strides {list(message.stride())}"
-        ),
-    )
-
-
-def _check_memory(op: str, error: Tensor | None, rounding: Tensor | None, numel: int) -> None:
-    if error is not None:
-        if error.dtype is not torch.float32:
-            raise TypeError(f"{op}: error must be of dtype float32, got {error.dtype}")
-        torch._check_value(
-            error.is_contiguous() and error.numel() == numel,
-            lambda: (
-                f"{op}: error must be contiguous and hold {numel} elements, got sizes "
-                f"{list(error.shape)} with strides {list(error.stride())}"
-            ),
-        )
-    if rounding is not None:
-        if rounding.dtype is not torch.int64:
-            raise TypeError(
-                f"{op}: rounding must be a dense tensor of dtype int64, got {rounding.dtype}"
-            )
-        torch._check_value(
-            rounding.numel() == 2,
-            lambda: (
-                f"{op}: rounding must hold two numbers, seed and step, got sizes "
-                f"{list(rounding.shape)}"
-            ),
-        )
-
-
-def _total(tensors: Sequence[Tensor]) -> int:
-    total = 0
-    for tensor in tensors:
-        total = total + tensor.numel()
-    return total
+    check_block_size(op, block_size, 8)
+    return BlockForm(block_size, bits, 1 if symmetric else 2)
 
 
 # ---- encode --------------------------------------------------------------------------------------
@@ -224,23 +132,8 @@ def _encode_fake(
     rounding: Tensor | None = None,
 ) -> None:
     op = "blockwise_encode"
-    _check_format(op, bits, block_size)
-    _check_shards(op, shards)
-    _check_values(op, tensors)
-    numel = _total(tensors)
-    _check_message(op, "message", message, _known_bytes(numel, bits, block_size, symmetric, shards))
-    _check_memory(op, error, rounding, numel)
-
-
-def _known_bytes(
-    numel: int, bits: int, block_size: int, symmetric: bool, shards: int
-) -> int | None:
-    """What a message must hold, where that is known without a guard; the kernel sees the rest."""
-    if not isinstance(numel, int):
-        return None
-    return blockwise_bytes(
-        numel, bits=bits, block_size=block_size, symmetric=symmetric, shards=shards
-    )
+    form = _form(op, bits, block_size, symmetric)
+    check_encode(op, form, tensors, message, shards, error, rounding)
 
 
 # ---- decode --------------------------------------------------------------------------------------
@@ -281,11 +174,7 @@ def _decode_fake(
     shards: int = 1,
 ) -> None:
     op = "blockwise_decode"
-    _check_format(op, bits, block_size)
-    _check_shards(op, shards)
-    _check_values(op, tensors)
-    known = _known_bytes(_total(tensors), bits, block_size, symmetric, shards)
-    _check_message(op, "message", message, known)
+    check_decode(op, _form(op, bits, block_size, symmetric), message, tensors, shards)
 
 
 # ---- reduce --------------------------------------------------------------------------------------
@@ -343,18 +232,8 @@ def _reduce_fake(
     rounding: Tensor | None = None,
 ) -> None:
     op = "blockwise_reduce"
-    _check_format(op, bits, block_size)
-    torch._check_value(
-        messages.dim() == 2 and messages.shape[0] >= 1,
-        lambda: (
-            f"{op}: messages must have two dimensions, one row for each message, got sizes "
-            f"{list(messages.shape)}"
-        ),
-    )
-    known = _known_bytes(numel, bits, block_size, symmetric, 1)
-    _check_message(op, "message", message, known)
-    _check_message(op, "messages", messages, None if known is None else known * len(messages))
-    _check_memory(op, error, rounding, numel)
+    form = _form(op, bits, block_size, symmetric)
+    check_reduce(op, form, messages, message, numel, error, rounding)
 
 
 # ---- the codec -----------------------------------------------------------------------------------
@@ -394,7 +273,7 @@ class blockwise(Codec):  # noqa: N801 (a codec is written as it is called)
         symmetric: bool = True,
         rounding: str = "nearest",
     ) -> None:
-        _check_format("blockwise", bits, block_size)
+        _form("blockwise", bits, block_size, symmetric)
         if rounding not in ("nearest", "stochastic"):
             raise ValueError(
                 f"blockwise: rounding must be 'nearest' or 'stochastic', got {rounding!r}"

@@ -185,7 +185,7 @@ inline void encode_block(const float* values, int64_t count, const Encoding& enc
   }
   const Quantizer quantizer = commhook::blockwise::quantizer(range, low, kLevels);
   const float* drawn = nullptr;
-  if (encoding.rounding.is_stochastic) {
+  if (encoding.rounding.is_random) {
     draw_dither(encoding.rounding, block, n, workspace.dithers);
     drawn = workspace.dithers;
   }
@@ -278,7 +278,7 @@ void decode(const uint8_t* codes, const float* parameters, int64_t count, int64_
 }
 
 // [bits: 4, 8][min-max, symmetric]
-constexpr Kernels kKernels[2][2] = {
+constexpr BlockKernels kKernels[2][2] = {
     {{encode<4, false>, decode<4, false, false>, decode<4, false, true>},
      {encode<4, true>, decode<4, true, false>, decode<4, true, true>}},
     {{encode<8, false>, decode<8, false, false>, decode<8, false, true>},

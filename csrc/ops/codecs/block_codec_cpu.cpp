@@ -1,0 +1,162 @@
+#include "ops/codecs/block_codec_cpu.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+
+#include "ops/cpu/blocks.h"
+
+namespace commhook::codecs {
+namespace {
+
+static_assert(kMaxBlockSize <= cpu::kMaxBlock);
+
+// Below this a thread costs more to wake than it saves.
+constexpr int64_t kGrainElements = 64 * 1024;
+
+// Where blocks of a message lie, asked in the order of the blocks.
+class BlockCursor {
+ public:
+  BlockCursor(const BlockLayout& layout, int64_t block) : layout_(layout) {
+    enter(layout.shard_of_block(block));
+  }
+
+  // Calls visit(offset, elements, block, offset of codes, offset of parameters) for the parts of
+  // the elements [position, position + count), which begin with a block, that lie in one shard.
+  template <typename Visit>
+  void visit(int64_t position, int64_t count, const Visit& visit) {
+    const auto& form = layout_.form();
+    for (int64_t done = 0; done < count;) {
+      while (position + done >= end_) {
+        enter(shard_ + 1);
+      }
+      const int64_t n = std::min(count - done, end_ - position - done);
+      const int64_t block = (position + done) / form.block_size;
+      const int64_t before = block - first_;
+      visit(done, n, block, codes_ + before * form.code_bytes(form.block_size),
+            parameters_ + before * form.parameters * static_cast<int64_t>(sizeof(float)));
+      done += n;
+    }
+  }
+
+ private:
+  void enter(int64_t shard) {
+    shard_ = shard;
+    first_ = layout_.first_block(shard);
+    end_ = layout_.first_element(shard + 1);
+    codes_ = layout_.offset_of_shard(shard);
+    parameters_ = codes_ + layout_.offset_of_parameters(shard);
+  }
+
+  const BlockLayout& layout_;
+  int64_t shard_ = 0;
+  int64_t first_ = 0;  // block
+  int64_t end_ = 0;    // element
+  int64_t codes_ = 0;
+  int64_t parameters_ = 0;
+};
+
+// Calls run(first block, first element, last element) on all threads.
+template <typename Run>
+void for_each_range(const BlockLayout& layout, const Run& run) {
+  const int64_t size = layout.form().block_size;
+  at::parallel_for(0, layout.blocks(), std::max<int64_t>(1, kGrainElements / size),
+                   [&](int64_t first, int64_t last) {
+                     run(first, first * size, std::min(layout.numel(), last * size));
+                   });
+}
+
+float* data_of(const std::optional<at::Tensor>& tensor) {
+  return tensor.has_value() && tensor->defined() ? tensor->mutable_data_ptr<float>() : nullptr;
+}
+
+// The bytes of a message that is to be written.
+uint8_t* cleared(const at::Tensor& message, const BlockLayout& layout) {
+  auto* const bytes = message.mutable_data_ptr<uint8_t>();
+  const auto fill = layout.fill();
+  std::fill(bytes + fill.begin, bytes + fill.end, uint8_t{0});
+  return bytes;
+}
+
+}  // namespace
+
+void encode_on_cpu(const BlockKernels& kernels, at::TensorList tensors, const at::Tensor& message,
+                   const BlockLayout& layout, double scale, const std::optional<at::Tensor>& error,
+                   const std::optional<at::Tensor>& rounding) {
+  const int64_t size = layout.form().block_size;
+  const Encoding encoding{static_cast<float>(scale), rounding_of(rounding)};
+  const cpu::Segments segments(tensors);
+  auto* const bytes = cleared(message, layout);
+  float* const lost = data_of(error);
+  for_each_range(layout, [&](int64_t block, int64_t begin, int64_t end) {
+    BlockCursor cursor(layout, block);
+    cpu::for_each_block(
+        segments, begin, end, size, cpu::row_kernels(cpu::capability()),
+        [&](const float* values, int64_t position, int64_t count) {
+          cursor.visit(
+              position, count,
+              [&](int64_t at, int64_t n, int64_t first, int64_t codes, int64_t parameters) {
+                kernels.encode(values + at, n, size, encoding, first,
+                               lost == nullptr ? nullptr : lost + position + at, bytes + codes,
+                               reinterpret_cast<float*>(bytes + parameters));
+              });
+        });
+  });
+}
+
+void decode_on_cpu(const BlockKernels& kernels, const at::Tensor& message, at::TensorList tensors,
+                   const BlockLayout& layout) {
+  const int64_t size = layout.form().block_size;
+  for (const auto& tensor : tensors) {
+    tensor.mutable_data_ptr();  // a lazily copied storage becomes the tensor's own here
+  }
+  const cpu::Segments segments(tensors);
+  const auto* const bytes = message.const_data_ptr<uint8_t>();
+  for_each_range(layout, [&](int64_t block, int64_t begin, int64_t end) {
+    BlockCursor cursor(layout, block);
+    cpu::write_each_block(
+        segments, begin, end, size, cpu::row_kernels(cpu::capability()),
+        [&](float* values, int64_t position, int64_t count) {
+          cursor.visit(position, count,
+                       [&](int64_t at, int64_t n, int64_t, int64_t codes, int64_t parameters) {
+                         kernels.decode(bytes + codes,
+                                        reinterpret_cast<const float*>(bytes + parameters), n, size,
+                                        values + at);
+                       });
+        });
+  });
+}
+
+void reduce_on_cpu(const BlockKernels& kernels, const at::Tensor& messages,
+                   const at::Tensor& message, const BlockLayout& layout, double scale,
+                   const std::optional<at::Tensor>& error,
+                   const std::optional<at::Tensor>& rounding) {
+  const int64_t size = layout.form().block_size;
+  const Encoding encoding{static_cast<float>(scale), rounding_of(rounding)};
+  const auto* const from = messages.const_data_ptr<uint8_t>();
+  const int64_t count_of_messages = messages.size(0);
+  const int64_t bytes_of_message = layout.bytes();
+  auto* const to = cleared(message, layout);
+  float* const lost = data_of(error);
+  for_each_range(layout, [&](int64_t block, int64_t begin, int64_t end) {
+    BlockCursor cursor(layout, block);
+    alignas(64) float sum[kMaxBlockSize];
+    const int64_t most = kMaxBlockSize / size * size;
+    for (int64_t position = begin; position < end; position += most) {
+      cursor.visit(position, std::min(most, end - position),
+                   [&](int64_t at, int64_t n, int64_t first, int64_t codes, int64_t parameters) {
+                     for (int64_t i = 0; i < count_of_messages; ++i) {
+                       const auto* const each = from + i * bytes_of_message;
+                       (i == 0 ? kernels.decode : kernels.add)(
+                           each + codes, reinterpret_cast<const float*>(each + parameters), n, size,
+                           sum);
+                     }
+                     kernels.encode(sum, n, size, encoding, first,
+                                    lost == nullptr ? nullptr : lost + position + at, to + codes,
+                                    reinterpret_cast<float*>(to + parameters));
+                   });
+    }
+  });
+}
+
+}  // namespace commhook::codecs

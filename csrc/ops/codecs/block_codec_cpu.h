@@ -1,0 +1,40 @@
+// How block codecs run on the CPU: one pass over memory, split over blocks, not tensors. What is
+// theirs is given as kernels of blocks.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+#include "ops/codecs/block_codec.h"
+
+namespace commhook::codecs {
+
+struct Encoding {
+  float scale;
+  Rounding rounding;
+};
+
+// For `count` values of blocks that follow each other, the last perhaps shorter.
+// encode: into codes and parameters, and what is lost into `error`, if there is one.
+// decode, add: over what is there, or added to it.
+struct BlockKernels {
+  void (*encode)(const float* values, int64_t count, int64_t size, const Encoding& encoding,
+                 int64_t block, float* error, uint8_t* codes, float* parameters);
+  void (*decode)(const uint8_t* codes, const float* parameters, int64_t count, int64_t size,
+                 float* out);
+  void (*add)(const uint8_t* codes, const float* parameters, int64_t count, int64_t size,
+              float* out);
+};
+
+void encode_on_cpu(const BlockKernels& kernels, at::TensorList tensors, const at::Tensor& message,
+                   const BlockLayout& layout, double scale, const std::optional<at::Tensor>& error,
+                   const std::optional<at::Tensor>& rounding);
+void decode_on_cpu(const BlockKernels& kernels, const at::Tensor& message, at::TensorList tensors,
+                   const BlockLayout& layout);
+void reduce_on_cpu(const BlockKernels& kernels, const at::Tensor& messages,
+                   const at::Tensor& message, const BlockLayout& layout, double scale,
+                   const std::optional<at::Tensor>& error,
+                   const std::optional<at::Tensor>& rounding);
+
+}  // namespace commhook::codecs

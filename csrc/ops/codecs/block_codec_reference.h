@@ -1,0 +1,131 @@
+// How block codecs run in plain ATen, on every device: what is theirs is given as functions of
+// whole blocks.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <optional>
+#include <vector>
+
+#include "ops/bucket.h"
+#include "ops/codecs/block_codec.h"
+
+namespace commhook::codecs::reference {
+
+// Blocks of equally many values as a codec sends them.
+struct Blocks {
+  at::Tensor codes;       // uint8, [blocks, bytes]
+  at::Tensor parameters;  // float32, [blocks, parameters]
+};
+
+// Visits the whole blocks of each shard together, and the last one, if it is shorter:
+// visit(shard, first block, first element, blocks, values of each)
+template <typename Visit>
+void for_each_part(const BlockLayout& layout, const Visit& visit) {
+  const int64_t size = layout.form().block_size;
+  for (int64_t shard = 0; shard < layout.shards(); ++shard) {
+    const int64_t first = layout.first_block(shard);
+    const int64_t begin = layout.first_element(shard);
+    const int64_t count = layout.first_element(shard + 1) - begin;
+    const int64_t whole = count / size;
+    if (whole > 0) {
+      visit(shard, first, begin, whole, size);
+    }
+    if (count > whole * size) {
+      visit(shard, first + whole, begin + whole * size, int64_t{1}, count - whole * size);
+    }
+  }
+}
+
+// Where such a part lies in a message; the parameters as bytes.
+inline Blocks place_of(const at::Tensor& message, const BlockLayout& layout, int64_t shard,
+                       int64_t block, int64_t blocks, int64_t n) {
+  const auto& form = layout.form();
+  const int64_t before = block - layout.first_block(shard);
+  const int64_t base = layout.offset_of_shard(shard);
+  const int64_t width = form.code_bytes(n);
+  const int64_t each = form.parameters * static_cast<int64_t>(sizeof(float));
+  const auto flat = message.view(-1);
+  return {flat.narrow(0, base + before * form.code_bytes(form.block_size), blocks * width)
+              .view({blocks, width}),
+          flat.narrow(0, base + layout.offset_of_parameters(shard) + before * each, blocks * each)
+              .view({blocks, each})};
+}
+
+inline bool is_there(const std::optional<at::Tensor>& tensor) {
+  return tensor.has_value() && tensor->defined();
+}
+
+inline at::Tensor compensated(const at::Tensor& flat, double scale,
+                              const std::optional<at::Tensor>& error) {
+  const auto factor = static_cast<double>(static_cast<float>(scale));
+  const auto scaled = factor == 1.0 ? flat : flat * factor;
+  return is_there(error) ? scaled + error->detach().view(-1) : scaled;
+}
+
+inline Rounding rounding_on_host(const std::optional<at::Tensor>& rounding) {
+  return rounding_of(is_there(rounding) ? std::optional(rounding->to(at::kCPU)) : std::nullopt);
+}
+
+// quantize(values [blocks, n], first block, error) gives Blocks, and writes what is lost into
+// `error`, of the values' shape, where that is defined.
+template <typename Quantize>
+void encode_flat(const at::Tensor& p, const at::Tensor& message, const BlockLayout& layout,
+                 const std::optional<at::Tensor>& error, const Quantize& quantize) {
+  message.zero_();  // what fills up
+  for_each_part(layout, [&](int64_t shard, int64_t block, int64_t begin, int64_t blocks,
+                            int64_t n) {
+    const auto lost = is_there(error)
+                          ? error->detach().view(-1).narrow(0, begin, blocks * n).view({blocks, n})
+                          : at::Tensor();
+    const auto made = quantize(p.narrow(0, begin, blocks * n).view({blocks, n}), block, lost);
+    const auto place = place_of(message, layout, shard, block, blocks, n);
+    place.codes.copy_(made.codes);
+    place.parameters.copy_(made.parameters.contiguous().view(at::kByte));
+  });
+}
+
+// restore(Blocks, n) gives the values, [blocks, n].
+template <typename Restore>
+at::Tensor decode_flat(const at::Tensor& message, const BlockLayout& layout,
+                       const Restore& restore) {
+  auto flat = at::empty({layout.numel()}, message.options().dtype(at::kFloat));
+  for_each_part(layout,
+                [&](int64_t shard, int64_t block, int64_t begin, int64_t blocks, int64_t n) {
+                  auto place = place_of(message, layout, shard, block, blocks, n);
+                  place.parameters = place.parameters.contiguous().view(at::kFloat);
+                  flat.narrow(0, begin, blocks * n).view({blocks, n}).copy_(restore(place, n));
+                });
+  return flat;
+}
+
+template <typename Quantize>
+void encode(at::TensorList tensors, const at::Tensor& message, const BlockLayout& layout,
+            double scale, const std::optional<at::Tensor>& error, const Quantize& quantize) {
+  std::vector<at::Tensor> pieces;
+  pieces.reserve(tensors.size());
+  for (const auto& tensor : tensors) {
+    pieces.push_back(tensor.detach().reshape(-1).to(at::kFloat));
+  }
+  encode_flat(compensated(at::cat(pieces), scale, error), message, layout, error, quantize);
+}
+
+template <typename Restore>
+void decode(const at::Tensor& message, at::TensorList tensors, const BlockLayout& layout,
+            const Restore& restore) {
+  commhook::reference::unflatten_into(decode_flat(message, layout, restore), tensors, 1.0);
+}
+
+template <typename Quantize, typename Restore>
+void reduce(const at::Tensor& messages, const at::Tensor& message, const BlockLayout& layout,
+            double scale, const std::optional<at::Tensor>& error, const Quantize& quantize,
+            const Restore& restore) {
+  at::Tensor sum;
+  for (const auto& each : messages.unbind(0)) {
+    const auto values = decode_flat(each, layout, restore);
+    sum = sum.defined() ? sum + values : values;
+  }
+  encode_flat(compensated(sum, scale, error), message, layout, error, quantize);
+}
+
+}  // namespace commhook::codecs::reference

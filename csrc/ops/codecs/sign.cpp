@@ -1,0 +1,155 @@
+// Signs of values: schemas, and the reference kernels, which give the bits that all others do. The
+// fakes stand in torch_commhook/codecs/sign.py.
+#include "ops/codecs/sign.h"
+
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <limits>
+#include <vector>
+
+#include "ops/codecs/block_codec_reference.h"
+#include "ops/codecs/mutation.h"
+
+namespace commhook::sign {
+
+codecs::BlockForm check_form(const char* op, int64_t block_size) {
+  codecs::check_block_size(op, block_size, 32);
+  return {block_size, 1, 1};
+}
+
+// ---- the reference kernels ---------------------------------------------------------------------
+
+namespace reference {
+namespace {
+
+// [blocks, 1]
+at::Tensor sums_of_magnitudes(const at::Tensor& p) {
+  const int64_t n = p.size(1);
+  const int64_t rows = (n + kLanes - 1) / kLanes;
+  auto padded = at::zeros({p.size(0), rows * kLanes}, p.options());
+  padded.narrow(1, 0, n).copy_(p.abs());
+  const auto lanes = padded.view({p.size(0), rows, kLanes});
+  auto sum = at::zeros({p.size(0), kLanes}, p.options());
+  for (int64_t row = 0; row < rows; ++row) {
+    sum = sum + lanes.select(1, row);
+  }
+  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+    sum = sum.narrow(1, 0, half) + sum.narrow(1, half, half);
+  }
+  return sum;
+}
+
+codecs::reference::Blocks quantized(const at::Tensor& p, const at::Tensor& error) {
+  const int64_t n = p.size(1);
+  const int64_t width = (n + 7) / 8;
+  const auto sum = sums_of_magnitudes(p);
+  const auto is_good = sum.isfinite();
+  const auto magnitude = at::div(sum, at::full_like(sum, static_cast<double>(n)));
+  const auto is_negative = at::signbit(p).logical_and(is_good);
+  if (error.defined()) {
+    const auto restored = at::where(is_negative, -magnitude, magnitude);
+    error.copy_(at::where(is_good, p - restored, error));
+  }
+  auto padded = at::zeros({p.size(0), 8 * width}, p.options().dtype(at::kByte));
+  padded.narrow(1, 0, n).copy_(is_negative);
+  auto codes = at::zeros({p.size(0), width}, padded.options());
+  for (int64_t b = 0; b < 8; ++b) {
+    codes = codes + padded.narrow(1, b * width, width) * (1 << b);
+  }
+  return {codes,
+          at::where(is_good, magnitude, std::numeric_limits<double>::quiet_NaN()).to(at::kFloat)};
+}
+
+at::Tensor restored(const codecs::reference::Blocks& blocks, int64_t n) {
+  std::vector<at::Tensor> bits;
+  for (int64_t b = 0; b < 8; ++b) {
+    bits.push_back(blocks.codes.bitwise_and(1 << b).ne(0));
+  }
+  const auto is_negative = at::cat(bits, 1).narrow(1, 0, n);
+  return at::where(is_negative, -blocks.parameters, blocks.parameters);
+}
+
+auto quantize() {
+  return [](const at::Tensor& values, int64_t, const at::Tensor& error) {
+    return quantized(values, error);
+  };
+}
+
+}  // namespace
+
+void encode(at::TensorList tensors, const at::Tensor& message, const codecs::BlockLayout& layout,
+            double scale, const std::optional<at::Tensor>& error) {
+  codecs::reference::encode(tensors, message, layout, scale, error, quantize());
+}
+
+void decode(const at::Tensor& message, at::TensorList tensors, const codecs::BlockLayout& layout) {
+  codecs::reference::decode(message, tensors, layout, restored);
+}
+
+void reduce(const at::Tensor& messages, const at::Tensor& message,
+            const codecs::BlockLayout& layout, double scale,
+            const std::optional<at::Tensor>& error) {
+  codecs::reference::reduce(messages, message, layout, scale, error, quantize(), restored);
+}
+
+}  // namespace reference
+
+// ---- the operators -----------------------------------------------------------------------------
+
+namespace {
+
+void encode(at::TensorList tensors, const at::Tensor& message, int64_t block_size, int64_t shards,
+            double scale, const std::optional<at::Tensor>& error) {
+  const auto form = check_form("sign_encode", block_size);
+  reference::encode(tensors, message,
+                    codecs::check_encode("sign_encode", tensors, message, form, shards, error, {}),
+                    scale, error);
+}
+
+void decode(const at::Tensor& message, at::TensorList tensors, int64_t block_size, int64_t shards) {
+  const auto form = check_form("sign_decode", block_size);
+  reference::decode(message, tensors,
+                    codecs::check_decode("sign_decode", message, tensors, form, shards));
+}
+
+void reduce(const at::Tensor& messages, const at::Tensor& message, int64_t numel,
+            int64_t block_size, double scale, const std::optional<at::Tensor>& error) {
+  const auto form = check_form("sign_reduce", block_size);
+  reference::reduce(messages, message,
+                    codecs::check_reduce("sign_reduce", messages, message, form, numel, error, {}),
+                    scale, error);
+}
+
+TORCH_LIBRARY_FRAGMENT(commhook, m) {
+  m.set_python_module("torch_commhook.codecs.sign");
+  const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
+
+  // Writes the message of a bucket: the signs of float32(value) * scale + error, and the mean
+  // magnitude of each block. Puts what is lost into `error`.
+  m.def(
+      "sign_encode(Tensor[] tensors, Tensor(a!) message, *, int block_size, int shards=1, "
+      "float scale=1.0, Tensor(b!)? error=None) -> ()",
+      compliant);
+  // Writes a message's values into tensors.
+  m.def("sign_decode(Tensor message, Tensor(a!)[] tensors, *, int block_size, int shards=1) -> ()",
+        compliant);
+  // Writes the message of scale * (sum of the values of several messages) + error.
+  m.def(
+      "sign_reduce(Tensor messages, Tensor(a!) message, int numel, *, int block_size, "
+      "float scale=1.0, Tensor(b!)? error=None) -> ()",
+      compliant);
+}
+
+TORCH_LIBRARY_IMPL(commhook, CompositeExplicitAutograd, m) {
+  m.impl("sign_encode", encode);
+  m.impl("sign_decode", decode);
+  m.impl("sign_reduce", reduce);
+}
+
+}  // namespace
+}  // namespace commhook::sign
+
+COMMHOOK_MUTATING_OPERATOR(commhook, "sign_encode")
+COMMHOOK_MUTATING_OPERATOR(commhook, "sign_decode")
+COMMHOOK_MUTATING_OPERATOR(commhook, "sign_reduce")
