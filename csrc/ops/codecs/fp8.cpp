@@ -1,0 +1,149 @@
+// 8-bit floats with a scale for each block: schemas, and the reference kernels, which give the bits
+// that all others do. The fakes stand in torch_commhook/codecs/fp8.py.
+#include "ops/codecs/fp8.h"
+
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <limits>
+#include <vector>
+
+#include "ops/codecs/block_codec_reference.h"
+#include "ops/codecs/mutation.h"
+
+namespace commhook::fp8 {
+
+Format check_format(const char* op, std::string_view format, int64_t block_size) {
+  TORCH_CHECK_VALUE(format == "e4m3" || format == "e5m2", op,
+                    ": format must be 'e4m3' or 'e5m2', got '", format, "'");
+  codecs::check_block_size(op, block_size, 8);
+  return {format == "e5m2", {block_size, 8, 1}};
+}
+
+// ---- the reference kernels ---------------------------------------------------------------------
+
+namespace reference {
+namespace {
+
+at::ScalarType dtype_of(const Format& format) {
+  return format.is_e5m2 ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn;
+}
+
+codecs::reference::Blocks quantized(const at::Tensor& p, const Format& format,
+                                    const at::Tensor& error) {
+  const double largest = format.is_e5m2 ? 57344.0 : 448.0;
+  auto range = p.abs().amax(1, /*keepdim=*/true);
+  const auto is_good = range.isfinite();
+  range = at::where(is_good, range, 0.0);
+  const auto all_largest = at::full_like(range, largest);  // a plain number CUDA would invert
+  const auto step = at::div(range, all_largest);
+  const auto lift = at::where(range.lt(0x1p-100), 0x1p64, 1.0).to(at::kFloat);
+  const auto lifted = range * lift;
+  const auto factor = at::where(lifted.gt(0), at::div(all_largest, lifted), 0.0);
+  const auto scaled = at::where(is_good, (p * lift * factor).clamp(-largest, largest), 0.0);
+  const auto q = scaled.to(dtype_of(format));
+  if (error.defined()) {
+    error.copy_(at::where(is_good, p - q.to(at::kFloat) * step, error));
+  }
+  return {q.view(at::kByte),
+          at::where(is_good, step, std::numeric_limits<double>::quiet_NaN()).to(at::kFloat)};
+}
+
+auto quantize_with(const Format& format) {
+  return [&format](const at::Tensor& values, int64_t, const at::Tensor& error) {
+    return quantized(values, format, error);
+  };
+}
+
+auto restore_with(const Format& format) {
+  return [&format](const codecs::reference::Blocks& blocks, int64_t) {
+    const auto q = blocks.codes.contiguous().view(dtype_of(format)).to(at::kFloat);
+    return q * blocks.parameters;
+  };
+}
+
+}  // namespace
+
+void encode(at::TensorList tensors, const at::Tensor& message, const Format& format,
+            const codecs::BlockLayout& layout, double scale,
+            const std::optional<at::Tensor>& error) {
+  codecs::reference::encode(tensors, message, layout, scale, error, quantize_with(format));
+}
+
+void decode(const at::Tensor& message, at::TensorList tensors, const Format& format,
+            const codecs::BlockLayout& layout) {
+  codecs::reference::decode(message, tensors, layout, restore_with(format));
+}
+
+void reduce(const at::Tensor& messages, const at::Tensor& message, const Format& format,
+            const codecs::BlockLayout& layout, double scale,
+            const std::optional<at::Tensor>& error) {
+  codecs::reference::reduce(messages, message, layout, scale, error, quantize_with(format),
+                            restore_with(format));
+}
+
+}  // namespace reference
+
+// ---- the operators -----------------------------------------------------------------------------
+
+namespace {
+
+void encode(at::TensorList tensors, const at::Tensor& message, std::string_view format,
+            int64_t block_size, int64_t shards, double scale,
+            const std::optional<at::Tensor>& error) {
+  const auto checked = check_format("fp8_encode", format, block_size);
+  const auto layout =
+      codecs::check_encode("fp8_encode", tensors, message, checked.form, shards, error, {});
+  reference::encode(tensors, message, checked, layout, scale, error);
+}
+
+void decode(const at::Tensor& message, at::TensorList tensors, std::string_view format,
+            int64_t block_size, int64_t shards) {
+  const auto checked = check_format("fp8_decode", format, block_size);
+  const auto layout = codecs::check_decode("fp8_decode", message, tensors, checked.form, shards);
+  reference::decode(message, tensors, checked, layout);
+}
+
+void reduce(const at::Tensor& messages, const at::Tensor& message, int64_t numel,
+            std::string_view format, int64_t block_size, double scale,
+            const std::optional<at::Tensor>& error) {
+  const auto checked = check_format("fp8_reduce", format, block_size);
+  const auto layout =
+      codecs::check_reduce("fp8_reduce", messages, message, checked.form, numel, error, {});
+  reference::reduce(messages, message, checked, layout, scale, error);
+}
+
+TORCH_LIBRARY_FRAGMENT(commhook, m) {
+  m.set_python_module("torch_commhook.codecs.fp8");
+  const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
+
+  // Writes the message of a bucket: float32(value) * scale + error as 8-bit floats, with a scale
+  // for each block. Puts what is lost into `error`.
+  m.def(
+      "fp8_encode(Tensor[] tensors, Tensor(a!) message, *, str format, int block_size, "
+      "int shards=1, float scale=1.0, Tensor(b!)? error=None) -> ()",
+      compliant);
+  // Writes a message's values into tensors.
+  m.def(
+      "fp8_decode(Tensor message, Tensor(a!)[] tensors, *, str format, int block_size, "
+      "int shards=1) -> ()",
+      compliant);
+  // Writes the message of scale * (sum of the values of several messages) + error.
+  m.def(
+      "fp8_reduce(Tensor messages, Tensor(a!) message, int numel, *, str format, int block_size, "
+      "float scale=1.0, Tensor(b!)? error=None) -> ()",
+      compliant);
+}
+
+TORCH_LIBRARY_IMPL(commhook, CompositeExplicitAutograd, m) {
+  m.impl("fp8_encode", encode);
+  m.impl("fp8_decode", decode);
+  m.impl("fp8_reduce", reduce);
+}
+
+}  // namespace
+}  // namespace commhook::fp8
+
+COMMHOOK_MUTATING_OPERATOR(commhook, "fp8_encode")
+COMMHOOK_MUTATING_OPERATOR(commhook, "fp8_decode")
+COMMHOOK_MUTATING_OPERATOR(commhook, "fp8_reduce")

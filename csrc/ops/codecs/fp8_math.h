@@ -1,0 +1,55 @@
+// The arithmetic of 8-bit floats with a scale for each block, for host and device. Each step is
+// rounded by itself, as in blockwise_math.h.
+//
+// A block of values p is sent as 8-bit floats q and, in float32, step = max|p| / (the largest 8-bit
+// float): p ~ q * step. A block with a value that is infinite or NaN has a NaN for step.
+#pragma once
+
+#include <cstdint>
+
+#include "ops/codecs/blockwise_math.h"
+#include "ops/codecs/float_bits.h"
+#include "ops/host_device.h"
+
+namespace commhook::fp8 {
+
+// The dtypes float8_e4m3fn and float8_e5m2.
+template <bool kE5M2>
+struct Traits {
+  static constexpr int kMantissa = kE5M2 ? 2 : 3;
+  static constexpr int kBias = kE5M2 ? 15 : 7;
+  static constexpr float kLargest = kE5M2 ? 57344.0f : 448.0f;
+  static constexpr uint32_t kShift = 23 - kMantissa;
+  static constexpr uint32_t kRebias = static_cast<uint32_t>(127 - kBias) << 23;
+  // The least that is not subnormal, and what a subnormal is counted in.
+  static constexpr uint32_t kLeastNormal = static_cast<uint32_t>(128 - kBias) << 23;
+  static constexpr float kUnit = kE5M2 ? 0x1p-16f : 0x1p-9f;
+  // Added to a subnormal, it rounds that to a multiple of the unit, ties to even.
+  static constexpr float kRound = kUnit * 0x1p23f;
+};
+
+// The nearest 8-bit float, ties to even. |value| is at most the largest.
+template <bool kE5M2>
+COMMHOOK_HOST_DEVICE uint8_t round_to(float value) {
+  using T = Traits<kE5M2>;
+  const uint32_t bits = bits_of(value);
+  const uint32_t magnitude = bits & kAbsolute;
+  const uint32_t even = (magnitude >> T::kShift) & 1u;
+  const uint32_t normal =
+      (magnitude + ((1u << (T::kShift - 1)) - 1u) + even - T::kRebias) >> T::kShift;
+  const uint32_t subnormal = bits_of(float_of(magnitude) + T::kRound) - bits_of(T::kRound);
+  const uint32_t code = magnitude < T::kLeastNormal ? subnormal : normal;
+  return static_cast<uint8_t>(code | ((bits >> 24) & 0x80u));
+}
+
+template <bool kE5M2>
+COMMHOOK_HOST_DEVICE float value_of(uint8_t code) {
+  using T = Traits<kE5M2>;
+  const uint32_t magnitude = code & 0x7fu;
+  const float normal = float_of((magnitude << T::kShift) + T::kRebias);
+  const float subnormal = static_cast<float>(static_cast<int32_t>(magnitude)) * T::kUnit;
+  const float value = magnitude < (1u << T::kMantissa) ? subnormal : normal;
+  return float_of(bits_of(value) | (static_cast<uint32_t>(code & 0x80u) << 24));
+}
+
+}  // namespace commhook::fp8

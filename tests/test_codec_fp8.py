@@ -1,0 +1,66 @@
+"""8-bit floats with a scale for each block: bounds and exact values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from torch_commhook.codecs import CODECS
+
+FORMATS = {
+    "e4m3": (torch.float8_e4m3fn, 448.0, 2.0**-4, 2.0**-9),
+    "e5m2": (torch.float8_e5m2, 57344.0, 2.0**-3, 2.0**-16),
+}
+
+
+def restore(x: Tensor, format: str, block_size: int = 256) -> Tensor:
+    codec = CODECS["fp8"](format, block_size)
+    message = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8)
+    codec.encode([x], message)
+    out = torch.empty_like(x)
+    codec.decode(message, [out])
+    return out
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_8_bit_float_is_restored(format: str) -> None:
+    dtype, largest, _, _ = FORMATS[format]
+    x = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    x = x[x.isfinite()]
+    assert x.max() == largest
+    assert torch.equal(restore(x, format), x)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_rounding_is_pytorchs(format: str) -> None:
+    """Halves between two floats included."""
+    dtype, largest, _, _ = FORMATS[format]
+    exact = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    exact = exact[exact.isfinite()].sort().values
+    between = (exact[1:] + exact[:-1]) / 2
+    x = torch.cat([between, torch.randn(2000) * 10, torch.randn(2000) * 0.01]).clamp(-448, 448)
+    x = torch.cat([x, torch.zeros(-len(x) % 255)]).view(-1, 255)
+    x = torch.cat([x, torch.full((len(x), 1), largest)], 1).flatten()  # steps are 1
+    assert torch.equal(restore(x, format), x.to(dtype).float())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("magnitude", [1e-30, 1.0, 1e30])
+def test_bounds(format: str, magnitude: float) -> None:
+    _, largest, roundoff, least = FORMATS[format]
+    x = torch.randn(256 * 50) * magnitude
+    off = (restore(x, format) - x).view(-1, 256).abs()
+    blocks = x.view(-1, 256).abs()
+    step = blocks.amax(1, keepdim=True) / largest
+    assert (off <= torch.maximum(blocks * roundoff, step * least / 2) * (1 + 1e-5)).all()
+
+
+def test_bytes() -> None:
+    assert CODECS["fp8"]().nbytes(1 << 20) == (1 << 20) * (1 + 4 / 256)
+
+
+def test_settings() -> None:
+    assert repr(CODECS["fp8"]("e5m2")) == "fp8(format='e5m2')"
+    with pytest.raises(ValueError, match="fp8: format must be 'e4m3' or 'e5m2', got 'e3m4'"):
+        CODECS["fp8"]("e3m4")
