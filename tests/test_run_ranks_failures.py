@@ -285,10 +285,8 @@ def test_interrupted_while_ranks_start(monkeypatch: pytest.MonkeyPatch, seed: in
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", interrupted)
-    begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         run_ranks(_sum, 4, seed=seed)
-    assert time.monotonic() - begun < scheduler._GRACE  # all have ended by themselves
 
 
 @pytest.mark.parametrize("there_are", [0, 3])

@@ -365,7 +365,11 @@ class Scheduler:
             self._do_without_the_rest(ended)
             self._step_in(ended)
             self._all_ended.wait(_GRACE)
+            self._join_ended()
             raise
+        self._join_ended()
+
+    def _join_ended(self) -> None:
         for rank in self.ranks:
             assert rank.thread is not None
             if rank.state == ENDED and rank.thread.ident is not None:
