@@ -50,7 +50,7 @@ class DdpRoad:
         self._group = StepGroup(model.process_group)
         #: The road that has taken this one's place.
         self.successor: ReducerRoad | None = None
-        self.attached: Attached | None = None
+        self._attached: Attached | None = None
         self._running: Attached | None = None  # in this backward
         self._is_first = True  # the next bucket of it
         self._plain = allreduce()
@@ -73,6 +73,22 @@ class DdpRoad:
 
     #: What is under way ends with DDP's own reducer.
     is_closing = False
+
+    @property
+    def attached(self) -> Attached | None:
+        """The hook."""
+        return self._attached
+
+    @attached.setter
+    def attached(self, attached: Attached | None) -> None:
+        self._attached = attached
+        if attached is not None and attached.has_stages:
+            self._group.prepare_second_stage()
+
+    def memory_loaded(self, buckets: list[list[str]]) -> None:
+        """The hook's memory has been read from elsewhere."""
+        for bucket in self._buckets.values():
+            bucket._memory = None
 
     # ---- called by the reducer's hook (csrc/runtime/ddp_hook.h) ----------------------------------
 
@@ -114,6 +130,9 @@ class DdpRoad:
             bucket._process_group = self._group.parent
             return "none", self._plain.average(bucket), bucket.buffer().dtype, None
         bucket._process_group = self._group.group_for(bucket.device())
+        memory = bucket._memory
+        if memory is None or not memory.belongs_to(attached.memory):
+            bucket._memory = attached.memory_of(bucket.parameters(), index)
         count = bucket.bucket_count()
         where = hook_on_bucket(attached.name, index, count)
         running = attached.start(bucket, where)
@@ -139,6 +158,7 @@ class DdpRoad:
             return
         if error is None:
             self._group.end()
+            attached.memory.advance()
             for index, traffic in enumerate(sent or ()):
                 count_bucket(attached.stats, index, len(sent or ()), traffic, first=index == 0)
             if sent is None and attached.stages.has_post_accumulate_hooks:

@@ -33,6 +33,12 @@ class Codec(ABC):
     from, are the caller's. It prints as it is written.
     """
 
+    #: How ranks add up what they encode (:func:`torch_commhook.collectives.compressed_all_reduce`):
+    #: ``"all_to_all"``: in shards, with :meth:`reduce`; ``"all_gather"``: each rank gets every
+    #: message, and adds them up with :meth:`decode_sum`; ``"all_reduce"``: messages are float32
+    #: numbers that may be added up.
+    exchange: str = "all_to_all"
+
     @classmethod
     def examples(cls) -> Sequence[Codec]:
         """The settings that tests and benchmarks try."""
@@ -72,8 +78,18 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def decode(self, message: Tensor, tensors: Sequence[Tensor], *, shards: int = 1) -> None:
-        """Write a message's values into tensors."""
+    def decode(
+        self,
+        message: Tensor,
+        tensors: Sequence[Tensor],
+        *,
+        shards: int = 1,
+        rounding: Tensor | None = None,
+    ) -> None:
+        """Write a message's values into tensors.
+
+        ``rounding`` is what :meth:`encode` was given, for codecs that need it here too.
+        """
 
     def reduce(
         self,

@@ -323,7 +323,14 @@ class blockwise(Codec):  # noqa: N801 (a codec is written as it is called)
             **self._form,
         )
 
-    def decode(self, message: Tensor, tensors: Sequence[Tensor], *, shards: int = 1) -> None:
+    def decode(
+        self,
+        message: Tensor,
+        tensors: Sequence[Tensor],
+        *,
+        shards: int = 1,
+        rounding: Tensor | None = None,
+    ) -> None:
         blockwise_decode(message, tensors, shards=shards, **self._form)
 
     def reduce(

@@ -113,7 +113,14 @@ class fp8(Codec):  # noqa: N801 (a codec is written as it is called)
     ) -> None:
         _ops.fp8_encode(tensors, message, shards=shards, scale=scale, error=error, **self._form)
 
-    def decode(self, message: Tensor, tensors: Sequence[Tensor], *, shards: int = 1) -> None:
+    def decode(
+        self,
+        message: Tensor,
+        tensors: Sequence[Tensor],
+        *,
+        shards: int = 1,
+        rounding: Tensor | None = None,
+    ) -> None:
         _ops.fp8_decode(message, tensors, shards=shards, **self._form)
 
     def reduce(

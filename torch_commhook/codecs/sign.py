@@ -105,7 +105,14 @@ class sign(Codec):  # noqa: N801 (a codec is written as it is called)
         size = self._block_form.block_size
         _ops.sign_encode(tensors, message, block_size=size, shards=shards, scale=scale, error=error)
 
-    def decode(self, message: Tensor, tensors: Sequence[Tensor], *, shards: int = 1) -> None:
+    def decode(
+        self,
+        message: Tensor,
+        tensors: Sequence[Tensor],
+        *,
+        shards: int = 1,
+        rounding: Tensor | None = None,
+    ) -> None:
         size = self._block_form.block_size
         _ops.sign_decode(message, tensors, block_size=size, shards=shards)
 
