@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -67,14 +68,22 @@ class Codec(ABC):
         """Write the message of tensors, whose values come in the order of ``flatten``.
 
         Args:
-            tensors: dense, of a dtype that buckets have, of any shapes and strides, on one device.
-            message: written; contiguous, uint8, as long as :meth:`shards` says in all.
+            tensors: dense, of dtype float64, float32, float16 or bfloat16, of any shapes and
+                strides, on one device.
+            message: written; contiguous, uint8, as long as :meth:`shards` says in all, at an
+                address that is a multiple of 4.
             shards: how many.
             scale: factor, applied in float32.
             error: what earlier messages have lost, in float32, flat, as many as the values. Added
                 to them, and replaced by what this message loses.
             rounding: int64, ``[seed, step]`` on the tensors' device, from which random numbers
                 follow. Needed where :attr:`is_random`.
+
+        Raises:
+            TypeError: a tensor of another dtype or layout.
+            ValueError: no tensors, several devices, sizes that do not fit, or memory that is
+                shared.
+            RuntimeError: a tensor requires grad while gradients are recorded.
         """
 
     @abstractmethod
@@ -88,7 +97,14 @@ class Codec(ABC):
     ) -> None:
         """Write a message's values into tensors.
 
-        ``rounding`` is what :meth:`encode` was given, for codecs that need it here too.
+        Args:
+            message: what :meth:`encode` has written, by a codec of the same settings.
+            tensors: dense destinations of any strides that reach each element once, with as many
+                elements as the message has values, sharing no memory.
+            shards: as in :meth:`encode`.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as in :meth:`encode`.
         """
 
     def reduce(
@@ -110,6 +126,9 @@ class Codec(ABC):
             message: written; of as many bytes as one of them.
             numel: values in each.
             scale, error, rounding: as in :meth:`encode`.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as in :meth:`encode`.
         """
         total = torch.empty(numel, device=messages.device)
         self.decode(messages[0], [total])
@@ -146,7 +165,10 @@ def register_codec(cls: _Class) -> _Class:
     return cls
 
 
-def text_of(name: str, settings: dict[str, Any], defaults: dict[str, Any]) -> str:
+def text_of(cls: type[Codec], settings: dict[str, Any]) -> str:
     """Such as ``blockwise(bits=4)``: what differs from the defaults."""
-    said = [f"{key}={value!r}" for key, value in settings.items() if value != defaults[key]]
-    return f"{name}({', '.join(said)})"
+    parameters = inspect.signature(cls).parameters
+    said = [
+        f"{key}={value!r}" for key, value in settings.items() if value != parameters[key].default
+    ]
+    return f"{cls.__name__}({', '.join(said)})"
