@@ -31,8 +31,9 @@ class BucketMemory:
     compilers, and finds it in ``tensors`` and ``lists`` then.
 
     Attributes:
-        tensors: flat, float32, by name.
+        tensors: flat, by name; float32, but for what a hook has packed.
         lists: a tensor or None for each parameter, by name.
+        plans: what a hook has worked out from the layout, as text, by name.
         rounding: int64, of shape (2, 2), where it was asked for: rows of seed and step, for what
             this rank encodes and for what it encodes of the ranks' sum.
         with_error: whether hooks are to remember what they lose.
@@ -63,6 +64,7 @@ class BucketMemory:
         self.with_error = with_error
         self.tensors: dict[str, Tensor] = {}
         self.lists: dict[str, list[Tensor | None]] = {}
+        self.plans: dict[str, str] = {}
         self.rounding: Tensor | None = None
         self.parts: dict[str, BucketMemory] = {}
         self.buffers = MessageBuffers()
@@ -118,6 +120,29 @@ class BucketMemory:
                 for i, parameter in enumerate(self.parameters)
             ]
         return found
+
+    def packed(self, name: str, make: Callable[[int, Tensor, Tensor | None], Tensor]) -> Tensor:
+        """:meth:`per_parameter` in one flat tensor, of which each parameter's is a view.
+
+        Args:
+            name: of what is remembered.
+            make: called with number, parameter, and what it had before, if anything; gives a dense
+                tensor, whose contents, shape and strides are then those of the view. All of one
+                dtype.
+        """
+        flat = self.tensors.get(name)
+        if flat is None:
+            before = self.per_parameter(name, lambda number, parameter: None)
+            made = [
+                make(i, parameter, old)
+                for i, (parameter, old) in enumerate(zip(self.parameters, before, strict=True))
+            ]
+            layout = BucketLayout(made)
+            flat = self.tensors[name] = layout.flatten(made)
+            self.lists[name] = list(layout.views(flat))
+            for parameter, view in zip(self.parameters, self.lists[name], strict=True):
+                self._owner.replace_shared(parameter, name, view)
+        return flat
 
     def random(self, seed: int, *, alike: bool = False) -> Tensor:
         """Seeds and steps, for codecs that draw random numbers.
@@ -308,6 +333,10 @@ class HookMemory:
         if name not in tensors:
             tensors[name] = make()
         return tensors[name]
+
+    def replace_shared(self, parameter: Tensor, name: str, tensor: Tensor | None) -> None:
+        """Let ``tensor`` be the parameter's own of a name from here on."""
+        self._shared.setdefault(parameter, {})[name] = tensor
 
     def adopt_shard(self, memory: BucketMemory, name: str) -> None:
         """Put what was loaded into a shard that has been made, and the rest where it belongs."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,17 +10,15 @@ from torch import Tensor
 
 from torch_commhook._ops import BUCKET_DTYPES
 from torch_commhook.codecs.base import Codec
-from torch_commhook.collectives.futures import TracedFuture, TracedStages
 from torch_commhook.collectives.plain import (
     all_gather,
     all_reduce,
     all_to_all,
-    gather_into,
+    issue_all_gather,
     resolve_group,
 )
-from torch_commhook.collectives.turns import turns_of
-from torch_commhook.gloo_groups import second_group
-from torch_commhook.metrics import CallMeter, note_collective
+from torch_commhook.collectives.stages import on_wire, timed, two_stages
+from torch_commhook.metrics import CallMeter
 
 
 class MessageBuffers:
@@ -217,7 +214,7 @@ class _Call:
 
     def _encode(self, sources: list[Tensor], error: Tensor | None, shards: int) -> Tensor:
         message = self._buffer("message", self.codec.nbytes(self.numel, shards))
-        with _timed(self.meter, "encode"):
+        with timed(self.meter, "encode"):
             self.codec.encode(
                 sources, message, shards=shards, error=error, rounding=self.rounding[0]
             )
@@ -232,11 +229,11 @@ class _Call:
 
     def _add_up(self, sources: list[Tensor], error: Tensor | None) -> Any:
         message = self._encode(sources, error, 1)
-        wire = self._on_wire(all_reduce(message.view(torch.float32), group=self.group))
+        wire = on_wire(all_reduce(message.view(torch.float32), group=self.group), self.meter)
 
         def finish(done: Any) -> Tensor:
             total = done.value()
-            with torch.no_grad(), _timed(self.meter, "decode"):
+            with torch.no_grad(), timed(self.meter, "decode"):
                 if self.scale != 1.0:
                     total = total.mul_(self.scale)
                 self.codec.decode(
@@ -251,11 +248,11 @@ class _Call:
     def _gather(self, sources: list[Tensor], error: Tensor | None) -> Any:
         message = self._encode(sources, error, 1)
         out = None if self.is_traced else self._buffer("gathered", self.world_size, len(message))
-        wire = self._on_wire(all_gather(message, out=out, group=self.group))
+        wire = on_wire(all_gather(message, out=out, group=self.group), self.meter)
 
         def finish(done: Any) -> Tensor:
             messages = done.value()
-            with torch.no_grad(), _timed(self.meter, "decode"):
+            with torch.no_grad(), timed(self.meter, "decode"):
                 self.codec.decode_sum(messages, self.destinations, scale=self.scale)
             return self._result()
 
@@ -268,33 +265,32 @@ class _Call:
         self.sizes = [shard.nbytes for shard in shards]
         self.shard = shards[self.rank]
         message = self._encode(sources, error, self.world_size)
-        second: Any = None
-        if not self.is_traced and self.device.type == "cpu" and self.world_size > 1:
-            second = second_group(self.group)
         received = self.world_size * self.shard.nbytes
-        first: Any = all_to_all(
-            message,
-            input_split_sizes=self.sizes,
-            output_split_sizes=[self.shard.nbytes] * self.world_size,
-            out=None if self.is_traced else self._buffer("shards", received),
+
+        def exchange() -> Any:
+            return all_to_all(
+                message,
+                input_split_sizes=self.sizes,
+                output_split_sizes=[self.shard.nbytes] * self.world_size,
+                out=None if self.is_traced else self._buffer("shards", received),
+                group=self.group,
+            )
+
+        return two_stages(
+            exchange,
+            self._reduce,
+            self._issue_gather,
+            self._decode,
+            second_bytes=max(self.sizes) * (self.world_size - 1),
+            device=self.device,
             group=self.group,
+            meter=self.meter,
         )
-        if self.is_traced or second is not None:
-            # Here, since it is issued where nobody counts.
-            note_collective(max(self.sizes) * (self.world_size - 1))
-        if self.is_traced:
-            return TracedStages(first, self._gather_sums_traced)
-        if second is not None:
-            return self._staged(self._on_wire(first), second)
-        padded = self._reduce(self._on_wire(first).wait())
-        sums = self._buffer("sums", self.world_size, len(padded))
-        gathered = self._on_wire(all_gather(padded, out=sums, group=self.group))
-        return gathered.then(lambda done: self._decode(done.value()))
 
     def _reduce(self, received: Tensor) -> Tensor:
         """The message of the sum of this rank's shards, as long as the longest of all."""
         padded = self._buffer("sum", max(self.sizes))
-        with torch.no_grad(), _timed(self.meter, "encode"):
+        with torch.no_grad(), timed(self.meter, "encode"):
             self.codec.reduce(
                 received.view(self.world_size, self.shard.nbytes),
                 padded[: self.shard.nbytes],
@@ -305,12 +301,12 @@ class _Call:
             )
         return padded
 
-    def _gather_sums_traced(self, received: Tensor) -> TracedFuture:
-        gathered: Any = all_gather(self._reduce(received), group=self.group)
-        return gathered.then(lambda done: self._decode(done.value()))
+    def _issue_gather(self, padded: Tensor, group: Any) -> Any:
+        sums = None if self.is_traced else self._buffer("sums", self.world_size, len(padded))
+        return issue_all_gather(padded, sums, group, is_traced=self.is_traced)
 
     def _decode(self, gathered: Tensor) -> Tensor:
-        with torch.no_grad(), _timed(self.meter, "decode"):
+        with torch.no_grad(), timed(self.meter, "decode"):
             if all(size == self.sizes[0] for size in self.sizes):
                 message = gathered.view(-1)
             else:  # without what the shorter ones were filled up with
@@ -319,61 +315,3 @@ class _Call:
                 torch.cat(pieces, out=message)
             self.codec.decode(message, self.destinations, shards=self.world_size)
         return self._result()
-
-    def _staged(self, first: Any, second: Any) -> Any:
-        """The stages one after another, each issued by the thread that ended the one before."""
-        result: torch.futures.Future[Tensor] = torch.futures.Future()
-        # What comes of a future's callback may be an exception, which its future then holds.
-        turn = turns_of(second).announce(result.set_exception)
-
-        def first_done(done: Any) -> None:
-            try:
-                padded = self._reduce(done.value())
-            except BaseException as error:
-                turn.give_up(error)
-                return
-            turn.take(lambda: issue(padded))
-
-        def issue(padded: Tensor) -> None:
-            sums = self._buffer("sums", self.world_size, len(padded))
-            self._on_wire(gather_into(sums, padded, second)).add_done_callback(second_done)
-
-        def second_done(done: Any) -> None:
-            try:
-                decoded = self._decode(done.value())
-            except BaseException as error:
-                result.set_exception(error)
-            else:
-                result.set_result(decoded)
-
-        first.add_done_callback(first_done)
-        return result
-
-    def _on_wire(self, future: Any) -> Any:
-        """The same future, whose time is taken."""
-        meter = self.meter
-        if meter is None:
-            return future
-        begun = time.perf_counter()
-
-        def ended(done: Any) -> Any:
-            meter.add("wire", time.perf_counter() - begun)
-            return done.value()
-
-        return future.then(ended)
-
-
-class _timed:  # noqa: N801 (a context manager)
-    """Adds the time that is spent inside."""
-
-    def __init__(self, meter: CallMeter | None, stage: str) -> None:
-        self._meter = meter
-        self._stage = stage
-
-    def __enter__(self) -> None:
-        if self._meter is not None:
-            self._begun = time.perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        if self._meter is not None:
-            self._meter.add(self._stage, time.perf_counter() - self._begun)

@@ -1,0 +1,452 @@
+"""The arithmetic of PowerSGD: matrices of gradients as products of thin factors.
+
+Each of the three steps is one operator for compilers, so that compiled code runs the kernels of
+eager and gives the same bits.
+
+Factors are stored transposed, ``(rank, rows)`` and ``(rank, columns)``: matrix products of few
+columns are many times slower on the CPU than those of few rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torch_commhook import _ops
+from torch_commhook.bucket_layout import BucketLayout
+
+#: Directions whose length beside those before them is less than this (squared, relative) are taken
+#: for rounding errors of float32.
+_SMALLEST = 1e-11
+
+#: Added to the diagonal of matrices that may be singular, so that Cholesky's method gets through.
+_SHIFT = 1e-12
+
+#: Up to this rank products of factors are added up elementwise on the CPU, which for thin factors
+#: is faster than a matrix product.
+_ELEMENTWISE_RANK = 4
+
+
+@dataclass(frozen=True)
+class Group:
+    """Matrices of one shape.
+
+    Attributes:
+        rows, columns: of each.
+        numbers: of their parameters in the bucket.
+        offsets: of their gradients in the bucket.
+        matrices: before the first of them, in all groups before.
+        start: their first element among those of all groups.
+        left, right: the first element of their factors, likewise.
+    """
+
+    rows: int
+    columns: int
+    numbers: tuple[int, ...]
+    offsets: tuple[int, ...]
+    matrices: int
+    start: int
+    left: int
+    right: int
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def numel(self) -> int:
+        return len(self) * self.rows * self.columns
+
+
+class Plan:
+    """Which gradients of a bucket become products, and where everything lies.
+
+    Matrices come in groups of one shape. A matrix is what a gradient is in memory: its outermost
+    dimension by all others. That is the first dimension of the parameter, whether it is row-major
+    or channels_last; of a transposed weight it is the second.
+
+    It has a text form, since compilers pass on text as it is.
+
+    Attributes:
+        rank: columns of each factor.
+        seed: of the factors' first values.
+        groups: matrices that are compressed.
+        vectors: number, offset and length of the other gradients.
+        numel: of the bucket.
+        vector_numel, matrix_numel, left_numel, right_numel: elements of all vectors, matrices and
+            factors.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.rank, self.seed, self.numel, groups, vectors = json.loads(text)
+        self.vectors: list[tuple[int, int, int]] = [tuple(vector) for vector in vectors]
+        self.vector_numel = sum(length for _, _, length in self.vectors)
+        self.groups: list[Group] = []
+        matrices = start = left = right = 0
+        for rows, columns, numbers, offsets in groups:
+            group = Group(
+                rows, columns, tuple(numbers), tuple(offsets), matrices, start, left, right
+            )
+            self.groups.append(group)
+            matrices += len(group)
+            start += group.numel
+            left += len(group) * self.rank * rows
+            right += len(group) * self.rank * columns
+        self.matrices = matrices
+        self.matrix_numel, self.left_numel, self.right_numel = start, left, right
+        self.parameters = matrices + len(self.vectors)
+        self._fresh: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+
+    @classmethod
+    def of(cls, layout: BucketLayout, rank: int, seed: int, min_compression_rate: float) -> Plan:
+        """The plan for a bucket.
+
+        Args:
+            layout: of the bucket.
+            rank: of the products.
+            seed: of the factors' first values.
+            min_compression_rate: a gradient is compressed where its factors have so many times
+                fewer elements.
+        """
+        groups: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+        vectors = []
+        for number, (offset, length, size, strides) in enumerate(
+            zip(layout.offsets, layout.lengths, layout.sizes, layout.strides, strict=True)
+        ):
+            rows = size[memory_order(size, strides)[0]] if len(size) > 1 and length else 1
+            columns = length // rows
+            if len(size) > 1 and 0 < rank * (rows + columns) * min_compression_rate <= length:
+                numbers, offsets = groups.setdefault((rows, columns), ([], []))
+                numbers.append(number)
+                offsets.append(offset)
+            else:
+                vectors.append((number, offset, length))
+        plain = [[*shape, *members] for shape, members in groups.items()]
+        return plan_of(json.dumps([rank, seed, layout.numel, plain, vectors]))
+
+    @property
+    def numbers(self) -> list[int]:
+        """The parameters that are compressed, in the order of the groups."""
+        return [number for group in self.groups for number in group.numbers]
+
+    def first_right(self, columns: int) -> Tensor:
+        """What right factors of so many columns begin with: float32, ``(rank, columns)``.
+
+        It follows from the seed and the columns alone.
+        """
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + columns)
+        return torch.randn(self.rank, columns, generator=generator)
+
+    def fresh(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+        """:meth:`first_right` for each group."""
+        found = self._fresh.get((dtype, device))
+        if found is None:
+            found = self._fresh[dtype, device] = [
+                self.first_right(group.columns).to(device, dtype) for group in self.groups
+            ]
+        return found
+
+    # ---- views -----------------------------------------------------------------------------------
+
+    def stack(self, work: Tensor, group: Group) -> Tensor:
+        """A group's matrices, of shape ``(matrices, rows, columns)``."""
+        return work.narrow(0, group.start, group.numel).view(len(group), group.rows, group.columns)
+
+    def left(self, flat: Tensor, group: Group) -> Tensor:
+        """A group's left factors, of shape ``(matrices, rank, rows)``."""
+        length = len(group) * self.rank * group.rows
+        return flat.narrow(0, group.left, length).view(len(group), self.rank, group.rows)
+
+    def right(self, flat: Tensor, group: Group) -> Tensor:
+        """A group's right factors, of shape ``(matrices, rank, columns)``."""
+        length = len(group) * self.rank * group.columns
+        return flat.narrow(0, group.right, length).view(len(group), self.rank, group.columns)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_of(text: str) -> Plan:
+    """The plan with a text."""
+    return Plan(text)
+
+
+def memory_order(size: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """The dimensions of a dense tensor, the outermost in memory first."""
+    return sorted(range(len(size)), key=lambda d: (strides[d], size[d]), reverse=True)
+
+
+# ---- the three steps -----------------------------------------------------------------------------
+
+
+def left_factors(
+    sources: Sequence[Tensor],
+    work: Tensor,
+    q: Tensor,
+    plan: Plan,
+    wire: Tensor,
+    *,
+    scale: float,
+    adds: bool,
+) -> None:
+    """Gather the matrices M, and write what all ranks are to add up: vectors, and P = M Q.
+
+    Args:
+        sources: the gradients, or the bucket's buffer.
+        work: written: the matrices. Of ``matrix_numel`` elements, in float32 or float64, as all
+            others.
+        q: the right factors.
+        wire: written: ``vector_numel`` elements, and ``left_numel`` ones.
+        scale: factor of all that is on the wire.
+        adds: whether gradients are added to what is in ``work``.
+    """
+    flat = sources[0] if len(sources) == 1 and plan.parameters > 1 else None
+
+    def gradient(number: int, offset: int, length: int) -> Tensor:
+        return sources[number] if flat is None else flat.narrow(0, offset, length)
+
+    length_of_vectors = plan.vector_numel
+    if plan.vectors:
+        vectors = [gradient(*vector) for vector in plan.vectors]
+        _ops.flatten(vectors, scale=scale, out=wire[:length_of_vectors])
+    if not plan.groups:
+        return
+    matrices = [
+        gradient(number, offset, group.rows * group.columns)
+        for group in plan.groups
+        for number, offset in zip(group.numbers, group.offsets, strict=True)
+    ]
+    if adds:
+        pieces = work.split([matrix.numel() for matrix in matrices])
+        shaped = [piece.view(m.shape) for piece, m in zip(pieces, matrices, strict=True)]
+        torch._foreach_add_(shaped, matrices)
+    else:
+        _ops.flatten(matrices, out=work)
+    left = wire[length_of_vectors:]
+    for group in plan.groups:
+        stack = plan.stack(work, group)
+        torch.bmm(plan.right(q, group), stack.transpose(1, 2), out=plan.left(left, group))
+    if scale != 1.0:
+        left.mul_(scale)
+
+
+def right_factors(
+    work: Tensor,
+    wire: Tensor,
+    plan: Plan,
+    left: Tensor,
+    right: Tensor,
+    *,
+    scale: float,
+    keeps_error: bool,
+) -> None:
+    """Make P orthonormal, and write what all ranks are to add up then: Q = M' P.
+
+    Args:
+        work: the matrices; where errors are kept, what the product leaves of them is written there.
+        wire: what :func:`left_factors` has written, added up.
+        left: written: P, orthonormal. Of ``left_numel`` elements. Zeros for directions that the
+            matrix does not have; NaN for a matrix that is not finite.
+        right: written; of ``right_numel`` elements.
+        scale: factor of what is on the wire.
+        keeps_error: whether ``work`` is to keep the error.
+    """
+    orthonormalize(wire[plan.vector_numel :], plan, left)
+    for group in plan.groups:
+        stack, p, q = plan.stack(work, group), plan.left(left, group), plan.right(right, group)
+        torch.bmm(p, stack, out=q)
+        if not keeps_error:
+            continue
+        if _is_elementwise(plan, work):
+            for j in range(plan.rank):
+                stack.addcmul_(p[:, j, :, None], q[:, j, None, :], value=-1.0)
+        else:
+            stack.baddbmm_(p.transpose(1, 2), q, alpha=-1.0)
+    if scale != 1.0:
+        right.mul_(scale)
+
+
+def restore(
+    q: Tensor,
+    work: Tensor,
+    wire: Tensor,
+    left: Tensor,
+    right: Tensor,
+    plan: Plan,
+    result: Tensor,
+    *,
+    keeps_error: bool,
+) -> None:
+    """Write the bucket's average, and the right factors of the next step.
+
+    Args:
+        q: written: the right factors, each of length 1. Those that have none, or are not finite,
+            stay as they are where the whole matrix is so, and begin anew where others are.
+        work: where errors are kept: emptied for matrices that are not finite.
+        wire: what all ranks' :func:`left_factors` add up to; its vectors are the result's.
+        left: P, orthonormal.
+        right: what all ranks' :func:`right_factors` add up to.
+        result: written; of ``numel`` elements.
+        keeps_error: whether ``work`` keeps the error.
+    """
+    position = 0
+    for _, offset, length in plan.vectors:
+        result[offset : offset + length] = wire[position : position + length]
+        position += length
+    is_elementwise = _is_elementwise(plan, work)
+    for group in plan.groups:
+        lefts, rights = plan.left(left, group), plan.right(right, group)
+        for p, factor, offset in zip(lefts, rights, group.offsets, strict=True):
+            product = result.narrow(0, offset, group.rows * group.columns)
+            product = product.view(group.rows, group.columns)
+            if is_elementwise:
+                torch.mul(p[0, :, None], factor[0], out=product)
+                for j in range(1, plan.rank):
+                    product.addcmul_(p[j, :, None], factor[j])
+            else:
+                torch.mm(p.t(), factor, out=product)
+    fresh = plan.fresh(q.dtype, q.device)
+    for group, first in zip(plan.groups, fresh, strict=True):
+        factors, average = plan.right(q, group), plan.right(right, group)
+        lengths = torch.linalg.vector_norm(average, dim=2, keepdim=True, dtype=torch.float64)
+        is_finite = lengths.isfinite().all(1, keepdim=True)
+        has_any = (lengths > 0).any(1, keepdim=True)
+        unit = (average / lengths).to(q.dtype)
+        renewed = torch.where(lengths > 0, unit, first)
+        factors.copy_(torch.where(is_finite & has_any, renewed, factors))
+        if keeps_error:
+            _empty(plan.stack(work, group), ~is_finite)
+
+
+def _is_elementwise(plan: Plan, work: Tensor) -> bool:
+    return work.device.type == "cpu" and plan.rank <= _ELEMENTWISE_RANK
+
+
+def _empty(stack: Tensor, which: Tensor) -> None:
+    """Zeros in some of the matrices."""
+    if stack.device.type != "cpu":
+        stack.masked_fill_(which, 0.0)  # asking whether there are some would wait for the device
+    elif which.any():
+        stack[which.view(-1)] = 0.0
+
+
+# ---- orthonormal factors -------------------------------------------------------------------------
+
+
+def orthonormalize(left: Tensor, plan: Plan, out: Tensor) -> None:
+    """Orthonormal bases of what the left factors span.
+
+    By Cholesky's method, twice, in float64, which is enough for factors in float32 whatever their
+    condition. What depends on the factors before it is left out: zeros stand in its place. No step
+    depends on the values, so that nothing waits for a device.
+
+    Args:
+        left: of ``left_numel`` elements.
+        plan: what they are.
+        out: written; as ``left``. A matrix whose factor is not finite gets NaN.
+    """
+    exact = left.to(torch.float64)
+    if plan.rank > 1:  # for a basis as good as the factor's condition allows
+        exact = _orthonormal(exact, plan, _SMALLEST, _SHIFT)
+    out.copy_(_orthonormal(exact, plan, 0.0, 0.0))
+
+
+def _orthonormal(left: Tensor, plan: Plan, smallest: float, shift: float) -> Tensor:
+    rank = plan.rank
+    gram = left.new_empty(plan.matrices, rank, rank)
+    for group in plan.groups:
+        p = plan.left(left, group)
+        rows = slice(group.matrices, group.matrices + len(group))
+        torch.bmm(p, p.transpose(1, 2), out=gram[rows])
+    squares = gram.diagonal(dim1=1, dim2=2)
+    inverse = torch.where(squares > 0, squares.rsqrt(), 0.0)
+    is_finite = inverse.isfinite().all(1) & squares.isfinite().all(1)
+    scaled = gram * inverse[:, :, None] * inverse[:, None, :]
+    identity = torch.eye(rank, dtype=left.dtype, device=left.device)
+    scaled = torch.where(is_finite[:, None, None], scaled, identity)
+    scaled.diagonal(dim1=1, dim2=2).fill_(1.0 + shift)
+    lower = torch.linalg.cholesky_ex(scaled).L
+    is_kept = (lower.diagonal(dim1=1, dim2=2).square() > smallest + shift) & (squares > 0)
+    # Rows of this, times the factor's rows, are the basis.
+    change = torch.linalg.solve_triangular(lower, torch.diag_embed(inverse), upper=False)
+    change = torch.where(is_kept[:, :, None], change, 0.0)
+    change = torch.where(is_finite[:, None, None], change, torch.nan)
+    result = torch.empty_like(left)
+    for group in plan.groups:
+        rows = slice(group.matrices, group.matrices + len(group))
+        torch.bmm(change[rows], plan.left(left, group), out=plan.left(result, group))
+    return result
+
+
+# ---- operators for compilers ---------------------------------------------------------------------
+
+
+@torch.library.custom_op("commhook::powersgd_left", mutates_args=("work",))
+def powersgd_left(
+    sources: list[Tensor], work: Tensor, q: Tensor, plan: str, scale: float, adds: bool
+) -> Tensor:
+    """:func:`left_factors`; returns what goes on the wire."""
+    found = plan_of(plan)
+    wire = q.new_empty(found.vector_numel + found.left_numel)
+    left_factors(sources, work, q, found, wire, scale=scale, adds=adds)
+    return wire
+
+
+@powersgd_left.register_fake
+def _powersgd_left_fake(
+    sources: list[Tensor], work: Tensor, q: Tensor, plan: str, scale: float, adds: bool
+) -> Tensor:
+    found = plan_of(plan)
+    return q.new_empty(found.vector_numel + found.left_numel)
+
+
+@torch.library.custom_op("commhook::powersgd_right", mutates_args=("work",))
+def powersgd_right(
+    work: Tensor, wire: Tensor, plan: str, scale: float, keeps_error: bool
+) -> tuple[Tensor, Tensor]:
+    """:func:`right_factors`; returns P, and what goes on the wire."""
+    found = plan_of(plan)
+    left, right = work.new_empty(found.left_numel), work.new_empty(found.right_numel)
+    right_factors(work, wire, found, left, right, scale=scale, keeps_error=keeps_error)
+    return left, right
+
+
+@powersgd_right.register_fake
+def _powersgd_right_fake(
+    work: Tensor, wire: Tensor, plan: str, scale: float, keeps_error: bool
+) -> tuple[Tensor, Tensor]:
+    found = plan_of(plan)
+    return work.new_empty(found.left_numel), work.new_empty(found.right_numel)
+
+
+@torch.library.custom_op("commhook::powersgd_restore", mutates_args=("q", "work"))
+def powersgd_restore(
+    q: Tensor,
+    work: Tensor,
+    wire: Tensor,
+    left: Tensor,
+    right: Tensor,
+    plan: str,
+    keeps_error: bool,
+) -> Tensor:
+    """:func:`restore`; returns the bucket's average."""
+    found = plan_of(plan)
+    result = q.new_empty(found.numel)
+    restore(q, work, wire, left, right, found, result, keeps_error=keeps_error)
+    return result
+
+
+@powersgd_restore.register_fake
+def _powersgd_restore_fake(
+    q: Tensor,
+    work: Tensor,
+    wire: Tensor,
+    left: Tensor,
+    right: Tensor,
+    plan: str,
+    keeps_error: bool,
+) -> Tensor:
+    return q.new_empty(plan_of(plan).numel)
