@@ -31,6 +31,9 @@ _SHIFT = 1e-12
 #: is faster than a matrix product.
 _ELEMENTWISE_RANK = 4
 
+#: Elements for each thread on the CPU that stay in its cache from one operation to the next.
+_BLOCK = 1 << 18
+
 
 @dataclass(frozen=True)
 class Group:
@@ -100,6 +103,7 @@ class Plan:
         self.matrices = matrices
         self.matrix_numel, self.left_numel, self.right_numel = start, left, right
         self.parameters = matrices + len(self.vectors)
+        self._chunks: dict[tuple[int, int], list[tuple[slice, list[slice]]]] = {}
         self._fresh: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
 
     @classmethod
@@ -148,6 +152,25 @@ class Plan:
         if found is None:
             found = self._fresh[dtype, device] = [
                 self.first_right(group.columns).to(device, dtype) for group in self.groups
+            ]
+        return found
+
+    def chunks(self, group: Group, device: torch.device) -> list[tuple[slice, list[slice]]]:
+        """A group's matrices in blocks that fit into the cache; on other devices in one.
+
+        Returns:
+            Which matrices, and which of their rows; either several matrices, or parts of one.
+        """
+        key = group.matrices, device.type == "cpu" and torch.get_num_threads()
+        found = self._chunks.get(key)
+        if found is None:
+            block = _BLOCK * key[1] if device.type == "cpu" else group.numel
+            at_once = max(1, block // (group.rows * group.columns))
+            rows = max(1, block // group.columns) if at_once == 1 else group.rows
+            parts = [slice(i, min(i + rows, group.rows)) for i in range(0, group.rows, rows)]
+            found = self._chunks[key] = [
+                (slice(i, min(i + at_once, len(group))), parts)
+                for i in range(0, len(group), at_once)
             ]
         return found
 
@@ -214,21 +237,22 @@ def left_factors(
         _ops.flatten(vectors, scale=scale, out=wire[:length_of_vectors])
     if not plan.groups:
         return
-    matrices = [
-        gradient(number, offset, group.rows * group.columns)
-        for group in plan.groups
-        for number, offset in zip(group.numbers, group.offsets, strict=True)
-    ]
-    if adds:
-        pieces = work.split([matrix.numel() for matrix in matrices])
-        shaped = [piece.view(m.shape) for piece, m in zip(pieces, matrices, strict=True)]
-        torch._foreach_add_(shaped, matrices)
-    else:
-        _ops.flatten(matrices, out=work)
     left = wire[length_of_vectors:]
     for group in plan.groups:
-        stack = plan.stack(work, group)
-        torch.bmm(plan.right(q, group), stack.transpose(1, 2), out=plan.left(left, group))
+        matrices = [
+            gradient(number, offset, group.rows * group.columns).reshape(group.rows, group.columns)
+            for number, offset in zip(group.numbers, group.offsets, strict=True)
+        ]
+        stack, p, right = plan.stack(work, group), plan.left(left, group), plan.right(q, group)
+        for some, parts in plan.chunks(group, work.device):
+            for rows in parts:
+                block = stack[some, rows]
+                pieces = [matrix[rows] for matrix in matrices[some]]
+                if adds:
+                    torch._foreach_add_(list(block.unbind()), pieces)
+                else:
+                    torch._foreach_copy_(list(block.unbind()), pieces)
+                torch.bmm(right[some], block.transpose(1, 2), out=p[some, :, rows])
     if scale != 1.0:
         left.mul_(scale)
 
@@ -257,14 +281,10 @@ def right_factors(
     orthonormalize(wire[plan.vector_numel :], plan, left)
     for group in plan.groups:
         stack, p, q = plan.stack(work, group), plan.left(left, group), plan.right(right, group)
-        torch.bmm(p, stack, out=q)
-        if not keeps_error:
-            continue
-        if _is_elementwise(plan, work):
-            for j in range(plan.rank):
-                stack.addcmul_(p[:, j, :, None], q[:, j, None, :], value=-1.0)
-        else:
-            stack.baddbmm_(p.transpose(1, 2), q, alpha=-1.0)
+        for some, _ in plan.chunks(group, work.device):
+            torch.bmm(p[some], stack[some], out=q[some])
+            if keeps_error:
+                _subtract_product(stack[some], p[some], q[some])
     if scale != 1.0:
         right.mul_(scale)
 
@@ -296,18 +316,11 @@ def restore(
     for _, offset, length in plan.vectors:
         result[offset : offset + length] = wire[position : position + length]
         position += length
-    is_elementwise = _is_elementwise(plan, work)
     for group in plan.groups:
         lefts, rights = plan.left(left, group), plan.right(right, group)
         for p, factor, offset in zip(lefts, rights, group.offsets, strict=True):
             product = result.narrow(0, offset, group.rows * group.columns)
-            product = product.view(group.rows, group.columns)
-            if is_elementwise:
-                torch.mul(p[0, :, None], factor[0], out=product)
-                for j in range(1, plan.rank):
-                    product.addcmul_(p[j, :, None], factor[j])
-            else:
-                torch.mm(p.t(), factor, out=product)
+            _write_product(p, factor, product.view(group.rows, group.columns))
     fresh = plan.fresh(q.dtype, q.device)
     for group, first in zip(plan.groups, fresh, strict=True):
         factors, average = plan.right(q, group), plan.right(right, group)
@@ -321,8 +334,27 @@ def restore(
             _empty(plan.stack(work, group), ~is_finite)
 
 
-def _is_elementwise(plan: Plan, work: Tensor) -> bool:
-    return work.device.type == "cpu" and plan.rank <= _ELEMENTWISE_RANK
+def _write_product(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Write ``left' right``, where the sum is over the first dimension of both."""
+    if not _is_elementwise(left):
+        torch.mm(left.t(), right, out=out)
+        return
+    torch.mul(left[0, :, None], right[0], out=out)
+    for j in range(1, len(left)):
+        out.addcmul_(left[j, :, None], right[j])
+
+
+def _subtract_product(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """Subtract ``left' right`` from a stack, where the sum is over the second dimension of both."""
+    if not _is_elementwise(left[0]):
+        out.baddbmm_(left.transpose(1, 2), right, alpha=-1.0)
+        return
+    for j in range(left.shape[1]):
+        out.addcmul_(left[:, j, :, None], right[:, j, None, :], value=-1.0)
+
+
+def _is_elementwise(left: Tensor) -> bool:
+    return left.device.type == "cpu" and len(left) <= _ELEMENTWISE_RANK
 
 
 def _empty(stack: Tensor, which: Tensor) -> None:
