@@ -37,9 +37,11 @@ class BucketMemory:
             this rank encodes and for what it encodes of the ranks' sum.
         with_error: whether hooks are to remember what they lose.
         parts: memories of some of the parameters each, by name.
+        places: for such a part, the numbers of its parameters in the whole.
         buffers: for messages.
         meter: of what messages cost.
         past: whether so many steps have been done, for each number that was asked for.
+        choices: numbers that were settled for the bucket, by name; see :meth:`choose`.
     """
 
     def __init__(
@@ -68,6 +70,8 @@ class BucketMemory:
         self.buffers = MessageBuffers()
         self.meter = CallMeter()
         self.past = owner.past
+        self.choices: dict[str, int] = {}
+        self.places: list[int] = []
         self._shards: dict[str, tuple[int, int]] = {}
 
     @property
@@ -145,11 +149,24 @@ class BucketMemory:
                 self.index * 1000 + len(self.parts) + 1,
                 with_error=self.with_error,
             )
+            part.places = list(numbers)
         return part
 
     def watch(self, step: int) -> None:
         """Have ``past[step]`` tell whether so many steps have been done."""
         self.past[step] = self._owner.steps >= step
+
+    def choose(self, name: str, value: int) -> None:
+        """Settle a number for the bucket, on all ranks alike."""
+        self.choices[name] = value
+        for parameter in self.parameters:
+            self._owner.adopt_choice(parameter, name, value)
+
+    def choice(self, name: str, default: int) -> int:
+        """What was settled for the first of the parameters, before or elsewhere."""
+        if name not in self.choices:
+            self.choose(name, self._owner.choice_of(self.parameters[0], name, default))
+        return self.choices[name]
 
     def belongs_to(self, owner: HookMemory) -> bool:
         """Whether this is part of a hook's memory."""
@@ -164,6 +181,7 @@ class BucketMemory:
             self.tensors
             or self.lists
             or self.rounding is not None
+            or self.choices
             or any(not part.is_empty for part in self.parts.values())
         )
 
@@ -210,6 +228,8 @@ class HookMemory:
         rank, world_size: of this process.
         steps: that have been done on all ranks.
         is_empty: whether the hook remembers nothing that changes from step to step.
+        group: to communicate through, outside of a bucket's collectives.
+        on_step: called after each step.
         is_begun: whether a bucket has been asked for, where nobody else tells of steps.
         past: see :class:`BucketMemory`.
     """
@@ -220,12 +240,15 @@ class HookMemory:
         self.steps = 0
         self.is_empty = True
         self.is_begun = False
+        self.group: Any = None
+        self.on_step: Callable[[HookMemory], None] | None = None
         self.past: dict[int, bool] = {}
         self._names = WeakIdKeyDictionary()
         self._buckets = WeakIdKeyDictionary()  # by first parameter
         self._pieces = WeakIdKeyDictionary()  # by parameter: name to piece
         self._shared = WeakIdKeyDictionary()
         self._loaded_shards = WeakIdKeyDictionary()
+        self._choices = WeakIdKeyDictionary()
 
     def know(self, names: Sequence[tuple[str, Tensor]], *, rank: int, world_size: int) -> None:
         """Be told the parameters' names, and which of how many ranks this is."""
@@ -280,6 +303,8 @@ class HookMemory:
             self.past[step] = self.steps >= step
         for memory in self._buckets.values():
             memory.advance()
+        if self.on_step is not None:
+            self.on_step(self)
 
     # ---- pieces ----------------------------------------------------------------------------------
 
@@ -308,6 +333,14 @@ class HookMemory:
         if name not in tensors:
             tensors[name] = make()
         return tensors[name]
+
+    def adopt_choice(self, parameter: Tensor, name: str, value: int) -> None:
+        """Keep a number that was settled."""
+        self._choices.setdefault(parameter, {})[name] = value
+
+    def choice_of(self, parameter: Tensor, name: str, default: int) -> int:
+        """A number that was settled for a parameter's bucket."""
+        return self._choices.get(parameter, {}).get(name, default)
 
     def adopt_shard(self, memory: BucketMemory, name: str) -> None:
         """Put what was loaded into a shard that has been made, and the rest where it belongs."""
@@ -344,11 +377,16 @@ class HookMemory:
                     flat = torch.zeros(parameter.numel(), device=parameter.device)
                     flat[first : first + count] = memory.tensors[name][start : start + count]
                     whole[self._names[parameter]] = flat
+        choices: dict[str, dict[str, int]] = {}
+        for parameter, numbers in self._choices.items():
+            for name, number in numbers.items():
+                choices.setdefault(name, {})[self._names[parameter]] = number
         return {
             "version": VERSION,
             "steps": self.steps,
             "world_size": self.world_size,
             "buckets": [memory.names for memory in self.buckets()],
+            "choices": choices,
             "shared": shared,
             f"rank{self.rank}": own,
         }
@@ -366,6 +404,10 @@ class HookMemory:
         self._pieces = WeakIdKeyDictionary()
         self._shared = WeakIdKeyDictionary()
         self._loaded_shards = WeakIdKeyDictionary()
+        self._choices = WeakIdKeyDictionary()
+        for kind, numbers in state["choices"].items():
+            for name, number in numbers.items():
+                self.adopt_choice(by_name[name], kind, number)
         self.steps = state["steps"]
         for step in self.past:
             self.past[step] = self.steps >= step

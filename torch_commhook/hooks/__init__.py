@@ -13,9 +13,20 @@ from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.compressed import compressed, hook_of_codec
 from torch_commhook.hooks.cpp import cpp
 from torch_commhook.hooks.mean import allreduce, cast
-from torch_commhook.hooks.wrappers import error_feedback
+from torch_commhook.hooks.policy import policy
+from torch_commhook.hooks.wrappers import after, clip, error_feedback
 
-_OWN = ["Hook", "allreduce", "cast", "compressed", "cpp", "error_feedback"]
+_OWN = [
+    "Hook",
+    "after",
+    "allreduce",
+    "cast",
+    "clip",
+    "compressed",
+    "cpp",
+    "error_feedback",
+    "policy",
+]
 
 
 def __getattr__(name: str) -> Any:
