@@ -39,8 +39,12 @@ class Hook(ABC):
 
     process_group: Any = None
 
-    #: Whether what travels is less than what there is, so that an error can be fed back.
+    #: Whether what travels is less than what there is, so that results depend on what shares a
+    #: bucket.
     is_lossy: bool = False
+
+    #: Whether what is lost can be sent with the next message.
+    takes_error: bool = False
 
     #: Whether collectives follow one another, for which some process groups need a second one.
     has_stages: bool = False
@@ -50,7 +54,6 @@ class Hook(ABC):
 
     def __init__(self, process_group: Any = None) -> None:
         self.process_group = process_group
-        self._own_memory = HookMemory()  # where the hook is attached to nothing
 
     def prepare(self, memory: BucketMemory) -> None:
         """Ask for what the hook remembers of a bucket, before the first :meth:`average` of it.
@@ -84,7 +87,8 @@ class Hook(ABC):
         return memory
 
     def _own_memory_of(self, bucket: GradBucket) -> BucketMemory:
-        own = self._own_memory
+        # Not made by the constructor, which a subclass may forget to call.
+        own: HookMemory = self.__dict__.setdefault("_own_memory", HookMemory())
         group = self.group(bucket)
         own.rank, own.world_size, own.group = group.rank(), group.size(), group
         own.on_step = self.step_counted

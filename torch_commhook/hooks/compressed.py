@@ -51,6 +51,10 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
         self.seed = seed
 
     @property
+    def takes_error(self) -> bool:  # type: ignore[override]
+        return self.codec.takes_error
+
+    @property
     def has_stages(self) -> bool:  # type: ignore[override]
         return self.codec.exchange == "all_to_all"
 

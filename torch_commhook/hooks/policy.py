@@ -82,6 +82,10 @@ class policy(Hook):  # noqa: N801 (a hook is written as it is called)
         return any(hook.is_lossy for hook in self._hooks)
 
     @property
+    def takes_error(self) -> bool:  # type: ignore[override]
+        return any(hook.takes_error for hook in self._hooks)
+
+    @property
     def has_stages(self) -> bool:  # type: ignore[override]
         return any(hook.has_stages for hook in self._hooks)
 

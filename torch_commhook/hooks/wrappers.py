@@ -34,6 +34,10 @@ class Wrapper(Hook):
         return self.hook.is_lossy
 
     @property
+    def takes_error(self) -> bool:  # type: ignore[override]
+        return self.hook.takes_error
+
+    @property
     def has_stages(self) -> bool:  # type: ignore[override]
         return self.hook.has_stages
 
@@ -76,13 +80,17 @@ class error_feedback(Wrapper):  # noqa: N801 (a hook is written as it is called)
 
     Raises:
         TypeError: no hook of the library.
-        ValueError: one that loses nothing.
+        ValueError: one that loses nothing, or that is right on average and scales for it.
     """
+
+    takes_error = False  # type: ignore[assignment]
 
     def __init__(self, hook: Hook) -> None:
         super().__init__(hook)
-        if not hook.is_lossy:
-            raise ValueError(f"error_feedback: hook must be one that compresses, got {hook}")
+        if not hook.takes_error:
+            raise ValueError(
+                f"error_feedback: hook must be one whose messages lose something, got {hook}"
+            )
 
     def prepare(self, memory: BucketMemory) -> None:
         memory.with_error = True
@@ -123,6 +131,10 @@ class after(Wrapper):  # noqa: N801
     @property
     def is_lossy(self) -> bool:  # type: ignore[override]
         return self.hook.is_lossy or self.before.is_lossy
+
+    @property
+    def takes_error(self) -> bool:  # type: ignore[override]
+        return self.hook.takes_error or self.before.takes_error
 
     @property
     def has_stages(self) -> bool:  # type: ignore[override]
