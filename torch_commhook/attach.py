@@ -169,8 +169,14 @@ class HookHandle:
 
     def stats(self) -> HookStats:
         """What the hook sent while it was attached; see :class:`HookStats`."""
-        self._attached.traced_steps.move_to(self._attached.stats)
-        return self._attached.stats
+        attached = self._attached
+        stats = attached.stats
+        attached.traced_steps.move_to(stats)
+        stats.world_size = attached.memory.world_size
+        for memory in attached.memory.buckets():
+            if memory.index < len(stats.buckets):
+                stats.buckets[memory.index].measured(memory.meters())
+        return stats
 
     # ---- what the hook remembers -----------------------------------------------------------------
 

@@ -137,7 +137,7 @@ class Attached:
             else:
                 dtype = bucket.dtype()
                 result = run_hook(self.hook, self.state, bucket)
-        return result, dtype, (bucket.numel(), bucket.dtype(), meter.sent())
+        return result, dtype, meter.traffic(bucket.numel(), bucket.dtype())
 
 
 def traceable(hook: Any) -> Any:

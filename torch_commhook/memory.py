@@ -185,6 +185,10 @@ class BucketMemory:
             or any(not part.is_empty for part in self.parts.values())
         )
 
+    def meters(self) -> list[CallMeter]:
+        """Its own, and those of its parts."""
+        return [self.meter, *(meter for part in self.parts.values() for meter in part.meters())]
+
     def advance(self) -> None:
         """A step more."""
         if self.rounding is not None:

@@ -108,11 +108,11 @@ def compressed_all_reduce(
         raise TypeError(
             f"compressed_all_reduce: codec must be a Codec, got {type(codec).__qualname__}"
         )
-    sources = _listed("tensors", tensors)
+    sources = listed_tensors("compressed_all_reduce", "tensors", tensors)
     numel = sum(tensor.numel() for tensor in sources)
     if out is None:
         out = sources[0].new_empty(numel)
-    destinations = _listed("out", out)
+    destinations = listed_tensors("compressed_all_reduce", "out", out)
     if sum(tensor.numel() for tensor in destinations) != numel:
         raise ValueError(
             f"compressed_all_reduce: out must hold {numel} elements, as many as tensors, got "
@@ -147,19 +147,25 @@ def shard_range(codec: Codec, numel: int, *, rank: int, world_size: int) -> tupl
     return begin, begin + counts[rank]
 
 
-def _listed(name: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
+def listed_tensors(op: str, name: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """A tensor or several, such as codecs take, as a list.
+
+    Raises:
+        ValueError: none.
+        TypeError: something else, or another dtype.
+    """
     found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if not found:
-        raise ValueError(f"compressed_all_reduce: {name} must hold at least one tensor, got none")
+        raise ValueError(f"{op}: {name} must hold at least one tensor, got none")
     for i, tensor in enumerate(found):
         if not isinstance(tensor, Tensor):
             raise TypeError(
-                f"compressed_all_reduce: {name}[{i}] must be a tensor, got "
+                f"{op}: {name}[{i}] must be a tensor, got "
                 f"{type(tensor).__qualname__}"
             )
         if tensor.dtype not in BUCKET_DTYPES:
             raise TypeError(
-                f"compressed_all_reduce: {name}[{i}] must be of dtype float64, float32, float16 or "
+                f"{op}: {name}[{i}] must be of dtype float64, float32, float16 or "
                 f"bfloat16, got {tensor.dtype}"
             )
     return found

@@ -169,7 +169,8 @@ def all_to_all(
     else:
         gets = _checked_sizes("output_split_sizes", output_split_sizes, world_size)
     row_bytes = tensor_bytes(tensor) // max(tensor.shape[0], 1)
-    note_collective(row_bytes * (tensor.shape[0] - sends[group.rank()]))
+    own = group.rank()
+    note_collective(row_bytes * (sum(sends) - sends[own]), row_bytes * (sum(gets) - gets[own]))
     if torch.compiler.is_compiling():
         functional = torch.ops._c10d_functional
         return _traced_real(  # type: ignore[return-value]

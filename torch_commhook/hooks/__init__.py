@@ -9,6 +9,7 @@ There is one under the name of each codec of :mod:`torch_commhook.codecs`.
 from typing import Any
 
 from torch_commhook.codecs.base import CODECS
+from torch_commhook.hooks.adaptive import adaptive
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.compressed import compressed, hook_of_codec
 from torch_commhook.hooks.cpp import cpp
@@ -18,6 +19,7 @@ from torch_commhook.hooks.wrappers import after, clip, error_feedback
 
 _OWN = [
     "Hook",
+    "adaptive",
     "after",
     "allreduce",
     "cast",
