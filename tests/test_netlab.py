@@ -180,6 +180,24 @@ def test_only_the_hosts_of_processes_that_are_gone_are_leftovers(
     assert removed == expected
 
 
+def test_a_leftover_that_another_lab_removes_meanwhile_is_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there = ["netlab-1-1-1-0-h0"]
+    monkeypatch.setattr(lab, "_namespaces", lambda prefix: list(there))
+
+    def refuse(*command: str) -> str:
+        there.clear()
+        raise LabError("No such file or directory")
+
+    monkeypatch.setattr(lab, "call", refuse)
+    lab._remove("netlab-1-1-1-")
+    there.append("netlab-1-1-1-0-h0")
+    monkeypatch.setattr(lab, "call", lambda *command: "")
+    with pytest.raises(LabError, match="can't remove netlab-1-1-1-0-h0"):
+        lab._remove("netlab-1-1-1-")
+
+
 def _ended_pid() -> int:
     with subprocess.Popen(["true"]) as process:
         pass
@@ -266,6 +284,7 @@ def test_output_names_its_rank(
         ("exit $((7 * (1 - RANK)))", 7),
         ("kill -KILL $$", 128 + 9),
         ("test $RANK = 1 && exit 3; exec sleep 60", 3),  # the other one is ended
+        ("test $RANK = 1 && exit 3; sleep 0.1; exit 4", 3),
     ],
 )
 def test_the_status_is_that_of_the_first_that_failed(
@@ -278,10 +297,11 @@ def test_hung_ranks_are_ended_with_what_they_have_started(
     run_here: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("benchmarks.netlab.ranks._TERMINATE_SECONDS", 0.2)
-    script = "trap '' TERM; sleep 60 & echo $! > child-$RANK; wait; wait; sleep 60"
+    script = "trap '' TERM; sleep 10 & echo $! > child-$RANK; wait; touch lingered-$RANK"
     assert run_here(script, timeout=1.0) == TIMED_OUT
     for rank in range(2):
         _wait_until_ended(int((tmp_path / f"child-{rank}").read_text()))
+    assert list(tmp_path.glob("lingered-*")) == []
 
 
 def test_an_unknown_program_is_an_error(run_here: Callable[..., int]) -> None:
