@@ -284,7 +284,7 @@ def test_output_names_its_rank(
         ("exit $((7 * (1 - RANK)))", 7),
         ("kill -KILL $$", 128 + 9),
         ("test $RANK = 1 && exit 3; exec sleep 60", 3),  # the other one is ended
-        ("test $RANK = 1 && exit 3; sleep 0.1; exit 4", 3),
+        ("test $RANK = 0 && exit 3; sleep 0.1; exit 4", 3),
     ],
 )
 def test_the_status_is_that_of_the_first_that_failed(
