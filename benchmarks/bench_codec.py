@@ -1,4 +1,4 @@
-"""Encoding and decoding gradients against a plain copy, on real shapes.
+"""Encoding and decoding gradients with each codec against a plain copy, on real shapes.
 
 ``python benchmarks/bench_codec.py --help`` shows the options; see benchmarks/README.md.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from bench_bucket import COPY, MANY_SMALL, SHAPES, leading, memory_for_jobs, read_shapes
@@ -15,73 +14,69 @@ from harness import Against, Job, Report, parse, parser
 from torch import Tensor
 
 import torch_commhook._ops as ops
-from torch_commhook.codecs.blockwise import (
-    blockwise_bytes,
-    blockwise_decode,
-    blockwise_encode,
-    blockwise_reduce,
-)
+from torch_commhook.codecs import CODECS, Codec
 
-#: The shapes that the targets are set for.
+#: The shapes that the targets are set for, for block quantisation rounded to the nearest.
 TARGETED = ("resnet50", "gpt2")
 AT_LEAST, AT_LEAST_WITH_ERROR = 0.9, 0.85
 MESSAGES = 4  # that are reduced to one
-#: Bytes per element of all that one shape needs.
-BYTES_PER_ELEMENT = 4 * 5 + 4 * 2
+EXAMPLES = [codec for cls in CODECS.values() for codec in cls.examples()]
 
 
-def blockwise_jobs(tensors: list[Tensor], targeted: bool) -> list[Job]:
+def bytes_per_element() -> int:
+    """Of all that one shape needs: five times its values, and each codec's messages."""
+    numel = 1 << 20
+    messages = sum((MESSAGES + 1) * codec.nbytes(numel) for codec in EXAMPLES)
+    return 4 * 5 + -(-messages // numel)
+
+
+def is_targeted(codec: Codec, shapes: str) -> bool:
+    return shapes in TARGETED and isinstance(codec, CODECS["blockwise"]) and not codec.is_random
+
+
+def jobs_of(
+    codec: Codec, tensors: list[Tensor], into: list[Tensor], error: Tensor, shapes: str
+) -> list[Job]:
     """Bytes: the fewest that must move, each value in float32 and each message once."""
-    numel = sum(tensor.numel() for tensor in tensors)
-    device = tensors[0].device
-    error = torch.zeros(numel, device=device)
-    rounding = torch.tensor([1, 2], device=device)
-    into = [torch.empty_like(tensor) for tensor in tensors]
+    device, numel = error.device, error.numel()
+    rounding = torch.tensor([1, 2], device=device) if codec.is_random else None
+    nbytes = codec.nbytes(numel)
+    message = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    codec.encode(tensors, message, rounding=rounding)
+    stacked = torch.stack([message] * MESSAGES)
+    one_way = 4 * numel + nbytes
     jobs: list[Job] = []
 
     def add(
         name: str, call: Callable[[], object], bytes_moved: int, at_least: float | None
     ) -> None:
-        target = at_least if targeted else None
-        jobs.append(Job(name, call, bytes_moved, Against(COPY, at_least=target)))
+        target = at_least if is_targeted(codec, shapes) else None
+        jobs.append(Job(f"{codec}: {name}", call, bytes_moved, Against(COPY, at_least=target)))
 
-    for bits in (8, 4):
-        for symmetric in (True, False):
-            form: dict[str, Any] = {"bits": bits, "symmetric": symmetric}
-            nbytes = blockwise_bytes(numel, **form)
-            message = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            one_way = 4 * numel + nbytes
-            name = f"int{bits}" + ("" if symmetric else ", min-max")
-
-            def encode(form: dict[str, Any] = form, message: Tensor = message, **more: Any) -> None:
-                blockwise_encode(tensors, message, **form, **more)
-
-            def decode(form: dict[str, Any] = form, message: Tensor = message) -> None:
-                blockwise_decode(message, into, **form)
-
-            encode()
-            add(f"encode {name}", encode, one_way, AT_LEAST)
-            add(
-                f"encode {name}, error feedback",
-                lambda encode=encode: encode(error=error),  # type: ignore[misc]
-                one_way + 8 * numel,
-                AT_LEAST_WITH_ERROR,
-            )
-            add(
-                f"encode {name}, random rounding",
-                lambda encode=encode: encode(rounding=rounding),  # type: ignore[misc]
-                one_way,
-                None,
-            )
-            add(f"decode {name}", decode, one_way, AT_LEAST)
-            stacked = torch.stack([message] * MESSAGES)
-
-            def reduce(
-                form: dict[str, Any] = form, message: Tensor = message, stacked: Tensor = stacked
-            ) -> None:
-                blockwise_reduce(stacked, message, numel, scale=1 / MESSAGES, **form)
-
-            add(f"reduce {MESSAGES} {name}", reduce, (MESSAGES + 1) * nbytes, None)
+    add("encode", lambda: codec.encode(tensors, message, rounding=rounding), one_way, AT_LEAST)
+    if codec.takes_error:
+        add(
+            "encode, error feedback",
+            lambda: codec.encode(tensors, message, error=error, rounding=rounding),
+            one_way + 8 * numel,
+            AT_LEAST_WITH_ERROR,
+        )
+    add("decode", lambda: codec.decode(message, into, rounding=rounding), one_way, AT_LEAST)
+    scale = 1 / MESSAGES
+    if codec.exchange == "all_to_all":
+        add(
+            f"reduce {MESSAGES}",
+            lambda: codec.reduce(stacked, message, numel, scale=scale, rounding=rounding),
+            (MESSAGES + 1) * nbytes,
+            None,
+        )
+    if codec.exchange == "all_gather":
+        add(
+            f"decode the sum of {MESSAGES}",
+            lambda: codec.decode_sum(stacked, into, scale=scale, rounding=rounding),
+            MESSAGES * nbytes + 4 * numel,
+            None,
+        )
     return jobs
 
 
@@ -95,18 +90,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = Report("bench_codec" if parsed.device == "cpu" else "codec_cuda", parsed)
     report.environment["cpu_capability"] = ops.cpu_capability()
     for name in parsed.shapes:
-        shapes = leading(read_shapes(name), memory_for_jobs(parsed) // BYTES_PER_ELEMENT)
+        shapes = leading(read_shapes(name), memory_for_jobs(parsed) // bytes_per_element())
         tensors = [torch.randn(shape, device=parsed.device) for shape in shapes]
+        into = [torch.empty_like(tensor) for tensor in tensors]
         numel = sum(tensor.numel() for tensor in tensors)
+        error = torch.zeros(numel, device=parsed.device)
         flat = torch.zeros(numel, device=parsed.device)
         other = torch.randn(numel, device=parsed.device)
         for threads in parsed.threads:
             torch.set_num_threads(threads)
             where = f"{threads} thread{'s' if threads > 1 else ''}"
             copy = Job(COPY, lambda flat=flat, other=other: flat.copy_(other), 8 * numel)  # type: ignore[misc]
+            jobs = [job for codec in EXAMPLES for job in jobs_of(codec, tensors, into, error, name)]
             report.run(
                 f"{name}, {where}",
-                [copy, *blockwise_jobs(tensors, name in TARGETED)],
+                [copy, *jobs],
                 f"{name}: {len(shapes)} tensors, {numel * 4 / 1e6:.1f} MB, {where}",
             )
     report.finish()

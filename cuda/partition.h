@@ -4,11 +4,7 @@
 
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define COMMHOOK_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define COMMHOOK_HOST_DEVICE inline
-#endif
+#include "ops/host_device.h"
 
 namespace commhook::cuda {
 

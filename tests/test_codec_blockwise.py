@@ -8,32 +8,47 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_commhook.codecs.blockwise import (
-    blockwise_bytes,
-    blockwise_decode,
-    blockwise_encode,
-    blockwise_reduce,
-    blockwise_shards,
-)
+from torch_commhook.codecs.blockwise import blockwise
+
+commhook = torch.ops.commhook
 
 FORMATS = [(bits, symmetric) for bits in (8, 4) for symmetric in (True, False)]
 of_each_format = pytest.mark.parametrize(("bits", "symmetric"), FORMATS)
 LEVELS = {(8, True): 127, (4, True): 7, (8, False): 255, (4, False): 15}
 
 
-def encode(tensors: list[Tensor], **options: Any) -> Tensor:
-    form = {name: options[name] for name in ("bits", "block_size", "symmetric") if name in options}
+def codec_for(rounding: Tensor | None = None, **form: Any) -> blockwise:
+    return blockwise(rounding="nearest" if rounding is None else "stochastic", **form)
+
+
+def encode(
+    tensors: list[Tensor],
+    *,
+    shards: int = 1,
+    scale: float = 1.0,
+    error: Tensor | None = None,
+    rounding: Tensor | None = None,
+    **form: Any,
+) -> Tensor:
+    codec = codec_for(rounding, **form)
     numel = sum(tensor.numel() for tensor in tensors)
-    message = torch.full((blockwise_bytes(numel, **form),), 77, dtype=torch.uint8)
-    blockwise_encode(tensors, message, **options)
+    message = torch.full((codec.nbytes(numel),), 77, dtype=torch.uint8)
+    codec.encode(tensors, message, shards=shards, scale=scale, error=error, rounding=rounding)
     return message
 
 
-def restore(x: Tensor, **options: Any) -> Tensor:
-    message = encode([x], **options)
+def restore(
+    x: Tensor,
+    *,
+    shards: int = 1,
+    scale: float = 1.0,
+    error: Tensor | None = None,
+    rounding: Tensor | None = None,
+    **form: Any,
+) -> Tensor:
+    message = encode([x], shards=shards, scale=scale, error=error, rounding=rounding, **form)
     out = torch.empty_like(x)
-    layout = {name: options[name] for name in options if name not in ("scale", "error", "rounding")}
-    blockwise_decode(message, [out], **layout)
+    blockwise(**form).decode(message, [out], shards=shards)
     return out
 
 
@@ -128,21 +143,21 @@ def test_shards_are_messages(numel: int, shards: int, bits: int, symmetric: bool
     x = torch.randn(numel)
     options: dict[str, Any] = {"bits": bits, "symmetric": symmetric}
     message = encode([x], shards=shards, **options)
-    parts = blockwise_shards(numel, shards=shards, **options)
+    parts = blockwise(**options).shards(numel, shards)
     assert sum(part.numel for part in parts) == numel
     assert sum(part.nbytes for part in parts) == message.numel()
     pieces = []
     for part, own in zip(parts, message.split([part.nbytes for part in parts]), strict=True):
         pieces.append(torch.empty(part.numel))
-        blockwise_decode(own.clone(), [pieces[-1]], **options)
+        blockwise(**options).decode(own.clone(), [pieces[-1]])
     assert torch.equal(torch.cat(pieces), restore(x, shards=shards, **options))
 
 
 def test_bytes() -> None:
-    assert blockwise_bytes(1 << 20) == (1 << 20) * (1 + 4 / 256)
-    assert blockwise_bytes(1 << 20, bits=4) == (1 << 20) * (0.5 + 4 / 256)
-    assert blockwise_bytes(1 << 20, symmetric=False) == (1 << 20) * (1 + 8 / 256)
-    assert [part.numel for part in blockwise_shards(1000, shards=3)] == [256, 256, 488]
+    assert blockwise().nbytes(1 << 20) == (1 << 20) * (1 + 4 / 256)
+    assert blockwise(bits=4).nbytes(1 << 20) == (1 << 20) * (0.5 + 4 / 256)
+    assert blockwise(symmetric=False).nbytes(1 << 20) == (1 << 20) * (1 + 8 / 256)
+    assert [part.numel for part in blockwise().shards(1000, 3)] == [256, 256, 488]
 
 
 @of_each_format
@@ -157,7 +172,8 @@ def test_reduce(bits: int, symmetric: bool, messages: int) -> None:
     error, rounding = torch.randn(1000) * 0.01, torch.tensor([1, 2])
     own_error = error.clone()
     got = torch.empty_like(stacked[0])
-    blockwise_reduce(stacked, got, 1000, scale=1 / 3, error=error, rounding=rounding, **options)
+    codec = codec_for(rounding, **options)
+    codec.reduce(stacked, got, 1000, scale=1 / 3, error=error, rounding=rounding)
     right = encode([total], scale=1 / 3, error=own_error, rounding=rounding, **options)
     assert torch.equal(got, right)
     assert torch.equal(error, own_error)
@@ -172,13 +188,12 @@ def test_random_numbers_follow_from_seed_and_step() -> None:
 
 # ---- what PyTorch asks of operators --------------------------------------------------------------
 
-commhook = torch.ops.commhook
 FORMAT = {"bits": 8, "block_size": 64, "symmetric": True}
 
 
 def _samples() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     tensors = [torch.randn(5, 30), torch.randn(70)]
-    message = torch.zeros(blockwise_bytes(220, block_size=64), dtype=torch.uint8)
+    message = torch.zeros(blockwise(block_size=64).nbytes(220), dtype=torch.uint8)
     more = {"error": torch.zeros(220), "rounding": torch.tensor([1, 2]), **FORMAT}
     stacked = torch.stack([message, message])
     return {
@@ -197,13 +212,13 @@ def test_opcheck(name: str) -> None:
 def test_versions_move() -> None:
     x, message, error = torch.randn(64), torch.zeros(68, dtype=torch.uint8), torch.zeros(64)
     before = [tensor._version for tensor in (x, message, error)]
-    blockwise_encode([x], message, block_size=64, error=error)
+    commhook.blockwise_encode([x], message, error=error, **FORMAT)
     assert [tensor._version for tensor in (x, message, error)] == [
         before[0],
         before[1] + 1,
         before[2] + 1,
     ]
-    blockwise_decode(message, [x], block_size=64)
+    commhook.blockwise_decode(message, [x], **FORMAT)
     assert x._version == before[0] + 1
 
 
@@ -264,19 +279,19 @@ def test_encode_refuses(
     arguments: tuple[Any, ...], keywords: dict[str, Any], error: type[Exception], match: str
 ) -> None:
     with pytest.raises(error, match=rf"blockwise_encode: .*{match}"):
-        blockwise_encode(*arguments, **{"block_size": 64, **keywords})
+        commhook.blockwise_encode(*arguments, **{**FORMAT, **keywords})
 
 
 def test_memory_must_be_apart() -> None:
     memory = torch.zeros(100)
     message = memory.view(torch.uint8)[:68]
     with pytest.raises(ValueError, match=r"message must share no memory with tensors\[0\]"):
-        blockwise_encode([memory[10:74]], message, block_size=64)
+        commhook.blockwise_encode([memory[10:74]], message, **FORMAT)
     with pytest.raises(ValueError, match=r"tensors\[0\] must share no memory with message"):
-        blockwise_decode(message, [memory[10:74]], block_size=64)
+        commhook.blockwise_decode(message, [memory[10:74]], **FORMAT)
     with pytest.raises(ValueError, match=r"error must share no memory with tensors\[0\]"):
-        blockwise_encode([memory[:64]], MESSAGE.clone(), block_size=64, error=memory[36:])
+        commhook.blockwise_encode([memory[:64]], MESSAGE.clone(), error=memory[36:], **FORMAT)
     with pytest.raises(ValueError, match="must reach each of its elements once"):
-        blockwise_decode(MESSAGE, [torch.ones(1).expand(64)], block_size=64)
+        commhook.blockwise_decode(MESSAGE, [torch.ones(1).expand(64)], **FORMAT)
     with pytest.raises(ValueError, match="messages must have two dimensions"):
-        blockwise_reduce(MESSAGE, MESSAGE.clone(), 64, block_size=64)
+        commhook.blockwise_reduce(MESSAGE, MESSAGE.clone(), 64, **FORMAT)

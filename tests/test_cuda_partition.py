@@ -28,6 +28,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "-fsanitize=alignment,bounds,shift,signed-integer-overflow",
         "-fsanitize-undefined-trap-on-error",
         f"-I{ROOT / 'cuda'}",
+        f"-I{ROOT / 'csrc'}",
         f"-isystem{Path(torch.__file__).parent / 'include'}",
         str(Path(__file__).with_suffix(".cpp")),
         "-o",

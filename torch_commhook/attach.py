@@ -21,6 +21,7 @@ from torch_commhook.bucket import GradBucket
 from torch_commhook.collectives import resolve_group
 from torch_commhook.ddp_road import DdpRoad
 from torch_commhook.hooks import __name__ as hooks_module
+from torch_commhook.memory import HookMemory
 from torch_commhook.metrics import HookStats
 from torch_commhook.parameters import check_not_in_ddp, claim, release, trainable
 from torch_commhook.step_group import StepGroup
@@ -99,7 +100,7 @@ class HookHandle:
                 f"HookHandle.replace: hook '{self._attached.name}' is not attached any more; "
                 "use attach()"
             )
-        replacement = Attached.checked(hook, state)
+        replacement = Attached.checked(hook, state, self._attached.memory.of_same_model())
         replacement.stages = self._attached.stages
         self._attached = self._road.attached = replacement
 
@@ -171,6 +172,42 @@ class HookHandle:
         self._attached.traced_steps.move_to(self._attached.stats)
         return self._attached.stats
 
+    # ---- what the hook remembers -----------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the hook remembers on this rank, to go on from later.
+
+        Error memory, factors, momentum and steps, by the names of parameters, as plain values and
+        tensors: it loads with ``torch.load(..., weights_only=True)`` and goes into
+        ``torch.distributed.checkpoint`` as it is. Each rank has its own, under ``"rank0"``,
+        ``"rank1"`` and so on. Empty for a hook that remembers nothing.
+
+        Training that goes on from it takes the same steps, bit for bit, where the buckets are the
+        same: those of a module are made so when it is loaded; DDP forms its buckets anew after its
+        first step, before which they may be others. Seeds are settings of the hook.
+        """
+        memory = self._attached.memory
+        return {} if memory.is_empty else memory.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave on this rank.
+
+        For another number of ranks see :func:`torch_commhook.reshard_states`.
+
+        Raises:
+            RuntimeError: the handle's hook is not attached any more.
+            ValueError: no such state, or one of other parameters or of another number of ranks;
+                what the hook remembers then stays.
+        """
+        if not self.is_attached:
+            raise RuntimeError(
+                f"HookHandle.load_state_dict: hook '{self._attached.name}' is not attached any more"
+            )
+        if not state and self._attached.memory.is_empty:
+            return
+        self._attached.memory.load_state_dict(state)
+        self._road.memory_loaded(state["buckets"])
+
     def __repr__(self) -> str:
         where = "attached" if self.is_attached else "removed"
         return f"HookHandle({self._attached.name}, {where})"
@@ -233,7 +270,8 @@ def attach(
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("attach: model must not be a ScriptModule, which takes no Python hooks")
     model = getattr(model, "_orig_mod", model)  # of one that is compiled
-    attached = Attached.checked(hook, state)
+    memory = HookMemory()
+    attached = Attached.checked(hook, state, memory)
     road = _roads.get(model)
     if road is not None:
         road = _current(road)
@@ -271,6 +309,7 @@ def attach(
     claim(parameters, model, partial(_attached_to, weakref.ref(model)))
     group = model.process_group if is_ddp else resolve_group(process_group)
     check_agreement(group, parameters, _shared(model, hook, settings))
+    memory.know(parameters, rank=group.rank(), world_size=group.size())
     if road is None:
         road = _roads[model] = _new_road(model, parameters, group, settings)
     road.attached = attached

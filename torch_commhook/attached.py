@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch_commhook.bucket_stages import BucketStages
 from torch_commhook.collectives import resolve_group
 from torch_commhook.hooks.base import Hook, checked_result_dtype
 from torch_commhook.hooks.cpp import cpp
+from torch_commhook.memory import BucketMemory, HookMemory
 from torch_commhook.metrics import BucketTraffic, HookStats, TracedSteps, WireMeter, counting
 
 
@@ -40,19 +41,20 @@ class Running:
 
 @dataclass(eq=False)
 class Attached:
-    """A hook, its state, and what it has sent."""
+    """A hook, its state, what it remembers, and what it has sent."""
 
     hook: Callable[..., Any]
     state: object
     name: str
     traceable: bool
+    memory: HookMemory
     stages: BucketStages = field(default_factory=BucketStages)
     stats: HookStats = field(default_factory=HookStats)
     traced_steps: TracedSteps = field(default_factory=TracedSteps)
 
     @classmethod
-    def checked(cls, hook: Callable[..., Any], state: object) -> Attached:
-        """One for a hook that a user gives.
+    def checked(cls, hook: Callable[..., Any], state: object, memory: HookMemory) -> Attached:
+        """One for a hook that a user gives, which remembers nothing yet.
 
         Raises:
             TypeError, ValueError: as :func:`check_hook`, or a state that the hook has no use for.
@@ -63,7 +65,34 @@ class Attached:
                 f"attach: state must be None for hook '{hook_name(hook)}', which keeps its own, "
                 f"got {_C.type_name(state)}"
             )
-        return cls(hook, state, hook_name(hook), is_traceable(hook))
+        return cls(hook, state, hook_name(hook), is_traceable(hook), memory)
+
+    def memory_of(self, parameters: Sequence[Tensor], index: int) -> BucketMemory | None:
+        """What the hook remembers of a bucket; None for hooks that are not the library's."""
+        if not isinstance(self.hook, Hook):
+            return None
+        return self.memory.of(parameters, index, self.hook.prepare)
+
+    def join(self, group: Any) -> None:
+        """Be told of the group that the hook has beside its buckets' collectives."""
+        self.memory.group = group
+        if isinstance(self.hook, Hook):
+            self.memory.on_step = self.hook.step_counted
+
+    @property
+    def scales_steps(self) -> bool:
+        """Whether :meth:`Hook.step_scale` is to be asked."""
+        return isinstance(self.hook, Hook) and self.hook.scales_steps
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether it is known that less travels than there is."""
+        return isinstance(self.hook, Hook) and self.hook.is_lossy
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether the hook's collectives follow one another."""
+        return isinstance(self.hook, Hook) and self.hook.has_stages
 
     @property
     def cpp_hook(self) -> _C.CppHook | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,9 @@ from torch import Tensor
 
 from torch_commhook import _C, _ops
 from torch_commhook.bucket_layout import BucketLayout, check_tensor, checked_list
+
+if TYPE_CHECKING:
+    from torch_commhook.memory import BucketMemory
 
 
 class GradBucket:
@@ -45,6 +48,7 @@ class GradBucket:
         "_buffer",
         "_index",
         "_layout",
+        "_memory",
         "_parameters",
         "_process_group",
         "_sparse_grad_indices",
@@ -79,6 +83,7 @@ class GradBucket:
         self._bucket_count = bucket_count
         self._sparse_grad_indices = sparse_grad_indices
         self._process_group = process_group
+        self._memory: BucketMemory | None = None
         self._layout: BucketLayout | None = None
         if gradients is None and buffer is None:
             raise ValueError("GradBucket: gradients or buffer must be given, got neither")
@@ -227,6 +232,20 @@ class GradBucket:
         with torch.no_grad():
             return _ops.flatten([self.buffer()], scale=scale, dtype=dtype, out=out)
 
+    def sources(self) -> Sequence[Tensor]:
+        """The gradients where they lie, as ``flatten`` takes them: in the order of the buffer.
+
+        That is the buffer, or the gradients themselves where they are yet to be gathered.
+        """
+        return [self.buffer()]
+
+    def result_buffer(self) -> Tensor | None:
+        """Memory of the buffer's shape and dtype for a result; None where a hook is to bring it.
+
+        Its contents may be the gradients.
+        """
+        return self.buffer()
+
     def _source(self) -> _C.ReducerBucket | None:
         """Where C++ finds the gradients, if they are yet to be gathered."""
         return None
@@ -252,6 +271,7 @@ class GradBucket:
         self._bucket_count = _C.bucket_count(bucket)
         self._sparse_grad_indices = _C.sparse_grad_indices(bucket)
         self._process_group = process_group
+        self._memory = None
         self._layout = None
         return self
 

@@ -48,9 +48,10 @@ class DdpRoad:
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._group = StepGroup(model.process_group)
+        self._device = trainable(model)[0][1].device
         #: The road that has taken this one's place.
         self.successor: ReducerRoad | None = None
-        self.attached: Attached | None = None
+        self._attached: Attached | None = None
         self._running: Attached | None = None  # in this backward
         self._is_first = True  # the next bucket of it
         self._plain = allreduce()
@@ -73,6 +74,24 @@ class DdpRoad:
 
     #: What is under way ends with DDP's own reducer.
     is_closing = False
+
+    @property
+    def attached(self) -> Attached | None:
+        """The hook."""
+        return self._attached
+
+    @attached.setter
+    def attached(self, attached: Attached | None) -> None:
+        self._attached = attached
+        if attached is not None:
+            attached.join(self._group.group_for(self._device))
+            if attached.has_stages:
+                self._group.prepare_second_stage()
+
+    def memory_loaded(self, buckets: list[list[str]]) -> None:
+        """The hook's memory has been read from elsewhere."""
+        for bucket in self._buckets.values():
+            bucket._memory = None
 
     # ---- called by the reducer's hook (csrc/runtime/ddp_hook.h) ----------------------------------
 
@@ -114,6 +133,9 @@ class DdpRoad:
             bucket._process_group = self._group.parent
             return "none", self._plain.average(bucket), bucket.buffer().dtype, None
         bucket._process_group = self._group.group_for(bucket.device())
+        memory = bucket._memory
+        if memory is None or not memory.belongs_to(attached.memory):
+            bucket._memory = attached.memory_of(bucket.parameters(), index)
         count = bucket.bucket_count()
         where = hook_on_bucket(attached.name, index, count)
         running = attached.start(bucket, where)
@@ -139,19 +161,27 @@ class DdpRoad:
             return
         if error is None:
             self._group.end()
+            attached.memory.advance()
             for index, traffic in enumerate(sent or ()):
                 count_bucket(attached.stats, index, len(sent or ()), traffic, first=index == 0)
-            if sent is None and attached.stages.has_post_accumulate_hooks:
+            if sent is None and (attached.scales_steps or attached.stages.has_post_accumulate_hooks):
                 # Once the reducer has written the last gradients.
                 engine = torch.autograd.Variable._execution_engine
-                engine.queue_callback(partial(self._run_post_accumulate_hooks, attached))
+                engine.queue_callback(partial(self._gradients_written, attached))
             return
         raised = self._group.fail_with(error)
         if raised is not error:  # which comes out of backward() by itself
             raise raised
 
     @left_to_python
-    def _run_post_accumulate_hooks(self, attached: Attached) -> None:
+    def _gradients_written(self, attached: Attached) -> None:
+        if attached.scales_steps:
+            parameters = [p for bucket in self._buckets.values() for p in bucket.parameters()]
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            with torch.no_grad():
+                scale = attached.hook.step_scale(gradients)  # type: ignore[attr-defined]
+                if scale is not None:
+                    torch._foreach_mul_(gradients, scale)
         for index, bucket in sorted(self._buckets.items()):
             where = hook_on_bucket(attached.name, index, bucket.bucket_count())
             attached.stages.done(bucket, where)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -23,11 +24,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup
-from torch.distributed import distributed_c10d
 
 from torch_commhook import _C
-from torch_commhook._dynamo import left_to_python
 from torch_commhook.collectives import resolve_group
+from torch_commhook.gloo_groups import (
+    destroy_group,
+    group_name,
+    group_store,
+    group_timeout,
+    is_gloo,
+    make_group,
+    provide_second_group,
+    second_group,
+)
 from torch_commhook.running_backward import RunningBackward
 
 
@@ -68,14 +77,19 @@ class StepGroup:
         count = _counts.get(self.parent, 0)
         _counts[self.parent] = count + 1
         #: By which compiled code finds the object; the same over its life.
-        self.name = f"{_name(self.parent)}/commhook{count}"
-        self._store = _store(self.parent) if self.size > 1 and _is_gloo(self.parent) else None
-        self.group: Any = self.parent if self._store is None else self._make()
+        self.name = f"{group_name(self.parent)}/commhook{count}"
+        self._store = group_store(self.parent) if self.size > 1 and is_gloo(self.parent) else None
+        self.group: Any = self.parent
+        self._second: Any = None
+        self._second_name = f"{self.name}/second"
+        if self.recovers:
+            self.group = self._make(self.name)
+            provide_second_group(self.group, _second_of(weakref.ref(self)))
         groups_by_name[self.name] = self
         _siblings.setdefault(self.parent, weakref.WeakSet()).add(self)
-        own = self.group if self.recovers else None
         # Gloo's threads must end before the interpreter does.
-        self._end = weakref.finalize(self, _destroy, own)
+        self._own = [self.group] if self.recovers else []
+        self._end = weakref.finalize(self, _destroy, self._own)
 
     @property
     def recovers(self) -> bool:
@@ -116,9 +130,14 @@ class StepGroup:
         """
         if not self._broken:
             return
+        backends = []
         try:
             store = self._meet()
-            backend = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=self.timeout)
+            for _ in self._own:
+                own_store = dist.PrefixStore(str(len(backends)), store)
+                backends.append(
+                    dist.ProcessGroupGloo(own_store, self.rank, self.size, timeout=self.timeout)
+                )
         except RuntimeError as error:
             if self._reason(self._epoch + 1) is not None:  # another rank was quick to fail again
                 self._epoch += 1
@@ -128,7 +147,9 @@ class StepGroup:
                 "the last step failed; every rank has to go on with another backward()"
             ) from error
         self._epoch += 1
-        self._set_backend(dist.ProcessGroup.BackendType.GLOO, backend)
+        names = (self.name, self._second_name)
+        for name, group, backend in zip(names, self._own, backends, strict=False):
+            _set_backend(group, name, dist.ProcessGroup.BackendType.GLOO, backend)
         self._broken = False
 
     def prepare_tracing(self) -> None:
@@ -139,12 +160,7 @@ class StepGroup:
         """
         if self._broken:
             fake = FakeProcessGroup._create_internal(self.rank, self.size)
-            self._set_backend(dist.ProcessGroup.BackendType.CUSTOM, fake)
-
-    def _set_backend(self, kind: Any, backend: Any) -> None:
-        _C.drop_backends(self.group)
-        self.group._register_backend(torch.device("cpu"), kind, backend)
-        self.group._set_group_name(self.name)
+            _set_backend(self.group, self.name, dist.ProcessGroup.BackendType.CUSTOM, fake)
 
     def end(self) -> None:
         """End a step that went well on this rank, as :meth:`commit`, where ranks agree at all."""
@@ -195,7 +211,8 @@ class StepGroup:
         with suppress(RuntimeError):  # the store may have gone with its process, which all see
             # The first counts: who comes later may have failed because of it.
             self._store.compare_set(self._key(self._epoch), "", f"on rank {self.rank}: {reason}")
-        _C.drop_backends(self.group)
+        for group in self._own:
+            _C.drop_backends(group)
 
     def fail_with(self, error: BaseException) -> BaseException:
         """:meth:`fail` because of an error.
@@ -293,78 +310,43 @@ class StepGroup:
     def _here(self, rank: int) -> str:
         return f"{self.name}/{self._epoch + 1}/here/{rank}"
 
-    def _make(self) -> Any:
-        # Not new_group(), which all ranks of the default group would have to call.
+    def prepare_second_stage(self) -> None:
+        """Make the group for hooks whose collectives follow one another; all ranks do."""
+        if self.recovers:
+            second_group(self.group)
+
+    def _make_second(self) -> Any:
+        """The group of :func:`torch_commhook.gloo_groups.second_group`; connects it at once."""
+        if self._second is None:
+            self._second = self._make(self._second_name)
+            self._own.append(self._second)
+        return self._second
+
+    def _make(self, name: str) -> Any:
         ranks = dist.get_process_group_ranks(self.parent)
-        group, _ = distributed_c10d._new_process_group_helper(
-            self.size,
-            self.rank,
-            ranks,
-            dist.Backend("cpu:gloo"),
-            self._store_of("1"),
-            self.name,  # type: ignore[arg-type]
-            timeout=self.timeout,
-        )
-        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        distributed_c10d._world.pg_group_ranks[group] = {
-            rank: index for index, rank in enumerate(ranks)
-        }
-        return group
+        assert self._store is not None
+        store = dist.PrefixStore(f"{name}/1", self._store)
+        return make_group(store, self.rank, ranks, name, self.timeout)
 
     def _store_of(self, connections: str) -> dist.Store:
         assert self._store is not None
         return dist.PrefixStore(f"{self.name}/{connections}", self._store)
 
 
-@left_to_python
-def _destroy(group: Any) -> None:
-    if group is None:
-        return
-    world = distributed_c10d._world
-    if group in world.pg_map:  # or torch.distributed has ended itself
-        # Not destroy_process_group(), which asks the backends that a failed step has dropped.
-        tag = world.pg_to_tag.get(group, "")
-        for groups in (world.tags_to_pg.get(tag, []), world.tags_to_pg.get("", [])):
-            if group in groups:
-                groups.remove(group)
-        name = world.pg_names[group]
-        for table in (
-            world.pg_map,
-            world.pg_names,
-            world.pg_group_ranks,
-            world.pg_backend_config,
-            world.pg_to_tag,
-        ):
-            table.pop(group, None)
-        torch._C._distributed_c10d._unregister_process_group(name)
+def _set_backend(group: Any, name: str, kind: Any, backend: Any) -> None:
     _C.drop_backends(group)
+    group._register_backend(torch.device("cpu"), kind, backend)
+    group._set_group_name(name)
 
 
-def _name(group: Any) -> str:
-    try:
-        return group.group_name
-    except RuntimeError:  # one that was made by hand has none
-        return f"group {id(group):x}"
+def _second_of(step_group: weakref.ref[StepGroup]) -> Callable[[], Any]:
+    def provide() -> Any:
+        own = step_group()
+        return None if own is None else own._make_second()
+
+    return provide
 
 
-def _is_gloo(group: Any) -> bool:
-    if type(group) is not dist.ProcessGroup or not dist.is_gloo_available():
-        return False
-    try:
-        backend = group._get_backend(torch.device("cpu"))
-    except RuntimeError:  # none for the CPU
-        return False
-    return type(backend) is dist.ProcessGroupGloo
-
-
-def group_timeout(group: Any) -> timedelta:
-    """How long a group's collectives may take; PyTorch's default where it does not tell."""
-    try:
-        return group._get_backend(torch.device("cpu")).options._timeout
-    except (RuntimeError, AttributeError):
-        return distributed_c10d.default_pg_timeout
-
-
-def _store(group: Any) -> Any:
-    entry = distributed_c10d._world.pg_map.get(group)
-    return None if entry is None else entry[1]
+def _destroy(groups: list[Any]) -> None:
+    for group in groups:
+        destroy_group(group)

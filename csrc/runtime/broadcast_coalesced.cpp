@@ -91,17 +91,22 @@ std::vector<int64_t> kinds_of(at::TensorList tensors) {
 // The tensors, one that is there twice, as tied weights are, once.
 std::vector<at::Tensor> different(at::TensorList tensors) {
   using Identity = std::tuple<const void*, std::vector<int64_t>, std::vector<int64_t>,
-                              at::ScalarType, std::string, bool, bool>;
+                              at::ScalarType, c10::DeviceType, int, bool, bool>;
   std::set<Identity> seen;
   std::vector<at::Tensor> found;
   found.reserve(tensors.size());
   for (const auto& tensor : tensors) {
     const bool has_memory = tensor.defined() && tensor.layout() == at::kStrided &&
                             !tensor.is_meta() && !tensor._is_zerotensor() && tensor.numel() > 0;
-    if (!has_memory ||
-        seen.emplace(tensor.const_data_ptr(), tensor.sizes().vec(), tensor.strides().vec(),
-                     tensor.scalar_type(), tensor.device().str(), tensor.is_conj(), tensor.is_neg())
-            .second) {
+    const auto is_new = [&] {
+      const auto device = tensor.device();
+      return seen
+          .emplace(tensor.const_data_ptr(), tensor.sizes().vec(), tensor.strides().vec(),
+                   tensor.scalar_type(), device.type(), device.index(), tensor.is_conj(),
+                   tensor.is_neg())
+          .second;
+    };
+    if (!has_memory || is_new()) {
       found.push_back(tensor);
     }
   }

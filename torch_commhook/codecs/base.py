@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+from torch_commhook._ops import unflatten_into
 
 
 class Shard(NamedTuple):
@@ -33,6 +36,13 @@ class Codec(ABC):
     from, are the caller's. It prints as it is written.
     """
 
+    #: How ranks add up what they encode (:func:`torch_commhook.collectives.compressed_all_reduce`):
+    #: ``"all_to_all"``: in shards, with :meth:`reduce`; ``"all_gather"``: each rank gets every
+    #: message, and adds them up with :meth:`decode_sum`; ``"all_reduce"``: messages are float32
+    #: numbers that may be added up, if all ranks give the same ``rounding``. The last two need no
+    #: shards but one, and no :meth:`reduce`.
+    exchange: str = "all_to_all"
+
     @classmethod
     def examples(cls) -> Sequence[Codec]:
         """The settings that tests and benchmarks try."""
@@ -42,6 +52,11 @@ class Codec(ABC):
     def is_random(self) -> bool:
         """Whether :meth:`encode` and :meth:`reduce` need random numbers."""
         return False
+
+    @property
+    def takes_error(self) -> bool:
+        """Whether :meth:`encode` may be given an error."""
+        return True
 
     @abstractmethod
     def shards(self, numel: int, shards: int = 1) -> list[Shard]:
@@ -61,19 +76,73 @@ class Codec(ABC):
         """Write the message of tensors, whose values come in the order of ``flatten``.
 
         Args:
-            tensors: dense, of a dtype that buckets have, of any shapes and strides, on one device.
-            message: written; contiguous, uint8, as long as :meth:`shards` says in all.
+            tensors: dense, of dtype float64, float32, float16 or bfloat16, of any shapes and
+                strides, on one device.
+            message: written; contiguous, uint8, as long as :meth:`shards` says in all, at an
+                address that is a multiple of 4.
             shards: how many.
             scale: factor, applied in float32.
             error: what earlier messages have lost, in float32, flat, as many as the values. Added
                 to them, and replaced by what this message loses.
             rounding: int64, ``[seed, step]`` on the tensors' device, from which random numbers
                 follow. Needed where :attr:`is_random`.
+
+        Raises:
+            TypeError: a tensor of another dtype or layout.
+            ValueError: no tensors, several devices, sizes that do not fit, or memory that is
+                shared.
+            RuntimeError: a tensor requires grad while gradients are recorded.
         """
 
     @abstractmethod
-    def decode(self, message: Tensor, tensors: Sequence[Tensor], *, shards: int = 1) -> None:
-        """Write a message's values into tensors."""
+    def decode(
+        self,
+        message: Tensor,
+        tensors: Sequence[Tensor],
+        *,
+        shards: int = 1,
+        rounding: Tensor | None = None,
+    ) -> None:
+        """Write a message's values into tensors.
+
+        Args:
+            message: what :meth:`encode` has written, by a codec of the same settings.
+            tensors: dense destinations of any strides that reach each element once, with as many
+                elements as the message has values, sharing no memory.
+            shards: as in :meth:`encode`.
+            rounding: what :meth:`encode` was given, for codecs that need it here too.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as in :meth:`encode`.
+        """
+
+    def decode_sum(
+        self,
+        messages: Tensor,
+        tensors: Sequence[Tensor],
+        *,
+        scale: float = 1.0,
+        rounding: Tensor | None = None,
+    ) -> None:
+        """Write ``scale`` times the sum of what several messages hold into tensors.
+
+        The values are added up in float32, in the order of the messages, then scaled, and then
+        rounded to the tensors' dtypes.
+
+        Args:
+            messages: of shape ``(messages, bytes)``, each in one shard.
+            tensors: as in :meth:`decode`.
+            scale: factor, applied in float32.
+            rounding: as in :meth:`decode`.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as in :meth:`encode`.
+        """
+        numel = sum(tensor.numel() for tensor in tensors)
+        total = self._sum_of(messages, numel, rounding)
+        if scale != 1.0:
+            total.mul_(scale)
+        unflatten_into(total, tensors)
 
     def reduce(
         self,
@@ -94,15 +163,22 @@ class Codec(ABC):
             message: written; of as many bytes as one of them.
             numel: values in each.
             scale, error, rounding: as in :meth:`encode`.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as in :meth:`encode`.
         """
+        total = self._sum_of(messages, numel, rounding)
+        self.encode([total], message, scale=scale, error=error, rounding=rounding)
+
+    def _sum_of(self, messages: Tensor, numel: int, rounding: Tensor | None) -> Tensor:
         total = torch.empty(numel, device=messages.device)
-        self.decode(messages[0], [total])
+        self.decode(messages[0], [total], rounding=rounding)
         if len(messages) > 1:
             one = torch.empty_like(total)
             for each in messages[1:]:
-                self.decode(each, [one])
+                self.decode(each, [one], rounding=rounding)
                 total += one
-        self.encode([total], message, scale=scale, error=error, rounding=rounding)
+        return total
 
     def nbytes(self, numel: int, shards: int = 1) -> int:
         """Bytes of a message of ``numel`` values."""
@@ -130,7 +206,10 @@ def register_codec(cls: _Class) -> _Class:
     return cls
 
 
-def text_of(name: str, settings: dict[str, Any], defaults: dict[str, Any]) -> str:
+def text_of(cls: type[Codec], settings: dict[str, Any]) -> str:
     """Such as ``blockwise(bits=4)``: what differs from the defaults."""
-    said = [f"{key}={value!r}" for key, value in settings.items() if value != defaults[key]]
-    return f"{name}({', '.join(said)})"
+    parameters = inspect.signature(cls).parameters
+    said = [
+        f"{key}={value!r}" for key, value in settings.items() if value != parameters[key].default
+    ]
+    return f"{cls.__name__}({', '.join(said)})"

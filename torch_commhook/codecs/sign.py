@@ -1,71 +1,30 @@
 """Signs: a bit for each value, with the mean magnitude of each block of values.
 
-In ``csrc/ops/codecs`` stand the schemas and reference kernels (``sign.cpp``) and the CPU kernels
-(``sign_cpu.cpp``).
+In ``csrc/ops/codecs`` stand the operators (``sign.cpp``) and the kernels for the CPU
+(``sign_kernels.inl``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-from torch import Tensor
-
-from torch_commhook.codecs.base import Codec, Shard, register_codec, text_of
-from torch_commhook.codecs.block_form import (
+from torch_commhook.codecs.base import register_codec
+from torch_commhook.codecs.block_codec import (
+    BlockCodec,
     BlockForm,
     check_block_size,
-    check_decode,
-    check_encode,
-    check_reduce,
+    register_fakes,
 )
 
-_ops = torch.ops.commhook
 
-
-def _form(op: str, block_size: int) -> BlockForm:
+def _form(op: str, *, block_size: int) -> BlockForm:
     check_block_size(op, block_size, 32)
     return BlockForm(block_size, 1, 1)
 
 
-@torch.library.register_fake("commhook::sign_encode")
-def _encode_fake(
-    tensors: Sequence[Tensor],
-    message: Tensor,
-    *,
-    block_size: int,
-    shards: int = 1,
-    scale: float = 1.0,
-    error: Tensor | None = None,
-) -> None:
-    op = "sign_encode"
-    check_encode(op, _form(op, block_size), tensors, message, shards, error)
-
-
-@torch.library.register_fake("commhook::sign_decode")
-def _decode_fake(
-    message: Tensor, tensors: Sequence[Tensor], *, block_size: int, shards: int = 1
-) -> None:
-    op = "sign_decode"
-    check_decode(op, _form(op, block_size), message, tensors, shards)
-
-
-@torch.library.register_fake("commhook::sign_reduce")
-def _reduce_fake(
-    messages: Tensor,
-    message: Tensor,
-    numel: int,
-    *,
-    block_size: int,
-    scale: float = 1.0,
-    error: Tensor | None = None,
-) -> None:
-    op = "sign_reduce"
-    check_reduce(op, _form(op, block_size), messages, message, numel, error)
+register_fakes("sign", _form)
 
 
 @register_codec
-class sign(Codec):  # noqa: N801 (a codec is written as it is called)
+class sign(BlockCodec):  # noqa: N801 (a codec is written as it is called)
     """The sign of each value, and the mean magnitude of each block: ``p ~ s`` or ``-s``.
 
     With p the values of a block of d, the squared error is ``|p|^2 - |p|_1^2 / d``, which no other
@@ -83,45 +42,9 @@ class sign(Codec):  # noqa: N801 (a codec is written as it is called)
     """
 
     def __init__(self, block_size: int = 1024) -> None:
-        self._block_form = _form("sign", block_size)
+        form = _form("sign", block_size=block_size)
+        super().__init__("sign", form, {"block_size": block_size})
 
     @classmethod
     def examples(cls) -> list[sign]:
         return [cls(), cls(32)]
-
-    def shards(self, numel: int, shards: int = 1) -> list[Shard]:
-        return self._block_form.shards("sign", numel, shards)
-
-    def encode(
-        self,
-        tensors: Sequence[Tensor],
-        message: Tensor,
-        *,
-        shards: int = 1,
-        scale: float = 1.0,
-        error: Tensor | None = None,
-        rounding: Tensor | None = None,
-    ) -> None:
-        size = self._block_form.block_size
-        _ops.sign_encode(tensors, message, block_size=size, shards=shards, scale=scale, error=error)
-
-    def decode(self, message: Tensor, tensors: Sequence[Tensor], *, shards: int = 1) -> None:
-        size = self._block_form.block_size
-        _ops.sign_decode(message, tensors, block_size=size, shards=shards)
-
-    def reduce(
-        self,
-        messages: Tensor,
-        message: Tensor,
-        numel: int,
-        *,
-        scale: float = 1.0,
-        error: Tensor | None = None,
-        rounding: Tensor | None = None,
-    ) -> None:
-        size = self._block_form.block_size
-        _ops.sign_reduce(messages, message, numel, block_size=size, scale=scale, error=error)
-
-    def __repr__(self) -> str:
-        settings = {"block_size": self._block_form.block_size}
-        return text_of("sign", settings, {"block_size": 1024})

@@ -2,10 +2,40 @@
 
 Each is an object that can be given to :func:`torch_commhook.attach` and to
 ``DistributedDataParallel.register_comm_hook(None, hook)``, and prints as it is written.
+
+There is one under the name of each codec of :mod:`torch_commhook.codecs`.
 """
 
+from typing import Any
+
+from torch_commhook.codecs.base import CODECS
 from torch_commhook.hooks.base import Hook
+from torch_commhook.hooks.compressed import compressed, hook_of_codec
 from torch_commhook.hooks.cpp import cpp
 from torch_commhook.hooks.mean import allreduce, cast
+from torch_commhook.hooks.policy import policy
+from torch_commhook.hooks.wrappers import after, clip, error_feedback
 
-__all__ = ["Hook", "allreduce", "cast", "cpp"]
+_OWN = [
+    "Hook",
+    "after",
+    "allreduce",
+    "cast",
+    "clip",
+    "compressed",
+    "cpp",
+    "error_feedback",
+    "policy",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__all__":  # codecs may be registered at any time
+        return [*_OWN, *CODECS]
+    if name in CODECS:
+        return hook_of_codec(CODECS[name])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*_OWN, *CODECS])

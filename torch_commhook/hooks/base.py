@@ -6,6 +6,7 @@
 import copy
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch_commhook._ops import BUCKET_DTYPES
 from torch_commhook._runtime import hook_name
 from torch_commhook.bucket import GradBucket
 from torch_commhook.collectives import resolve_group
+from torch_commhook.memory import BucketMemory, HookMemory
 from torch_commhook.results import hook_on_bucket
 
 
@@ -37,8 +39,65 @@ class Hook(ABC):
 
     process_group: Any = None
 
+    #: Whether what travels is less than what there is, so that results depend on what shares a
+    #: bucket.
+    is_lossy: bool = False
+
+    #: Whether what is lost can be sent with the next message.
+    takes_error: bool = False
+
+    #: Whether collectives follow one another, for which some process groups need a second one.
+    has_stages: bool = False
+
+    #: Whether :meth:`step_scale` is to be asked, which has all results wait for the last.
+    scales_steps: bool = False
+
     def __init__(self, process_group: Any = None) -> None:
         self.process_group = process_group
+
+    def prepare(self, memory: BucketMemory) -> None:
+        """Ask for what the hook remembers of a bucket, before the first :meth:`average` of it.
+
+        Called outside of compilers, on all ranks at the same point, and again whenever buckets are
+        formed anew.
+        """
+
+    def step_scale(self, results: Sequence[Tensor]) -> Tensor | None:
+        """A factor for a step's results, before they are written.
+
+        Args:
+            results: flat tensors, one for each bucket, the same on all ranks.
+
+        Returns:
+            A float32 tensor of one number; None for 1.
+        """
+        return None
+
+    def step_counted(self, memory: HookMemory) -> None:
+        """Called when a step has been done on all ranks; all come here at the same point."""
+
+    def memory(self, bucket: GradBucket) -> BucketMemory:
+        """What :meth:`prepare` has asked for.
+
+        It belongs to what the hook is attached to; where that is nothing, to the hook itself.
+        """
+        memory = bucket._memory
+        if memory is None:
+            memory = bucket._memory = self._own_memory_of(bucket)
+        return memory
+
+    def _own_memory_of(self, bucket: GradBucket) -> BucketMemory:
+        # Not made by the constructor, which a subclass may forget to call.
+        own: HookMemory = self.__dict__.setdefault("_own_memory", HookMemory())
+        group = self.group(bucket)
+        own.rank, own.world_size, own.group = group.rank(), group.size(), group
+        own.on_step = self.step_counted
+        memory = own.of(bucket.parameters(), bucket.index(), self.prepare)
+        if bucket.index() == 0:  # the step before has come to an end
+            if own.is_begun:
+                own.advance()
+            own.is_begun = True
+        return memory
 
     def __getattr__(self, name: str) -> Any:
         if name in ("__name__", "__qualname__"):  # which DDP reads of every hook, for its log
@@ -75,6 +134,7 @@ class Hook(ABC):
                 f"{_C.type_name(state)}; a hook of the library keeps its own"
             )
         bucket = GradBucket.wrap(bucket, state)
+        self.memory(bucket)
         dtype = checked_result_dtype(self, bucket)
         where = _where(self, bucket)
         return _C.cast_into(_C.run_average(self, bucket), bucket.buffer(), dtype, where)
@@ -100,7 +160,7 @@ class Hook(ABC):
     def __copy__(self) -> "Hook":
         return self._with_state(
             {
-                name: copy.copy(value) if isinstance(value, (Workspaces, _C.CppHook)) else value
+                name: copy.copy(value) if isinstance(value, (Workspaces, HookMemory, Hook, _C.CppHook)) else value
                 for name, value in self.__dict__.items()
             }
         )

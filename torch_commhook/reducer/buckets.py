@@ -13,6 +13,7 @@ from torch_commhook import _C, _ops
 from torch_commhook.attached import Running
 from torch_commhook.bucket import GradBucket
 from torch_commhook.bucket_layout import BucketLayout
+from torch_commhook.memory import BucketMemory
 
 #: As in DDP: a small first bucket, so that communication begins early in backward.
 FIRST_BUCKET_BYTES = 1 << 20
@@ -43,16 +44,19 @@ class BucketState:
         bucket: what the hook was given in this backward.
         running: what it has given.
         native: the gradients on their way to a hook and back, in eager.
+        memory: what the hook remembers of it, where that is one of the library's.
     """
 
     __slots__ = (
         "arrived",
+        "as_views",
         "bucket",
         "device",
         "dtype",
         "index",
         "layout",
         "members",
+        "memory",
         "native",
         "numel",
         "parameters",
@@ -78,6 +82,8 @@ class BucketState:
         self.numel = self.layout.numel
         self.dtype = self.parameters[0].dtype
         self.device = self.parameters[0].device
+        self.as_views = as_views
+        self.memory: BucketMemory | None = None
         self.native = _C.ReducerBucket(self.parameters, sparse, as_views)
         self.reset()
 
@@ -142,6 +148,7 @@ class _BucketOfState(GradBucket):
         self._bucket_count = bucket_count
         self._process_group = process_group
         self._sparse_grad_indices = None
+        self._memory = state.memory
         self._gathered = False
 
     def numel(self) -> int:
@@ -178,6 +185,17 @@ class _BucketOfState(GradBucket):
             return super().flatten(scale=scale, dtype=dtype, out=out)
         return self._flatten(scale, dtype, out)
 
+    def sources(self) -> Sequence[Tensor]:
+        if self._gathered:
+            return super().sources()
+        return self._state.layout._permute(self._gradients_as_they_lie())
+
+    def result_buffer(self) -> Tensor | None:
+        return self._buffer if self._gathered else None
+
+    def _gradients_as_they_lie(self) -> Sequence[Tensor]:
+        raise NotImplementedError
+
     def _gather(self, scale: float) -> Tensor:
         """The gradients in the bucket's own buffer, scaled."""
         raise NotImplementedError
@@ -195,6 +213,13 @@ class ReducerBucket(_BucketOfState):
         if state.sparse:
             self._buffer = state.native.gradients()[0]
             self._gathered = True
+
+    def result_buffer(self) -> Tensor | None:
+        # Where gradients are views of the buffer, nothing is gathered.
+        return self.buffer() if self._state.as_views else super().result_buffer()
+
+    def _gradients_as_they_lie(self) -> Sequence[Tensor]:
+        return self._state.native.gradients()
 
     def _gather(self, scale: float) -> Tensor:
         return self._state.native.gather(scale)
@@ -221,6 +246,9 @@ class TracedBucket(_BucketOfState):
         if state.sparse:
             self._buffer = gradients[0]
             self._gathered = True
+
+    def _gradients_as_they_lie(self) -> Sequence[Tensor]:
+        return self._gradients
 
     def _flatten(self, scale: float, dtype: torch.dtype | None, out: Tensor | None) -> Tensor:
         ordered = self._state.layout._permute(self._gradients)

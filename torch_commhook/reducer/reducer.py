@@ -41,6 +41,7 @@ from torch_commhook.reducer.cpp_run import CppRun
 from torch_commhook.reducer.tracing import (
     begin_step,
     commit_step,
+    count_step,
     expected_hooks,
     prepare_tracing,
     reducers,
@@ -107,7 +108,7 @@ class Reducer:
         on_step: Callable[[bool], None] = lambda begins: None,
         on_closed: Callable[[], None] = lambda: None,
     ) -> None:
-        self.attached: Attached | None = None
+        self._attached: Attached | None = None
         self.group = group
         self._names = [name for name, _ in named_parameters]
         self._parameters = [parameter for _, parameter in named_parameters]
@@ -149,7 +150,41 @@ class Reducer:
         # The last parameters have the first gradients.
         self._form_buckets(range(len(self._parameters) - 1, -1, -1))
 
+    @property
+    def attached(self) -> Attached | None:
+        """The hook."""
+        return self._attached
+
+    @attached.setter
+    def attached(self, attached: Attached | None) -> None:
+        self._attached = attached
+        if attached is not None:
+            attached.join(self.group.group_for(self.device))
+            if attached.has_stages:
+                self.group.prepare_second_stage()
+        self._prepare_memory()
+
     # ---- buckets ---------------------------------------------------------------------------------
+
+    def _prepare_memory(self) -> None:
+        """Let the hook ask for what it remembers, outside of compilers."""
+        attached = self._attached
+        for bucket in self._buckets:
+            bucket.memory = (
+                None if attached is None else attached.memory_of(bucket.parameters, bucket.index)
+            )
+
+    def memory_loaded(self, buckets: list[list[str]]) -> None:
+        """The hook's memory has been read from elsewhere, where these were the buckets."""
+        numbers = {name: number for number, name in enumerate(self._names)}
+        if self._is_under_way() or sorted(numbers) != sorted(
+            name for names in buckets for name in names
+        ):
+            self._prepare_memory()
+            return
+        self._rebuilt = True
+        self._arrivals.stop_noting_order()
+        self._form([[numbers[name] for name in names] for names in buckets])
 
     def _form_buckets(self, order: Sequence[int]) -> None:
         order = list(order)
@@ -158,9 +193,11 @@ class Reducer:
             [self._sparse[i] for i in order],
             self._capacity_bytes,
         )
+        self._form([[order[place] for place in places] for places in assigned])
+
+    def _form(self, assigned: Sequence[Sequence[int]]) -> None:
         self._buckets = []
-        for index, places in enumerate(assigned):
-            members = [order[place] for place in places]
+        for index, members in enumerate(assigned):
             bucket = BucketState(
                 index,
                 members,
@@ -169,6 +206,7 @@ class Reducer:
                 as_views=self._as_views,
             )
             self._buckets.append(bucket)
+        self._prepare_memory()
         self._renew_hooks()
 
     def _put_on_hooks(self) -> None:
@@ -222,7 +260,8 @@ class Reducer:
                 self._result(bucket)
             if self.group.recovers:
                 self.group.commit(torch.zeros(len(self._parameters), dtype=torch.uint8))
-            if not self._rebuilt:
+            self._running.memory.advance()
+            if self._is_to_rebuild():
                 self._agreed_order = self._agree_on_order()
         except BaseException as error:
             self._abort(error)
@@ -510,14 +549,15 @@ class Reducer:
         used = self._locally_used()
         if self.group.recovers:
             self.group.commit(used)
-        for bucket, result in late:
-            self.write_missing(bucket.members, bucket.pieces(result), used)
         attached, count = self._running, len(self._buckets)
         assert attached is not None
+        attached.memory.advance()
+        for bucket, result in late:
+            self.write_missing(bucket.members, bucket.pieces(result), used)
         for index, of_bucket in enumerate(traffic):
             count_bucket(attached.stats, index, count, of_bucket, first=index == 0)
         self._accumulated = False
-        if not self._rebuilt and self._task != _COMPILED:
+        if self._is_to_rebuild():
             self._agreed_order = self._agree_on_order()
 
     def _results(self) -> list[tuple[BucketState, Tensor]]:
@@ -527,14 +567,30 @@ class Reducer:
             The buckets that have parameters without a gradient, and what is to be written there.
         """
         self._start_all()
+        scale = 1.0
+        results = map(self._result, self._buckets)  # each is written when it comes
+        if self._scales_steps:
+            all_results = list(results)
+            scale = self._step_scale(all_results)
+            results = iter(all_results)
         late = []
-        for bucket in self._buckets:
-            result = self._result(bucket)
+        for bucket, result in zip(self._buckets, results, strict=True):
             if bucket.pending:
-                late.append((bucket, result))
+                late.append((bucket, result if scale == 1.0 else result * scale))
             else:
-                bucket.native.write(result)
+                bucket.native.write(result, scale)
         return late
+
+    @property
+    def _scales_steps(self) -> bool:
+        return self._running is not None and self._running.scales_steps
+
+    def _step_scale(self, results: list[Tensor]) -> float:
+        """What the hook scales all results by."""
+        assert self._running is not None
+        with torch.no_grad():
+            scale = self._running.hook.step_scale(results)  # type: ignore[attr-defined]
+        return 1.0 if scale is None else float(scale)
 
     def _result(self, bucket: BucketState) -> Tensor:
         """Wait for what the hook gives, check it, and run the post-hooks."""
@@ -623,10 +679,16 @@ class Reducer:
         attached = self._running
         assert attached is not None
         self._start_all()
-        results = []
         for bucket in self._buckets:
-            result = self._result(bucket)
-            results.append(result)
+            assert bucket.running is not None
+            bucket.running.future.start_next()
+        results = [self._result(bucket) for bucket in self._buckets]
+        if attached.scales_steps:
+            with torch.no_grad():
+                scale = attached.hook.step_scale(results)  # type: ignore[attr-defined]
+                if scale is not None:
+                    results = [result * scale for result in results]
+        for bucket, result in zip(self._buckets, results, strict=True):
             if bucket.pending == 0:
                 bucket.write_traced(result)
         used = self._locally_used()
@@ -634,6 +696,8 @@ class Reducer:
             self._used.copy_(used)
             used = self._used
             commit_step(used, results, self.group.name)
+        if not attached.memory.is_empty:
+            count_step(self._token, results, self._key)
         attached.traced_steps.add([_traffic(bucket) for bucket in self._buckets])
         numbers: list[int] = []
         missing: list[Tensor] = []
@@ -662,6 +726,15 @@ class Reducer:
     def _run_post_accumulate_hooks_untraced(self, attached: Attached) -> None:
         """Where they must see gradients that the compiler knows nothing of."""
         self._run_post_accumulate_hooks(attached)
+
+    def _is_to_rebuild(self) -> bool:
+        """Whether buckets are to be formed anew, in the order in which gradients have come.
+
+        Not for hooks whose result depends on what shares a bucket: compiled code has another order.
+        """
+        attached = self._running
+        assert attached is not None
+        return not self._rebuilt and self._task != _COMPILED and not attached.is_lossy
 
     def _agree_on_order(self) -> list[int]:
         """The order in which rank 0's gradients have arrived, on all ranks."""

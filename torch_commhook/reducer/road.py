@@ -115,6 +115,10 @@ class ReducerRoad:
         if attached is None:
             self._close()
 
+    def memory_loaded(self, buckets: list[list[str]]) -> None:
+        """The hook's memory has been read from elsewhere, where these were the buckets."""
+        self.reducer.memory_loaded(buckets)
+
     @property
     def is_alive(self) -> bool:
         """Whether the model still exists and nothing has been taken off it."""

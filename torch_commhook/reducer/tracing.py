@@ -97,6 +97,14 @@ def commit_step(used: Tensor, results: list[Tensor], name: str) -> None:
     groups_by_name[name].commit(used)
 
 
+@torch.library.custom_op("commhook::count_step", mutates_args=("token",))
+def count_step(token: Tensor, results: list[Tensor], key: int) -> None:
+    """:meth:`HookMemory.advance` of the hook that is attached, once ``results`` are there."""
+    attached = reducers[key].attached
+    if attached is not None:
+        attached.memory.advance()
+
+
 @torch.library.custom_op("commhook::write_missing", mutates_args=("token",))
 def write_missing(
     token: Tensor, used: Tensor, gradients: list[Tensor], numbers: list[int], key: int
@@ -116,6 +124,11 @@ def _begin_step_fake(token: Tensor, name: str) -> None:
 
 @commit_step.register_fake
 def _commit_step_fake(used: Tensor, results: list[Tensor], name: str) -> None:
+    return None
+
+
+@count_step.register_fake
+def _count_step_fake(token: Tensor, results: list[Tensor], key: int) -> None:
     return None
 
 

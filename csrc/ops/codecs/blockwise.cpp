@@ -1,19 +1,30 @@
-// Block quantisation: schemas, and the reference kernels (plain ATen, every device), which give the
-// bits that all others do. The fakes stand in torch_commhook/codecs/blockwise.py.
-#include "ops/codecs/blockwise.h"
-
+// Block quantisation: its operators, and their kernels in plain ATen, which serve every device and
+// give the bits that all others do. The codec stands in torch_commhook/codecs/blockwise.py.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
 #include <limits>
 #include <vector>
 
+#include "ops/codecs/block_codec.h"
+#include "ops/codecs/block_codec_cpu.h"
 #include "ops/codecs/block_codec_reference.h"
 #include "ops/codecs/blockwise_math.h"
 #include "ops/codecs/mutation.h"
 #include "ops/codecs/philox.h"
+#include "ops/cpu/capability.h"
 
 namespace commhook::blockwise {
+namespace {
+
+// How values are quantised; see blockwise_math.h.
+struct Format {
+  int64_t bits;
+  int64_t block_size;
+  bool is_symmetric;
+
+  codecs::BlockForm form() const { return {block_size, bits, is_symmetric ? 1 : 2}; }
+};
 
 Format check_format(const char* op, int64_t bits, int64_t block_size, bool is_symmetric) {
   TORCH_CHECK_VALUE(bits == 4 || bits == 8, op, ": bits must be 4 or 8, got ", bits);
@@ -21,10 +32,21 @@ Format check_format(const char* op, int64_t bits, int64_t block_size, bool is_sy
   return {bits, block_size, is_symmetric};
 }
 
-// ---- the reference kernels ---------------------------------------------------------------------
+// ---- kernels for the CPU -----------------------------------------------------------------------
 
-namespace reference {
-namespace {
+using codecs::BlockKernels;
+using codecs::Encoding;
+using codecs::kMaxBlockSize;
+using codecs::Rounding;
+
+#define COMMHOOK_KERNELS "ops/codecs/blockwise_kernels.inl"
+#include "ops/cpu/for_each_instruction_set.h"
+
+const BlockKernels& kernels_for(const Format& format) {
+  return COMMHOOK_CHOOSE(kKernels)[format.bits == 8 ? 1 : 0][format.is_symmetric ? 1 : 0];
+}
+
+// ---- kernels in plain ATen ---------------------------------------------------------------------
 
 // [blocks, values] in bytes to [blocks, bytes]
 at::Tensor packed(const at::Tensor& codes, const Format& format) {
@@ -134,32 +156,7 @@ auto restore_with(const Format& format) {
   };
 }
 
-}  // namespace
-
-void encode(at::TensorList tensors, const at::Tensor& message, const Format& format,
-            const codecs::BlockLayout& layout, double scale, const std::optional<at::Tensor>& error,
-            const std::optional<at::Tensor>& rounding) {
-  codecs::reference::encode(tensors, message, layout, scale, error,
-                            quantize_with(format, rounding));
-}
-
-void decode(const at::Tensor& message, at::TensorList tensors, const Format& format,
-            const codecs::BlockLayout& layout) {
-  codecs::reference::decode(message, tensors, layout, restore_with(format));
-}
-
-void reduce(const at::Tensor& messages, const at::Tensor& message, const Format& format,
-            const codecs::BlockLayout& layout, double scale, const std::optional<at::Tensor>& error,
-            const std::optional<at::Tensor>& rounding) {
-  codecs::reference::reduce(messages, message, layout, scale, error,
-                            quantize_with(format, rounding), restore_with(format));
-}
-
-}  // namespace reference
-
 // ---- the operators -----------------------------------------------------------------------------
-
-namespace {
 
 void encode(at::TensorList tensors, const at::Tensor& message, int64_t bits, int64_t block_size,
             bool symmetric, int64_t shards, double scale, const std::optional<at::Tensor>& error,
@@ -167,7 +164,12 @@ void encode(at::TensorList tensors, const at::Tensor& message, int64_t bits, int
   const auto format = check_format("blockwise_encode", bits, block_size, symmetric);
   const auto layout = codecs::check_encode("blockwise_encode", tensors, message, format.form(),
                                            shards, error, rounding);
-  reference::encode(tensors, message, format, layout, scale, error, rounding);
+  if (cpu::serve(message.device())) {
+    return codecs::encode_on_cpu(kernels_for(format), tensors, message, layout, scale, error,
+                                 rounding);
+  }
+  codecs::reference::encode(tensors, message, layout, scale, error,
+                            quantize_with(format, rounding));
 }
 
 void decode(const at::Tensor& message, at::TensorList tensors, int64_t bits, int64_t block_size,
@@ -175,7 +177,10 @@ void decode(const at::Tensor& message, at::TensorList tensors, int64_t bits, int
   const auto format = check_format("blockwise_decode", bits, block_size, symmetric);
   const auto layout =
       codecs::check_decode("blockwise_decode", message, tensors, format.form(), shards);
-  reference::decode(message, tensors, format, layout);
+  if (cpu::serve(message.device())) {
+    return codecs::decode_on_cpu(kernels_for(format), message, tensors, layout);
+  }
+  codecs::reference::decode(message, tensors, layout, restore_with(format));
 }
 
 void reduce(const at::Tensor& messages, const at::Tensor& message, int64_t numel, int64_t bits,
@@ -184,11 +189,16 @@ void reduce(const at::Tensor& messages, const at::Tensor& message, int64_t numel
   const auto format = check_format("blockwise_reduce", bits, block_size, symmetric);
   const auto layout = codecs::check_reduce("blockwise_reduce", messages, message, format.form(),
                                            numel, error, rounding);
-  reference::reduce(messages, message, format, layout, scale, error, rounding);
+  if (cpu::serve(message.device())) {
+    return codecs::reduce_on_cpu(kernels_for(format), messages, message, layout, scale, error,
+                                 rounding);
+  }
+  codecs::reference::reduce(messages, message, layout, scale, error,
+                            quantize_with(format, rounding), restore_with(format));
 }
 
 TORCH_LIBRARY_FRAGMENT(commhook, m) {
-  m.set_python_module("torch_commhook.codecs.blockwise");
+  m.set_python_module("torch_commhook.codecs.block_codec");
   const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
 
   // Writes the message of a bucket: float32(value) * scale + error, quantised in blocks. Puts what

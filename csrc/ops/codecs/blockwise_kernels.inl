@@ -1,6 +1,7 @@
 // The kernels of block quantisation for one instruction set: see cpu/for_each_instruction_set.h.
 // Plain loops, which compilers turn into vectors: maxima and minima are taken of integers that are
 // ordered as the floats are, since those of floats may not be reordered.
+#include "ops/codecs/block_codec_kernels.inl"
 
 // A float's bits as an integer of the same order.
 inline int32_t ordered(uint32_t bits) {
@@ -138,26 +139,8 @@ inline void encode_block(const float* values, int64_t count, const Encoding& enc
                          int64_t block, float* error, uint8_t* codes, float* parameters,
                          Workspace& workspace) {
   const int64_t n = kCount > 0 ? kCount : count;
-  float* const compensated = workspace.compensated;
-  const float* p = values;
-  if (error != nullptr || encoding.scale != 1.0f) {
-    const float scale = encoding.scale;
-    if (error != nullptr) {
-      for (int64_t i = 0; i < n; ++i) {
-        compensated[i] = values[i] * scale + error[i];
-      }
-    } else {
-      for (int64_t i = 0; i < n; ++i) {
-        compensated[i] = values[i] * scale;
-      }
-    }
-    p = compensated;
-  }
-  uint32_t largest = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const uint32_t bits = bits_of(p[i]) & kAbsolute;
-    largest = bits > largest ? bits : largest;
-  }
+  const float* const p = compensated(values, n, encoding.scale, error, workspace.compensated);
+  const uint32_t largest = largest_magnitude(p, n);
   float range = float_of(largest);
   float low = 0.0f;
   if constexpr (!kSymmetric) {

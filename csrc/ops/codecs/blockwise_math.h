@@ -18,7 +18,6 @@ namespace commhook::blockwise {
 // Added to a float of at most 2^22 either way, this rounds it to an integer, ties to even; that is
 // then in the low bits of the sum.
 constexpr float kRound = 12582912.0f;  // 1.5 * 2^23
-constexpr uint32_t kRoundBits = 0x4b400000u;
 
 // How a block's values become integers: q = round((p * lift - low) * factor).
 struct Quantizer {

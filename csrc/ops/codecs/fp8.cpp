@@ -1,17 +1,27 @@
-// 8-bit floats with a scale for each block: schemas, and the reference kernels, which give the bits
-// that all others do. The fakes stand in torch_commhook/codecs/fp8.py.
-#include "ops/codecs/fp8.h"
-
+// 8-bit floats with a scale for each block: the operators, and their kernels in plain ATen, which
+// serve every device and give the bits that all others do. The codec stands in
+// torch_commhook/codecs/fp8.py.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
 #include <limits>
+#include <string_view>
 #include <vector>
 
+#include "ops/codecs/block_codec.h"
+#include "ops/codecs/block_codec_cpu.h"
 #include "ops/codecs/block_codec_reference.h"
+#include "ops/codecs/fp8_math.h"
 #include "ops/codecs/mutation.h"
+#include "ops/cpu/capability.h"
 
 namespace commhook::fp8 {
+namespace {
+
+struct Format {
+  bool is_e5m2;
+  codecs::BlockForm form;
+};
 
 Format check_format(const char* op, std::string_view format, int64_t block_size) {
   TORCH_CHECK_VALUE(format == "e4m3" || format == "e5m2", op,
@@ -20,10 +30,21 @@ Format check_format(const char* op, std::string_view format, int64_t block_size)
   return {format == "e5m2", {block_size, 8, 1}};
 }
 
-// ---- the reference kernels ---------------------------------------------------------------------
+// ---- kernels for the CPU -----------------------------------------------------------------------
 
-namespace reference {
-namespace {
+using blockwise::Quantizer;
+using codecs::BlockKernels;
+using codecs::Encoding;
+using codecs::kMaxBlockSize;
+
+#define COMMHOOK_KERNELS "ops/codecs/fp8_kernels.inl"
+#include "ops/cpu/for_each_instruction_set.h"
+
+const BlockKernels& kernels_for(const Format& format) {
+  return COMMHOOK_CHOOSE(kKernels)[format.is_e5m2 ? 1 : 0];
+}
+
+// ---- kernels in plain ATen ---------------------------------------------------------------------
 
 at::ScalarType dtype_of(const Format& format) {
   return format.is_e5m2 ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn;
@@ -62,31 +83,7 @@ auto restore_with(const Format& format) {
   };
 }
 
-}  // namespace
-
-void encode(at::TensorList tensors, const at::Tensor& message, const Format& format,
-            const codecs::BlockLayout& layout, double scale,
-            const std::optional<at::Tensor>& error) {
-  codecs::reference::encode(tensors, message, layout, scale, error, quantize_with(format));
-}
-
-void decode(const at::Tensor& message, at::TensorList tensors, const Format& format,
-            const codecs::BlockLayout& layout) {
-  codecs::reference::decode(message, tensors, layout, restore_with(format));
-}
-
-void reduce(const at::Tensor& messages, const at::Tensor& message, const Format& format,
-            const codecs::BlockLayout& layout, double scale,
-            const std::optional<at::Tensor>& error) {
-  codecs::reference::reduce(messages, message, layout, scale, error, quantize_with(format),
-                            restore_with(format));
-}
-
-}  // namespace reference
-
 // ---- the operators -----------------------------------------------------------------------------
-
-namespace {
 
 void encode(at::TensorList tensors, const at::Tensor& message, std::string_view format,
             int64_t block_size, int64_t shards, double scale,
@@ -94,14 +91,20 @@ void encode(at::TensorList tensors, const at::Tensor& message, std::string_view 
   const auto checked = check_format("fp8_encode", format, block_size);
   const auto layout =
       codecs::check_encode("fp8_encode", tensors, message, checked.form, shards, error, {});
-  reference::encode(tensors, message, checked, layout, scale, error);
+  if (cpu::serve(message.device())) {
+    return codecs::encode_on_cpu(kernels_for(checked), tensors, message, layout, scale, error, {});
+  }
+  codecs::reference::encode(tensors, message, layout, scale, error, quantize_with(checked));
 }
 
 void decode(const at::Tensor& message, at::TensorList tensors, std::string_view format,
             int64_t block_size, int64_t shards) {
   const auto checked = check_format("fp8_decode", format, block_size);
   const auto layout = codecs::check_decode("fp8_decode", message, tensors, checked.form, shards);
-  reference::decode(message, tensors, checked, layout);
+  if (cpu::serve(message.device())) {
+    return codecs::decode_on_cpu(kernels_for(checked), message, tensors, layout);
+  }
+  codecs::reference::decode(message, tensors, layout, restore_with(checked));
 }
 
 void reduce(const at::Tensor& messages, const at::Tensor& message, int64_t numel,
@@ -110,11 +113,15 @@ void reduce(const at::Tensor& messages, const at::Tensor& message, int64_t numel
   const auto checked = check_format("fp8_reduce", format, block_size);
   const auto layout =
       codecs::check_reduce("fp8_reduce", messages, message, checked.form, numel, error, {});
-  reference::reduce(messages, message, checked, layout, scale, error);
+  if (cpu::serve(message.device())) {
+    return codecs::reduce_on_cpu(kernels_for(checked), messages, message, layout, scale, error, {});
+  }
+  codecs::reference::reduce(messages, message, layout, scale, error, quantize_with(checked),
+                            restore_with(checked));
 }
 
 TORCH_LIBRARY_FRAGMENT(commhook, m) {
-  m.set_python_module("torch_commhook.codecs.fp8");
+  m.set_python_module("torch_commhook.codecs.block_codec");
   const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
 
   // Writes the message of a bucket: float32(value) * scale + error as 8-bit floats, with a scale

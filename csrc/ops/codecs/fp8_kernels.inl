@@ -1,5 +1,6 @@
 // The kernels of fp8 for one instruction set: see cpu/for_each_instruction_set.h. Plain loops,
 // which compilers turn into vectors.
+#include "ops/codecs/block_codec_kernels.inl"
 
 template <bool kE5M2, bool kError>
 inline void quantize(const float* __restrict p, int64_t n, const Quantizer& quantizer,
@@ -24,26 +25,9 @@ inline void quantize(const float* __restrict p, int64_t n, const Quantizer& quan
 template <bool kE5M2>
 inline void encode_block(const float* values, int64_t n, const Encoding& encoding, float* error,
                          uint8_t* codes, float* parameters) {
-  alignas(64) float compensated[kMaxBlockSize];
-  const float* p = values;
-  if (error != nullptr || encoding.scale != 1.0f) {
-    const float scale = encoding.scale;
-    if (error != nullptr) {
-      for (int64_t i = 0; i < n; ++i) {
-        compensated[i] = values[i] * scale + error[i];
-      }
-    } else {
-      for (int64_t i = 0; i < n; ++i) {
-        compensated[i] = values[i] * scale;
-      }
-    }
-    p = compensated;
-  }
-  uint32_t largest = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const uint32_t bits = bits_of(p[i]) & kAbsolute;
-    largest = bits > largest ? bits : largest;
-  }
+  alignas(64) float buffer[kMaxBlockSize];
+  const float* const p = compensated(values, n, encoding.scale, error, buffer);
+  const uint32_t largest = largest_magnitude(p, n);
   if (largest >= kInfinity) {
     parameters[0] = float_of(kNaN);
     __builtin_memset(codes, 0, n);

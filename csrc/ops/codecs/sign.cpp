@@ -1,27 +1,43 @@
-// Signs of values: schemas, and the reference kernels, which give the bits that all others do. The
-// fakes stand in torch_commhook/codecs/sign.py.
-#include "ops/codecs/sign.h"
-
+// Signs of values, with the mean magnitude of each block: the operators, and their kernels in plain
+// ATen, which serve every device and give the bits that all others do. The codec stands in
+// torch_commhook/codecs/sign.py.
+//
+// A block of values p is sent as a bit for each, set where p is negative, and s = sum|p| / count in
+// float32: p ~ s or -s. Bits: that of value b * width + c is bit b of byte c, of `width` bytes. The
+// sum is taken in 16 lanes, value i in lane i mod 16, which are then added in halves.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
 #include <limits>
 #include <vector>
 
+#include "ops/codecs/block_codec.h"
+#include "ops/codecs/block_codec_cpu.h"
 #include "ops/codecs/block_codec_reference.h"
+#include "ops/codecs/float_bits.h"
 #include "ops/codecs/mutation.h"
+#include "ops/cpu/capability.h"
 
 namespace commhook::sign {
+namespace {
+
+constexpr int64_t kLanes = 16;
 
 codecs::BlockForm check_form(const char* op, int64_t block_size) {
   codecs::check_block_size(op, block_size, 32);
   return {block_size, 1, 1};
 }
 
-// ---- the reference kernels ---------------------------------------------------------------------
+// ---- kernels for the CPU -----------------------------------------------------------------------
 
-namespace reference {
-namespace {
+using codecs::BlockKernels;
+using codecs::Encoding;
+using codecs::kMaxBlockSize;
+
+#define COMMHOOK_KERNELS "ops/codecs/sign_kernels.inl"
+#include "ops/cpu/for_each_instruction_set.h"
+
+// ---- kernels in plain ATen ---------------------------------------------------------------------
 
 // [blocks, 1]
 at::Tensor sums_of_magnitudes(const at::Tensor& p) {
@@ -76,53 +92,43 @@ auto quantize() {
   };
 }
 
-}  // namespace
-
-void encode(at::TensorList tensors, const at::Tensor& message, const codecs::BlockLayout& layout,
-            double scale, const std::optional<at::Tensor>& error) {
-  codecs::reference::encode(tensors, message, layout, scale, error, quantize());
-}
-
-void decode(const at::Tensor& message, at::TensorList tensors, const codecs::BlockLayout& layout) {
-  codecs::reference::decode(message, tensors, layout, restored);
-}
-
-void reduce(const at::Tensor& messages, const at::Tensor& message,
-            const codecs::BlockLayout& layout, double scale,
-            const std::optional<at::Tensor>& error) {
-  codecs::reference::reduce(messages, message, layout, scale, error, quantize(), restored);
-}
-
-}  // namespace reference
-
 // ---- the operators -----------------------------------------------------------------------------
-
-namespace {
 
 void encode(at::TensorList tensors, const at::Tensor& message, int64_t block_size, int64_t shards,
             double scale, const std::optional<at::Tensor>& error) {
   const auto form = check_form("sign_encode", block_size);
-  reference::encode(tensors, message,
-                    codecs::check_encode("sign_encode", tensors, message, form, shards, error, {}),
-                    scale, error);
+  const auto layout =
+      codecs::check_encode("sign_encode", tensors, message, form, shards, error, {});
+  if (cpu::serve(message.device())) {
+    return codecs::encode_on_cpu(COMMHOOK_CHOOSE(kKernels), tensors, message, layout, scale, error,
+                                 {});
+  }
+  codecs::reference::encode(tensors, message, layout, scale, error, quantize());
 }
 
 void decode(const at::Tensor& message, at::TensorList tensors, int64_t block_size, int64_t shards) {
   const auto form = check_form("sign_decode", block_size);
-  reference::decode(message, tensors,
-                    codecs::check_decode("sign_decode", message, tensors, form, shards));
+  const auto layout = codecs::check_decode("sign_decode", message, tensors, form, shards);
+  if (cpu::serve(message.device())) {
+    return codecs::decode_on_cpu(COMMHOOK_CHOOSE(kKernels), message, tensors, layout);
+  }
+  codecs::reference::decode(message, tensors, layout, restored);
 }
 
 void reduce(const at::Tensor& messages, const at::Tensor& message, int64_t numel,
             int64_t block_size, double scale, const std::optional<at::Tensor>& error) {
   const auto form = check_form("sign_reduce", block_size);
-  reference::reduce(messages, message,
-                    codecs::check_reduce("sign_reduce", messages, message, form, numel, error, {}),
-                    scale, error);
+  const auto layout =
+      codecs::check_reduce("sign_reduce", messages, message, form, numel, error, {});
+  if (cpu::serve(message.device())) {
+    return codecs::reduce_on_cpu(COMMHOOK_CHOOSE(kKernels), messages, message, layout, scale, error,
+                                 {});
+  }
+  codecs::reference::reduce(messages, message, layout, scale, error, quantize(), restored);
 }
 
 TORCH_LIBRARY_FRAGMENT(commhook, m) {
-  m.set_python_module("torch_commhook.codecs.sign");
+  m.set_python_module("torch_commhook.codecs.block_codec");
   const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
 
   // Writes the message of a bucket: the signs of float32(value) * scale + error, and the mean

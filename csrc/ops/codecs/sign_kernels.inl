@@ -1,5 +1,6 @@
 // The kernels of sign for one instruction set: see cpu/for_each_instruction_set.h. Plain loops,
 // which compilers turn into vectors.
+#include "ops/codecs/block_codec_kernels.inl"
 
 inline float sum_of_magnitudes(const float* __restrict p, int64_t n) {
   float lanes[kLanes] = {};
@@ -52,20 +53,8 @@ inline void unpack(const uint8_t* __restrict codes, float magnitude, int64_t n,
 
 inline void encode_block(const float* values, int64_t n, const Encoding& encoding, float* error,
                          uint8_t* codes, float* parameters) {
-  alignas(64) float compensated[kMaxBlockSize];
-  const float* p = values;
-  if (error != nullptr || encoding.scale != 1.0f) {
-    const float scale = encoding.scale;
-    for (int64_t i = 0; i < n; ++i) {
-      compensated[i] = values[i] * scale;
-    }
-    if (error != nullptr) {
-      for (int64_t i = 0; i < n; ++i) {
-        compensated[i] += error[i];
-      }
-    }
-    p = compensated;
-  }
+  alignas(64) float buffer[kMaxBlockSize];
+  const float* const p = compensated(values, n, encoding.scale, error, buffer);
   const float sum = sum_of_magnitudes(p, n);
   if (bits_of(sum) >= kInfinity) {
     parameters[0] = float_of(kNaN);

@@ -25,7 +25,7 @@ Capability parse(const std::string& name) {
 }
 
 Capability of_this_processor() {
-#if defined(__x86_64__) && defined(__GNUC__)
+#ifdef COMMHOOK_X86_KERNELS
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
       __builtin_cpu_supports("f16c")) {

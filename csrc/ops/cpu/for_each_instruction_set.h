@@ -1,19 +1,16 @@
 // Compiles a file of kernels once for each instruction set. To be included, once in a source file,
-// with COMMHOOK_KERNELS as the name of that file, in namespace commhook::cpu, where its contents
-// come to stand in kernels_default, kernels_avx2 and kernels_avx512. It has no includes of its own:
-// a template of the standard library would be compiled for that instruction set and could be linked
-// into code that runs on others. What the including file has included is inlined.
-//   COMMHOOK_CHOOSE(name)   &kernels_...::name, of the instruction set that capability() says
-
-#if defined(__x86_64__) && defined(__GNUC__)
-#define COMMHOOK_X86_KERNELS_OF_FILE
-#endif
+// with COMMHOOK_KERNELS as the name of that file, in an anonymous namespace, where its contents
+// come to stand in kernels_default, kernels_avx2 and kernels_avx512. It includes only other files
+// of kernels: a template of the standard library would be compiled for that instruction set and
+// could be linked into code that runs on others. What the including file has included is inlined;
+// cpu/capability.h must be among it.
+//   COMMHOOK_CHOOSE(name)   kernels_...::name, of the instruction set that capability() says
 
 namespace kernels_default {
 #include COMMHOOK_KERNELS
 }  // namespace kernels_default
 
-#ifdef COMMHOOK_X86_KERNELS_OF_FILE
+#ifdef COMMHOOK_X86_KERNELS
 
 #ifdef __clang__
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi2,popcnt"))), \

@@ -46,8 +46,7 @@ struct RowKernels {
 };
 
 extern const RowKernels kRowKernelsDefault;
-#if defined(__x86_64__) && defined(__GNUC__)
-#define COMMHOOK_X86_KERNELS
+#ifdef COMMHOOK_X86_KERNELS
 extern const RowKernels kRowKernelsAvx2;
 extern const RowKernels kRowKernelsAvx512;
 #endif

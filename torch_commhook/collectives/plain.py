@@ -1,10 +1,4 @@
-"""Collectives with one interface in every mode.
-
-Each starts at once and returns a future. Eager, that is a ``torch.futures.Future``; what the group
-gives back is checked. While a compiler traces it is a :class:`TracedFuture` over PyTorch's
-functional collectives, which the compiler sees and may overlap with other work. All count the
-bytes that they put on the wire.
-"""
+"""Collectives that move tensors as they are."""
 
 from __future__ import annotations
 
@@ -16,45 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook import _C
+from torch_commhook.collectives.futures import TracedFuture, traced
 from torch_commhook.metrics import note_collective, ring_all_reduce_bytes, tensor_bytes
-
-
-class TracedFuture:
-    """What a collective returns while a compiler traces: a Future as far as hooks need one.
-
-    Compilers cannot trace ``torch.futures.Future``. Here everything happens on one thread: a
-    callback runs when its result is asked for.
-    """
-
-    def __init__(self, wait: Callable[[], Tensor]) -> None:
-        self._wait: Callable[[], Tensor] | None = wait
-        self._tensor: Tensor | None = None
-
-    def wait(self) -> Tensor:
-        """The result, once it is there."""
-        if self._wait is not None:
-            self._tensor = self._wait()
-            self._wait = None
-        assert self._tensor is not None
-        return self._tensor
-
-    def value(self) -> Tensor:
-        """Same as :meth:`wait`."""
-        return self.wait()
-
-    def then(self, callback: Callable[[TracedFuture], Tensor]) -> TracedFuture:
-        """A future of ``callback(self)``."""
-
-        def run() -> Tensor:
-            self.wait()
-            return callback(self)
-
-        return TracedFuture(run)
-
-
-def _traced(tensor: Tensor) -> TracedFuture:
-    return TracedFuture(lambda: torch.ops._c10d_functional.wait_tensor(tensor))
-
 
 # Their names change with torch; the old ones warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -116,7 +73,7 @@ def all_reduce(tensor: Tensor, *, group: Any = None) -> torch.futures.Future[Ten
             return TracedFuture(lambda: tensor)  # type: ignore[return-value]
         # By its name: with the group itself a compiler cannot keep the graph.
         functional = torch.ops._c10d_functional
-        return _traced(functional.all_reduce(tensor, "sum", group.group_name))  # type: ignore[return-value]
+        return traced(functional.all_reduce(tensor, "sum", group.group_name))  # type: ignore[return-value]
     if world_size == 1:
         return _C.as_future(tensor, "all_reduce")
     # Sums by default.
@@ -124,15 +81,18 @@ def all_reduce(tensor: Tensor, *, group: Any = None) -> torch.futures.Future[Ten
     return _future(work, group, "allreduce", tensor)
 
 
-def all_gather(tensor: Tensor, *, group: Any = None) -> torch.futures.Future[Tensor]:
+def all_gather(
+    tensor: Tensor, *, out: Tensor | None = None, group: Any = None
+) -> torch.futures.Future[Tensor]:
     """Give every rank the tensors of all ranks.
 
     Args:
         tensor: contiguous, of the same shape and dtype on all ranks.
+        out: written in eager, if given; as the result.
         group: the process group; None for the default one.
 
     Returns:
-        A Future of a new tensor of shape ``(ranks, *tensor.shape)``.
+        A Future of a new tensor, or ``out``, of shape ``(ranks, *tensor.shape)``.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`all_reduce`.
@@ -147,10 +107,21 @@ def all_gather(tensor: Tensor, *, group: Any = None) -> torch.futures.Future[Ten
         gathered = torch.ops._c10d_functional.all_gather_into_tensor(
             flat, world_size, group.group_name
         )
-        return _traced(gathered).then(lambda done: done.value().view(shape))  # type: ignore[return-value]
-    result = tensor.new_empty(shape)
-    if world_size == 1:
+        return traced(gathered).then(lambda done: done.value().view(shape))  # type: ignore[return-value]
+    result = _result("all_gather", tensor, shape, out)
+    return gather_into(result, tensor, group)
+
+
+def gather_into(
+    result: Tensor, tensor: Tensor, group: Any
+) -> torch.futures.Future[Tensor]:
+    """:func:`all_gather` in eager, unchecked and not counted: on whatever thread.
+
+    A thread cannot tell whether it is itself that compiles.
+    """
+    if group.size() == 1:
         return _C.as_future(result.copy_(tensor.unsqueeze(0)), "all_gather")
+    flat = tensor.reshape(-1)
     work = _all_gather(result.view(-1), flat, group=group, async_op=True)
     # What its Future holds differs between backends: one tensor, or one for each rank.
     return _own_future(work, group).then(lambda done: _when_good(done, result))
@@ -161,6 +132,7 @@ def all_to_all(
     *,
     input_split_sizes: Sequence[int] | None = None,
     output_split_sizes: Sequence[int] | None = None,
+    out: Tensor | None = None,
     group: Any = None,
 ) -> torch.futures.Future[Tensor]:
     """Send a piece of a tensor to each rank, and get one from each.
@@ -170,10 +142,11 @@ def all_to_all(
         input_split_sizes: rows that go to each rank; by default equal shares, and the rows must
             then be a multiple of the ranks.
         output_split_sizes: rows that come from each rank; by default equal shares of as many rows.
+        out: written in eager, if given; as the result.
         group: the process group; None for the default one.
 
     Returns:
-        A Future of a new tensor: the pieces in order of rank.
+        A Future of a new tensor, or ``out``: the pieces in order of rank.
 
     Raises:
         ValueError: the rows do not fit the splits; as :func:`all_reduce`.
@@ -202,7 +175,7 @@ def all_to_all(
         return _traced_real(  # type: ignore[return-value]
             tensor, lambda real: functional.all_to_all_single(real, gets, sends, group.group_name)
         )
-    result = tensor.new_empty((sum(gets), *tensor.shape[1:]))
+    result = _result("all_to_all", tensor, (sum(gets), *tensor.shape[1:]), out)
     if world_size == 1:
         return _C.as_future(result.copy_(tensor), "all_to_all")
     work = dist.all_to_all_single(
@@ -231,7 +204,7 @@ def reduce_scatter(tensor: Tensor, *, group: Any = None) -> torch.futures.Future
     rows = _equal_shares("reduce_scatter", tensor, world_size)[0]
     note_collective(tensor_bytes(tensor) // world_size * (world_size - 1))
     if torch.compiler.is_compiling():
-        return _traced(  # type: ignore[return-value]
+        return traced(  # type: ignore[return-value]
             torch.ops._c10d_functional.reduce_scatter_tensor(
                 tensor, "sum", world_size, group.group_name
             )
@@ -289,6 +262,21 @@ def broadcast(tensor: Tensor, *, src: int = 0, group: Any = None) -> torch.futur
         return _C.as_future(tensor, "broadcast")
     work = dist.broadcast(_as_real(tensor), group_src=src, group=group, async_op=True)
     return _future(work, group, "broadcast", tensor)
+
+
+def _result(op: str, tensor: Tensor, shape: Sequence[int], out: Tensor | None) -> Tensor:
+    if out is None:
+        return tensor.new_empty(shape)
+    if not isinstance(out, Tensor):
+        raise TypeError(f"{op}: out must be a torch.Tensor, got {type(out).__qualname__}")
+    if out.dtype != tensor.dtype:
+        raise TypeError(f"{op}: out must have dtype {tensor.dtype}, got {out.dtype}")
+    if out.shape != torch.Size(shape) or not out.is_contiguous() or out.device != tensor.device:
+        raise ValueError(
+            f"{op}: out must be contiguous, of shape {list(shape)} on {tensor.device}, got shape "
+            f"{list(out.shape)} with strides {list(out.stride())} on {out.device}"
+        )
+    return out
 
 
 def _future(work: Any, group: Any, method: str, result: Tensor) -> torch.futures.Future[Tensor]:
@@ -361,8 +349,8 @@ def _as_real(tensor: Tensor) -> Tensor:
 
 def _traced_real(tensor: Tensor, collective: Callable[[Tensor], Tensor]) -> TracedFuture:
     if not tensor.is_complex():
-        return _traced(collective(tensor))
-    done = _traced(collective(torch.view_as_real(tensor)))
+        return traced(collective(tensor))
+    done = traced(collective(torch.view_as_real(tensor)))
     return done.then(lambda future: torch.view_as_complex(future.value()))
 
 

@@ -1,0 +1,213 @@
+"""What the codecs share that send values in blocks: the form of a message, their methods, and the
+fakes of their operators. The same in C++: ``csrc/ops/codecs/block_codec.h``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_commhook.codecs.base import Codec, Shard, text_of
+from torch_commhook.codecs.checks import check_memory, check_message, check_messages, check_values
+
+_MAX_BLOCK_SIZE = 4096
+_MOST_SHARDS = 1 << 20
+
+
+@dataclass(frozen=True)
+class BlockForm:
+    """A few bits for each value, and a few float32 parameters for each block.
+
+    Attributes:
+        block_size: values in a block.
+        bits: of a value.
+        parameters: of a block.
+    """
+
+    block_size: int
+    bits: int
+    parameters: int
+
+    def shards(self, op: str, numel: int, shards: int) -> list[Shard]:
+        """The parts of a message, each of about equally many whole blocks."""
+        _check_shards(op, shards)
+        torch._check_value(numel >= 0, lambda: f"{op}: numel must be at least 0, got {numel}")
+        size = self.block_size
+        blocks = (numel + size - 1) // size
+        found = []
+        for shard in range(shards):
+            first, last = blocks * shard // shards, blocks * (shard + 1) // shards
+            count = min(numel, last * size) - min(numel, first * size)
+            found.append(Shard(count, self._bytes(count, last - first)))
+        return found
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of a message, however many its shards."""
+        return self._bytes(numel, (numel + self.block_size - 1) // self.block_size)
+
+    def _bytes(self, count: int, blocks: int) -> int:
+        return ((count * self.bits + 7) // 8 + 3) // 4 * 4 + blocks * self.parameters * 4
+
+
+def check_block_size(op: str, block_size: int, multiple: int) -> None:
+    torch._check_value(
+        multiple <= block_size <= _MAX_BLOCK_SIZE and block_size % multiple == 0,
+        lambda: (
+            f"{op}: block_size must be a multiple of {multiple} of at most {_MAX_BLOCK_SIZE}, got "
+            f"{block_size}"
+        ),
+    )
+
+
+def _check_shards(op: str, shards: int) -> None:
+    torch._check_value(
+        1 <= shards <= _MOST_SHARDS,
+        lambda: f"{op}: shards must be at least 1 and at most 2^20, got {shards}",
+    )
+
+
+# ---- the codec -----------------------------------------------------------------------------------
+
+
+class BlockCodec(Codec):
+    """A codec that sends values in blocks, through three operators.
+
+    ``<name>_encode``, ``<name>_decode`` and ``<name>_reduce`` walk over memory once. The values, in
+    the order of :func:`torch_commhook._ops.flatten`, are cut into blocks across the tensors'
+    borders. A message's shards have about equally many whole blocks; the last block of all may be
+    shorter. With fewer blocks than shards, some are empty.
+
+    Args:
+        name: of the codec, with which the operators' begin.
+        form: of its messages.
+        settings: what its operators take beside what all of them take.
+    """
+
+    def __init__(self, name: str, form: BlockForm, settings: dict[str, Any]) -> None:
+        self._name = name
+        self._form = form
+        self._settings = settings
+
+    def _call(self, method: str, *arguments: Any, **more: Any) -> None:
+        operator = getattr(torch.ops.commhook, f"{self._name}_{method}")
+        operator(*arguments, **more, **self._settings)
+
+    def _drawn_from(self, method: str, rounding: Tensor | None) -> dict[str, Tensor]:
+        """The argument ``rounding`` of operators that take it."""
+        if not self.is_random:
+            return {}
+        if rounding is None:
+            raise ValueError(f"{self}.{method}: rounding must be given, [seed, step], got None")
+        return {"rounding": rounding}
+
+    def shards(self, numel: int, shards: int = 1) -> list[Shard]:
+        return self._form.shards(self._name, numel, shards)
+
+    def encode(
+        self,
+        tensors: Sequence[Tensor],
+        message: Tensor,
+        *,
+        shards: int = 1,
+        scale: float = 1.0,
+        error: Tensor | None = None,
+        rounding: Tensor | None = None,
+    ) -> None:
+        drawn = self._drawn_from("encode", rounding)
+        self._call("encode", tensors, message, shards=shards, scale=scale, error=error, **drawn)
+
+    def decode(
+        self,
+        message: Tensor,
+        tensors: Sequence[Tensor],
+        *,
+        shards: int = 1,
+        rounding: Tensor | None = None,
+    ) -> None:
+        self._call("decode", message, tensors, shards=shards)
+
+    def reduce(
+        self,
+        messages: Tensor,
+        message: Tensor,
+        numel: int,
+        *,
+        scale: float = 1.0,
+        error: Tensor | None = None,
+        rounding: Tensor | None = None,
+    ) -> None:
+        drawn = self._drawn_from("reduce", rounding)
+        self._call("reduce", messages, message, numel, scale=scale, error=error, **drawn)
+
+    def __repr__(self) -> str:
+        return text_of(type(self), self._settings)
+
+
+# ---- fakes ---------------------------------------------------------------------------------------
+
+
+def register_fakes(name: str, form_of: Callable[..., BlockForm]) -> None:
+    """Register the fakes of a block codec's operators, which check what needs no data.
+
+    The operators' schemas name this module (``set_python_module``), which PyTorch holds against
+    the one that registers.
+
+    Args:
+        name: of the codec.
+        form_of: ``form_of(op, **settings)`` checks the codec's own settings, naming the operator
+            in errors, and gives the form of its messages.
+    """
+
+    @torch.library.register_fake(f"commhook::{name}_encode")
+    def encode(
+        tensors: Sequence[Tensor],
+        message: Tensor,
+        *,
+        shards: int = 1,
+        scale: float = 1.0,
+        error: Tensor | None = None,
+        rounding: Tensor | None = None,
+        **settings: Any,
+    ) -> None:
+        op = f"{name}_encode"
+        form = form_of(op, **settings)
+        _check_shards(op, shards)
+        numel = check_values(op, tensors)
+        check_message(op, "message", message, _known_bytes(form, numel))
+        check_memory(op, error, rounding, numel)
+
+    @torch.library.register_fake(f"commhook::{name}_decode")
+    def decode(
+        message: Tensor, tensors: Sequence[Tensor], *, shards: int = 1, **settings: Any
+    ) -> None:
+        op = f"{name}_decode"
+        form = form_of(op, **settings)
+        _check_shards(op, shards)
+        check_message(op, "message", message, _known_bytes(form, check_values(op, tensors)))
+
+    @torch.library.register_fake(f"commhook::{name}_reduce")
+    def reduce(
+        messages: Tensor,
+        message: Tensor,
+        numel: int,
+        *,
+        scale: float = 1.0,
+        error: Tensor | None = None,
+        rounding: Tensor | None = None,
+        **settings: Any,
+    ) -> None:
+        op = f"{name}_reduce"
+        form = form_of(op, **settings)
+        check_messages(op, messages)
+        known = _known_bytes(form, numel)
+        check_message(op, "message", message, known)
+        check_message(op, "messages", messages, None if known is None else known * len(messages))
+        check_memory(op, error, rounding, numel)
+
+
+def _known_bytes(form: BlockForm, numel: int) -> int | None:
+    """What a message must hold, where that is known without a guard; the kernel sees the rest."""
+    return form.nbytes(numel) if isinstance(numel, int) else None

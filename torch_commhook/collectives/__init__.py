@@ -1,0 +1,29 @@
+"""Collectives with one interface in every mode.
+
+Each starts at once and returns a future. Eager, that is a ``torch.futures.Future``; what the group
+gives back is checked. While a compiler traces it is a :class:`TracedFuture` over PyTorch's
+functional collectives, which the compiler sees and may overlap with other work. All count the
+bytes that they put on the wire.
+"""
+
+from torch_commhook.collectives.compressed import compressed_all_reduce
+from torch_commhook.collectives.futures import TracedFuture
+from torch_commhook.collectives.plain import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    reduce_scatter,
+    resolve_group,
+)
+
+__all__ = [
+    "TracedFuture",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "compressed_all_reduce",
+    "reduce_scatter",
+    "resolve_group",
+]

@@ -1,0 +1,379 @@
+"""Sums of what codecs encode, which no all-reduce adds up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_commhook._ops import BUCKET_DTYPES
+from torch_commhook.codecs.base import Codec
+from torch_commhook.collectives.futures import TracedFuture, TracedStages
+from torch_commhook.collectives.plain import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    gather_into,
+    resolve_group,
+)
+from torch_commhook.collectives.turns import turns_of
+from torch_commhook.gloo_groups import second_group
+from torch_commhook.metrics import CallMeter, note_collective
+
+
+class MessageBuffers:
+    """Memory for messages, which stays from call to call."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def get(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """A tensor with undefined contents: that of the last call with this name, if it fits."""
+        buffer = self._buffers.get(name)
+        if (
+            buffer is None
+            or buffer.shape != torch.Size(shape)
+            or buffer.dtype != dtype
+            or buffer.device != device
+        ):
+            buffer = self._buffers[name] = torch.empty(shape, dtype=dtype, device=device)
+        return buffer
+
+    def __reduce__(self) -> tuple[type[MessageBuffers], tuple[()]]:
+        return MessageBuffers, ()  # what they hold is of no use to a copy
+
+
+def compressed_all_reduce(
+    tensors: Tensor | Sequence[Tensor],
+    codec: Codec,
+    *,
+    scale: float = 1.0,
+    out: Tensor | Sequence[Tensor] | None = None,
+    error: Tensor | None = None,
+    shard_error: Tensor | None = None,
+    rounding: Tensor | None = None,
+    buffers: MessageBuffers | None = None,
+    meter: CallMeter | None = None,
+    group: Any = None,
+) -> torch.futures.Future[Tensor]:
+    """``scale`` times the sum of tensors over all ranks, compressed on the wire.
+
+    How depends on what the codec's messages allow (``Codec.exchange``):
+
+    * ``"all_to_all"``: each rank encodes its values in a shard for each rank and sends these there.
+      It decodes the shards that it gets, adds them up in float32, encodes the sum, and sends that
+      to all ranks, which decode it. Values are encoded twice, whatever the number of ranks. Sent by
+      each rank: about ``2 (W - 1) / W`` messages.
+    * ``"all_gather"``: each rank gets the messages of all, and adds up what they hold. Sent by each
+      rank: ``W - 1`` messages, so that it grows with the ranks.
+    * ``"all_reduce"``: the messages themselves are added up.
+
+    All ranks get the same bits.
+
+    On the CPU over Gloo no stage waits for another bucket's: the second is issued on a process
+    group of its own, which is made with the first call. Over other groups in Python the call waits
+    for the first stage.
+
+    Args:
+        tensors: dense, of dtypes that buckets have, on one device; the same sizes on all ranks.
+            They are encoded before the call returns.
+        codec: the same on all ranks.
+        scale: factor of the sum.
+        out: written; tensors of as many elements in all. By default a new flat tensor of the dtype
+            of the first of the tensors.
+        error: what earlier calls have lost of this rank's values: float32, flat, as many as these.
+            Added to them, and replaced by what this call loses.
+        shard_error: the same of the sum that this rank encodes: float32, as many as
+            ``shard_range`` says. Not asked for unless the exchange is ``"all_to_all"``.
+        rounding: for codecs that draw random numbers (``Codec.is_random``): int64, of shape
+            (2, 2), rows of seed and step: the first for this rank's values, the second for its sum.
+            For the exchange ``"all_reduce"`` the first must be the same on all ranks.
+        buffers: memory that is used again in the next call.
+        meter: is told how long the stages took, and asks for the error, in eager.
+        group: the process group; None for the default one.
+
+    Returns:
+        A Future of ``out``, or of the first of its tensors where it is a list.
+
+    Raises:
+        TypeError, ValueError: tensors, codec or memory that do not fit, as ``Codec.encode``.
+        RuntimeError: torch.distributed is not initialized; what the backend raises.
+    """
+    if not isinstance(codec, Codec):
+        raise TypeError(
+            f"compressed_all_reduce: codec must be a Codec, got {type(codec).__qualname__}"
+        )
+    sources = _listed("tensors", tensors)
+    numel = sum(tensor.numel() for tensor in sources)
+    if out is None:
+        out = sources[0].new_empty(numel)
+    destinations = _listed("out", out)
+    if sum(tensor.numel() for tensor in destinations) != numel:
+        raise ValueError(
+            f"compressed_all_reduce: out must hold {numel} elements, as many as tensors, got "
+            f"{sum(tensor.numel() for tensor in destinations)}"
+        )
+    if codec.is_random and (rounding is None or rounding.shape != (2, 2)):
+        raise ValueError(
+            f"compressed_all_reduce: rounding must be of shape (2, 2) for {codec}, rows of seed "
+            f"and step, got {None if rounding is None else list(rounding.shape)}"
+        )
+    call = _Call(
+        codec,
+        destinations,
+        numel,
+        scale,
+        shard_error,
+        (None, None) if rounding is None else (rounding[0], rounding[1]),
+        MessageBuffers() if buffers is None else buffers,
+        meter,
+        resolve_group(group),
+    )
+    with torch.no_grad():
+        return call.start(sources, error)
+
+
+def shard_range(codec: Codec, numel: int, *, rank: int, world_size: int) -> tuple[int, int]:
+    """The elements ``[begin, end)`` whose sum a rank encodes in :func:`compressed_all_reduce`."""
+    if codec.exchange != "all_to_all":
+        return 0, 0
+    counts = [shard.numel for shard in codec.shards(numel, world_size)]
+    begin = sum(counts[:rank])
+    return begin, begin + counts[rank]
+
+
+def _listed(name: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    if not found:
+        raise ValueError(f"compressed_all_reduce: {name} must hold at least one tensor, got none")
+    for i, tensor in enumerate(found):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"compressed_all_reduce: {name}[{i}] must be a tensor, got "
+                f"{type(tensor).__qualname__}"
+            )
+        if tensor.dtype not in BUCKET_DTYPES:
+            raise TypeError(
+                f"compressed_all_reduce: {name}[{i}] must be of dtype float64, float32, float16 or "
+                f"bfloat16, got {tensor.dtype}"
+            )
+    return found
+
+
+class _Call:
+    """One sum on its way."""
+
+    def __init__(
+        self,
+        codec: Codec,
+        destinations: list[Tensor],
+        numel: int,
+        scale: float,
+        shard_error: Tensor | None,
+        rounding: tuple[Tensor | None, Tensor | None],
+        buffers: MessageBuffers,
+        meter: CallMeter | None,
+        group: Any,
+    ) -> None:
+        self.codec = codec
+        self.destinations = destinations
+        self.device = destinations[0].device
+        self.numel = numel
+        self.scale = scale
+        self.shard_error = shard_error
+        self.rounding = rounding
+        self.buffers = buffers
+        self.meter = meter
+        self.group = group
+        self.world_size: int = group.size()
+        self.rank: int = group.rank()
+        # Asked once: later stages are other threads' work, which cannot tell who compiles.
+        self.is_traced = torch.compiler.is_compiling()
+        if self.is_traced:
+            self.meter = None
+
+    def start(self, sources: list[Tensor], error: Tensor | None) -> Any:
+        exchange = {
+            "all_to_all": self._exchange_shards,
+            "all_gather": self._gather,
+            "all_reduce": self._add_up,
+        }.get(self.codec.exchange)
+        if exchange is None:
+            raise ValueError(
+                "compressed_all_reduce: the codec's exchange must be 'all_to_all', 'all_gather' or "
+                f"'all_reduce', got {self.codec.exchange!r}"
+            )
+        return exchange(sources, error)
+
+    def _buffer(self, name: str, *shape: int) -> Tensor:
+        if self.is_traced:  # by a compiler, which plans memory itself
+            return torch.empty(shape, dtype=torch.uint8, device=self.device)
+        return self.buffers.get(name, shape, torch.uint8, self.device)
+
+    def _encode(self, sources: list[Tensor], error: Tensor | None, shards: int) -> Tensor:
+        message = self._buffer("message", self.codec.nbytes(self.numel, shards))
+        with _timed(self.meter, "encode"):
+            self.codec.encode(
+                sources, message, shards=shards, error=error, rounding=self.rounding[0]
+            )
+        if self.meter is not None:
+            self.meter.encoded(self.codec, message, shards, sources, error, self.rounding[0])
+        return message
+
+    def _result(self) -> Tensor:
+        return self.destinations[0]
+
+    # ---- messages that are added up --------------------------------------------------------------
+
+    def _add_up(self, sources: list[Tensor], error: Tensor | None) -> Any:
+        message = self._encode(sources, error, 1)
+        wire = self._on_wire(all_reduce(message.view(torch.float32), group=self.group))
+
+        def finish(done: Any) -> Tensor:
+            total = done.value()
+            with torch.no_grad(), _timed(self.meter, "decode"):
+                if self.scale != 1.0:
+                    total = total.mul_(self.scale)
+                self.codec.decode(
+                    total.view(torch.uint8), self.destinations, rounding=self.rounding[0]
+                )
+            return self._result()
+
+        return wire.then(finish)
+
+    # ---- messages that everybody gets ------------------------------------------------------------
+
+    def _gather(self, sources: list[Tensor], error: Tensor | None) -> Any:
+        message = self._encode(sources, error, 1)
+        out = None if self.is_traced else self._buffer("gathered", self.world_size, len(message))
+        wire = self._on_wire(all_gather(message, out=out, group=self.group))
+
+        def finish(done: Any) -> Tensor:
+            messages = done.value()
+            with torch.no_grad(), _timed(self.meter, "decode"):
+                self.codec.decode_sum(messages, self.destinations, scale=self.scale)
+            return self._result()
+
+        return wire.then(finish)
+
+    # ---- messages in shards ----------------------------------------------------------------------
+
+    def _exchange_shards(self, sources: list[Tensor], error: Tensor | None) -> Any:
+        shards = self.codec.shards(self.numel, self.world_size)
+        self.sizes = [shard.nbytes for shard in shards]
+        self.shard = shards[self.rank]
+        message = self._encode(sources, error, self.world_size)
+        second: Any = None
+        if not self.is_traced and self.device.type == "cpu" and self.world_size > 1:
+            second = second_group(self.group)
+        received = self.world_size * self.shard.nbytes
+        first: Any = all_to_all(
+            message,
+            input_split_sizes=self.sizes,
+            output_split_sizes=[self.shard.nbytes] * self.world_size,
+            out=None if self.is_traced else self._buffer("shards", received),
+            group=self.group,
+        )
+        if self.is_traced or second is not None:
+            # Here, since it is issued where nobody counts.
+            note_collective(max(self.sizes) * (self.world_size - 1))
+        if self.is_traced:
+            return TracedStages(first, self._gather_sums_traced)
+        if second is not None:
+            return self._staged(self._on_wire(first), second)
+        padded = self._reduce(self._on_wire(first).wait())
+        sums = self._buffer("sums", self.world_size, len(padded))
+        gathered = self._on_wire(all_gather(padded, out=sums, group=self.group))
+        return gathered.then(lambda done: self._decode(done.value()))
+
+    def _reduce(self, received: Tensor) -> Tensor:
+        """The message of the sum of this rank's shards, as long as the longest of all."""
+        padded = self._buffer("sum", max(self.sizes))
+        with torch.no_grad(), _timed(self.meter, "encode"):
+            self.codec.reduce(
+                received.view(self.world_size, self.shard.nbytes),
+                padded[: self.shard.nbytes],
+                self.shard.numel,
+                scale=self.scale,
+                error=self.shard_error,
+                rounding=self.rounding[1],
+            )
+        return padded
+
+    def _gather_sums_traced(self, received: Tensor) -> TracedFuture:
+        gathered: Any = all_gather(self._reduce(received), group=self.group)
+        return gathered.then(lambda done: self._decode(done.value()))
+
+    def _decode(self, gathered: Tensor) -> Tensor:
+        with torch.no_grad(), _timed(self.meter, "decode"):
+            if all(size == self.sizes[0] for size in self.sizes):
+                message = gathered.view(-1)
+            else:  # without what the shorter ones were filled up with
+                message = self._buffer("message", sum(self.sizes))  # that has been sent by now
+                pieces = [sums[:size] for sums, size in zip(gathered, self.sizes, strict=True)]
+                torch.cat(pieces, out=message)
+            self.codec.decode(message, self.destinations, shards=self.world_size)
+        return self._result()
+
+    def _staged(self, first: Any, second: Any) -> Any:
+        """The stages one after another, each issued by the thread that ended the one before."""
+        result: torch.futures.Future[Tensor] = torch.futures.Future()
+        # What comes of a future's callback may be an exception, which its future then holds.
+        turn = turns_of(second).announce(result.set_exception)
+
+        def first_done(done: Any) -> None:
+            try:
+                padded = self._reduce(done.value())
+            except BaseException as error:
+                turn.give_up(error)
+                return
+            turn.take(lambda: issue(padded))
+
+        def issue(padded: Tensor) -> None:
+            sums = self._buffer("sums", self.world_size, len(padded))
+            self._on_wire(gather_into(sums, padded, second)).add_done_callback(second_done)
+
+        def second_done(done: Any) -> None:
+            try:
+                decoded = self._decode(done.value())
+            except BaseException as error:
+                result.set_exception(error)
+            else:
+                result.set_result(decoded)
+
+        first.add_done_callback(first_done)
+        return result
+
+    def _on_wire(self, future: Any) -> Any:
+        """The same future, whose time is taken."""
+        meter = self.meter
+        if meter is None:
+            return future
+        begun = time.perf_counter()
+
+        def ended(done: Any) -> Any:
+            meter.add("wire", time.perf_counter() - begun)
+            return done.value()
+
+        return future.then(ended)
+
+
+class _timed:  # noqa: N801 (a context manager)
+    """Adds the time that is spent inside."""
+
+    def __init__(self, meter: CallMeter | None, stage: str) -> None:
+        self._meter = meter
+        self._stage = stage
+
+    def __enter__(self) -> None:
+        if self._meter is not None:
+            self._begun = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        if self._meter is not None:
+            self._meter.add(self._stage, time.perf_counter() - self._begun)

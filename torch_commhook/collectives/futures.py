@@ -1,0 +1,68 @@
+"""What collectives return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class TracedFuture:
+    """What a collective returns while a compiler traces: a Future as far as hooks need one.
+
+    Compilers cannot trace ``torch.futures.Future``. Here everything happens on one thread: a
+    callback runs when its result is asked for.
+    """
+
+    def __init__(self, wait: Callable[[], Tensor]) -> None:
+        self._wait: Callable[[], Tensor] | None = wait
+        self._tensor: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """The result, once it is there."""
+        if self._wait is not None:
+            self._tensor = self._wait()
+            self._wait = None
+        assert self._tensor is not None
+        return self._tensor
+
+    def value(self) -> Tensor:
+        """Same as :meth:`wait`."""
+        return self.wait()
+
+    def start_next(self) -> None:
+        """Start the next collective, where several follow each other, as soon as it can."""
+
+    def then(self, callback: Callable[[TracedFuture], Tensor]) -> TracedFuture:
+        """A future of ``callback(self)``."""
+
+        def run() -> Tensor:
+            self.wait()
+            return callback(self)
+
+        return TracedFuture(run)
+
+
+class TracedStages(TracedFuture):
+    """Collectives of which one needs the result of the one before."""
+
+    def __init__(self, first: TracedFuture, then: Callable[[Tensor], TracedFuture]) -> None:
+        super().__init__(self._run)
+        self._first = first
+        self._then = then
+        self._second: TracedFuture | None = None
+
+    def start_next(self) -> None:
+        if self._second is None:
+            self._second = self._then(self._first.wait())
+
+    def _run(self) -> Tensor:
+        self.start_next()
+        assert self._second is not None
+        return self._second.wait()
+
+
+def traced(tensor: Tensor) -> TracedFuture:
+    """The result of one of PyTorch's functional collectives."""
+    return TracedFuture(lambda: torch.ops._c10d_functional.wait_tensor(tensor))

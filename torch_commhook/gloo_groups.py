@@ -1,0 +1,137 @@
+"""Gloo process groups of the library's own, beside those that a user has made."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from torch_commhook import _C
+from torch_commhook._dynamo import left_to_python
+
+_seconds: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_providers: weakref.WeakKeyDictionary[Any, Callable[[], Any]] = weakref.WeakKeyDictionary()
+
+
+def is_gloo(group: Any) -> bool:
+    """Whether a group is PyTorch's own, with Gloo for the CPU."""
+    if type(group) is not dist.ProcessGroup or not dist.is_gloo_available():
+        return False
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # none for the CPU
+        return False
+    return type(backend) is dist.ProcessGroupGloo
+
+
+def group_timeout(group: Any) -> timedelta:
+    """How long a group's collectives may take; PyTorch's default where it does not tell."""
+    try:
+        return group._get_backend(torch.device("cpu")).options._timeout
+    except (RuntimeError, AttributeError):
+        return distributed_c10d.default_pg_timeout
+
+
+def group_store(group: Any) -> Any:
+    """The store through which a group's ranks have met; None where nobody knows."""
+    entry = distributed_c10d._world.pg_map.get(group)
+    return None if entry is None else entry[1]
+
+
+def group_name(group: Any) -> str:
+    """A group's name, or something like one."""
+    try:
+        return group.group_name
+    except RuntimeError:  # one that was made by hand has none
+        return f"group {id(group):x}"
+
+
+def make_group(
+    store: dist.Store, rank: int, ranks: Sequence[int], name: str, timeout: timedelta
+) -> Any:
+    """A process group over Gloo, known to ``torch.distributed``. All of its ranks must make it.
+
+    Args:
+        store: for this group alone.
+        rank: this process's in it.
+        ranks: its members, as ranks of the default group.
+        name: that no other group has.
+        timeout: of its collectives.
+    """
+    # Not new_group(), which all ranks of the default group would have to call.
+    group, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        rank,
+        list(ranks),
+        dist.Backend("cpu:gloo"),
+        store,
+        name,  # type: ignore[arg-type]
+        timeout=timeout,
+    )
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    distributed_c10d._world.pg_group_ranks[group] = {r: index for index, r in enumerate(ranks)}
+    return group
+
+
+@left_to_python
+def destroy_group(group: Any) -> None:
+    """Forget a group that :func:`make_group` has made, and end its threads."""
+    world = distributed_c10d._world
+    if group in world.pg_map:  # or torch.distributed has ended itself
+        # Not destroy_process_group(), which asks the backends that a failed step has dropped.
+        tag = world.pg_to_tag.get(group, "")
+        for groups in (world.tags_to_pg.get(tag, []), world.tags_to_pg.get("", [])):
+            if group in groups:
+                groups.remove(group)
+        name = world.pg_names[group]
+        for table in (
+            world.pg_map,
+            world.pg_names,
+            world.pg_group_ranks,
+            world.pg_backend_config,
+            world.pg_to_tag,
+        ):
+            table.pop(group, None)
+        torch._C._distributed_c10d._unregister_process_group(name)
+    _C.drop_backends(group)
+
+
+# ---- for second stages ---------------------------------------------------------------------------
+
+
+def provide_second_group(group: Any, provider: Callable[[], Any]) -> None:
+    """Have :func:`second_group` ask ``provider`` for this group."""
+    _providers[group] = provider
+
+
+def second_group(group: Any) -> Any:
+    """The group over the same ranks on which the second stage of a collective is issued.
+
+    On Gloo, where stages are issued by whatever thread has ended the one before, each needs a group
+    of its own: the order of collectives on one must be the same on all ranks. It is made when it is
+    asked for first, by all ranks at the same point.
+
+    Returns:
+        None for groups of other kinds.
+    """
+    found = _seconds.get(group)
+    if found is not None:
+        return found
+    provider = _providers.get(group)
+    if provider is not None:
+        found = provider()
+    elif is_gloo(group) and group_store(group) is not None:
+        name = f"{group_name(group)}/commhook-second"
+        store = dist.PrefixStore(name, group_store(group))
+        ranks = dist.get_process_group_ranks(group)
+        found = make_group(store, group.rank(), ranks, name, group_timeout(group))
+        # Gloo's threads must end before the interpreter does.
+        weakref.finalize(group, destroy_group, found)
+    if found is not None:
+        _seconds[group] = found
+    return found

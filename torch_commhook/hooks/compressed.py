@@ -1,0 +1,138 @@
+"""Averages of what a codec leaves of the gradients."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_commhook.bucket import GradBucket
+from torch_commhook.codecs.base import CODECS, Codec
+from torch_commhook.collectives.compressed import compressed_all_reduce, shard_range
+from torch_commhook.hooks.base import Hook, average_scale
+from torch_commhook.memory import BucketMemory
+
+
+class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
+    """Average gradients through a codec: encode, exchange, add up in float32, decode.
+
+    See :func:`torch_commhook.collectives.compressed_all_reduce` for the exchange and its traffic.
+    All ranks get the same bits.
+
+    There is a hook under the name of each codec: ``hooks.blockwise(bits=4)`` is
+    ``hooks.compressed(codecs.blockwise(bits=4))``.
+
+    Args:
+        codec: what becomes of the gradients on the wire.
+        seed: of random numbers, for codecs that draw some. They follow from seed, step, bucket,
+            rank and place, whatever the number of threads.
+        process_group: the ranks to average over; see :class:`Hook`.
+
+    Raises:
+        TypeError: no codec.
+    """
+
+    _commhook_traceable = True
+    is_lossy = True
+
+    def __init__(self, codec: Codec, *, seed: int = 0, process_group: Any = None) -> None:
+        super().__init__(process_group)
+        if not isinstance(codec, Codec):
+            raise TypeError(
+                f"compressed: codec must be a Codec, got {type(codec).__qualname__}; see "
+                "torch_commhook.codecs"
+            )
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            raise TypeError(f"compressed: seed must be an int, got {type(seed).__qualname__}")
+        self.codec = codec
+        self.seed = seed
+
+    @property
+    def takes_error(self) -> bool:  # type: ignore[override]
+        return self.codec.takes_error
+
+    @property
+    def has_stages(self) -> bool:  # type: ignore[override]
+        return self.codec.exchange == "all_to_all"
+
+    def prepare(self, memory: BucketMemory) -> None:
+        codec = self.codec
+        if memory.with_error:
+            memory.flat("error")
+            if self.has_stages:
+                span = shard_range(
+                    codec, memory.numel, rank=memory.rank, world_size=memory.world_size
+                )
+                memory.shard("shard_error", *span)
+        if codec.is_random:
+            memory.random(self.seed, alike=codec.exchange == "all_reduce")
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        check_dense(self, bucket)
+        group = self.group(bucket)
+        memory = self.memory(bucket)
+        result = bucket.result_buffer()
+        if result is None and not torch.compiler.is_compiling():
+            shape = (bucket.numel(),)
+            result = memory.buffers.get("result", shape, bucket.dtype(), bucket.device())
+        return compressed_all_reduce(
+            bucket.sources(),
+            self.codec,
+            scale=average_scale(group),
+            out=result,
+            error=memory.tensors.get("error"),
+            shard_error=memory.tensors.get("shard_error"),
+            rounding=memory.rounding,
+            buffers=memory.buffers,
+            meter=memory.meter,
+            group=group,
+        )
+
+    def __repr__(self) -> str:
+        text = repr(self.codec)
+        if type(self.codec).__name__ not in CODECS:
+            seed = f", seed={self.seed}" if self.seed else ""
+            return f"compressed({text}{seed})"
+        if self.seed:
+            comma = "" if text.endswith("()") else ", "
+            text = f"{text[:-1]}{comma}seed={self.seed})"
+        return text
+
+
+def check_dense(hook: Hook, bucket: GradBucket) -> None:
+    """Refuse sparse and complex gradients.
+
+    Raises:
+        TypeError: the bucket holds such.
+    """
+    where = f"{hook} on bucket {bucket.index()} of {bucket.bucket_count()}: gradients must be "
+    if bucket.is_sparse():
+        raise TypeError(
+            f"{where}dense, got layout {bucket.buffer().layout}; allreduce() takes sparse ones"
+        )
+    if bucket.dtype().is_complex:
+        raise TypeError(f"{where}real, got {bucket.dtype()}; allreduce() takes complex ones")
+
+
+def hook_of_codec(codec: type[Codec]) -> Callable[..., compressed]:
+    """A function that makes the hook of a codec, with the codec's settings."""
+
+    def make(*args: Any, seed: int = 0, process_group: Any = None, **settings: Any) -> compressed:
+        return compressed(codec(*args, **settings), seed=seed, process_group=process_group)
+
+    make.__name__ = make.__qualname__ = codec.__name__
+    make.__doc__ = (
+        f"Average gradients through ``codecs.{codec.__name__}``; see there for the settings.\n\n"
+        "Args:\n"
+        "    seed, process_group: as :class:`compressed`.\n"
+    )
+    own = [
+        inspect.Parameter("seed", inspect.Parameter.KEYWORD_ONLY, default=0, annotation=int),
+        inspect.Parameter("process_group", inspect.Parameter.KEYWORD_ONLY, default=None),
+    ]
+    settings = inspect.signature(codec).parameters.values()
+    make.__signature__ = inspect.Signature([*settings, *own])  # type: ignore[attr-defined]
+    return make

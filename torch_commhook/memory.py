@@ -1,0 +1,491 @@
+"""What a hook remembers between steps: by parameter, whatever bucket each of them is in.
+
+Hooks work on buckets, which are formed anew after a model's first step, and may be others when
+training goes on from a checkpoint. So memory lies in tensors for each bucket, of which each
+parameter's piece is known; a new bucket begins with the pieces of its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
+
+from torch_commhook.bucket_layout import BucketLayout
+from torch_commhook.collectives.compressed import MessageBuffers
+from torch_commhook.metrics import CallMeter
+
+VERSION = 1
+
+#: Where what a rank has lost of the sum it encodes belongs, when another rank encodes that.
+_FOLDED_INTO = {"shard_error": "error"}
+
+
+class BucketMemory:
+    """What a hook remembers of one bucket, or of some parameters of one.
+
+    A hook asks for what it needs in :meth:`torch_commhook.hooks.Hook.prepare`, outside of
+    compilers, and finds it in ``tensors`` and ``lists`` then.
+
+    Attributes:
+        tensors: flat, float32, by name.
+        lists: a tensor or None for each parameter, by name.
+        rounding: int64, of shape (2, 2), where it was asked for: rows of seed and step, for what
+            this rank encodes and for what it encodes of the ranks' sum.
+        with_error: whether hooks are to remember what they lose.
+        parts: memories of some of the parameters each, by name.
+        places: for such a part, the numbers of its parameters in the whole.
+        buffers: for messages.
+        meter: of what messages cost.
+        past: whether so many steps have been done, for each number that was asked for.
+        choices: numbers that were settled for the bucket, by name; see :meth:`choose`.
+    """
+
+    def __init__(
+        self,
+        owner: HookMemory,
+        parameters: Sequence[Tensor],
+        index: int,
+        *,
+        with_error: bool = False,
+    ) -> None:
+        self._owner = owner
+        # One hook may serve several models, and keeps none of them.
+        self._parameters = [TensorWeakRef(parameter) for parameter in parameters]
+        self.layout = BucketLayout(parameters)
+        self.index = index
+        self.numel = self.layout.numel
+        self.device = parameters[0].device
+        self.dtype = parameters[0].dtype
+        self.rank = owner.rank
+        self.world_size = owner.world_size
+        self.with_error = with_error
+        self.tensors: dict[str, Tensor] = {}
+        self.lists: dict[str, list[Tensor | None]] = {}
+        self.rounding: Tensor | None = None
+        self.parts: dict[str, BucketMemory] = {}
+        self.buffers = MessageBuffers()
+        self.meter = CallMeter()
+        self.past = owner.past
+        self.choices: dict[str, int] = {}
+        self.places: list[int] = []
+        self._shards: dict[str, tuple[int, int]] = {}
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The bucket's parameters, as long as they live."""
+        found = [reference() for reference in self._parameters]
+        return [parameter for parameter in found if parameter is not None]
+
+    @property
+    def names(self) -> list[str] | None:
+        """The parameters' names, where the model is known."""
+        return self._owner.names_of(self.parameters)
+
+    @property
+    def steps(self) -> int:
+        """Steps done."""
+        return self._owner.steps
+
+    def flat(self, name: str) -> Tensor:
+        """A number in float32 for each of the bucket's elements; zeros at first."""
+        flat = self.tensors.get(name)
+        if flat is None:
+            flat = self.tensors[name] = torch.zeros(self.numel, device=self.device)
+            for parameter, piece in zip(self.parameters, self.layout.views(flat), strict=True):
+                self._owner.adopt(parameter, name, piece)
+        return flat
+
+    def shard(self, name: str, begin: int, end: int) -> Tensor:
+        """A number in float32 for each of the elements ``[begin, end)``; zeros at first."""
+        shard = self.tensors.get(name)
+        if shard is None:
+            shard = self.tensors[name] = torch.zeros(end - begin, device=self.device)
+            self._shards[name] = begin, end
+            self._owner.adopt_shard(self, name)
+        return shard
+
+    def per_parameter(
+        self, name: str, make: Callable[[int, Tensor], Tensor | None]
+    ) -> list[Tensor | None]:
+        """A tensor for each parameter: what it had before, or ``make(number, parameter)``.
+
+        The same on all ranks.
+        """
+        found = self.lists.get(name)
+        if found is None:
+            found = self.lists[name] = [
+                self._owner.adopt_shared(parameter, name, lambda i=i, p=parameter: make(i, p))
+                for i, parameter in enumerate(self.parameters)
+            ]
+        return found
+
+    def random(self, seed: int, *, alike: bool = False) -> Tensor:
+        """Seeds and steps, for codecs that draw random numbers.
+
+        Args:
+            seed: of the hook.
+            alike: the same for what each rank encodes.
+        """
+        if self.rounding is None:
+            rank = 0 if alike else self.rank + 1
+            step = self._owner.steps
+            seeds = _mixed(seed, self.index, rank), _mixed(seed, self.index, -1 - self.rank)
+            rows = [[seed, step] for seed in seeds]
+            self.rounding = torch.tensor(rows, dtype=torch.int64, device=self.device)
+        return self.rounding
+
+    def part(self, name: str, numbers: Sequence[int]) -> BucketMemory:
+        """A memory of some of the parameters, by their numbers."""
+        part = self.parts.get(name)
+        if part is None:
+            parameters = self.parameters
+            part = self.parts[name] = BucketMemory(
+                self._owner,
+                [parameters[i] for i in numbers],
+                self.index * 1000 + len(self.parts) + 1,
+                with_error=self.with_error,
+            )
+            part.places = list(numbers)
+        return part
+
+    def watch(self, step: int) -> None:
+        """Have ``past[step]`` tell whether so many steps have been done."""
+        self.past[step] = self._owner.steps >= step
+
+    def choose(self, name: str, value: int) -> None:
+        """Settle a number for the bucket, on all ranks alike."""
+        self.choices[name] = value
+        for parameter in self.parameters:
+            self._owner.adopt_choice(parameter, name, value)
+
+    def choice(self, name: str, default: int) -> int:
+        """What was settled for the first of the parameters, before or elsewhere."""
+        if name not in self.choices:
+            self.choose(name, self._owner.choice_of(self.parameters[0], name, default))
+        return self.choices[name]
+
+    def belongs_to(self, owner: HookMemory) -> bool:
+        """Whether this is part of a hook's memory."""
+        return self._owner is owner
+
+    # ---- for the owner ---------------------------------------------------------------------------
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was asked for that changes from step to step."""
+        return not (
+            self.tensors
+            or self.lists
+            or self.rounding is not None
+            or self.choices
+            or any(not part.is_empty for part in self.parts.values())
+        )
+
+    def advance(self) -> None:
+        """A step more."""
+        if self.rounding is not None:
+            self.rounding[:, 1] += 1
+        for part in self.parts.values():
+            part.advance()
+
+    def shard_pieces(self, name: str) -> list[tuple[Tensor, int, int, int]]:
+        """Of each parameter that a shard has part in: itself, and what part.
+
+        Returns:
+            Parameter, first element of it, first element of the shard, and how many.
+        """
+        begin, end = self._shards[name]
+        found = []
+        offsets, lengths = self.layout.offsets, self.layout.lengths
+        for parameter, offset, length in zip(self.parameters, offsets, lengths, strict=True):
+            first, last = max(begin, offset), min(end, offset + length)
+            if first < last:
+                found.append((parameter, first - offset, first - begin, last - first))
+        return found
+
+    def dissolve(self) -> None:
+        """Leave what is remembered to the parameters."""
+        for name in self._shards:
+            shard = self.tensors[name]
+            for parameter, first, start, count in self.shard_pieces(name):
+                piece = self._owner.piece(parameter, _FOLDED_INTO[name])
+                if piece is not None:
+                    flat = _in_memory_order(piece, parameter)
+                    flat[first : first + count] += self.world_size * shard[start : start + count]
+        self._shards.clear()
+        for part in self.parts.values():
+            part.dissolve()
+
+
+class HookMemory:
+    """What a hook remembers of all buckets of a model.
+
+    Attributes:
+        rank, world_size: of this process.
+        steps: that have been done on all ranks.
+        is_empty: whether the hook remembers nothing that changes from step to step.
+        group: to communicate through, outside of a bucket's collectives.
+        on_step: called after each step.
+        is_begun: whether a bucket has been asked for, where nobody else tells of steps.
+        past: see :class:`BucketMemory`.
+    """
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.world_size = 1
+        self.steps = 0
+        self.is_empty = True
+        self.is_begun = False
+        self.group: Any = None
+        self.on_step: Callable[[HookMemory], None] | None = None
+        self.past: dict[int, bool] = {}
+        self._names = WeakIdKeyDictionary()
+        self._buckets = WeakIdKeyDictionary()  # by first parameter
+        self._pieces = WeakIdKeyDictionary()  # by parameter: name to piece
+        self._shared = WeakIdKeyDictionary()
+        self._loaded_shards = WeakIdKeyDictionary()
+        self._choices = WeakIdKeyDictionary()
+
+    def know(self, names: Sequence[tuple[str, Tensor]], *, rank: int, world_size: int) -> None:
+        """Be told the parameters' names, and which of how many ranks this is."""
+        for name, parameter in names:
+            self._names[parameter] = name
+        self.rank, self.world_size = rank, world_size
+
+    def of_same_model(self) -> HookMemory:
+        """An empty one, for another hook."""
+        other = HookMemory()
+        names = [(name, parameter) for parameter, name in self._names.items()]
+        other.know(names, rank=self.rank, world_size=self.world_size)
+        return other
+
+    # ---- buckets ---------------------------------------------------------------------------------
+
+    def of(self, parameters: Sequence[Tensor], index: int, prepare: Any) -> BucketMemory:
+        """The memory of a bucket; a new one where it has other parameters than before.
+
+        Args:
+            parameters: the bucket's.
+            index: its number.
+            prepare: called with a new one.
+        """
+        memory = self._buckets.get(parameters[0])
+        if (
+            memory is not None
+            and len(memory.parameters) == len(parameters)
+            and all(a is b for a, b in zip(memory.parameters, parameters, strict=True))
+        ):
+            return memory
+        with torch.no_grad():
+            wanted = {id(parameter) for parameter in parameters}
+            for first, old in list(self._buckets.items()):
+                if any(id(parameter) in wanted for parameter in old.parameters):
+                    old.dissolve()
+                    del self._buckets[first]
+            memory = BucketMemory(self, parameters, index)
+            prepare(memory)
+        self._buckets[parameters[0]] = memory
+        self.is_empty = self.is_empty and memory.is_empty and not self.past
+        return memory
+
+    def buckets(self) -> list[BucketMemory]:
+        """Those that there are, in order."""
+        return sorted(self._buckets.values(), key=lambda memory: memory.index)
+
+    def advance(self) -> None:
+        """A step has been done on all ranks."""
+        self.steps += 1
+        for step in self.past:
+            self.past[step] = self.steps >= step
+        for memory in self._buckets.values():
+            memory.advance()
+        if self.on_step is not None:
+            self.on_step(self)
+
+    # ---- pieces ----------------------------------------------------------------------------------
+
+    def names_of(self, parameters: Sequence[Tensor]) -> list[str] | None:
+        """Their names, where all are known."""
+        names = [self._names.get(parameter) for parameter in parameters]
+        return None if any(name is None for name in names) else names
+
+    def piece(self, parameter: Tensor, name: str) -> Tensor | None:
+        """A parameter's piece of what has a name."""
+        return self._pieces.get(parameter, {}).get(name)
+
+    def adopt(self, parameter: Tensor, name: str, piece: Tensor) -> None:
+        """Let ``piece`` be the parameter's from here on, with what it had before."""
+        pieces = self._pieces.setdefault(parameter, {})
+        before = pieces.get(name)
+        if before is not None:
+            piece.copy_(before)
+        pieces[name] = piece
+
+    def adopt_shared(
+        self, parameter: Tensor, name: str, make: Callable[[], Tensor | None]
+    ) -> Tensor | None:
+        """The parameter's own tensor of a name; made where there is none."""
+        tensors = self._shared.setdefault(parameter, {})
+        if name not in tensors:
+            tensors[name] = make()
+        return tensors[name]
+
+    def adopt_choice(self, parameter: Tensor, name: str, value: int) -> None:
+        """Keep a number that was settled."""
+        self._choices.setdefault(parameter, {})[name] = value
+
+    def choice_of(self, parameter: Tensor, name: str, default: int) -> int:
+        """A number that was settled for a parameter's bucket."""
+        return self._choices.get(parameter, {}).get(name, default)
+
+    def adopt_shard(self, memory: BucketMemory, name: str) -> None:
+        """Put what was loaded into a shard that has been made, and the rest where it belongs."""
+        for parameter, first, start, count in memory.shard_pieces(name):
+            loaded = self._loaded_shards.get(parameter, {}).get(name)
+            if loaded is not None:
+                part = loaded[first : first + count]
+                memory.tensors[name][start : start + count] = part
+                part.zero_()
+        for parameter in memory.parameters:
+            loaded = self._loaded_shards.get(parameter, {}).pop(name, None)
+            piece = self.piece(parameter, _FOLDED_INTO[name])
+            if loaded is not None and piece is not None:
+                flat = _in_memory_order(piece, parameter)
+                flat += self.world_size * loaded
+
+    # ---- state -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything as tensors and plain values, by the parameters' names."""
+        own: dict[str, dict[str, Tensor]] = {}
+        shared: dict[str, dict[str, Tensor]] = {}
+        for parameter, pieces in self._pieces.items():
+            for name, piece in pieces.items():
+                own.setdefault(name, {})[self._names[parameter]] = piece.detach().clone()
+        for parameter, tensors in self._shared.items():
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    shared.setdefault(name, {})[self._names[parameter]] = tensor.detach().clone()
+        for memory in self._leaves():
+            for name in memory._shards:
+                whole = own.setdefault(name, {})
+                for parameter, first, start, count in memory.shard_pieces(name):
+                    flat = torch.zeros(parameter.numel(), device=parameter.device)
+                    flat[first : first + count] = memory.tensors[name][start : start + count]
+                    whole[self._names[parameter]] = flat
+        choices: dict[str, dict[str, int]] = {}
+        for parameter, numbers in self._choices.items():
+            for name, number in numbers.items():
+                choices.setdefault(name, {})[self._names[parameter]] = number
+        return {
+            "version": VERSION,
+            "steps": self.steps,
+            "world_size": self.world_size,
+            "buckets": [memory.names for memory in self.buckets()],
+            "choices": choices,
+            "shared": shared,
+            f"rank{self.rank}": own,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a :meth:`state_dict`. Buckets are to be asked for anew.
+
+        Raises:
+            ValueError: it is none, of another number of ranks, or of parameters that are not here
+                or have other shapes.
+        """
+        by_name = {name: parameter for parameter, name in self._names.items()}
+        own, shared = self._checked(state, by_name)
+        self._buckets = WeakIdKeyDictionary()
+        self._pieces = WeakIdKeyDictionary()
+        self._shared = WeakIdKeyDictionary()
+        self._loaded_shards = WeakIdKeyDictionary()
+        self._choices = WeakIdKeyDictionary()
+        for kind, numbers in state["choices"].items():
+            for name, number in numbers.items():
+                self.adopt_choice(by_name[name], kind, number)
+        self.steps = state["steps"]
+        for step in self.past:
+            self.past[step] = self.steps >= step
+        for kind, tensors in own.items():
+            table = self._loaded_shards if kind in _FOLDED_INTO else self._pieces
+            for name, tensor in tensors.items():
+                parameter = by_name[name]
+                copied = tensor.detach().to(parameter.device, torch.float32, copy=True)
+                table.setdefault(parameter, {})[kind] = copied
+        for kind, tensors in shared.items():
+            for name, tensor in tensors.items():
+                parameter = by_name[name]
+                copied = tensor.detach().to(parameter.device, copy=True)
+                self._shared.setdefault(parameter, {})[kind] = copied
+
+    def _checked(self, state: dict[str, Any], by_name: dict[str, Tensor]) -> tuple[Any, Any]:
+        if not isinstance(state, dict) or state.get("version") != VERSION:
+            raise ValueError(
+                "load_state_dict: state must be what HookHandle.state_dict() gives, got "
+                + (f"version {state.get('version')!r}" if isinstance(state, dict) else repr(state))
+            )
+        if state["world_size"] != self.world_size:
+            raise ValueError(
+                f"load_state_dict: the state must be of {self.world_size} ranks, got one of "
+                f"{state['world_size']}; torch_commhook.reshard_states makes states for another "
+                "number of ranks"
+            )
+        own = state.get(f"rank{self.rank}")
+        if own is None:
+            raise ValueError(
+                f"load_state_dict: the state must be that of rank {self.rank}, got one with "
+                f"{sorted(key for key in state if key.startswith('rank'))}"
+            )
+        shared = state["shared"]
+        for kinds in (own, shared):
+            for kind, tensors in kinds.items():
+                for name, tensor in tensors.items():
+                    parameter = by_name.get(name)
+                    if parameter is None:
+                        raise ValueError(
+                            f"load_state_dict: the state has '{kind}' of parameter '{name}', which "
+                            "the model does not have"
+                        )
+                    if kinds is own and tensor.numel() != parameter.numel():
+                        raise ValueError(
+                            f"load_state_dict: '{kind}' of parameter '{name}' must have "
+                            f"{parameter.numel()} elements, got {tensor.numel()}"
+                        )
+        return own, shared
+
+    def _leaves(self) -> list[BucketMemory]:
+        found: list[BucketMemory] = []
+        waiting = list(self._buckets.values())
+        while waiting:
+            memory = waiting.pop()
+            found.append(memory)
+            waiting.extend(memory.parts.values())
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HookMemory:
+        return HookMemory()  # a copy of a hook remembers nothing: its parameters are others
+
+    def __reduce__(self) -> tuple[type[HookMemory], tuple[()]]:
+        return HookMemory, ()
+
+
+def _in_memory_order(piece: Tensor, parameter: Tensor) -> Tensor:
+    """A parameter's piece as a flat view, in the order of a bucket."""
+    return BucketLayout([parameter])._permute([piece])[0].view(-1)
+
+
+def _mixed(*numbers: int) -> int:
+    """Numbers that are alike into one, of 63 bits, that is not (splitmix64)."""
+    mask = (1 << 64) - 1
+    state = 0
+    for number in numbers:
+        state = (state + (number & mask) + 0x9E3779B97F4A7C15) & mask
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+        state ^= state >> 31
+    return state >> 1
