@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -64,7 +65,9 @@ def measure(plan: Plan, options: argparse.Namespace) -> dict[int, dict[str, Samp
         path = folder / "plan.json"
         path.write_text(json.dumps(asdict(plan)))
         command = [sys.executable, str(FOLDER / "link_rank.py"), str(path)]
-        status = lab.run(command, timeout=options.timeout, output=take)
+        # The hosts have no names, of which c10d would warn.
+        environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
+        status = lab.run(command, timeout=options.timeout, environment=environment, output=take)
         if status != 0:
             raise LabError(f"bench_link: the ranks ended with exit status {status}")
         figures = json.loads((folder / "figures.json").read_text())
