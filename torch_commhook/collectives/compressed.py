@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_commhook._ops import BUCKET_DTYPES
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.futures import TracedFuture, TracedStages
+from torch_commhook.collectives.pieces import exchange_in_pieces, pays
 from torch_commhook.collectives.plain import (
     all_gather,
     all_reduce,
@@ -256,8 +257,16 @@ class _Call:
 
     def _gather(self, sources: list[Tensor], error: Tensor | None) -> Any:
         message = self._encode(sources, error, 1)
-        out = None if self.is_traced else self._buffer("gathered", self.world_size, len(message))
-        wire = self._on_wire(all_gather(message, out=out, group=self.group))
+        if self._goes_in_pieces(len(message)):
+            note_collective(len(message) * (self.world_size - 1))
+            gathered = self._buffer("gathered", self.world_size, len(message))
+            first = self._gather_into(gathered, message, self.group)
+        else:
+            out = None
+            if not self.is_traced:
+                out = self._buffer("gathered", self.world_size, len(message))
+            first = all_gather(message, out=out, group=self.group)
+        wire = self._on_wire(first)
 
         def finish(done: Any) -> Tensor:
             messages = done.value()
@@ -278,13 +287,22 @@ class _Call:
         if not self.is_traced and self.device.type == "cpu" and self.world_size > 1:
             second = second_group(self.group)
         received = self.world_size * self.shard.nbytes
-        first: Any = all_to_all(
-            message,
-            input_split_sizes=self.sizes,
-            output_split_sizes=[self.shard.nbytes] * self.world_size,
-            out=None if self.is_traced else self._buffer("shards", received),
-            group=self.group,
-        )
+        sizes, own = self.sizes, [self.shard.nbytes] * self.world_size
+        first: Any
+        if second is not None and self._goes_in_pieces(max(sizes)):
+            note_collective(sum(sizes) - sizes[self.rank], received - sizes[self.rank])
+            shards_of_all = self._buffer("shards", received)
+            first = exchange_in_pieces(
+                message.split(sizes), shards_of_all.split(own), max(sizes), shards_of_all, self.group
+            )
+        else:
+            first = all_to_all(
+                message,
+                input_split_sizes=sizes,
+                output_split_sizes=own,
+                out=None if self.is_traced else self._buffer("shards", received),
+                group=self.group,
+            )
         if self.is_traced or second is not None:
             # Here, since it is issued where nobody counts.
             note_collective(max(self.sizes) * (self.world_size - 1))
@@ -342,7 +360,8 @@ class _Call:
 
         def issue(padded: Tensor) -> None:
             sums = self._buffer("sums", self.world_size, len(padded))
-            self._on_wire(gather_into(sums, padded, second)).add_done_callback(second_done)
+            gathered = self._gather_into(sums, padded, second)
+            self._on_wire(gathered).add_done_callback(second_done)
 
         def second_done(done: Any) -> None:
             try:
@@ -354,6 +373,16 @@ class _Call:
 
         first.add_done_callback(first_done)
         return result
+
+    def _goes_in_pieces(self, longest: int) -> bool:
+        return not self.is_traced and self.device.type == "cpu" and pays(self.group, longest)
+
+    def _gather_into(self, result: Tensor, tensor: Tensor, group: Any) -> Any:
+        """In eager, from whatever thread."""
+        if not self._goes_in_pieces(len(tensor)):
+            return gather_into(result, tensor, group)
+        to_each = [tensor] * self.world_size
+        return exchange_in_pieces(to_each, list(result), len(tensor), result, group)
 
     def _on_wire(self, future: Any) -> Any:
         """The same future, whose time is taken."""
