@@ -125,25 +125,12 @@ def _other_buckets(rank: int, ddp_first: bool) -> float:
     second.load_state_dict(first.module.state_dict() if ddp_first else first.state_dict())
     other = DDP(second)
     other_handle = attach(other, hooks.error_feedback(hooks.blockwise(bits=4)))
-    if not ddp_first:
-        state = renamed(state, "module.")
     other_handle.load_state_dict(state)
     train(other, rank, range(3, 4))
     before, after = mean_error(state, rank), mean_error(other_handle.state_dict(), rank)
     other_handle.remove()
     # A step has changed it, but not by more than that step's own gradients.
     return float((before - after).norm() / after.norm())
-
-
-def renamed(state: dict[str, Any], prefix: str) -> dict[str, Any]:
-    copy = dict(state)
-    for key in [key for key in state if key.startswith("rank") or key in ("shared", "choices")]:
-        copy[key] = {
-            kind: {prefix + name: value for name, value in values.items()}
-            for kind, values in state[key].items()
-        }
-    copy["buckets"] = [[prefix + name for name in names] for names in state["buckets"]]
-    return copy
 
 
 def mean_error(state: dict[str, Any], rank: int) -> torch.Tensor:

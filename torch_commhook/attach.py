@@ -315,7 +315,9 @@ def attach(
     claim(parameters, model, partial(_attached_to, weakref.ref(model)))
     group = model.process_group if is_ddp else resolve_group(process_group)
     check_agreement(group, parameters, _shared(model, hook, settings))
-    memory.know(parameters, rank=group.rank(), world_size=group.size())
+    prefix = "module." if is_ddp else ""  # a model's states and patterns are the same in DDP
+    names = [(name.removeprefix(prefix), parameter) for name, parameter in parameters]
+    memory.know(names, rank=group.rank(), world_size=group.size())
     if road is None:
         road = _roads[model] = _new_road(model, parameters, group, settings)
     road.attached = attached

@@ -20,8 +20,8 @@ from torch_commhook.metrics import CallMeter
 
 VERSION = 1
 
-#: Where what a rank has lost of the sum it encodes belongs, when another rank encodes that.
-_FOLDED_INTO = {"shard_error": "error"}
+#: Memories of a part of the elements, and where they belong when another rank has that part.
+_FOLDED_INTO = {"shard_error": "error", "node_error": "error", "node_shard_error": "error"}
 
 
 class BucketMemory:
@@ -41,6 +41,7 @@ class BucketMemory:
         buffers: for messages.
         meter: of what messages cost.
         past: whether so many steps have been done, for each number that was asked for.
+        factors: of what :meth:`shard` has made.
         choices: numbers that were settled for the bucket, by name; see :meth:`choose`.
     """
 
@@ -73,6 +74,7 @@ class BucketMemory:
         self.choices: dict[str, int] = {}
         self.places: list[int] = []
         self._shards: dict[str, tuple[int, int]] = {}
+        self.factors: dict[str, int] = {}
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -99,12 +101,17 @@ class BucketMemory:
                 self._owner.adopt(parameter, name, piece)
         return flat
 
-    def shard(self, name: str, begin: int, end: int) -> Tensor:
-        """A number in float32 for each of the elements ``[begin, end)``; zeros at first."""
+    def shard(self, name: str, begin: int, end: int, factor: int) -> Tensor:
+        """A number in float32 for each of the elements ``[begin, end)``; zeros at first.
+
+        When another rank has these, they go into ``flat("error")``, ``factor`` times: as many ranks
+        as the mean is over of which this is an error.
+        """
         shard = self.tensors.get(name)
         if shard is None:
             shard = self.tensors[name] = torch.zeros(end - begin, device=self.device)
             self._shards[name] = begin, end
+            self.factors[name] = factor
             self._owner.adopt_shard(self, name)
         return shard
 
@@ -219,7 +226,7 @@ class BucketMemory:
                 piece = self._owner.piece(parameter, _FOLDED_INTO[name])
                 if piece is not None:
                     flat = _in_memory_order(piece, parameter)
-                    flat[first : first + count] += self.world_size * shard[start : start + count]
+                    flat[first : first + count] += self.factors[name] * shard[start : start + count]
         self._shards.clear()
         for part in self.parts.values():
             part.dissolve()
@@ -359,7 +366,7 @@ class HookMemory:
             piece = self.piece(parameter, _FOLDED_INTO[name])
             if loaded is not None and piece is not None:
                 flat = _in_memory_order(piece, parameter)
-                flat += self.world_size * loaded
+                flat += memory.factors[name] * loaded
 
     # ---- state -----------------------------------------------------------------------------------
 
@@ -524,6 +531,11 @@ def _resharded(own: Sequence[dict[str, dict[str, Tensor]]], world_size: int) -> 
     found: list[dict[str, dict[str, Tensor]]] = [{} for _ in range(world_size)]
     for rank, kinds in enumerate(own):
         for kind, tensors in kinds.items():
+            if kind.startswith("node_"):
+                raise ValueError(
+                    "reshard_states: what hierarchical hooks remember belongs to nodes, which "
+                    "another number of ranks has not"
+                )
             into = _FOLDED_INTO.get(kind)
             # A sum's own loss counts as often as there are ranks.
             factor = world_size if into else world_size / len(own)

@@ -53,7 +53,7 @@ def hierarchical_all_reduce(
         scale: factor of the sum.
         out: written; as in :func:`compressed_all_reduce`.
         carry: added to this rank's values, if given, and then zeros: float32, flat, as many.
-        error: what the node's earlier messages have lost: float32, ``share_numel`` elements.
+        error: what the node's earlier messages have lost: float32, as many elements as the share has.
         shard_error, rounding, buffers, meter: as in :func:`compressed_all_reduce`, of the share.
 
     Returns:
@@ -69,7 +69,8 @@ def hierarchical_all_reduce(
         out = sources[0].new_empty(numel)
     destinations = listed_tensors("hierarchical_all_reduce", "out", out)
     ranks = intra_group.size()
-    share = share_numel(numel, ranks)
+    begin, end = share_range(numel, rank=intra_group.rank(), ranks=ranks)
+    share = -(-numel // ranks)
     with torch.no_grad():
         flat = torch.zeros(share * ranks, device=sources[0].device)
         _ops.flatten(sources, out=flat[:numel])
@@ -77,18 +78,19 @@ def hierarchical_all_reduce(
             flat[:numel] += carry
             carry.zero_()
         own = reduce_scatter(flat, group=intra_group).wait()
-        summed = compressed_all_reduce(
-            own,
-            codec,
-            scale=scale,
-            out=own.new_empty(share),
-            error=error,
-            shard_error=shard_error,
-            rounding=rounding,
-            buffers=buffers,
-            meter=meter,
-            group=inter_group,
-        ).wait()
+        if end > begin:  # the last share may be shorter than the others
+            compressed_all_reduce(
+                own[: end - begin],
+                codec,
+                scale=scale,
+                out=own[: end - begin],
+                error=error,
+                shard_error=shard_error,
+                rounding=rounding,
+                buffers=buffers,
+                meter=meter,
+                group=inter_group,
+            ).wait()
 
     def finish(done: Any) -> Tensor:
         gathered = done.value().view(-1)
@@ -96,17 +98,20 @@ def hierarchical_all_reduce(
             _ops.unflatten_into(gathered[:numel], destinations)
         return destinations[0]
 
-    return all_gather(summed, group=intra_group).then(finish)
+    return all_gather(own, group=intra_group).then(finish)
 
 
-def share_numel(numel: int, ranks: int) -> int:
-    """Elements of which a rank of a node gets the node's sum."""
-    return (numel + ranks - 1) // ranks
+def share_range(numel: int, *, rank: int, ranks: int) -> tuple[int, int]:
+    """The elements ``[begin, end)`` of which a rank of a node gets the node's sum."""
+    share = -(-numel // ranks)
+    return min(numel, share * rank), min(numel, share * (rank + 1))
 
 
 def inter_shard_range(
     codec: Codec, numel: int, *, intra_group: Any, inter_group: Any
 ) -> tuple[int, int]:
-    """The elements ``[begin, end)`` of a share whose sum over the nodes a rank encodes."""
-    share = share_numel(numel, intra_group.size())
-    return shard_range(codec, share, rank=inter_group.rank(), world_size=inter_group.size())
+    """The elements ``[begin, end)`` whose sum over the nodes a rank encodes."""
+    begin, end = share_range(numel, rank=intra_group.rank(), ranks=intra_group.size())
+    ranks = {"rank": inter_group.rank(), "world_size": inter_group.size()}
+    first, last = shard_range(codec, end - begin, **ranks)
+    return begin + first, begin + last

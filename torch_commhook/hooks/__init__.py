@@ -13,6 +13,7 @@ from torch_commhook.hooks.adaptive import adaptive
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.compressed import compressed, hook_of_codec
 from torch_commhook.hooks.cpp import cpp
+from torch_commhook.hooks.hierarchical import hierarchical
 from torch_commhook.hooks.mean import allreduce, cast
 from torch_commhook.hooks.policy import policy
 from torch_commhook.hooks.wrappers import after, clip, error_feedback
@@ -27,6 +28,7 @@ _OWN = [
     "compressed",
     "cpp",
     "error_feedback",
+    "hierarchical",
     "policy",
 ]
 

@@ -69,7 +69,7 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
                 span = shard_range(
                     codec, memory.numel, rank=memory.rank, world_size=memory.world_size
                 )
-                memory.shard("shard_error", *span)
+                memory.shard("shard_error", *span, factor=memory.world_size)
         if codec.is_random:
             memory.random(self.seed, alike=codec.exchange == "all_reduce")
 

@@ -12,7 +12,7 @@ from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.hierarchical import (
     hierarchical_all_reduce,
     inter_shard_range,
-    share_numel,
+    share_range,
 )
 from torch_commhook.collectives.plain import resolve_group
 from torch_commhook.hooks.base import Hook
@@ -57,24 +57,15 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
     def takes_error(self) -> bool:  # type: ignore[override]
         return self.codec.takes_error
 
-    def _share(self, numel: int) -> tuple[int, int]:
-        share = share_numel(numel, self.intra_group.size())
-        begin = min(numel, share * self.intra_group.rank())
-        return begin, min(numel, begin + share)
-
     def prepare(self, memory: BucketMemory) -> None:
         if memory.with_error and self.codec.takes_error:
             groups = {"intra_group": self.intra_group, "inter_group": self.inter_group}
-            begin, end = self._share(memory.numel)
+            ranks = self.intra_group.size()
             memory.flat("error")
-            memory.shard("node_error", begin, end, factor=self.intra_group.size())
-            first, last = inter_shard_range(self.codec, memory.numel, **groups)
-            memory.shard(
-                "node_shard_error",
-                min(end, begin + first),
-                min(end, begin + last),
-                factor=memory.world_size,
-            )
+            share = share_range(memory.numel, rank=self.intra_group.rank(), ranks=ranks)
+            memory.shard("node_error", *share, factor=1)
+            shard = inter_shard_range(self.codec, memory.numel, **groups)
+            memory.shard("node_shard_error", *shard, factor=memory.world_size)
         if self.codec.is_random:
             memory.random(self.seed, alike=self.codec.exchange == "all_reduce")
 
