@@ -54,50 +54,65 @@ bool are_finite(const cpu::Segments& segments, float scale, float* error) {
   return result.load(std::memory_order_relaxed);
 }
 
-// Calls visit(entry, index) for all entries.
-template <typename Visit>
-void for_each_entry(const Draw& draw, int64_t count, const Visit& visit) {
+// Calls visit(entry, locate(index)) for all entries. Those of a batch are located first, so that
+// what they lie in is on its way from memory.
+template <typename Locate, typename Visit>
+void for_each_entry(const Draw& draw, int64_t count, const Locate& locate, const Visit& visit) {
   at::parallel_for(0, count, kGrainEntries, [&](int64_t begin, int64_t end) {
     alignas(64) uint32_t indices[kBatch];
+    decltype(locate(0)) places[kBatch];
     for (int64_t first = begin; first < end; first += kBatch) {
       const int64_t n = std::min(kBatch, end - first);
       COMMHOOK_CHOOSE(kKernels).draw_indices(draw, static_cast<uint32_t>(first), n, indices);
       for (int64_t i = 0; i < n; ++i) {
-        visit(first + i, static_cast<int64_t>(indices[i]));
+        places[i] = locate(static_cast<int64_t>(indices[i]));
+      }
+      for (int64_t i = 0; i < n; ++i) {
+        visit(first + i, places[i]);
       }
     }
   });
 }
 
+// An element of a tensor.
+struct Place {
+  const cpu::Segment* segment;
+  int64_t index;
+  char* data;  // none where the tensor is not contiguous
+};
+
+auto locate_in(const cpu::Segments& segments) {
+  return [&segments](int64_t index) -> Place {
+    const auto& segment = segments.at(index);
+    if (segment.dims > 0) {
+      return {&segment, index, nullptr};
+    }
+    char* const data = segment.data + (index - segment.begin) * segment.element_size;
+    __builtin_prefetch(data);
+    return {&segment, index, data};
+  };
+}
+
 constexpr int kFloat = 1;  // dtype_index(at::kFloat)
 
-float value_at(const cpu::Segments& segments, const cpu::RowKernels& kernels, int64_t index) {
+float value_at(const Place& place, const cpu::RowKernels& kernels) {
+  alignas(8) char element[sizeof(double)];
+  if (place.data == nullptr) {
+    cpu::gather(*place.segment, place.index, 1, element);
+  }
   float value = 0.0f;
-  segments.walk(
-      index, index + 1,
-      [&](const cpu::Segment& segment, const char* data, int64_t, int64_t) {
-        kernels.plain[segment.dtype][kFloat](data, &value, 1, 1.0, nullptr);
-      },
-      [&](const cpu::Segment& segment, int64_t position, int64_t) {
-        alignas(8) char element[sizeof(double)];
-        cpu::gather(segment, position, 1, element);
-        kernels.plain[segment.dtype][kFloat](element, &value, 1, 1.0, nullptr);
-      });
+  kernels.plain[place.segment->dtype][kFloat](place.data == nullptr ? element : place.data, &value,
+                                              1, 1.0, nullptr);
   return value;
 }
 
-void set_value_at(const cpu::Segments& segments, const cpu::RowKernels& kernels, int64_t index,
-                  float value) {
-  segments.walk(
-      index, index + 1,
-      [&](const cpu::Segment& segment, char* data, int64_t, int64_t) {
-        kernels.plain[kFloat][segment.dtype](&value, data, 1, 1.0, nullptr);
-      },
-      [&](const cpu::Segment& segment, int64_t position, int64_t) {
-        alignas(8) char element[sizeof(double)];
-        kernels.plain[kFloat][segment.dtype](&value, element, 1, 1.0, nullptr);
-        cpu::scatter(segment, position, 1, element);
-      });
+void set_value_at(const Place& place, const cpu::RowKernels& kernels, float value) {
+  alignas(8) char element[sizeof(double)];
+  kernels.plain[kFloat][place.segment->dtype](&value, place.data == nullptr ? element : place.data,
+                                              1, 1.0, nullptr);
+  if (place.data == nullptr) {
+    cpu::scatter(*place.segment, place.index, 1, element);
+  }
 }
 
 }  // namespace
@@ -113,13 +128,17 @@ void encode_on_cpu(at::TensorList tensors, const at::Tensor& message, const Draw
   if (!are_finite(segments, factor, lost)) {
     std::fill(values, values + count, float_of(kNaN));
   } else if (lost == nullptr) {
-    for_each_entry(draw, count, [&](int64_t entry, int64_t index) {
-      values[entry] = value_at(segments, kernels, index) * factor;
+    for_each_entry(draw, count, locate_in(segments), [&](int64_t entry, const Place& place) {
+      values[entry] = value_at(place, kernels) * factor;
     });
   } else {
-    for_each_entry(draw, count, [&](int64_t entry, int64_t index) {
-      values[entry] = lost[index];
-      lost[index] = 0.0f;
+    const auto locate = [&](int64_t index) {
+      __builtin_prefetch(lost + index);
+      return lost + index;
+    };
+    for_each_entry(draw, count, locate, [&](int64_t entry, float* place) {
+      values[entry] = *place;
+      *place = 0.0f;
     });
   }
 }
@@ -136,9 +155,9 @@ void decode_on_cpu(const at::Tensor& message, at::TensorList tensors, const Draw
         [](float* values, int64_t, int64_t count) { std::fill(values, values + count, 0.0f); });
   });
   const auto* const values = reinterpret_cast<const float*>(message.const_data_ptr<uint8_t>());
-  for_each_entry(draw, message.numel() / kBytesOfEntry, [&](int64_t entry, int64_t index) {
-    set_value_at(segments, kernels, index, values[entry]);
-  });
+  for_each_entry(
+      draw, message.numel() / kBytesOfEntry, locate_in(segments),
+      [&](int64_t entry, const Place& place) { set_value_at(place, kernels, values[entry]); });
 }
 
 }  // namespace commhook::randomk
