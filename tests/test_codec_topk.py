@@ -104,6 +104,19 @@ def test_the_largest_are_sent(name: str, d: int) -> None:
 
 
 @pytest.mark.usefixtures("each_capability")
+def test_every_nan_is_the_same() -> None:
+    """Whatever its sign and payload are, which depend on the instructions that made it."""
+    bits = torch.tensor([0x7F800001, -1, 0x7FC00000, 0x7FFFFFFF, -0x7FFFFF], dtype=torch.int32)
+    for d in (100, D):
+        x = torch.randn(d)
+        x[10:60] = bits.repeat(10).view(torch.float32)
+        for count, last in ((20, 30), (50, 60)):
+            indices, values = encode([x], count)
+            assert torch.equal(indices, torch.arange(10, last, dtype=torch.int32))
+            assert (values.view(torch.int32) == 0x7FC00000).all()
+
+
+@pytest.mark.usefixtures("each_capability")
 def test_nothing_that_is_not_finite_is_held_back() -> None:
     """Where there is more of it than is sent: first NaN, then infinities."""
     for d in (1000, D):

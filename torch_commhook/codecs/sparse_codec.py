@@ -4,11 +4,26 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import torch
 from torch import Tensor
 
 from torch_commhook.codecs.base import Codec, Shard
 
 _MAX_NUMEL = (1 << 31) - 1
+
+
+def check_entries(op: str, nbytes: int, bytes_of_entry: int, numel: int) -> None:
+    """For fakes: a message holds entries of so many bytes, not more than there are values."""
+    if not (isinstance(nbytes, int) and isinstance(numel, int)):
+        return  # without a guard; the kernel sees the rest
+    count = nbytes // bytes_of_entry
+    torch._check_value(
+        nbytes % bytes_of_entry == 0 and min(numel, 1) <= count <= numel,
+        lambda: (
+            f"{op}: a message must hold {bytes_of_entry} bytes for each entry, of which there are "
+            f"from 1 to {numel}, got {nbytes} bytes"
+        ),
+    )
 
 
 class SparseCodec(Codec):

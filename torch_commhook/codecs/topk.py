@@ -13,24 +13,11 @@ from torch import Tensor
 
 from torch_commhook.codecs.base import register_codec, text_of
 from torch_commhook.codecs.checks import check_memory, check_message, check_messages, check_values
-from torch_commhook.codecs.sparse_codec import SparseCodec
+from torch_commhook.codecs.sparse_codec import SparseCodec, check_entries
 
 _ops = torch.ops.commhook
 
 _BYTES_OF_ENTRY = 8
-
-
-def _check_bytes(op: str, nbytes: int, numel: int) -> None:
-    if not (isinstance(nbytes, int) and isinstance(numel, int)):
-        return  # without a guard; the kernel sees the rest
-    count = nbytes // _BYTES_OF_ENTRY
-    torch._check_value(
-        nbytes % _BYTES_OF_ENTRY == 0 and min(numel, 1) <= count <= numel,
-        lambda: (
-            f"{op}: a message must hold 8 bytes for each entry, of which there are from 1 to "
-            f"{numel}, got {nbytes} bytes"
-        ),
-    )
 
 
 @torch.library.register_fake("commhook::topk_encode")
@@ -44,7 +31,7 @@ def _encode_fake(
     op = "topk_encode"
     numel = check_values(op, tensors)
     check_message(op, "message", message, None)
-    _check_bytes(op, message.numel(), numel)
+    check_entries(op, message.numel(), _BYTES_OF_ENTRY, numel)
     check_memory(op, error, None, numel)
 
 
@@ -53,7 +40,7 @@ def _decode_fake(message: Tensor, tensors: Sequence[Tensor]) -> None:
     op = "topk_decode"
     numel = check_values(op, tensors)
     check_message(op, "message", message, None)
-    _check_bytes(op, message.numel(), numel)
+    check_entries(op, message.numel(), _BYTES_OF_ENTRY, numel)
 
 
 @torch.library.register_fake("commhook::topk_decode_sum")
@@ -62,7 +49,7 @@ def _decode_sum_fake(messages: Tensor, tensors: Sequence[Tensor], *, scale: floa
     numel = check_values(op, tensors)
     check_messages(op, messages)
     check_message(op, "messages", messages, None)
-    _check_bytes(op, messages.shape[1], numel)
+    check_entries(op, messages.shape[1], _BYTES_OF_ENTRY, numel)
 
 
 @register_codec
