@@ -169,8 +169,14 @@ class HookHandle:
 
     def stats(self) -> HookStats:
         """What the hook sent while it was attached; see :class:`HookStats`."""
-        self._attached.traced_steps.move_to(self._attached.stats)
-        return self._attached.stats
+        attached = self._attached
+        stats = attached.stats
+        attached.traced_steps.move_to(stats)
+        stats.world_size = attached.memory.world_size
+        for memory in attached.memory.buckets():
+            if memory.index < len(stats.buckets):
+                stats.buckets[memory.index].measured(memory.meters())
+        return stats
 
     # ---- what the hook remembers -----------------------------------------------------------------
 
@@ -309,7 +315,9 @@ def attach(
     claim(parameters, model, partial(_attached_to, weakref.ref(model)))
     group = model.process_group if is_ddp else resolve_group(process_group)
     check_agreement(group, parameters, _shared(model, hook, settings))
-    memory.know(parameters, rank=group.rank(), world_size=group.size())
+    prefix = "module." if is_ddp else ""  # a model's states and patterns are the same in DDP
+    names = [(name.removeprefix(prefix), parameter) for name, parameter in parameters]
+    memory.know(names, rank=group.rank(), world_size=group.size())
     if road is None:
         road = _roads[model] = _new_road(model, parameters, group, settings)
     road.attached = attached

@@ -73,6 +73,17 @@ class Attached:
             return None
         return self.memory.of(parameters, index, self.hook.prepare)
 
+    def join(self, group: Any) -> None:
+        """Be told of the group that the hook has beside its buckets' collectives."""
+        self.memory.group = group
+        if isinstance(self.hook, Hook):
+            self.memory.on_step = self.hook.step_counted
+
+    @property
+    def scales_steps(self) -> bool:
+        """Whether :meth:`Hook.step_scale` is to be asked."""
+        return isinstance(self.hook, Hook) and self.hook.scales_steps
+
     @property
     def is_lossy(self) -> bool:
         """Whether it is known that less travels than there is."""
@@ -126,7 +137,7 @@ class Attached:
             else:
                 dtype = bucket.dtype()
                 result = run_hook(self.hook, self.state, bucket)
-        return result, dtype, (bucket.numel(), bucket.dtype(), meter.sent())
+        return result, dtype, meter.traffic(bucket.numel(), bucket.dtype())
 
 
 def traceable(hook: Any) -> Any:

@@ -18,7 +18,7 @@ from torch_commhook._dynamo import left_to_python
 from torch_commhook.attached import Attached
 from torch_commhook.bucket import GradBucket
 from torch_commhook.hooks.mean import allreduce
-from torch_commhook.metrics import count_bucket
+from torch_commhook.metrics import BucketTraffic, count_bucket
 from torch_commhook.parameters import trainable
 from torch_commhook.results import hook_on_bucket
 from torch_commhook.step_group import StepGroup
@@ -48,6 +48,7 @@ class DdpRoad:
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._group = StepGroup(model.process_group)
+        self._device = trainable(model)[0][1].device
         #: The road that has taken this one's place.
         self.successor: ReducerRoad | None = None
         self._attached: Attached | None = None
@@ -82,8 +83,10 @@ class DdpRoad:
     @attached.setter
     def attached(self, attached: Attached | None) -> None:
         self._attached = attached
-        if attached is not None and attached.has_stages:
-            self._group.prepare_second_stage()
+        if attached is not None:
+            attached.join(self._group.group_for(self._device))
+            if attached.has_stages:
+                self._group.prepare_second_stage()
 
     def memory_loaded(self, buckets: list[list[str]]) -> None:
         """The hook's memory has been read from elsewhere."""
@@ -159,19 +162,27 @@ class DdpRoad:
         if error is None:
             self._group.end()
             attached.memory.advance()
-            for index, traffic in enumerate(sent or ()):
+            for index, (numel, dtype, nbytes) in enumerate(sent or ()):
+                traffic = BucketTraffic(numel, dtype, nbytes, nbytes)
                 count_bucket(attached.stats, index, len(sent or ()), traffic, first=index == 0)
-            if sent is None and attached.stages.has_post_accumulate_hooks:
+            if sent is None and (attached.scales_steps or attached.stages.has_post_accumulate_hooks):
                 # Once the reducer has written the last gradients.
                 engine = torch.autograd.Variable._execution_engine
-                engine.queue_callback(partial(self._run_post_accumulate_hooks, attached))
+                engine.queue_callback(partial(self._gradients_written, attached))
             return
         raised = self._group.fail_with(error)
         if raised is not error:  # which comes out of backward() by itself
             raise raised
 
     @left_to_python
-    def _run_post_accumulate_hooks(self, attached: Attached) -> None:
+    def _gradients_written(self, attached: Attached) -> None:
+        if attached.scales_steps:
+            parameters = [p for bucket in self._buckets.values() for p in bucket.parameters()]
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            with torch.no_grad():
+                scale = attached.hook.step_scale(gradients)  # type: ignore[attr-defined]
+                if scale is not None:
+                    torch._foreach_mul_(gradients, scale)
         for index, bucket in sorted(self._buckets.items()):
             where = hook_on_bucket(attached.name, index, bucket.bucket_count())
             attached.stages.done(bucket, where)

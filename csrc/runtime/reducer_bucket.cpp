@@ -120,19 +120,23 @@ at::Tensor ReducerBucket::gather_views(const std::vector<at::Tensor>& gradients,
   return scale == 1.0 ? storage_ : storage_.mul_(scale);
 }
 
-void ReducerBucket::write(const at::Tensor& result) {
+void ReducerBucket::write(const at::Tensor& result, double scale) {
   const at::NoGradGuard no_grad;
   if (is_sparse_) {
-    parameters_.front().mutable_grad() = result;
+    parameters_.front().mutable_grad() = scale == 1.0 ? result : result.mul(scale);
     return;
   }
   if (!views_.empty()) {
-    if (!is_same_memory(result, storage_)) {
-      if (result.is_complex()) {
+    const bool is_there = is_same_memory(result, storage_);
+    if (is_there || result.is_complex()) {
+      if (!is_there) {
         storage_.copy_(result);
-      } else {
-        unflatten_into(result, {storage_});
       }
+      if (scale != 1.0) {
+        storage_.mul_(scale);
+      }
+    } else {
+      unflatten_into(result, {storage_}, scale);
     }
     for (size_t i = 0; i < views_.size(); ++i) {
       auto& gradient = parameters_[i].mutable_grad();
@@ -153,8 +157,11 @@ void ReducerBucket::write(const at::Tensor& result) {
   }
   if (result.is_complex()) {
     at::_foreach_copy_(into, layout_.views(result));
+    if (scale != 1.0) {
+      at::_foreach_mul_(into, scale);
+    }
   } else {
-    unflatten_into(result, layout_.in_memory_order(std::move(into)));
+    unflatten_into(result, layout_.in_memory_order(std::move(into)), scale);
   }
 }
 

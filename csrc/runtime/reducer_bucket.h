@@ -32,9 +32,9 @@ class ReducerBucket : public GradientSource {
   at::Tensor flatten(double scale, std::optional<at::ScalarType> dtype,
                      std::optional<at::Tensor> out) const;
 
-  // Brings a result into the gradients of all parameters, cast on the way; what a backward has left
-  // without one gets one.
-  void write(const at::Tensor& result);
+  // Brings a result into the gradients of all parameters, scaled and cast on the way; what a
+  // backward has left without one gets one.
+  void write(const at::Tensor& result, double scale = 1.0);
 
  private:
   at::Tensor zeros(const at::Tensor& parameter) const;

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_commhook._ops import BUCKET_DTYPES
 from torch_commhook.codecs.base import Codec
+from torch_commhook.collectives.pieces import exchange_in_pieces, pays
 from torch_commhook.collectives.plain import (
     all_gather,
     all_reduce,
@@ -18,7 +19,7 @@ from torch_commhook.collectives.plain import (
     resolve_group,
 )
 from torch_commhook.collectives.stages import on_wire, timed, two_stages
-from torch_commhook.metrics import CallMeter
+from torch_commhook.metrics import CallMeter, note_collective
 
 
 class MessageBuffers:
@@ -105,11 +106,11 @@ def compressed_all_reduce(
         raise TypeError(
             f"compressed_all_reduce: codec must be a Codec, got {type(codec).__qualname__}"
         )
-    sources = _listed("tensors", tensors)
+    sources = listed_tensors("compressed_all_reduce", "tensors", tensors)
     numel = sum(tensor.numel() for tensor in sources)
     if out is None:
         out = sources[0].new_empty(numel)
-    destinations = _listed("out", out)
+    destinations = listed_tensors("compressed_all_reduce", "out", out)
     if sum(tensor.numel() for tensor in destinations) != numel:
         raise ValueError(
             f"compressed_all_reduce: out must hold {numel} elements, as many as tensors, got "
@@ -144,19 +145,25 @@ def shard_range(codec: Codec, numel: int, *, rank: int, world_size: int) -> tupl
     return begin, begin + counts[rank]
 
 
-def _listed(name: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
+def listed_tensors(op: str, name: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """A tensor or several, such as codecs take, as a list.
+
+    Raises:
+        ValueError: none.
+        TypeError: something else, or another dtype.
+    """
     found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if not found:
-        raise ValueError(f"compressed_all_reduce: {name} must hold at least one tensor, got none")
+        raise ValueError(f"{op}: {name} must hold at least one tensor, got none")
     for i, tensor in enumerate(found):
         if not isinstance(tensor, Tensor):
             raise TypeError(
-                f"compressed_all_reduce: {name}[{i}] must be a tensor, got "
+                f"{op}: {name}[{i}] must be a tensor, got "
                 f"{type(tensor).__qualname__}"
             )
         if tensor.dtype not in BUCKET_DTYPES:
             raise TypeError(
-                f"compressed_all_reduce: {name}[{i}] must be of dtype float64, float32, float16 or "
+                f"{op}: {name}[{i}] must be of dtype float64, float32, float16 or "
                 f"bfloat16, got {tensor.dtype}"
             )
     return found
@@ -247,8 +254,16 @@ class _Call:
 
     def _gather(self, sources: list[Tensor], error: Tensor | None) -> Any:
         message = self._encode(sources, error, 1)
-        out = None if self.is_traced else self._buffer("gathered", self.world_size, len(message))
-        wire = on_wire(all_gather(message, out=out, group=self.group), self.meter)
+        if self._goes_in_pieces(len(message)):
+            note_collective(len(message) * (self.world_size - 1))
+            gathered = self._buffer("gathered", self.world_size, len(message))
+            first = self._gather_into(gathered, message, self.group)
+        else:
+            out = None
+            if not self.is_traced:
+                out = self._buffer("gathered", self.world_size, len(message))
+            first = all_gather(message, out=out, group=self.group)
+        wire = on_wire(first, self.meter)
 
         def finish(done: Any) -> Tensor:
             messages = done.value()
@@ -266,12 +281,23 @@ class _Call:
         self.shard = shards[self.rank]
         message = self._encode(sources, error, self.world_size)
         received = self.world_size * self.shard.nbytes
+        sizes, own = self.sizes, [self.shard.nbytes] * self.world_size
 
         def exchange() -> Any:
+            if self._goes_in_pieces(max(sizes)):
+                note_collective(sum(sizes) - sizes[self.rank], received - sizes[self.rank])
+                shards_of_all = self._buffer("shards", received)
+                return exchange_in_pieces(
+                    message.split(sizes),
+                    shards_of_all.split(own),
+                    max(sizes),
+                    shards_of_all,
+                    self.group,
+                )
             return all_to_all(
                 message,
-                input_split_sizes=self.sizes,
-                output_split_sizes=[self.shard.nbytes] * self.world_size,
+                input_split_sizes=sizes,
+                output_split_sizes=own,
                 out=None if self.is_traced else self._buffer("shards", received),
                 group=self.group,
             )
@@ -281,7 +307,7 @@ class _Call:
             self._reduce,
             self._issue_gather,
             self._decode,
-            second_bytes=max(self.sizes) * (self.world_size - 1),
+            second_bytes=max(sizes) * (self.world_size - 1),
             device=self.device,
             group=self.group,
             meter=self.meter,
@@ -302,8 +328,11 @@ class _Call:
         return padded
 
     def _issue_gather(self, padded: Tensor, group: Any) -> Any:
-        sums = None if self.is_traced else self._buffer("sums", self.world_size, len(padded))
-        return issue_all_gather(padded, sums, group, is_traced=self.is_traced)
+        if self.is_traced:
+            return issue_all_gather(padded, None, group, is_traced=True)
+        return self._gather_into(
+            self._buffer("sums", self.world_size, len(padded)), padded, group
+        )
 
     def _decode(self, gathered: Tensor) -> Tensor:
         with torch.no_grad(), timed(self.meter, "decode"):
@@ -315,3 +344,13 @@ class _Call:
                 torch.cat(pieces, out=message)
             self.codec.decode(message, self.destinations, shards=self.world_size)
         return self._result()
+
+    def _goes_in_pieces(self, longest: int) -> bool:
+        return not self.is_traced and self.device.type == "cpu" and pays(self.group, longest)
+
+    def _gather_into(self, result: Tensor, tensor: Tensor, group: Any) -> Any:
+        """In eager, from whatever thread."""
+        if not self._goes_in_pieces(len(tensor)):
+            return issue_all_gather(tensor, result, group, is_traced=False)
+        to_each = [tensor] * self.world_size
+        return exchange_in_pieces(to_each, list(result), len(tensor), result, group)

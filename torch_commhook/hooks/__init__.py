@@ -9,14 +9,30 @@ There is one under the name of each codec of :mod:`torch_commhook.codecs`.
 from typing import Any
 
 from torch_commhook.codecs.base import CODECS
+from torch_commhook.hooks.adaptive import adaptive
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.compressed import compressed, hook_of_codec
 from torch_commhook.hooks.cpp import cpp
+from torch_commhook.hooks.hierarchical import hierarchical
 from torch_commhook.hooks.mean import allreduce, cast
+from torch_commhook.hooks.policy import policy
 from torch_commhook.hooks.powersgd import powersgd
-from torch_commhook.hooks.wrappers import error_feedback
+from torch_commhook.hooks.wrappers import after, clip, error_feedback
 
-_OWN = ["Hook", "allreduce", "cast", "compressed", "cpp", "error_feedback", "powersgd"]
+_OWN = [
+    "Hook",
+    "adaptive",
+    "after",
+    "allreduce",
+    "cast",
+    "clip",
+    "compressed",
+    "cpp",
+    "error_feedback",
+    "hierarchical",
+    "policy",
+    "powersgd",
+]
 
 
 def __getattr__(name: str) -> Any:

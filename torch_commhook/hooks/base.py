@@ -6,6 +6,7 @@
 import copy
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,15 +39,21 @@ class Hook(ABC):
 
     process_group: Any = None
 
-    #: Whether what travels is less than what there is, so that an error can be fed back.
+    #: Whether what travels is less than what there is, so that results depend on what shares a
+    #: bucket.
     is_lossy: bool = False
+
+    #: Whether what is lost can be sent with the next message.
+    takes_error: bool = False
 
     #: Whether collectives follow one another, for which some process groups need a second one.
     has_stages: bool = False
 
+    #: Whether :meth:`step_scale` is to be asked, which has all results wait for the last.
+    scales_steps: bool = False
+
     def __init__(self, process_group: Any = None) -> None:
         self.process_group = process_group
-        self._own_memory = HookMemory()  # where the hook is attached to nothing
 
     def prepare(self, memory: BucketMemory) -> None:
         """Ask for what the hook remembers of a bucket, before the first :meth:`average` of it.
@@ -54,6 +61,20 @@ class Hook(ABC):
         Called outside of compilers, on all ranks at the same point, and again whenever buckets are
         formed anew.
         """
+
+    def step_scale(self, results: Sequence[Tensor]) -> Tensor | None:
+        """A factor for a step's results, before they are written.
+
+        Args:
+            results: flat tensors, one for each bucket, the same on all ranks.
+
+        Returns:
+            A float32 tensor of one number; None for 1.
+        """
+        return None
+
+    def step_counted(self, memory: HookMemory) -> None:
+        """Called when a step has been done on all ranks; all come here at the same point."""
 
     def memory(self, bucket: GradBucket) -> BucketMemory:
         """What :meth:`prepare` has asked for.
@@ -66,9 +87,11 @@ class Hook(ABC):
         return memory
 
     def _own_memory_of(self, bucket: GradBucket) -> BucketMemory:
-        own = self._own_memory
+        # Not made by the constructor, which a subclass may forget to call.
+        own: HookMemory = self.__dict__.setdefault("_own_memory", HookMemory())
         group = self.group(bucket)
-        own.rank, own.world_size = group.rank(), group.size()
+        own.rank, own.world_size, own.group = group.rank(), group.size(), group
+        own.on_step = self.step_counted
         memory = own.of(bucket.parameters(), bucket.index(), self.prepare)
         if bucket.index() == 0:  # the step before has come to an end
             if own.is_begun:

@@ -13,6 +13,7 @@ import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,23 +38,23 @@ _BLOCK = 1 << 18
 
 @dataclass(frozen=True)
 class Group:
-    """Matrices of one shape.
+    """Matrices of one shape, at equal distances in their bucket.
 
     Attributes:
         rows, columns: of each.
         numbers: of their parameters in the bucket.
-        offsets: of their gradients in the bucket.
+        offset: of the first in the bucket.
+        distance: from one to the next there.
         matrices: before the first of them, in all groups before.
-        start: their first element among those of all groups.
-        left, right: the first element of their factors, likewise.
+        left, right: the first element of their factors among those of all groups.
     """
 
     rows: int
     columns: int
     numbers: tuple[int, ...]
-    offsets: tuple[int, ...]
+    offset: int
+    distance: int
     matrices: int
-    start: int
     left: int
     right: int
 
@@ -61,27 +62,30 @@ class Group:
         return len(self.numbers)
 
     @property
-    def numel(self) -> int:
-        return len(self) * self.rows * self.columns
+    def slice(self) -> slice:
+        """The matrices among those of all groups."""
+        return slice(self.matrices, self.matrices + len(self))
 
 
 class Plan:
     """Which gradients of a bucket become products, and where everything lies.
 
-    Matrices come in groups of one shape. A matrix is what a gradient is in memory: its outermost
-    dimension by all others. That is the first dimension of the parameter, whether it is row-major
-    or channels_last; of a transposed weight it is the second.
+    A matrix is what a gradient is in memory: its outermost dimension by all others. That is the
+    first dimension of the parameter, whether it is row-major or channels_last; of a transposed
+    weight it is the second. Matrices of one shape at equal distances make a group, which is one
+    tensor of three dimensions without a copy.
 
-    It has a text form, since compilers pass on text as it is.
+    A plan has a text form, since compilers pass on text as it is.
 
     Attributes:
         rank: columns of each factor.
         seed: of the factors' first values.
+        numel: of the bucket.
+        parameters: in the bucket.
         groups: matrices that are compressed.
         vectors: number, offset and length of the other gradients.
-        numel: of the bucket.
-        vector_numel, matrix_numel, left_numel, right_numel: elements of all vectors, matrices and
-            factors.
+        matrices: in all groups.
+        vector_numel, left_numel, right_numel: elements of all vectors and factors.
     """
 
     def __init__(self, text: str) -> None:
@@ -90,20 +94,24 @@ class Plan:
         self.vectors: list[tuple[int, int, int]] = [tuple(vector) for vector in vectors]
         self.vector_numel = sum(length for _, _, length in self.vectors)
         self.groups: list[Group] = []
-        matrices = start = left = right = 0
-        for rows, columns, numbers, offsets in groups:
+        self.matrices = self.left_numel = self.right_numel = 0
+        for rows, columns, offset, distance, numbers in groups:
             group = Group(
-                rows, columns, tuple(numbers), tuple(offsets), matrices, start, left, right
+                rows,
+                columns,
+                tuple(numbers),
+                offset,
+                distance,
+                self.matrices,
+                self.left_numel,
+                self.right_numel,
             )
             self.groups.append(group)
-            matrices += len(group)
-            start += group.numel
-            left += len(group) * self.rank * rows
-            right += len(group) * self.rank * columns
-        self.matrices = matrices
-        self.matrix_numel, self.left_numel, self.right_numel = start, left, right
-        self.parameters = matrices + len(self.vectors)
-        self._chunks: dict[tuple[int, int], list[tuple[slice, list[slice]]]] = {}
+            self.matrices += len(group)
+            self.left_numel += len(group) * self.rank * rows
+            self.right_numel += len(group) * self.rank * columns
+        self.parameters = self.matrices + len(self.vectors)
+        self._blocks: dict[tuple[int, int], list[Block]] = {}
         self._fresh: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
 
     @classmethod
@@ -117,21 +125,27 @@ class Plan:
             min_compression_rate: a gradient is compressed where its factors have so many times
                 fewer elements.
         """
-        groups: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+        groups: list[list[Any]] = []
+        latest: dict[tuple[int, int], list[Any]] = {}  # of each shape, the group that may grow
         vectors = []
         for number, (offset, length, size, strides) in enumerate(
             zip(layout.offsets, layout.lengths, layout.sizes, layout.strides, strict=True)
         ):
             rows = size[memory_order(size, strides)[0]] if len(size) > 1 and length else 1
             columns = length // rows
-            if len(size) > 1 and 0 < rank * (rows + columns) * min_compression_rate <= length:
-                numbers, offsets = groups.setdefault((rows, columns), ([], []))
-                numbers.append(number)
-                offsets.append(offset)
-            else:
+            if not 0 < rank * (rows + columns) * min_compression_rate <= length or len(size) < 2:
                 vectors.append((number, offset, length))
-        plain = [[*shape, *members] for shape, members in groups.items()]
-        return plan_of(json.dumps([rank, seed, layout.numel, plain, vectors]))
+                continue
+            group = latest.get((rows, columns))
+            if group is not None:
+                first, distance, numbers = group[2:]
+                if distance in (0, offset - first - distance * (len(numbers) - 1)):
+                    group[3] = distance or offset - first
+                    numbers.append(number)
+                    continue
+            group = latest[rows, columns] = [rows, columns, offset, 0, [number]]
+            groups.append(group)
+        return plan_of(json.dumps([rank, seed, layout.numel, groups, vectors]))
 
     @property
     def numbers(self) -> list[int]:
@@ -155,30 +169,30 @@ class Plan:
             ]
         return found
 
-    def chunks(self, group: Group, device: torch.device) -> list[tuple[slice, list[slice]]]:
-        """A group's matrices in blocks that fit into the cache; on other devices in one.
-
-        Returns:
-            Which matrices, and which of their rows; either several matrices, or parts of one.
-        """
-        key = group.matrices, device.type == "cpu" and torch.get_num_threads()
-        found = self._chunks.get(key)
+    def blocks(self, group: Group, device: torch.device) -> list[Block]:
+        """A group in blocks that fit into a processor's cache; on other devices in one."""
+        threads = torch.get_num_threads() if device.type == "cpu" else 0
+        found = self._blocks.get((group.matrices, threads))
         if found is None:
-            block = _BLOCK * key[1] if device.type == "cpu" else group.numel
-            at_once = max(1, block // (group.rows * group.columns))
-            rows = max(1, block // group.columns) if at_once == 1 else group.rows
+            most = _BLOCK * threads if threads else len(group) * group.rows * group.columns
+            at_once = max(1, most // (group.rows * group.columns))
+            rows = max(1, most // group.columns) if at_once == 1 else group.rows
             parts = [slice(i, min(i + rows, group.rows)) for i in range(0, group.rows, rows)]
-            found = self._chunks[key] = [
-                (slice(i, min(i + at_once, len(group))), parts)
+            found = self._blocks[group.matrices, threads] = [
+                Block(slice(i, min(i + at_once, len(group))), parts)
                 for i in range(0, len(group), at_once)
             ]
         return found
 
     # ---- views -----------------------------------------------------------------------------------
 
-    def stack(self, work: Tensor, group: Group) -> Tensor:
-        """A group's matrices, of shape ``(matrices, rows, columns)``."""
-        return work.narrow(0, group.start, group.numel).view(len(group), group.rows, group.columns)
+    def stack(self, bucket: Tensor, group: Group) -> Tensor:
+        """A group's matrices in a tensor like the bucket, ``(matrices, rows, columns)``."""
+        return bucket.as_strided(
+            (len(group), group.rows, group.columns),
+            (group.distance, group.columns, 1),
+            bucket.storage_offset() + group.offset,
+        )
 
     def left(self, flat: Tensor, group: Group) -> Tensor:
         """A group's left factors, of shape ``(matrices, rank, rows)``."""
@@ -189,6 +203,22 @@ class Plan:
         """A group's right factors, of shape ``(matrices, rank, columns)``."""
         length = len(group) * self.rank * group.columns
         return flat.narrow(0, group.right, length).view(len(group), self.rank, group.columns)
+
+    def split_vectors(self, bucket: Tensor) -> list[Tensor]:
+        """The vectors in a tensor like the bucket."""
+        return [bucket.narrow(0, offset, length) for _, offset, length in self.vectors]
+
+
+class Block(NamedTuple):
+    """A part of a group.
+
+    Attributes:
+        some: which matrices.
+        parts: their rows, in parts where there is but one matrix.
+    """
+
+    some: slice
+    parts: list[slice]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -219,39 +249,44 @@ def left_factors(
 
     Args:
         sources: the gradients, or the bucket's buffer.
-        work: written: the matrices. Of ``matrix_numel`` elements, in float32 or float64, as all
-            others.
+        work: written: the matrices. Of ``numel`` elements, in float32 or float64, as all others.
         q: the right factors.
         wire: written: ``vector_numel`` elements, and ``left_numel`` ones.
         scale: factor of all that is on the wire.
-        adds: whether gradients are added to what is in ``work``.
+        adds: whether gradients are added to what is in ``work``. Vectors are, too, and leave zeros
+            there.
     """
     flat = sources[0] if len(sources) == 1 and plan.parameters > 1 else None
-
-    def gradient(number: int, offset: int, length: int) -> Tensor:
-        return sources[number] if flat is None else flat.narrow(0, offset, length)
-
-    length_of_vectors = plan.vector_numel
     if plan.vectors:
-        vectors = [gradient(*vector) for vector in plan.vectors]
-        _ops.flatten(vectors, scale=scale, out=wire[:length_of_vectors])
-    if not plan.groups:
-        return
-    left = wire[length_of_vectors:]
+        if flat is None:
+            vectors = [sources[number] for number, _, _ in plan.vectors]
+        else:
+            vectors = plan.split_vectors(flat)
+        if adds:
+            sums = plan.split_vectors(work)
+            shaped = [one.view(vector.shape) for one, vector in zip(sums, vectors, strict=True)]
+            torch._foreach_add_(shaped, vectors)
+            _ops.flatten(sums, scale=scale, out=wire[: plan.vector_numel])
+            torch._foreach_zero_(sums)
+        else:
+            _ops.flatten(vectors, scale=scale, out=wire[: plan.vector_numel])
+    left = wire[plan.vector_numel :]
     for group in plan.groups:
-        matrices = [
-            gradient(number, offset, group.rows * group.columns).reshape(group.rows, group.columns)
-            for number, offset in zip(group.numbers, group.offsets, strict=True)
-        ]
         stack, p, right = plan.stack(work, group), plan.left(left, group), plan.right(q, group)
-        for some, parts in plan.chunks(group, work.device):
+        if flat is None:
+            matrices = [sources[i].reshape(group.rows, group.columns) for i in group.numbers]
+        else:
+            gradients = plan.stack(flat, group)
+        for some, parts in plan.blocks(group, work.device):
             for rows in parts:
                 block = stack[some, rows]
-                pieces = [matrix[rows] for matrix in matrices[some]]
-                if adds:
-                    torch._foreach_add_(list(block.unbind()), pieces)
+                if flat is not None:
+                    pieces = gradients[some, rows]
+                    block.add_(pieces) if adds else block.copy_(pieces)
                 else:
-                    torch._foreach_copy_(list(block.unbind()), pieces)
+                    of_each = [matrix[rows] for matrix in matrices[some]]
+                    write = torch._foreach_add_ if adds else torch._foreach_copy_
+                    write(block.unbind(), of_each)
                 torch.bmm(right[some], block.transpose(1, 2), out=p[some, :, rows])
     if scale != 1.0:
         left.mul_(scale)
@@ -281,7 +316,7 @@ def right_factors(
     orthonormalize(wire[plan.vector_numel :], plan, left)
     for group in plan.groups:
         stack, p, q = plan.stack(work, group), plan.left(left, group), plan.right(right, group)
-        for some, _ in plan.chunks(group, work.device):
+        for some, _ in plan.blocks(group, work.device):
             torch.bmm(p[some], stack[some], out=q[some])
             if keeps_error:
                 _subtract_product(stack[some], p[some], q[some])
@@ -312,18 +347,17 @@ def restore(
         result: written; of ``numel`` elements.
         keeps_error: whether ``work`` keeps the error.
     """
-    position = 0
-    for _, offset, length in plan.vectors:
-        result[offset : offset + length] = wire[position : position + length]
-        position += length
-    for group in plan.groups:
-        lefts, rights = plan.left(left, group), plan.right(right, group)
-        for p, factor, offset in zip(lefts, rights, group.offsets, strict=True):
-            product = result.narrow(0, offset, group.rows * group.columns)
-            _write_product(p, factor, product.view(group.rows, group.columns))
-    fresh = plan.fresh(q.dtype, q.device)
-    for group, first in zip(plan.groups, fresh, strict=True):
-        factors, average = plan.right(q, group), plan.right(right, group)
+    if plan.vectors:
+        _ops.unflatten_into(wire[: plan.vector_numel], plan.split_vectors(result))
+    for group, first in zip(plan.groups, plan.fresh(q.dtype, q.device), strict=True):
+        stack, p, average = (
+            plan.stack(result, group),
+            plan.left(left, group),
+            plan.right(right, group),
+        )
+        for some, _ in plan.blocks(group, work.device):
+            _write_product(p[some], average[some], stack[some])
+        factors = plan.right(q, group)
         lengths = torch.linalg.vector_norm(average, dim=2, keepdim=True, dtype=torch.float64)
         is_finite = lengths.isfinite().all(1, keepdim=True)
         has_any = (lengths > 0).any(1, keepdim=True)
@@ -335,18 +369,18 @@ def restore(
 
 
 def _write_product(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Write ``left' right``, where the sum is over the first dimension of both."""
+    """Write ``left' right`` into a stack, where the sum is over the second dimension of both."""
     if not _is_elementwise(left):
-        torch.mm(left.t(), right, out=out)
+        torch.bmm(left.transpose(1, 2), right, out=out)
         return
-    torch.mul(left[0, :, None], right[0], out=out)
-    for j in range(1, len(left)):
-        out.addcmul_(left[j, :, None], right[j])
+    torch.mul(left[:, 0, :, None], right[:, 0, None, :], out=out)
+    for j in range(1, left.shape[1]):
+        out.addcmul_(left[:, j, :, None], right[:, j, None, :])
 
 
 def _subtract_product(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """Subtract ``left' right`` from a stack, where the sum is over the second dimension of both."""
-    if not _is_elementwise(left[0]):
+    """Subtract ``left' right`` from a stack, as :func:`_write_product`."""
+    if not _is_elementwise(left):
         out.baddbmm_(left.transpose(1, 2), right, alpha=-1.0)
         return
     for j in range(left.shape[1]):
@@ -354,7 +388,7 @@ def _subtract_product(out: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _is_elementwise(left: Tensor) -> bool:
-    return left.device.type == "cpu" and len(left) <= _ELEMENTWISE_RANK
+    return left.device.type == "cpu" and left.shape[1] <= _ELEMENTWISE_RANK
 
 
 def _empty(stack: Tensor, which: Tensor) -> None:
@@ -391,8 +425,7 @@ def _orthonormal(left: Tensor, plan: Plan, smallest: float, shift: float) -> Ten
     gram = left.new_empty(plan.matrices, rank, rank)
     for group in plan.groups:
         p = plan.left(left, group)
-        rows = slice(group.matrices, group.matrices + len(group))
-        torch.bmm(p, p.transpose(1, 2), out=gram[rows])
+        torch.bmm(p, p.transpose(1, 2), out=gram[group.slice])
     squares = gram.diagonal(dim1=1, dim2=2)
     inverse = torch.where(squares > 0, squares.rsqrt(), 0.0)
     is_finite = inverse.isfinite().all(1) & squares.isfinite().all(1)
@@ -408,8 +441,7 @@ def _orthonormal(left: Tensor, plan: Plan, smallest: float, shift: float) -> Ten
     change = torch.where(is_finite[:, None, None], change, torch.nan)
     result = torch.empty_like(left)
     for group in plan.groups:
-        rows = slice(group.matrices, group.matrices + len(group))
-        torch.bmm(change[rows], plan.left(left, group), out=plan.left(result, group))
+        torch.bmm(change[group.slice], plan.left(left, group), out=plan.left(result, group))
     return result
 
 

@@ -74,6 +74,7 @@ class powersgd(Hook):  # noqa: N801 (a hook is written as it is called)
 
     _commhook_traceable = True
     is_lossy = True
+    takes_error = True
     has_stages = True
 
     def __init__(
@@ -105,37 +106,34 @@ class powersgd(Hook):  # noqa: N801 (a hook is written as it is called)
         self.rank = rank
         self.min_compression_rate = float(min_compression_rate)
         self.seed = seed
+        self._name = repr(self)
 
     def prepare(self, memory: BucketMemory) -> None:
         plan = Plan.of(memory.layout, self.rank, self.seed, self.min_compression_rate)
-        memory.plans["powersgd"] = plan.text
+        if memory.with_error:
+            memory.flat("error")
         if not plan.groups:
             return
-        part = memory.part("powersgd", plan.numbers)  # in the order of the groups
-        if memory.with_error:
-            part.flat("error")
+        # In the order of the groups. Of other settings there may be one as well, before or after.
+        part = memory.part(self._name, plan.numbers)
+        part.plans[self._name] = plan.text
         dtype = _dtype(memory.dtype)
 
         def first(number: int, parameter: Tensor, before: Tensor | None) -> Tensor:
-            """A transposed factor, each row with the shape and the order of a row of the matrix."""
+            """A transposed factor: rows that have shape and memory order of the matrix's own."""
             outermost, *order = memory_order(parameter.shape, parameter.stride())
-            sizes = [parameter.shape[d] for d in order]
             columns = parameter.numel() // parameter.shape[outermost]
-            strides = dict(zip(order, _row_major(sizes), strict=True))
-            inner = sorted(order)
-            factor = torch.empty_strided(
-                [self.rank, *(parameter.shape[d] for d in inner)],
-                [columns, *(strides[d] for d in inner)],
+            factor = torch.empty(
+                [self.rank, *(parameter.shape[d] for d in order)],
                 dtype=dtype,
                 device=parameter.device,
             )
-            factor.copy_(plan.first_right(columns).view(factor.shape))
-            if before is not None and before.shape[1:] == factor.shape[1:]:
-                known = min(self.rank, len(before))  # it may be that of a hook of another rank
-                factor[:known] = before[:known]
-            return factor
+            factor = factor.permute(0, *(1 + order.index(d) for d in sorted(order)))
+            if before is not None and before.shape == factor.shape:
+                return factor.copy_(before)
+            return factor.copy_(plan.first_right(columns).view(factor.shape))
 
-        part.packed("powersgd_q", first)
+        part.packed(f"powersgd_q{self.rank}", first)
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         check_dense(self, bucket)
@@ -157,13 +155,6 @@ def _dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
 
 
-def _row_major(sizes: list[int]) -> list[int]:
-    strides = [1]
-    for size in reversed(sizes[1:]):
-        strides.append(strides[-1] * size)
-    return strides[::-1]
-
-
 class _Call:
     """One bucket's average on its way."""
 
@@ -171,7 +162,9 @@ class _Call:
         self.bucket = bucket
         self.group = hook.group(bucket)
         self.memory = hook.memory(bucket)
-        self.text = self.memory.plans["powersgd"]
+        self.part = self.memory.parts.get(hook._name)
+        self.name = hook._name
+        self.q_name = f"powersgd_q{hook.rank}"
         self.scale = average_scale(self.group)
         self.dtype = _dtype(bucket.dtype())
         self.device = bucket.device()
@@ -180,14 +173,14 @@ class _Call:
         self.meter: CallMeter | None = None if self.is_traced else self.memory.meter
 
     def start(self) -> Any:
-        part = self.memory.parts.get("powersgd")
-        if part is None:
-            return self._average_vectors()
-        self.q = part.tensors["powersgd_q"]
-        self.error = part.tensors.get("error")
+        self.error = self.memory.tensors.get("error")
         self.keeps_error = self.error is not None
+        if self.part is None:
+            return self._average_vectors()
+        self.text = self.part.plans[self.name]
+        self.q = self.part.tensors[self.q_name]
         with torch.no_grad(), timed(self.meter, "encode"):
-            wire = self._left_factors(part.numel)
+            wire = self._left_factors()
         # The second sends as many numbers as there are in Q.
         second_bytes = ring_all_reduce_bytes(tensor_bytes(self.q), self.group.size())
         return two_stages(
@@ -209,14 +202,18 @@ class _Call:
     def _average_vectors(self) -> Any:
         out = None if self.is_traced else self._buffer("result", self.bucket.numel())
         wire = self.bucket.flatten(scale=self.scale, dtype=self.dtype, out=out)
+        if self.error is not None:  # that of another hook, before
+            with torch.no_grad():
+                wire.add_(self.error, alpha=self.scale)
+                self.error.zero_()
         return all_reduce(wire, group=self.group)
 
-    def _left_factors(self, numel: int) -> Tensor:
+    def _left_factors(self) -> Tensor:
         error, sources = self.error, self.bucket.sources()
         if error is not None and error.dtype == self.dtype:
             self.work = error
         else:
-            self.work = self._buffer("work", numel)
+            self.work = self._buffer("work", self.bucket.numel())
             if error is not None:
                 self.work.copy_(error)
         if self.is_traced:
@@ -251,17 +248,19 @@ class _Call:
                 keeps_error=self.keeps_error,
             )
         if self.meter is not None and self.meter.is_due():
-            self.meter.relative_error = self._relative_error(right)
+            self.meter.squares = self._squares(right)
         return right
 
-    def _relative_error(self, right: Tensor) -> float:
-        """What this rank's own product has lost of its matrices, relative to these."""
+    def _squares(self, right: Tensor) -> tuple[float, float]:
+        """Of what this rank's own product has lost of its matrices, and of these."""
+        plan = plan_of(self.text)
+        lengths = [torch.linalg.vector_norm(plan.stack(self.work, g)) for g in plan.groups]
+        work = torch.stack(lengths).double().square().sum().item()
         # P is orthonormal, so that a product is as long as its right factor.
-        squares = torch.linalg.vector_norm(right, dtype=torch.float64).square() / self.scale**2
-        work = torch.linalg.vector_norm(self.work, dtype=torch.float64).square()
-        whole = work + squares if self.keeps_error else work
-        lost = work if self.keeps_error else (work - squares).clamp(min=0)
-        return 0.0 if whole == 0 else (lost / whole).sqrt().item()
+        product = torch.linalg.vector_norm(right).item() ** 2 / self.scale**2
+        if self.keeps_error:
+            return work, work + product
+        return max(work - product, 0.0), work
 
     def _restore(self, right: Tensor) -> Tensor:
         if self.is_traced:

@@ -1,13 +1,17 @@
-"""What a message loses, added to the next one."""
+"""Hooks around another hook."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_commhook.bucket import GradBucket
 from torch_commhook.hooks.base import Hook
-from torch_commhook.memory import BucketMemory
+from torch_commhook.hooks.mean import allreduce
+from torch_commhook.memory import BucketMemory, HookMemory
 
 
 class Wrapper(Hook):
@@ -30,6 +34,10 @@ class Wrapper(Hook):
         return self.hook.is_lossy
 
     @property
+    def takes_error(self) -> bool:  # type: ignore[override]
+        return self.hook.takes_error
+
+    @property
     def has_stages(self) -> bool:  # type: ignore[override]
         return self.hook.has_stages
 
@@ -42,6 +50,16 @@ class Wrapper(Hook):
 
     def result_dtype(self, bucket: GradBucket) -> torch.dtype:
         return self.hook.result_dtype(bucket)
+
+    @property
+    def scales_steps(self) -> bool:  # type: ignore[override]
+        return self.hook.scales_steps
+
+    def step_scale(self, results: Sequence[Tensor]) -> Tensor | None:
+        return self.hook.step_scale(results)
+
+    def step_counted(self, memory: HookMemory) -> None:
+        self.hook.step_counted(memory)
 
 
 class error_feedback(Wrapper):  # noqa: N801 (a hook is written as it is called)
@@ -62,13 +80,17 @@ class error_feedback(Wrapper):  # noqa: N801 (a hook is written as it is called)
 
     Raises:
         TypeError: no hook of the library.
-        ValueError: one that loses nothing.
+        ValueError: one that loses nothing, or that is right on average and scales for it.
     """
+
+    takes_error = False  # type: ignore[assignment]
 
     def __init__(self, hook: Hook) -> None:
         super().__init__(hook)
-        if not hook.is_lossy:
-            raise ValueError(f"error_feedback: hook must be one that compresses, got {hook}")
+        if not hook.takes_error:
+            raise ValueError(
+                f"error_feedback: hook must be one whose messages lose something, got {hook}"
+            )
 
     def prepare(self, memory: BucketMemory) -> None:
         memory.with_error = True
@@ -76,3 +98,114 @@ class error_feedback(Wrapper):  # noqa: N801 (a hook is written as it is called)
 
     def __repr__(self) -> str:
         return f"error_feedback({self.hook})"
+
+
+class after(Wrapper):  # noqa: N801
+    """Another hook until so many steps are done, then the hook.
+
+    For compression that harms most where gradients change fastest. Under compiled autograd the
+    change is one recompilation.
+
+    Args:
+        step: steps that ``before`` averages.
+        hook: for those that come after.
+        before: :class:`allreduce` by default.
+
+    Raises:
+        TypeError: no int, or no hooks of the library.
+        ValueError: a negative number of steps.
+    """
+
+    def __init__(self, step: int, hook: Hook, before: Hook | None = None) -> None:
+        super().__init__(hook)
+        if not isinstance(step, int) or isinstance(step, bool):
+            raise TypeError(f"after: step must be an int, got {type(step).__qualname__}")
+        if step < 0:
+            raise ValueError(f"after: step must be at least 0, got {step}")
+        self.step = step
+        self.before = allreduce() if before is None else before
+        self._before_is_plain = before is None
+        other = Wrapper(self.before)  # refuses what is no hook
+        self._commhook_traceable = self._commhook_traceable and other._commhook_traceable
+
+    @property
+    def is_lossy(self) -> bool:  # type: ignore[override]
+        return self.hook.is_lossy or self.before.is_lossy
+
+    @property
+    def takes_error(self) -> bool:  # type: ignore[override]
+        return self.hook.takes_error or self.before.takes_error
+
+    @property
+    def has_stages(self) -> bool:  # type: ignore[override]
+        return self.hook.has_stages or self.before.has_stages
+
+    def prepare(self, memory: BucketMemory) -> None:
+        memory.watch(self.step)
+        self.before.prepare(memory)
+        self.hook.prepare(memory)
+
+    def _current(self, bucket: GradBucket) -> Hook:
+        return self.hook if self.memory(bucket).past[self.step] else self.before
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        return self._current(bucket).average(bucket)
+
+    def result_dtype(self, bucket: GradBucket) -> torch.dtype:
+        return self._current(bucket).result_dtype(bucket)
+
+    def step_counted(self, memory: HookMemory) -> None:
+        (self.hook if memory.past.get(self.step) else self.before).step_counted(memory)
+
+    def __repr__(self) -> str:
+        before = "" if self._before_is_plain else f", before={self.before}"
+        return f"after({self.step}, {self.hook}{before})"
+
+
+class clip(Wrapper):  # noqa: N801
+    """Scale a step's averaged gradients so that their norm is at most ``max_norm``.
+
+    The norm is that of all gradients together, as ``torch.nn.utils.clip_grad_norm_`` takes it, and
+    the factor is the same: ``min(1, max_norm / (norm + 1e-6))``. It is taken of the results as they
+    come, and where our own reducer brings them into the gradients, it is applied on the way there:
+    no pass over memory of its own. All ranks have the same results, so that nothing is sent for it.
+
+    Only for hooks that are attached (:func:`torch_commhook.attach`): a hook by itself never sees
+    all buckets of a step.
+
+    Args:
+        max_norm: a positive number.
+        hook: averages; :class:`allreduce` by default.
+
+    Raises:
+        ValueError: ``max_norm`` is not positive.
+        TypeError: no number, or no hook of the library.
+    """
+
+    def __init__(self, max_norm: float, hook: Hook | None = None) -> None:
+        super().__init__(allreduce() if hook is None else hook)
+        if not isinstance(max_norm, (int, float)) or isinstance(max_norm, bool):
+            raise TypeError(f"clip: max_norm must be a number, got {type(max_norm).__qualname__}")
+        if not max_norm > 0:
+            raise ValueError(f"clip: max_norm must be positive, got {max_norm}")
+        self.max_norm = float(max_norm)
+        self._is_plain = hook is None
+
+    scales_steps = True  # type: ignore[assignment]
+
+    def __call__(self, state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+        raise RuntimeError(
+            f"{self}: the norm is that of all buckets, which only a hook that is attached sees; "
+            "use torch_commhook.attach(model, hook)"
+        )
+
+    def step_scale(self, results: Sequence[Tensor]) -> Tensor | None:
+        norms = [torch.linalg.vector_norm(result, dtype=torch.float32) for result in results]
+        device = norms[0].device
+        norm = torch.linalg.vector_norm(torch.stack([one.to(device) for one in norms]))
+        scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
+        inner = self.hook.step_scale(results)
+        return scale if inner is None else torch.minimum(scale, inner)
+
+    def __repr__(self) -> str:
+        return f"clip({self.max_norm:g}{'' if self._is_plain else f', {self.hook}'})"

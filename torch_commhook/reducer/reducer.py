@@ -158,8 +158,10 @@ class Reducer:
     @attached.setter
     def attached(self, attached: Attached | None) -> None:
         self._attached = attached
-        if attached is not None and attached.has_stages:
-            self.group.prepare_second_stage()
+        if attached is not None:
+            attached.join(self.group.group_for(self.device))
+            if attached.has_stages:
+                self.group.prepare_second_stage()
         self._prepare_memory()
 
     # ---- buckets ---------------------------------------------------------------------------------
@@ -565,14 +567,30 @@ class Reducer:
             The buckets that have parameters without a gradient, and what is to be written there.
         """
         self._start_all()
+        scale = 1.0
+        results = map(self._result, self._buckets)  # each is written when it comes
+        if self._scales_steps:
+            all_results = list(results)
+            scale = self._step_scale(all_results)
+            results = iter(all_results)
         late = []
-        for bucket in self._buckets:
-            result = self._result(bucket)
+        for bucket, result in zip(self._buckets, results, strict=True):
             if bucket.pending:
-                late.append((bucket, result))
+                late.append((bucket, result if scale == 1.0 else result * scale))
             else:
-                bucket.native.write(result)
+                bucket.native.write(result, scale)
         return late
+
+    @property
+    def _scales_steps(self) -> bool:
+        return self._running is not None and self._running.scales_steps
+
+    def _step_scale(self, results: list[Tensor]) -> float:
+        """What the hook scales all results by."""
+        assert self._running is not None
+        with torch.no_grad():
+            scale = self._running.hook.step_scale(results)  # type: ignore[attr-defined]
+        return 1.0 if scale is None else float(scale)
 
     def _result(self, bucket: BucketState) -> Tensor:
         """Wait for what the hook gives, check it, and run the post-hooks."""
@@ -664,10 +682,13 @@ class Reducer:
         for bucket in self._buckets:
             assert bucket.running is not None
             bucket.running.future.start_next()
-        results = []
-        for bucket in self._buckets:
-            result = self._result(bucket)
-            results.append(result)
+        results = [self._result(bucket) for bucket in self._buckets]
+        if attached.scales_steps:
+            with torch.no_grad():
+                scale = attached.hook.step_scale(results)  # type: ignore[attr-defined]
+                if scale is not None:
+                    results = [result * scale for result in results]
+        for bucket, result in zip(self._buckets, results, strict=True):
             if bucket.pending == 0:
                 bucket.write_traced(result)
         used = self._locally_used()

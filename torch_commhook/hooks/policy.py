@@ -1,0 +1,294 @@
+"""Other hooks for other parameters."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_commhook import _ops
+from torch_commhook.bucket import GradBucket
+from torch_commhook.codecs.base import CODECS
+from torch_commhook.collectives.futures import TracedFuture
+from torch_commhook.hooks.base import Hook
+from torch_commhook.hooks.compressed import hook_of_codec
+from torch_commhook.hooks.mean import allreduce
+from torch_commhook.hooks.wrappers import error_feedback
+from torch_commhook.memory import BucketMemory, HookMemory
+
+_COMPARISON = re.compile(r"(dim|numel)\s*(<=|>=|==|<|>)\s*(\d+)")
+_COMPARE: dict[str, Callable[[int, int], bool]] = {
+    "<=": lambda a, b: a <= b,
+    ">=": lambda a, b: a >= b,
+    "==": lambda a, b: a == b,
+    "<": lambda a, b: a < b,
+    ">": lambda a, b: a > b,
+}
+
+
+class policy(Hook):  # noqa: N801 (a hook is written as it is called)
+    """Average each parameter's gradient with the hook of the first rule that it meets.
+
+    ::
+
+        policy([("dim <= 1", allreduce()), ("*embed*", error_feedback(topk(0.01)))],
+               error_feedback(blockwise()))
+
+    Hooks send for a bucket in the order of the rules. Parameters of one rule that share a bucket
+    travel together.
+
+    Args:
+        rules: pairs of a condition and a hook. A condition is a comparison of a parameter's
+            ``dim`` or ``numel`` with a number, or a pattern of its name with ``*``, ``?`` and
+            ``[...]`` (which only a hook that is attached knows). By default vectors are averaged
+            as they are, and of embeddings (``*emb*``) the hundredth part that is largest, with
+            error feedback.
+        default: for parameters that meet no rule; by default int8 with error feedback.
+
+    Raises:
+        TypeError: no such pairs, or no hooks of the library.
+        ValueError: a condition that cannot be read, or a hook that is about the whole model.
+    """
+
+    def __init__(
+        self,
+        rules: Sequence[tuple[str, Hook]] | None = None,
+        default: Hook | None = None,
+    ) -> None:
+        super().__init__()
+        self._has_default_rules = rules is None
+        self._has_default_hook = default is None
+        if rules is None:
+            rules = [
+                ("dim <= 1", allreduce()),
+                ("*emb*", error_feedback(hook_of_codec(CODECS["topk"])())),
+            ]
+        if default is None:
+            default = error_feedback(hook_of_codec(CODECS["blockwise"])())
+        self.rules = [_checked_rule(i, rule) for i, rule in enumerate(rules)]
+        self.default = _checked_hook("default", default)
+        self._hooks = [*(hook for _, hook in self.rules), self.default]
+        self._commhook_traceable = all(
+            getattr(hook, "_commhook_traceable", False) for hook in self._hooks
+        )
+        self.process_group = None
+
+    @property
+    def is_lossy(self) -> bool:  # type: ignore[override]
+        return any(hook.is_lossy for hook in self._hooks)
+
+    @property
+    def takes_error(self) -> bool:  # type: ignore[override]
+        return any(hook.takes_error for hook in self._hooks)
+
+    @property
+    def has_stages(self) -> bool:  # type: ignore[override]
+        return any(hook.has_stages for hook in self._hooks)
+
+    def hook_for(self, name: str | None, parameter: Tensor) -> Hook:
+        """The hook of a parameter.
+
+        Raises:
+            RuntimeError: a rule asks for its name, and nobody knows it.
+        """
+        return self._hooks[self._number(name, parameter)]
+
+    def _number(self, name: str | None, parameter: Tensor) -> int:
+        for number, (condition, _) in enumerate(self.rules):
+            if _meets(condition, name, parameter):
+                return number
+        return len(self.rules)
+
+    def prepare(self, memory: BucketMemory) -> None:
+        names = memory.names
+        members: dict[int, list[int]] = {}
+        for i, parameter in enumerate(memory.parameters):
+            name = None if names is None else names[i]
+            members.setdefault(self._number(name, parameter), []).append(i)
+        for number, places in sorted(members.items()):
+            self._hooks[number].prepare(memory.part(str(number), places))
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        memory = self.memory(bucket)
+        if bucket.is_sparse() or bucket.dtype().is_complex:
+            ((number, part),) = memory.parts.items()  # of one parameter, or all are alike
+            bucket._memory = part
+            return self._hooks[int(number)].average(bucket)
+        gradients = _gradients(bucket)
+        group = self.group(bucket)
+        futures: list[Any] = []
+        for number, part_memory in memory.parts.items():
+            part = _Part(bucket, gradients, part_memory, group)
+            futures.append(_as_future(self._hooks[int(number)].average(part)))
+        result = bucket.result_buffer()
+        if result is None:
+            shape, device = (bucket.numel(),), bucket.device()
+            if torch.compiler.is_compiling():
+                result = torch.empty(shape, dtype=bucket.dtype(), device=device)
+            else:
+                result = memory.buffers.get("result", shape, bucket.dtype(), device)
+        layout = memory.layout
+        pieces = [
+            result.narrow(0, offset, length)
+            for offset, length in zip(layout.offsets, layout.lengths, strict=True)
+        ]
+        places_of = [part.places for part in memory.parts.values()]
+
+        def write(values: list[Tensor]) -> Tensor:
+            with torch.no_grad():
+                for value, places in zip(values, places_of, strict=True):
+                    _ops.unflatten_into(value.view(-1), [pieces[i] for i in places])
+            return result
+
+        if torch.compiler.is_compiling():
+            return _TracedParts(futures, write)  # type: ignore[return-value]
+        together = torch.futures.collect_all(futures)
+        return together.then(lambda done: write([future.value() for future in done.value()]))
+
+    def step_counted(self, memory: HookMemory) -> None:
+        for hook in self._hooks:
+            hook.step_counted(memory)
+
+    def __repr__(self) -> str:
+        rules = ", ".join(f"({condition!r}, {hook})" for condition, hook in self.rules)
+        said = [] if self._has_default_rules else [f"[{rules}]"]
+        if not self._has_default_hook:
+            said.append(f"{'default=' if self._has_default_rules else ''}{self.default}")
+        return f"policy({', '.join(said)})"
+
+
+class _TracedParts(TracedFuture):
+    """Several, as one."""
+
+    def __init__(self, futures: list[Any], write: Callable[[list[Tensor]], Tensor]) -> None:
+        super().__init__(lambda: write([future.wait() for future in futures]))
+        self._futures = futures
+
+    def start_next(self) -> None:
+        for future in self._futures:
+            future.start_next()
+
+
+class _Part(GradBucket):
+    """Some of a bucket's gradients."""
+
+    def __init__(
+        self,
+        whole: GradBucket,
+        gradients: Sequence[Tensor],
+        memory: BucketMemory,
+        process_group: Any,
+    ) -> None:
+        parameters = whole.parameters()
+        self._parameters = [parameters[i] for i in memory.places]
+        self._gradients = [gradients[i] for i in memory.places]
+        self._index = whole.index()
+        self._bucket_count = whole.bucket_count()
+        self._process_group = process_group
+        self._sparse_grad_indices = None
+        self._layout = memory.layout
+        self._memory = memory
+        self._part_dtype = whole.dtype()
+
+    def numel(self) -> int:
+        assert self._layout is not None
+        return self._layout.numel
+
+    def dtype(self) -> torch.dtype:
+        return self._part_dtype
+
+    def device(self) -> torch.device:
+        return self._parameters[0].device
+
+    def is_sparse(self) -> bool:
+        return False
+
+    def sources(self) -> Sequence[Tensor]:
+        return self._gradients
+
+    def result_buffer(self) -> Tensor | None:
+        return None
+
+    def buffer(self) -> Tensor:
+        return self.scaled_buffer(1.0)
+
+    def scaled_buffer(self, scale: float) -> Tensor:
+        return self.flatten(scale=scale)
+
+    def flatten(
+        self, *, scale: float = 1.0, dtype: torch.dtype | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        if dtype is None and out is None:
+            dtype = self._part_dtype
+            if not torch.compiler.is_compiling():
+                assert self._memory is not None
+                buffers, shape = self._memory.buffers, (self.numel(),)
+                out = buffers.get("gathered", shape, dtype, self.device())
+        with torch.no_grad():
+            return _ops.flatten(self._gradients, scale=scale, dtype=dtype, out=out)
+
+
+def _gradients(bucket: GradBucket) -> Sequence[Tensor]:
+    """A bucket's gradients, each in the order of the bucket's memory."""
+    sources = bucket.sources()
+    if len(sources) == len(bucket.parameters()):
+        return sources
+    layout = bucket.layout()
+    buffer = bucket.buffer()
+    return [
+        buffer.narrow(0, offset, length)
+        for offset, length in zip(layout.offsets, layout.lengths, strict=True)
+    ]
+
+
+def _as_future(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if torch.compiler.is_compiling():
+        return TracedFuture(lambda: value)
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
+def _meets(condition: str, name: str | None, parameter: Tensor) -> bool:
+    comparison = _COMPARISON.fullmatch(condition.strip())
+    if comparison is not None:
+        what, sign, number = comparison.groups()
+        value = parameter.dim() if what == "dim" else parameter.numel()
+        return _COMPARE[sign](value, int(number))
+    if name is None:
+        raise RuntimeError(
+            f"policy: the rule {condition!r} asks for names of parameters, which only a hook that "
+            "is attached knows; use torch_commhook.attach(model, hook)"
+        )
+    return fnmatch.fnmatchcase(name, condition)
+
+
+def _checked_rule(number: int, rule: Any) -> tuple[str, Hook]:
+    if not isinstance(rule, (tuple, list)) or len(rule) != 2 or not isinstance(rule[0], str):
+        raise TypeError(
+            f"policy: rules[{number}] must be a pair of a condition and a hook, got {rule!r}"
+        )
+    condition, hook = rule
+    if any(sign in condition for sign in "<>=") and not _COMPARISON.fullmatch(condition.strip()):
+        raise ValueError(
+            f"policy: rules[{number}] must have a condition such as 'dim <= 1', 'numel < 1000' or "
+            f"'*.bias', got {condition!r}"
+        )
+    return condition, _checked_hook(f"rules[{number}]", hook)
+
+
+def _checked_hook(where: str, hook: object) -> Hook:
+    if not isinstance(hook, Hook):
+        raise TypeError(
+            f"policy: {where} must have one of torch_commhook.hooks, got "
+            f"{type(hook).__qualname__}"
+        )
+    if hook.scales_steps:
+        raise ValueError(f"policy: {where} must not be about all gradients together, got {hook}")
+    return hook
