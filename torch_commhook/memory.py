@@ -132,26 +132,35 @@ class BucketMemory:
             ]
         return found
 
-    def packed(self, name: str, make: Callable[[int, Tensor, Tensor | None], Tensor]) -> Tensor:
+    def packed(
+        self,
+        name: str,
+        numbers: Sequence[int],
+        make: Callable[[int, Tensor, Tensor | None], Tensor],
+        *,
+        key: str,
+    ) -> Tensor:
         """:meth:`per_parameter` in one flat tensor, of which each parameter's is a view.
 
         Args:
             name: of what is remembered.
+            numbers: of the parameters, in the order that they have in the tensor.
             make: called with number, parameter, and what it had before, if anything; gives a dense
                 tensor, whose contents, shape and strides are then those of the view. All of one
                 dtype.
+            key: of the flat tensor in ``tensors``.
         """
-        flat = self.tensors.get(name)
+        flat = self.tensors.get(key)
         if flat is None:
-            before = self.per_parameter(name, lambda number, parameter: None)
+            everybody = self.parameters
+            parameters = [everybody[i] for i in numbers]
             made = [
-                make(i, parameter, old)
-                for i, (parameter, old) in enumerate(zip(self.parameters, before, strict=True))
+                make(i, parameter, self._owner.shared(parameter, name))
+                for i, parameter in zip(numbers, parameters, strict=True)
             ]
             layout = BucketLayout(made)
-            flat = self.tensors[name] = layout.flatten(made)
-            self.lists[name] = list(layout.views(flat))
-            for parameter, view in zip(self.parameters, self.lists[name], strict=True):
+            flat = self.tensors[key] = layout.flatten(made)
+            for parameter, view in zip(parameters, layout.views(flat), strict=True):
                 self._owner.replace_shared(parameter, name, view)
         return flat
 
@@ -370,7 +379,11 @@ class HookMemory:
             tensors[name] = make()
         return tensors[name]
 
-    def replace_shared(self, parameter: Tensor, name: str, tensor: Tensor | None) -> None:
+    def shared(self, parameter: Tensor, name: str) -> Tensor | None:
+        """The parameter's own tensor of a name, if there is one."""
+        return self._shared.get(parameter, {}).get(name)
+
+    def replace_shared(self, parameter: Tensor, name: str, tensor: Tensor) -> None:
         """Let ``tensor`` be the parameter's own of a name from here on."""
         self._shared.setdefault(parameter, {})[name] = tensor
 

@@ -21,12 +21,10 @@ from torch import Tensor
 from torch_commhook import _ops
 from torch_commhook.bucket_layout import BucketLayout
 
-#: Directions whose length beside those before them is less than this (squared, relative) are taken
-#: for rounding errors of float32.
-_SMALLEST = 1e-11
-
-#: Added to the diagonal of matrices that may be singular, so that Cholesky's method gets through.
-_SHIFT = 1e-12
+#: Directions whose length beside those before them is less than this (squared, relative) are left
+#: out. They are a hundred times what rounding to float32 leaves of a direction that there is not;
+#: and still long enough for the others to come out right in float64.
+_SMALLEST = 1e-9
 
 #: Up to this rank products of factors are added up elementwise on the CPU, which for thin factors
 #: is faster than a matrix product.
@@ -405,9 +403,9 @@ def _empty(stack: Tensor, which: Tensor) -> None:
 def orthonormalize(left: Tensor, plan: Plan, out: Tensor) -> None:
     """Orthonormal bases of what the left factors span.
 
-    By Cholesky's method, twice, in float64, which is enough for factors in float32 whatever their
-    condition. What depends on the factors before it is left out: zeros stand in its place. No step
-    depends on the values, so that nothing waits for a device.
+    By Gram matrices and elimination (Cholesky's method), twice, in float64. What depends on the
+    factors before it is left out: zeros stand in its place. No step waits for values, which may be
+    on a device.
 
     Args:
         left: of ``left_numel`` elements.
@@ -415,34 +413,46 @@ def orthonormalize(left: Tensor, plan: Plan, out: Tensor) -> None:
         out: written; as ``left``. A matrix whose factor is not finite gets NaN.
     """
     exact = left.to(torch.float64)
-    if plan.rank > 1:  # for a basis as good as the factor's condition allows
-        exact = _orthonormal(exact, plan, _SMALLEST, _SHIFT)
-    out.copy_(_orthonormal(exact, plan, 0.0, 0.0))
+    if plan.rank > 1:  # as good as the factor's condition allows
+        exact = _orthonormal(exact, plan)
+    out.copy_(_orthonormal(exact, plan))
 
 
-def _orthonormal(left: Tensor, plan: Plan, smallest: float, shift: float) -> Tensor:
-    rank = plan.rank
-    gram = left.new_empty(plan.matrices, rank, rank)
+def _orthonormal(left: Tensor, plan: Plan) -> Tensor:
+    gram = left.new_empty(plan.matrices, plan.rank, plan.rank)
     for group in plan.groups:
         p = plan.left(left, group)
         torch.bmm(p, p.transpose(1, 2), out=gram[group.slice])
     squares = gram.diagonal(dim1=1, dim2=2)
     inverse = torch.where(squares > 0, squares.rsqrt(), 0.0)
-    is_finite = inverse.isfinite().all(1) & squares.isfinite().all(1)
+    is_finite = squares.isfinite().all(1)[:, None, None]
     scaled = gram * inverse[:, :, None] * inverse[:, None, :]
-    identity = torch.eye(rank, dtype=left.dtype, device=left.device)
-    scaled = torch.where(is_finite[:, None, None], scaled, identity)
-    scaled.diagonal(dim1=1, dim2=2).fill_(1.0 + shift)
-    lower = torch.linalg.cholesky_ex(scaled).L
-    is_kept = (lower.diagonal(dim1=1, dim2=2).square() > smallest + shift) & (squares > 0)
-    # Rows of this, times the factor's rows, are the basis.
-    change = torch.linalg.solve_triangular(lower, torch.diag_embed(inverse), upper=False)
-    change = torch.where(is_kept[:, :, None], change, 0.0)
-    change = torch.where(is_finite[:, None, None], change, torch.nan)
+    change = _eliminate(scaled) * inverse[:, None, :]
+    change = torch.where(is_finite, change, torch.nan)
     result = torch.empty_like(left)
     for group in plan.groups:
         torch.bmm(change[group.slice], plan.left(left, group), out=plan.left(result, group))
     return result
+
+
+def _eliminate(gram: Tensor) -> Tensor:
+    """What makes vectors orthonormal: rows that, times the vectors, are the basis.
+
+    Args:
+        gram: the vectors' products with each other, ``(matrices, rank, rank)``, each vector of
+            length 1 or 0. Overwritten.
+    """
+    rank = gram.shape[1]
+    change = torch.eye(rank, dtype=gram.dtype, device=gram.device).repeat(len(gram), 1, 1)
+    for j in range(rank):
+        pivot = gram[:, j, j]
+        factor = torch.where(pivot > _SMALLEST, pivot.rsqrt(), 0.0)[:, None]
+        change[:, j] *= factor
+        if j + 1 < rank:
+            row = gram[:, j, j + 1 :] * factor
+            gram[:, j + 1 :, j + 1 :] -= row[:, :, None] * row[:, None, :]
+            change[:, j + 1 :] -= row[:, :, None] * change[:, None, j]
+    return change
 
 
 # ---- operators for compilers ---------------------------------------------------------------------

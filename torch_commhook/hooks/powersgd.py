@@ -109,14 +109,15 @@ class powersgd(Hook):  # noqa: N801 (a hook is written as it is called)
         self._name = repr(self)
 
     def prepare(self, memory: BucketMemory) -> None:
+        if memory.dtype.is_complex:  # which average() refuses
+            return
         plan = Plan.of(memory.layout, self.rank, self.seed, self.min_compression_rate)
         if memory.with_error:
             memory.flat("error")
+        # By settings: with ``after`` there may be two.
+        memory.plans[self._name] = plan.text
         if not plan.groups:
             return
-        # In the order of the groups. Of other settings there may be one as well, before or after.
-        part = memory.part(self._name, plan.numbers)
-        part.plans[self._name] = plan.text
         dtype = _dtype(memory.dtype)
 
         def first(number: int, parameter: Tensor, before: Tensor | None) -> Tensor:
@@ -133,7 +134,7 @@ class powersgd(Hook):  # noqa: N801 (a hook is written as it is called)
                 return factor.copy_(before)
             return factor.copy_(plan.first_right(columns).view(factor.shape))
 
-        part.packed(f"powersgd_q{self.rank}", first)
+        memory.packed(f"powersgd_q{self.rank}", plan.numbers, first, key=self._name)
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         check_dense(self, bucket)
@@ -152,7 +153,8 @@ class powersgd(Hook):  # noqa: N801 (a hook is written as it is called)
 
 
 def _dtype(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype == torch.float64 else torch.float32
+    """What is computed in."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 class _Call:
@@ -162,9 +164,12 @@ class _Call:
         self.bucket = bucket
         self.group = hook.group(bucket)
         self.memory = hook.memory(bucket)
-        self.part = self.memory.parts.get(hook._name)
-        self.name = hook._name
-        self.q_name = f"powersgd_q{hook.rank}"
+        self.text = self.memory.plans[hook._name]
+        q = self.memory.tensors.get(hook._name)
+        self.has_matrices = q is not None
+        self.q: Any = q
+        self.error = self.memory.tensors.get("error")
+        self.keeps_error = self.error is not None
         self.scale = average_scale(self.group)
         self.dtype = _dtype(bucket.dtype())
         self.device = bucket.device()
@@ -173,12 +178,8 @@ class _Call:
         self.meter: CallMeter | None = None if self.is_traced else self.memory.meter
 
     def start(self) -> Any:
-        self.error = self.memory.tensors.get("error")
-        self.keeps_error = self.error is not None
-        if self.part is None:
+        if not self.has_matrices:
             return self._average_vectors()
-        self.text = self.part.plans[self.name]
-        self.q = self.part.tensors[self.q_name]
         with torch.no_grad(), timed(self.meter, "encode"):
             wire = self._left_factors()
         # The second sends as many numbers as there are in Q.
