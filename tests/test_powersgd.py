@@ -296,6 +296,20 @@ def test_against_a_reference(rank: int, feedback: bool) -> None:
                     assert np.abs(got.numpy() - expected).max() < tolerance * 10
 
 
+def test_matrices_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those that are larger than a cache."""
+    gradients = [[torch.randn(shape) for shape in SHAPES] for _ in range(2)]
+    for hook in (hooks.powersgd(2), hooks.error_feedback(hooks.powersgd(5))):
+        wants = simulate(hook, gradients, steps=3).result
+        for block in (1, 100, 700):
+            monkeypatch.setattr(low_rank, "_BLOCK", block)
+            low_rank.plan_of.cache_clear()
+            results = simulate(hook, gradients, steps=3).result
+            assert all(distance(a, b) < 1e-4 for a, b in zip(results, wants, strict=True))
+        monkeypatch.undo()
+        low_rank.plan_of.cache_clear()
+
+
 def test_the_order_in_a_bucket_and_its_neighbours_do_not_matter() -> None:
     gradients = [[torch.randn(shape) for shape in SHAPES] for _ in range(2)]
     together = simulate(hooks.powersgd(2), gradients, steps=2).result
@@ -361,10 +375,10 @@ def test_ranks_that_differ_for_a_long_time() -> None:
     length = max(g[0].norm().item() for g in gradients)
     delta = 2 / 20  # rank / smaller dimension: what a random projection keeps
     bound = math.sqrt(4 * (1 - delta)) * length / delta
-    ranks = Ranks(hooks.error_feedback(hooks.powersgd(2)), [gradients] * 400)
+    ranks = Ranks(hooks.error_feedback(hooks.powersgd(2)), [gradients] * 300)
     norms = [max(error[0].norm().item() for error in errors) for errors in ranks.errors]
     assert max(norms) < bound
-    assert max(norms[300:]) < 1.5 * max(norms[50:150])
+    assert max(norms[200:]) < 1.5 * max(norms[50:120])
 
 
 # ---- odd gradients -------------------------------------------------------------------------------
@@ -421,12 +435,27 @@ def test_vectors_that_are_not_finite() -> None:
 
 def test_factors_that_overflow() -> None:
     """P is finite, and Q is not."""
-    big = torch.full((40, 30), 3e38)
+    first = torch.from_numpy(first_factors([(40, 30)], 1)[0]).flatten()
+    big = torch.zeros(40, 30)
+    big[:, first.abs().argmin()] = 1e38
+    assert (big @ first.float()).isfinite().all()
     other = torch.randn(40, 30)
     ranks = Ranks(hooks.error_feedback(hooks.powersgd(1)), [[[big], [big]], [[other], [other]]])
     assert not ranks.result(0)[0].isfinite().all()
-    assert ranks.result(1)[0].isfinite().all()
-    assert distance(ranks.result(1)[0] + ranks.errors[1][0][0], other) < 1e-6
+    assert torch.equal(ranks.factors[0][0], first.float())
+    want = Ranks(hooks.error_feedback(hooks.powersgd(1)), [[[other], [other]]])
+    assert torch.equal(ranks.result(1)[0], want.result()[0])
+
+
+def test_sums_that_would_overflow() -> None:
+    """The mean is finite, and the sum is not."""
+    first = torch.from_numpy(first_factors([(40, 30)], 1)[0]).flatten().float()
+    gradient = 0.3e38 * torch.outer(torch.ones(40), first / first.norm())
+    vector = torch.full((3,), 3e38)
+    simulation = simulate(hooks.powersgd(1), [[gradient, vector]] * 4)
+    assert (4 * (gradient @ first)).isinf().any()
+    assert distance(simulation.result[0], gradient) < 1e-5
+    assert distance(simulation.result[1], vector) < 1e-6
 
 
 @pytest.mark.parametrize("scale", [1e-37, 1e-20, 1e18, 1e36])
@@ -451,10 +480,22 @@ def test_directions_without_use_come_back() -> None:
         assert distance(ranks.result()[0], full) < 1e-5
 
 
+def test_factors_that_have_become_parallel() -> None:
+    """One gradient of rank 1 lets all factors of the step before point the same way."""
+    u, v = torch.linalg.qr(torch.randn(50, 3)).Q.T, torch.linalg.qr(torch.randn(40, 3)).Q.T
+    before = 10 * torch.outer(u[0], v[0]) + torch.outer(u[1], v[1])
+    single = torch.outer(u[2], v[1])
+    after = 10 * torch.outer(u[0], v[1]) + torch.outer(u[1], v[2])
+    ranks = Ranks(hooks.powersgd(2), [[[g]] for g in [*[before] * 8, single, *[after] * 3]])
+    factors = ranks.factors[8][0].view(2, 40)
+    assert (factors[0] @ factors[1]).abs() > 0.999
+    assert distance(ranks.result()[0], after) < 1e-4
+
+
 @given(
     rank=st.integers(1, 6),
     deficient=st.integers(0, 5),
-    spread=st.sampled_from([1.0, 1e-3, 1e-5]),
+    spread=st.sampled_from([1.0, 0.1, 1e-3]),
     rows=st.integers(6, 60),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
@@ -464,19 +505,19 @@ def test_bases_are_orthonormal(
 ) -> None:
     plan = Plan.of(BucketLayout([torch.zeros(rows, 99)] * 3), rank, 0, 0.01)
     span = rank - min(deficient, rank - 1)
-    factors = torch.randn(3, span, rows, dtype=torch.float64)
-    factors *= spread ** torch.linspace(0, 1, span)[:, None]
-    mixed = torch.cat([factors, torch.randn(3, rank - span, span).double() @ factors], 1).to(dtype)
+    directions = torch.randn(3, span, rows, dtype=torch.float64)
+    directions *= spread ** torch.linspace(0, 1, span)[:, None]
+    mixed = (torch.randn(3, rank, span, dtype=torch.float64) @ directions).to(dtype)
     out = torch.empty(plan.left_numel, dtype=dtype)
     low_rank.orthonormalize(mixed.reshape(-1), plan, out)
     (group,) = plan.groups
     basis = plan.left(out, group).double()
     gram = basis @ basis.transpose(1, 2)
     kept = gram.diagonal(dim1=1, dim2=2).round()
-    assert (gram - torch.diag_embed(kept)).abs().max() < (2e-6 if dtype == torch.float32 else 1e-10)
-    assert (kept.sum(1) >= span).all()
-    inside = mixed.double() @ basis.transpose(1, 2) @ basis
-    assert (inside - mixed).abs().max() <= 1e-5 * mixed.abs().max()
+    assert (gram - torch.diag_embed(kept)).abs().max() < (2e-6 if dtype == torch.float32 else 1e-13)
+    # What is not kept is shorter than 1e-4 beside the others.
+    beyond = mixed.double() - mixed.double() @ basis.transpose(1, 2) @ basis
+    assert (beyond.norm(dim=2) <= 1e-4 * mixed.double().norm(dim=2)).all()
 
 
 def test_bases_of_what_is_not_finite() -> None:
