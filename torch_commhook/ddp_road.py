@@ -165,7 +165,9 @@ class DdpRoad:
             for index, (numel, dtype, nbytes) in enumerate(sent or ()):
                 traffic = BucketTraffic(numel, dtype, nbytes, nbytes)
                 count_bucket(attached.stats, index, len(sent or ()), traffic, first=index == 0)
-            if sent is None and (attached.scales_steps or attached.stages.has_post_accumulate_hooks):
+            if sent is None and (
+                attached.scales_steps or attached.stages.has_post_accumulate_hooks
+            ):
                 # Once the reducer has written the last gradients.
                 engine = torch.autograd.Variable._execution_engine
                 engine.queue_callback(partial(self._gradients_written, attached))

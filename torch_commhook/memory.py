@@ -8,6 +8,7 @@ parameter's piece is known; a new bucket begins with the pieces of its parameter
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,7 +126,7 @@ class BucketMemory:
         found = self.lists.get(name)
         if found is None:
             found = self.lists[name] = [
-                self._owner.adopt_shared(parameter, name, lambda i=i, p=parameter: make(i, p))
+                self._owner.adopt_shared(parameter, name, partial(make, i, parameter))
                 for i, parameter in enumerate(self.parameters)
             ]
         return found

@@ -17,7 +17,6 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -130,7 +129,7 @@ class StepGroup:
         """
         if not self._broken:
             return
-        backends = []
+        backends: list[Any] = []
         try:
             store = self._meet()
             for _ in self._own:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -160,16 +160,39 @@ def listed_tensors(op: str, name: str, tensors: Tensor | Sequence[Tensor]) -> li
         raise ValueError(f"{op}: {name} must hold at least one tensor, got none")
     for i, tensor in enumerate(found):
         if not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"{op}: {name}[{i}] must be a tensor, got "
-                f"{type(tensor).__qualname__}"
-            )
+            raise TypeError(f"{op}: {name}[{i}] must be a tensor, got {type(tensor).__qualname__}")
         if tensor.dtype not in BUCKET_DTYPES:
             raise TypeError(
                 f"{op}: {name}[{i}] must be of dtype float64, float32, float16 or "
                 f"bfloat16, got {tensor.dtype}"
             )
     return found
+
+
+# Inductor does not see that a view of another dtype shares memory, and gives that to others while
+# a collective is still at it. So compiled code copies.
+
+
+@torch.library.custom_op("commhook::floats_of_bytes", mutates_args=())
+def floats_of_bytes(message: Tensor) -> Tensor:
+    """The float32 numbers in a message."""
+    return message.view(torch.float32).clone()
+
+
+@torch.library.custom_op("commhook::bytes_of_floats", mutates_args=())
+def bytes_of_floats(values: Tensor) -> Tensor:
+    """A message of float32 numbers."""
+    return values.view(torch.uint8).clone()
+
+
+@floats_of_bytes.register_fake
+def _floats_of_bytes_fake(message: Tensor) -> Tensor:
+    return message.new_empty(message.numel() // 4, dtype=torch.float32)
+
+
+@bytes_of_floats.register_fake
+def _bytes_of_floats_fake(values: Tensor) -> Tensor:
+    return values.new_empty(values.numel() * 4, dtype=torch.uint8)
 
 
 class _Call:
@@ -239,16 +262,16 @@ class _Call:
 
     def _add_up(self, sources: list[Tensor], error: Tensor | None) -> Any:
         message = self._encode(sources, error, 1)
-        wire = self._on_wire(all_reduce(message.view(torch.float32), group=self.group))
+        values = floats_of_bytes(message) if self.is_traced else message.view(torch.float32)
+        wire = self._on_wire(all_reduce(values, group=self.group))
 
         def finish(done: Any) -> Tensor:
             total = done.value()
             with torch.no_grad(), _timed(self.meter, "decode"):
                 if self.scale != 1.0:
-                    total = total.mul_(self.scale)
-                self.codec.decode(
-                    total.view(torch.uint8), self.destinations, rounding=self.rounding[0]
-                )
+                    total = total * self.scale
+                summed = bytes_of_floats(total) if self.is_traced else total.view(torch.uint8)
+                self.codec.decode(summed, self.destinations, rounding=self.rounding[0])
             return self._result()
 
         return wire.then(finish)
@@ -293,7 +316,11 @@ class _Call:
             note_collective(sum(sizes) - sizes[self.rank], received - sizes[self.rank])
             shards_of_all = self._buffer("shards", received)
             first = exchange_in_pieces(
-                message.split(sizes), shards_of_all.split(own), max(sizes), shards_of_all, self.group
+                message.split(sizes),
+                shards_of_all.split(own),
+                max(sizes),
+                shards_of_all,
+                self.group,
             )
         else:
             first = all_to_all(

@@ -112,9 +112,7 @@ def all_gather(
     return gather_into(result, tensor, group)
 
 
-def gather_into(
-    result: Tensor, tensor: Tensor, group: Any
-) -> torch.futures.Future[Tensor]:
+def gather_into(result: Tensor, tensor: Tensor, group: Any) -> torch.futures.Future[Tensor]:
     """:func:`all_gather` in eager, unchecked and not counted: on whatever thread.
 
     A thread cannot tell whether it is itself that compiles.

@@ -18,7 +18,7 @@ from torch_commhook.hooks.mean import allreduce, cast
 from torch_commhook.hooks.policy import policy
 from torch_commhook.hooks.wrappers import after, clip, error_feedback
 
-_OWN = [
+__all__ = [
     "Hook",
     "adaptive",
     "after",
@@ -31,15 +31,14 @@ _OWN = [
     "hierarchical",
     "policy",
 ]
+__all__ += CODECS
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__all__":  # codecs may be registered at any time
-        return [*_OWN, *CODECS]
-    if name in CODECS:
+    if name in CODECS:  # which may have been registered since
         return hook_of_codec(CODECS[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*_OWN, *CODECS])
+    return sorted({*__all__, *CODECS})

@@ -55,7 +55,7 @@ class Hook(ABC):
     def __init__(self, process_group: Any = None) -> None:
         self.process_group = process_group
 
-    def prepare(self, memory: BucketMemory) -> None:
+    def prepare(self, memory: BucketMemory) -> None:  # noqa: B027 (most remember nothing)
         """Ask for what the hook remembers of a bucket, before the first :meth:`average` of it.
 
         Called outside of compilers, on all ranks at the same point, and again whenever buckets are
@@ -73,7 +73,7 @@ class Hook(ABC):
         """
         return None
 
-    def step_counted(self, memory: HookMemory) -> None:
+    def step_counted(self, memory: HookMemory) -> None:  # noqa: B027
         """Called when a step has been done on all ranks; all come here at the same point."""
 
     def memory(self, bucket: GradBucket) -> BucketMemory:
@@ -160,7 +160,9 @@ class Hook(ABC):
     def __copy__(self) -> "Hook":
         return self._with_state(
             {
-                name: copy.copy(value) if isinstance(value, (Workspaces, HookMemory, Hook, _C.CppHook)) else value
+                name: copy.copy(value)
+                if isinstance(value, (Workspaces, HookMemory, Hook, _C.CppHook))
+                else value
                 for name, value in self.__dict__.items()
             }
         )

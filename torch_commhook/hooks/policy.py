@@ -115,15 +115,15 @@ class policy(Hook):  # noqa: N801 (a hook is written as it is called)
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         memory = self.memory(bucket)
         if bucket.is_sparse() or bucket.dtype().is_complex:
-            ((number, part),) = memory.parts.items()  # of one parameter, or all are alike
+            ((only, part),) = memory.parts.items()  # of one parameter, or all are alike
             bucket._memory = part
-            return self._hooks[int(number)].average(bucket)
+            return self._hooks[int(only)].average(bucket)
         gradients = _gradients(bucket)
         group = self.group(bucket)
         futures: list[Any] = []
         for number, part_memory in memory.parts.items():
-            part = _Part(bucket, gradients, part_memory, group)
-            futures.append(_as_future(self._hooks[int(number)].average(part)))
+            piece = _Part(bucket, gradients, part_memory, group)
+            futures.append(_as_future(self._hooks[int(number)].average(piece)))
         result = bucket.result_buffer()
         if result is None:
             shape, device = (bucket.numel(),), bucket.device()
@@ -286,8 +286,7 @@ def _checked_rule(number: int, rule: Any) -> tuple[str, Hook]:
 def _checked_hook(where: str, hook: object) -> Hook:
     if not isinstance(hook, Hook):
         raise TypeError(
-            f"policy: {where} must have one of torch_commhook.hooks, got "
-            f"{type(hook).__qualname__}"
+            f"policy: {where} must have one of torch_commhook.hooks, got {type(hook).__qualname__}"
         )
     if hook.scales_steps:
         raise ValueError(f"policy: {where} must not be about all gradients together, got {hook}")

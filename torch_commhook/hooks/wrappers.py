@@ -83,7 +83,7 @@ class error_feedback(Wrapper):  # noqa: N801 (a hook is written as it is called)
         ValueError: one that loses nothing, or that is right on average and scales for it.
     """
 
-    takes_error = False  # type: ignore[assignment]
+    takes_error = False
 
     def __init__(self, hook: Hook) -> None:
         super().__init__(hook)
@@ -191,7 +191,7 @@ class clip(Wrapper):  # noqa: N801
         self.max_norm = float(max_norm)
         self._is_plain = hook is None
 
-    scales_steps = True  # type: ignore[assignment]
+    scales_steps = True
 
     def __call__(self, state: object, bucket: Any) -> torch.futures.Future[Tensor]:
         raise RuntimeError(
