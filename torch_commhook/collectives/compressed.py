@@ -123,6 +123,7 @@ def compressed_all_reduce(
             f"compressed_all_reduce: rounding must be of shape (2, 2) for {codec}, rows of seed "
             f"and step, got {None if rounding is None else list(rounding.shape)}"
         )
+    group = resolve_group(group)
     call = _Call(
         codec,
         destinations,
@@ -132,10 +133,10 @@ def compressed_all_reduce(
         (None, None) if rounding is None else (rounding[0], rounding[1]),
         MessageBuffers() if buffers is None else buffers,
         meter,
-        resolve_group(group),
+        group,
     )
     with torch.no_grad():
-        return call.start(sources, error)
+        return call.start(sources, error, group)
 
 
 def shard_range(codec: Codec, numel: int, *, rank: int, world_size: int) -> tuple[int, int]:
@@ -166,7 +167,11 @@ def _listed(name: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
 
 
 class _Call:
-    """One sum on its way."""
+    """One sum on its way.
+
+    It does not keep the group: callbacks have it, which a thread of Gloo's may drop last. A group
+    that goes with it then would have that thread wait for its own end.
+    """
 
     def __init__(
         self,
@@ -189,7 +194,6 @@ class _Call:
         self.rounding = rounding
         self.buffers = buffers
         self.meter = meter
-        self.group = group
         self.world_size: int = group.size()
         self.rank: int = group.rank()
         # Asked once: later stages are other threads' work, which cannot tell who compiles.
@@ -197,7 +201,7 @@ class _Call:
         if self.is_traced:
             self.meter = None
 
-    def start(self, sources: list[Tensor], error: Tensor | None) -> Any:
+    def start(self, sources: list[Tensor], error: Tensor | None, group: Any) -> Any:
         exchange = {
             "all_to_all": self._exchange_shards,
             "all_gather": self._gather,
@@ -208,7 +212,7 @@ class _Call:
                 "compressed_all_reduce: the codec's exchange must be 'all_to_all', 'all_gather' or "
                 f"'all_reduce', got {self.codec.exchange!r}"
             )
-        return exchange(sources, error)
+        return exchange(sources, error, group)
 
     def _buffer(self, name: str, *shape: int) -> Tensor:
         if self.is_traced:  # by a compiler, which plans memory itself
@@ -230,9 +234,9 @@ class _Call:
 
     # ---- messages that are added up --------------------------------------------------------------
 
-    def _add_up(self, sources: list[Tensor], error: Tensor | None) -> Any:
+    def _add_up(self, sources: list[Tensor], error: Tensor | None, group: Any) -> Any:
         message = self._encode(sources, error, 1)
-        wire = self._on_wire(all_reduce(message.view(torch.float32), group=self.group))
+        wire = self._on_wire(all_reduce(message.view(torch.float32), group=group))
 
         def finish(done: Any) -> Tensor:
             total = done.value()
@@ -248,10 +252,10 @@ class _Call:
 
     # ---- messages that everybody gets ------------------------------------------------------------
 
-    def _gather(self, sources: list[Tensor], error: Tensor | None) -> Any:
+    def _gather(self, sources: list[Tensor], error: Tensor | None, group: Any) -> Any:
         message = self._encode(sources, error, 1)
         out = None if self.is_traced else self._buffer("gathered", self.world_size, len(message))
-        wire = self._on_wire(all_gather(message, out=out, group=self.group))
+        wire = self._on_wire(all_gather(message, out=out, group=group))
 
         def finish(done: Any) -> Tensor:
             messages = done.value()
@@ -263,32 +267,32 @@ class _Call:
 
     # ---- messages in shards ----------------------------------------------------------------------
 
-    def _exchange_shards(self, sources: list[Tensor], error: Tensor | None) -> Any:
+    def _exchange_shards(self, sources: list[Tensor], error: Tensor | None, group: Any) -> Any:
         shards = self.codec.shards(self.numel, self.world_size)
         self.sizes = [shard.nbytes for shard in shards]
         self.shard = shards[self.rank]
         message = self._encode(sources, error, self.world_size)
         second: Any = None
         if not self.is_traced and self.device.type == "cpu" and self.world_size > 1:
-            second = second_group(self.group)
+            second = second_group(group)
         received = self.world_size * self.shard.nbytes
         first: Any = all_to_all(
             message,
             input_split_sizes=self.sizes,
             output_split_sizes=[self.shard.nbytes] * self.world_size,
             out=None if self.is_traced else self._buffer("shards", received),
-            group=self.group,
+            group=group,
         )
         if self.is_traced or second is not None:
             # Here, since it is issued where nobody counts.
             note_collective(max(self.sizes) * (self.world_size - 1))
         if self.is_traced:
-            return TracedStages(first, self._gather_sums_traced)
+            return TracedStages(first, lambda received: self._gather_sums_traced(received, group))
         if second is not None:
             return self._staged(self._on_wire(first), second)
         padded = self._reduce(self._on_wire(first).wait())
         sums = self._buffer("sums", self.world_size, len(padded))
-        gathered = self._on_wire(all_gather(padded, out=sums, group=self.group))
+        gathered = self._on_wire(all_gather(padded, out=sums, group=group))
         return gathered.then(lambda done: self._decode(done.value()))
 
     def _reduce(self, received: Tensor) -> Tensor:
@@ -305,8 +309,8 @@ class _Call:
             )
         return padded
 
-    def _gather_sums_traced(self, received: Tensor) -> TracedFuture:
-        gathered: Any = all_gather(self._reduce(received), group=self.group)
+    def _gather_sums_traced(self, received: Tensor, group: Any) -> TracedFuture:
+        gathered: Any = all_gather(self._reduce(received), group=group)
         return gathered.then(lambda done: self._decode(done.value()))
 
     def _decode(self, gathered: Tensor) -> Tensor:
