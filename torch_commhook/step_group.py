@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 
 from torch_commhook import _C
 from torch_commhook.collectives import resolve_group
+from torch_commhook.collectives.turns import renew_turns
 from torch_commhook.gloo_groups import (
     destroy_group,
     group_name,
@@ -149,6 +150,7 @@ class StepGroup:
         names = (self.name, self._second_name)
         for name, group, backend in zip(names, self._own, backends, strict=False):
             _set_backend(group, name, dist.ProcessGroup.BackendType.GLOO, backend)
+            renew_turns(group)
         self._broken = False
 
     def prepare_tracing(self) -> None:

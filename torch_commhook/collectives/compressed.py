@@ -124,6 +124,7 @@ def compressed_all_reduce(
             f"compressed_all_reduce: rounding must be of shape (2, 2) for {codec}, rows of seed "
             f"and step, got {None if rounding is None else list(rounding.shape)}"
         )
+    group = resolve_group(group)
     call = _Call(
         codec,
         destinations,
@@ -133,10 +134,10 @@ def compressed_all_reduce(
         (None, None) if rounding is None else (rounding[0], rounding[1]),
         MessageBuffers() if buffers is None else buffers,
         meter,
-        resolve_group(group),
+        group,
     )
     with torch.no_grad():
-        return call.start(sources, error)
+        return call.start(sources, error, group)
 
 
 def shard_range(codec: Codec, numel: int, *, rank: int, world_size: int) -> tuple[int, int]:
@@ -196,7 +197,11 @@ def _bytes_of_floats_fake(values: Tensor) -> Tensor:
 
 
 class _Call:
-    """One sum on its way."""
+    """One sum on its way.
+
+    It does not keep the group: callbacks have it, which a thread of Gloo's may drop last. A group
+    that goes with it then would have that thread wait for its own end.
+    """
 
     def __init__(
         self,
@@ -219,7 +224,6 @@ class _Call:
         self.rounding = rounding
         self.buffers = buffers
         self.meter = meter
-        self.group = group
         self.world_size: int = group.size()
         self.rank: int = group.rank()
         # Asked once: later stages are other threads' work, which cannot tell who compiles.
@@ -227,7 +231,7 @@ class _Call:
         if self.is_traced:
             self.meter = None
 
-    def start(self, sources: list[Tensor], error: Tensor | None) -> Any:
+    def start(self, sources: list[Tensor], error: Tensor | None, group: Any) -> Any:
         exchange = {
             "all_to_all": self._exchange_shards,
             "all_gather": self._gather,
@@ -238,7 +242,7 @@ class _Call:
                 "compressed_all_reduce: the codec's exchange must be 'all_to_all', 'all_gather' or "
                 f"'all_reduce', got {self.codec.exchange!r}"
             )
-        return exchange(sources, error)
+        return exchange(sources, error, group)
 
     def _buffer(self, name: str, *shape: int) -> Tensor:
         if self.is_traced:  # by a compiler, which plans memory itself
@@ -260,10 +264,10 @@ class _Call:
 
     # ---- messages that are added up --------------------------------------------------------------
 
-    def _add_up(self, sources: list[Tensor], error: Tensor | None) -> Any:
+    def _add_up(self, sources: list[Tensor], error: Tensor | None, group: Any) -> Any:
         message = self._encode(sources, error, 1)
         values = floats_of_bytes(message) if self.is_traced else message.view(torch.float32)
-        wire = self._on_wire(all_reduce(values, group=self.group))
+        wire = self._on_wire(all_reduce(values, group=group))
 
         def finish(done: Any) -> Tensor:
             total = done.value()
@@ -278,17 +282,17 @@ class _Call:
 
     # ---- messages that everybody gets ------------------------------------------------------------
 
-    def _gather(self, sources: list[Tensor], error: Tensor | None) -> Any:
+    def _gather(self, sources: list[Tensor], error: Tensor | None, group: Any) -> Any:
         message = self._encode(sources, error, 1)
-        if self._goes_in_pieces(len(message)):
+        if self._goes_in_pieces(len(message), group):
             note_collective(len(message) * (self.world_size - 1))
             gathered = self._buffer("gathered", self.world_size, len(message))
-            first = self._gather_into(gathered, message, self.group)
+            first = self._gather_into(gathered, message, group)
         else:
             out = None
             if not self.is_traced:
                 out = self._buffer("gathered", self.world_size, len(message))
-            first = all_gather(message, out=out, group=self.group)
+            first = all_gather(message, out=out, group=group)
         wire = self._on_wire(first)
 
         def finish(done: Any) -> Tensor:
@@ -301,18 +305,18 @@ class _Call:
 
     # ---- messages in shards ----------------------------------------------------------------------
 
-    def _exchange_shards(self, sources: list[Tensor], error: Tensor | None) -> Any:
+    def _exchange_shards(self, sources: list[Tensor], error: Tensor | None, group: Any) -> Any:
         shards = self.codec.shards(self.numel, self.world_size)
         self.sizes = [shard.nbytes for shard in shards]
         self.shard = shards[self.rank]
         message = self._encode(sources, error, self.world_size)
         second: Any = None
         if not self.is_traced and self.device.type == "cpu" and self.world_size > 1:
-            second = second_group(self.group)
+            second = second_group(group)
         received = self.world_size * self.shard.nbytes
         sizes, own = self.sizes, [self.shard.nbytes] * self.world_size
         first: Any
-        if second is not None and self._goes_in_pieces(max(sizes)):
+        if second is not None and self._goes_in_pieces(max(sizes), group):
             note_collective(sum(sizes) - sizes[self.rank], received - sizes[self.rank])
             shards_of_all = self._buffer("shards", received)
             first = exchange_in_pieces(
@@ -320,7 +324,7 @@ class _Call:
                 shards_of_all.split(own),
                 max(sizes),
                 shards_of_all,
-                self.group,
+                group,
             )
         else:
             first = all_to_all(
@@ -328,18 +332,18 @@ class _Call:
                 input_split_sizes=sizes,
                 output_split_sizes=own,
                 out=None if self.is_traced else self._buffer("shards", received),
-                group=self.group,
+                group=group,
             )
         if self.is_traced or second is not None:
             # Here, since it is issued where nobody counts.
             note_collective(max(self.sizes) * (self.world_size - 1))
         if self.is_traced:
-            return TracedStages(first, self._gather_sums_traced)
+            return TracedStages(first, lambda received: self._gather_sums_traced(received, group))
         if second is not None:
             return self._staged(self._on_wire(first), second)
         padded = self._reduce(self._on_wire(first).wait())
         sums = self._buffer("sums", self.world_size, len(padded))
-        gathered = self._on_wire(all_gather(padded, out=sums, group=self.group))
+        gathered = self._on_wire(all_gather(padded, out=sums, group=group))
         return gathered.then(lambda done: self._decode(done.value()))
 
     def _reduce(self, received: Tensor) -> Tensor:
@@ -356,8 +360,8 @@ class _Call:
             )
         return padded
 
-    def _gather_sums_traced(self, received: Tensor) -> TracedFuture:
-        gathered: Any = all_gather(self._reduce(received), group=self.group)
+    def _gather_sums_traced(self, received: Tensor, group: Any) -> TracedFuture:
+        gathered: Any = all_gather(self._reduce(received), group=group)
         return gathered.then(lambda done: self._decode(done.value()))
 
     def _decode(self, gathered: Tensor) -> Tensor:
@@ -401,12 +405,12 @@ class _Call:
         first.add_done_callback(first_done)
         return result
 
-    def _goes_in_pieces(self, longest: int) -> bool:
-        return not self.is_traced and self.device.type == "cpu" and pays(self.group, longest)
+    def _goes_in_pieces(self, longest: int, group: Any) -> bool:
+        return not self.is_traced and self.device.type == "cpu" and pays(group, longest)
 
     def _gather_into(self, result: Tensor, tensor: Tensor, group: Any) -> Any:
         """In eager, from whatever thread."""
-        if not self._goes_in_pieces(len(tensor)):
+        if not self._goes_in_pieces(len(tensor), group):
             return gather_into(result, tensor, group)
         to_each = [tensor] * self.world_size
         return exchange_in_pieces(to_each, list(result), len(tensor), result, group)
