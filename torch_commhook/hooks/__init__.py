@@ -12,6 +12,7 @@ from torch_commhook.codecs.base import CODECS
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.compressed import compressed, hook_of_codec
 from torch_commhook.hooks.cpp import cpp
+from torch_commhook.hooks.local_sgd import local_sgd, outer_sgd
 from torch_commhook.hooks.mean import allreduce, cast
 from torch_commhook.hooks.policy import policy
 from torch_commhook.hooks.wrappers import after, clip, error_feedback
@@ -25,6 +26,8 @@ _OWN = [
     "compressed",
     "cpp",
     "error_feedback",
+    "local_sgd",
+    "outer_sgd",
     "policy",
 ]
 
