@@ -57,6 +57,7 @@ class DdpRoad:
         self._is_first = True  # the next bucket of it
         self._plain = allreduce()
         self._buckets: dict[int, GradBucket] = {}
+        self._loaded: list[list[str]] = []  # names, of the buckets of a memory that was loaded
         # The model's reducer owns this; a handle that outlives the model keeps nothing of it.
         buckets = self._buckets
         self.model = weakref.ref(model, lambda _: buckets.clear())
@@ -79,11 +80,15 @@ class DdpRoad:
         return self._group
 
     def parameter_buckets(self) -> list[list[Tensor]]:
-        """The parameters of each bucket, in order; before the first backward of such as fit."""
+        """The parameters of each bucket, in order.
+
+        Before the first backward those of what was loaded, or else of such as DDP might form.
+        """
         model = self.model()
         if model is None:
             return []
-        parameters = [parameter for _, parameter in trainable(model)]
+        by_name = dict(trainable(model))
+        parameters = list(by_name.values())
         buckets: list[list[Tensor]] = []
         left = len(parameters)
         for _, bucket in sorted(self._buckets.items()):
@@ -92,6 +97,8 @@ class DdpRoad:
                 left -= len(buckets[-1])
         if left == 0:
             return buckets
+        if sorted(by_name) == sorted(name for names in self._loaded for name in names):
+            return [[by_name[name] for name in names] for names in self._loaded]
         parameters.reverse()
         assigned = assign_buckets(parameters, [False] * len(parameters), model.bucket_bytes_cap)
         return [[parameters[i] for i in members] for members in assigned]
@@ -114,6 +121,7 @@ class DdpRoad:
 
     def memory_loaded(self, buckets: list[list[str]]) -> None:
         """The hook's memory has been read from elsewhere."""
+        self._loaded = buckets
         for bucket in self._buckets.values():
             bucket._memory = None
 
