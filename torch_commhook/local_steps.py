@@ -126,15 +126,14 @@ class LocalSteps:
                 f"hook '{self._attached.name}': all ranks must take equally many steps, which "
                 "join() is not for; give each as many batches"
             )
+        if self._is_at_rest:
+            self._look_for_anchor()
         self.is_open = True
 
     def optimizer_steps(self, parameters: frozenset[int]) -> None:
         """An optimizer is about to step parameters of these ids."""
-        if self._ids.isdisjoint(parameters):
-            return
-        self._in_step = True
-        if self._is_at_rest:
-            self._look_for_anchor()
+        if not self._ids.isdisjoint(parameters):
+            self._in_step = True
 
     def optimizer_stepped(self, parameters: frozenset[int]) -> None:
         """An optimizer has stepped parameters of these ids."""

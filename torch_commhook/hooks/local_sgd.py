@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,21 +55,19 @@ class outer_sgd:  # noqa: N801 (written as it is called, within a hook)
         if not 0 <= self.momentum < 1:
             raise ValueError(f"outer_sgd: momentum must be from 0 to below 1, got {self.momentum}")
 
-    def step(
-        self, anchors: Sequence[Tensor], gradients: Sequence[Tensor], momenta: Sequence[Tensor]
-    ) -> None:
+    def step(self, anchors: list[Tensor], gradients: list[Tensor], momenta: list[Tensor]) -> None:
         """Move the anchors.
 
         Args:
             anchors: written.
             gradients: of the anchors' shapes and dtypes.
-            momenta: written; of the same shapes and dtypes, zeros at first. None without momentum.
+            momenta: written; of the same shapes and dtypes, zeros at first. Without momentum none.
         """
         if self.momentum:
             torch._foreach_mul_(momenta, self.momentum)
             torch._foreach_add_(momenta, gradients)
             if self.nesterov:
-                gradients = torch._foreach_add(gradients, momenta, alpha=self.momentum)
+                gradients = list(torch._foreach_add(gradients, momenta, alpha=self.momentum))
             else:
                 gradients = momenta
         torch._foreach_add_(anchors, gradients, alpha=-self.lr)
@@ -160,7 +157,8 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         """The gradients as they are."""
         return bucket.buffer()  # type: ignore[return-value]
 
-    def __call__(self, state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+    # No annotations: DDP compares them as they are, and does not understand strings.
+    def __call__(self, state, bucket):  # type: ignore[no-untyped-def]
         raise RuntimeError(
             f"{self}: ranks are brought together after the optimizer's steps, of which only a hook "
             "that is attached knows; use torch_commhook.attach(model, hook)"
