@@ -397,7 +397,7 @@ class TestSteps:
         handle.remove()
 
     def test_an_optimizer_of_another_model_is_none_of_its_business(self) -> None:
-        model, handle = self._model()
+        _, handle = self._model()
         other = net()
         optimizer = torch.optim.SGD(other.parameters(), lr=0.01)
         train(other, optimizer, 0, 2)
@@ -465,7 +465,8 @@ def test_a_scaler_that_skips_a_step_on_one_rank(two_ranks: RankPool, road: str) 
 def _synchronized(rank: int, road: str, uneven: bool) -> list[list[Tensor]]:
     model, handle = attached(local_sgd(4), road)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    train(model, optimizer, rank, 6 + (rank if uneven else 0))
+    handle.register_prehook(lambda gradients: None)  # so that each backward has its stages
+    train(model, optimizer, rank, 4 + (rank if uneven else 2))
     apart = parameters_of(model)
     handle.synchronize()
     together = parameters_of(model)
@@ -500,7 +501,9 @@ def test_synchronize_is_nothing_to_other_hooks() -> None:
 
 def _two_models(rank: int) -> Any:
     models = [net(), net()]
-    handles = [attach(model, local_sgd(H, outer=MEAN)) for model, H in zip(models, (2, 3))]
+    handles = [
+        attach(model, local_sgd(H, outer=MEAN)) for model, H in zip(models, (2, 3), strict=True)
+    ]
     optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.01)
     for step in range(6):
         optimizer.zero_grad()
@@ -797,6 +800,31 @@ def test_compiled_as_in_eager(two_ranks: RankPool, mode: Mode) -> None:
             assert result["breaks"] == 0
 
 
+def _by_hand(rank: int, mode: Mode) -> tuple[list[Tensor], int]:
+    torch._dynamo.reset()
+    model = mode.wrap(_small_net())
+    handle = attach(model, local_sgd(2), **mode.attach_options)
+    with mode.step_function(model) as step:
+        for number in range(5):
+            model.zero_grad()
+            step(batch(rank, number))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.01 * parameter.grad
+    found = parameters_of(model), handle.stats().steps
+    handle.synchronize()
+    handle.remove()
+    return found
+
+
+def test_updates_by_hand_are_noticed_under_compilers(two_ranks: RankPool) -> None:
+    wanted = two_ranks.run(_by_hand, Mode("module", "eager"))
+    results = two_ranks.run(_by_hand, Mode("module", "context"), timeout=120)
+    for (parameters, steps), (eager, eager_steps) in zip(results, wanted, strict=True):
+        assert steps == eager_steps == 2
+        assert same(parameters, eager)
+
+
 def test_an_optimizer_that_is_compiled(two_ranks: RankPool) -> None:
     mode = Mode("module", "eager")
     wanted = two_ranks.run(_in_mode, mode)
@@ -846,7 +874,7 @@ class TestRefused:
     def test_without_attach(self) -> None:
         model = DDP(net())
         model.register_comm_hook(None, local_sgd(2))
-        with pytest.raises(RuntimeError, match="use torch_commhook.attach"):
+        with pytest.raises(RuntimeError, match=r"use torch_commhook\.attach"):
             backward(model, 0, 0)
 
     @pytest.mark.parametrize("road", ROADS)
