@@ -13,9 +13,7 @@ HOOKS = ["allreduce()", "cast()", "blockwise()", "topk(0.01)"]
 
 
 def test_bytes_and_times() -> None:
-    costs = plan(
-        HOOKS, elements=1_000_000, bits_per_second=1e8, world_size=2, compute_seconds=0.1
-    )
+    costs = plan(HOOKS, elements=1_000_000, bits_per_second=1e8, world_size=2, compute_seconds=0.1)
     sent = [cost.bytes_sent for cost in costs]
     assert sent[:2] == [4_000_000, 2_000_000]
     assert sent[2] == pytest.approx(1_016_000, rel=0.01)

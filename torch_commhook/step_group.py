@@ -334,6 +334,29 @@ class StepGroup:
         return dist.PrefixStore(f"{self.name}/{connections}", self._store)
 
 
+class NoAgreement:
+    """Stands for a :class:`StepGroup` in steps in which each rank is on its own."""
+
+    size = 1
+    recovers = False
+
+    def begin(self) -> None:
+        """Nothing."""
+
+    def end(self) -> None:
+        """Nothing."""
+
+    def commit(self, used: Tensor) -> None:
+        """Nothing: ``used`` is this rank's."""
+
+    def fail(self, reason: str) -> None:
+        """Nothing."""
+
+    def fail_with(self, error: BaseException) -> BaseException:
+        """The error itself."""
+        return error
+
+
 def _set_backend(group: Any, name: str, kind: Any, backend: Any) -> None:
     _C.drop_backends(group)
     group._register_backend(torch.device("cpu"), kind, backend)

@@ -14,6 +14,7 @@ from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.compressed import compressed, hook_of_codec
 from torch_commhook.hooks.cpp import cpp
 from torch_commhook.hooks.hierarchical import hierarchical
+from torch_commhook.hooks.local_sgd import local_sgd, outer_sgd
 from torch_commhook.hooks.mean import allreduce, cast
 from torch_commhook.hooks.policy import policy
 from torch_commhook.hooks.wrappers import after, clip, error_feedback
@@ -29,6 +30,8 @@ __all__ = [
     "cpp",
     "error_feedback",
     "hierarchical",
+    "local_sgd",
+    "outer_sgd",
     "policy",
 ]
 __all__ += CODECS

@@ -49,6 +49,10 @@ class Hook(ABC):
     #: Whether collectives follow one another, for which some process groups need a second one.
     has_stages: bool = False
 
+    #: Whether each rank steps on gradients of its own for a while, so that parameters differ
+    #: between ranks, and so does what an optimizer remembers of them.
+    keeps_ranks_apart: bool = False
+
     #: Whether :meth:`step_scale` is to be asked, which has all results wait for the last.
     scales_steps: bool = False
 

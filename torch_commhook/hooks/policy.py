@@ -288,6 +288,6 @@ def _checked_hook(where: str, hook: object) -> Hook:
         raise TypeError(
             f"policy: {where} must have one of torch_commhook.hooks, got {type(hook).__qualname__}"
         )
-    if hook.scales_steps:
+    if hook.scales_steps or hook.keeps_ranks_apart:
         raise ValueError(f"policy: {where} must not be about all gradients together, got {hook}")
     return hook

@@ -26,6 +26,11 @@ class Wrapper(Hook):
                 f"{type(self).__name__}: hook must be one of torch_commhook.hooks, got "
                 f"{type(hook).__qualname__}"
             )
+        if hook.keeps_ranks_apart:
+            raise ValueError(
+                f"{type(self).__name__}: hook must bring the ranks together in each step, got "
+                f"{hook}; it can go inside of that, as its hook"
+            )
         self.hook = hook
         self._commhook_traceable = getattr(hook, "_commhook_traceable", False)
 
