@@ -228,7 +228,7 @@ def _restore(
             ) from error
 
 
-def _load_optimizer(run: _Run, state: Any) -> None:
+def _load_optimizer(run: Run, state: Any) -> None:
     # The settings of the groups come from this run's own options.
     groups = run.optimizer.state_dict()["param_groups"]
     run.optimizer.load_state_dict({"state": state, "param_groups": groups})
