@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_commhook._ops import BUCKET_DTYPES
 from torch_commhook.codecs.base import Codec
-from torch_commhook.collectives.futures import TracedFuture, TracedStages
+from torch_commhook.collectives.futures import TracedFuture, TracedStages, set_error, then
 from torch_commhook.collectives.plain import (
     all_gather,
     all_reduce,
@@ -78,6 +78,10 @@ def compressed_all_reduce(
     On the CPU over Gloo no stage waits for another bucket's: the second is issued on a process
     group of its own, which is made with the first call. Over other groups in Python the call waits
     for the first stage.
+
+    A rank that leaves a second stage out, since something raised in its first one, is out of step
+    with the others: there that call and all later ones of two stages on this group fail alike, and
+    the other ranks wait for the group's timeout. Hooks that are attached get new connections.
 
     Args:
         tensors: dense, of dtypes that buckets have, on one device; the same sizes on all ranks.
@@ -248,7 +252,7 @@ class _Call:
                 )
             return self._result()
 
-        return wire.then(finish)
+        return then(wire, finish, self.device)
 
     # ---- messages that everybody gets ------------------------------------------------------------
 
@@ -263,7 +267,7 @@ class _Call:
                 self.codec.decode_sum(messages, self.destinations, scale=self.scale)
             return self._result()
 
-        return wire.then(finish)
+        return then(wire, finish, self.device)
 
     # ---- messages in shards ----------------------------------------------------------------------
 
@@ -293,7 +297,7 @@ class _Call:
         padded = self._reduce(self._on_wire(first).wait())
         sums = self._buffer("sums", self.world_size, len(padded))
         gathered = self._on_wire(all_gather(padded, out=sums, group=group))
-        return gathered.then(lambda done: self._decode(done.value()))
+        return then(gathered, lambda done: self._decode(done.value()), self.device)
 
     def _reduce(self, received: Tensor) -> Tensor:
         """The message of the sum of this rank's shards, as long as the longest of all."""
@@ -327,8 +331,7 @@ class _Call:
     def _staged(self, first: Any, second: Any) -> Any:
         """The stages one after another, each issued by the thread that ended the one before."""
         result: torch.futures.Future[Tensor] = torch.futures.Future()
-        # What comes of a future's callback may be an exception, which its future then holds.
-        turn = turns_of(second).announce(result.set_exception)
+        turn = turns_of(second).announce(lambda error: set_error(result, error))
 
         def first_done(done: Any) -> None:
             try:
@@ -346,7 +349,7 @@ class _Call:
             try:
                 decoded = self._decode(done.value())
             except BaseException as error:
-                result.set_exception(error)
+                set_error(result, error)
             else:
                 result.set_result(decoded)
 
@@ -364,7 +367,7 @@ class _Call:
             meter.add("wire", time.perf_counter() - begun)
             return done.value()
 
-        return future.then(ended)
+        return then(future, ended, self.device)
 
 
 class _timed:  # noqa: N801 (a context manager)
