@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_commhook import _ops
 from torch_commhook.bucket import GradBucket
 from torch_commhook.codecs.base import CODECS
-from torch_commhook.collectives.futures import TracedFuture
+from torch_commhook.collectives.futures import TracedFuture, then
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.compressed import hook_of_codec
 from torch_commhook.hooks.mean import allreduce
@@ -147,7 +147,11 @@ class policy(Hook):  # noqa: N801 (a hook is written as it is called)
         if torch.compiler.is_compiling():
             return _TracedParts(futures, write)  # type: ignore[return-value]
         together = torch.futures.collect_all(futures)
-        return together.then(lambda done: write([future.value() for future in done.value()]))
+        return then(
+            together,
+            lambda done: write([future.value() for future in done.value()]),
+            bucket.device(),
+        )
 
     def step_counted(self, memory: HookMemory) -> None:
         for hook in self._hooks:
