@@ -74,6 +74,10 @@ HOOKS: dict[str, tuple[Callable[[], Any], float]] = {
         lambda: hooks.error_feedback(hooks.blockwise(bits=4)),
         0.5,
     ),
+    "error_feedback(powersgd(rank=2))": (
+        lambda: hooks.error_feedback(hooks.powersgd(rank=2)),
+        1.0,
+    ),
     "futures": (lambda: with_futures, 1e-6),
     "object": (Object, 1e-6),
     "traced": (lambda: traced, 1e-6),

@@ -32,8 +32,9 @@ class BucketMemory:
     compilers, and finds it in ``tensors`` and ``lists`` then.
 
     Attributes:
-        tensors: flat, float32, by name.
+        tensors: flat, by name; float32, but for what a hook has packed.
         lists: a tensor or None for each parameter, by name.
+        plans: what a hook has worked out from the layout, as text, by name.
         rounding: int64, of shape (2, 2), where it was asked for: rows of seed and step, for what
             this rank encodes and for what it encodes of the ranks' sum.
         with_error: whether hooks are to remember what they lose.
@@ -67,6 +68,7 @@ class BucketMemory:
         self.with_error = with_error
         self.tensors: dict[str, Tensor] = {}
         self.lists: dict[str, list[Tensor | None]] = {}
+        self.plans: dict[str, str] = {}
         self.rounding: Tensor | None = None
         self.parts: dict[str, BucketMemory] = {}
         self.buffers = MessageBuffers()
@@ -130,6 +132,38 @@ class BucketMemory:
                 for i, parameter in enumerate(self.parameters)
             ]
         return found
+
+    def packed(
+        self,
+        name: str,
+        numbers: Sequence[int],
+        make: Callable[[int, Tensor, Tensor | None], Tensor],
+        *,
+        key: str,
+    ) -> Tensor:
+        """:meth:`per_parameter` in one flat tensor, of which each parameter's is a view.
+
+        Args:
+            name: of what is remembered.
+            numbers: of the parameters, in the order that they have in the tensor.
+            make: called with number, parameter, and what it had before, if anything; gives a dense
+                tensor, whose contents, shape and strides are then those of the view. All of one
+                dtype.
+            key: of the flat tensor in ``tensors``.
+        """
+        flat = self.tensors.get(key)
+        if flat is None:
+            everybody = self.parameters
+            parameters = [everybody[i] for i in numbers]
+            made = [
+                make(i, parameter, self._owner.shared(parameter, name))
+                for i, parameter in zip(numbers, parameters, strict=True)
+            ]
+            layout = BucketLayout(made)
+            flat = self.tensors[key] = layout.flatten(made)
+            for parameter, view in zip(parameters, layout.views(flat), strict=True):
+                self._owner.replace_shared(parameter, name, view)
+        return flat
 
     def random(self, seed: int, *, alike: bool = False) -> Tensor:
         """Seeds and steps, for codecs that draw random numbers.
@@ -345,6 +379,14 @@ class HookMemory:
         if name not in tensors:
             tensors[name] = make()
         return tensors[name]
+
+    def shared(self, parameter: Tensor, name: str) -> Tensor | None:
+        """The parameter's own tensor of a name, if there is one."""
+        return self._shared.get(parameter, {}).get(name)
+
+    def replace_shared(self, parameter: Tensor, name: str, tensor: Tensor) -> None:
+        """Let ``tensor`` be the parameter's own of a name from here on."""
+        self._shared.setdefault(parameter, {})[name] = tensor
 
     def adopt_choice(self, parameter: Tensor, name: str, value: int) -> None:
         """Keep a number that was settled."""

@@ -51,6 +51,11 @@ class CallMeter:
         """Note how long a stage took."""
         self.seconds[stage] += seconds
 
+    def is_due(self) -> bool:
+        """Count a call; whether its error is to be measured: in the first and every hundredth."""
+        self._calls += 1
+        return self._calls % _CALLS_PER_MEASUREMENT == 1
+
     def encoded(
         self,
         codec: Any,
@@ -60,9 +65,8 @@ class CallMeter:
         error: torch.Tensor | None,
         rounding: torch.Tensor | None,
     ) -> None:
-        """Measure what a message has lost: in the first call and every hundredth."""
-        self._calls += 1
-        if self._calls % _CALLS_PER_MEASUREMENT != 1:
+        """Measure what a message has lost, if that is due."""
+        if not self.is_due():
             return
         with torch.no_grad():
             own = torch.empty(sum(t.numel() for t in sources), device=message.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,17 +10,16 @@ from torch import Tensor
 
 from torch_commhook._ops import BUCKET_DTYPES
 from torch_commhook.codecs.base import Codec
-from torch_commhook.collectives.futures import TracedFuture, TracedStages
+from torch_commhook.collectives.futures import then
 from torch_commhook.collectives.pieces import exchange_in_pieces, pays
 from torch_commhook.collectives.plain import (
     all_gather,
     all_reduce,
     all_to_all,
-    gather_into,
+    issue_all_gather,
     resolve_group,
 )
-from torch_commhook.collectives.turns import turns_of
-from torch_commhook.gloo_groups import second_group
+from torch_commhook.collectives.stages import on_wire, timed, two_stages
 from torch_commhook.metrics import CallMeter, note_collective
 
 
@@ -79,6 +77,10 @@ def compressed_all_reduce(
     On the CPU over Gloo no stage waits for another bucket's: the second is issued on a process
     group of its own, which is made with the first call. Over other groups in Python the call waits
     for the first stage.
+
+    A rank that leaves a second stage out, since something raised in its first one, is out of step
+    with the others: there that call and all later ones of two stages on this group fail alike, and
+    the other ranks wait for the group's timeout. Hooks that are attached get new connections.
 
     Args:
         tensors: dense, of dtypes that buckets have, on one device; the same sizes on all ranks.
@@ -251,7 +253,7 @@ class _Call:
 
     def _encode(self, sources: list[Tensor], error: Tensor | None, shards: int) -> Tensor:
         message = self._buffer("message", self.codec.nbytes(self.numel, shards))
-        with _timed(self.meter, "encode"):
+        with timed(self.meter, "encode"):
             self.codec.encode(
                 sources, message, shards=shards, error=error, rounding=self.rounding[0]
             )
@@ -267,18 +269,18 @@ class _Call:
     def _add_up(self, sources: list[Tensor], error: Tensor | None, group: Any) -> Any:
         message = self._encode(sources, error, 1)
         values = floats_of_bytes(message) if self.is_traced else message.view(torch.float32)
-        wire = self._on_wire(all_reduce(values, group=group))
+        wire = on_wire(all_reduce(values, group=group), self.meter, self.device)
 
         def finish(done: Any) -> Tensor:
             total = done.value()
-            with torch.no_grad(), _timed(self.meter, "decode"):
+            with torch.no_grad(), timed(self.meter, "decode"):
                 if self.scale != 1.0:
                     total = total * self.scale
                 summed = bytes_of_floats(total) if self.is_traced else total.view(torch.uint8)
                 self.codec.decode(summed, self.destinations, rounding=self.rounding[0])
             return self._result()
 
-        return wire.then(finish)
+        return then(wire, finish, self.device)
 
     # ---- messages that everybody gets ------------------------------------------------------------
 
@@ -293,15 +295,15 @@ class _Call:
             if not self.is_traced:
                 out = self._buffer("gathered", self.world_size, len(message))
             first = all_gather(message, out=out, group=group)
-        wire = self._on_wire(first)
+        wire = on_wire(first, self.meter, self.device)
 
         def finish(done: Any) -> Tensor:
             messages = done.value()
-            with torch.no_grad(), _timed(self.meter, "decode"):
+            with torch.no_grad(), timed(self.meter, "decode"):
                 self.codec.decode_sum(messages, self.destinations, scale=self.scale)
             return self._result()
 
-        return wire.then(finish)
+        return then(wire, finish, self.device)
 
     # ---- messages in shards ----------------------------------------------------------------------
 
@@ -310,46 +312,43 @@ class _Call:
         self.sizes = [shard.nbytes for shard in shards]
         self.shard = shards[self.rank]
         message = self._encode(sources, error, self.world_size)
-        second: Any = None
-        if not self.is_traced and self.device.type == "cpu" and self.world_size > 1:
-            second = second_group(group)
         received = self.world_size * self.shard.nbytes
         sizes, own = self.sizes, [self.shard.nbytes] * self.world_size
-        first: Any
-        if second is not None and self._goes_in_pieces(max(sizes), group):
-            note_collective(sum(sizes) - sizes[self.rank], received - sizes[self.rank])
-            shards_of_all = self._buffer("shards", received)
-            first = exchange_in_pieces(
-                message.split(sizes),
-                shards_of_all.split(own),
-                max(sizes),
-                shards_of_all,
-                group,
-            )
-        else:
-            first = all_to_all(
+
+        def exchange() -> Any:
+            if self._goes_in_pieces(max(sizes), group):
+                note_collective(sum(sizes) - sizes[self.rank], received - sizes[self.rank])
+                shards_of_all = self._buffer("shards", received)
+                return exchange_in_pieces(
+                    message.split(sizes),
+                    shards_of_all.split(own),
+                    max(sizes),
+                    shards_of_all,
+                    group,
+                )
+            return all_to_all(
                 message,
                 input_split_sizes=sizes,
                 output_split_sizes=own,
                 out=None if self.is_traced else self._buffer("shards", received),
                 group=group,
             )
-        if self.is_traced or second is not None:
-            # Here, since it is issued where nobody counts.
-            note_collective(max(self.sizes) * (self.world_size - 1))
-        if self.is_traced:
-            return TracedStages(first, lambda received: self._gather_sums_traced(received, group))
-        if second is not None:
-            return self._staged(self._on_wire(first), second)
-        padded = self._reduce(self._on_wire(first).wait())
-        sums = self._buffer("sums", self.world_size, len(padded))
-        gathered = self._on_wire(all_gather(padded, out=sums, group=group))
-        return gathered.then(lambda done: self._decode(done.value()))
+
+        return two_stages(
+            exchange,
+            self._reduce,
+            self._issue_gather,
+            self._decode,
+            second_bytes=max(sizes) * (self.world_size - 1),
+            device=self.device,
+            group=group,
+            meter=self.meter,
+        )
 
     def _reduce(self, received: Tensor) -> Tensor:
         """The message of the sum of this rank's shards, as long as the longest of all."""
         padded = self._buffer("sum", max(self.sizes))
-        with torch.no_grad(), _timed(self.meter, "encode"):
+        with torch.no_grad(), timed(self.meter, "encode"):
             self.codec.reduce(
                 received.view(self.world_size, self.shard.nbytes),
                 padded[: self.shard.nbytes],
@@ -360,12 +359,13 @@ class _Call:
             )
         return padded
 
-    def _gather_sums_traced(self, received: Tensor, group: Any) -> TracedFuture:
-        gathered: Any = all_gather(self._reduce(received), group=group)
-        return gathered.then(lambda done: self._decode(done.value()))
+    def _issue_gather(self, padded: Tensor, group: Any) -> Any:
+        if self.is_traced:
+            return issue_all_gather(padded, None, group, is_traced=True)
+        return self._gather_into(self._buffer("sums", self.world_size, len(padded)), padded, group)
 
     def _decode(self, gathered: Tensor) -> Tensor:
-        with torch.no_grad(), _timed(self.meter, "decode"):
+        with torch.no_grad(), timed(self.meter, "decode"):
             if all(size == self.sizes[0] for size in self.sizes):
                 message = gathered.view(-1)
             else:  # without what the shorter ones were filled up with
@@ -375,71 +375,12 @@ class _Call:
             self.codec.decode(message, self.destinations, shards=self.world_size)
         return self._result()
 
-    def _staged(self, first: Any, second: Any) -> Any:
-        """The stages one after another, each issued by the thread that ended the one before."""
-        result: torch.futures.Future[Tensor] = torch.futures.Future()
-        # What comes of a future's callback may be an exception, which its future then holds.
-        turn = turns_of(second).announce(result.set_exception)
-
-        def first_done(done: Any) -> None:
-            try:
-                padded = self._reduce(done.value())
-            except BaseException as error:
-                turn.give_up(error)
-                return
-            turn.take(lambda: issue(padded))
-
-        def issue(padded: Tensor) -> None:
-            sums = self._buffer("sums", self.world_size, len(padded))
-            gathered = self._gather_into(sums, padded, second)
-            self._on_wire(gathered).add_done_callback(second_done)
-
-        def second_done(done: Any) -> None:
-            try:
-                decoded = self._decode(done.value())
-            except BaseException as error:
-                result.set_exception(error)
-            else:
-                result.set_result(decoded)
-
-        first.add_done_callback(first_done)
-        return result
-
     def _goes_in_pieces(self, longest: int, group: Any) -> bool:
         return not self.is_traced and self.device.type == "cpu" and pays(group, longest)
 
     def _gather_into(self, result: Tensor, tensor: Tensor, group: Any) -> Any:
         """In eager, from whatever thread."""
         if not self._goes_in_pieces(len(tensor), group):
-            return gather_into(result, tensor, group)
+            return issue_all_gather(tensor, result, group, is_traced=False)
         to_each = [tensor] * self.world_size
         return exchange_in_pieces(to_each, list(result), len(tensor), result, group)
-
-    def _on_wire(self, future: Any) -> Any:
-        """The same future, whose time is taken."""
-        meter = self.meter
-        if meter is None:
-            return future
-        begun = time.perf_counter()
-
-        def ended(done: Any) -> Any:
-            meter.add("wire", time.perf_counter() - begun)
-            return done.value()
-
-        return future.then(ended)
-
-
-class _timed:  # noqa: N801 (a context manager)
-    """Adds the time that is spent inside."""
-
-    def __init__(self, meter: CallMeter | None, stage: str) -> None:
-        self._meter = meter
-        self._stage = stage
-
-    def __enter__(self) -> None:
-        if self._meter is not None:
-            self._begun = time.perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        if self._meter is not None:
-            self._meter.add(self._stage, time.perf_counter() - self._begun)

@@ -68,13 +68,20 @@ def all_reduce(tensor: Tensor, *, group: Any = None) -> torch.futures.Future[Ten
     group = resolve_group(group)
     world_size = group.size()
     note_collective(ring_all_reduce_bytes(tensor_bytes(tensor), world_size))
-    if torch.compiler.is_compiling():
-        if world_size == 1:
+    return issue_all_reduce(tensor, group, is_traced=torch.compiler.is_compiling())
+
+
+def issue_all_reduce(
+    tensor: Tensor, group: Any, *, is_traced: bool
+) -> torch.futures.Future[Tensor]:
+    """:func:`all_reduce`, unchecked and not counted: on whatever thread."""
+    if is_traced:
+        if group.size() == 1:
             return TracedFuture(lambda: tensor)  # type: ignore[return-value]
         # By its name: with the group itself a compiler cannot keep the graph.
         functional = torch.ops._c10d_functional
         return traced(functional.all_reduce(tensor, "sum", group.group_name))  # type: ignore[return-value]
-    if world_size == 1:
+    if group.size() == 1:
         return _C.as_future(tensor, "all_reduce")
     # Sums by default.
     work = group.allreduce([tensor], dist.AllreduceOptions())
@@ -101,25 +108,31 @@ def all_gather(
     group = resolve_group(group)
     world_size = group.size()
     note_collective(tensor_bytes(tensor) * (world_size - 1))
-    shape = (world_size, *tensor.shape)
+    is_traced = torch.compiler.is_compiling()
+    if not is_traced:
+        out = _result("all_gather", tensor, (world_size, *tensor.shape), out)
+    return issue_all_gather(tensor, out, group, is_traced=is_traced)
+
+
+def issue_all_gather(
+    tensor: Tensor, out: Tensor | None, group: Any, *, is_traced: bool
+) -> torch.futures.Future[Tensor]:
+    """:func:`all_gather`, unchecked and not counted: on whatever thread.
+
+    A thread cannot tell whether it is itself that compiles.
+    """
+    world_size = group.size()
     flat = tensor.reshape(-1)
-    if torch.compiler.is_compiling():
+    if is_traced:
+        shape = (world_size, *tensor.shape)
         gathered = torch.ops._c10d_functional.all_gather_into_tensor(
             flat, world_size, group.group_name
         )
         return traced(gathered).then(lambda done: done.value().view(shape))  # type: ignore[return-value]
-    result = _result("all_gather", tensor, shape, out)
-    return gather_into(result, tensor, group)
-
-
-def gather_into(result: Tensor, tensor: Tensor, group: Any) -> torch.futures.Future[Tensor]:
-    """:func:`all_gather` in eager, unchecked and not counted: on whatever thread.
-
-    A thread cannot tell whether it is itself that compiles.
-    """
-    if group.size() == 1:
+    assert out is not None
+    result = out
+    if world_size == 1:
         return _C.as_future(result.copy_(tensor.unsqueeze(0)), "all_gather")
-    flat = tensor.reshape(-1)
     work = _all_gather(result.view(-1), flat, group=group, async_op=True)
     # What its Future holds differs between backends: one tensor, or one for each rank.
     return future_of_work(work, group).then(lambda done: _when_good(done, result))

@@ -17,6 +17,7 @@ from torch_commhook.hooks.hierarchical import hierarchical
 from torch_commhook.hooks.local_sgd import local_sgd, outer_sgd
 from torch_commhook.hooks.mean import allreduce, cast
 from torch_commhook.hooks.policy import policy
+from torch_commhook.hooks.powersgd import powersgd
 from torch_commhook.hooks.wrappers import after, clip, error_feedback
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "local_sgd",
     "outer_sgd",
     "policy",
+    "powersgd",
 ]
 __all__ += CODECS
 

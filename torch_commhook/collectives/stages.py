@@ -1,0 +1,143 @@
+"""Two collectives of which the second sends what is made of the first one's result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_commhook.collectives.futures import TracedStages, set_error, then
+from torch_commhook.collectives.turns import turns_of
+from torch_commhook.gloo_groups import second_group
+from torch_commhook.metrics import CallMeter, note_collective
+
+
+def two_stages(
+    issue_first: Callable[[], Any],
+    between: Callable[[Tensor], Tensor],
+    issue_second: Callable[[Tensor, Any], Any],
+    finish: Callable[[Tensor], Tensor],
+    *,
+    second_bytes: int,
+    device: torch.device,
+    group: Any,
+    meter: CallMeter | None = None,
+) -> Any:
+    """Run two collectives, one after the other, without holding up those of other buckets.
+
+    On the CPU over Gloo the second is issued on a process group of its own, which is made with the
+    first call, by whatever thread has ended the first. Over other groups in Python the call waits
+    for the first; on CUDA that holds up a stream, not the thread. While a compiler traces, the
+    second is issued with ``start_next``.
+
+    Args:
+        issue_first: starts the first collective; it counts its own bytes.
+        between: what the second sends, made of what the first gives. On any thread.
+        issue_second: starts the second on a group; counts and checks nothing, since another thread
+            may call it. Called with a group.
+        finish: the result, made of what the second gives. On any thread.
+        second_bytes: what this rank sends in the second.
+        device: of the tensors.
+        group: the process group of the first.
+        meter: is told how long both are on the wire.
+
+    Returns:
+        A Future of what ``finish`` gives.
+    """
+    # Asked once: later stages are other threads' work, which cannot tell who compiles.
+    is_traced = torch.compiler.is_compiling()
+    own_group: Any = None
+    if not is_traced and device.type == "cpu" and group.size() > 1:
+        own_group = second_group(group)
+    first = issue_first()
+    note_collective(second_bytes)  # here, since it may be issued where nobody counts
+
+    def send(received: Tensor) -> Tensor:
+        with torch.no_grad():
+            return between(received)
+
+    def end(received: Tensor) -> Tensor:
+        with torch.no_grad():
+            return finish(received)
+
+    if is_traced:
+        return TracedStages(
+            first,
+            lambda received: issue_second(send(received), group).then(
+                lambda done: end(done.value())
+            ),
+        )
+    first = on_wire(first, meter, device)
+    if own_group is None:
+        second = on_wire(issue_second(send(first.wait()), group), meter, device)
+        return then(second, lambda done: end(done.value()), device)
+
+    # Callbacks do not have the first group: a thread of Gloo's that dropped it last would wait for
+    # its own end.
+    def issue(tensor: Tensor) -> Any:
+        return on_wire(issue_second(tensor, own_group), meter, device)
+
+    return _staged(first, send, issue, end, own_group)
+
+
+def _staged(
+    first: Any,
+    send: Callable[[Tensor], Tensor],
+    issue: Callable[[Tensor], Any],
+    end: Callable[[Tensor], Tensor],
+    group: Any,
+) -> Any:
+    """The stages one after another, each issued by the thread that ended the one before."""
+    result: Any = torch.futures.Future()
+    turn = turns_of(group).announce(lambda error: set_error(result, error))
+
+    def first_done(done: Any) -> None:
+        try:
+            tensor = send(done.value())
+        except BaseException as error:
+            turn.give_up(error)
+            return
+        turn.take(lambda: issue(tensor).add_done_callback(second_done))
+
+    def second_done(done: Any) -> None:
+        try:
+            value = end(done.value())
+        except BaseException as error:
+            set_error(result, error)
+        else:
+            result.set_result(value)
+
+    first.add_done_callback(first_done)
+    return result
+
+
+def on_wire(future: Any, meter: CallMeter | None, device: torch.device) -> Any:
+    """The same future, whose time is taken."""
+    if meter is None:
+        return future
+    begun = time.perf_counter()
+
+    def ended(done: Any) -> Any:
+        meter.add("wire", time.perf_counter() - begun)
+        return done.value()
+
+    return then(future, ended, device)
+
+
+class timed:  # noqa: N801 (a context manager)
+    """Tells a meter, where there is one, of the time that is spent inside."""
+
+    def __init__(self, meter: CallMeter | None, stage: str) -> None:
+        self._meter = meter
+        self._stage = stage
+
+    def __enter__(self) -> None:
+        if self._meter is not None:
+            self._begun = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        if self._meter is not None:
+            self._meter.add(self._stage, time.perf_counter() - self._begun)

@@ -1,0 +1,526 @@
+"""The arithmetic of PowerSGD: matrices of gradients as products of thin factors.
+
+Each of the three steps is one operator for compilers, so that compiled code runs the kernels of
+eager and gives the same bits.
+
+Factors are stored transposed, ``(rank, rows)`` and ``(rank, columns)``: matrix products of few
+columns are many times slower on the CPU than those of few rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_commhook import _ops
+from torch_commhook.bucket_layout import BucketLayout
+
+#: Directions whose length beside those before them is less than this (squared, relative) are left
+#: out. They are a hundred times what rounding to float32 leaves of a direction that there is not;
+#: and still long enough for the others to come out right in float64.
+_SMALLEST = 1e-9
+
+#: Up to this rank products of factors are added up elementwise on the CPU, which for thin factors
+#: is faster than a matrix product.
+_ELEMENTWISE_RANK = 4
+
+#: Elements for each thread on the CPU that stay in its cache from one operation to the next.
+_BLOCK = 1 << 18
+
+
+@dataclass(frozen=True)
+class Group:
+    """Matrices of one shape, at equal distances in their bucket.
+
+    Attributes:
+        rows, columns: of each.
+        numbers: of their parameters in the bucket.
+        offset: of the first in the bucket.
+        distance: from one to the next there.
+        matrices: before the first of them, in all groups before.
+        left, right: the first element of their factors among those of all groups.
+    """
+
+    rows: int
+    columns: int
+    numbers: tuple[int, ...]
+    offset: int
+    distance: int
+    matrices: int
+    left: int
+    right: int
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def slice(self) -> slice:
+        """The matrices among those of all groups."""
+        return slice(self.matrices, self.matrices + len(self))
+
+
+class Plan:
+    """Which gradients of a bucket become products, and where everything lies.
+
+    A matrix is what a gradient is in memory: its outermost dimension by all others. That is the
+    first dimension of the parameter, whether it is row-major or channels_last; of a transposed
+    weight it is the second. Matrices of one shape at equal distances make a group, which is one
+    tensor of three dimensions without a copy.
+
+    A plan has a text form, since compilers pass on text as it is.
+
+    Attributes:
+        rank: columns of each factor.
+        seed: of the factors' first values.
+        numel: of the bucket.
+        parameters: in the bucket.
+        groups: matrices that are compressed.
+        vectors: number, offset and length of the other gradients.
+        matrices: in all groups.
+        vector_numel, left_numel, right_numel: elements of all vectors and factors.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.rank, self.seed, self.numel, groups, vectors = json.loads(text)
+        self.vectors: list[tuple[int, int, int]] = [tuple(vector) for vector in vectors]
+        self.vector_numel = sum(length for _, _, length in self.vectors)
+        self.groups: list[Group] = []
+        self.matrices = self.left_numel = self.right_numel = 0
+        for rows, columns, offset, distance, numbers in groups:
+            group = Group(
+                rows,
+                columns,
+                tuple(numbers),
+                offset,
+                distance,
+                self.matrices,
+                self.left_numel,
+                self.right_numel,
+            )
+            self.groups.append(group)
+            self.matrices += len(group)
+            self.left_numel += len(group) * self.rank * rows
+            self.right_numel += len(group) * self.rank * columns
+        self.parameters = self.matrices + len(self.vectors)
+        self._blocks: dict[tuple[int, int], list[Block]] = {}
+        self._fresh: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+
+    @classmethod
+    def of(cls, layout: BucketLayout, rank: int, seed: int, min_compression_rate: float) -> Plan:
+        """The plan for a bucket.
+
+        Args:
+            layout: of the bucket.
+            rank: of the products.
+            seed: of the factors' first values.
+            min_compression_rate: a gradient is compressed where its factors have so many times
+                fewer elements.
+        """
+        groups: list[list[Any]] = []
+        latest: dict[tuple[int, int], list[Any]] = {}  # of each shape, the group that may grow
+        vectors = []
+        for number, (offset, length, size, strides) in enumerate(
+            zip(layout.offsets, layout.lengths, layout.sizes, layout.strides, strict=True)
+        ):
+            rows = size[memory_order(size, strides)[0]] if len(size) > 1 and length else 1
+            columns = length // rows
+            if not 0 < rank * (rows + columns) * min_compression_rate <= length or len(size) < 2:
+                vectors.append((number, offset, length))
+                continue
+            group = latest.get((rows, columns))
+            if group is not None:
+                first, distance, numbers = group[2:]
+                if distance in (0, offset - first - distance * (len(numbers) - 1)):
+                    group[3] = distance or offset - first
+                    numbers.append(number)
+                    continue
+            group = latest[rows, columns] = [rows, columns, offset, 0, [number]]
+            groups.append(group)
+        return plan_of(json.dumps([rank, seed, layout.numel, groups, vectors]))
+
+    @property
+    def numbers(self) -> list[int]:
+        """The parameters that are compressed, in the order of the groups."""
+        return [number for group in self.groups for number in group.numbers]
+
+    def first_right(self, columns: int) -> Tensor:
+        """What right factors of so many columns begin with: float32, ``(rank, columns)``.
+
+        It follows from the seed and the columns alone.
+        """
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + columns)
+        return torch.randn(self.rank, columns, generator=generator)
+
+    def fresh(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+        """:meth:`first_right` for each group."""
+        found = self._fresh.get((dtype, device))
+        if found is None:
+            found = self._fresh[dtype, device] = [
+                self.first_right(group.columns).to(device, dtype) for group in self.groups
+            ]
+        return found
+
+    def blocks(self, group: Group, device: torch.device) -> list[Block]:
+        """A group in blocks that fit into a processor's cache; on other devices in one."""
+        threads = torch.get_num_threads() if device.type == "cpu" else 0
+        found = self._blocks.get((group.matrices, threads))
+        if found is None:
+            most = _BLOCK * threads if threads else len(group) * group.rows * group.columns
+            at_once = max(1, most // (group.rows * group.columns))
+            rows = max(1, most // group.columns) if at_once == 1 else group.rows
+            parts = [slice(i, min(i + rows, group.rows)) for i in range(0, group.rows, rows)]
+            found = self._blocks[group.matrices, threads] = [
+                Block(slice(i, min(i + at_once, len(group))), parts)
+                for i in range(0, len(group), at_once)
+            ]
+        return found
+
+    # ---- views -----------------------------------------------------------------------------------
+
+    def stack(self, bucket: Tensor, group: Group) -> Tensor:
+        """A group's matrices in a tensor like the bucket, ``(matrices, rows, columns)``."""
+        return bucket.as_strided(
+            (len(group), group.rows, group.columns),
+            (group.distance, group.columns, 1),
+            bucket.storage_offset() + group.offset,
+        )
+
+    def left(self, flat: Tensor, group: Group) -> Tensor:
+        """A group's left factors, of shape ``(matrices, rank, rows)``."""
+        length = len(group) * self.rank * group.rows
+        return flat.narrow(0, group.left, length).view(len(group), self.rank, group.rows)
+
+    def right(self, flat: Tensor, group: Group) -> Tensor:
+        """A group's right factors, of shape ``(matrices, rank, columns)``."""
+        length = len(group) * self.rank * group.columns
+        return flat.narrow(0, group.right, length).view(len(group), self.rank, group.columns)
+
+    def split_vectors(self, bucket: Tensor) -> list[Tensor]:
+        """The vectors in a tensor like the bucket."""
+        return [bucket.narrow(0, offset, length) for _, offset, length in self.vectors]
+
+
+class Block(NamedTuple):
+    """A part of a group.
+
+    Attributes:
+        some: which matrices.
+        parts: their rows, in parts where there is but one matrix.
+    """
+
+    some: slice
+    parts: list[slice]
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_of(text: str) -> Plan:
+    """The plan with a text."""
+    return Plan(text)
+
+
+def memory_order(size: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """The dimensions of a dense tensor, the outermost in memory first."""
+    return sorted(range(len(size)), key=lambda d: (strides[d], size[d]), reverse=True)
+
+
+# ---- the three steps -----------------------------------------------------------------------------
+
+
+def left_factors(
+    sources: Sequence[Tensor],
+    work: Tensor,
+    q: Tensor,
+    plan: Plan,
+    wire: Tensor,
+    *,
+    scale: float,
+    adds: bool,
+) -> None:
+    """Gather the matrices M, and write what all ranks are to add up: vectors, and P = M Q.
+
+    Args:
+        sources: the gradients, or the bucket's buffer.
+        work: written: the matrices. Of ``numel`` elements, in float32 or float64, as all others.
+        q: the right factors.
+        wire: written: ``vector_numel`` elements, and ``left_numel`` ones.
+        scale: factor of all that is on the wire.
+        adds: whether gradients are added to what is in ``work``. Vectors are, too, and leave zeros
+            there.
+    """
+    flat = sources[0] if len(sources) == 1 and plan.parameters > 1 else None
+    if plan.vectors:
+        if flat is None:
+            vectors = [sources[number] for number, _, _ in plan.vectors]
+        else:
+            vectors = plan.split_vectors(flat)
+        if adds:
+            sums = plan.split_vectors(work)
+            shaped = [one.view(vector.shape) for one, vector in zip(sums, vectors, strict=True)]
+            torch._foreach_add_(shaped, vectors)
+            _ops.flatten(sums, scale=scale, out=wire[: plan.vector_numel])
+            torch._foreach_zero_(sums)
+        else:
+            _ops.flatten(vectors, scale=scale, out=wire[: plan.vector_numel])
+    left = wire[plan.vector_numel :]
+    for group in plan.groups:
+        stack, p, right = plan.stack(work, group), plan.left(left, group), plan.right(q, group)
+        if flat is None:
+            matrices = [sources[i].reshape(group.rows, group.columns) for i in group.numbers]
+        else:
+            gradients = plan.stack(flat, group)
+        for some, parts in plan.blocks(group, work.device):
+            for rows in parts:
+                block = stack[some, rows]
+                if flat is not None:
+                    pieces = gradients[some, rows]
+                    block.add_(pieces) if adds else block.copy_(pieces)
+                else:
+                    of_each = [matrix[rows] for matrix in matrices[some]]
+                    write = torch._foreach_add_ if adds else torch._foreach_copy_
+                    write(block.unbind(), of_each)
+                torch.bmm(right[some], block.transpose(1, 2), out=p[some, :, rows])
+    if scale != 1.0:
+        left.mul_(scale)
+
+
+def right_factors(
+    work: Tensor,
+    wire: Tensor,
+    plan: Plan,
+    left: Tensor,
+    right: Tensor,
+    *,
+    scale: float,
+    keeps_error: bool,
+) -> None:
+    """Make P orthonormal, and write what all ranks are to add up then: Q = M' P.
+
+    Args:
+        work: the matrices; where errors are kept, what the product leaves of them is written there.
+        wire: what :func:`left_factors` has written, added up.
+        left: written: P, orthonormal. Of ``left_numel`` elements. Zeros for directions that the
+            matrix does not have; NaN for a matrix that is not finite.
+        right: written; of ``right_numel`` elements.
+        scale: factor of what is on the wire.
+        keeps_error: whether ``work`` is to keep the error.
+    """
+    orthonormalize(wire[plan.vector_numel :], plan, left)
+    for group in plan.groups:
+        stack, p, q = plan.stack(work, group), plan.left(left, group), plan.right(right, group)
+        for some, _ in plan.blocks(group, work.device):
+            torch.bmm(p[some], stack[some], out=q[some])
+            if keeps_error:
+                _subtract_product(stack[some], p[some], q[some])
+    if scale != 1.0:
+        right.mul_(scale)
+
+
+def restore(
+    q: Tensor,
+    work: Tensor,
+    wire: Tensor,
+    left: Tensor,
+    right: Tensor,
+    plan: Plan,
+    result: Tensor,
+    *,
+    keeps_error: bool,
+) -> None:
+    """Write the bucket's average, and the right factors of the next step.
+
+    Args:
+        q: written: the right factors, each of length 1. Those that have none, or are not finite,
+            stay as they are where the whole matrix is so, and begin anew where others are.
+        work: where errors are kept: emptied for matrices that are not finite.
+        wire: what all ranks' :func:`left_factors` add up to; its vectors are the result's.
+        left: P, orthonormal.
+        right: what all ranks' :func:`right_factors` add up to.
+        result: written; of ``numel`` elements.
+        keeps_error: whether ``work`` keeps the error.
+    """
+    if plan.vectors:
+        _ops.unflatten_into(wire[: plan.vector_numel], plan.split_vectors(result))
+    for group, first in zip(plan.groups, plan.fresh(q.dtype, q.device), strict=True):
+        stack, p, average = (
+            plan.stack(result, group),
+            plan.left(left, group),
+            plan.right(right, group),
+        )
+        for some, _ in plan.blocks(group, work.device):
+            _write_product(p[some], average[some], stack[some])
+        factors = plan.right(q, group)
+        lengths = torch.linalg.vector_norm(average, dim=2, keepdim=True, dtype=torch.float64)
+        is_finite = lengths.isfinite().all(1, keepdim=True)
+        has_any = (lengths > 0).any(1, keepdim=True)
+        unit = (average / lengths).to(q.dtype)
+        renewed = torch.where(lengths > 0, unit, first)
+        factors.copy_(torch.where(is_finite & has_any, renewed, factors))
+        if keeps_error:
+            _empty(plan.stack(work, group), ~is_finite)
+
+
+def _write_product(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Write ``left' right`` into a stack, where the sum is over the second dimension of both."""
+    if not _is_elementwise(left):
+        torch.bmm(left.transpose(1, 2), right, out=out)
+        return
+    torch.mul(left[:, 0, :, None], right[:, 0, None, :], out=out)
+    for j in range(1, left.shape[1]):
+        out.addcmul_(left[:, j, :, None], right[:, j, None, :])
+
+
+def _subtract_product(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """Subtract ``left' right`` from a stack, as :func:`_write_product`."""
+    if not _is_elementwise(left):
+        out.baddbmm_(left.transpose(1, 2), right, alpha=-1.0)
+        return
+    for j in range(left.shape[1]):
+        out.addcmul_(left[:, j, :, None], right[:, j, None, :], value=-1.0)
+
+
+def _is_elementwise(left: Tensor) -> bool:
+    return left.device.type == "cpu" and left.shape[1] <= _ELEMENTWISE_RANK
+
+
+def _empty(stack: Tensor, which: Tensor) -> None:
+    """Zeros in some of the matrices."""
+    if stack.device.type != "cpu":
+        stack.masked_fill_(which, 0.0)  # asking whether there are some would wait for the device
+    elif which.any():
+        stack[which.view(-1)] = 0.0
+
+
+# ---- orthonormal factors -------------------------------------------------------------------------
+
+
+def orthonormalize(left: Tensor, plan: Plan, out: Tensor) -> None:
+    """Orthonormal bases of what the left factors span.
+
+    By Gram matrices and elimination (Cholesky's method), twice, in float64. What depends on the
+    factors before it is left out: zeros stand in its place. No step waits for values, which may be
+    on a device.
+
+    Args:
+        left: of ``left_numel`` elements.
+        plan: what they are.
+        out: written; as ``left``. A matrix whose factor is not finite gets NaN.
+    """
+    exact = left.to(torch.float64)
+    if plan.rank > 1:  # as good as the factor's condition allows
+        exact = _orthonormal(exact, plan)
+    out.copy_(_orthonormal(exact, plan))
+
+
+def _orthonormal(left: Tensor, plan: Plan) -> Tensor:
+    gram = left.new_empty(plan.matrices, plan.rank, plan.rank)
+    for group in plan.groups:
+        p = plan.left(left, group)
+        torch.bmm(p, p.transpose(1, 2), out=gram[group.slice])
+    squares = gram.diagonal(dim1=1, dim2=2)
+    inverse = torch.where(squares > 0, squares.rsqrt(), 0.0)
+    is_finite = squares.isfinite().all(1)[:, None, None]
+    scaled = gram * inverse[:, :, None] * inverse[:, None, :]
+    change = _eliminate(scaled) * inverse[:, None, :]
+    change = torch.where(is_finite, change, torch.nan)
+    result = torch.empty_like(left)
+    for group in plan.groups:
+        torch.bmm(change[group.slice], plan.left(left, group), out=plan.left(result, group))
+    return result
+
+
+def _eliminate(gram: Tensor) -> Tensor:
+    """What makes vectors orthonormal: rows that, times the vectors, are the basis.
+
+    Args:
+        gram: the vectors' products with each other, ``(matrices, rank, rank)``, each vector of
+            length 1 or 0. Overwritten.
+    """
+    rank = gram.shape[1]
+    change = torch.eye(rank, dtype=gram.dtype, device=gram.device).repeat(len(gram), 1, 1)
+    for j in range(rank):
+        pivot = gram[:, j, j]
+        factor = torch.where(pivot > _SMALLEST, pivot.rsqrt(), 0.0)[:, None]
+        change[:, j] *= factor
+        if j + 1 < rank:
+            row = gram[:, j, j + 1 :] * factor
+            gram[:, j + 1 :, j + 1 :] -= row[:, :, None] * row[:, None, :]
+            change[:, j + 1 :] -= row[:, :, None] * change[:, None, j]
+    return change
+
+
+# ---- operators for compilers ---------------------------------------------------------------------
+
+
+@torch.library.custom_op("commhook::powersgd_left", mutates_args=("work",))
+def powersgd_left(
+    sources: list[Tensor], work: Tensor, q: Tensor, plan: str, scale: float, adds: bool
+) -> Tensor:
+    """:func:`left_factors`; returns what goes on the wire."""
+    found = plan_of(plan)
+    wire = q.new_empty(found.vector_numel + found.left_numel)
+    left_factors(sources, work, q, found, wire, scale=scale, adds=adds)
+    return wire
+
+
+@powersgd_left.register_fake
+def _powersgd_left_fake(
+    sources: list[Tensor], work: Tensor, q: Tensor, plan: str, scale: float, adds: bool
+) -> Tensor:
+    found = plan_of(plan)
+    return q.new_empty(found.vector_numel + found.left_numel)
+
+
+@torch.library.custom_op("commhook::powersgd_right", mutates_args=("work",))
+def powersgd_right(
+    work: Tensor, wire: Tensor, plan: str, scale: float, keeps_error: bool
+) -> tuple[Tensor, Tensor]:
+    """:func:`right_factors`; returns P, and what goes on the wire."""
+    found = plan_of(plan)
+    left, right = work.new_empty(found.left_numel), work.new_empty(found.right_numel)
+    right_factors(work, wire, found, left, right, scale=scale, keeps_error=keeps_error)
+    return left, right
+
+
+@powersgd_right.register_fake
+def _powersgd_right_fake(
+    work: Tensor, wire: Tensor, plan: str, scale: float, keeps_error: bool
+) -> tuple[Tensor, Tensor]:
+    found = plan_of(plan)
+    return work.new_empty(found.left_numel), work.new_empty(found.right_numel)
+
+
+@torch.library.custom_op("commhook::powersgd_restore", mutates_args=("q", "work"))
+def powersgd_restore(
+    q: Tensor,
+    work: Tensor,
+    wire: Tensor,
+    left: Tensor,
+    right: Tensor,
+    plan: str,
+    keeps_error: bool,
+) -> Tensor:
+    """:func:`restore`; returns the bucket's average."""
+    found = plan_of(plan)
+    result = q.new_empty(found.numel)
+    restore(q, work, wire, left, right, found, result, keeps_error=keeps_error)
+    return result
+
+
+@powersgd_restore.register_fake
+def _powersgd_restore_fake(
+    q: Tensor,
+    work: Tensor,
+    wire: Tensor,
+    left: Tensor,
+    right: Tensor,
+    plan: str,
+    keeps_error: bool,
+) -> Tensor:
+    return q.new_empty(plan_of(plan).numel)

@@ -1,0 +1,292 @@
+"""Averages of gradients as products of thin factors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_commhook.bucket import GradBucket
+from torch_commhook.collectives.plain import all_reduce, issue_all_reduce
+from torch_commhook.collectives.stages import timed, two_stages
+from torch_commhook.hooks.base import Hook, average_scale
+from torch_commhook.hooks.compressed import check_dense
+from torch_commhook.hooks.low_rank import (
+    Plan,
+    left_factors,
+    memory_order,
+    plan_of,
+    powersgd_left,
+    powersgd_restore,
+    powersgd_right,
+    restore,
+    right_factors,
+)
+from torch_commhook.memory import BucketMemory
+from torch_commhook.metrics import CallMeter, ring_all_reduce_bytes, tensor_bytes
+
+
+class powersgd(Hook):  # noqa: N801 (a hook is written as it is called)
+    """Average gradients as products of thin factors: PowerSGD (arXiv:1905.13727).
+
+    A gradient of two or more dimensions is a matrix M of n rows and m columns, its first dimension
+    by all others. With Q the right factors of the step before, the ranks average P = M Q, make it
+    orthonormal, and average Q = M' P; the result is P Q'. These are ``rank (n + m)`` numbers in
+    place of ``n m``. Vectors, and matrices that would not become ``min_compression_rate`` times
+    smaller, are averaged as they are, in the same all-reduce as P. Traffic per rank, of what
+    is averaged, vectors included: ``2 b (W - 1) / W`` bytes for each number of b bytes.
+
+    An average of rank ``rank`` or less comes out as it is, but for rounding. Of others the part is
+    lost that has no room; it is to be fed back::
+
+        attach(model, hooks.error_feedback(hooks.powersgd(rank=2)))
+
+    What is remembered there is the gradient less P times the rank's *own* Q', so that nothing is
+    lost for good. (PyTorch's ``powerSGD_hook`` remembers the gradient less the average, which grows
+    without bound where the ranks' gradients differ.)
+
+    Q is the same on all ranks, and part of the state. It is kept with columns of length 1. A step
+    of zeros leaves it as it is; columns that the gradients had no use for begin anew. Where a
+    gradient is not finite on some rank, that parameter's result is not finite on any, its errors
+    are forgotten, and its Q stays as it was.
+
+    All is computed in float32, and sent so; of float64 gradients in float64. All ranks get the same
+    bits, where they have processors of one kind and the same number of threads. Eager and compiled
+    code run the same kernels.
+
+    On the CPU over Gloo the second average is issued on a process group of its own, and nothing
+    waits in a callback. Over other groups in Python the call waits for the first.
+
+    Args:
+        rank: columns of a factor, at least 1.
+        min_compression_rate: matrices are compressed where ``rank (n + m)`` is so many times less
+            than ``n m``, or still less. At least 1.
+        seed: of the first Q.
+        process_group: the ranks to average over; see :class:`Hook`.
+
+    Raises:
+        TypeError: an argument that is no number of its kind. From :meth:`average`: sparse or
+            complex gradients.
+        ValueError: a number out of range.
+    """
+
+    _commhook_traceable = True
+    is_lossy = True
+    takes_error = True
+    has_stages = True
+
+    def __init__(
+        self,
+        rank: int = 1,
+        *,
+        min_compression_rate: float = 2.0,
+        seed: int = 0,
+        process_group: Any = None,
+    ) -> None:
+        super().__init__(process_group)
+        for name, value in (("rank", rank), ("seed", seed)):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"powersgd: {name} must be an int, got {type(value).__qualname__}")
+        if not isinstance(min_compression_rate, (int, float)) or isinstance(
+            min_compression_rate, bool
+        ):
+            raise TypeError(
+                "powersgd: min_compression_rate must be a number, got "
+                f"{type(min_compression_rate).__qualname__}"
+            )
+        if rank < 1:
+            raise ValueError(f"powersgd: rank must be at least 1, got {rank}")
+        if not 1 <= min_compression_rate < math.inf:
+            raise ValueError(
+                "powersgd: min_compression_rate must be at least 1 and finite, got "
+                f"{min_compression_rate}"
+            )
+        self.rank = rank
+        self.min_compression_rate = float(min_compression_rate)
+        self.seed = seed
+        self._name = repr(self)
+
+    def prepare(self, memory: BucketMemory) -> None:
+        if memory.dtype.is_complex:  # which average() refuses
+            return
+        plan = Plan.of(memory.layout, self.rank, self.seed, self.min_compression_rate)
+        if memory.with_error:
+            memory.flat("error")
+        # By settings: with ``after`` there may be two.
+        memory.plans[self._name] = plan.text
+        if not plan.groups:
+            return
+        dtype = _dtype(memory.dtype)
+
+        def first(number: int, parameter: Tensor, before: Tensor | None) -> Tensor:
+            """A transposed factor: rows that have shape and memory order of the matrix's own."""
+            outermost, *order = memory_order(parameter.shape, parameter.stride())
+            columns = parameter.numel() // parameter.shape[outermost]
+            factor = torch.empty(
+                [self.rank, *(parameter.shape[d] for d in order)],
+                dtype=dtype,
+                device=parameter.device,
+            )
+            factor = factor.permute(0, *(1 + order.index(d) for d in sorted(order)))
+            if before is not None and before.shape == factor.shape:
+                return factor.copy_(before)
+            return factor.copy_(plan.first_right(columns).view(factor.shape))
+
+        memory.packed(f"powersgd_q{self.rank}", plan.numbers, first, key=self._name)
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        check_dense(self, bucket)
+        return _Call(self, bucket).start()
+
+    def result_dtype(self, bucket: GradBucket) -> torch.dtype:
+        return _dtype(bucket.dtype())
+
+    def __repr__(self) -> str:
+        settings = [f"rank={self.rank}"]
+        if self.min_compression_rate != 2.0:
+            settings.append(f"min_compression_rate={self.min_compression_rate:g}")
+        if self.seed:
+            settings.append(f"seed={self.seed}")
+        return f"powersgd({', '.join(settings)})"
+
+
+def _dtype(dtype: torch.dtype) -> torch.dtype:
+    """What is computed in."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+class _Call:
+    """One bucket's average on its way."""
+
+    def __init__(self, hook: powersgd, bucket: GradBucket) -> None:
+        self.bucket = bucket
+        self.group = hook.group(bucket)
+        self.memory = hook.memory(bucket)
+        self.text = self.memory.plans[hook._name]
+        q = self.memory.tensors.get(hook._name)
+        self.has_matrices = q is not None
+        self.q: Any = q
+        self.error = self.memory.tensors.get("error")
+        self.keeps_error = self.error is not None
+        self.scale = average_scale(self.group)
+        self.dtype = _dtype(bucket.dtype())
+        self.device = bucket.device()
+        # Asked once: later stages are other threads' work, which cannot tell who compiles.
+        self.is_traced = torch.compiler.is_compiling()
+        self.meter: CallMeter | None = None if self.is_traced else self.memory.meter
+
+    def start(self) -> Any:
+        if not self.has_matrices:
+            return self._average_vectors()
+        with torch.no_grad(), timed(self.meter, "encode"):
+            wire = self._left_factors()
+        # The second sends as many numbers as there are in Q.
+        second_bytes = ring_all_reduce_bytes(tensor_bytes(self.q), self.group.size())
+        return two_stages(
+            lambda: all_reduce(wire, group=self.group),
+            self._right_factors,
+            lambda tensor, group: issue_all_reduce(tensor, group, is_traced=self.is_traced),
+            self._restore,
+            second_bytes=second_bytes,
+            device=self.device,
+            group=self.group,
+            meter=self.meter,
+        )
+
+    def _buffer(self, name: str, numel: int) -> Tensor:
+        if self.is_traced:  # by a compiler, which plans memory itself
+            return torch.empty(numel, dtype=self.dtype, device=self.device)
+        return self.memory.buffers.get(name, (numel,), self.dtype, self.device)
+
+    def _average_vectors(self) -> Any:
+        out = None if self.is_traced else self._buffer("result", self.bucket.numel())
+        wire = self.bucket.flatten(scale=self.scale, dtype=self.dtype, out=out)
+        if self.error is not None:  # that of another hook, before
+            with torch.no_grad():
+                wire.add_(self.error, alpha=self.scale)
+                self.error.zero_()
+        return all_reduce(wire, group=self.group)
+
+    def _left_factors(self) -> Tensor:
+        error, sources = self.error, self.bucket.sources()
+        if error is not None and error.dtype == self.dtype:
+            self.work = error
+        else:
+            self.work = self._buffer("work", self.bucket.numel())
+            if error is not None:
+                self.work.copy_(error)
+        if self.is_traced:
+            return powersgd_left(
+                list(sources), self.work, self.q, self.text, self.scale, self.keeps_error
+            )
+        plan = plan_of(self.text)
+        wire = self._buffer("wire", plan.vector_numel + plan.left_numel)
+        left_factors(
+            sources, self.work, self.q, plan, wire, scale=self.scale, adds=self.keeps_error
+        )
+        return wire
+
+    def _right_factors(self, wire: Tensor) -> Tensor:
+        self.wire = wire
+        if self.is_traced:
+            self.left, right = powersgd_right(
+                self.work, wire, self.text, self.scale, self.keeps_error
+            )
+            return right
+        plan = plan_of(self.text)
+        with timed(self.meter, "encode"):
+            self.left = self._buffer("left", plan.left_numel)
+            right = self._buffer("right", plan.right_numel)
+            right_factors(
+                self.work,
+                wire,
+                plan,
+                self.left,
+                right,
+                scale=self.scale,
+                keeps_error=self.keeps_error,
+            )
+        if self.meter is not None and self.meter.is_due():
+            self.meter.squares = self._squares(right)
+        return right
+
+    def _squares(self, right: Tensor) -> tuple[float, float]:
+        """Of what this rank's own product has lost of its matrices, and of these."""
+        plan = plan_of(self.text)
+        lengths = [torch.linalg.vector_norm(plan.stack(self.work, g)) for g in plan.groups]
+        work = torch.stack(lengths).double().square().sum().item()
+        # P is orthonormal, so that a product is as long as its right factor.
+        product = torch.linalg.vector_norm(right).item() ** 2 / self.scale**2
+        if self.keeps_error:
+            return work, work + product
+        return max(work - product, 0.0), work
+
+    def _restore(self, right: Tensor) -> Tensor:
+        if self.is_traced:
+            result = powersgd_restore(
+                self.q, self.work, self.wire, self.left, right, self.text, self.keeps_error
+            )
+        else:
+            result = self._result()
+            with timed(self.meter, "decode"):
+                restore(
+                    self.q,
+                    self.work,
+                    self.wire,
+                    self.left,
+                    right,
+                    plan_of(self.text),
+                    result,
+                    keeps_error=self.keeps_error,
+                )
+        if self.error is not None and self.error is not self.work:
+            self.error.copy_(self.work)
+        return result
+
+    def _result(self) -> Tensor:
+        result = self.bucket.result_buffer()
+        if result is None or result.dtype != self.dtype:
+            return self._buffer("result", self.bucket.numel())
+        return result
