@@ -10,6 +10,7 @@
 #   make cuda-compile     compile and inspect the CUDA kernels; needs nvcc, not a GPU
 #   make test-torch TORCH=2.15.0   the tests against another torch, in an environment of its own
 #   make test-asan, make test-tsan   tests of hooks on a build with a sanitizer; ten minutes
+#   make modes            every hook in every mode; ten minutes
 #   make kill-and-resume  train with each hook that remembers something, kill it, go on; five minutes
 #   make soak             memory over a million cycles of each kind of autograd hook; five minutes
 # Settings: PYTHON, TORCH, ARGS (passed on to the command).
@@ -24,7 +25,7 @@ VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip --quiet --disable-pip-version-check
 NATIVE = setup.py $(shell find csrc cuda -type f)
 
-.PHONY: train test distributed-suite lint format bench bench-link bench-throttle cuda-compile test-torch test-asan test-tsan kill-and-resume soak clean
+.PHONY: train test distributed-suite lint format bench bench-link bench-throttle cuda-compile test-torch test-asan test-tsan modes kill-and-resume soak clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/built
@@ -95,6 +96,9 @@ test-asan test-tsan: $(VENV)/built
 	git ls-files -z --cached --others --exclude-standard | xargs -0 cp -p --parents -t build/$@
 	cd build/$@ && COMMHOOK_SANITIZE=$(SANITIZER) COMMHOOK_CUDA=0 $(abspath $(VENV))/bin/python setup.py --quiet build_ext --inplace
 	cd build/$@ && $(abspath $(VENV))/bin/python tests/sanitizers/run.py $(SANITIZER) $(ARGS)
+
+modes: $(VENV)/built
+	COMMHOOK_ALL_MODES=1 $(VENV)/bin/python -m pytest tests/test_modes.py $(ARGS)
 
 kill-and-resume: $(VENV)/built
 	$(VENV)/bin/python tests/kill_and_resume.py $(ARGS)
