@@ -9,6 +9,8 @@
 #   make test-torch TORCH=2.15.0   the tests against another torch, in an environment of its own
 #   make test-asan, make test-tsan   tests of hooks on a build with a sanitizer; ten minutes
 #   make soak             memory over a million cycles of each kind of autograd hook; five minutes
+#   make soak-hooks       200 runs of each hook in stages, with delays and failures; half an hour
+#   make error-feedback   what error feedback is for, in runs of 20,000 steps; five minutes
 # Settings: PYTHON, TORCH, ARGS (passed on to the command).
 
 PYTHON ?= python3
@@ -21,7 +23,7 @@ VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip --quiet --disable-pip-version-check
 NATIVE = setup.py $(shell find csrc cuda -type f)
 
-.PHONY: train test distributed-suite lint format bench cuda-compile test-torch test-asan test-tsan soak clean
+.PHONY: train test distributed-suite lint format bench cuda-compile test-torch test-asan test-tsan soak soak-hooks error-feedback clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/built
@@ -89,6 +91,12 @@ test-asan test-tsan: $(VENV)/built
 
 soak: $(VENV)/built
 	$(VENV)/bin/python tests/soak_autograd_hooks.py $(ARGS)
+
+soak-hooks: $(VENV)/built
+	$(VENV)/bin/python tests/soak_hooks.py $(ARGS)
+
+error-feedback: $(VENV)/built
+	$(VENV)/bin/python tests/error_feedback_runs.py $(ARGS)
 
 clean:
 	rm -rf build .venv .venv-cuda torch_commhook.egg-info
