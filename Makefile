@@ -13,6 +13,8 @@
 #   make modes            every hook in every mode; ten minutes
 #   make kill-and-resume  train with each hook that remembers something, kill it, go on; five minutes
 #   make soak             memory over a million cycles of each kind of autograd hook; five minutes
+#   make soak-hooks       200 runs of each hook in stages, with delays and failures; half an hour
+#   make error-feedback   what error feedback is for, in runs of 20,000 steps; five minutes
 # Settings: PYTHON, TORCH, ARGS (passed on to the command).
 
 PYTHON ?= python3
@@ -25,7 +27,7 @@ VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip --quiet --disable-pip-version-check
 NATIVE = setup.py $(shell find csrc cuda -type f)
 
-.PHONY: train test distributed-suite lint format bench bench-link bench-throttle cuda-compile test-torch test-asan test-tsan modes kill-and-resume soak clean
+.PHONY: train test distributed-suite lint format bench bench-link bench-throttle cuda-compile test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks error-feedback clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/built
@@ -105,6 +107,12 @@ kill-and-resume: $(VENV)/built
 
 soak: $(VENV)/built
 	$(VENV)/bin/python tests/soak_autograd_hooks.py $(ARGS)
+
+soak-hooks: $(VENV)/built
+	$(VENV)/bin/python tests/soak_hooks.py $(ARGS)
+
+error-feedback: $(VENV)/built
+	$(VENV)/bin/python tests/error_feedback_runs.py $(ARGS)
 
 clean:
 	rm -rf build .venv .venv-cuda torch_commhook.egg-info

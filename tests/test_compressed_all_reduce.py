@@ -12,7 +12,7 @@ import itertools
 import random
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -45,11 +45,9 @@ RANKS = [1, 2, 3, 4, 8]
 STEPS = 2
 
 
-@pytest.fixture(scope="module")
-def pools(two_ranks: RankPool) -> Iterator[dict[int, RankPool]]:
-    three = RankPool(3)
-    yield {2: two_ranks, 3: three}
-    three.stop()
+@pytest.fixture
+def pools(two_ranks: RankPool, three_ranks: RankPool) -> dict[int, RankPool]:
+    return {2: two_ranks, 3: three_ranks}
 
 
 # ---- by hand -------------------------------------------------------------------------------------
