@@ -5,9 +5,12 @@
 #   make distributed-suite ARGS="--suite wrapper"   ... and others, with wrapped process groups
 #   make lint             ruff, mypy, clang-format (make format mends what can be mended)
 #   make bench            the benchmarks; results go to benchmarks/results
+#   make bench-link       steps over links of 200 Mbit/s and 1 Gbit/s; root, iproute2, 15 minutes
+#   make bench-throttle   ThrottledProcessGroup against such links; root, iproute2, two minutes
 #   make cuda-compile     compile and inspect the CUDA kernels; needs nvcc, not a GPU
 #   make test-torch TORCH=2.15.0   the tests against another torch, in an environment of its own
 #   make test-asan, make test-tsan   tests of hooks on a build with a sanitizer; ten minutes
+#   make kill-and-resume  train with each hook that remembers something, kill it, go on; five minutes
 #   make soak             memory over a million cycles of each kind of autograd hook; five minutes
 # Settings: PYTHON, TORCH, ARGS (passed on to the command).
 
@@ -21,7 +24,7 @@ VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip --quiet --disable-pip-version-check
 NATIVE = setup.py $(shell find csrc cuda -type f)
 
-.PHONY: train test distributed-suite lint format bench cuda-compile test-torch test-asan test-tsan soak clean
+.PHONY: train test distributed-suite lint format bench bench-link bench-throttle cuda-compile test-torch test-asan test-tsan kill-and-resume soak clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/built
@@ -40,6 +43,12 @@ bench: $(VENV)/built
 	$(VENV)/bin/python benchmarks/bench_modes.py $(ARGS)
 	$(VENV)/bin/python benchmarks/bench_dispatch.py $(ARGS)
 	$(VENV)/bin/python benchmarks/bench_process_group.py $(ARGS)
+
+bench-link: $(VENV)/built
+	$(VENV)/bin/python benchmarks/bench_link.py $(ARGS)
+
+bench-throttle: $(VENV)/built
+	$(VENV)/bin/python benchmarks/bench_throttle.py $(ARGS)
 
 lint: $(VENV)/linters
 	$(VENV)/bin/ruff check .
@@ -70,7 +79,7 @@ $(VENV)/linters: $(VENV)/built
 cuda-compile:
 	$(MAKE) .venv-cuda/installed VENV=.venv-cuda TORCH=$(CUDA_TORCH)
 	COMMHOOK_CUDA=1 TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX" .venv-cuda/bin/python setup.py --quiet build_ext --build-lib build/cuda
-	.venv-cuda/bin/python cuda/check_build.py build/cuda/torch_commhook/lib --reference-only check_hook_result broadcast_coalesced blockwise_encode blockwise_decode blockwise_reduce sign_encode sign_decode sign_reduce fp8_encode fp8_decode fp8_reduce
+	.venv-cuda/bin/python cuda/check_build.py build/cuda/torch_commhook/lib --reference-only check_hook_result broadcast_coalesced blockwise_encode blockwise_decode blockwise_reduce sign_encode sign_decode sign_reduce fp8_encode fp8_decode fp8_reduce topk_encode topk_decode topk_decode_sum randomk_encode randomk_decode
 
 # Another torch needs its own build in place, so a copy of the tree is built and tested.
 test-torch:
@@ -86,6 +95,9 @@ test-asan test-tsan: $(VENV)/built
 	git ls-files -z --cached --others --exclude-standard | xargs -0 cp -p --parents -t build/$@
 	cd build/$@ && COMMHOOK_SANITIZE=$(SANITIZER) COMMHOOK_CUDA=0 $(abspath $(VENV))/bin/python setup.py --quiet build_ext --inplace
 	cd build/$@ && $(abspath $(VENV))/bin/python tests/sanitizers/run.py $(SANITIZER) $(ARGS)
+
+kill-and-resume: $(VENV)/built
+	$(VENV)/bin/python tests/kill_and_resume.py $(ARGS)
 
 soak: $(VENV)/built
 	$(VENV)/bin/python tests/soak_autograd_hooks.py $(ARGS)

@@ -54,19 +54,29 @@ def jobs_of(
         jobs.append(Job(f"{codec}: {name}", call, bytes_moved, Against(COPY, at_least=target)))
 
     add("encode", lambda: codec.encode(tensors, message, rounding=rounding), one_way, AT_LEAST)
-    add(
-        "encode, error feedback",
-        lambda: codec.encode(tensors, message, error=error, rounding=rounding),
-        one_way + 8 * numel,
-        AT_LEAST_WITH_ERROR,
-    )
-    add("decode", lambda: codec.decode(message, into), one_way, AT_LEAST)
-    add(
-        f"reduce {MESSAGES}",
-        lambda: codec.reduce(stacked, message, numel, scale=1 / MESSAGES, rounding=rounding),
-        (MESSAGES + 1) * nbytes,
-        None,
-    )
+    if codec.takes_error:
+        add(
+            "encode, error feedback",
+            lambda: codec.encode(tensors, message, error=error, rounding=rounding),
+            one_way + 8 * numel,
+            AT_LEAST_WITH_ERROR,
+        )
+    add("decode", lambda: codec.decode(message, into, rounding=rounding), one_way, AT_LEAST)
+    scale = 1 / MESSAGES
+    if codec.exchange == "all_to_all":
+        add(
+            f"reduce {MESSAGES}",
+            lambda: codec.reduce(stacked, message, numel, scale=scale, rounding=rounding),
+            (MESSAGES + 1) * nbytes,
+            None,
+        )
+    if codec.exchange == "all_gather":
+        add(
+            f"decode the sum of {MESSAGES}",
+            lambda: codec.decode_sum(stacked, into, scale=scale, rounding=rounding),
+            MESSAGES * nbytes + 4 * numel,
+            None,
+        )
     return jobs
 
 

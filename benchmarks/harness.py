@@ -13,7 +13,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -33,14 +33,20 @@ class Against:
     """What a job is compared with, and what it must reach where a target is set.
 
     The ratio is one of speeds: bytes per second where both jobs say their bytes, else calls per
-    second. With ``at_most`` or ``beyond`` it is one of times, counted beyond those of the job
-    ``beyond``: what a hook costs is its time less that of training without one.
+    second. With ``at_most``, ``beyond`` or ``times`` it is one of times, counted beyond those of
+    the job ``beyond``: what a hook costs is its time less that of training without one.
     """
 
     baseline: str
     at_least: float | None = None
     at_most: float | None = None
     beyond: str | None = None
+    times: bool = False
+
+    @property
+    def of_times(self) -> bool:
+        """Whether the ratio is one of times."""
+        return self.times or self.at_most is not None or self.beyond is not None
 
 
 @dataclass(frozen=True)
@@ -64,11 +70,15 @@ class Job:
 
 @dataclass
 class Samples:
-    """The times of one job, in seconds per call, one of each round."""
+    """The times of one job, in seconds per call, one of each round.
+
+    ``details`` are further figures of the job, a column of the table each.
+    """
 
     calls: int = 1
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
+    details: dict[str, float] = field(default_factory=dict)
 
 
 def measure(
@@ -150,6 +160,7 @@ class Row:
     ratio: float | None
     target: str | None
     holds: bool | None
+    details: dict[str, float] = field(default_factory=dict)
 
 
 def rows_of(group: str, jobs: Sequence[Job], samples: dict[str, Samples]) -> list[Row]:
@@ -161,7 +172,7 @@ def rows_of(group: str, jobs: Sequence[Job], samples: dict[str, Samples]) -> lis
     for job in jobs:
         sample, against = samples[job.name], job.against
         ratio = target = holds = None
-        if against is not None and (against.at_most is not None or against.beyond is not None):
+        if against is not None and against.of_times:
             alone = medians[against.beyond] if against.beyond is not None else 0.0
             ratio = (medians[job.name] - alone) / (medians[against.baseline] - alone)
             if against.at_most is not None:
@@ -189,6 +200,7 @@ def rows_of(group: str, jobs: Sequence[Job], samples: dict[str, Samples]) -> lis
                 ratio=ratio,
                 target=target,
                 holds=holds,
+                details=sample.details,
             )
         )
     return rows
@@ -225,6 +237,10 @@ class Report:
             seconds=self.options.seconds,
             device=torch.device(self.options.device),
         )
+        self.add(group, jobs, samples, title)
+
+    def add(self, group: str, jobs: Sequence[Job], samples: dict[str, Samples], title: str) -> None:
+        """Prints the table of jobs that were measured together elsewhere, and keeps their rows."""
         rows = rows_of(group, jobs, samples)
         self.rows += rows
         print_table(title, rows)
@@ -262,7 +278,7 @@ class Report:
 COLUMNS = ("job", "time", "GB/s", "ratio", "to", "target", "holds")
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: Row, details: Sequence[str]) -> tuple[str, ...]:
     speed = row.gigabytes_per_second
     took = duration(row.seconds)
     if row.cpu_seconds is not None:
@@ -271,6 +287,7 @@ def cells(row: Row) -> tuple[str, ...]:
         row.job,
         took,
         "" if speed is None else f"{speed:.1f}",
+        *(f"{row.details[name]:.3g}" if name in row.details else "" for name in details),
         "" if row.ratio is None else f"{row.ratio:.2f}",
         row.baseline or "",
         row.target or "",
@@ -284,22 +301,25 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
 
 
-def print_table(title: str, rows: Iterable[Row]) -> None:
+def print_table(title: str, rows: Sequence[Row]) -> None:
     """With rich where it is installed, else as plain columns."""
-    lines = [cells(row) for row in rows]
+    details = list(dict.fromkeys(name for row in rows for name in row.details))
+    columns = (*COLUMNS[:3], *details, *COLUMNS[3:])
+    lines = [cells(row, details) for row in rows]
     try:
         from rich.console import Console
         from rich.table import Table
     except ImportError:
         print(title)
-        widths = [max(len(line[i]) for line in [COLUMNS, *lines]) for i in range(len(COLUMNS))]
-        for line in [COLUMNS, *lines]:
+        widths = [max(len(line[i]) for line in [columns, *lines]) for i in range(len(columns))]
+        for line in [columns, *lines]:
             print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
         print()
         return
     table = Table(title=title, title_justify="left")
-    for i, column in enumerate(COLUMNS):
-        table.add_column(column, justify="right" if 1 <= i <= 3 else "left", no_wrap=True)
+    for i, column in enumerate(columns):
+        is_number = 1 <= i <= 3 + len(details)
+        table.add_column(column, justify="right" if is_number else "left", no_wrap=True)
     for line in lines:
         style = {"yes": "green", "NO": "red"}.get(line[-1])
         table.add_row(*line, style=style)

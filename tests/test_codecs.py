@@ -14,7 +14,15 @@ from torch_commhook._ops import cpu_capability
 from torch_commhook.codecs import CODECS, Codec, register_codec
 
 EXAMPLES = [example for cls in CODECS.values() for example in cls.examples()]
+#: Those whose messages are exchanged in shards; of others there is one, and ranks add up messages.
+SHARDED = [codec for codec in EXAMPLES if codec.exchange == "all_to_all"]
+WHOLE = [codec for codec in EXAMPLES if codec.exchange != "all_to_all"]
 of_each_codec = pytest.mark.parametrize("codec", EXAMPLES, ids=repr)
+of_each_sharded = pytest.mark.parametrize("codec", SHARDED, ids=repr)
+of_each_whole = pytest.mark.parametrize("codec", WHOLE, ids=repr)
+of_each_with_error = pytest.mark.parametrize(
+    "codec", [codec for codec in EXAMPLES if codec.takes_error], ids=repr
+)
 
 
 def rounding_for(codec: Codec, step: int = 0) -> Tensor | None:
@@ -30,13 +38,16 @@ def encode(codec: Codec, tensors: list[Tensor], **options: Any) -> Tensor:
 
 def restore(codec: Codec, x: Tensor, **options: Any) -> Tensor:
     out = torch.empty_like(x)
-    codec.decode(encode(codec, [x], **options), [out], shards=options.get("shards", 1))
+    rounding = options.get("rounding", rounding_for(codec))
+    message = encode(codec, [x], **options)
+    codec.decode(message, [out], shards=options.get("shards", 1), rounding=rounding)
     return out
 
 
 def test_there_are_codecs() -> None:
     assert "blockwise" in CODECS
     assert all(issubclass(cls, Codec) for cls in CODECS.values())
+    assert {codec.exchange for codec in WHOLE} <= {"all_gather", "all_reduce"}
 
 
 @of_each_codec
@@ -47,9 +58,12 @@ def test_it_prints_as_it_is_written(codec: Codec) -> None:
     assert torch.equal(encode(again, [x]), encode(codec, [x]))
 
 
-@of_each_codec
 @pytest.mark.parametrize("numel", [0, 1, 255, 5000])
-@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize(
+    ("codec", "shards"),
+    [*((codec, 1) for codec in EXAMPLES), *((codec, 3) for codec in SHARDED)],
+    ids=repr,
+)
 def test_shards_follow_from_the_number_of_values(codec: Codec, numel: int, shards: int) -> None:
     parts = codec.shards(numel, shards)
     assert len(parts) == shards
@@ -58,7 +72,23 @@ def test_shards_follow_from_the_number_of_values(codec: Codec, numel: int, shard
     assert all(part.nbytes == 0 for part in parts if part.numel == 0)
 
 
-@of_each_codec
+@of_each_whole
+def test_one_shard_is_all(codec: Codec) -> None:
+    message, x = encode(codec, [torch.randn(600)]), torch.randn(600)
+    rounding = rounding_for(codec)
+    with pytest.raises(ValueError, match="shards must be 1"):
+        codec.shards(600, 2)
+    with pytest.raises(ValueError, match="shards must be 1"):
+        codec.nbytes(600, 2)
+    with pytest.raises(ValueError, match="shards must be 1"):
+        codec.encode([x], message, shards=2, rounding=rounding)
+    with pytest.raises(ValueError, match="shards must be 1"):
+        codec.decode(message, [x], shards=2, rounding=rounding)
+    with pytest.raises(ValueError, match=r"\.reduce: exchange must be 'all_to_all', got"):
+        codec.reduce(message[None], message.clone(), 600, rounding=rounding)
+
+
+@of_each_sharded
 def test_each_shard_is_a_message(codec: Codec) -> None:
     x = torch.randn(5000)
     message = encode(codec, [x], shards=3)
@@ -84,18 +114,18 @@ def test_tensors_of_any_form(codec: Codec) -> None:
         torch.randn(40)[::2],
     ]
     flat = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
-    message = encode(codec, tensors)
+    message, rounding = encode(codec, tensors), rounding_for(codec)
     assert torch.equal(message, encode(codec, [flat]))
     right = torch.empty_like(flat)
-    codec.decode(message, [right])
+    codec.decode(message, [right], rounding=rounding)
     out = [torch.full_like(tensor, 7.0) for tensor in tensors]
-    codec.decode(message, out)
+    codec.decode(message, out, rounding=rounding)
     pieces = right.split([tensor.numel() for tensor in tensors])
     for got, piece in zip(out, pieces, strict=True):
         assert torch.equal(got, piece.view(got.shape).to(got.dtype))
 
 
-@of_each_codec
+@of_each_with_error
 def test_the_error_is_what_is_lost(codec: Codec) -> None:
     x, error = torch.randn(3000), torch.randn(3000) * 0.01
     sent = x * 0.5 + error
@@ -103,7 +133,7 @@ def test_the_error_is_what_is_lost(codec: Codec) -> None:
     assert torch.equal(error, sent - got)
 
 
-@of_each_codec
+@of_each_with_error
 def test_error_feedback_loses_nothing_in_the_long_run(codec: Codec) -> None:
     """What was sent, and what is still held back, add up to what was to be sent."""
     error, sent, total = torch.zeros(700), torch.zeros(700), torch.zeros(700)
@@ -116,6 +146,24 @@ def test_error_feedback_loses_nothing_in_the_long_run(codec: Codec) -> None:
 
 
 @of_each_codec
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_sum_is_that_of_what_is_decoded(codec: Codec, count: int) -> None:
+    """In float32, in the order of the messages, then scaled and rounded."""
+    rounding = rounding_for(codec)
+    messages = torch.stack([encode(codec, [torch.randn(3000)]) for _ in range(count)])
+    pieces = []
+    for message in messages:
+        pieces.append(torch.empty(3000))
+        codec.decode(message, [pieces[-1]], rounding=rounding)
+    total = sum(pieces[1:], pieces[0]) * 0.3
+    for sum_up in (codec.decode_sum, lambda *a, **k: Codec.decode_sum(codec, *a, **k)):
+        out = [torch.empty(70, 10), torch.empty(200, 10).bfloat16().t(), torch.empty(300).double()]
+        sum_up(messages, out, scale=0.3, rounding=rounding)
+        for got, right in zip(out, total.split([700, 2000, 300]), strict=True):
+            assert torch.equal(got, right.view(got.shape).to(got.dtype))
+
+
+@of_each_sharded
 def test_reduce_is_decode_sum_encode(codec: Codec) -> None:
     messages = torch.stack([encode(codec, [torch.randn(3000)]) for _ in range(3)])
     results = []
@@ -129,16 +177,22 @@ def test_reduce_is_decode_sum_encode(codec: Codec) -> None:
 @of_each_codec
 def test_zeros_are_exact(codec: Codec) -> None:
     assert torch.equal(restore(codec, torch.zeros(600)), torch.zeros(600))
-    assert torch.equal(restore(codec, torch.zeros(600), error=torch.zeros(600)), torch.zeros(600))
+    if codec.takes_error:
+        got = restore(codec, torch.zeros(600), error=torch.zeros(600))
+        assert torch.equal(got, torch.zeros(600))
 
 
 @of_each_codec
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_does_not_become_a_number(codec: Codec, value: float) -> None:
-    x, error = torch.randn(600), torch.zeros(600)
+    x, error = torch.randn(600), torch.zeros(600) if codec.takes_error else None
     x[300] = value
-    assert not restore(codec, x, error=error)[300].isfinite()
-    assert error.isfinite().all()  # or it would stay so
+    got = restore(codec, x, error=error)
+    if codec.exchange == "all_reduce":  # that value itself need not have been sent
+        assert not got.isfinite().all()
+    else:
+        assert not got[300].isfinite()
+    assert error is None or error.isfinite().all()  # or it would stay so
 
 
 @pytest.mark.parametrize("codec", [codec for codec in EXAMPLES if codec.is_random], ids=repr)
@@ -181,17 +235,23 @@ def everything(
     codec: Codec, tensors: list[Tensor], shards: int, scale: float, error: Tensor | None
 ) -> list[Tensor]:
     """What all methods write."""
+    is_sharded = codec.exchange == "all_to_all"
+    shards = shards if is_sharded else 1
+    error = error if codec.takes_error else None
+    rounding = rounding_for(codec)
     errors = [None if error is None else error.clone() for _ in range(2)]
     message = encode(codec, tensors, shards=shards, scale=scale, error=errors[0])
     out = [torch.empty_like(tensor) for tensor in tensors]
-    codec.decode(message, out, shards=shards)
+    codec.decode(message, out, shards=shards, rounding=rounding)
     numel = sum(tensor.numel() for tensor in tensors)
-    stacked = torch.stack([encode(codec, tensors)] * 3)
+    halves = [tensor / 2 for tensor in tensors]
+    stacked = torch.stack([encode(codec, each) for each in (tensors, halves, tensors)])
     reduced = torch.full_like(stacked[0], 3)
-    codec.reduce(
-        stacked, reduced, numel, scale=scale, error=errors[1], rounding=rounding_for(codec)
-    )
-    return [message, reduced, *out, *(each for each in errors if each is not None)]
+    if is_sharded:
+        codec.reduce(stacked, reduced, numel, scale=scale, error=errors[1], rounding=rounding)
+    sums = [torch.empty_like(tensor) for tensor in tensors]
+    codec.decode_sum(stacked, sums, scale=scale, rounding=rounding)
+    return [message, reduced, *out, *sums, *(each for each in errors if each is not None)]
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -248,14 +308,22 @@ FIRST = [cls.examples()[0] for cls in CODECS.values()]
     ids=repr,
 )
 def test_compiled(backend: str, codec: Codec) -> None:
+    shards = 2 if codec.exchange == "all_to_all" else 1
+
     def run(tensors: list[Tensor], error: Tensor, rounding: Tensor) -> list[Tensor]:
         made = [tensor * 2 for tensor in tensors]
-        message = torch.empty(codec.nbytes(1300, 2), dtype=torch.uint8)
-        codec.encode(made, message, shards=2, error=error, rounding=rounding)
+        message = torch.empty(codec.nbytes(1300, shards), dtype=torch.uint8)
+        lost = error if codec.takes_error else None
+        drawn = rounding.clone()
+        codec.encode(made, message, shards=shards, error=lost, rounding=rounding)
         rounding[1] += 1
         out = [torch.empty_like(tensor) for tensor in tensors]
-        codec.decode(message, out, shards=2)
-        return [message, *out]
+        codec.decode(message, out, shards=shards, rounding=drawn)
+        whole = torch.empty(codec.nbytes(1300), dtype=torch.uint8)
+        codec.encode(made, whole, rounding=drawn)
+        sums = [torch.empty_like(tensor) for tensor in tensors]
+        codec.decode_sum(torch.stack([whole, whole]), sums, scale=0.5, rounding=drawn)
+        return [message, *out, *sums]
 
     results = []
     for call in (run, torch.compile(run, fullgraph=True, backend=backend)):
@@ -266,6 +334,30 @@ def test_compiled(backend: str, codec: Codec) -> None:
             written = call(tensors, error, rounding)
         results.append([*written, error, rounding])
     assert all(map(torch.equal, *results))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@of_each_codec
+def test_compiled_for_any_size(codec: Codec) -> None:
+    graphs = 0
+
+    def backend(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return module
+
+    def run(x: Tensor, rounding: Tensor) -> Tensor:
+        message = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8)
+        codec.encode([x], message, rounding=rounding)
+        out = torch.empty_like(x)
+        codec.decode(message, [out], rounding=rounding)
+        return out
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=backend)
+    for numel in (1000, 1001, 5000, 777):
+        x, rounding = torch.randn(numel), torch.tensor([1, 2])
+        assert torch.equal(compiled(x, rounding), run(x, rounding))
+    assert graphs == 1
 
 
 # ---- the table -----------------------------------------------------------------------------------

@@ -60,8 +60,8 @@ def traced(state: object, bucket: GradBucket) -> torch.Tensor:
     return collectives.all_reduce(bucket.buffer() / group.size(), group=group).wait()
 
 
-#: Hooks whose results depend on what shares a bucket, which on DDP's reducer is another in the first
-#: step.
+#: Hooks whose results depend on what shares a bucket, which on DDP's reducer is another in the
+#: first step.
 OF_BUCKETS = {"blockwise()", "error_feedback(blockwise(bits=4))"}
 
 #: Hooks, and the rounding of their results relative to the largest gradient.

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from kill_and_resume import killed_and_resumed
 from train_errors import train_error
 from train_processes import TINY, TrainProcess, read_metrics, start_train
 
@@ -113,6 +114,14 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     assert [line["bytes_sent"] for line in again] == [line["bytes_sent"] for line in lines[3:]]
 
 
+@processes
+def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    """``make kill-and-resume`` does so for each hook."""
+    row = killed_and_resumed("error_feedback(blockwise(bits=4))", 1, tmp_path)
+    assert row["different"] == []
+    assert 0 < row["resumed_from"] < row["steps"]
+
+
 def _assert_same_weights(expected: Checkpoint, got: Checkpoint) -> None:
     for name, tensor in expected.model.items():
         assert torch.equal(tensor, got.model[name]), name
@@ -146,7 +155,7 @@ def test_ranks_that_are_apart_go_on_as_they_were(tmp_path: Path) -> None:
     for own, other in zip(expected.rank_states, got.rank_states, strict=True):
         _assert_same_state(own["optimizer"], other["optimizer"])
     for rank, state in enumerate(got.rank_states):
-        apart = state["hook"][f"rank{rank}"]["local_sgd_parameter"]["module.head.weight"]
+        apart = state["hook"][f"rank{rank}"]["local_sgd_parameter"]["head.weight"]
         assert torch.equal(apart, got.model["head.weight"]) == (rank == 0)
     lines = read_metrics(straight / "out" / "metrics.jsonl")
     again = read_metrics(resumed / "out" / "metrics.jsonl")

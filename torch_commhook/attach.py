@@ -210,8 +210,14 @@ class HookHandle:
 
     def stats(self) -> HookStats:
         """What the hook sent while it was attached; see :class:`HookStats`."""
-        self._attached.traced_steps.move_to(self._attached.stats)
-        return self._attached.stats
+        attached = self._attached
+        stats = attached.stats
+        attached.traced_steps.move_to(stats)
+        stats.world_size = attached.memory.world_size
+        for memory in attached.memory.buckets():
+            if memory.index < len(stats.buckets):
+                stats.buckets[memory.index].measured(memory.meters())
+        return stats
 
     # ---- what the hook remembers -----------------------------------------------------------------
 
@@ -358,9 +364,11 @@ def attach(
         check_not_in_ddp(parameters)
         _check_capacity(settings["bucket_cap_mb"])
     claim(parameters, model, partial(_attached_to, weakref.ref(model)))
-    group = model.process_group if is_ddp else resolve_group(process_group)
+    group: Any = model.process_group if is_ddp else resolve_group(process_group)
     check_agreement(group, parameters, _shared(model, hook, settings))
-    memory.know(parameters, rank=group.rank(), world_size=group.size())
+    prefix = "module." if is_ddp else ""  # a model's states and patterns are the same in DDP
+    names = [(name.removeprefix(prefix), parameter) for name, parameter in parameters]
+    memory.know(names, rank=group.rank(), world_size=group.size())
     if road is None:
         road = _roads[model] = _new_road(model, parameters, group, settings)
     road.attached = attached

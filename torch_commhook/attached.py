@@ -146,7 +146,7 @@ class Attached:
         meter = WireMeter()
         with counting(meter):
             result = run_hook(self.hook, self.state, bucket)
-        return result, bucket.dtype(), (bucket.numel(), bucket.dtype(), meter.sent())
+        return result, bucket.dtype(), meter.traffic(bucket.numel(), bucket.dtype())
 
 
 def run_average(hook: Hook, bucket: GradBucket) -> tuple[Any, torch.dtype, BucketTraffic]:
@@ -156,7 +156,7 @@ def run_average(hook: Hook, bucket: GradBucket) -> tuple[Any, torch.dtype, Bucke
         # Bringing the result into the gradients casts it: no pass of its own for that.
         dtype = checked_result_dtype(hook, bucket)
         result = _C.run_average(hook, bucket)
-    return result, dtype, (bucket.numel(), bucket.dtype(), meter.sent())
+    return result, dtype, meter.traffic(bucket.numel(), bucket.dtype())
 
 
 def traceable(hook: Any) -> Any:

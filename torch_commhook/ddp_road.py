@@ -18,7 +18,7 @@ from torch_commhook._dynamo import left_to_python
 from torch_commhook.attached import Attached
 from torch_commhook.bucket import GradBucket
 from torch_commhook.hooks.mean import allreduce
-from torch_commhook.metrics import count_bucket
+from torch_commhook.metrics import BucketTraffic, count_bucket
 from torch_commhook.parameters import trainable
 from torch_commhook.reducer.buckets import assign_buckets
 from torch_commhook.results import hook_on_bucket
@@ -203,9 +203,12 @@ class DdpRoad:
         if error is None:
             self._group.end()
             attached.memory.advance()
-            for index, traffic in enumerate(sent or ()):
+            for index, (numel, dtype, nbytes) in enumerate(sent or ()):
+                traffic = BucketTraffic(numel, dtype, nbytes, nbytes)
                 count_bucket(attached.stats, index, len(sent or ()), traffic, first=index == 0)
-            if sent is None and (attached.scales_steps or attached.stages.has_post_accumulate_hooks):
+            if sent is None and (
+                attached.scales_steps or attached.stages.has_post_accumulate_hooks
+            ):
                 # Once the reducer has written the last gradients.
                 engine = torch.autograd.Variable._execution_engine
                 engine.queue_callback(partial(self._gradients_written, attached))

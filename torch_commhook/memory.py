@@ -8,6 +8,7 @@ parameter's piece is known; a new bucket begins with the pieces of its parameter
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from torch_commhook.metrics import CallMeter
 
 VERSION = 1
 
-#: Where what a rank has lost of the sum it encodes belongs, when another rank encodes that.
-_FOLDED_INTO = {"shard_error": "error"}
+#: Memories of a part of the elements, and where they belong when another rank has that part.
+_FOLDED_INTO = {"shard_error": "error", "node_error": "error", "node_shard_error": "error"}
 
 
 class BucketMemory:
@@ -41,6 +42,7 @@ class BucketMemory:
         buffers: for messages.
         meter: of what messages cost.
         past: whether so many steps have been done, for each number that was asked for.
+        factors: of what :meth:`shard` has made.
         choices: numbers that were settled for the bucket, by name; see :meth:`choose`.
     """
 
@@ -73,6 +75,7 @@ class BucketMemory:
         self.choices: dict[str, int] = {}
         self.places: list[int] = []
         self._shards: dict[str, tuple[int, int]] = {}
+        self.factors: dict[str, int] = {}
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -99,12 +102,17 @@ class BucketMemory:
                 self._owner.adopt(parameter, name, piece)
         return flat
 
-    def shard(self, name: str, begin: int, end: int) -> Tensor:
-        """A number in float32 for each of the elements ``[begin, end)``; zeros at first."""
+    def shard(self, name: str, begin: int, end: int, factor: int) -> Tensor:
+        """A number in float32 for each of the elements ``[begin, end)``; zeros at first.
+
+        When another rank has these, they go into ``flat("error")``, ``factor`` times: as many ranks
+        as the mean is over of which this is an error.
+        """
         shard = self.tensors.get(name)
         if shard is None:
             shard = self.tensors[name] = torch.zeros(end - begin, device=self.device)
             self._shards[name] = begin, end
+            self.factors[name] = factor
             self._owner.adopt_shard(self, name)
         return shard
 
@@ -118,7 +126,7 @@ class BucketMemory:
         found = self.lists.get(name)
         if found is None:
             found = self.lists[name] = [
-                self._owner.adopt_shared(parameter, name, lambda i=i, p=parameter: make(i, p))
+                self._owner.adopt_shared(parameter, name, partial(make, i, parameter))
                 for i, parameter in enumerate(self.parameters)
             ]
         return found
@@ -185,6 +193,10 @@ class BucketMemory:
             or any(not part.is_empty for part in self.parts.values())
         )
 
+    def meters(self) -> list[CallMeter]:
+        """Its own, and those of its parts."""
+        return [self.meter, *(meter for part in self.parts.values() for meter in part.meters())]
+
     def advance(self) -> None:
         """A step more."""
         if self.rounding is not None:
@@ -215,7 +227,7 @@ class BucketMemory:
                 piece = self._owner.piece(parameter, _FOLDED_INTO[name])
                 if piece is not None:
                     flat = _in_memory_order(piece, parameter)
-                    flat[first : first + count] += self.world_size * shard[start : start + count]
+                    flat[first : first + count] += self.factors[name] * shard[start : start + count]
         self._shards.clear()
         for part in self.parts.values():
             part.dissolve()
@@ -355,7 +367,7 @@ class HookMemory:
             piece = self.piece(parameter, _FOLDED_INTO[name])
             if loaded is not None and piece is not None:
                 flat = _in_memory_order(piece, parameter)
-                flat += self.world_size * loaded
+                flat += memory.factors[name] * loaded
 
     # ---- state -----------------------------------------------------------------------------------
 
@@ -423,38 +435,40 @@ class HookMemory:
                 copied = tensor.detach().to(parameter.device, copy=True)
                 self._shared.setdefault(parameter, {})[kind] = copied
 
-    def _checked(self, state: dict[str, Any], by_name: dict[str, Tensor]) -> tuple[Any, Any]:
+    def _checked(self, state: Any, by_name: dict[str, Tensor]) -> tuple[Any, Any]:
         if not isinstance(state, dict) or state.get("version") != VERSION:
-            raise ValueError(
-                "load_state_dict: state must be what HookHandle.state_dict() gives, got "
-                + (f"version {state.get('version')!r}" if isinstance(state, dict) else repr(state))
-            )
-        if state["world_size"] != self.world_size:
-            raise ValueError(
-                f"load_state_dict: the state must be of {self.world_size} ranks, got one of "
-                f"{state['world_size']}; torch_commhook.reshard_states makes states for another "
-                "number of ranks"
+            got = f"version {state.get('version')!r}" if isinstance(state, dict) else type(state)
+            raise _unfit(f"the state must be what HookHandle.state_dict() gives, got {got}")
+        if state.get("world_size") != self.world_size:
+            raise _unfit(
+                f"the state must be of {self.world_size} ranks, got one of "
+                f"{state.get('world_size')}; torch_commhook.reshard_states makes states for "
+                "another number of ranks"
             )
         own = state.get(f"rank{self.rank}")
-        if own is None:
-            raise ValueError(
-                f"load_state_dict: the state must be that of rank {self.rank}, got one with "
+        if not isinstance(own, dict):
+            raise _unfit(
+                f"the state must be that of rank {self.rank}, got one with "
                 f"{sorted(key for key in state if key.startswith('rank'))}"
             )
+        for key, kind in (("buckets", list), ("shared", dict), ("choices", dict), ("steps", int)):
+            if not isinstance(state.get(key), kind):
+                raise _unfit(f"its {key} must be a {kind.__name__}, got {state.get(key)!r}")
         shared = state["shared"]
-        for kinds in (own, shared):
-            for kind, tensors in kinds.items():
-                for name, tensor in tensors.items():
+        for kinds in (own, shared, state["choices"]):
+            for kind, values in kinds.items():
+                for name, value in values.items():
                     parameter = by_name.get(name)
+                    what = f"'{kind}' of parameter '{name}'"
                     if parameter is None:
-                        raise ValueError(
-                            f"load_state_dict: the state has '{kind}' of parameter '{name}', which "
-                            "the model does not have"
-                        )
-                    if kinds is own and tensor.numel() != parameter.numel():
-                        raise ValueError(
-                            f"load_state_dict: '{kind}' of parameter '{name}' must have "
-                            f"{parameter.numel()} elements, got {tensor.numel()}"
+                        raise _unfit(f"it has {what}, which the model does not have")
+                    if kinds is state["choices"]:
+                        continue
+                    if not isinstance(value, Tensor):
+                        raise _unfit(f"{what} must be a tensor, got {type(value).__qualname__}")
+                    if kinds is own and value.numel() != parameter.numel():
+                        raise _unfit(
+                            f"{what} must have {parameter.numel()} elements, got {value.numel()}"
                         )
         return own, shared
 
@@ -472,6 +486,78 @@ class HookMemory:
 
     def __reduce__(self) -> tuple[type[HookMemory], tuple[()]]:
         return HookMemory, ()
+
+
+def reshard_states(states: Sequence[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
+    """States for another number of ranks, from those of all ranks.
+
+    What the ranks have yet to send is sent all the same: the mean of their error memories stays.
+    With fewer ranks, the memories of rank r, r + W, r + 2 W, and so on are added up; with more, the
+    new ones begin with none. Each is scaled by new ranks / old ranks, since the mean is over other
+    ranks then. What ranks have lost of the sums that they encode goes into these memories.
+
+    Args:
+        states: what ``HookHandle.state_dict()`` gave on each rank, in order of rank.
+        world_size: ranks that are to go on.
+
+    Returns:
+        For each of the new ranks, what it is to load.
+
+    Raises:
+        ValueError: the states are not those of all ranks of one training, or no rank is to go on.
+    """
+    if world_size < 1:
+        raise ValueError(f"reshard_states: world_size must be at least 1, got {world_size}")
+    for rank, state in enumerate(states):
+        if not isinstance(state, dict) or f"rank{rank}" not in state:
+            raise ValueError(f"reshard_states: states[{rank}] must be that of rank {rank}")
+        if state["world_size"] != len(states) or state["steps"] != states[0]["steps"]:
+            raise ValueError(
+                f"reshard_states: states[{rank}] must be of {len(states)} ranks after "
+                f"{states[0]['steps']} steps, got one of {state['world_size']} ranks after "
+                f"{state['steps']}"
+            )
+    if not states:
+        raise ValueError("reshard_states: states must hold at least one, got none")
+    own = [state[f"rank{rank}"] for rank, state in enumerate(states)]
+    if world_size != len(states):
+        own = _resharded(own, world_size)
+    common = {key: value for key, value in states[0].items() if key != "rank0"}
+    return [
+        {**common, "world_size": world_size, f"rank{rank}": own[rank]} for rank in range(world_size)
+    ]
+
+
+def _resharded(own: Sequence[dict[str, dict[str, Tensor]]], world_size: int) -> list[Any]:
+    found: list[dict[str, dict[str, Tensor]]] = [{} for _ in range(world_size)]
+    for rank, kinds in enumerate(own):
+        for kind, tensors in kinds.items():
+            if kind.startswith("node_"):
+                raise ValueError(
+                    "reshard_states: what hierarchical hooks remember belongs to nodes, which "
+                    "another number of ranks has not"
+                )
+            into = _FOLDED_INTO.get(kind)
+            # A sum's own loss counts as often as there are ranks.
+            factor = world_size if into else world_size / len(own)
+            target = found[rank % world_size].setdefault(into or kind, {})
+            for name, tensor in tensors.items():
+                piece = target.get(name)
+                if piece is None:
+                    like = own[rank][into][name] if into else tensor
+                    piece = target[name] = torch.zeros_like(like)
+                flat = piece if piece.shape == tensor.shape else _as_it_lies(piece)
+                flat += factor * tensor
+    return found
+
+
+def _as_it_lies(tensor: Tensor) -> Tensor:
+    """A dense tensor as a flat view, in the order of its memory."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def _unfit(what: str) -> ValueError:
+    return ValueError(f"load_state_dict: {what}")
 
 
 def _in_memory_order(piece: Tensor, parameter: Tensor) -> Tensor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,17 +30,21 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+STAGES = ("encode", "wire", "decode")
+
+
 class CallMeter:
     """What one bucket's messages cost, over the steps.
 
     Attributes:
-        seconds: by stage, ``"encode"``, ``"wire"`` and ``"decode"``.
-        relative_error: of this rank's own message, when it was measured last.
+        seconds: by stage, of ``STAGES``.
+        squares: of what this rank's own message has lost and of what it was to hold, when they were
+            measured last.
     """
 
     def __init__(self) -> None:
-        self.seconds = {"encode": 0.0, "wire": 0.0, "decode": 0.0}
-        self.relative_error: float | None = None
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+        self.squares: tuple[float, float] | None = None
         self._calls = 0
 
     def add(self, stage: str, seconds: float) -> None:
@@ -67,9 +72,8 @@ class CallMeter:
                 lost = values - own
             else:  # what is sent is the gradient with the error of the steps before
                 lost, values = error, own + error
-            length = torch.linalg.vector_norm(values, dtype=torch.float64)
-            distance = torch.linalg.vector_norm(lost, dtype=torch.float64)
-            self.relative_error = 0.0 if length == 0 else (distance / length).item()
+            norms = [torch.linalg.vector_norm(v, dtype=torch.float64) for v in (lost, values)]
+            self.squares = norms[0].item() ** 2, norms[1].item() ** 2
 
 
 #: Measuring an error takes a few passes over the values.
@@ -87,6 +91,14 @@ class BucketStats:
         dtype: of its gradients.
         bytes_sent: by this rank, since the hook was attached.
         bytes_sent_last_step: in the last backward that communicated.
+        bytes_received: by this rank, since the hook was attached.
+        bytes_received_last_step: in the last backward that communicated.
+        relative_error: of what this rank's own message held, of the values that it was to hold, as
+            lengths of vectors; measured in the first step and every hundredth. None where nothing
+            is lost, and in compiled backward passes, which measure nothing.
+        encode_seconds, wire_seconds, decode_seconds: since the hook was attached; with compressing
+            hooks, in eager on the CPU. Wire time is from a collective's start to its end, of which
+            computation may have hidden a part.
     """
 
     index: int
@@ -94,6 +106,23 @@ class BucketStats:
     dtype: torch.dtype
     bytes_sent: int | None = 0
     bytes_sent_last_step: int | None = 0
+    bytes_received: int | None = 0
+    bytes_received_last_step: int | None = 0
+    relative_error: float | None = None
+    encode_seconds: float = 0.0
+    wire_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    def measured(self, meters: Sequence[CallMeter]) -> None:
+        """Take over what was measured of the bucket's messages."""
+        seconds = {stage: sum(m.seconds[stage] for m in meters) for stage in STAGES}
+        self.encode_seconds = seconds["encode"]
+        self.wire_seconds = seconds["wire"]
+        self.decode_seconds = seconds["decode"]
+        squares = [m.squares for m in meters if m.squares is not None]
+        if squares:
+            lost, values = (sum(both) for both in zip(*squares, strict=True))
+            self.relative_error = math.sqrt(lost / values) if values else 0.0
 
 
 @dataclass
@@ -104,17 +133,39 @@ class HookStats:
         steps: backward passes that communicated.
         bytes_sent: in all; None where nobody counts, as in :class:`BucketStats`.
         bytes_sent_last_step: in the last of the steps, over all buckets.
+        bytes_received, bytes_received_last_step: the same of what came.
+        world_size: ranks.
         buckets: the buckets as they are now; DDP forms them anew after the first step.
     """
 
     steps: int = 0
     bytes_sent: int | None = 0
     bytes_sent_last_step: int | None = 0
+    bytes_received: int | None = 0
+    bytes_received_last_step: int | None = 0
+    world_size: int = 1
     buckets: list[BucketStats] = field(default_factory=list)
 
+    @property
+    def compression_ratio(self) -> float | None:
+        """How many times less was sent in the last step than an all-reduce would send.
 
-#: Elements, dtype and bytes on the wire of a bucket.
-BucketTraffic = tuple[int, torch.dtype, int | None]
+        None where nobody counts, or nothing was sent.
+        """
+        plain = sum(
+            ring_all_reduce_bytes(bucket.numel * bucket.dtype.itemsize, self.world_size)
+            for bucket in self.buckets
+        )
+        return plain / self.bytes_sent_last_step if self.bytes_sent_last_step else None
+
+
+class BucketTraffic(NamedTuple):
+    """Elements, dtype and bytes on the wire of a bucket in one step."""
+
+    numel: int
+    dtype: torch.dtype
+    bytes_sent: int | None
+    bytes_received: int | None
 
 
 def count_bucket(
@@ -127,18 +178,21 @@ def count_bucket(
     steps: int = 1,
 ) -> None:
     """Add what one bucket sent, in each of so many steps; ``first``: a step begins with it."""
-    numel, dtype, sent = traffic
+    numel, dtype, sent, received = traffic
     if first:
         stats.steps += steps
-        stats.bytes_sent_last_step = 0
+        stats.bytes_sent_last_step = stats.bytes_received_last_step = 0
         del stats.buckets[bucket_count:]
     if index == len(stats.buckets):
         stats.buckets.append(BucketStats(index, numel, dtype))
     entry = stats.buckets[index]
-    entry.numel, entry.dtype, entry.bytes_sent_last_step = numel, dtype, sent
-    entry.bytes_sent = _sum(entry.bytes_sent, sent, steps)
+    entry.numel, entry.dtype = numel, dtype
+    entry.bytes_sent_last_step, entry.bytes_received_last_step = sent, received
+    for counted in (entry, stats):
+        counted.bytes_sent = _sum(counted.bytes_sent, sent, steps)
+        counted.bytes_received = _sum(counted.bytes_received, received, steps)
     stats.bytes_sent_last_step = _sum(stats.bytes_sent_last_step, sent)
-    stats.bytes_sent = _sum(stats.bytes_sent, sent, steps)
+    stats.bytes_received_last_step = _sum(stats.bytes_received_last_step, received)
 
 
 def _sum(a: int | None, b: int | None, times: int = 1) -> int | None:
@@ -174,24 +228,33 @@ class WireMeter:
     the one goes through the other; so they are counted apart.
     """
 
-    __slots__ = ("bytes_recorded", "bytes_sent", "collectives", "operations_recorded")
+    __slots__ = (
+        "bytes_received",
+        "bytes_recorded",
+        "bytes_sent",
+        "collectives",
+        "operations_recorded",
+    )
 
     def __init__(self) -> None:
         self.bytes_sent = 0
+        self.bytes_received = 0
         self.collectives = 0
         self.bytes_recorded = 0
         self.operations_recorded = 0
 
-    def add(self, bytes_sent: int) -> None:
-        """Note one collective that sends ``bytes_sent`` from this rank."""
+    def add(self, bytes_sent: int, bytes_received: int) -> None:
+        """Note what one collective sends from this rank, and brings to it."""
         self.bytes_sent += bytes_sent
+        self.bytes_received += bytes_received
         self.collectives += 1
 
-    def sent(self) -> int | None:
-        """Bytes that this rank has sent; None where nobody has counted."""
+    def traffic(self, numel: int, dtype: torch.dtype) -> BucketTraffic:
+        """What this rank has sent and received; None where nobody has counted."""
         if self.collectives:
-            return self.bytes_sent
-        return self.bytes_recorded if self.operations_recorded else None
+            return BucketTraffic(numel, dtype, self.bytes_sent, self.bytes_received)
+        recorded = self.bytes_recorded if self.operations_recorded else None
+        return BucketTraffic(numel, dtype, recorded, None)
 
 
 @contextmanager
@@ -218,19 +281,28 @@ class TracedMeter(WireMeter):
         super().__init__()
         self.active = False
 
+    def reset(self) -> None:
+        """Take no more notes, and forget those that were taken."""
+        self.collectives = self.bytes_sent = self.bytes_received = 0
+        self.active = False
+
 
 TRACED_METER = TracedMeter()
 
 
-def note_collective(bytes_sent: int) -> None:
-    """Tell the meter of this thread, where there is one, of a collective."""
+def note_collective(bytes_sent: int, bytes_received: int | None = None) -> None:
+    """Tell the meter of this thread, where there is one, of a collective.
+
+    As much comes as is sent, unless told otherwise.
+    """
+    received = bytes_sent if bytes_received is None else bytes_received
     if torch.compiler.is_compiling():
         if TRACED_METER.active:
-            TRACED_METER.add(bytes_sent)
+            TRACED_METER.add(bytes_sent, received)
         return
     meter = getattr(_current, "meter", None)
     if meter is not None:
-        meter.add(bytes_sent)
+        meter.add(bytes_sent, received)
 
 
 def note_recorded(bytes_sent: int) -> None:

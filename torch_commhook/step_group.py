@@ -17,7 +17,6 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 
 from torch_commhook import _C
 from torch_commhook.collectives import resolve_group
+from torch_commhook.collectives.turns import renew_turns
 from torch_commhook.gloo_groups import (
     destroy_group,
     group_name,
@@ -130,7 +130,7 @@ class StepGroup:
         """
         if not self._broken:
             return
-        backends = []
+        backends: list[Any] = []
         try:
             store = self._meet()
             for _ in self._own:
@@ -150,6 +150,7 @@ class StepGroup:
         names = (self.name, self._second_name)
         for name, group, backend in zip(names, self._own, backends, strict=False):
             _set_backend(group, name, dist.ProcessGroup.BackendType.GLOO, backend)
+            renew_turns(group)
         self._broken = False
 
     def prepare_tracing(self) -> None:

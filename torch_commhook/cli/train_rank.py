@@ -89,7 +89,7 @@ def train_rank(options: TrainOptions, place: Place) -> None:
 
 
 @dataclass
-class _Run:
+class Run:
     """The parts of a run that a checkpoint holds."""
 
     model: ByteTransformer
@@ -119,7 +119,7 @@ def _train_once(
     main_run: bool,
 ) -> RunResult:
     config = options.config
-    run = _prepare(config, world, checkpoint, main_run)
+    run = prepare(config, world, checkpoint, main_run)
     first_step, last_step = run.step, options.last_step
     fp32_bytes = fp32_bytes_per_step(run.model.parameter_count(), world.size)
     records: list[StepRecord] = []
@@ -132,7 +132,7 @@ def _train_once(
     try:
         while run.step < last_step:
             started = time.perf_counter()
-            loss, lr = _step(run, config, world, data)
+            loss, lr = train_step(run, config, world, data)
             run.seconds += time.perf_counter() - started
             record = StepRecord(
                 step=run.step,
@@ -165,9 +165,10 @@ def _train_once(
     return result
 
 
-def _prepare(
+def prepare(
     config: TrainConfig, world: World, checkpoint: Checkpoint | None, main_run: bool
-) -> _Run:
+) -> Run:
+    """A model with its hook attached and its optimizer, from the checkpoint where there is one."""
     torch.manual_seed(config.seed)
     model = ByteTransformer(config.layers, config.dim, config.heads)
     if checkpoint is not None:
@@ -179,7 +180,7 @@ def _prepare(
         bucket_cap_mb=config.bucket_cap_mb,
     )
     _settle_buckets(ddp, world)
-    run = _Run(model, ddp, _make_optimizer(model, config), None)
+    run = Run(model, ddp, _make_optimizer(model, config), None)
     hook = parse_hook(config.hook)
     if hook is not None:
         from torch_commhook import attach
@@ -202,7 +203,7 @@ def _settle_buckets(ddp: DistributedDataParallel, world: World) -> None:
 
 
 def _restore(
-    run: _Run, config: TrainConfig, world: World, checkpoint: Checkpoint, main_run: bool
+    run: Run, config: TrainConfig, world: World, checkpoint: Checkpoint, main_run: bool
 ) -> None:
     _load_optimizer(run, checkpoint.optimizer["state"])
     run.step, run.seconds = checkpoint.step, checkpoint.seconds
@@ -227,7 +228,7 @@ def _restore(
             ) from error
 
 
-def _load_optimizer(run: _Run, state: Any) -> None:
+def _load_optimizer(run: Run, state: Any) -> None:
     # The settings of the groups come from this run's own options.
     groups = run.optimizer.state_dict()["param_groups"]
     run.optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -250,7 +251,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     return config.lr * cosine * min(1.0, step / warm_up)
 
 
-def _step(run: _Run, config: TrainConfig, world: World, data: TextData) -> tuple[float, float]:
+def train_step(run: Run, config: TrainConfig, world: World, data: TextData) -> tuple[float, float]:
     """One step of training; returns the mean loss over the ranks and the learning rate."""
     run.step += 1
     lr = learning_rate(config, run.step)
@@ -271,7 +272,7 @@ def _step(run: _Run, config: TrainConfig, world: World, data: TextData) -> tuple
 
 
 def _save(
-    run: _Run, options: TrainOptions, world: World, data: TextData, bytes_sent: int | None
+    run: Run, options: TrainOptions, world: World, data: TextData, bytes_sent: int | None
 ) -> None:
     hook_state = run.handle.state_dict() if hasattr(run.handle, "state_dict") else None
     state = {"hook": to_cpu(hook_state), "rng": torch.get_rng_state()}
@@ -313,7 +314,7 @@ def _held_out_loss(model: nn.Module, world: World, data: TextData, seq: int) -> 
 
 
 def _result(
-    run: _Run,
+    run: Run,
     config: TrainConfig,
     world: World,
     data: TextData,

@@ -11,5 +11,6 @@ from torch_commhook.codecs.base import CODECS, Codec, Shard, register_codec
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
+globals().update(CODECS)  # a codec is called as its module is
 
 __all__ = ["CODECS", "Codec", "Shard", "register_codec"]

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from torch_commhook._ops import unflatten_into
+
 
 class Shard(NamedTuple):
     """A part of a message that can be decoded by itself.
@@ -37,7 +39,8 @@ class Codec(ABC):
     #: How ranks add up what they encode (:func:`torch_commhook.collectives.compressed_all_reduce`):
     #: ``"all_to_all"``: in shards, with :meth:`reduce`; ``"all_gather"``: each rank gets every
     #: message, and adds them up with :meth:`decode_sum`; ``"all_reduce"``: messages are float32
-    #: numbers that may be added up.
+    #: numbers that may be added up, if all ranks give the same ``rounding``. The last two need no
+    #: shards but one, and no :meth:`reduce`.
     exchange: str = "all_to_all"
 
     @classmethod
@@ -49,6 +52,11 @@ class Codec(ABC):
     def is_random(self) -> bool:
         """Whether :meth:`encode` and :meth:`reduce` need random numbers."""
         return False
+
+    @property
+    def takes_error(self) -> bool:
+        """Whether :meth:`encode` may be given an error."""
+        return True
 
     @abstractmethod
     def shards(self, numel: int, shards: int = 1) -> list[Shard]:
@@ -102,10 +110,39 @@ class Codec(ABC):
             tensors: dense destinations of any strides that reach each element once, with as many
                 elements as the message has values, sharing no memory.
             shards: as in :meth:`encode`.
+            rounding: what :meth:`encode` was given, for codecs that need it here too.
 
         Raises:
             TypeError, ValueError, RuntimeError: as in :meth:`encode`.
         """
+
+    def decode_sum(
+        self,
+        messages: Tensor,
+        tensors: Sequence[Tensor],
+        *,
+        scale: float = 1.0,
+        rounding: Tensor | None = None,
+    ) -> None:
+        """Write ``scale`` times the sum of what several messages hold into tensors.
+
+        The values are added up in float32, in the order of the messages, then scaled, and then
+        rounded to the tensors' dtypes.
+
+        Args:
+            messages: of shape ``(messages, bytes)``, each in one shard.
+            tensors: as in :meth:`decode`.
+            scale: factor, applied in float32.
+            rounding: as in :meth:`decode`.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as in :meth:`encode`.
+        """
+        numel = sum(tensor.numel() for tensor in tensors)
+        total = self._sum_of(messages, numel, rounding)
+        if scale != 1.0:
+            total.mul_(scale)
+        unflatten_into(total, tensors)
 
     def reduce(
         self,
@@ -130,14 +167,18 @@ class Codec(ABC):
         Raises:
             TypeError, ValueError, RuntimeError: as in :meth:`encode`.
         """
+        total = self._sum_of(messages, numel, rounding)
+        self.encode([total], message, scale=scale, error=error, rounding=rounding)
+
+    def _sum_of(self, messages: Tensor, numel: int, rounding: Tensor | None) -> Tensor:
         total = torch.empty(numel, device=messages.device)
-        self.decode(messages[0], [total])
+        self.decode(messages[0], [total], rounding=rounding)
         if len(messages) > 1:
             one = torch.empty_like(total)
             for each in messages[1:]:
-                self.decode(each, [one])
+                self.decode(each, [one], rounding=rounding)
                 total += one
-        self.encode([total], message, scale=scale, error=error, rounding=rounding)
+        return total
 
     def nbytes(self, numel: int, shards: int = 1) -> int:
         """Bytes of a message of ``numel`` values."""

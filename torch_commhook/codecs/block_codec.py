@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_commhook._ops import BUCKET_DTYPES
 from torch_commhook.codecs.base import Codec, Shard, text_of
+from torch_commhook.codecs.checks import check_memory, check_message, check_messages, check_values
 
 _MAX_BLOCK_SIZE = 4096
 _MOST_SHARDS = 1 << 20
@@ -34,7 +34,8 @@ class BlockForm:
     def shards(self, op: str, numel: int, shards: int) -> list[Shard]:
         """The parts of a message, each of about equally many whole blocks."""
         _check_shards(op, shards)
-        torch._check_value(numel >= 0, lambda: f"{op}: numel must be at least 0, got {numel}")
+        if numel < 0:  # torch._check_value takes no message with a size that is not known yet
+            raise ValueError(f"{op}: numel must be at least 0, got {numel}")
         size = self.block_size
         blocks = (numel + size - 1) // size
         found = []
@@ -175,9 +176,9 @@ def register_fakes(name: str, form_of: Callable[..., BlockForm]) -> None:
         op = f"{name}_encode"
         form = form_of(op, **settings)
         _check_shards(op, shards)
-        numel = _check_values(op, tensors)
-        _check_message(op, "message", message, _known_bytes(form, numel))
-        _check_memory(op, error, rounding, numel)
+        numel = check_values(op, tensors)
+        check_message(op, "message", message, _known_bytes(form, numel))
+        check_memory(op, error, rounding, numel)
 
     @torch.library.register_fake(f"commhook::{name}_decode")
     def decode(
@@ -186,7 +187,7 @@ def register_fakes(name: str, form_of: Callable[..., BlockForm]) -> None:
         op = f"{name}_decode"
         form = form_of(op, **settings)
         _check_shards(op, shards)
-        _check_message(op, "message", message, _known_bytes(form, _check_values(op, tensors)))
+        check_message(op, "message", message, _known_bytes(form, check_values(op, tensors)))
 
     @torch.library.register_fake(f"commhook::{name}_reduce")
     def reduce(
@@ -201,75 +202,13 @@ def register_fakes(name: str, form_of: Callable[..., BlockForm]) -> None:
     ) -> None:
         op = f"{name}_reduce"
         form = form_of(op, **settings)
-        torch._check_value(
-            messages.dim() == 2 and messages.shape[0] >= 1,
-            lambda: (
-                f"{op}: messages must have two dimensions, one row for each message, got sizes "
-                f"{list(messages.shape)}"
-            ),
-        )
+        check_messages(op, messages)
         known = _known_bytes(form, numel)
-        _check_message(op, "message", message, known)
-        _check_message(op, "messages", messages, None if known is None else known * len(messages))
-        _check_memory(op, error, rounding, numel)
+        check_message(op, "message", message, known)
+        check_message(op, "messages", messages, None if known is None else known * len(messages))
+        check_memory(op, error, rounding, numel)
 
 
 def _known_bytes(form: BlockForm, numel: int) -> int | None:
     """What a message must hold, where that is known without a guard; the kernel sees the rest."""
     return form.nbytes(numel) if isinstance(numel, int) else None
-
-
-def _check_values(op: str, tensors: Sequence[Tensor]) -> int:
-    torch._check_value(
-        len(tensors) > 0, lambda: f"{op}: tensors must hold at least one tensor, got none"
-    )
-    total = 0
-    for i, tensor in enumerate(tensors):
-        if tensor.layout is not torch.strided:
-            raise TypeError(
-                f"{op}: tensors[{i}] must be dense (torch.strided), got layout {tensor.layout}"
-            )
-        if tensor.dtype not in BUCKET_DTYPES:
-            raise TypeError(
-                f"{op}: tensors[{i}] must be of dtype float64, float32, float16 or bfloat16, got "
-                f"{tensor.dtype}"
-            )
-        total = total + tensor.numel()
-    return total
-
-
-def _check_message(op: str, name: str, message: Tensor, nbytes: int | None) -> None:
-    if message.dtype is not torch.uint8:
-        raise TypeError(f"{op}: {name} must be of dtype uint8, got {message.dtype}")
-    torch._check_value(
-        message.is_contiguous() and (nbytes is None or message.numel() == nbytes),
-        lambda: (
-            f"{op}: {name} must be contiguous and hold {nbytes} bytes, got sizes "
-            f"{list(message.shape)} with strides {list(message.stride())}"
-        ),
-    )
-
-
-def _check_memory(op: str, error: Tensor | None, rounding: Tensor | None, numel: int) -> None:
-    if error is not None:
-        if error.dtype is not torch.float32:
-            raise TypeError(f"{op}: error must be of dtype float32, got {error.dtype}")
-        torch._check_value(
-            error.is_contiguous() and error.numel() == numel,
-            lambda: (
-                f"{op}: error must be contiguous and hold {numel} elements, got sizes "
-                f"{list(error.shape)} with strides {list(error.stride())}"
-            ),
-        )
-    if rounding is not None:
-        if rounding.dtype is not torch.int64:
-            raise TypeError(
-                f"{op}: rounding must be a dense tensor of dtype int64, got {rounding.dtype}"
-            )
-        torch._check_value(
-            rounding.numel() == 2,
-            lambda: (
-                f"{op}: rounding must hold two numbers, seed and step, got sizes "
-                f"{list(rounding.shape)}"
-            ),
-        )

@@ -8,6 +8,7 @@ bytes that they put on the wire.
 
 from torch_commhook.collectives.compressed import compressed_all_reduce
 from torch_commhook.collectives.futures import TracedFuture
+from torch_commhook.collectives.hierarchical import hierarchical_all_reduce
 from torch_commhook.collectives.plain import (
     all_gather,
     all_reduce,
@@ -24,6 +25,7 @@ __all__ = [
     "all_to_all",
     "broadcast",
     "compressed_all_reduce",
+    "hierarchical_all_reduce",
     "reduce_scatter",
     "resolve_group",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_commhook._ops import BUCKET_DTYPES
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.futures import TracedFuture, TracedStages
+from torch_commhook.collectives.pieces import exchange_in_pieces, pays
 from torch_commhook.collectives.plain import (
     all_gather,
     all_reduce,
@@ -108,11 +109,11 @@ def compressed_all_reduce(
         raise TypeError(
             f"compressed_all_reduce: codec must be a Codec, got {type(codec).__qualname__}"
         )
-    sources = _listed("tensors", tensors)
+    sources = listed_tensors("compressed_all_reduce", "tensors", tensors)
     numel = sum(tensor.numel() for tensor in sources)
     if out is None:
         out = sources[0].new_empty(numel)
-    destinations = _listed("out", out)
+    destinations = listed_tensors("compressed_all_reduce", "out", out)
     if sum(tensor.numel() for tensor in destinations) != numel:
         raise ValueError(
             f"compressed_all_reduce: out must hold {numel} elements, as many as tensors, got "
@@ -123,6 +124,7 @@ def compressed_all_reduce(
             f"compressed_all_reduce: rounding must be of shape (2, 2) for {codec}, rows of seed "
             f"and step, got {None if rounding is None else list(rounding.shape)}"
         )
+    group = resolve_group(group)
     call = _Call(
         codec,
         destinations,
@@ -132,10 +134,10 @@ def compressed_all_reduce(
         (None, None) if rounding is None else (rounding[0], rounding[1]),
         MessageBuffers() if buffers is None else buffers,
         meter,
-        resolve_group(group),
+        group,
     )
     with torch.no_grad():
-        return call.start(sources, error)
+        return call.start(sources, error, group)
 
 
 def shard_range(codec: Codec, numel: int, *, rank: int, world_size: int) -> tuple[int, int]:
@@ -147,26 +149,59 @@ def shard_range(codec: Codec, numel: int, *, rank: int, world_size: int) -> tupl
     return begin, begin + counts[rank]
 
 
-def _listed(name: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
+def listed_tensors(op: str, name: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """A tensor or several, such as codecs take, as a list.
+
+    Raises:
+        ValueError: none.
+        TypeError: something else, or another dtype.
+    """
     found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if not found:
-        raise ValueError(f"compressed_all_reduce: {name} must hold at least one tensor, got none")
+        raise ValueError(f"{op}: {name} must hold at least one tensor, got none")
     for i, tensor in enumerate(found):
         if not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"compressed_all_reduce: {name}[{i}] must be a tensor, got "
-                f"{type(tensor).__qualname__}"
-            )
+            raise TypeError(f"{op}: {name}[{i}] must be a tensor, got {type(tensor).__qualname__}")
         if tensor.dtype not in BUCKET_DTYPES:
             raise TypeError(
-                f"compressed_all_reduce: {name}[{i}] must be of dtype float64, float32, float16 or "
+                f"{op}: {name}[{i}] must be of dtype float64, float32, float16 or "
                 f"bfloat16, got {tensor.dtype}"
             )
     return found
 
 
+# Inductor does not see that a view of another dtype shares memory, and gives that to others while
+# a collective is still at it. So compiled code copies.
+
+
+@torch.library.custom_op("commhook::floats_of_bytes", mutates_args=())
+def floats_of_bytes(message: Tensor) -> Tensor:
+    """The float32 numbers in a message."""
+    return message.view(torch.float32).clone()
+
+
+@torch.library.custom_op("commhook::bytes_of_floats", mutates_args=())
+def bytes_of_floats(values: Tensor) -> Tensor:
+    """A message of float32 numbers."""
+    return values.view(torch.uint8).clone()
+
+
+@floats_of_bytes.register_fake
+def _floats_of_bytes_fake(message: Tensor) -> Tensor:
+    return message.new_empty(message.numel() // 4, dtype=torch.float32)
+
+
+@bytes_of_floats.register_fake
+def _bytes_of_floats_fake(values: Tensor) -> Tensor:
+    return values.new_empty(values.numel() * 4, dtype=torch.uint8)
+
+
 class _Call:
-    """One sum on its way."""
+    """One sum on its way.
+
+    It does not keep the group: callbacks have it, which a thread of Gloo's may drop last. A group
+    that goes with it then would have that thread wait for its own end.
+    """
 
     def __init__(
         self,
@@ -189,7 +224,6 @@ class _Call:
         self.rounding = rounding
         self.buffers = buffers
         self.meter = meter
-        self.group = group
         self.world_size: int = group.size()
         self.rank: int = group.rank()
         # Asked once: later stages are other threads' work, which cannot tell who compiles.
@@ -197,7 +231,7 @@ class _Call:
         if self.is_traced:
             self.meter = None
 
-    def start(self, sources: list[Tensor], error: Tensor | None) -> Any:
+    def start(self, sources: list[Tensor], error: Tensor | None, group: Any) -> Any:
         exchange = {
             "all_to_all": self._exchange_shards,
             "all_gather": self._gather,
@@ -208,7 +242,7 @@ class _Call:
                 "compressed_all_reduce: the codec's exchange must be 'all_to_all', 'all_gather' or "
                 f"'all_reduce', got {self.codec.exchange!r}"
             )
-        return exchange(sources, error)
+        return exchange(sources, error, group)
 
     def _buffer(self, name: str, *shape: int) -> Tensor:
         if self.is_traced:  # by a compiler, which plans memory itself
@@ -230,28 +264,36 @@ class _Call:
 
     # ---- messages that are added up --------------------------------------------------------------
 
-    def _add_up(self, sources: list[Tensor], error: Tensor | None) -> Any:
+    def _add_up(self, sources: list[Tensor], error: Tensor | None, group: Any) -> Any:
         message = self._encode(sources, error, 1)
-        wire = self._on_wire(all_reduce(message.view(torch.float32), group=self.group))
+        values = floats_of_bytes(message) if self.is_traced else message.view(torch.float32)
+        wire = self._on_wire(all_reduce(values, group=group))
 
         def finish(done: Any) -> Tensor:
             total = done.value()
             with torch.no_grad(), _timed(self.meter, "decode"):
                 if self.scale != 1.0:
-                    total = total.mul_(self.scale)
-                self.codec.decode(
-                    total.view(torch.uint8), self.destinations, rounding=self.rounding[0]
-                )
+                    total = total * self.scale
+                summed = bytes_of_floats(total) if self.is_traced else total.view(torch.uint8)
+                self.codec.decode(summed, self.destinations, rounding=self.rounding[0])
             return self._result()
 
         return wire.then(finish)
 
     # ---- messages that everybody gets ------------------------------------------------------------
 
-    def _gather(self, sources: list[Tensor], error: Tensor | None) -> Any:
+    def _gather(self, sources: list[Tensor], error: Tensor | None, group: Any) -> Any:
         message = self._encode(sources, error, 1)
-        out = None if self.is_traced else self._buffer("gathered", self.world_size, len(message))
-        wire = self._on_wire(all_gather(message, out=out, group=self.group))
+        if self._goes_in_pieces(len(message), group):
+            note_collective(len(message) * (self.world_size - 1))
+            gathered = self._buffer("gathered", self.world_size, len(message))
+            first = self._gather_into(gathered, message, group)
+        else:
+            out = None
+            if not self.is_traced:
+                out = self._buffer("gathered", self.world_size, len(message))
+            first = all_gather(message, out=out, group=group)
+        wire = self._on_wire(first)
 
         def finish(done: Any) -> Tensor:
             messages = done.value()
@@ -263,32 +305,45 @@ class _Call:
 
     # ---- messages in shards ----------------------------------------------------------------------
 
-    def _exchange_shards(self, sources: list[Tensor], error: Tensor | None) -> Any:
+    def _exchange_shards(self, sources: list[Tensor], error: Tensor | None, group: Any) -> Any:
         shards = self.codec.shards(self.numel, self.world_size)
         self.sizes = [shard.nbytes for shard in shards]
         self.shard = shards[self.rank]
         message = self._encode(sources, error, self.world_size)
         second: Any = None
         if not self.is_traced and self.device.type == "cpu" and self.world_size > 1:
-            second = second_group(self.group)
+            second = second_group(group)
         received = self.world_size * self.shard.nbytes
-        first: Any = all_to_all(
-            message,
-            input_split_sizes=self.sizes,
-            output_split_sizes=[self.shard.nbytes] * self.world_size,
-            out=None if self.is_traced else self._buffer("shards", received),
-            group=self.group,
-        )
+        sizes, own = self.sizes, [self.shard.nbytes] * self.world_size
+        first: Any
+        if second is not None and self._goes_in_pieces(max(sizes), group):
+            note_collective(sum(sizes) - sizes[self.rank], received - sizes[self.rank])
+            shards_of_all = self._buffer("shards", received)
+            first = exchange_in_pieces(
+                message.split(sizes),
+                shards_of_all.split(own),
+                max(sizes),
+                shards_of_all,
+                group,
+            )
+        else:
+            first = all_to_all(
+                message,
+                input_split_sizes=sizes,
+                output_split_sizes=own,
+                out=None if self.is_traced else self._buffer("shards", received),
+                group=group,
+            )
         if self.is_traced or second is not None:
             # Here, since it is issued where nobody counts.
             note_collective(max(self.sizes) * (self.world_size - 1))
         if self.is_traced:
-            return TracedStages(first, self._gather_sums_traced)
+            return TracedStages(first, lambda received: self._gather_sums_traced(received, group))
         if second is not None:
             return self._staged(self._on_wire(first), second)
         padded = self._reduce(self._on_wire(first).wait())
         sums = self._buffer("sums", self.world_size, len(padded))
-        gathered = self._on_wire(all_gather(padded, out=sums, group=self.group))
+        gathered = self._on_wire(all_gather(padded, out=sums, group=group))
         return gathered.then(lambda done: self._decode(done.value()))
 
     def _reduce(self, received: Tensor) -> Tensor:
@@ -305,8 +360,8 @@ class _Call:
             )
         return padded
 
-    def _gather_sums_traced(self, received: Tensor) -> TracedFuture:
-        gathered: Any = all_gather(self._reduce(received), group=self.group)
+    def _gather_sums_traced(self, received: Tensor, group: Any) -> TracedFuture:
+        gathered: Any = all_gather(self._reduce(received), group=group)
         return gathered.then(lambda done: self._decode(done.value()))
 
     def _decode(self, gathered: Tensor) -> Tensor:
@@ -336,7 +391,8 @@ class _Call:
 
         def issue(padded: Tensor) -> None:
             sums = self._buffer("sums", self.world_size, len(padded))
-            self._on_wire(gather_into(sums, padded, second)).add_done_callback(second_done)
+            gathered = self._gather_into(sums, padded, second)
+            self._on_wire(gathered).add_done_callback(second_done)
 
         def second_done(done: Any) -> None:
             try:
@@ -348,6 +404,16 @@ class _Call:
 
         first.add_done_callback(first_done)
         return result
+
+    def _goes_in_pieces(self, longest: int, group: Any) -> bool:
+        return not self.is_traced and self.device.type == "cpu" and pays(group, longest)
+
+    def _gather_into(self, result: Tensor, tensor: Tensor, group: Any) -> Any:
+        """In eager, from whatever thread."""
+        if not self._goes_in_pieces(len(tensor), group):
+            return gather_into(result, tensor, group)
+        to_each = [tensor] * self.world_size
+        return exchange_in_pieces(to_each, list(result), len(tensor), result, group)
 
     def _on_wire(self, future: Any) -> Any:
         """The same future, whose time is taken."""

@@ -112,9 +112,7 @@ def all_gather(
     return gather_into(result, tensor, group)
 
 
-def gather_into(
-    result: Tensor, tensor: Tensor, group: Any
-) -> torch.futures.Future[Tensor]:
+def gather_into(result: Tensor, tensor: Tensor, group: Any) -> torch.futures.Future[Tensor]:
     """:func:`all_gather` in eager, unchecked and not counted: on whatever thread.
 
     A thread cannot tell whether it is itself that compiles.
@@ -124,7 +122,7 @@ def gather_into(
     flat = tensor.reshape(-1)
     work = _all_gather(result.view(-1), flat, group=group, async_op=True)
     # What its Future holds differs between backends: one tensor, or one for each rank.
-    return _own_future(work, group).then(lambda done: _when_good(done, result))
+    return future_of_work(work, group).then(lambda done: _when_good(done, result))
 
 
 def all_to_all(
@@ -169,7 +167,8 @@ def all_to_all(
     else:
         gets = _checked_sizes("output_split_sizes", output_split_sizes, world_size)
     row_bytes = tensor_bytes(tensor) // max(tensor.shape[0], 1)
-    note_collective(row_bytes * (tensor.shape[0] - sends[group.rank()]))
+    own = group.rank()
+    note_collective(row_bytes * (sum(sends) - sends[own]), row_bytes * (sum(gets) - gets[own]))
     if torch.compiler.is_compiling():
         functional = torch.ops._c10d_functional
         return _traced_real(  # type: ignore[return-value]
@@ -222,7 +221,7 @@ def reduce_scatter(tensor: Tensor, *, group: Any = None) -> torch.futures.Future
             group=group,
             async_op=True,
         )
-        return _own_future(work, group).then(lambda done: _sum(_when_good(done, shares)))
+        return future_of_work(work, group).then(lambda done: _sum(_when_good(done, shares)))
     result = tensor.new_empty((rows, *tensor.shape[1:]))
     work = _reduce_scatter(result, tensor, group=group, async_op=True)
     return _future(work, group, "reduce_scatter_tensor", result)
@@ -282,12 +281,17 @@ def _result(op: str, tensor: Tensor, shape: Sequence[int], out: Tensor | None) -
 def _future(work: Any, group: Any, method: str, result: Tensor) -> torch.futures.Future[Tensor]:
     where = f"{method} through {_C.type_name(group)}"
     if result.is_complex():  # and what was sent is not
-        return _own_future(work, group, method).then(lambda done: _when_good(done, result))
+        return future_of_work(work, group, method).then(lambda done: _when_good(done, result))
     # A Work's own Future holds a list.
-    return _C.cast_into(_own_future(work, group, method), result, result.dtype, where)
+    return _C.cast_into(future_of_work(work, group, method), result, result.dtype, where)
 
 
-def _own_future(work: Any, group: Any, method: str = "collective") -> Any:
+def future_of_work(work: Any, group: Any, method: str = "collective") -> Any:
+    """What a group has given back, checked.
+
+    Raises:
+        TypeError: no Work, or one without a Future.
+    """
     if not isinstance(work, dist.Work):
         raise TypeError(
             f"{_C.type_name(group)}.{method} must return a torch.distributed.Work, "
@@ -300,6 +304,17 @@ def _own_future(work: Any, group: Any, method: str = "collective") -> Any:
             f"got {_C.type_name(future)}"
         )
     return future
+
+
+def finished_when_good(futures: list[Any], result: Tensor) -> Any:
+    """A Future of ``result``, or of what one of several has failed with."""
+
+    def check(done: Any) -> Tensor:
+        for future in done.value():
+            future.value()  # raises
+        return result
+
+    return torch.futures.collect_all(futures).then(check)
 
 
 def _when_good(done: Any, result: Tensor) -> Tensor:

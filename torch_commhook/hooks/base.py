@@ -39,8 +39,12 @@ class Hook(ABC):
 
     process_group: Any = None
 
-    #: Whether what travels is less than what there is, so that an error can be fed back.
+    #: Whether what travels is less than what there is, so that results depend on what shares a
+    #: bucket.
     is_lossy: bool = False
+
+    #: Whether what is lost can be sent with the next message.
+    takes_error: bool = False
 
     #: Whether collectives follow one another, for which some process groups need a second one.
     has_stages: bool = False
@@ -54,9 +58,8 @@ class Hook(ABC):
 
     def __init__(self, process_group: Any = None) -> None:
         self.process_group = process_group
-        self._own_memory = HookMemory()  # where the hook is attached to nothing
 
-    def prepare(self, memory: BucketMemory) -> None:
+    def prepare(self, memory: BucketMemory) -> None:  # noqa: B027 (most remember nothing)
         """Ask for what the hook remembers of a bucket, before the first :meth:`average` of it.
 
         Called outside of compilers, on all ranks at the same point, and again whenever buckets are
@@ -74,7 +77,7 @@ class Hook(ABC):
         """
         return None
 
-    def step_counted(self, memory: HookMemory) -> None:
+    def step_counted(self, memory: HookMemory) -> None:  # noqa: B027
         """Called when a step has been done on all ranks; all come here at the same point."""
 
     def memory(self, bucket: GradBucket) -> BucketMemory:
@@ -88,7 +91,8 @@ class Hook(ABC):
         return memory
 
     def _own_memory_of(self, bucket: GradBucket) -> BucketMemory:
-        own = self._own_memory
+        # Not made by the constructor, which a subclass may forget to call.
+        own: HookMemory = self.__dict__.setdefault("_own_memory", HookMemory())
         group = self.group(bucket)
         own.rank, own.world_size, own.group = group.rank(), group.size(), group
         own.on_step = self.step_counted
@@ -160,7 +164,9 @@ class Hook(ABC):
     def __copy__(self) -> "Hook":
         return self._with_state(
             {
-                name: copy.copy(value) if isinstance(value, (Workspaces, HookMemory, Hook, _C.CppHook)) else value
+                name: copy.copy(value)
+                if isinstance(value, (Workspaces, HookMemory, Hook, _C.CppHook))
+                else value
                 for name, value in self.__dict__.items()
             }
         )

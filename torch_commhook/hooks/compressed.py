@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch_commhook.codecs.base import CODECS, Codec
 from torch_commhook.collectives.compressed import compressed_all_reduce, shard_range
 from torch_commhook.hooks.base import Hook, average_scale
 from torch_commhook.memory import BucketMemory
+from torch_commhook.metrics import ring_all_reduce_bytes
 
 
 class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
@@ -51,20 +53,37 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
         self.seed = seed
 
     @property
+    def takes_error(self) -> bool:  # type: ignore[override]
+        return self.codec.takes_error
+
+    @property
     def has_stages(self) -> bool:  # type: ignore[override]
         return self.codec.exchange == "all_to_all"
 
     def prepare(self, memory: BucketMemory) -> None:
         codec = self.codec
-        if memory.with_error:
+        self._warn_where_a_cast_is_better(memory)
+        if memory.with_error and codec.takes_error:
             memory.flat("error")
             if self.has_stages:
                 span = shard_range(
                     codec, memory.numel, rank=memory.rank, world_size=memory.world_size
                 )
-                memory.shard("shard_error", *span)
+                memory.shard("shard_error", *span, factor=memory.world_size)
         if codec.is_random:
             memory.random(self.seed, alike=codec.exchange == "all_reduce")
+
+    def _warn_where_a_cast_is_better(self, memory: BucketMemory) -> None:
+        if self.codec.exchange != "all_gather":
+            return
+        ranks = memory.world_size
+        sent = self.codec.nbytes(memory.numel) * (ranks - 1)
+        if sent > ring_all_reduce_bytes(2 * memory.numel, ranks):
+            warnings.warn(
+                f"{self}: over {ranks} ranks its messages, which every rank gets of all others, "
+                "are more bytes than cast(bfloat16) sends",
+                stacklevel=2,
+            )
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         check_dense(self, bucket)

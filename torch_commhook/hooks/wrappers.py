@@ -39,6 +39,10 @@ class Wrapper(Hook):
         return self.hook.is_lossy
 
     @property
+    def takes_error(self) -> bool:  # type: ignore[override]
+        return self.hook.takes_error
+
+    @property
     def has_stages(self) -> bool:  # type: ignore[override]
         return self.hook.has_stages
 
@@ -81,13 +85,17 @@ class error_feedback(Wrapper):  # noqa: N801 (a hook is written as it is called)
 
     Raises:
         TypeError: no hook of the library.
-        ValueError: one that loses nothing.
+        ValueError: one that loses nothing, or that is right on average and scales for it.
     """
+
+    takes_error = False
 
     def __init__(self, hook: Hook) -> None:
         super().__init__(hook)
-        if not hook.is_lossy:
-            raise ValueError(f"error_feedback: hook must be one that compresses, got {hook}")
+        if not hook.takes_error:
+            raise ValueError(
+                f"error_feedback: hook must be one whose messages lose something, got {hook}"
+            )
 
     def prepare(self, memory: BucketMemory) -> None:
         memory.with_error = True
@@ -128,6 +136,10 @@ class after(Wrapper):  # noqa: N801
     @property
     def is_lossy(self) -> bool:  # type: ignore[override]
         return self.hook.is_lossy or self.before.is_lossy
+
+    @property
+    def takes_error(self) -> bool:  # type: ignore[override]
+        return self.hook.takes_error or self.before.takes_error
 
     @property
     def has_stages(self) -> bool:  # type: ignore[override]
@@ -184,7 +196,7 @@ class clip(Wrapper):  # noqa: N801
         self.max_norm = float(max_norm)
         self._is_plain = hook is None
 
-    scales_steps = True  # type: ignore[assignment]
+    scales_steps = True
 
     def __call__(self, state: object, bucket: Any) -> torch.futures.Future[Tensor]:
         raise RuntimeError(

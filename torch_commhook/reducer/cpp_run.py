@@ -88,7 +88,7 @@ class CppRun:
     def traffic(self) -> list[BucketTraffic]:
         """What each bucket put on the wire."""
         return [
-            (bucket.numel, bucket.dtype, sent)
+            BucketTraffic(bucket.numel, bucket.dtype, sent, sent)
             for bucket, sent in zip(self._buckets, self.native.bytes_sent(), strict=True)
         ]
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -600,11 +600,13 @@ class Reducer:
         """
         self._start_all()
         scale = 1.0
-        results = map(self._result, self._buckets)  # each is written when it comes
+        results: Iterable[Tensor] = map(
+            self._result, self._buckets
+        )  # each is written when it comes
         if self._scales_steps:
             all_results = list(results)
             scale = self._step_scale(all_results)
-            results = iter(all_results)
+            results = all_results
         late = []
         for bucket, result in zip(self._buckets, results, strict=True):
             if bucket.pending:

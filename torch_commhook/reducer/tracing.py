@@ -65,9 +65,9 @@ def start_traced(attached: Attached, bucket: GradBucket, where: str) -> Running:
         else:
             dtype = bucket.dtype()
             result = hook(attached.state, bucket)
-        sent = TRACED_METER.bytes_sent if TRACED_METER.collectives else None
+        traffic = TRACED_METER.traffic(bucket.numel(), bucket.dtype())
     finally:
-        TRACED_METER.collectives, TRACED_METER.bytes_sent, TRACED_METER.active = 0, 0, False
+        TRACED_METER.reset()
     if isinstance(result, Tensor):
         future = TracedFuture(lambda: result)
     elif isinstance(result, TracedFuture):
@@ -77,7 +77,7 @@ def start_traced(attached: Attached, bucket: GradBucket, where: str) -> Running:
             f"{where}: a traced hook must return a tensor, or what torch_commhook.collectives "
             f"return, got {type(result).__qualname__}"
         )
-    return Running(future, dtype, where, (bucket.numel(), bucket.dtype(), sent), local)
+    return Running(future, dtype, where, traffic, local)
 
 
 # ---- steps ---------------------------------------------------------------------------------------

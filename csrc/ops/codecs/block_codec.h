@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <optional>
 
+#include "ops/codecs/codec_checks.h"
+
 namespace commhook::codecs {
 
 constexpr int64_t kMaxBlockSize = 4096;
@@ -56,17 +58,6 @@ class BlockLayout {
   const int64_t shards_;
   const int64_t blocks_;
 };
-
-// Random where there is a seed.
-struct Rounding {
-  bool is_random;
-  uint32_t seed0;
-  uint32_t seed1;
-  uint32_t step;
-};
-
-// What it says, for a tensor on the CPU.
-Rounding rounding_of(const std::optional<at::Tensor>& rounding);
 
 // Each throws an error that names the operator, the argument, its contract and the value.
 

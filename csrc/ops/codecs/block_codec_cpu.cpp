@@ -67,7 +67,7 @@ void for_each_range(const BlockLayout& layout, const Run& run) {
 }
 
 float* data_of(const std::optional<at::Tensor>& tensor) {
-  return tensor.has_value() && tensor->defined() ? tensor->mutable_data_ptr<float>() : nullptr;
+  return is_there(tensor) ? tensor->mutable_data_ptr<float>() : nullptr;
 }
 
 // The bytes of a message that is to be written.

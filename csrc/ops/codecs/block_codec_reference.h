@@ -5,10 +5,10 @@
 #include <ATen/ATen.h>
 
 #include <optional>
-#include <vector>
 
 #include "ops/bucket.h"
 #include "ops/codecs/block_codec.h"
+#include "ops/codecs/codec_reference.h"
 
 namespace commhook::codecs::reference {
 
@@ -52,21 +52,6 @@ inline Blocks place_of(const at::Tensor& message, const BlockLayout& layout, int
               .view({blocks, each})};
 }
 
-inline bool is_there(const std::optional<at::Tensor>& tensor) {
-  return tensor.has_value() && tensor->defined();
-}
-
-inline at::Tensor compensated(const at::Tensor& flat, double scale,
-                              const std::optional<at::Tensor>& error) {
-  const auto factor = static_cast<double>(static_cast<float>(scale));
-  const auto scaled = factor == 1.0 ? flat : flat * factor;
-  return is_there(error) ? scaled + error->detach().view(-1) : scaled;
-}
-
-inline Rounding rounding_on_host(const std::optional<at::Tensor>& rounding) {
-  return rounding_of(is_there(rounding) ? std::optional(rounding->to(at::kCPU)) : std::nullopt);
-}
-
 // quantize(values [blocks, n], first block, error) gives Blocks, and writes what is lost into
 // `error`, of the values' shape, where that is defined.
 template <typename Quantize>
@@ -102,12 +87,7 @@ at::Tensor decode_flat(const at::Tensor& message, const BlockLayout& layout,
 template <typename Quantize>
 void encode(at::TensorList tensors, const at::Tensor& message, const BlockLayout& layout,
             double scale, const std::optional<at::Tensor>& error, const Quantize& quantize) {
-  std::vector<at::Tensor> pieces;
-  pieces.reserve(tensors.size());
-  for (const auto& tensor : tensors) {
-    pieces.push_back(tensor.detach().reshape(-1).to(at::kFloat));
-  }
-  encode_flat(compensated(at::cat(pieces), scale, error), message, layout, error, quantize);
+  encode_flat(compensated(flat_of(tensors), scale, error), message, layout, error, quantize);
 }
 
 template <typename Restore>

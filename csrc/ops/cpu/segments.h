@@ -31,6 +31,9 @@ class Segments {
 
   int64_t total() const { return total_; }
 
+  // That of one element.
+  const Segment& at(int64_t position) const { return segments_[find(position)]; }
+
   // Calls row(segment, data, position, count) for each contiguous row of the elements [begin, end)
   // of the bucket, and strided(segment, position, count) for pieces of at most kPieceElements where
   // elements lie apart. position counts from the start of the bucket.

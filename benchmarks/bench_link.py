@@ -1,0 +1,228 @@
+"""What a step of training takes over links of given rates, with each hook.
+
+``python benchmarks/bench_link.py --help`` shows the options; see benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from harness import MIN_ROUNDS, Against, Job, Report, Samples, parse, parser
+from link_rank import ALONE, PYTORCH, RATE, Plan
+from machine import FOLDER
+from netlab import Lab, LabError, Stopped, format_rate, parse_rate, stopped_by_signals
+from netlab.ranks import print_line
+
+from torch_commhook.cli.hook_expression import NO_HOOK, HookExpressionError, check_hook
+
+HOSTS = 2
+DEFAULT_HOOKS = (
+    *PYTORCH,
+    "allreduce()",
+    "cast()",
+    "blockwise()",
+    "error_feedback(blockwise(bits=4))",
+    "powersgd(rank=2)",
+)
+#: Of the time with DDP and no hook.
+AT_MOST = {
+    (200_000_000, "cast()"): 0.53,
+    (200_000_000, "blockwise()"): 0.33,
+    (200_000_000, "error_feedback(blockwise(bits=4))"): 0.22,
+    (200_000_000, "powersgd(rank=2)"): 0.15,
+    (1_000_000_000, "blockwise()"): 0.60,
+}
+BASELINE = "DDP"
+#: Of the first steps, which count for nothing.
+WARM_UP_RATE = "10gbit"
+PICTURE = FOLDER.parent / "docs" / "images" / "link.png"
+
+
+def measure(plan: Plan, options: argparse.Namespace) -> dict[int, dict[str, Samples]]:
+    """Run the ranks; rate to job to its samples.
+
+    Raises:
+        LabError: there can be no hosts here, or a rank has failed, which has said why.
+    """
+    with tempfile.TemporaryDirectory() as name, Lab(HOSTS, WARM_UP_RATE) as lab:
+        folder = Path(name)
+
+        def take(rank: int, is_error: bool, line: bytes) -> None:
+            if rank == 0 and line.startswith(RATE):
+                lab.set_rate(int(line.removeprefix(RATE)))
+                (folder / str(lab.rate)).touch()
+            else:
+                print_line(rank, is_error, line)
+
+        path = folder / "plan.json"
+        path.write_text(json.dumps(asdict(plan)))
+        command = [sys.executable, str(FOLDER / "link_rank.py"), str(path)]
+        # The hosts have no names, of which c10d would warn.
+        environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
+        status = lab.run(command, timeout=options.timeout, environment=environment, output=take)
+        if status != 0:
+            raise LabError(f"bench_link: the ranks ended with exit status {status}")
+        figures = json.loads((folder / "figures.json").read_text())
+    return {
+        int(rate): {job: _samples(int(rate), found) for job, found in jobs.items()}
+        for rate, jobs in figures.items()
+    }
+
+
+def _samples(rate: int, found: dict[str, object]) -> Samples:
+    seconds, carried, told = found["seconds"], found["link_bytes"], found["hook_bytes"]
+    assert isinstance(seconds, list) and isinstance(carried, int)
+    steps = len(seconds)
+    details = {"link MB": carried / steps / 1e6}
+    if isinstance(told, int):
+        details["stats MB"] = told / steps / 1e6
+    details["wire ms"] = carried / steps * 8 / rate * 1e3
+    return Samples(seconds=seconds, details=details)
+
+
+def jobs_at(rate: int, names: Sequence[str]) -> list[Job]:
+    """The jobs of a table, with the targets that are set for this rate."""
+    jobs = []
+    for name in names:
+        against = None
+        if name != NO_HOOK:
+            against = Against(BASELINE, at_most=AT_MOST.get((rate, name)), times=True)
+        jobs.append(Job(BASELINE if name == NO_HOOK else name, lambda: None, against=against))
+    return jobs
+
+
+def run(options: argparse.Namespace) -> Report:
+    torch.set_num_threads(1)  # as each rank has, which rows tell
+    report = Report("bench_link", options)
+    setting = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+    report.environment["congestion_control"] = setting.read_text().strip()
+    names = [ALONE, NO_HOOK, *options.hooks]
+    for cap in options.bucket_cap_mb:
+        plan = Plan(
+            jobs=names,
+            rates=options.rates,
+            bucket_cap_mb=cap,
+            steps=options.steps,
+            rounds=options.rounds,
+            least_rounds=min(options.rounds, MIN_ROUNDS),
+            seconds=options.seconds,
+            warm_up=options.warm_up,
+        )
+        for rate, samples in measure(plan, options).items():
+            samples[BASELINE] = samples.pop(NO_HOOK)
+            where = f"{format_rate(rate)}, buckets of {cap:g} MiB"
+            title = f"step, {HOSTS} ranks with one thread each, {where}"
+            report.add(where, jobs_at(rate, names), samples, title)
+    return report
+
+
+def draw(report: Report, rates: Sequence[int], path: Path) -> None:
+    """A picture of the step's time over the links' rate, a line for each job."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)  # no pyplot: that would look for a display
+    axes = figure.subplots()
+    times: dict[str, list[float]] = {}
+    for row in report.rows[: len(report.rows) // len(report.options.bucket_cap_mb)]:
+        times.setdefault(row.job, []).append(row.seconds)
+    order = sorted(range(len(rates)), key=lambda i: rates[i])
+    for job, seconds in times.items():
+        style = {"color": "black", "linestyle": ":"} if job == ALONE else {"marker": "o"}
+        axes.plot([rates[i] / 1e6 for i in order], [seconds[i] for i in order], label=job, **style)
+    axes.set(xscale="log", yscale="log", xlabel="link (Mbit/s each way)", ylabel="step (s)")
+    ticks = [rates[i] / 1e6 for i in order]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
+    axes.set_xticks([], minor=True)
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _rate(text: str) -> int:
+    try:
+        return parse_rate(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line, checked as far as no hosts are needed for it."""
+    options = parser(__doc__.splitlines()[0])
+    options.set_defaults(rounds=20, seconds=300.0)
+    add = options.add_argument
+    add(
+        "--rates",
+        type=_rate,
+        nargs="+",
+        default=[parse_rate("200mbit"), parse_rate("1gbit")],
+        help="of the links, each way (default: 200mbit 1gbit)",
+    )
+    add(
+        "--hooks",
+        nargs="+",
+        metavar="HOOK",
+        default=list(DEFAULT_HOOKS),
+        help=f"as train takes them, or {' or '.join(PYTORCH)} (default: {' '.join(DEFAULT_HOOKS)})",
+    )
+    add(
+        "--bucket-cap-mb",
+        type=float,
+        nargs="+",
+        default=[25.0],
+        metavar="MIB",
+        help="DDP's buckets, a table for each (default: 25, which is train's)",
+    )
+    add("--steps", type=int, default=2, help="in a block; hooks take turns by blocks (default: 2)")
+    add("--warm-up", type=int, default=4, help="steps of each hook before all (default: 4)")
+    add("--timeout", type=float, default=3600.0, help="of the ranks, in seconds (default: 3600)")
+    add("--plot", type=Path, metavar="FILE", help="where to draw the times, for two rates or more")
+    parsed = parse(options, arguments)
+    if parsed.device != "cpu" or parsed.threads not in ([1], [1, 2]):
+        options.error("each rank has one thread, on the CPU")
+    parsed.threads = [1]
+    if min(parsed.steps, parsed.warm_up) < 1 or not min(parsed.bucket_cap_mb) > 0:
+        options.error("--steps, --warm-up and --bucket-cap-mb must be above 0")
+    for hook in parsed.hooks:
+        if hook in PYTORCH:
+            continue
+        try:
+            check_hook(hook)
+        except HookExpressionError as error:
+            options.error(f"argument --hooks: {error}")
+    if parsed.quick:
+        parsed.steps, parsed.rounds = 1, 2
+    elif parsed.plot is None and parsed.out is None and len(parsed.rates) > 1:
+        parsed.plot = PICTURE
+    return parsed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = options_of(arguments)
+    try:
+        with stopped_by_signals():
+            report = run(options)
+    except LabError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except Stopped as stopped:
+        print(f"bench_link: stopped by {stopped}", file=sys.stderr)
+        return 128 + stopped.number
+    if options.plot is not None and len(options.rates) > 1:
+        draw(report, options.rates, options.plot)
+    report.finish()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

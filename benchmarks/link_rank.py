@@ -1,0 +1,224 @@
+"""One rank of bench_link: trains with all hooks by turns, and times each step.
+
+``bench_link`` starts it on each host, with the name of a file that says what to measure.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from torch_commhook.cli.hook_expression import NO_HOOK
+from torch_commhook.cli.place import Place
+from torch_commhook.cli.text_data import TextData, read_text, split_text
+from torch_commhook.cli.train_config import TrainConfig
+from torch_commhook.cli.train_rank import Run, prepare, train_step
+from torch_commhook.cli.world import World
+
+#: Each rank trains by itself, at the same time: what a step takes without a network.
+ALONE = "no communication"
+#: Begins the line that asks for links of another rate.
+RATE = b"rate "
+_INTERFACE = "eth0"
+_ONE_BUCKET_MB = 1024.0
+_WAIT_SECONDS = 60.0
+_COLLECTIVE_SECONDS = 300.0
+
+
+def _fp16(model: DDP) -> None:
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+
+
+def _powersgd(model: DDP) -> None:
+    # Of all steps the first two are without it at least.
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+#: PyTorch's own hooks, by the names that they have here.
+PYTORCH: Mapping[str, Callable[[DDP], None]] = {
+    "pytorch-fp16": _fp16,
+    "pytorch-powersgd": _powersgd,
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the ranks are to measure.
+
+    Attributes:
+        jobs: hook expressions, names in ``PYTORCH``, and ``ALONE``.
+        rates: of the links, one after the other, in bits per second.
+        bucket_cap_mb: of DDP.
+        steps: in a block; the jobs take turns by blocks.
+        rounds: blocks of each job at each rate.
+        seconds: when to stop at each rate, after ``least_rounds``.
+        warm_up: steps of each job before all.
+    """
+
+    jobs: list[str]
+    rates: list[int]
+    bucket_cap_mb: float
+    steps: int
+    rounds: int
+    least_rounds: int
+    seconds: float
+    warm_up: int
+
+
+@dataclass
+class Figures:
+    """What was measured of a job at a rate, on rank 0.
+
+    Attributes:
+        seconds: of each step.
+        link_bytes: that the link has carried away from this rank, in all of the steps.
+        hook_bytes: that ``handle.stats()`` says, for the same steps; None where there is no handle.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    link_bytes: int = 0
+    hook_bytes: int | None = None
+
+
+class _Alone(World):
+    """A world of ranks that do not talk."""
+
+    def mean(self, value: Tensor) -> float:
+        return value.item()
+
+
+class _Subject:
+    """A model that trains in one of the ways that are compared."""
+
+    def __init__(self, job: str, config: TrainConfig, world: World, data: TextData) -> None:
+        ours = job not in PYTORCH and job != ALONE
+        self.config = replace(config, hook=job if ours else NO_HOOK)
+        if job == "pytorch-powersgd":
+            # It issues collectives from callbacks: with several buckets its ranks may do so in
+            # different orders, which aborts them.
+            self.config = replace(self.config, bucket_cap_mb=_ONE_BUCKET_MB)
+        self.data = data
+        self.world = world
+        self.run: Run = prepare(self.config, world, None, main_run=True)
+        if job in PYTORCH:
+            PYTORCH[job](self.run.ddp)
+        elif job == ALONE:
+            self.run.ddp = self.run.model  # type: ignore[assignment]
+            self.world = _Alone(**vars(world))
+
+    def step(self) -> None:
+        train_step(self.run, self.config, self.world, self.data)
+
+    def hook_bytes(self) -> int | None:
+        return None if self.run.handle is None else self.run.handle.stats().bytes_sent
+
+    def measure(self, steps: int, figures: Figures) -> None:
+        """Time so many steps, and count their bytes."""
+        dist.barrier()
+        told, carried = self.hook_bytes(), _carried()
+        for _ in range(steps):
+            started = time.perf_counter()
+            self.step()
+            figures.seconds.append(time.perf_counter() - started)
+        figures.link_bytes += _carried() - carried
+        now = self.hook_bytes()
+        if told is not None and now is not None:
+            figures.hook_bytes = (figures.hook_bytes or 0) + now - told
+
+
+def _carried() -> int:
+    """Bytes that the link has carried away from this host."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == _INTERFACE:
+            return int(counters.split()[8])
+    raise RuntimeError(f"link_rank: there is no interface {_INTERFACE}; bench_link starts this")
+
+
+def _set_rate(rate: int, folder: Path) -> None:
+    """Have the links' rate changed by the process that has made them."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print(RATE.decode() + str(rate), flush=True)
+        deadline = time.monotonic() + _WAIT_SECONDS
+        while not (folder / str(rate)).exists():
+            if time.monotonic() >= deadline:
+                raise RuntimeError(f"link_rank: the links do not change to {rate} bit/s")
+            time.sleep(0.01)
+    dist.barrier()
+
+
+def _goes_on(rank: int, answer: bool) -> bool:
+    """What rank 0 answers."""
+    shared = torch.tensor([rank == 0 and answer], dtype=torch.int64)
+    dist.broadcast(shared, 0)
+    return bool(shared.item())
+
+
+def measure(plan: Plan, place: Place, folder: Path) -> dict[int, dict[str, Figures]]:
+    """Rate to job to figures."""
+    world = World(place.rank, place.size, torch.device("cpu"), "gloo")
+    config = TrainConfig(ranks=place.size, bucket_cap_mb=plan.bucket_cap_mb)
+    data = split_text(read_text(None, config.cap_bytes, config.seq), config.seq)
+    subjects = {job: _Subject(job, config, world, data) for job in plan.jobs}
+    for subject in subjects.values():
+        for _ in range(plan.warm_up):
+            subject.step()
+    shuffle = random.Random(0).shuffle  # the same on all ranks
+    order = list(subjects)
+    results: dict[int, dict[str, Figures]] = {}
+    for rate in plan.rates:
+        _set_rate(rate, folder)
+        figures = results[rate] = {job: Figures() for job in order}
+        for subject in subjects.values():  # TCP learns the rate
+            subject.step()
+        end = time.perf_counter() + plan.seconds
+        for number in range(plan.rounds):
+            late = number >= plan.least_rounds and time.perf_counter() > end
+            if not _goes_on(place.rank, not late):
+                break
+            shuffle(order)
+            for job in order:
+                subjects[job].measure(plan.steps, figures[job])
+    return results
+
+
+def main(path: Path, place: Place) -> None:
+    plan = Plan(**json.loads(path.read_text()))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=_COLLECTIVE_SECONDS))
+    results = measure(plan, place, path.parent)
+    if place.rank == 0:
+        plain = {
+            rate: {job: asdict(figures) for job, figures in jobs.items()}
+            for rate, jobs in results.items()
+        }
+        path.with_name("figures.json").write_text(json.dumps(plain))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    import os
+
+    from torch_commhook.cli.place import read_place
+    from torch_commhook.cli.rank_process import finish
+
+    found = read_place(os.environ)
+    if found is None or len(sys.argv) != 2:
+        sys.exit("link_rank: bench_link starts this program")
+    main(Path(sys.argv[1]), found)
+    finish()  # past PyTorch's own threads, which may abort a process that ends

@@ -1,0 +1,349 @@
+"""Hosts as network namespaces, joined by links that carry no more than a given rate.
+
+Two hosts have one link between them; more hang on a bridge in a namespace of its own, each by a
+link. A token bucket stands at both ends of each link, so that either direction has the rate for
+itself, as on Ethernet.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from .ranks import GRACE_SECONDS, run_ranks
+from .signals import undisturbed
+from .tools import LabError, call, check_prerequisites
+from .units import format_rate, parse_rate
+
+#: Where ``ip netns`` keeps the names.
+_NAMES = Path("/run/netns")
+#: Each host's end of its link.
+INTERFACE = "eth0"
+_PREFIX = "netlab"
+_BRIDGE, _SWITCH = "br0", "switch"
+_MOST_HOSTS = 250
+_PORT = 29500  # of the rendezvous: hosts have their ports for themselves
+_END_SECONDS = 10.0
+_UP_SECONDS = 10.0
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Link:
+    """What has passed a host's link, in bytes, as the counters of its interface tell.
+
+    TCP's and IP's headers and acknowledgements are in it. A bundle of packets that the kernel hands
+    over as one counts one header, though the token bucket takes them for all: a link carries up to
+    7% more than the payload, of which the counters may see less than 1%.
+    """
+
+    sent: int
+    received: int
+
+
+class Lab:
+    """Hosts and links, in a ``with`` block; they are gone after it, and so is what ran on them.
+
+    Args:
+        hosts: 2 to 250.
+        rate: of each link, each way: ``"200mbit"``, or bits per second.
+        burst: bytes that may follow one another at once after a pause. By default those of a
+            millisecond, 32 KiB at least: a kernel hands packets over in bundles about so large.
+        queue_seconds: how long a packet waits for its turn before it is dropped instead.
+        congestion: TCP's algorithm on the hosts, ``"reno"`` for example; the system's by default.
+
+    Raises:
+        ValueError: a number that is out of range.
+        LabError: when entered: namespaces or links can't be made, and why.
+    """
+
+    def __init__(
+        self,
+        hosts: int,
+        rate: str | float,
+        *,
+        burst: int | None = None,
+        queue_seconds: float = 0.05,
+        congestion: str | None = None,
+    ) -> None:
+        if not 2 <= hosts <= _MOST_HOSTS:
+            raise ValueError(f"Lab: hosts must be 2 to {_MOST_HOSTS}, got {hosts}")
+        if burst is not None and not 2000 <= burst < 1 << 31:
+            raise ValueError(f"Lab: burst must be 2000 bytes (a packet) to 2 GiB, got {burst}")
+        if not 1e-3 <= queue_seconds <= 10:
+            raise ValueError(
+                f"Lab: queue_seconds must be 0.001 to 10 seconds, got {queue_seconds:g}"
+            )
+        self.hosts = hosts
+        self.rate = parse_rate(rate)
+        self.burst = burst
+        self.queue_seconds = queue_seconds
+        self.congestion = congestion
+        self._name = ""
+
+    # ---- making and removing ---------------------------------------------------------------------
+
+    def __enter__(self) -> Lab:
+        check_prerequisites()
+        remove_leftovers()
+        self._name = f"{_owner(os.getpid())}-{next(_numbers)}"
+        try:
+            self._make()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what runs on the hosts, and remove them and their links."""
+        if self._name:
+            with undisturbed():
+                name, self._name = self._name, ""
+                _remove(f"{name}-")
+
+    def _make(self) -> None:
+        for host in range(self.hosts):
+            call("ip", "netns", "add", self.namespace(host))
+        if self.hosts == 2:
+            first, second = self.namespace(0), self.namespace(1)
+            _add_link(first, INTERFACE, second, INTERFACE)
+        else:
+            switch = self._switch
+            call("ip", "netns", "add", switch)
+            call("ip", "-n", switch, "link", "add", _BRIDGE, "type", "bridge")
+            call("ip", "-n", switch, "link", "set", _BRIDGE, "addrgenmode", "none", "up")
+            for host in range(self.hosts):
+                port = f"port{host}"
+                _add_link(self.namespace(host), INTERFACE, switch, port)
+                call("ip", "-n", switch, "link", "set", port, "master", _BRIDGE, "up")
+        for host in range(self.hosts):
+            name = self.namespace(host)
+            call("ip", "-n", name, "addr", "add", f"{self.address(host)}/24", "dev", INTERFACE)
+            call("ip", "-n", name, "link", "set", "lo", "up")
+            call("ip", "-n", name, "link", "set", INTERFACE, "up")
+            if self.congestion is not None:
+                _set_congestion(name, self.congestion)
+        self.set_rate(self.rate)
+        self._wait_until_up()
+
+    def _wait_until_up(self) -> None:
+        # The kernel lets packets through up to a second after both ends are there.
+        deadline = time.monotonic() + _UP_SECONDS
+        down = list(range(self.hosts))
+        while down:
+            down = [host for host in down if self._shown(host)["operstate"] != "UP"]
+            if down and time.monotonic() >= deadline:
+                raise LabError(f"Lab: the link of host {down[0]} does not come up")
+
+    def _shown(self, host: int) -> dict[str, Any]:
+        """What ``ip`` says of a host's end of its link."""
+        command = ["ip", "-n", self.namespace(host), "-s", "-j", "link", "show", INTERFACE]
+        (shown,) = json.loads(call(*command))
+        return shown
+
+    @property
+    def _switch(self) -> str:
+        return f"{self._name}-{_SWITCH}"
+
+    def namespace(self, host: int) -> str:
+        """The name of a host's namespace, as ``ip netns`` knows it."""
+        if not self._name:
+            raise LabError("Lab: has no hosts outside of its with block")
+        if not 0 <= host < self.hosts:
+            raise ValueError(f"Lab: host must be 0 to {self.hosts - 1}, got {host}")
+        return f"{self._name}-h{host}"
+
+    def address(self, host: int) -> str:
+        """A host's IPv4 address."""
+        return f"10.77.0.{host + 1}"
+
+    # ---- links -----------------------------------------------------------------------------------
+
+    def set_rate(self, rate: str | float) -> None:
+        """Let all links carry ``rate`` each way from now on."""
+        bits = parse_rate(rate)
+        burst = self.burst or max(32 * 1024, bits // 8 // 1000)
+        ends = [(self.namespace(host), INTERFACE) for host in range(self.hosts)]
+        if self.hosts > 2:
+            ends += [(self._switch, f"port{host}") for host in range(self.hosts)]
+        for namespace, device in ends:
+            bucket = ["rate", f"{bits}bit", "burst", f"{burst}b"]
+            bucket += ["latency", f"{round(self.queue_seconds * 1e6)}us"]
+            call("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *bucket)
+        self.rate = bits
+
+    def link_bytes(self) -> list[Link]:
+        """What has passed each host's link since it was made."""
+        links = []
+        for host in range(self.hosts):
+            counters = self._shown(host)["stats64"]
+            links.append(Link(counters["tx"]["bytes"], counters["rx"]["bytes"]))
+        return links
+
+    # ---- ranks -----------------------------------------------------------------------------------
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        timeout: float | None = None,
+        grace: float = GRACE_SECONDS,
+        environment: Mapping[str, str] | None = None,
+        output: Callable[[int, bool, bytes], None] | None = None,
+    ) -> int:
+        """Run ``command`` on each host, one rank of a world each, to the end of all.
+
+        Args:
+            command: the program and its arguments. It gets its place by RANK, WORLD_SIZE,
+                LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME.
+            timeout: after so many seconds all ranks are ended.
+            grace: so many seconds after a rank has failed the others are ended.
+            environment: of the ranks, besides these; that of this process by default.
+            output: takes ``(rank, whether it is stderr, line)``, from several threads; by default
+                lines go to stdout and stderr with the rank before them.
+
+        Returns:
+            0 where all ranks' exit status is; that of the first rank that failed, 128 + n where
+            signal n has killed it; ``TIMED_OUT`` (124) after the timeout.
+        """
+        places = []
+        for host in range(self.hosts):
+            variables = dict(os.environ if environment is None else environment)
+            variables |= {
+                "RANK": str(host),
+                "WORLD_SIZE": str(self.hosts),
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "1",
+                "MASTER_ADDR": self.address(0),
+                "MASTER_PORT": str(_PORT),
+                "GLOO_SOCKET_IFNAME": INTERFACE,
+            }
+            places.append((self.namespace(host), variables))
+        try:
+            return run_ranks(command, places, timeout=timeout, grace=grace, output=output)
+        finally:  # what ranks have left behind would meet the next run's
+            with undisturbed():
+                for namespace, _ in places:
+                    _end_processes(namespace)
+
+    def __repr__(self) -> str:
+        return f"Lab({self.hosts} hosts, {format_rate(self.rate)})"
+
+
+def why_impossible() -> str | None:
+    """Why no hosts can be made here, found by making two; None where they can."""
+    try:
+        with Lab(hosts=2, rate="1gbit"):
+            return None
+    except LabError as error:
+        return str(error)
+
+
+def _add_link(first: str, first_device: str, second: str, second_device: str) -> None:
+    # Both ends are made where they belong: their names meet no other lab's.
+    ends = [first_device, "netns", first, "type", "veth"]
+    peer = ["peer", "name", second_device, "netns", second]
+    call("ip", "link", "add", *ends, *peer)
+    for namespace, device in ((first, first_device), (second, second_device)):
+        # Without IPv6 addresses the counters count what the ranks send.
+        call("ip", "-n", namespace, "link", "set", device, "addrgenmode", "none")
+
+
+def _set_congestion(namespace: str, name: str) -> None:
+    setting = "/proc/sys/net/ipv4/tcp_congestion_control"
+    try:
+        call("ip", "netns", "exec", namespace, "tee", setting, stdin=name)
+    except LabError as error:
+        allowed = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text().split()
+        raise LabError(
+            f"Lab: congestion must be one of {', '.join(allowed)} on this system, got {name}"
+        ) from error
+
+
+# ---- what earlier runs have left -----------------------------------------------------------------
+
+
+def _owner(pid: int) -> str:
+    """A name for a process that no other one has, or will have while the system runs."""
+    space = os.stat("/proc/self/ns/pid").st_ino  # numbers count within a container
+    return f"{_PREFIX}-{space}-{pid}-{_started(pid)}"
+
+
+def _started(pid: int) -> int | None:
+    """When a process has started, in ticks since the system did; None where there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else int(fields[19])
+
+
+def remove_leftovers() -> list[str]:
+    """Remove the hosts of processes that were killed, with what runs on them; their names."""
+    own_space = os.stat("/proc/self/ns/pid").st_ino
+    left = []
+    for name in _namespaces(_PREFIX):
+        match = re.fullmatch(rf"{_PREFIX}-(\d+)-(\d+)-(\d+)-\d+-\w+", name)
+        if match is None or int(match[1]) != own_space:
+            continue
+        if _started(int(match[2])) != int(match[3]):
+            left.append(name)
+    with undisturbed():
+        for name in left:
+            _remove(name)
+    return left
+
+
+def _namespaces(prefix: str) -> list[str]:
+    try:
+        return sorted(name for name in os.listdir(_NAMES) if name.startswith(prefix))
+    except FileNotFoundError:  # there was none since the system started
+        return []
+
+
+def _remove(prefix: str) -> None:
+    """Remove all namespaces whose names begin so, and end the processes in them."""
+    for name in _namespaces(prefix):
+        _end_processes(name)
+        with suppress(LabError):  # another lab has removed the same leftover
+            call("ip", "netns", "del", name)
+    remaining = _namespaces(prefix)
+    if remaining:
+        raise LabError(f"netlab: can't remove {', '.join(remaining)}; try ip netns del")
+
+
+def _end_processes(namespace: str) -> None:
+    """Kill what runs in a namespace, until nothing does."""
+    deadline = time.monotonic() + _END_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            pids = [int(pid) for pid in call("ip", "netns", "pids", namespace).split()]
+        except LabError:  # there is no such namespace
+            return
+        if not pids:
+            return
+        for pid in pids:
+            if pid == os.getpid():  # whoever has entered a host itself
+                return
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)

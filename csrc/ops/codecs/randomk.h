@@ -1,0 +1,20 @@
+// Values at random places: what the operators' kernels share.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "ops/codecs/randomk_math.h"
+
+namespace commhook::randomk {
+
+// A message: the values, float32, in the order in which their indices are drawn.
+constexpr int64_t kBytesOfEntry = sizeof(float);
+
+void encode_on_cpu(at::TensorList tensors, const at::Tensor& message, const Draw& draw,
+                   double scale, const std::optional<at::Tensor>& error);
+void decode_on_cpu(const at::Tensor& message, at::TensorList tensors, const Draw& draw);
+
+}  // namespace commhook::randomk

@@ -1,0 +1,163 @@
+// Values at random places, on the CPU: a pass over all values, which writes the error and looks for
+// what is not finite, then one over the entries of the message.
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <atomic>
+
+#include "ops/codecs/codec_checks.h"
+#include "ops/codecs/float_bits.h"
+#include "ops/codecs/randomk.h"
+#include "ops/cpu/blocks.h"
+#include "ops/cpu/capability.h"
+
+namespace commhook::randomk {
+namespace {
+
+constexpr int64_t kPiece = cpu::kMaxBlock;  // values that stay in the first-level cache
+constexpr int64_t kBatch = 1024;            // entries whose indices are drawn together
+// Below these a thread costs more to wake than it saves.
+constexpr int64_t kGrainElements = 64 * 1024;
+constexpr int64_t kGrainEntries = 4 * kBatch;
+
+struct Kernels {
+  // The indices of the entries [first, first + n), at most kBatch.
+  void (*draw_indices)(const Draw& draw, uint32_t first, int64_t n, uint32_t* indices);
+  // Writes p = value * scale + error over the error, but 0 where p is not finite; returns the
+  // largest magnitude of p, as bits.
+  uint32_t (*compensate)(const float* values, int64_t n, float scale, float* error);
+  // The largest magnitude of value * scale, as bits.
+  uint32_t (*largest)(const float* values, int64_t n, float scale);
+};
+
+#define COMMHOOK_KERNELS "ops/codecs/randomk_kernels.inl"
+#include "ops/cpu/for_each_instruction_set.h"
+
+// Whether all values are finite, when scaled and added to the error, which they are.
+bool are_finite(const cpu::Segments& segments, float scale, float* error) {
+  std::atomic<bool> result{true};
+  const Kernels& kernels = COMMHOOK_CHOOSE(kKernels);
+  at::parallel_for(0, segments.total(), kGrainElements, [&](int64_t begin, int64_t end) {
+    uint32_t most = 0;
+    cpu::for_each_block(segments, begin, end, kPiece, cpu::row_kernels(cpu::capability()),
+                        [&](const float* values, int64_t position, int64_t count) {
+                          const uint32_t own =
+                              error == nullptr
+                                  ? kernels.largest(values, count, scale)
+                                  : kernels.compensate(values, count, scale, error + position);
+                          most = std::max(most, own);
+                        });
+    if (most >= kInfinity) {
+      result.store(false, std::memory_order_relaxed);
+    }
+  });
+  return result.load(std::memory_order_relaxed);
+}
+
+// Calls visit(entry, locate(index)) for all entries. Those of a batch are located first, so that
+// what they lie in is on its way from memory.
+template <typename Locate, typename Visit>
+void for_each_entry(const Draw& draw, int64_t count, const Locate& locate, const Visit& visit) {
+  at::parallel_for(0, count, kGrainEntries, [&](int64_t begin, int64_t end) {
+    alignas(64) uint32_t indices[kBatch];
+    decltype(locate(0)) places[kBatch];
+    for (int64_t first = begin; first < end; first += kBatch) {
+      const int64_t n = std::min(kBatch, end - first);
+      COMMHOOK_CHOOSE(kKernels).draw_indices(draw, static_cast<uint32_t>(first), n, indices);
+      for (int64_t i = 0; i < n; ++i) {
+        places[i] = locate(static_cast<int64_t>(indices[i]));
+      }
+      for (int64_t i = 0; i < n; ++i) {
+        visit(first + i, places[i]);
+      }
+    }
+  });
+}
+
+// An element of a tensor.
+struct Place {
+  const cpu::Segment* segment;
+  int64_t index;
+  char* data;  // none where the tensor is not contiguous
+};
+
+auto locate_in(const cpu::Segments& segments) {
+  return [&segments](int64_t index) -> Place {
+    const auto& segment = segments.at(index);
+    if (segment.dims > 0) {
+      return {&segment, index, nullptr};
+    }
+    char* const data = segment.data + (index - segment.begin) * segment.element_size;
+    __builtin_prefetch(data);
+    return {&segment, index, data};
+  };
+}
+
+constexpr int kFloat = 1;  // dtype_index(at::kFloat)
+
+float value_at(const Place& place, const cpu::RowKernels& kernels) {
+  alignas(8) char element[sizeof(double)];
+  if (place.data == nullptr) {
+    cpu::gather(*place.segment, place.index, 1, element);
+  }
+  float value = 0.0f;
+  kernels.plain[place.segment->dtype][kFloat](place.data == nullptr ? element : place.data, &value,
+                                              1, 1.0, nullptr);
+  return value;
+}
+
+void set_value_at(const Place& place, const cpu::RowKernels& kernels, float value) {
+  alignas(8) char element[sizeof(double)];
+  kernels.plain[kFloat][place.segment->dtype](&value, place.data == nullptr ? element : place.data,
+                                              1, 1.0, nullptr);
+  if (place.data == nullptr) {
+    cpu::scatter(*place.segment, place.index, 1, element);
+  }
+}
+
+}  // namespace
+
+void encode_on_cpu(at::TensorList tensors, const at::Tensor& message, const Draw& draw,
+                   double scale, const std::optional<at::Tensor>& error) {
+  const cpu::Segments segments(tensors);
+  const auto& kernels = cpu::row_kernels(cpu::capability());
+  const auto factor = static_cast<float>(scale);
+  float* const lost = codecs::is_there(error) ? error->mutable_data_ptr<float>() : nullptr;
+  auto* const values = reinterpret_cast<float*>(message.mutable_data_ptr<uint8_t>());
+  const int64_t count = message.numel() / kBytesOfEntry;
+  if (!are_finite(segments, factor, lost)) {
+    std::fill(values, values + count, float_of(kNaN));
+  } else if (lost == nullptr) {
+    for_each_entry(draw, count, locate_in(segments), [&](int64_t entry, const Place& place) {
+      values[entry] = value_at(place, kernels) * factor;
+    });
+  } else {
+    const auto locate = [&](int64_t index) {
+      __builtin_prefetch(lost + index);
+      return lost + index;
+    };
+    for_each_entry(draw, count, locate, [&](int64_t entry, float* place) {
+      values[entry] = *place;
+      *place = 0.0f;
+    });
+  }
+}
+
+void decode_on_cpu(const at::Tensor& message, at::TensorList tensors, const Draw& draw) {
+  for (const auto& tensor : tensors) {
+    tensor.mutable_data_ptr();  // a lazily copied storage becomes the tensor's own here
+  }
+  const cpu::Segments segments(tensors);
+  const auto& kernels = cpu::row_kernels(cpu::capability());
+  at::parallel_for(0, segments.total(), kGrainElements, [&](int64_t begin, int64_t end) {
+    cpu::write_each_block(
+        segments, begin, end, kPiece, kernels,
+        [](float* values, int64_t, int64_t count) { std::fill(values, values + count, 0.0f); });
+  });
+  const auto* const values = reinterpret_cast<const float*>(message.const_data_ptr<uint8_t>());
+  for_each_entry(
+      draw, message.numel() / kBytesOfEntry, locate_in(segments),
+      [&](int64_t entry, const Place& place) { set_value_at(place, kernels, values[entry]); });
+}
+
+}  // namespace commhook::randomk

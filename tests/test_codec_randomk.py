@@ -1,0 +1,368 @@
+"""Values at places that all ranks draw alike: exact values, statistics, operators, errors."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from torch_commhook._ops import BUCKET_DTYPES, cpu_capability
+from torch_commhook.codecs import CODECS
+from torch_commhook.codecs.randomk import randomk
+
+commhook = torch.ops.commhook
+CAPABILITIES = ("reference", "default", "avx2", "avx512")
+WORD = 0xFFFFFFFF
+
+
+@pytest.fixture(params=CAPABILITIES)
+def each_capability(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = cpu_capability()
+    cpu_capability(request.param)
+    yield
+    cpu_capability(before)
+
+
+def encode(tensors: list[Tensor], count: int, rounding: Tensor, **options: Any) -> Tensor:
+    """The values of a message of so many entries."""
+    message = torch.full((4 * count,), 77, dtype=torch.uint8)
+    commhook.randomk_encode(tensors, message, rounding, **options)
+    return message.view(torch.float32)
+
+
+def drawn(numel: int, count: int, rounding: Tensor) -> Tensor:
+    """The indices of a message's entries, as the operator says them."""
+    return encode([torch.arange(numel, dtype=torch.float64)], count, rounding).long()
+
+
+# ---- which values are sent -----------------------------------------------------------------------
+
+
+def philox(counter: list[int], key: list[int]) -> list[int]:
+    """Philox4x32-10, written down from the paper."""
+    c, k = list(counter), list(key)
+    for _ in range(10):
+        first, second = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [second >> 32 ^ c[1] ^ k[0], second & WORD, first >> 32 ^ c[3] ^ k[1], first & WORD]
+        k = [(k[0] + 0x9E3779B9) & WORD, (k[1] + 0xBB67AE85) & WORD]
+    return c
+
+
+def right_indices(numel: int, count: int, seed: int, step: int) -> list[int]:
+    key = [seed & WORD, seed >> 32 & WORD]
+    bits = max(8, (numel - 1).bit_length())
+    low_bits = bits // 2
+
+    def word(half: int, number: int) -> int:
+        return philox([half, number, 0x72646D6B, step & WORD], key)[0]
+
+    def permuted(index: int) -> int:
+        low, high = index & ((1 << low_bits) - 1), index >> low_bits
+        for number in (0, 2, 4):
+            low ^= word(high, number) & ((1 << low_bits) - 1)
+            high ^= word(low, number + 1) & ((1 << (bits - low_bits)) - 1)
+        return high << low_bits | low
+
+    offset = (word(1, 6) << 32 | word(0, 6)) * numel >> 64
+    found = []
+    for entry in range(count):
+        index = permuted(entry)
+        while index >= numel:
+            index = permuted(index)
+        found.append((index + offset) % numel)
+    return found
+
+
+def test_philox_is_that_of_the_paper() -> None:
+    """Its known answers (Random123, kat_vectors)."""
+    assert philox([0] * 4, [0] * 2) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert philox([WORD] * 4, [WORD] * 2) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+
+
+@pytest.mark.usefixtures("each_capability")
+@pytest.mark.parametrize("numel", [1, 2, 3, 7, 100, 255, 256, 257, 1000, 70_000, 1 << 24])
+def test_indices(numel: int) -> None:
+    count = min(numel, 60)
+    for seed, step in ((0, 0), (1, 2), (-1, 2**32 + 5), (2**40 + 3, 2**31)):
+        got = drawn(numel, count, torch.tensor([seed, step]))
+        assert got.tolist() == right_indices(numel, count, seed, step)
+
+
+@pytest.mark.usefixtures("each_capability")
+@pytest.mark.parametrize("numel", [1, 2, 5, 255, 256, 300, 2049, 5000])
+def test_all_entries_are_all_values(numel: int) -> None:
+    for step in range(3):
+        got = drawn(numel, numel, torch.tensor([random.getrandbits(60), step]))
+        assert torch.equal(got.sort().values, torch.arange(numel))
+
+
+@pytest.mark.parametrize(("numel", "count"), [(2, 1), (5, 2), (10, 3), (16, 5), (60, 20)])
+def test_each_value_is_as_likely_as_any_other(numel: int, count: int) -> None:
+    """And each pair of values; both within five standard deviations."""
+    draws, seed = 10_000, random.getrandbits(60)
+    sent = torch.zeros(draws, numel)
+    for step in range(draws):
+        sent[step, drawn(numel, count, torch.tensor([seed, step]))] = 1
+    part = count / numel
+    off = (sent.sum(0) - draws * part) / (draws * part * (1 - part)) ** 0.5
+    assert off.abs().max() < 5
+    part *= (count - 1) / (numel - 1)
+    off = (sent.T @ sent - draws * part) / max(1e-9, draws * part * (1 - part)) ** 0.5
+    assert off.fill_diagonal_(0).abs().max() < 5
+
+
+def test_steps_and_seeds_differ() -> None:
+    found = [drawn(1000, 100, torch.tensor([a, b])) for a in (1, 2, 2**32) for b in (1, 2)]
+    for i, one in enumerate(found):
+        assert torch.equal(one, drawn(1000, 100, torch.tensor([(1, 2, 2**32)[i // 2], i % 2 + 1])))
+        assert not any(torch.equal(one, other) for other in found[:i])
+
+
+# ---- what is sent --------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 2**31),
+    shapes=st.lists(st.lists(st.integers(0, 15), max_size=2), min_size=1, max_size=4),
+    magnitude=st.sampled_from([1e-44, 1e-30, 1.0, 1e30]),
+    density=st.sampled_from([1e-9, 0.01, 0.3, 1.0]),
+    capability=st.sampled_from(CAPABILITIES),
+    with_error=st.booleans(),
+)
+def test_any_tensors(
+    seed: int,
+    shapes: list[list[int]],
+    magnitude: float,
+    density: float,
+    capability: str,
+    with_error: bool,
+) -> None:
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    tensors = []
+    for shape in shapes:
+        x = torch.randn(shape, generator=generator) * magnitude
+        if x.numel() and rng.random() < 0.1:
+            special = rng.choice([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-45])
+            x.view(-1)[rng.randrange(x.numel())] = special
+        x = x.to(rng.choice([torch.float32, torch.float64, torch.float16, torch.bfloat16]))
+        tensors.append(x.transpose(0, -1) if x.dim() > 1 and rng.random() < 0.5 else x)
+    flat = torch.cat([x.reshape(-1).float() for x in tensors])
+    codec, scale = randomk(density), rng.choice([1.0, 0.25, 1 / 3])
+    rounding = torch.tensor([seed, 5])
+    error = torch.randn(len(flat), generator=generator) * magnitude if with_error else None
+    p = flat * scale if error is None else flat * scale + error
+    count = codec.entries(len(flat))
+    before = cpu_capability()
+    try:
+        cpu_capability(capability)
+        message = encode(tensors, count, rounding, scale=scale, error=error)
+        out = [torch.full_like(x, 3.0) for x in tensors]
+        codec.decode(message.view(torch.uint8), out, rounding=rounding)
+    finally:
+        cpu_capability(before)
+    indices = torch.tensor(right_indices(len(flat), count, seed, 5), dtype=torch.int64)
+    is_good = bool(p.isfinite().all())
+    right = p[indices] if is_good else torch.full((count,), float("nan"))
+    np.testing.assert_array_equal(message.numpy(), right.numpy())
+    if error is not None:
+        left = torch.where(p.isfinite(), p, 0)
+        if is_good:
+            left[indices] = 0
+        assert torch.equal(error, left)
+    restored = torch.zeros_like(flat).index_copy(0, indices, right)
+    for got, piece in zip(out, restored.split([x.numel() for x in tensors]), strict=True):
+        expected = piece.view(got.shape).to(got.dtype)
+        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_threads_do_not_matter() -> None:
+    tensors, before = [torch.randn(200_001), torch.randn(300, 400).t()], torch.get_num_threads()
+    codec, rounding, found = randomk(0.1), torch.tensor([3, 4]), []
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            error = torch.full((320_001,), 0.01)
+            out = [torch.empty_like(x) for x in tensors]
+            plain = encode(tensors, 32_001, rounding)
+            message = encode(tensors, 32_001, rounding, scale=0.5, error=error)
+            codec.decode(message.view(torch.uint8), out, rounding=rounding)
+            found.append((plain, message, error, *out))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+def restore(codec: randomk, x: Tensor, step: int, **options: Any) -> Tensor:
+    rounding = torch.tensor([11, step])
+    message, out = torch.empty(codec.nbytes(len(x)), dtype=torch.uint8), torch.empty_like(x)
+    codec.encode([x], message, rounding=rounding, **options)
+    codec.decode(message, [out], rounding=rounding)
+    return out
+
+
+@pytest.mark.parametrize("density", [0.01, 0.1, 0.5])
+def test_what_is_lost_on_average(density: float) -> None:
+    """``(1 - k / d) |x|^2``, and ``(d / k - 1) |x|^2`` of what is not biased."""
+    x, draws = torch.randn(1000), 3000
+    square = x.double().square().sum()
+    codec = randomk(density)
+    lost = torch.stack(
+        [(x - restore(codec, x, step)).double().square().sum() for step in range(draws)]
+    )
+    expected = (1 - codec.entries(1000) / 1000) * square
+    assert abs(lost.mean() - expected) < 5 * lost.std() / draws**0.5
+    codec = randomk(density, unbiased=True)
+    total, lost = torch.zeros(1000, dtype=torch.float64), torch.zeros(draws, dtype=torch.float64)
+    for step in range(draws):
+        got = restore(codec, x, step + draws).double()
+        total += got
+        lost[step] = (x - got).square().sum()
+    expected = (1000 / codec.entries(1000) - 1) * square
+    assert abs(lost.mean() - expected) < 5 * lost.std() / draws**0.5 + 1e-9 * expected
+    deviation = x.double().abs() * ((1000 / codec.entries(1000) - 1) / draws) ** 0.5
+    assert ((total / draws - x).abs() <= 6 * deviation).all()
+
+
+def test_messages_add_up() -> None:
+    codec, rounding = randomk(0.1), torch.tensor([1, 2])
+    xs = [torch.randn(3000) for _ in range(3)]
+    messages = torch.empty(3, codec.nbytes(3000), dtype=torch.uint8)
+    for x, message in zip(xs, messages, strict=True):
+        codec.encode([x], message, rounding=rounding)
+    total = messages.view(torch.float32)
+    total = (total[0] + total[1] + total[2]).view(torch.uint8)
+    out, one = torch.empty(3000), torch.empty(3000)
+    codec.decode(total, [out], rounding=rounding)
+    codec.encode([xs[0] + xs[1] + xs[2]], message, rounding=rounding)
+    codec.decode(message, [one], rounding=rounding)
+    assert torch.equal(out, one)
+
+
+@pytest.mark.usefixtures("each_capability")
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_told_wherever_it_is(value: float) -> None:
+    rounding = torch.tensor([1, 2])
+    for place in (0, 70_000, 99_999):
+        x, error = torch.randn(100_000), torch.randn(100_000)
+        x[place] = value
+        assert encode([x], 1, rounding).isnan().all()
+        right = x + error
+        right[place] = 0
+        assert encode([x], 10, rounding, error=error).isnan().all()
+        assert torch.equal(error, right)
+    huge = torch.full((100,), 3e38)
+    assert encode([huge], 3, rounding).isfinite().all()
+    assert encode([huge], 3, rounding, scale=2.0).isnan().all()
+
+
+# ---- what PyTorch asks of operators --------------------------------------------------------------
+
+ROUNDING = torch.tensor([1, 2])
+
+
+def _samples() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    tensors = [torch.randn(5, 30), torch.randn(70)]
+    message = torch.zeros(4 * 20, dtype=torch.uint8)
+    error = {"error": torch.zeros(220)}
+    encode, decode = commhook.randomk_encode.default, commhook.randomk_decode.default
+    return {
+        "encode": (encode, (tensors, message, ROUNDING), error),
+        "decode": (decode, (message, tensors, ROUNDING), {}),
+        "empty": (encode, ([torch.zeros(0)], message[:0], ROUNDING), {}),
+        "one": (encode, ([torch.ones(())], message[:4], ROUNDING), {}),
+    }
+
+
+@pytest.mark.parametrize("dtype", BUCKET_DTYPES, ids=str)
+def test_opcheck_of_each_dtype(dtype: torch.dtype) -> None:
+    tensors = [torch.randn(5, 30).to(dtype), torch.randn(10, 7).to(dtype).t()]
+    message = torch.zeros(4, dtype=torch.uint8)
+    torch.library.opcheck(commhook.randomk_encode.default, (tensors, message, ROUNDING))
+    torch.library.opcheck(commhook.randomk_decode.default, (message, tensors, ROUNDING))
+
+
+@pytest.mark.parametrize("name", ["encode", "decode", "empty", "one"])
+def test_opcheck(name: str) -> None:
+    op, arguments, keywords = _samples()[name]
+    torch.library.opcheck(op, arguments, keywords)
+
+
+def test_versions_move() -> None:
+    x, message, error = torch.randn(64), torch.zeros(8, dtype=torch.uint8), torch.zeros(64)
+    commhook.randomk_encode([x], message, ROUNDING, error=error)
+    assert (x._version, message._version, error._version) == (0, 1, 1)
+    commhook.randomk_decode(message, [x], ROUNDING)
+    assert x._version == 1
+
+
+MESSAGE = torch.zeros(8, dtype=torch.uint8)
+X = torch.ones(64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "error", "match"),
+    [
+        (([], MESSAGE, ROUNDING), {}, ValueError, "tensors must hold at least one tensor"),
+        (([X.long()], MESSAGE, ROUNDING), {}, TypeError, r"tensors\[0\] must be of dtype"),
+        (([X], MESSAGE[:6], ROUNDING), {}, ValueError, "message must hold 4 bytes .* got 6 bytes"),
+        (([X], MESSAGE[:0], ROUNDING), {}, ValueError, "message must hold 4 bytes for each entry"),
+        (([X[:1]], MESSAGE, ROUNDING), {}, ValueError, "from 1 to 1, got 8 bytes"),
+        (([X], MESSAGE.float(), ROUNDING), {}, TypeError, "message must be of dtype uint8"),
+        (([X], MESSAGE, ROUNDING.float()), {}, TypeError, "rounding must be a dense tensor of"),
+        (([X], MESSAGE, ROUNDING[:1]), {}, ValueError, "rounding must hold two numbers"),
+        (([X], MESSAGE, ROUNDING), {"error": torch.ones(63)}, ValueError, "error must be contig"),
+        (([X], MESSAGE, ROUNDING), {"error": X.half()}, TypeError, "error must be of dtype float"),
+        (
+            ([X], MESSAGE, ROUNDING),
+            {"error": torch.ones(64), "unbiased": True},
+            ValueError,
+            "error must be None where unbiased is True",
+        ),
+        (([X.expand(1 << 26, 64)], MESSAGE, ROUNDING), {}, ValueError, r"less than 2\^31 elements"),
+        (
+            ([torch.ones(64, requires_grad=True)], MESSAGE, ROUNDING),
+            {},
+            RuntimeError,
+            r"tensors\[0\] must not require grad",
+        ),
+    ],
+)
+def test_encode_refuses(
+    arguments: tuple[Any, ...], keywords: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=rf"randomk_encode: .*{match}"):
+        commhook.randomk_encode(*arguments, **keywords)
+
+
+def test_memory_must_be_apart() -> None:
+    memory = torch.zeros(100)
+    message = memory.view(torch.uint8)[:16]
+    with pytest.raises(ValueError, match=r"message must share no memory with tensors\[0\]"):
+        commhook.randomk_encode([memory[2:66]], message, ROUNDING)
+    with pytest.raises(ValueError, match=r"tensors\[0\] must share no memory with message"):
+        commhook.randomk_decode(message, [memory[2:66]], ROUNDING)
+    with pytest.raises(ValueError, match=r"error must share no memory with tensors\[0\]"):
+        commhook.randomk_encode([memory[:64]], MESSAGE.clone(), ROUNDING, error=memory[36:])
+    with pytest.raises(ValueError, match="must reach each of its elements once"):
+        commhook.randomk_decode(MESSAGE, [torch.ones(1).expand(64)], ROUNDING)
+
+
+def test_settings() -> None:
+    assert repr(CODECS["randomk"](0.25, unbiased=True)) == "randomk(density=0.25, unbiased=True)"
+    assert randomk().nbytes(1 << 20) == 4 * 10486
+    assert randomk().takes_error and not randomk(unbiased=True).takes_error
+    with pytest.raises(ValueError, match="randomk: density must be more than 0 and at most 1"):
+        randomk(2.0)
+    with pytest.raises(ValueError, match=r"randomk\(unbiased=True\)\.encode: error must be None"):
+        restore(randomk(unbiased=True), torch.ones(64), 1, error=torch.zeros(64))
+    with pytest.raises(ValueError, match=r"randomk\(\)\.decode: rounding must be given"):
+        randomk().decode(torch.zeros(4, dtype=torch.uint8), [torch.ones(64)])

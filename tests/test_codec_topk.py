@@ -1,0 +1,378 @@
+"""The values of largest magnitude: exact values against NumPy, bounds, operators, errors."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from torch_commhook._ops import BUCKET_DTYPES, cpu_capability
+from torch_commhook.codecs import CODECS
+from torch_commhook.codecs.topk import topk
+
+commhook = torch.ops.commhook
+CAPABILITIES = ("reference", "default", "avx2", "avx512")
+
+
+@pytest.fixture(params=CAPABILITIES)
+def each_capability(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = cpu_capability()
+    cpu_capability(request.param)
+    yield
+    cpu_capability(before)
+
+
+def encode(tensors: list[Tensor], count: int, **options: Any) -> tuple[Tensor, Tensor]:
+    """Indices and values of a message of so many entries."""
+    message = torch.full((8 * count,), 77, dtype=torch.uint8)
+    commhook.topk_encode(tensors, message, **options)
+    return message[: 4 * count].view(torch.int32), message[4 * count :].view(torch.float32)
+
+
+def right_indices(p: np.ndarray, count: int) -> np.ndarray:
+    """By a full sort: NaN, infinities and numbers by magnitude, each from the lowest index on."""
+    magnitudes = np.abs(p.astype(np.float64))
+    magnitudes[np.isinf(p)] = 1e300
+    magnitudes[np.isnan(p)] = np.inf
+    return np.sort(np.argsort(-magnitudes, kind="stable")[:count])
+
+
+def check(x: Tensor, count: int, scale: float = 1.0, error: Tensor | None = None) -> None:
+    p = x.float() * scale if error is None else x.float() * scale + error
+    p = p.numpy().copy()
+    right = right_indices(p, count)
+    indices, values = encode([x], count, scale=scale, error=error)
+    np.testing.assert_array_equal(indices.numpy(), right)
+    np.testing.assert_array_equal(values.numpy(), p[right])
+    if error is not None:
+        left = np.where(np.isfinite(p), p, 0)
+        left[right] = 0
+        np.testing.assert_array_equal(error.numpy(), left)
+
+
+# ---- which values are sent -----------------------------------------------------------------------
+
+D = 50_000  # from a little less on, the kernels guess before they look
+
+
+def embedding(d: int) -> Tensor:
+    """Fewer that are not zero than are sent."""
+    return torch.randn(d) * (torch.rand(d) < 0.001)
+
+
+def concentrated(d: int) -> Tensor:
+    """All that is sent comes from one place, which a sample sees little of."""
+    x = torch.randn(d) * 1e-6
+    x[d // 2 : d // 2 + d // 50] = torch.randn(d // 50)
+    return x
+
+
+INPUTS: dict[str, Callable[[int], Tensor]] = {
+    "gaussian": torch.randn,
+    "uniform": lambda d: torch.rand(d) - 0.5,
+    "heavy tail": lambda d: torch.randn(d) / torch.rand(d).add(1e-9) ** 3,
+    "one magnitude": lambda d: torch.randn(d).sign() * 0.3,
+    "few magnitudes": lambda d: torch.randint(-3, 4, (d,)).float(),
+    "zeros": torch.zeros,
+    "embedding": embedding,
+    "concentrated": concentrated,
+    "ascending": lambda d: torch.arange(d).float(),
+    "descending": lambda d: -torch.arange(d, 0, -1).float(),
+    "denormal": lambda d: torch.randn(d) * 1e-41,
+    "huge": lambda d: torch.randn(d) * 1e38,
+    "much that is not finite": lambda d: torch.randn(d).log() / (torch.rand(d) < 0.9),
+}
+
+
+@pytest.mark.usefixtures("each_capability")
+@pytest.mark.parametrize("d", [1, 100, 5000, D])
+@pytest.mark.parametrize("name", INPUTS)
+def test_the_largest_are_sent(name: str, d: int) -> None:
+    x = INPUTS[name](d)
+    for count in sorted({1, -(-d // 100), -(-d // 2), d}):
+        check(x, count)
+        error = torch.where(x.isfinite(), x, 0).roll(1) * 0.5
+        check(x, count, 0.5, error)
+
+
+@pytest.mark.usefixtures("each_capability")
+def test_every_nan_is_the_same() -> None:
+    """Whatever its sign and payload are, which depend on the instructions that made it."""
+    bits = torch.tensor([0x7F800001, -1, 0x7FC00000, 0x7FFFFFFF, -0x7FFFFF], dtype=torch.int32)
+    for d in (100, D):
+        x = torch.randn(d)
+        x[10:60] = bits.repeat(10).view(torch.float32)
+        for count, last in ((20, 30), (50, 60)):
+            indices, values = encode([x], count)
+            assert torch.equal(indices, torch.arange(10, last, dtype=torch.int32))
+            assert (values.view(torch.int32) == 0x7FC00000).all()
+
+
+@pytest.mark.usefixtures("each_capability")
+def test_nothing_that_is_not_finite_is_held_back() -> None:
+    """Where there is more of it than is sent: first NaN, then infinities."""
+    for d in (1000, D):
+        x, error = torch.randn(d), torch.randn(d)
+        x[::3] = float("inf")
+        x[1::3] = float("nan")
+        indices, values = encode([x], d // 10, error=error)
+        assert values.isnan().all()
+        assert torch.equal(indices, torch.arange(1, d, 3)[: d // 10].int())
+        assert error.isfinite().all()
+        indices, values = encode([x], d // 2, error=error)
+        assert int(values.isnan().sum()) == len(x[1::3])
+        assert error.isfinite().all()
+
+
+def test_a_guess_may_be_wrong() -> None:
+    """What is large comes in runs, so that a sample often sees too many of them."""
+    for _ in range(60):
+        x = torch.randn(D) * 0.01
+        x.view(-1, 16)[torch.randperm(D // 16)[: D // 1600]] += 10
+        check(x, D // 100)
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_threads_do_not_matter(name: str) -> None:
+    x, before = INPUTS[name](300_001), torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            error = torch.where(x.isfinite(), x, 0).roll(1)
+            found.append((*encode([x], 3001), *encode([x], 3001, scale=0.5, error=error), error))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        for one, another in zip(found[0], other, strict=True):
+            assert torch.equal(one.view(torch.int32), another.view(torch.int32))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 2**31),
+    shapes=st.lists(st.lists(st.integers(0, 40), max_size=3), min_size=1, max_size=4),
+    magnitude=st.sampled_from([1e-44, 1e-30, 1.0, 1e30]),
+    density=st.sampled_from([1e-9, 0.01, 0.3, 1.0]),
+    capability=st.sampled_from(CAPABILITIES),
+    with_error=st.booleans(),
+)
+def test_any_tensors(
+    seed: int,
+    shapes: list[list[int]],
+    magnitude: float,
+    density: float,
+    capability: str,
+    with_error: bool,
+) -> None:
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    tensors = []
+    for shape in shapes:
+        x = torch.randn(shape, generator=generator) * magnitude
+        if x.numel() and rng.random() < 0.3:
+            special = rng.choice([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-45])
+            x.view(-1)[rng.randrange(x.numel())] = special
+        x = x.to(rng.choice([torch.float32, torch.float64, torch.float16, torch.bfloat16]))
+        tensors.append(x.transpose(0, -1) if x.dim() > 1 and rng.random() < 0.5 else x)
+    flat = torch.cat([x.reshape(-1).float() for x in tensors])
+    codec, scale = topk(density), rng.choice([1.0, 0.25, 1 / 3])
+    error = torch.randn(len(flat), generator=generator) * magnitude if with_error else None
+    p = (flat * scale if error is None else flat * scale + error).numpy()
+    count = codec.entries(len(flat))
+    before = cpu_capability()
+    try:
+        cpu_capability(capability)
+        indices, values = encode(tensors, count, scale=scale, error=error)
+        message = torch.cat([indices.view(torch.uint8), values.view(torch.uint8)])
+        out = [torch.full_like(x, 3.0) for x in tensors]
+        codec.decode(message, out)
+    finally:
+        cpu_capability(before)
+    right = right_indices(p, count)
+    np.testing.assert_array_equal(indices.numpy(), right)
+    np.testing.assert_array_equal(values.numpy(), p[right])
+    if error is not None:
+        left = np.where(np.isfinite(p), p, 0)
+        left[right] = 0
+        np.testing.assert_array_equal(error.numpy(), left)
+    restored = torch.zeros_like(flat)
+    restored[torch.from_numpy(right)] = torch.from_numpy(p[right])
+    for got, piece in zip(out, restored.split([x.numel() for x in tensors]), strict=True):
+        expected = piece.view(got.shape).to(got.dtype)
+        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+# ---- bounds --------------------------------------------------------------------------------------
+
+
+def lost(x: Tensor, density: float) -> tuple[float, float]:
+    """The square of what is lost, as a part of the square of all, and its bound 1 - k / d."""
+    codec = topk(density)
+    message, out = torch.empty(codec.nbytes(len(x)), dtype=torch.uint8), torch.empty_like(x)
+    codec.encode([x], message)
+    codec.decode(message, [out])
+    square = (x - out).double().square().sum() / x.double().square().sum()
+    return square.item(), 1 - codec.entries(len(x)) / len(x)
+
+
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.5])
+def test_the_bound(density: float) -> None:
+    for x in (torch.randn(50_000), torch.rand(777), torch.randn(3000).exp()):
+        square, bound = lost(x, density)
+        assert square < bound
+    square, bound = lost(torch.randn(10_000).sign() * 3, density)
+    assert square == pytest.approx(bound, rel=1e-12)
+
+
+def test_how_many_are_sent() -> None:
+    assert topk().entries(0) == 0
+    assert topk().entries(1) == 1
+    assert [topk(0.07).entries(d) for d in (100, 101, 700)] == [7, 8, 49]
+    assert topk(1 / 3).entries(3000) == 1000
+    assert topk(1.0).entries(1234) == 1234
+    assert topk(1e-12).entries(1 << 30) == 1
+    for density in (0.3, 0.011, 1e-5):
+        exact = Fraction(str(density))
+        assert all(topk(density).entries(d) == max(1, -(-d * exact // 1)) for d in range(1, 2000))
+    assert topk().nbytes(1 << 20) == 8 * 10486
+
+
+# ---- sums ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("each_capability")
+@pytest.mark.parametrize("d", [100, D])
+def test_a_sum_of_messages(d: int) -> None:
+    """In float32, in their order, whether indices are those of others or not."""
+    codec = topk(0.2)
+    xs = [torch.randn(d) for _ in range(5)]
+    messages = torch.empty(5, codec.nbytes(d), dtype=torch.uint8)
+    right = np.zeros(d, dtype=np.float32)
+    for x, message in zip(xs, messages, strict=True):
+        codec.encode([x], message)
+        indices = right_indices(x.numpy(), codec.entries(d))
+        right[indices] += x.numpy()[indices]
+    out = torch.full((d,), 9.0)
+    codec.decode_sum(messages, [out], scale=1 / 3)
+    np.testing.assert_array_equal(out.numpy(), right * np.float32(1 / 3))
+
+
+# ---- what PyTorch asks of operators --------------------------------------------------------------
+
+
+def _samples() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    tensors = [torch.randn(5, 30), torch.randn(70)]
+    message = torch.empty(8 * 20, dtype=torch.uint8)
+    commhook.topk_encode(tensors, message)
+    stacked = torch.stack([message, message])
+    error = {"error": torch.zeros(220)}
+    return {
+        "encode": (commhook.topk_encode.default, (tensors, message), error),
+        "decode": (commhook.topk_decode.default, (message, tensors), {}),
+        "decode_sum": (commhook.topk_decode_sum.default, (stacked, tensors), {"scale": 0.5}),
+        "empty": (commhook.topk_encode.default, ([torch.zeros(0)], message[:0]), {}),
+        "one": (commhook.topk_encode.default, ([torch.ones(())], message[:8]), {}),
+    }
+
+
+@pytest.mark.parametrize("dtype", BUCKET_DTYPES, ids=str)
+def test_opcheck_of_each_dtype(dtype: torch.dtype) -> None:
+    tensors = [torch.randn(5, 30).to(dtype), torch.randn(10, 7).to(dtype).t()]
+    message = torch.zeros(8, dtype=torch.uint8)
+    torch.library.opcheck(commhook.topk_encode.default, (tensors, message))
+    torch.library.opcheck(commhook.topk_decode.default, (message, tensors))
+
+
+@pytest.mark.parametrize("name", ["encode", "decode", "decode_sum", "empty", "one"])
+def test_opcheck(name: str) -> None:
+    op, arguments, keywords = _samples()[name]
+    torch.library.opcheck(op, arguments, keywords)
+
+
+def test_versions_move() -> None:
+    x, message, error = torch.randn(64), torch.zeros(16, dtype=torch.uint8), torch.zeros(64)
+    commhook.topk_encode([x], message, error=error)
+    assert (x._version, message._version, error._version) == (0, 1, 1)
+    commhook.topk_decode(message, [x])
+    assert x._version == 1
+
+
+MESSAGE = torch.zeros(16, dtype=torch.uint8)
+X = torch.ones(64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "error", "match"),
+    [
+        (([], MESSAGE), {}, ValueError, "tensors must hold at least one tensor"),
+        (([X.long()], MESSAGE), {}, TypeError, r"tensors\[0\] must be of dtype"),
+        (([X], MESSAGE[:12]), {}, ValueError, "message must hold 8 bytes .* 1 to 64, got 12 bytes"),
+        (([X], MESSAGE[:0]), {}, ValueError, "message must hold 8 bytes for each entry"),
+        (([X[:1]], MESSAGE), {}, ValueError, "message must hold 8 bytes .* 1 to 1, got 16 bytes"),
+        (([X], MESSAGE.float()), {}, TypeError, "message must be of dtype uint8"),
+        (([X], torch.zeros(32, dtype=torch.uint8)[::2]), {}, ValueError, "message must be contig"),
+        (([X], torch.zeros(17, dtype=torch.uint8)[1:]), {}, ValueError, "multiple of 4"),
+        (([X], MESSAGE), {"error": torch.ones(63)}, ValueError, "error must be contiguous and"),
+        (([X], MESSAGE), {"error": X.half()}, TypeError, "error must be of dtype float32"),
+        (([X.expand(1 << 26, 64)], MESSAGE), {}, ValueError, r"less than 2\^31 elements"),
+        (
+            ([torch.ones(64, requires_grad=True)], MESSAGE),
+            {},
+            RuntimeError,
+            r"tensors\[0\] must not require grad",
+        ),
+    ],
+)
+def test_encode_refuses(
+    arguments: tuple[Any, ...], keywords: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=rf"topk_encode: .*{match}"):
+        commhook.topk_encode(*arguments, **keywords)
+
+
+@pytest.mark.usefixtures("each_capability")
+@pytest.mark.parametrize("indices", [[5, 5], [6, 5], [-1, 5], [5, 64], [-(2**31), 2**31 - 1]])
+def test_indices_are_checked(indices: list[int]) -> None:
+    """A message comes from another process: what it says must not be written anywhere."""
+    good = torch.tensor([0, 63], dtype=torch.int32).view(torch.uint8)
+    bad = torch.tensor(indices, dtype=torch.int32).view(torch.uint8)
+    values = torch.ones(2).view(torch.uint8)
+    out = torch.zeros(64)
+    commhook.topk_decode(torch.cat([good, values]), [out])
+    messages = torch.stack([torch.cat([good, values]), torch.cat([bad, values])])
+    with pytest.raises(ValueError, match="topk_decode: a message's indices must be ascending, at"):
+        commhook.topk_decode(messages[1].clone(), [out])
+    with pytest.raises(ValueError, match=r"topk_decode_sum: .*at least 0 and less than 64"):
+        commhook.topk_decode_sum(messages, [out])
+
+
+def test_memory_must_be_apart() -> None:
+    memory = torch.zeros(100)
+    message = memory.view(torch.uint8)[:16]
+    with pytest.raises(ValueError, match=r"message must share no memory with tensors\[0\]"):
+        commhook.topk_encode([memory[2:66]], message)
+    with pytest.raises(ValueError, match=r"tensors\[0\] must share no memory with message"):
+        commhook.topk_decode(message, [memory[2:66]])
+    with pytest.raises(ValueError, match=r"error must share no memory with tensors\[0\]"):
+        commhook.topk_encode([memory[:64]], MESSAGE.clone(), error=memory[36:])
+    with pytest.raises(ValueError, match="must reach each of its elements once"):
+        commhook.topk_decode(MESSAGE, [torch.ones(1).expand(64)])
+    with pytest.raises(ValueError, match="messages must have two dimensions"):
+        commhook.topk_decode_sum(MESSAGE, [X])
+
+
+def test_settings() -> None:
+    assert repr(CODECS["topk"](0.25)) == "topk(density=0.25)"
+    for density in (0, -0.1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match="topk: density must be more than 0 and at most 1"):
+            topk(density)
+    with pytest.raises(ValueError, match=r"topk: numel must be at least 0 and less than 2\^31"):
+        topk().nbytes(1 << 31)

@@ -1,0 +1,319 @@
+"""Hooks around hooks: when, how much, which parameters, how many bits, between which ranks."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankPool
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from torch_commhook import GradBucket, attach, codecs, hooks, process_group
+from torch_commhook.cli.hook_expression import parse_hook
+from torch_commhook.collectives import hierarchical_all_reduce
+from torch_commhook.testing import run_ranks, simulate
+
+
+class Net(nn.Module):
+    """A norm, an embedding, and matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(64, 32)
+        self.norm = nn.LayerNorm(32)
+        self.layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(self.norm(self.embedding(x)))
+
+
+def step(model: nn.Module, rank: int, number: int) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    x = torch.randint(64, (8, 5), generator=torch.Generator().manual_seed(10 * number + rank))
+    model(x).square().sum().backward()
+    module = model.module if isinstance(model, DDP) else model
+    return {name: p.grad.clone() for name, p in module.named_parameters()}
+
+
+def run(rank: int, hook: str, on_ddp: bool, steps: int) -> dict[str, Any]:
+    net = Net()
+    model = DDP(net, bucket_cap_mb=0.01) if on_ddp else net
+    handle = attach(model, parse_hook(hook), **({} if on_ddp else {"bucket_cap_mb": 0.01}))
+    gradients, sent = [], []
+    for number in range(steps):
+        gradients.append(step(model, rank, number))
+        sent.append(handle.stats().bytes_sent_last_step)
+    stats = handle.stats()
+    handle.remove()
+    return {"gradients": gradients, "sent": sent, "stats": stats}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+ROADS = pytest.mark.parametrize("on_ddp", [False, True], ids=["module", "ddp"])
+
+
+# ---- after ---------------------------------------------------------------------------------------
+
+
+@ROADS
+def test_after_changes_between_two_steps(two_ranks: RankPool, on_ddp: bool) -> None:
+    plain = two_ranks.run(run, "allreduce()", on_ddp, 4)[0]
+    coded = two_ranks.run(run, "blockwise(bits=4)", on_ddp, 4)[0]
+    both = two_ranks.run(run, "after(2, blockwise(bits=4))", on_ddp, 4)[0]
+    for number in range(4):
+        want = plain if number < 2 else coded
+        assert same(both["gradients"][number], want["gradients"][number]), number
+        assert both["sent"][number] == want["sent"][number]
+
+
+def test_after_with_another_hook_before() -> None:
+    hook = parse_hook("after(1, sign(), before=cast(float16))")
+    gradients = [[torch.randn(500)] for _ in range(2)]
+    assert simulate(hook, gradients).wire_bytes == 1000
+    assert simulate(hook, gradients, steps=2).wire_bytes < 200
+
+
+# ---- clip ----------------------------------------------------------------------------------------
+
+
+@ROADS
+def test_clip_is_clip_grad_norm(two_ranks: RankPool, on_ddp: bool) -> None:
+    plain = two_ranks.run(run, "allreduce()", on_ddp, 2)[0]
+    norms = []
+    for number, gradients in enumerate(plain["gradients"]):
+        parameters = [nn.Parameter(torch.zeros_like(g)) for g in gradients.values()]
+        for parameter, gradient in zip(parameters, gradients.values(), strict=True):
+            parameter.grad = gradient.clone()
+        norms.append(float(nn.utils.clip_grad_norm_(parameters, 2.0)))
+        clipped = two_ranks.run(run, "clip(2.0)", on_ddp, 2)
+        for rank in range(2):
+            for parameter, got in zip(
+                parameters, clipped[rank]["gradients"][number].values(), strict=True
+            ):
+                torch.testing.assert_close(got, parameter.grad)
+    assert min(norms) > 2
+    untouched = two_ranks.run(run, f"clip({2 * max(norms)})", on_ddp, 2)[0]
+    for got, want in zip(untouched["gradients"], plain["gradients"], strict=True):
+        assert same(got, want)
+
+
+def test_clip_sees_all_buckets_only_where_it_is_attached() -> None:
+    with pytest.raises(RuntimeError, match=r"use torch_commhook\.attach"):
+        simulate(hooks.clip(1.0), [[torch.randn(3)]])
+
+
+# ---- policy --------------------------------------------------------------------------------------
+
+POLICY = "policy([('dim <= 1', allreduce()), ('embedding*', topk(1.0))], blockwise(bits=4))"
+
+
+@ROADS
+def test_policy_gives_each_parameter_its_hook(two_ranks: RankPool, on_ddp: bool) -> None:
+    plain = two_ranks.run(run, "allreduce()", on_ddp, 3)
+    mixed = two_ranks.run(run, POLICY, on_ddp, 3)
+    assert same(mixed[0]["gradients"][2], mixed[1]["gradients"][2])
+    for name, want in plain[0]["gradients"][2].items():
+        got = mixed[0]["gradients"][2][name]
+        if want.dim() <= 1 or name.startswith("embedding"):
+            torch.testing.assert_close(got, want)
+        else:
+            assert 0.01 < float((got - want).norm() / want.norm()) < 0.5, name
+
+
+def test_policy_by_size_and_in_error_feedback() -> None:
+    hook = parse_hook("error_feedback(policy([('numel < 100', allreduce())], sign()))")
+    gradients = [[torch.randn(50), torch.randn(2048)] for _ in range(2)]
+    result = simulate(hook, gradients)
+    mean = (gradients[0][0] + gradients[1][0]) / 2
+    torch.testing.assert_close(result.result[0], mean)
+    assert result.wire_bytes == 50 * 4 + 2048 // 8 + 2 * 4
+    # What is not sent is remembered: over many steps the mean of the results is that of gradients.
+    own = hook.hook
+    assert own.takes_error and hook.has_stages and own.is_lossy
+    with pytest.raises(RuntimeError, match="only a hook that is attached knows"):
+        simulate(parse_hook("policy([('*.bias', allreduce())], sign())"), gradients)
+
+
+def test_what_policy_refuses() -> None:
+    for rules, error, message in [
+        ([("dim = 1", hooks.allreduce())], ValueError, "must have a condition such as"),
+        (["dim <= 1"], TypeError, "must be a pair of a condition and a hook"),
+        ([("dim <= 1", 3)], TypeError, r"must have one of torch_commhook\.hooks"),
+        ([("dim <= 1", hooks.clip(1.0))], ValueError, "must not be about all gradients together"),
+    ]:
+        with pytest.raises(error, match=message):
+            hooks.policy(rules)
+
+
+# ---- adaptive ------------------------------------------------------------------------------------
+
+
+@ROADS
+def test_adaptive_keeps_its_budget(two_ranks: RankPool, on_ddp: bool) -> None:
+    four = two_ranks.run(run, "error_feedback(blockwise(bits=4))", on_ddp, 3)[0]["sent"][-1]
+    eight = two_ranks.run(run, "error_feedback(blockwise())", on_ddp, 3)[0]["sent"][-1]
+    for budget in (four, (four + eight) // 2, eight):
+        ranks = two_ranks.run(run, f"adaptive({budget}, every=2)", on_ddp, 5)
+        for result in ranks:
+            assert all(sent <= budget for sent in result["sent"][2:])
+        assert same(ranks[0]["gradients"][-1], ranks[1]["gradients"][-1])
+        last = ranks[0]["sent"][-1]
+        assert last == four if budget == four else last > four
+    assert last == eight
+
+
+def test_adaptive_says_that_a_budget_is_too_small() -> None:
+    with pytest.warns(UserWarning, match="4 bits for each value are"):
+        simulate(hooks.adaptive(10), [[torch.randn(1000)]] * 2, steps=3)
+
+
+# ---- nodes ---------------------------------------------------------------------------------------
+
+
+def _nodes(nodes: int, ranks: int) -> dict[str, Any]:
+    rank = dist.get_rank()
+    intra = inter = None
+    for node in range(nodes):
+        members = [node * ranks + place for place in range(ranks)]
+        group = dist.new_group(members)
+        intra = group if rank in members else intra
+    for place in range(ranks):
+        members = [node * ranks + place for node in range(nodes)]
+        group = dist.new_group(members)
+        inter = group if rank in members else inter
+    return {"intra_group": intra, "inter_group": inter}
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (1, 3), (3, 1), (2, 3)])
+@pytest.mark.parametrize("numel", [1, 5, 1000])
+def test_nodes(nodes: int, ranks: int, numel: int) -> None:
+    world = nodes * ranks
+    values = [torch.randn(numel, generator=torch.Generator().manual_seed(r)) for r in range(world)]
+
+    def on_rank(rank: int) -> torch.Tensor:
+        groups = _nodes(nodes, ranks)
+        return hierarchical_all_reduce(
+            values[rank].clone(), codecs.blockwise(), scale=1 / world, **groups
+        ).wait()
+
+    results = run_ranks(on_rank, world)
+    mean = torch.stack(values).mean(0)
+    for result in results:
+        assert torch.equal(result, results[0])
+        assert float((result - mean).abs().max()) <= 0.02 * float(mean.abs().max() + 1)
+
+
+def test_nodes_remember_what_they_lose() -> None:
+    """Constant gradients: the mean of many results comes as near as one likes."""
+    gradients = [torch.randn(333, generator=torch.Generator().manual_seed(r)) for r in range(4)]
+
+    def on_rank(rank: int) -> torch.Tensor:
+        hook = hooks.error_feedback(hooks.hierarchical(codecs.sign(), **_nodes(2, 2)))
+        total = torch.zeros(333)
+        parameter = torch.zeros(333, requires_grad=True)
+        for _ in range(200):
+            bucket = GradBucket([parameter], [gradients[rank].clone()])
+            total += hook(None, bucket).wait()
+        return total / 200
+
+    mean = torch.stack(gradients).mean(0)
+    for result in run_ranks(on_rank, 4):
+        assert float((result - mean).norm() / mean.norm()) < 0.1
+
+
+# ---- what they tell ------------------------------------------------------------------------------
+
+
+def test_hooks_print_as_they_are_written() -> None:
+    for text in [
+        "after(3, blockwise())",
+        "after(3, sign(), before=cast(float16))",
+        "clip(1)",
+        "clip(0.5, error_feedback(sign()))",
+        "error_feedback(blockwise(bits=4))",
+        "policy()",
+        "policy([('dim <= 1', allreduce())], blockwise())",
+        "policy(default=sign())",
+        "adaptive(1000)",
+        "adaptive(1000, every=5)",
+        "blockwise(bits=4, seed=3)",
+        "topk(density=0.1)",
+    ]:
+        assert repr(parse_hook(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: hooks.error_feedback(hooks.allreduce()), ValueError, "lose something"),
+        (lambda: hooks.error_feedback(print), TypeError, "must be one of torch_commhook.hooks"),
+        (lambda: hooks.error_feedback(hooks.error_feedback(hooks.sign())), ValueError, "lose"),
+        (lambda: hooks.after(-1, hooks.sign()), ValueError, "at least 0"),
+        (lambda: hooks.after(1.5, hooks.sign()), TypeError, "must be an int"),
+        (lambda: hooks.after(1, hooks.sign(), before=3), TypeError, "must be one of"),
+        (lambda: hooks.clip(0), ValueError, "must be positive"),
+        (lambda: hooks.clip("1"), TypeError, "must be a number"),
+        (lambda: hooks.adaptive(0), ValueError, "at least 1"),
+        (lambda: hooks.adaptive(1.5), TypeError, "must be an int"),
+        (lambda: hooks.compressed(3), TypeError, "must be a Codec"),
+        (lambda: hooks.blockwise(seed="a"), TypeError, "seed must be an int"),
+        (lambda: hooks.blockwise(bits=3), ValueError, "bits"),
+        (lambda: hooks.hierarchical(3, intra_group=0, inter_group=0), TypeError, "must be a Codec"),
+    ],
+)
+def test_what_they_refuse(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def _recorded(rank: int, hook: str) -> tuple[int, int]:
+    recording = process_group.RecordingProcessGroup(dist.group.WORLD)
+    net = Net()
+    handle = attach(net, parse_hook(hook), process_group=recording, bucket_cap_mb=0.01)
+    step(net, rank, 0)  # also what is sent when a module is attached, and once after a first step
+    recording.clear()
+    for number in range(3):
+        step(net, rank, number)
+    counted = recording.total.bytes_sent
+    stats = handle.stats()
+    handle.remove()
+    return counted, 3 * stats.bytes_sent_last_step
+
+
+@pytest.mark.parametrize(
+    "hook", ["blockwise()", "error_feedback(sign())", "topk(0.1)", "randomk(0.1)", POLICY]
+)
+def test_bytes_are_those_on_the_wire(two_ranks: RankPool, hook: str) -> None:
+    for counted, told in two_ranks.run(_recorded, hook):
+        assert counted == told > 0
+
+
+def test_all_gathered_messages_warn_where_a_cast_is_better() -> None:
+    gradients = [[torch.randn(1000)] for _ in range(8)]
+    with pytest.warns(UserWarning, match="more bytes than cast"):
+        simulate(hooks.topk(0.1), gradients)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        simulate(hooks.topk(0.05), gradients)
+        simulate(hooks.blockwise(), gradients)
+
+
+def test_stats_of_messages(two_ranks: RankPool) -> None:
+    result = two_ranks.run(run, "error_feedback(blockwise(bits=4))", False, 3)[0]
+    stats = result["stats"]
+    assert 7 < stats.compression_ratio < 8
+    assert stats.bytes_received == sum(bucket.bytes_received for bucket in stats.buckets)
+    for bucket in stats.buckets:
+        assert 0.02 < bucket.relative_error < 0.3
+        assert bucket.encode_seconds > 0 and bucket.decode_seconds > 0 and bucket.wire_seconds > 0
+    plain = two_ranks.run(run, "allreduce()", False, 3)[0]["stats"]
+    assert plain.compression_ratio == 1
+    assert all(bucket.relative_error is None for bucket in plain.buckets)

@@ -1,0 +1,148 @@
+"""Values at places that all ranks draw alike, without indices.
+
+In ``csrc/ops/codecs`` stand the operators (``randomk.cpp``), which places are drawn
+(``randomk_math.h``), how they run on the CPU (``randomk_cpu.cpp``) and the kernels for it
+(``randomk_kernels.inl``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torch_commhook.codecs.base import register_codec, text_of
+from torch_commhook.codecs.checks import check_memory, check_message, check_values
+from torch_commhook.codecs.sparse_codec import SparseCodec, check_entries
+
+_ops = torch.ops.commhook
+
+_BYTES_OF_ENTRY = 4
+
+
+@torch.library.register_fake("commhook::randomk_encode")
+def _encode_fake(
+    tensors: Sequence[Tensor],
+    message: Tensor,
+    rounding: Tensor,
+    *,
+    unbiased: bool = False,
+    scale: float = 1.0,
+    error: Tensor | None = None,
+) -> None:
+    op = "randomk_encode"
+    numel = check_values(op, tensors)
+    check_message(op, "message", message, None)
+    check_entries(op, message.numel(), _BYTES_OF_ENTRY, numel)
+    check_memory(op, error, rounding, numel)
+
+
+@torch.library.register_fake("commhook::randomk_decode")
+def _decode_fake(message: Tensor, tensors: Sequence[Tensor], rounding: Tensor) -> None:
+    op = "randomk_decode"
+    numel = check_values(op, tensors)
+    check_message(op, "message", message, None)
+    check_entries(op, message.numel(), _BYTES_OF_ENTRY, numel)
+    check_memory(op, None, rounding, numel)
+
+
+@register_codec
+class randomk(SparseCodec):  # noqa: N801 (a codec is written as it is called)
+    """k values of a bucket at random places, the same on all ranks; the others are 0.
+
+    Of d values ``k = ceil(density * d)`` are sent, at least one, each value with probability
+    ``k / d``. Which ones follows from ``rounding``, seed and step (the step's lowest 32 bits
+    count), through a permutation (a Feistel network on Philox4x32-10). So a message needs no
+    indices, and where all ranks give the same ``rounding``, messages can be added up.
+
+    On average ``|x - C(x)|^2 = (1 - k / d) |x|^2``. What is sent is exact and leaves no error; all
+    else is error. ``unbiased`` scales what is sent by ``d / k``: then C(x) is x on average, and the
+    square of what it is off by is ``(d / k - 1) |x|^2``, which no error can hold.
+
+    Where any value is infinite or NaN, everything that is sent is NaN, whether that value would
+    have been sent or not, and stays in the error as well; that value itself leaves no error.
+
+    Bytes for each value that is sent: 4.
+
+    Args:
+        density: of what is sent, more than 0 and at most 1.
+        unbiased: whether what is sent is scaled; without error feedback then.
+
+    Raises:
+        ValueError: another density.
+    """
+
+    exchange = "all_reduce"
+
+    def __init__(self, density: float = 0.01, unbiased: bool = False) -> None:
+        super().__init__("randomk", density, _BYTES_OF_ENTRY)
+        self._unbiased = bool(unbiased)
+
+    @classmethod
+    def examples(cls) -> list[randomk]:
+        return [cls(), cls(0.1), cls(0.1, unbiased=True)]
+
+    @property
+    def is_random(self) -> bool:
+        return True
+
+    @property
+    def takes_error(self) -> bool:
+        return not self._unbiased
+
+    def encode(
+        self,
+        tensors: Sequence[Tensor],
+        message: Tensor,
+        *,
+        shards: int = 1,
+        scale: float = 1.0,
+        error: Tensor | None = None,
+        rounding: Tensor | None = None,
+    ) -> None:
+        self._check_shards(shards)
+        drawn = self._given("encode", rounding)
+        if self._unbiased and error is not None:
+            raise ValueError(
+                f"{self}.encode: error must be None, since what is sent is scaled, got a tensor"
+            )
+        _ops.randomk_encode(
+            tensors, message, drawn, unbiased=self._unbiased, scale=scale, error=error
+        )
+
+    def decode(
+        self,
+        message: Tensor,
+        tensors: Sequence[Tensor],
+        *,
+        shards: int = 1,
+        rounding: Tensor | None = None,
+    ) -> None:
+        self._check_shards(shards)
+        _ops.randomk_decode(message, tensors, self._given("decode", rounding))
+
+    def decode_sum(
+        self,
+        messages: Tensor,
+        tensors: Sequence[Tensor],
+        *,
+        scale: float = 1.0,
+        rounding: Tensor | None = None,
+    ) -> None:
+        numbers = messages.reshape(-1).view(torch.float32)
+        rows = numbers.view(len(messages), len(numbers) // len(messages))
+        total = rows[0].clone()
+        for row in rows[1:]:
+            total += row
+        if scale != 1.0:
+            total.mul_(scale)
+        self.decode(total.view(torch.uint8), tensors, rounding=rounding)
+
+    def _given(self, method: str, rounding: Tensor | None) -> Tensor:
+        if rounding is None:
+            raise ValueError(f"{self}.{method}: rounding must be given, [seed, step], got None")
+        return rounding
+
+    def __repr__(self) -> str:
+        return text_of(type(self), {"density": self._density, "unbiased": self._unbiased})

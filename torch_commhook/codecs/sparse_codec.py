@@ -1,0 +1,88 @@
+"""What the codecs share that send some of the values: how many, and that there is one shard."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from torch_commhook.codecs.base import Codec, Shard
+
+_MAX_NUMEL = (1 << 31) - 1
+
+
+def check_entries(op: str, nbytes: int, bytes_of_entry: int, numel: int) -> None:
+    """For fakes: a message holds entries of so many bytes, not more than there are values."""
+    if not (isinstance(nbytes, int) and isinstance(numel, int)):
+        return  # without a guard; the kernel sees the rest
+    count = nbytes // bytes_of_entry
+    torch._check_value(
+        nbytes % bytes_of_entry == 0 and min(numel, 1) <= count <= numel,
+        lambda: (
+            f"{op}: a message must hold {bytes_of_entry} bytes for each entry, of which there are "
+            f"from 1 to {numel}, got {nbytes} bytes"
+        ),
+    )
+
+
+class SparseCodec(Codec):
+    """A codec that sends k of d values: ``k = ceil(density * d)``, at least 1.
+
+    Args:
+        name: of the codec.
+        density: of what is sent, more than 0 and at most 1; taken for the nearest fraction whose
+            denominator is at most 10^9, so that a hundredth of 700 is 7.
+        bytes_of_entry: what a value costs that is sent.
+    """
+
+    def __init__(self, name: str, density: float, bytes_of_entry: int) -> None:
+        if not 0 < density <= 1:
+            raise ValueError(f"{name}: density must be more than 0 and at most 1, got {density}")
+        self._name = name
+        self._density = density
+        self._fraction = Fraction(density).limit_denominator(10**9).as_integer_ratio()
+        self._bytes_of_entry = bytes_of_entry
+
+    def entries(self, numel: int) -> int:
+        """How many of ``numel`` values are sent.
+
+        Raises:
+            ValueError: there are less than 0 or 2^31 values.
+        """
+        if not 0 <= numel <= _MAX_NUMEL:
+            raise ValueError(
+                f"{self._name}: numel must be at least 0 and less than 2^31, got {numel}"
+            )
+        numerator, denominator = self._fraction
+        return min(numel, max(1, -(-numel * numerator // denominator)))
+
+    def shards(self, numel: int, shards: int = 1) -> list[Shard]:
+        self._check_shards(shards)
+        return [Shard(numel, self.entries(numel) * self._bytes_of_entry)]
+
+    def _check_shards(self, shards: int) -> None:
+        if shards != 1:
+            raise ValueError(
+                f"{self}: shards must be 1, since ranks add up whole messages "
+                f"({self.exchange}), got {shards}"
+            )
+
+    def reduce(
+        self,
+        messages: Tensor,
+        message: Tensor,
+        numel: int,
+        *,
+        scale: float = 1.0,
+        error: Tensor | None = None,
+        rounding: Tensor | None = None,
+    ) -> None:
+        """Refused: ranks add up whole messages.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"{self}.reduce: exchange must be 'all_to_all', got {self.exchange!r}; see decode_sum"
+        )

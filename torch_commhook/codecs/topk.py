@@ -1,0 +1,121 @@
+"""The values of largest magnitude, with their indices.
+
+In ``csrc/ops/codecs`` stand the operators (``topk.cpp``), how they run on the CPU
+(``topk_cpu.cpp``) and the kernels for it (``topk_kernels.inl``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torch_commhook.codecs.base import register_codec, text_of
+from torch_commhook.codecs.checks import check_memory, check_message, check_messages, check_values
+from torch_commhook.codecs.sparse_codec import SparseCodec, check_entries
+
+_ops = torch.ops.commhook
+
+_BYTES_OF_ENTRY = 8
+
+
+@torch.library.register_fake("commhook::topk_encode")
+def _encode_fake(
+    tensors: Sequence[Tensor],
+    message: Tensor,
+    *,
+    scale: float = 1.0,
+    error: Tensor | None = None,
+) -> None:
+    op = "topk_encode"
+    numel = check_values(op, tensors)
+    check_message(op, "message", message, None)
+    check_entries(op, message.numel(), _BYTES_OF_ENTRY, numel)
+    check_memory(op, error, None, numel)
+
+
+@torch.library.register_fake("commhook::topk_decode")
+def _decode_fake(message: Tensor, tensors: Sequence[Tensor]) -> None:
+    op = "topk_decode"
+    numel = check_values(op, tensors)
+    check_message(op, "message", message, None)
+    check_entries(op, message.numel(), _BYTES_OF_ENTRY, numel)
+
+
+@torch.library.register_fake("commhook::topk_decode_sum")
+def _decode_sum_fake(messages: Tensor, tensors: Sequence[Tensor], *, scale: float = 1.0) -> None:
+    op = "topk_decode_sum"
+    numel = check_values(op, tensors)
+    check_messages(op, messages)
+    check_message(op, "messages", messages, None)
+    check_entries(op, messages.shape[1], _BYTES_OF_ENTRY, numel)
+
+
+@register_codec
+class topk(SparseCodec):  # noqa: N801 (a codec is written as it is called)
+    """The k values of largest magnitude of a bucket, with their indices; the others are 0.
+
+    Of d values ``k = ceil(density * d)`` are sent, at least one; of equal magnitudes those that
+    come first. No other k values leave less: ``|x - C(x)|^2 <= (1 - k / d) |x|^2``. What is sent is
+    exact and leaves no error; all else is error.
+
+    A NaN counts as the largest value, and an infinity as the next: they are sent, as far as there
+    is room. They never leave an error, since that would stay in all later messages.
+
+    Bytes for each value that is sent: 8. Each rank gets the messages of all, so the traffic grows
+    with the ranks: over W ranks it is less than that of a cast to 16 bits where the density is
+    below ``1 / (2 W)``.
+
+    Args:
+        density: of what is sent, more than 0 and at most 1.
+
+    Raises:
+        ValueError: another density.
+    """
+
+    exchange = "all_gather"
+
+    def __init__(self, density: float = 0.01) -> None:
+        super().__init__("topk", density, _BYTES_OF_ENTRY)
+
+    @classmethod
+    def examples(cls) -> list[topk]:
+        return [cls(), cls(0.1)]
+
+    def encode(
+        self,
+        tensors: Sequence[Tensor],
+        message: Tensor,
+        *,
+        shards: int = 1,
+        scale: float = 1.0,
+        error: Tensor | None = None,
+        rounding: Tensor | None = None,
+    ) -> None:
+        self._check_shards(shards)
+        _ops.topk_encode(tensors, message, scale=scale, error=error)
+
+    def decode(
+        self,
+        message: Tensor,
+        tensors: Sequence[Tensor],
+        *,
+        shards: int = 1,
+        rounding: Tensor | None = None,
+    ) -> None:
+        self._check_shards(shards)
+        _ops.topk_decode(message, tensors)
+
+    def decode_sum(
+        self,
+        messages: Tensor,
+        tensors: Sequence[Tensor],
+        *,
+        scale: float = 1.0,
+        rounding: Tensor | None = None,
+    ) -> None:
+        _ops.topk_decode_sum(messages, tensors, scale=scale)
+
+    def __repr__(self) -> str:
+        return text_of(type(self), {"density": self._density})

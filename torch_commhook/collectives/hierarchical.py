@@ -1,0 +1,117 @@
+"""Sums that are exact inside a node and compressed between nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_commhook import _ops
+from torch_commhook.codecs.base import Codec
+from torch_commhook.collectives.compressed import (
+    MessageBuffers,
+    compressed_all_reduce,
+    listed_tensors,
+    shard_range,
+)
+from torch_commhook.collectives.plain import all_gather, reduce_scatter, resolve_group
+from torch_commhook.metrics import CallMeter
+
+
+def hierarchical_all_reduce(
+    tensors: Tensor | Sequence[Tensor],
+    codec: Codec,
+    *,
+    intra_group: Any,
+    inter_group: Any,
+    scale: float = 1.0,
+    out: Tensor | Sequence[Tensor] | None = None,
+    carry: Tensor | None = None,
+    error: Tensor | None = None,
+    shard_error: Tensor | None = None,
+    rounding: Tensor | None = None,
+    buffers: MessageBuffers | None = None,
+    meter: CallMeter | None = None,
+) -> torch.futures.Future[Tensor]:
+    """``scale`` times the sum of tensors over all ranks of all nodes, compressed between nodes.
+
+    A reduce-scatter in float32 inside the node gives each of its ranks the node's sum of one share
+    of the elements; :func:`compressed_all_reduce` adds that up over the nodes; an all-gather inside
+    the node brings the shares together. So the links between nodes carry compressed messages of
+    each element once for each node, and the links inside exact ones. All ranks get the same bits.
+
+    The call waits for all stages but the last; with CUDA tensors and NCCL it is the stream that
+    waits.
+
+    Args:
+        tensors: as :func:`compressed_all_reduce` takes them.
+        codec: the same on all ranks.
+        intra_group: the ranks of this node; equally many on all nodes.
+        inter_group: the ranks that have this rank's place in their nodes, one of each.
+        scale: factor of the sum.
+        out: written; as in :func:`compressed_all_reduce`.
+        carry: added to this rank's values, if given, and then zeros: float32, flat, as many.
+        error: what the node's earlier messages have lost: float32, as many as the share has.
+        shard_error, rounding, buffers, meter: as in :func:`compressed_all_reduce`, of the share.
+
+    Returns:
+        A Future of ``out``, or of the first of its tensors where it is a list.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`compressed_all_reduce`.
+    """
+    sources = listed_tensors("hierarchical_all_reduce", "tensors", tensors)
+    intra_group, inter_group = resolve_group(intra_group), resolve_group(inter_group)
+    numel = sum(tensor.numel() for tensor in sources)
+    if out is None:
+        out = sources[0].new_empty(numel)
+    destinations = listed_tensors("hierarchical_all_reduce", "out", out)
+    ranks = intra_group.size()
+    begin, end = share_range(numel, rank=intra_group.rank(), ranks=ranks)
+    share = -(-numel // ranks)
+    with torch.no_grad():
+        flat = torch.zeros(share * ranks, device=sources[0].device)
+        _ops.flatten(sources, out=flat[:numel])
+        if carry is not None:
+            flat[:numel] += carry
+            carry.zero_()
+        own = reduce_scatter(flat, group=intra_group).wait()
+        if end > begin:  # the last share may be shorter than the others
+            compressed_all_reduce(
+                own[: end - begin],
+                codec,
+                scale=scale,
+                out=own[: end - begin],
+                error=error,
+                shard_error=shard_error,
+                rounding=rounding,
+                buffers=buffers,
+                meter=meter,
+                group=inter_group,
+            ).wait()
+
+    def finish(done: Any) -> Tensor:
+        gathered = done.value().view(-1)
+        with torch.no_grad():
+            _ops.unflatten_into(gathered[:numel], destinations)
+        return destinations[0]
+
+    return all_gather(own, group=intra_group).then(finish)
+
+
+def share_range(numel: int, *, rank: int, ranks: int) -> tuple[int, int]:
+    """The elements ``[begin, end)`` of which a rank of a node gets the node's sum."""
+    share = -(-numel // ranks)
+    return min(numel, share * rank), min(numel, share * (rank + 1))
+
+
+def inter_shard_range(
+    codec: Codec, numel: int, *, intra_group: Any, inter_group: Any
+) -> tuple[int, int]:
+    """The elements ``[begin, end)`` whose sum over the nodes a rank encodes."""
+    begin, end = share_range(numel, rank=intra_group.rank(), ranks=intra_group.size())
+    ranks = {"rank": inter_group.rank(), "world_size": inter_group.size()}
+    first, last = shard_range(codec, end - begin, **ranks)
+    return begin + first, begin + last

@@ -1,0 +1,117 @@
+"""Bits where they help most, under a budget."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torch_commhook.bucket import GradBucket
+from torch_commhook.codecs.blockwise import blockwise
+from torch_commhook.collectives.plain import all_reduce
+from torch_commhook.hooks.base import Hook
+from torch_commhook.hooks.compressed import compressed
+from torch_commhook.memory import BucketMemory, HookMemory
+
+_NAME = "adaptive_bits"
+
+
+class adaptive(Hook):  # noqa: N801 (a hook is written as it is called)
+    """Average gradients in 4 or 8 bits, whichever a bucket needs, with error feedback.
+
+    Every so many steps the ranks add up what each bucket has lost, and settle anew: buckets get 8
+    bits in the order of how much less they would lose for each byte more, as long as a rank sends
+    no more than the budget in a step. That is a number for each bucket on the wire, and a pass over
+    what is remembered; a compiled backward is compiled again where a bucket's bits change.
+
+    Args:
+        budget: bytes that each rank may send in a step.
+        every: steps between two settlements.
+        block_size: of :class:`torch_commhook.codecs.blockwise`.
+
+    Raises:
+        TypeError: a budget or number of steps that is no int.
+        ValueError: one that is not positive, or a block size that the codec refuses.
+    """
+
+    _commhook_traceable = True
+    is_lossy = True
+    has_stages = True
+
+    def __init__(self, budget: int, *, every: int = 100, block_size: int = 256) -> None:
+        super().__init__()
+        for name, value in (("budget", budget), ("every", every)):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"adaptive: {name} must be an int, got {type(value).__qualname__}")
+            if value < 1:
+                raise ValueError(f"adaptive: {name} must be at least 1, got {value}")
+        self.budget = budget
+        self.every = every
+        self.block_size = block_size
+        self._hooks = {bits: compressed(blockwise(bits, block_size)) for bits in (4, 8)}
+
+    def prepare(self, memory: BucketMemory) -> None:
+        memory.with_error = True
+        self._hooks[8].prepare(memory)  # both cut buckets alike
+        memory.choice(_NAME, 4)
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        return self._hooks[self.memory(bucket).choices[_NAME]].average(bucket)
+
+    def step_counted(self, memory: HookMemory) -> None:
+        # After the first step too: until then nobody knows what a bucket loses.
+        if memory.steps != 1 and memory.steps % self.every != 0:
+            return
+        buckets = memory.buckets()
+        lost = torch.tensor([_lost(bucket) for bucket in buckets], dtype=torch.float64)
+        if memory.world_size > 1:
+            lost = all_reduce(lost.to(_wire_device(memory)), group=memory.group).wait().cpu()
+        self._settle(buckets, lost.tolist(), memory.world_size)
+
+    def _settle(self, buckets: Sequence[BucketMemory], lost: list[float], ranks: int) -> None:
+        sizes = [
+            {bits: self._bytes(bits, bucket.numel, ranks) for bits in (4, 8)} for bucket in buckets
+        ]
+        left = self.budget - sum(size[4] for size in sizes)
+        if left < 0:
+            warnings.warn(
+                f"{self}: 4 bits for each value are {self.budget - left} bytes in a step already",
+                stacklevel=2,
+            )
+        gains = []
+        for number, (bucket, square, size) in enumerate(zip(buckets, lost, sizes, strict=True)):
+            # A step of 8 bits is 7 / 127 as wide as one of 4, and so is the error.
+            at_four = square * ((127 / 7) ** 2 if bucket.choices[_NAME] == 8 else 1.0)
+            more = max(size[8] - size[4], 1)
+            gains.append((-(at_four - at_four * (7 / 127) ** 2) / more, number))
+        for _, number in sorted(gains):
+            more = sizes[number][8] - sizes[number][4]
+            bits = 8 if more <= left else 4
+            left -= more if bits == 8 else 0
+            if buckets[number].choices[_NAME] != bits:
+                buckets[number].choose(_NAME, bits)
+
+    def _bytes(self, bits: int, numel: int, ranks: int) -> int:
+        shards = blockwise(bits, self.block_size).shards(numel, ranks)
+        longest = max(shard.nbytes for shard in shards)
+        return sum(shard.nbytes for shard in shards[1:]) + (ranks - 1) * longest
+
+    def __repr__(self) -> str:
+        every = "" if self.every == 100 else f", every={self.every}"
+        size = "" if self.block_size == 256 else f", block_size={self.block_size}"
+        return f"adaptive({self.budget}{every}{size})"
+
+
+def _lost(memory: BucketMemory) -> float:
+    """The square of what this rank has to send yet; 0 where that is not finite."""
+    square = sum(
+        torch.linalg.vector_norm(memory.tensors[name], dtype=torch.float64).item() ** 2
+        for name in ("error", "shard_error")
+    )
+    return square if square < float("inf") else 0.0
+
+
+def _wire_device(memory: HookMemory) -> torch.device:
+    return memory.buckets()[0].device

@@ -1,0 +1,93 @@
+"""Averages that are exact inside a node and compressed between nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_commhook.bucket import GradBucket
+from torch_commhook.codecs.base import Codec
+from torch_commhook.collectives.hierarchical import (
+    hierarchical_all_reduce,
+    inter_shard_range,
+    share_range,
+)
+from torch_commhook.collectives.plain import resolve_group
+from torch_commhook.hooks.base import Hook
+from torch_commhook.hooks.compressed import check_dense
+from torch_commhook.memory import BucketMemory
+
+
+class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
+    """Average gradients exactly inside a node, and through a codec between nodes.
+
+    See :func:`torch_commhook.collectives.hierarchical_all_reduce`. With error feedback each rank
+    remembers what its share of the node's sum has lost: ``1 / ranks of the node`` of the elements.
+
+    Args:
+        codec: what becomes of a node's gradients on the wire.
+        intra_group: the ranks of this node; equally many on all nodes.
+        inter_group: the ranks that have this rank's place in their nodes, one of each.
+        seed: of random numbers; see :class:`compressed`.
+
+    Raises:
+        TypeError: no codec, or no process groups.
+    """
+
+    _commhook_traceable = True
+    is_lossy = True
+
+    def __init__(self, codec: Codec, *, intra_group: Any, inter_group: Any, seed: int = 0) -> None:
+        super().__init__()
+        if not isinstance(codec, Codec):
+            raise TypeError(
+                f"hierarchical: codec must be a Codec, got {type(codec).__qualname__}; see "
+                "torch_commhook.codecs"
+            )
+        self.codec = codec
+        self.seed = seed
+        self.intra_group = resolve_group(intra_group)
+        self.inter_group = resolve_group(inter_group)
+
+    @property
+    def takes_error(self) -> bool:  # type: ignore[override]
+        return self.codec.takes_error
+
+    def prepare(self, memory: BucketMemory) -> None:
+        if memory.with_error and self.codec.takes_error:
+            groups = {"intra_group": self.intra_group, "inter_group": self.inter_group}
+            ranks = self.intra_group.size()
+            memory.flat("error")
+            share = share_range(memory.numel, rank=self.intra_group.rank(), ranks=ranks)
+            memory.shard("node_error", *share, factor=1)
+            shard = inter_shard_range(self.codec, memory.numel, **groups)
+            memory.shard("node_shard_error", *shard, factor=memory.world_size)
+        if self.codec.is_random:
+            memory.random(self.seed, alike=self.codec.exchange == "all_reduce")
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        check_dense(self, bucket)
+        memory = self.memory(bucket)
+        result = bucket.result_buffer()
+        if result is None:
+            result = torch.empty(bucket.numel(), dtype=bucket.dtype(), device=bucket.device())
+        return hierarchical_all_reduce(
+            bucket.sources(),
+            self.codec,
+            intra_group=self.intra_group,
+            inter_group=self.inter_group,
+            scale=1.0 / (self.intra_group.size() * self.inter_group.size()),
+            out=result,
+            carry=memory.tensors.get("error"),
+            error=memory.tensors.get("node_error"),
+            shard_error=memory.tensors.get("node_shard_error"),
+            rounding=memory.rounding,
+            buffers=memory.buffers,
+            meter=memory.meter,
+        )
+
+    def __repr__(self) -> str:
+        nodes, ranks = self.inter_group.size(), self.intra_group.size()
+        return f"hierarchical({self.codec}, {nodes} nodes of {ranks} ranks)"
