@@ -23,7 +23,7 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import optimizer as torch_optimizer
 
-from torch_commhook import GradBucket, PeerError, attach, hooks
+from torch_commhook import GradBucket, PeerError, attach, hooks, reshard_states
 from torch_commhook.attach import HookHandle
 from torch_commhook.hooks import Hook, local_sgd, outer_sgd
 from torch_commhook.process_group import RecordingProcessGroup
@@ -730,6 +730,31 @@ def _resumed(rank: int, road: str, dtype: torch.dtype) -> list[int]:
 )
 def test_it_goes_on_from_any_step(two_ranks: RankPool, road: str, dtype: torch.dtype) -> None:
     assert two_ranks.run(_resumed, road, dtype, timeout=120) == [[], []]
+
+
+def _stopped(rank: int, states: list[Any] | None) -> tuple[dict[str, Any], list[Tensor]]:
+    """A state in the middle of a round, and what it comes to."""
+    model, handle = attached(local_sgd(4))
+    if states is None:
+        train(model, torch.optim.SGD(model.parameters(), lr=0.01), rank, 6)
+    else:
+        handle.load_state_dict(states[rank])
+    state = handle.state_dict()
+    handle.synchronize()
+    handle.remove()
+    return state, parameters_of(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_another_number_of_ranks_comes_to_the_same(world_size: int) -> None:
+    before = run_ranks(_stopped, 2, None)
+    states = reshard_states([state for state, _ in before], world_size)
+    after = run_ranks(_stopped, world_size, states)
+    assert all_same([end for _, end in before]) and all_same([end for _, end in after])
+    assert farthest(before[0][1], after[0][1]) < 1e-6
+    anchor = list(before[0][0]["shared"]["local_sgd_anchor"].values())
+    ends = dict(zip(dict(net().named_parameters()), after[0][1], strict=True))
+    assert farthest(anchor, [ends[n] for n in before[0][0]["shared"]["local_sgd_anchor"]]) > 1e-4
 
 
 @pytest.mark.usefixtures("one_rank")
