@@ -23,7 +23,7 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import optimizer as torch_optimizer
 
-from torch_commhook import GradBucket, PeerError, attach, hooks
+from torch_commhook import GradBucket, PeerError, attach, hooks, reshard_states
 from torch_commhook.attach import HookHandle
 from torch_commhook.hooks import Hook, local_sgd, outer_sgd
 from torch_commhook.process_group import RecordingProcessGroup
@@ -266,10 +266,12 @@ def test_traffic_falls_by_h(two_ranks: RankPool, name: str, road: str) -> None:
         assert last < 4 * numel / 6
 
 
-def _recorded(rank: int, name: str) -> tuple[list[int], int | None, int]:
+def _recorded(rank: int, name: str, staged: bool) -> tuple[list[int], int | None, int]:
     recording = RecordingProcessGroup(dist.group.WORLD)
     model = net()
     handle = attach(model, local_sgd(4, hook=_inner(name)), process_group=recording)
+    if staged:
+        handle.register_prehook(lambda gradients: None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     recording.clear()  # of what attach() sends
     counts = []
@@ -281,12 +283,14 @@ def _recorded(rank: int, name: str) -> tuple[list[int], int | None, int]:
     return counts, sent, total
 
 
-@pytest.mark.parametrize("name", ["allreduce", _INT4])
-def test_nothing_travels_but_what_is_counted(two_ranks: RankPool, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "staged"), [("allreduce", False), ("allreduce", True), (_INT4, False)]
+)
+def test_nothing_travels_but_what_is_counted(two_ranks: RankPool, name: str, staged: bool) -> None:
     numel = sum(parameter.numel() for parameter in net().parameters())
     inner = _inner(name)
     wire_bytes = simulate(inner, [[torch.zeros(numel)]] * 2).bytes_sent
-    results = two_ranks.run(_recorded, name)
+    results = two_ranks.run(_recorded, name, staged)
     for (counts, sent, total), of_rank in zip(results, wire_bytes, strict=True):
         assert counts[:3] == [0, 0, 0] and counts[3] == counts[6] > 0
         assert sent == total == 2 * of_rank
@@ -413,6 +417,30 @@ class TestSteps:
             model.load_state_dict(loaded)
             train(model, optimizer, 0, 4)
             assert same(parameters_of(model), list(loaded.values()))
+        handle.remove()
+
+    def test_a_copy_of_the_model_is_another_one(self) -> None:
+        model, handle = self._model()
+        backward(model, 0, 0)
+        copied = copy.deepcopy(model)
+        model.zero_grad()
+        copied(batch(0))
+        assert done(handle) == 0
+        model(batch(0))
+        assert done(handle) == 1
+        handle.remove()
+
+    def test_small_moves_of_16_bits_add_up(self) -> None:
+        model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+        nn.init.ones_(model.weight)
+        handle = attach(model, local_sgd(1, outer=outer_sgd(0.1, 0.0)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-6)
+        ones = torch.ones(1, 1, dtype=torch.bfloat16)
+        for _ in range(10):  # each less than half of what bfloat16 can tell from 1
+            optimizer.zero_grad()
+            model(ones).sum().backward()
+            optimizer.step()
+        assert model.weight.item() == pytest.approx(1 - 10 * 0.1 * 2.0**-6, abs=2.0**-9)
         handle.remove()
 
     def test_stages_see_each_backward(self) -> None:
@@ -702,6 +730,31 @@ def _resumed(rank: int, road: str, dtype: torch.dtype) -> list[int]:
 )
 def test_it_goes_on_from_any_step(two_ranks: RankPool, road: str, dtype: torch.dtype) -> None:
     assert two_ranks.run(_resumed, road, dtype, timeout=120) == [[], []]
+
+
+def _stopped(rank: int, states: list[Any] | None) -> tuple[dict[str, Any], list[Tensor]]:
+    """A state in the middle of a round, and what it comes to."""
+    model, handle = attached(local_sgd(4))
+    if states is None:
+        train(model, torch.optim.SGD(model.parameters(), lr=0.01), rank, 6)
+    else:
+        handle.load_state_dict(states[rank])
+    state = handle.state_dict()
+    handle.synchronize()
+    handle.remove()
+    return state, parameters_of(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_another_number_of_ranks_comes_to_the_same(world_size: int) -> None:
+    before = run_ranks(_stopped, 2, None)
+    states = reshard_states([state for state, _ in before], world_size)
+    after = run_ranks(_stopped, world_size, states)
+    assert all_same([end for _, end in before]) and all_same([end for _, end in after])
+    assert farthest(before[0][1], after[0][1]) < 1e-6
+    anchor = list(before[0][0]["shared"]["local_sgd_anchor"].values())
+    ends = dict(zip(dict(net().named_parameters()), after[0][1], strict=True))
+    assert farthest(anchor, [ends[n] for n in before[0][0]["shared"]["local_sgd_anchor"]]) > 1e-4
 
 
 @pytest.mark.usefixtures("one_rank")

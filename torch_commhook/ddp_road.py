@@ -87,8 +87,7 @@ class DdpRoad:
         model = self.model()
         if model is None:
             return []
-        by_name = dict(trainable(model))
-        parameters = list(by_name.values())
+        parameters = [parameter for _, parameter in trainable(model)]
         buckets: list[list[Tensor]] = []
         left = len(parameters)
         for _, bucket in sorted(self._buckets.items()):
@@ -97,6 +96,8 @@ class DdpRoad:
                 left -= len(buckets[-1])
         if left == 0:
             return buckets
+        names = None if self._attached is None else self._attached.memory.names_of(parameters)
+        by_name = dict(zip(names or (), parameters, strict=False))
         if sorted(by_name) == sorted(name for names in self._loaded for name in names):
             return [[by_name[name] for name in names] for names in self._loaded]
         parameters.reverse()

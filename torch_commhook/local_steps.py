@@ -28,7 +28,7 @@ from torch_commhook.attached import Attached, run_average
 from torch_commhook.bucket import GradBucket
 from torch_commhook.forward_hook import BeforeForward
 from torch_commhook.hooks.local_sgd import local_sgd
-from torch_commhook.memory import BucketMemory
+from torch_commhook.memory import PARAMETERS, BucketMemory
 from torch_commhook.metrics import BucketTraffic, count_bucket
 from torch_commhook.results import checked_result, hook_on_bucket
 from torch_commhook.step_group import StepGroup
@@ -42,8 +42,7 @@ _log = logging.getLogger(__name__)
 #: How long a rank where something failed waits for its own collectives in flight.
 _DRAIN_SECONDS = 60.0
 
-#: Where a state has a rank's parameters, and the rest of what it needs.
-_PARAMETERS = "local_sgd_parameter"
+#: Where a state has the steps since the ranks were together.
 _STATE = "local_steps"
 
 
@@ -291,7 +290,7 @@ class LocalSteps:
             parameters = self._living()
             names = memory.names_of(parameters)
             assert names is not None
-            state[f"rank{memory.rank}"][_PARAMETERS] = {
+            state[f"rank{memory.rank}"][PARAMETERS] = {
                 name: parameter.detach().clone()
                 for name, parameter in zip(names, parameters, strict=True)
             }
@@ -327,7 +326,7 @@ class LocalSteps:
             )
         key = f"rank{self._attached.memory.rank}"
         pieces = dict(state.get(key) or {})
-        values = pieces.pop(_PARAMETERS, {})
+        values = pieces.pop(PARAMETERS, {})
         rest = {**state, key: pieces} if key in state else state
         own = []
         parameters = self._living()

@@ -179,7 +179,10 @@ class Reducer:
 
     def memory_loaded(self, buckets: list[list[str]]) -> None:
         """The hook's memory has been read from elsewhere, where these were the buckets."""
-        numbers = {name: number for number, name in enumerate(self._names)}
+        # Under the names by which the memory knows them, which are a model's own inside DDP too.
+        attached = self._attached
+        names = None if attached is None else attached.memory.names_of(self._parameters)
+        numbers = {name: number for number, name in enumerate(names or ())}
         if self._is_under_way() or sorted(numbers) != sorted(
             name for names in buckets for name in names
         ):
