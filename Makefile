@@ -5,6 +5,7 @@
 #   make distributed-suite ARGS="--suite wrapper"   ... and others, with wrapped process groups
 #   make lint             ruff, mypy, clang-format (make format mends what can be mended)
 #   make bench            the benchmarks; results go to benchmarks/results
+#   make bench-loss       loss after 1,000 steps with each hook, three seeds; hours, can be interrupted
 #   make bench-link       steps over links of 200 Mbit/s and 1 Gbit/s; root, iproute2, 15 minutes
 #   make bench-throttle   ThrottledProcessGroup against such links; root, iproute2, two minutes
 #   make cuda-compile     compile and inspect the CUDA kernels; needs nvcc, not a GPU
@@ -27,7 +28,7 @@ VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip --quiet --disable-pip-version-check
 NATIVE = setup.py $(shell find csrc cuda -type f)
 
-.PHONY: train test distributed-suite lint format bench bench-link bench-throttle cuda-compile test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks error-feedback clean
+.PHONY: train test distributed-suite lint format bench bench-loss bench-link bench-throttle cuda-compile test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks error-feedback clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/built
@@ -46,6 +47,9 @@ bench: $(VENV)/built
 	$(VENV)/bin/python benchmarks/bench_modes.py $(ARGS)
 	$(VENV)/bin/python benchmarks/bench_dispatch.py $(ARGS)
 	$(VENV)/bin/python benchmarks/bench_process_group.py $(ARGS)
+
+bench-loss: $(VENV)/built
+	$(VENV)/bin/python benchmarks/bench_loss.py $(ARGS)
 
 bench-link: $(VENV)/built
 	$(VENV)/bin/python benchmarks/bench_link.py $(ARGS)
