@@ -5,12 +5,17 @@
 #   make distributed-suite ARGS="--suite wrapper"   ... and others, with wrapped process groups
 #   make lint             ruff, mypy, clang-format (make format mends what can be mended)
 #   make bench            the benchmarks; results go to benchmarks/results
+#   make bench-loss       loss after 1,000 steps with each hook, three seeds; hours, can be interrupted
 #   make bench-link       steps over links of 200 Mbit/s and 1 Gbit/s; root, iproute2, 15 minutes
 #   make bench-throttle   ThrottledProcessGroup against such links; root, iproute2, two minutes
 #   make cuda-compile     compile and inspect the CUDA kernels; needs nvcc, not a GPU
 #   make test-torch TORCH=2.15.0   the tests against another torch, in an environment of its own
 #   make test-asan, make test-tsan   tests of hooks on a build with a sanitizer; ten minutes
+#   make modes            every hook in every mode; ten minutes
+#   make kill-and-resume  train with each hook that remembers something, kill it, go on; five minutes
 #   make soak             memory over a million cycles of each kind of autograd hook; five minutes
+#   make soak-hooks       200 runs of each hook in stages, with delays and failures; half an hour
+#   make error-feedback   what error feedback is for, in runs of 20,000 steps; five minutes
 # Settings: PYTHON, TORCH, ARGS (passed on to the command).
 
 PYTHON ?= python3
@@ -23,7 +28,7 @@ VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip --quiet --disable-pip-version-check
 NATIVE = setup.py $(shell find csrc cuda -type f)
 
-.PHONY: train test distributed-suite lint format bench bench-link bench-throttle cuda-compile test-torch test-asan test-tsan soak clean
+.PHONY: train test distributed-suite lint format bench bench-loss bench-link bench-throttle cuda-compile test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks error-feedback clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/built
@@ -42,6 +47,9 @@ bench: $(VENV)/built
 	$(VENV)/bin/python benchmarks/bench_modes.py $(ARGS)
 	$(VENV)/bin/python benchmarks/bench_dispatch.py $(ARGS)
 	$(VENV)/bin/python benchmarks/bench_process_group.py $(ARGS)
+
+bench-loss: $(VENV)/built
+	$(VENV)/bin/python benchmarks/bench_loss.py $(ARGS)
 
 bench-link: $(VENV)/built
 	$(VENV)/bin/python benchmarks/bench_link.py $(ARGS)
@@ -95,8 +103,20 @@ test-asan test-tsan: $(VENV)/built
 	cd build/$@ && COMMHOOK_SANITIZE=$(SANITIZER) COMMHOOK_CUDA=0 $(abspath $(VENV))/bin/python setup.py --quiet build_ext --inplace
 	cd build/$@ && $(abspath $(VENV))/bin/python tests/sanitizers/run.py $(SANITIZER) $(ARGS)
 
+modes: $(VENV)/built
+	COMMHOOK_ALL_MODES=1 $(VENV)/bin/python -m pytest tests/test_modes.py $(ARGS)
+
+kill-and-resume: $(VENV)/built
+	$(VENV)/bin/python tests/kill_and_resume.py $(ARGS)
+
 soak: $(VENV)/built
 	$(VENV)/bin/python tests/soak_autograd_hooks.py $(ARGS)
+
+soak-hooks: $(VENV)/built
+	$(VENV)/bin/python tests/soak_hooks.py $(ARGS)
+
+error-feedback: $(VENV)/built
+	$(VENV)/bin/python tests/error_feedback_runs.py $(ARGS)
 
 clean:
 	rm -rf build .venv .venv-cuda torch_commhook.egg-info

@@ -85,6 +85,14 @@ def two_ranks() -> Iterator[RankPool]:
     pool.stop()
 
 
+@pytest.fixture(scope="session")
+def three_ranks() -> Iterator[RankPool]:
+    """Three processes with a Gloo group."""
+    pool = RankPool(3)
+    yield pool
+    pool.stop()
+
+
 @pytest.fixture(scope="class")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A Gloo group of this process alone."""

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torch_commhook._ops import cpu_capability
+from torch_commhook._ops import BUCKET_DTYPES, cpu_capability
 from torch_commhook.codecs import CODECS
 from torch_commhook.codecs.randomk import randomk
 
@@ -282,6 +282,14 @@ def _samples() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     }
 
 
+@pytest.mark.parametrize("dtype", BUCKET_DTYPES, ids=str)
+def test_opcheck_of_each_dtype(dtype: torch.dtype) -> None:
+    tensors = [torch.randn(5, 30).to(dtype), torch.randn(10, 7).to(dtype).t()]
+    message = torch.zeros(4, dtype=torch.uint8)
+    torch.library.opcheck(commhook.randomk_encode.default, (tensors, message, ROUNDING))
+    torch.library.opcheck(commhook.randomk_decode.default, (message, tensors, ROUNDING))
+
+
 @pytest.mark.parametrize("name", ["encode", "decode", "empty", "one"])
 def test_opcheck(name: str) -> None:
     op, arguments, keywords = _samples()[name]
@@ -313,6 +321,12 @@ X = torch.ones(64)
         (([X], MESSAGE, ROUNDING[:1]), {}, ValueError, "rounding must hold two numbers"),
         (([X], MESSAGE, ROUNDING), {"error": torch.ones(63)}, ValueError, "error must be contig"),
         (([X], MESSAGE, ROUNDING), {"error": X.half()}, TypeError, "error must be of dtype float"),
+        (
+            ([X], MESSAGE, ROUNDING),
+            {"error": torch.ones(64), "unbiased": True},
+            ValueError,
+            "error must be None where unbiased is True",
+        ),
         (([X.expand(1 << 26, 64)], MESSAGE, ROUNDING), {}, ValueError, r"less than 2\^31 elements"),
         (
             ([torch.ones(64, requires_grad=True)], MESSAGE, ROUNDING),

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torch_commhook._ops import cpu_capability
+from torch_commhook._ops import BUCKET_DTYPES, cpu_capability
 from torch_commhook.codecs import CODECS
 from torch_commhook.codecs.topk import topk
 
@@ -281,6 +281,14 @@ def _samples() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         "empty": (commhook.topk_encode.default, ([torch.zeros(0)], message[:0]), {}),
         "one": (commhook.topk_encode.default, ([torch.ones(())], message[:8]), {}),
     }
+
+
+@pytest.mark.parametrize("dtype", BUCKET_DTYPES, ids=str)
+def test_opcheck_of_each_dtype(dtype: torch.dtype) -> None:
+    tensors = [torch.randn(5, 30).to(dtype), torch.randn(10, 7).to(dtype).t()]
+    message = torch.zeros(8, dtype=torch.uint8)
+    torch.library.opcheck(commhook.topk_encode.default, (tensors, message))
+    torch.library.opcheck(commhook.topk_decode.default, (message, tensors))
 
 
 @pytest.mark.parametrize("name", ["encode", "decode", "decode_sum", "empty", "one"])

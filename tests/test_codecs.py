@@ -336,6 +336,30 @@ def test_compiled(backend: str, codec: Codec) -> None:
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.usefixtures("fresh_compiler")
+@of_each_codec
+def test_compiled_for_any_size(codec: Codec) -> None:
+    graphs = 0
+
+    def backend(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return module
+
+    def run(x: Tensor, rounding: Tensor) -> Tensor:
+        message = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8)
+        codec.encode([x], message, rounding=rounding)
+        out = torch.empty_like(x)
+        codec.decode(message, [out], rounding=rounding)
+        return out
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=backend)
+    for numel in (1000, 1001, 5000, 777):
+        x, rounding = torch.randn(numel), torch.tensor([1, 2])
+        assert torch.equal(compiled(x, rounding), run(x, rounding))
+    assert graphs == 1
+
+
 # ---- the table -----------------------------------------------------------------------------------
 
 

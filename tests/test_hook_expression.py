@@ -16,6 +16,13 @@ from torch_commhook.cli.hook_expression import (
 )
 
 
+class _Call(tuple[object, ...]):
+    """A hook that is how it was called."""
+
+    def __call__(self, state: object, bucket: object) -> None:
+        raise AssertionError("not called")
+
+
 def _hooks_module() -> types.ModuleType:
     """A module like ``torch_commhook.hooks`` whose hooks are tuples of how they were called."""
     module = types.ModuleType("hooks")
@@ -23,25 +30,28 @@ def _hooks_module() -> types.ModuleType:
     def cast(dtype: torch.dtype) -> tuple[object, ...]:
         if not isinstance(dtype, torch.dtype):
             raise TypeError("cast: dtype must be a torch.dtype")
-        return ("cast", dtype)
+        return _Call(("cast", dtype))
 
     def allreduce() -> tuple[object, ...]:
-        return ("allreduce",)
+        return _Call(("allreduce",))
 
     def error_feedback(hook: object, decay: float = 1.0) -> tuple[object, ...]:
-        return ("error_feedback", hook, decay)
+        return _Call(("error_feedback", hook, decay))
 
     def blockwise(
         bits: int = 8, process_group: object = None, *, sizes: object = None
     ) -> tuple[object, ...]:
-        return ("blockwise", bits, sizes)
+        return _Call(("blockwise", bits, sizes))
+
+    def part() -> object:
+        return object()
 
     def secret() -> None:
         raise AssertionError("not public")
 
-    for function in (cast, allreduce, error_feedback, blockwise, secret):
+    for function in (cast, allreduce, error_feedback, blockwise, part, secret):
         setattr(module, function.__name__, function)
-    module.__all__ = ["cast", "allreduce", "error_feedback", "blockwise"]  # type: ignore[attr-defined]
+    module.__all__ = ["cast", "allreduce", "error_feedback", "blockwise", "part"]  # type: ignore[attr-defined]
     return module
 
 
@@ -91,6 +101,8 @@ def test_an_expression_builds_the_hook(text: str, expected: object) -> None:
         ("cast(bfloat16", "is not a hook expression"),
         ("", "is not a hook expression"),
         ("3", "is not a hook expression"),
+        ("part()", "is only a part of a hook"),
+        ("part", "is only a part of a hook"),
         ("cast(bfloat16); 1", "is not a hook expression"),
         ("(" * 500, "is not a hook expression"),
     ],
@@ -109,6 +121,8 @@ def test_the_library_offers_its_hooks() -> None:
     assert {"allreduce", "cast"} <= set(public_names(hooks))
     assert callable(parse_hook("cast(bfloat16)"))
     assert callable(parse_hook("allreduce"))
+    text = "local_sgd(8, outer=outer_sgd(0.7, 0.9), hook=error_feedback(blockwise(bits=4)))"
+    assert str(parse_hook(text)) == "local_sgd(8, hook=error_feedback(blockwise(bits=4)))"
 
 
 def test_a_file_gives_its_object(tmp_path: Path) -> None:

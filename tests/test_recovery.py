@@ -323,15 +323,11 @@ def _three(rank: int) -> list[str]:
     return happened
 
 
-def test_three_ranks_know_whose_fault_it_was() -> None:
-    pool = RankPool(3)
-    try:
-        for rank, happened in enumerate(pool.run(_three)):
-            for number, text in enumerate(happened):
-                fault = number % 3
-                assert text == "boo" if fault == rank else f"on rank {fault}: OwnError" in text
-    finally:
-        pool.stop()
+def test_three_ranks_know_whose_fault_it_was(three_ranks: RankPool) -> None:
+    for rank, happened in enumerate(three_ranks.run(_three)):
+        for number, text in enumerate(happened):
+            fault = number % 3
+            assert text == "boo" if fault == rank else f"on rank {fault}: OwnError" in text
 
 
 # ---- ranks and models that are not in step -------------------------------------------------------

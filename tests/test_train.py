@@ -6,16 +6,19 @@ import importlib.util
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from kill_and_resume import killed_and_resumed
 from train_errors import train_error
 from train_processes import TINY, TrainProcess, read_metrics, start_train
 
 from torch_commhook import hooks as library_hooks
 from torch_commhook.cli import train
-from torch_commhook.cli.checkpoint import read_checkpoint
+from torch_commhook.cli.checkpoint import Checkpoint, read_checkpoint
 from torch_commhook.cli.hook_expression import HookExpressionError, check_hook
 from torch_commhook.cli.main import main
 from torch_commhook.cli.outputs import checkpoint_path
@@ -101,17 +104,66 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     numel = ByteTransformer(1, 32, 2).parameter_count()
     assert expected.bytes_sent == got.bytes_sent == 4 * numel * 6
     assert len(got.rank_states) == 2
+    _assert_same_weights(expected, got)
     for name, tensor in expected.model.items():
-        assert torch.equal(tensor, got.model[name]), name
         if tensor.dim() > 1:
             assert not torch.equal(tensor, middle.model[name]), f"{name} did not train"
-    for index, state in expected.optimizer["state"].items():
-        for name, tensor in state.items():
-            assert torch.equal(tensor, got.optimizer["state"][index][name])
     lines = read_metrics(straight / "out" / "metrics.jsonl")
     again = read_metrics(resumed / "out" / "metrics.jsonl")
     assert [line["loss"] for line in again] == [line["loss"] for line in lines[3:]]
     assert [line["bytes_sent"] for line in again] == [line["bytes_sent"] for line in lines[3:]]
+
+
+@processes
+def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    """``make kill-and-resume`` does so for each hook."""
+    row = killed_and_resumed("error_feedback(blockwise(bits=4))", 1, tmp_path)
+    assert row["different"] == []
+    assert 0 < row["resumed_from"] < row["steps"]
+
+
+def _assert_same_weights(expected: Checkpoint, got: Checkpoint) -> None:
+    for name, tensor in expected.model.items():
+        assert torch.equal(tensor, got.model[name]), name
+    _assert_same_state(expected.optimizer["state"], got.optimizer["state"])
+
+
+def _assert_same_state(expected: Mapping[int, Any], got: Mapping[int, Any]) -> None:
+    for index, state in expected.items():
+        for name, tensor in state.items():
+            assert torch.equal(tensor, got[index][name]), name
+
+
+@processes
+def test_ranks_that_are_apart_go_on_as_they_were(tmp_path: Path) -> None:
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    for folder in (straight, resumed):
+        folder.mkdir()
+    arguments = ("--steps", "10", "--save-every", "5", "--bucket-cap-mb", "0.02", "--lr", "0.01")
+    hook = "local_sgd(4, outer=outer_sgd(1.0, 0.0), hook=error_feedback(blockwise(bits=4)))"
+    with start_train(*arguments, "--hook", hook, "--save", "s-{step}.pt", folder=straight) as run:
+        assert run.wait() == 0, run.stderr
+    with start_train("--resume", straight / "s-5.pt", "--save", "last.pt", folder=resumed) as run:
+        assert run.wait() == 0, run.stderr
+    # Where ranks are apart in the end, the hook says so when it is taken off.
+    said = run.stderr + "".join(log.read_text() for log in (resumed / "out").glob("rank*.log"))
+    assert "were together" not in said
+    expected, got = read_checkpoint(straight / "s-10.pt"), read_checkpoint(resumed / "last.pt")
+    _assert_same_weights(expected, got)
+    first, second = (state["optimizer"] for state in expected.rank_states)
+    assert not torch.equal(first[0]["exp_avg"], second[0]["exp_avg"])
+    for own, other in zip(expected.rank_states, got.rank_states, strict=True):
+        _assert_same_state(own["optimizer"], other["optimizer"])
+    for rank, state in enumerate(got.rank_states):
+        apart = state["hook"][f"rank{rank}"]["local_sgd_parameter"]["head.weight"]
+        assert torch.equal(apart, got.model["head.weight"]) == (rank == 0)
+    lines = read_metrics(straight / "out" / "metrics.jsonl")
+    again = read_metrics(resumed / "out" / "metrics.jsonl")
+    assert [line["loss"] for line in again] == [line["loss"] for line in lines[5:]]
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.2
+    sent = [line["bytes_sent"] for line in lines]
+    assert sent[2] == 0 < sent[3] == sent[6] and sent[7] == sent[9] == 2 * sent[3]
+    assert lines[7]["fp32_bytes"] > 20 * sent[7]
 
 
 @processes

@@ -1,4 +1,4 @@
-"""Hooks around hooks: when, how much, for which parameters, in how many bits, between which ranks."""
+"""Hooks around hooks: when, how much, which parameters, how many bits, between which ranks."""
 
 from __future__ import annotations
 

@@ -75,9 +75,12 @@ class HookHandle:
         A DDP model's gradients are averaged as without one from the next backward on; those of a
         plain module stay each rank's own. A backward that is under way goes on through the hook.
         Does nothing where the hook is off already. All ranks must do so between the same two steps.
+        A hook that keeps ranks apart leaves them where they are: :meth:`synchronize` comes first.
         """
         if not self.is_attached:
             return
+        if self._attached.local_steps is not None:
+            self._attached.local_steps.close()
         road = self._road
         road.attached = None
         model = road.model()
@@ -102,7 +105,19 @@ class HookHandle:
             )
         replacement = Attached.checked(hook, state, self._attached.memory.of_same_model())
         replacement.stages = self._attached.stages
+        if self._attached.local_steps is not None:
+            self._attached.local_steps.close()
         self._attached = self._road.attached = replacement
+        self._begin_local_steps()
+
+    def _begin_local_steps(self) -> None:
+        model = self._road.model()
+        if self._attached.keeps_ranks_apart and model is not None:
+            # Imports torch's compiler, as below.
+            from torch_commhook.local_steps import LocalSteps
+
+            road = self._first_road
+            self._attached.local_steps = LocalSteps(model, self._attached, lambda: _current(road))
 
     # ---- around the hook -------------------------------------------------------------------------
 
@@ -164,8 +179,34 @@ class HookHandle:
         hooks of this library go on dividing by all ranks. In the end all ranks have the parameters
         of one that was the last to leave. Same as ``DistributedDataParallel.join()``; for other
         participants see ``torch.distributed.algorithms.join``.
+
+        Raises:
+            RuntimeError: the hook keeps ranks apart, which must take equally many steps.
         """
+        if self._attached.keeps_ranks_apart:
+            raise RuntimeError(
+                f"HookHandle.join: with hook '{self._attached.name}' all ranks must take equally "
+                "many steps; give each as many batches"
+            )
         return self._road.join()
+
+    def synchronize(self) -> None:
+        """Bring ranks together that the hook keeps apart: all have the same parameters then.
+
+        For the end of training, an evaluation in between, or before :meth:`remove`. Does nothing
+        where they are together, as with all hooks but :class:`torch_commhook.hooks.local_sgd`. All
+        ranks must call it at the same point.
+
+        Raises:
+            RuntimeError: the handle's hook is not attached any more.
+            PeerError: it failed on another rank. Parameters are as before.
+        """
+        if not self.is_attached:
+            raise RuntimeError(
+                f"HookHandle.synchronize: hook '{self._attached.name}' is not attached any more"
+            )
+        if self._attached.local_steps is not None:
+            self._attached.local_steps.synchronize()
 
     def stats(self) -> HookStats:
         """What the hook sent while it was attached; see :class:`HookStats`."""
@@ -191,14 +232,20 @@ class HookHandle:
         Training that goes on from it takes the same steps, bit for bit, where the buckets are the
         same: those of a module are made so when it is loaded; DDP forms its buckets anew after its
         first step, before which they may be others. Seeds are settings of the hook.
+
+        Of a hook that keeps ranks apart this has the rank's parameters too.
         """
-        memory = self._attached.memory
+        memory, local_steps = self._attached.memory, self._attached.local_steps
+        if local_steps is not None:
+            return local_steps.state_dict()
         return {} if memory.is_empty else memory.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`state_dict` gave on this rank.
 
-        For another number of ranks see :func:`torch_commhook.reshard_states`.
+        For another number of ranks see :func:`torch_commhook.reshard_states`. With a hook that
+        keeps ranks apart, this writes the rank's parameters; it comes after the model's own
+        ``load_state_dict()``.
 
         Raises:
             RuntimeError: the handle's hook is not attached any more.
@@ -210,6 +257,10 @@ class HookHandle:
                 f"HookHandle.load_state_dict: hook '{self._attached.name}' is not attached any more"
             )
         if not state and self._attached.memory.is_empty:
+            return
+        local_steps = self._attached.local_steps
+        if local_steps is not None:
+            local_steps.load_state_dict(state)
             return
         self._attached.memory.load_state_dict(state)
         self._road.memory_loaded(state["buckets"])
@@ -313,7 +364,7 @@ def attach(
         check_not_in_ddp(parameters)
         _check_capacity(settings["bucket_cap_mb"])
     claim(parameters, model, partial(_attached_to, weakref.ref(model)))
-    group = model.process_group if is_ddp else resolve_group(process_group)
+    group: Any = model.process_group if is_ddp else resolve_group(process_group)
     check_agreement(group, parameters, _shared(model, hook, settings))
     prefix = "module." if is_ddp else ""  # a model's states and patterns are the same in DDP
     names = [(name.removeprefix(prefix), parameter) for name, parameter in parameters]
@@ -321,7 +372,9 @@ def attach(
     if road is None:
         road = _roads[model] = _new_road(model, parameters, group, settings)
     road.attached = attached
-    return HookHandle(road, attached)
+    handle = HookHandle(road, attached)
+    handle._begin_local_steps()
+    return handle
 
 
 def _attached_to(owner: weakref.ref[torch.nn.Module]) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from torch_commhook.hooks.base import Hook, checked_result_dtype
 from torch_commhook.hooks.cpp import cpp
 from torch_commhook.memory import BucketMemory, HookMemory
 from torch_commhook.metrics import BucketTraffic, HookStats, TracedSteps, WireMeter, counting
+
+if TYPE_CHECKING:
+    from torch_commhook.local_steps import LocalSteps
 
 
 @dataclass(eq=False)
@@ -41,7 +44,11 @@ class Running:
 
 @dataclass(eq=False)
 class Attached:
-    """A hook, its state, what it remembers, and what it has sent."""
+    """A hook, its state, what it remembers, and what it has sent.
+
+    Attributes:
+        local_steps: brings the ranks together, where the hook keeps them apart.
+    """
 
     hook: Callable[..., Any]
     state: object
@@ -51,6 +58,7 @@ class Attached:
     stages: BucketStages = field(default_factory=BucketStages)
     stats: HookStats = field(default_factory=HookStats)
     traced_steps: TracedSteps = field(default_factory=TracedSteps)
+    local_steps: LocalSteps | None = None
 
     @classmethod
     def checked(cls, hook: Callable[..., Any], state: object, memory: HookMemory) -> Attached:
@@ -83,6 +91,11 @@ class Attached:
     def scales_steps(self) -> bool:
         """Whether :meth:`Hook.step_scale` is to be asked."""
         return isinstance(self.hook, Hook) and self.hook.scales_steps
+
+    @property
+    def keeps_ranks_apart(self) -> bool:
+        """Whether nothing is sent in a backward, and ranks need not agree on it."""
+        return isinstance(self.hook, Hook) and self.hook.keeps_ranks_apart
 
     @property
     def is_lossy(self) -> bool:
@@ -128,16 +141,22 @@ class Attached:
             What it gave, the dtype that the result must have, and what it put on the wire (None
             bytes where nobody counted).
         """
+        if isinstance(self.hook, Hook):
+            return run_average(self.hook, bucket)
         meter = WireMeter()
         with counting(meter):
-            if isinstance(self.hook, Hook):
-                # Bringing the result into the gradients casts it: no pass of its own for that.
-                dtype = checked_result_dtype(self.hook, bucket)
-                result: Any = _C.run_average(self.hook, bucket)
-            else:
-                dtype = bucket.dtype()
-                result = run_hook(self.hook, self.state, bucket)
-        return result, dtype, meter.traffic(bucket.numel(), bucket.dtype())
+            result = run_hook(self.hook, self.state, bucket)
+        return result, bucket.dtype(), meter.traffic(bucket.numel(), bucket.dtype())
+
+
+def run_average(hook: Hook, bucket: GradBucket) -> tuple[Any, torch.dtype, BucketTraffic]:
+    """:meth:`Attached.run` for a hook of the library."""
+    meter = WireMeter()
+    with counting(meter):
+        # Bringing the result into the gradients casts it: no pass of its own for that.
+        dtype = checked_result_dtype(hook, bucket)
+        result = _C.run_average(hook, bucket)
+    return result, dtype, meter.traffic(bucket.numel(), bucket.dtype())
 
 
 def traceable(hook: Any) -> Any:

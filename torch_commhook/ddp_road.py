@@ -20,6 +20,7 @@ from torch_commhook.bucket import GradBucket
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.metrics import BucketTraffic, count_bucket
 from torch_commhook.parameters import trainable
+from torch_commhook.reducer.buckets import assign_buckets
 from torch_commhook.results import hook_on_bucket
 from torch_commhook.step_group import StepGroup
 
@@ -56,6 +57,7 @@ class DdpRoad:
         self._is_first = True  # the next bucket of it
         self._plain = allreduce()
         self._buckets: dict[int, GradBucket] = {}
+        self._loaded: list[list[str]] = []  # names, of the buckets of a memory that was loaded
         # The model's reducer owns this; a handle that outlives the model keeps nothing of it.
         buckets = self._buckets
         self.model = weakref.ref(model, lambda _: buckets.clear())
@@ -71,6 +73,36 @@ class DdpRoad:
         road = weakref.ref(self)
         parameters = [parameter for _, parameter in trainable(model)]
         _C.call_before_capture(parameters, left_to_python(lambda: _give_way(road)))
+
+    @property
+    def group(self) -> StepGroup:
+        """What the hook communicates through."""
+        return self._group
+
+    def parameter_buckets(self) -> list[list[Tensor]]:
+        """The parameters of each bucket, in order.
+
+        Before the first backward those of what was loaded, or else of such as DDP might form.
+        """
+        model = self.model()
+        if model is None:
+            return []
+        parameters = [parameter for _, parameter in trainable(model)]
+        buckets: list[list[Tensor]] = []
+        left = len(parameters)
+        for _, bucket in sorted(self._buckets.items()):
+            if left:  # those past that are of before DDP formed them anew
+                buckets.append(bucket.parameters())
+                left -= len(buckets[-1])
+        if left == 0:
+            return buckets
+        names = None if self._attached is None else self._attached.memory.names_of(parameters)
+        by_name = dict(zip(names or (), parameters, strict=False))
+        if sorted(by_name) == sorted(name for names in self._loaded for name in names):
+            return [[by_name[name] for name in names] for names in self._loaded]
+        parameters.reverse()
+        assigned = assign_buckets(parameters, [False] * len(parameters), model.bucket_bytes_cap)
+        return [[parameters[i] for i in members] for members in assigned]
 
     #: What is under way ends with DDP's own reducer.
     is_closing = False
@@ -90,6 +122,7 @@ class DdpRoad:
 
     def memory_loaded(self, buckets: list[list[str]]) -> None:
         """The hook's memory has been read from elsewhere."""
+        self._loaded = buckets
         for bucket in self._buckets.values():
             bucket._memory = None
 
@@ -106,6 +139,9 @@ class DdpRoad:
         attached = self._running = self.attached
         self._is_first = True
         if attached is None:
+            return None
+        if attached.local_steps is not None:
+            attached.local_steps.note_backward()
             return None
         self._group.begin()
         native = attached.cpp_hook
@@ -139,7 +175,8 @@ class DdpRoad:
         count = bucket.bucket_count()
         where = hook_on_bucket(attached.name, index, count)
         running = attached.start(bucket, where)
-        count_bucket(attached.stats, index, count, running.traffic, first=self._is_first)
+        if not attached.keeps_ranks_apart:
+            count_bucket(attached.stats, index, count, running.traffic, first=self._is_first)
         self._is_first = False
         local = running.local
         if local is None:
@@ -159,13 +196,20 @@ class DdpRoad:
         attached, self._running = self._running, None
         if attached is None:
             return
+        if attached.keeps_ranks_apart:  # an error comes out of backward() by itself
+            if error is None and attached.stages.has_post_accumulate_hooks:
+                engine = torch.autograd.Variable._execution_engine
+                engine.queue_callback(partial(self._gradients_written, attached))
+            return
         if error is None:
             self._group.end()
             attached.memory.advance()
             for index, (numel, dtype, nbytes) in enumerate(sent or ()):
                 traffic = BucketTraffic(numel, dtype, nbytes, nbytes)
                 count_bucket(attached.stats, index, len(sent or ()), traffic, first=index == 0)
-            if sent is None and (attached.scales_steps or attached.stages.has_post_accumulate_hooks):
+            if sent is None and (
+                attached.scales_steps or attached.stages.has_post_accumulate_hooks
+            ):
                 # Once the reducer has written the last gradients.
                 engine = torch.autograd.Variable._execution_engine
                 engine.queue_callback(partial(self._gradients_written, attached))

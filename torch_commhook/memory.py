@@ -8,6 +8,7 @@ parameter's piece is known; a new bucket begins with the pieces of its parameter
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from torch_commhook.collectives.compressed import MessageBuffers
 from torch_commhook.metrics import CallMeter
 
 VERSION = 1
+
+#: What a rank's own parameters are kept as, where ranks are apart.
+PARAMETERS = "local_sgd_parameter"
 
 #: Memories of a part of the elements, and where they belong when another rank has that part.
 _FOLDED_INTO = {"shard_error": "error", "node_error": "error", "node_shard_error": "error"}
@@ -127,7 +131,7 @@ class BucketMemory:
         found = self.lists.get(name)
         if found is None:
             found = self.lists[name] = [
-                self._owner.adopt_shared(parameter, name, lambda i=i, p=parameter: make(i, p))
+                self._owner.adopt_shared(parameter, name, partial(make, i, parameter))
                 for i, parameter in enumerate(self.parameters)
             ]
         return found
@@ -535,7 +539,9 @@ def reshard_states(states: Sequence[dict[str, Any]], world_size: int) -> list[di
     What the ranks have yet to send is sent all the same: the mean of their error memories stays.
     With fewer ranks, the memories of rank r, r + W, r + 2 W, and so on are added up; with more, the
     new ones begin with none. Each is scaled by new ranks / old ranks, since the mean is over other
-    ranks then. What ranks have lost of the sums that they encode goes into these memories.
+    ranks then. What ranks have lost of the sums that they encode goes into these memories. Ranks
+    that are apart (:class:`torch_commhook.hooks.local_sgd`) go on from the mean of their
+    parameters.
 
     Args:
         states: what ``HookHandle.state_dict()`` gave on each rank, in order of rank.
@@ -578,6 +584,10 @@ def _resharded(own: Sequence[dict[str, dict[str, Tensor]]], world_size: int) -> 
                     "reshard_states: what hierarchical hooks remember belongs to nodes, which "
                     "another number of ranks has not"
                 )
+            if kind == PARAMETERS:
+                for each in found:
+                    _add_mean(each.setdefault(kind, {}), tensors, len(own))
+                continue
             into = _FOLDED_INTO.get(kind)
             # A sum's own loss counts as often as there are ranks.
             factor = world_size if into else world_size / len(own)
@@ -590,6 +600,11 @@ def _resharded(own: Sequence[dict[str, dict[str, Tensor]]], world_size: int) -> 
                 flat = piece if piece.shape == tensor.shape else _as_it_lies(piece)
                 flat += factor * tensor
     return found
+
+
+def _add_mean(total: dict[str, Tensor], tensors: dict[str, Tensor], count: int) -> None:
+    for name, tensor in tensors.items():
+        total[name] = total.get(name, torch.zeros_like(tensor)) + tensor / count
 
 
 def _as_it_lies(tensor: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 
 from torch_commhook import _C
 from torch_commhook.collectives import resolve_group
+from torch_commhook.collectives.turns import renew_turns
 from torch_commhook.gloo_groups import (
     destroy_group,
     group_name,
@@ -130,7 +130,7 @@ class StepGroup:
         """
         if not self._broken:
             return
-        backends = []
+        backends: list[Any] = []
         try:
             store = self._meet()
             for _ in self._own:
@@ -150,6 +150,7 @@ class StepGroup:
         names = (self.name, self._second_name)
         for name, group, backend in zip(names, self._own, backends, strict=False):
             _set_backend(group, name, dist.ProcessGroup.BackendType.GLOO, backend)
+            renew_turns(group)
         self._broken = False
 
     def prepare_tracing(self) -> None:
@@ -331,6 +332,29 @@ class StepGroup:
     def _store_of(self, connections: str) -> dist.Store:
         assert self._store is not None
         return dist.PrefixStore(f"{self.name}/{connections}", self._store)
+
+
+class NoAgreement:
+    """Stands for a :class:`StepGroup` in steps in which each rank is on its own."""
+
+    size = 1
+    recovers = False
+
+    def begin(self) -> None:
+        """Nothing."""
+
+    def end(self) -> None:
+        """Nothing."""
+
+    def commit(self, used: Tensor) -> None:
+        """Nothing: ``used`` is this rank's."""
+
+    def fail(self, reason: str) -> None:
+        """Nothing."""
+
+    def fail_with(self, error: BaseException) -> BaseException:
+        """The error itself."""
+        return error
 
 
 def _set_backend(group: Any, name: str, kind: Any, backend: Any) -> None:

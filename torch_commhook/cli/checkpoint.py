@@ -32,7 +32,9 @@ class Checkpoint:
         step: the steps done.
         model: parameter name to tensor.
         optimizer: the optimizer's ``state_dict()``.
-        rank_states: for each rank ``{"hook": the hook's state or None, "rng": uint8 tensor}``.
+        rank_states: for each rank ``{"hook": the hook's state or None, "rng": uint8 tensor}``. Of a
+            hook that keeps ranks apart also ``"optimizer"``, that of the rank's own; ``model`` and
+            ``optimizer`` are then those of rank 0.
         data_fingerprint: of the text.
         bytes_sent: what rank 0 has sent, None where the hook doesn't tell.
         seconds: spent on the steps.
@@ -144,6 +146,8 @@ def _is_rank_state(state: object) -> bool:
         return False
     if state["hook"] is not None and not isinstance(state["hook"], Mapping):
         return False
+    if not isinstance(state.get("optimizer", {}), Mapping):
+        return False
     try:
         torch.Generator().set_state(state["rng"])
     except (RuntimeError, TypeError):
@@ -166,7 +170,12 @@ def check_fits(
     """
     _check_tensors("model", model.state_dict(), checkpoint.model)
     parameters = [parameter for group in groups for parameter in group]
-    states = checkpoint.optimizer["state"]
+    own = [state["optimizer"] for state in checkpoint.rank_states if "optimizer" in state]
+    for states in (checkpoint.optimizer["state"], *own):
+        _check_optimizer(states, parameters)
+
+
+def _check_optimizer(states: Mapping[int, Any], parameters: Sequence[Tensor]) -> None:
     if set(states) != set(range(len(parameters))):
         raise CheckpointError(
             f"its optimizer must have the state of {len(parameters)} parameters, got {len(states)}"

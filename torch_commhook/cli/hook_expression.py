@@ -92,11 +92,13 @@ class _Builder:
             node = ast.parse(self.text, mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise self._error("is not a hook expression") from error
-        if isinstance(node, ast.Name):  # a bare name is a call without arguments
-            return self._call(node, [], {})
-        if not isinstance(node, ast.Call):
+        if not isinstance(node, (ast.Name, ast.Call)):
             raise self._error("is not a hook expression")
-        return self._value(node)
+        # A bare name is a call without arguments.
+        hook = self._call(node, [], {}) if isinstance(node, ast.Name) else self._value(node)
+        if not callable(hook):
+            raise self._error("is only a part of a hook")
+        return hook
 
     def _value(self, node: ast.expr) -> Any:
         if isinstance(node, ast.Call):

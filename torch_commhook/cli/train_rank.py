@@ -100,6 +100,11 @@ class Run:
     seconds: float = 0.0
     bytes_before: int | None = 0  # sent before this process: by the runs that were resumed
 
+    @property
+    def ranks_are_apart(self) -> bool:
+        """Whether parameters, and what the optimizer remembers, differ between ranks."""
+        return getattr(getattr(self.handle, "hook", None), "keeps_ranks_apart", False)
+
     def bytes_sent(self, fp32_bytes: int, steps: int) -> int | None:
         """Sent by this rank since step 1, after ``steps`` steps of this process."""
         sent = fp32_bytes * steps if self.handle is None else self.handle.stats().bytes_sent
@@ -152,6 +157,8 @@ def _train_once(
     finally:
         if reporter is not None:
             reporter.close()
+    if run.handle is not None:  # what is evaluated is one model
+        run.handle.synchronize()
     result = _result(run, config, world, data, records, first_step, fp32_bytes, checkpoint)
     if run.handle is not None:
         run.handle.remove()
@@ -198,10 +205,7 @@ def _settle_buckets(ddp: DistributedDataParallel, world: World) -> None:
 def _restore(
     run: Run, config: TrainConfig, world: World, checkpoint: Checkpoint, main_run: bool
 ) -> None:
-    # The settings of the groups come from this run's own options: only the state is loaded.
-    groups = run.optimizer.state_dict()["param_groups"]
-    state = checkpoint.optimizer["state"]
-    run.optimizer.load_state_dict({"state": state, "param_groups": groups})
+    _load_optimizer(run, checkpoint.optimizer["state"])
     run.step, run.seconds = checkpoint.step, checkpoint.seconds
     if not main_run:  # nothing of the comparison was sent before, in this or another process
         per_step = fp32_bytes_per_step(run.model.parameter_count(), world.size)
@@ -213,6 +217,8 @@ def _restore(
     saved = checkpoint.rank_states[world.rank]
     torch.set_rng_state(saved["rng"])
     same_hook = checkpoint.config.get("hook") == config.hook
+    if same_hook and "optimizer" in saved:
+        _load_optimizer(run, saved["optimizer"])
     if same_hook and saved["hook"] and hasattr(run.handle, "load_state_dict"):
         try:
             run.handle.load_state_dict(saved["hook"])
@@ -220,6 +226,12 @@ def _restore(
             raise CheckpointError(
                 f"the hook {config.hook} refuses its state in the checkpoint: {error}"
             ) from error
+
+
+def _load_optimizer(run: Run, state: Any) -> None:
+    # The settings of the groups come from this run's own options.
+    groups = run.optimizer.state_dict()["param_groups"]
+    run.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def _make_optimizer(model: ByteTransformer, config: TrainConfig) -> torch.optim.Optimizer:
@@ -264,6 +276,8 @@ def _save(
 ) -> None:
     hook_state = run.handle.state_dict() if hasattr(run.handle, "state_dict") else None
     state = {"hook": to_cpu(hook_state), "rng": torch.get_rng_state()}
+    if run.ranks_are_apart:
+        state["optimizer"] = to_cpu(run.optimizer.state_dict()["state"])
     states: list[Any] | None = [None] * world.size if world.rank == 0 else None
     dist.gather_object(state, states)
     if states is None or options.save is None:

@@ -34,7 +34,8 @@ class BlockForm:
     def shards(self, op: str, numel: int, shards: int) -> list[Shard]:
         """The parts of a message, each of about equally many whole blocks."""
         _check_shards(op, shards)
-        torch._check_value(numel >= 0, lambda: f"{op}: numel must be at least 0, got {numel}")
+        if numel < 0:  # torch._check_value takes no message with a size that is not known yet
+            raise ValueError(f"{op}: numel must be at least 0, got {numel}")
         size = self.block_size
         blocks = (numel + size - 1) // size
         found = []

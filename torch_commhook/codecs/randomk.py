@@ -27,6 +27,7 @@ def _encode_fake(
     message: Tensor,
     rounding: Tensor,
     *,
+    unbiased: bool = False,
     scale: float = 1.0,
     error: Tensor | None = None,
 ) -> None:
@@ -102,14 +103,13 @@ class randomk(SparseCodec):  # noqa: N801 (a codec is written as it is called)
     ) -> None:
         self._check_shards(shards)
         drawn = self._given("encode", rounding)
-        if self._unbiased:
-            if error is not None:
-                raise ValueError(
-                    f"{self}.encode: error must be None, since what is sent is scaled, got a tensor"
-                )
-            numel = sum(tensor.numel() for tensor in tensors)
-            scale = scale * numel / max(1, self.entries(numel))
-        _ops.randomk_encode(tensors, message, drawn, scale=scale, error=error)
+        if self._unbiased and error is not None:
+            raise ValueError(
+                f"{self}.encode: error must be None, since what is sent is scaled, got a tensor"
+            )
+        _ops.randomk_encode(
+            tensors, message, drawn, unbiased=self._unbiased, scale=scale, error=error
+        )
 
     def decode(
         self,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_commhook._ops import BUCKET_DTYPES
 from torch_commhook.codecs.base import Codec
+from torch_commhook.collectives.futures import then
 from torch_commhook.collectives.pieces import exchange_in_pieces, pays
 from torch_commhook.collectives.plain import (
     all_gather,
@@ -77,6 +78,10 @@ def compressed_all_reduce(
     group of its own, which is made with the first call. Over other groups in Python the call waits
     for the first stage.
 
+    A rank that leaves a second stage out, since something raised in its first one, is out of step
+    with the others: there that call and all later ones of two stages on this group fail alike, and
+    the other ranks wait for the group's timeout. Hooks that are attached get new connections.
+
     Args:
         tensors: dense, of dtypes that buckets have, on one device; the same sizes on all ranks.
             They are encoded before the call returns.
@@ -121,6 +126,7 @@ def compressed_all_reduce(
             f"compressed_all_reduce: rounding must be of shape (2, 2) for {codec}, rows of seed "
             f"and step, got {None if rounding is None else list(rounding.shape)}"
         )
+    group = resolve_group(group)
     call = _Call(
         codec,
         destinations,
@@ -130,10 +136,10 @@ def compressed_all_reduce(
         (None, None) if rounding is None else (rounding[0], rounding[1]),
         MessageBuffers() if buffers is None else buffers,
         meter,
-        resolve_group(group),
+        group,
     )
     with torch.no_grad():
-        return call.start(sources, error)
+        return call.start(sources, error, group)
 
 
 def shard_range(codec: Codec, numel: int, *, rank: int, world_size: int) -> tuple[int, int]:
@@ -157,10 +163,7 @@ def listed_tensors(op: str, name: str, tensors: Tensor | Sequence[Tensor]) -> li
         raise ValueError(f"{op}: {name} must hold at least one tensor, got none")
     for i, tensor in enumerate(found):
         if not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"{op}: {name}[{i}] must be a tensor, got "
-                f"{type(tensor).__qualname__}"
-            )
+            raise TypeError(f"{op}: {name}[{i}] must be a tensor, got {type(tensor).__qualname__}")
         if tensor.dtype not in BUCKET_DTYPES:
             raise TypeError(
                 f"{op}: {name}[{i}] must be of dtype float64, float32, float16 or "
@@ -169,8 +172,38 @@ def listed_tensors(op: str, name: str, tensors: Tensor | Sequence[Tensor]) -> li
     return found
 
 
+# Inductor does not see that a view of another dtype shares memory, and gives that to others while
+# a collective is still at it. So compiled code copies.
+
+
+@torch.library.custom_op("commhook::floats_of_bytes", mutates_args=())
+def floats_of_bytes(message: Tensor) -> Tensor:
+    """The float32 numbers in a message."""
+    return message.view(torch.float32).clone()
+
+
+@torch.library.custom_op("commhook::bytes_of_floats", mutates_args=())
+def bytes_of_floats(values: Tensor) -> Tensor:
+    """A message of float32 numbers."""
+    return values.view(torch.uint8).clone()
+
+
+@floats_of_bytes.register_fake
+def _floats_of_bytes_fake(message: Tensor) -> Tensor:
+    return message.new_empty(message.numel() // 4, dtype=torch.float32)
+
+
+@bytes_of_floats.register_fake
+def _bytes_of_floats_fake(values: Tensor) -> Tensor:
+    return values.new_empty(values.numel() * 4, dtype=torch.uint8)
+
+
 class _Call:
-    """One sum on its way."""
+    """One sum on its way.
+
+    It does not keep the group: callbacks have it, which a thread of Gloo's may drop last. A group
+    that goes with it then would have that thread wait for its own end.
+    """
 
     def __init__(
         self,
@@ -193,7 +226,6 @@ class _Call:
         self.rounding = rounding
         self.buffers = buffers
         self.meter = meter
-        self.group = group
         self.world_size: int = group.size()
         self.rank: int = group.rank()
         # Asked once: later stages are other threads' work, which cannot tell who compiles.
@@ -201,7 +233,7 @@ class _Call:
         if self.is_traced:
             self.meter = None
 
-    def start(self, sources: list[Tensor], error: Tensor | None) -> Any:
+    def start(self, sources: list[Tensor], error: Tensor | None, group: Any) -> Any:
         exchange = {
             "all_to_all": self._exchange_shards,
             "all_gather": self._gather,
@@ -212,7 +244,7 @@ class _Call:
                 "compressed_all_reduce: the codec's exchange must be 'all_to_all', 'all_gather' or "
                 f"'all_reduce', got {self.codec.exchange!r}"
             )
-        return exchange(sources, error)
+        return exchange(sources, error, group)
 
     def _buffer(self, name: str, *shape: int) -> Tensor:
         if self.is_traced:  # by a compiler, which plans memory itself
@@ -234,36 +266,36 @@ class _Call:
 
     # ---- messages that are added up --------------------------------------------------------------
 
-    def _add_up(self, sources: list[Tensor], error: Tensor | None) -> Any:
+    def _add_up(self, sources: list[Tensor], error: Tensor | None, group: Any) -> Any:
         message = self._encode(sources, error, 1)
-        wire = on_wire(all_reduce(message.view(torch.float32), group=self.group), self.meter)
+        values = floats_of_bytes(message) if self.is_traced else message.view(torch.float32)
+        wire = on_wire(all_reduce(values, group=group), self.meter, self.device)
 
         def finish(done: Any) -> Tensor:
             total = done.value()
             with torch.no_grad(), timed(self.meter, "decode"):
                 if self.scale != 1.0:
-                    total = total.mul_(self.scale)
-                self.codec.decode(
-                    total.view(torch.uint8), self.destinations, rounding=self.rounding[0]
-                )
+                    total = total * self.scale
+                summed = bytes_of_floats(total) if self.is_traced else total.view(torch.uint8)
+                self.codec.decode(summed, self.destinations, rounding=self.rounding[0])
             return self._result()
 
-        return wire.then(finish)
+        return then(wire, finish, self.device)
 
     # ---- messages that everybody gets ------------------------------------------------------------
 
-    def _gather(self, sources: list[Tensor], error: Tensor | None) -> Any:
+    def _gather(self, sources: list[Tensor], error: Tensor | None, group: Any) -> Any:
         message = self._encode(sources, error, 1)
-        if self._goes_in_pieces(len(message)):
+        if self._goes_in_pieces(len(message), group):
             note_collective(len(message) * (self.world_size - 1))
             gathered = self._buffer("gathered", self.world_size, len(message))
-            first = self._gather_into(gathered, message, self.group)
+            first = self._gather_into(gathered, message, group)
         else:
             out = None
             if not self.is_traced:
                 out = self._buffer("gathered", self.world_size, len(message))
-            first = all_gather(message, out=out, group=self.group)
-        wire = on_wire(first, self.meter)
+            first = all_gather(message, out=out, group=group)
+        wire = on_wire(first, self.meter, self.device)
 
         def finish(done: Any) -> Tensor:
             messages = done.value()
@@ -271,11 +303,11 @@ class _Call:
                 self.codec.decode_sum(messages, self.destinations, scale=self.scale)
             return self._result()
 
-        return wire.then(finish)
+        return then(wire, finish, self.device)
 
     # ---- messages in shards ----------------------------------------------------------------------
 
-    def _exchange_shards(self, sources: list[Tensor], error: Tensor | None) -> Any:
+    def _exchange_shards(self, sources: list[Tensor], error: Tensor | None, group: Any) -> Any:
         shards = self.codec.shards(self.numel, self.world_size)
         self.sizes = [shard.nbytes for shard in shards]
         self.shard = shards[self.rank]
@@ -284,7 +316,7 @@ class _Call:
         sizes, own = self.sizes, [self.shard.nbytes] * self.world_size
 
         def exchange() -> Any:
-            if self._goes_in_pieces(max(sizes)):
+            if self._goes_in_pieces(max(sizes), group):
                 note_collective(sum(sizes) - sizes[self.rank], received - sizes[self.rank])
                 shards_of_all = self._buffer("shards", received)
                 return exchange_in_pieces(
@@ -292,14 +324,14 @@ class _Call:
                     shards_of_all.split(own),
                     max(sizes),
                     shards_of_all,
-                    self.group,
+                    group,
                 )
             return all_to_all(
                 message,
                 input_split_sizes=sizes,
                 output_split_sizes=own,
                 out=None if self.is_traced else self._buffer("shards", received),
-                group=self.group,
+                group=group,
             )
 
         return two_stages(
@@ -309,7 +341,7 @@ class _Call:
             self._decode,
             second_bytes=max(sizes) * (self.world_size - 1),
             device=self.device,
-            group=self.group,
+            group=group,
             meter=self.meter,
         )
 
@@ -330,9 +362,7 @@ class _Call:
     def _issue_gather(self, padded: Tensor, group: Any) -> Any:
         if self.is_traced:
             return issue_all_gather(padded, None, group, is_traced=True)
-        return self._gather_into(
-            self._buffer("sums", self.world_size, len(padded)), padded, group
-        )
+        return self._gather_into(self._buffer("sums", self.world_size, len(padded)), padded, group)
 
     def _decode(self, gathered: Tensor) -> Tensor:
         with torch.no_grad(), timed(self.meter, "decode"):
@@ -345,12 +375,12 @@ class _Call:
             self.codec.decode(message, self.destinations, shards=self.world_size)
         return self._result()
 
-    def _goes_in_pieces(self, longest: int) -> bool:
-        return not self.is_traced and self.device.type == "cpu" and pays(self.group, longest)
+    def _goes_in_pieces(self, longest: int, group: Any) -> bool:
+        return not self.is_traced and self.device.type == "cpu" and pays(group, longest)
 
     def _gather_into(self, result: Tensor, tensor: Tensor, group: Any) -> Any:
         """In eager, from whatever thread."""
-        if not self._goes_in_pieces(len(tensor)):
+        if not self._goes_in_pieces(len(tensor), group):
             return issue_all_gather(tensor, result, group, is_traced=False)
         to_each = [tensor] * self.world_size
         return exchange_in_pieces(to_each, list(result), len(tensor), result, group)

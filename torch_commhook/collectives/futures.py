@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,3 +67,37 @@ class TracedStages(TracedFuture):
 def traced(tensor: Tensor) -> TracedFuture:
     """The result of one of PyTorch's functional collectives."""
     return TracedFuture(lambda: torch.ops._c10d_functional.wait_tensor(tensor))
+
+
+def then(future: Any, callback: Callable[[Any], Tensor], device: torch.device) -> Any:
+    """``future.then(callback)``, of tensors on a device.
+
+    On the CPU what the callback raises keeps its type: PyTorch makes a RuntimeError of it that has
+    its text. On other devices that stays so, since ``then`` is what takes care of streams.
+    """
+    if isinstance(future, TracedFuture) or device.type != "cpu":
+        return future.then(callback)
+    result: torch.futures.Future[Tensor] = torch.futures.Future()
+
+    def done(each: Any) -> None:
+        try:
+            value = callback(each)
+        except BaseException as error:
+            set_error(result, error)
+        else:
+            result.set_result(value)
+
+    future.add_done_callback(done)
+    return result
+
+
+def set_error(future: torch.futures.Future[Any], error: BaseException) -> None:
+    """``future.set_exception(error)``, which refuses those that are to end the program.
+
+    Nobody would get these from a callback, and whoever waits for the future would wait for ever.
+    """
+    if not isinstance(error, Exception):
+        stand_in = RuntimeError(f"{type(error).__name__}: {error}")
+        stand_in.__cause__ = error
+        error = stand_in
+    future.set_exception(error)

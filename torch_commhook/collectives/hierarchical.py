@@ -53,7 +53,7 @@ def hierarchical_all_reduce(
         scale: factor of the sum.
         out: written; as in :func:`compressed_all_reduce`.
         carry: added to this rank's values, if given, and then zeros: float32, flat, as many.
-        error: what the node's earlier messages have lost: float32, as many elements as the share has.
+        error: what the node's earlier messages have lost: float32, as many as the share has.
         shard_error, rounding, buffers, meter: as in :func:`compressed_all_reduce`, of the share.
 
     Returns:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_commhook.collectives.futures import TracedStages
+from torch_commhook.collectives.futures import TracedStages, set_error, then
 from torch_commhook.collectives.turns import turns_of
 from torch_commhook.gloo_groups import second_group
 from torch_commhook.metrics import CallMeter, note_collective
@@ -70,14 +70,17 @@ def two_stages(
                 lambda done: end(done.value())
             ),
         )
-    first = on_wire(first, meter)
+    first = on_wire(first, meter, device)
+    if own_group is None:
+        second = on_wire(issue_second(send(first.wait()), group), meter, device)
+        return then(second, lambda done: end(done.value()), device)
 
+    # Callbacks do not have the first group: a thread of Gloo's that dropped it last would wait for
+    # its own end.
     def issue(tensor: Tensor) -> Any:
-        return on_wire(issue_second(tensor, own_group or group), meter)
+        return on_wire(issue_second(tensor, own_group), meter, device)
 
-    if own_group is not None:
-        return _staged(first, send, issue, end, own_group)
-    return issue(send(first.wait())).then(lambda done: end(done.value()))
+    return _staged(first, send, issue, end, own_group)
 
 
 def _staged(
@@ -89,8 +92,7 @@ def _staged(
 ) -> Any:
     """The stages one after another, each issued by the thread that ended the one before."""
     result: Any = torch.futures.Future()
-    # What comes of a future's callback may be an exception, which its future then holds.
-    turn = turns_of(group).announce(result.set_exception)
+    turn = turns_of(group).announce(lambda error: set_error(result, error))
 
     def first_done(done: Any) -> None:
         try:
@@ -104,7 +106,7 @@ def _staged(
         try:
             value = end(done.value())
         except BaseException as error:
-            result.set_exception(error)
+            set_error(result, error)
         else:
             result.set_result(value)
 
@@ -112,7 +114,7 @@ def _staged(
     return result
 
 
-def on_wire(future: Any, meter: CallMeter | None) -> Any:
+def on_wire(future: Any, meter: CallMeter | None, device: torch.device) -> Any:
     """The same future, whose time is taken."""
     if meter is None:
         return future
@@ -122,7 +124,7 @@ def on_wire(future: Any, meter: CallMeter | None) -> Any:
         meter.add("wire", time.perf_counter() - begun)
         return done.value()
 
-    return future.then(ended)
+    return then(future, ended, device)
 
 
 class timed:  # noqa: N801 (a context manager)

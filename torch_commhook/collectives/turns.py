@@ -1,7 +1,9 @@
 """The order in which later stages are issued.
 
 All ranks must issue the same collectives on one group in the same order, and the first stages of
-two buckets may end in another order on each.
+two buckets may end in another order on each. A rank that leaves one out is out of step with the
+others: Gloo would take its next collective for the one that is missing, and end the process where
+their sizes differ. So nothing is issued after it on the same connections.
 """
 
 from __future__ import annotations
@@ -33,9 +35,8 @@ class Turn:
         self._order._drain()
 
     def give_up(self, error: BaseException) -> None:
-        """Let this turn and those after it fail: the other ranks may not be where this one is."""
-        if not self._is_over:  # it may have failed with an earlier one, and others have come since
-            self._order._fail(error)
+        """Let this turn fail, and with it all that come after it, announced already or not."""
+        self._order._fail(error, self)
 
 
 class Turns:
@@ -45,13 +46,24 @@ class Turns:
         self._waiting: deque[Turn] = deque()
         self._lock = threading.Lock()
         self._is_draining = False
+        self._error: BaseException | None = None  # that all have from here on
 
     def announce(self, failed: Callable[[BaseException], None]) -> Turn:
         """The next turn. ``failed`` is called with the error where it does not come."""
         turn = Turn(self, failed)
         with self._lock:
-            self._waiting.append(turn)
+            error = self._error
+            if error is None:
+                self._waiting.append(turn)
+            else:
+                turn._is_over = True
+        if error is not None:
+            failed(error)
         return turn
+
+    def close(self, error: BaseException) -> None:
+        """Let all turns fail that have not come yet."""
+        self._fail(error)
 
     def _drain(self) -> None:
         while True:
@@ -72,12 +84,18 @@ class Turns:
                 with self._lock:
                     self._is_draining = False
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException, first: Turn | None = None) -> None:
+        """Let turns fail: ``first``, where that is not over, or else all, and those after it."""
         with self._lock:
-            failed, self._waiting = self._waiting, deque()
-            for turn in failed:
-                turn._is_over = True
-        for turn in failed:
+            if first is not None and first._is_over:
+                return
+            if self._error is None:
+                self._error = error
+            failed: list[Turn] = []
+            while self._waiting and (not failed or failed[-1] is not first):
+                failed.append(self._waiting.pop())
+                failed[-1]._is_over = True
+        for turn in reversed(failed):
             turn._failed(error)
 
 
@@ -87,3 +105,10 @@ _of_group: weakref.WeakKeyDictionary[Any, Turns] = weakref.WeakKeyDictionary()
 def turns_of(group: Any) -> Turns:
     """The turns on a process group."""
     return _of_group.setdefault(group, Turns())
+
+
+def renew_turns(group: Any) -> None:
+    """Begin anew: the group has new connections. Turns that were announced before are over."""
+    before = _of_group.pop(group, None)
+    if before is not None:
+        before.close(RuntimeError("the step that this belongs to has failed"))

@@ -14,12 +14,13 @@ from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.compressed import compressed, hook_of_codec
 from torch_commhook.hooks.cpp import cpp
 from torch_commhook.hooks.hierarchical import hierarchical
+from torch_commhook.hooks.local_sgd import local_sgd, outer_sgd
 from torch_commhook.hooks.mean import allreduce, cast
 from torch_commhook.hooks.policy import policy
 from torch_commhook.hooks.powersgd import powersgd
 from torch_commhook.hooks.wrappers import after, clip, error_feedback
 
-_OWN = [
+__all__ = [
     "Hook",
     "adaptive",
     "after",
@@ -30,18 +31,19 @@ _OWN = [
     "cpp",
     "error_feedback",
     "hierarchical",
+    "local_sgd",
+    "outer_sgd",
     "policy",
     "powersgd",
 ]
+__all__ += CODECS
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__all__":  # codecs may be registered at any time
-        return [*_OWN, *CODECS]
-    if name in CODECS:
+    if name in CODECS:  # which may have been registered since
         return hook_of_codec(CODECS[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*_OWN, *CODECS])
+    return sorted({*__all__, *CODECS})

@@ -49,13 +49,17 @@ class Hook(ABC):
     #: Whether collectives follow one another, for which some process groups need a second one.
     has_stages: bool = False
 
+    #: Whether each rank steps on gradients of its own for a while, so that parameters differ
+    #: between ranks, and so does what an optimizer remembers of them.
+    keeps_ranks_apart: bool = False
+
     #: Whether :meth:`step_scale` is to be asked, which has all results wait for the last.
     scales_steps: bool = False
 
     def __init__(self, process_group: Any = None) -> None:
         self.process_group = process_group
 
-    def prepare(self, memory: BucketMemory) -> None:
+    def prepare(self, memory: BucketMemory) -> None:  # noqa: B027 (most remember nothing)
         """Ask for what the hook remembers of a bucket, before the first :meth:`average` of it.
 
         Called outside of compilers, on all ranks at the same point, and again whenever buckets are
@@ -73,7 +77,7 @@ class Hook(ABC):
         """
         return None
 
-    def step_counted(self, memory: HookMemory) -> None:
+    def step_counted(self, memory: HookMemory) -> None:  # noqa: B027
         """Called when a step has been done on all ranks; all come here at the same point."""
 
     def memory(self, bucket: GradBucket) -> BucketMemory:
@@ -160,7 +164,9 @@ class Hook(ABC):
     def __copy__(self) -> "Hook":
         return self._with_state(
             {
-                name: copy.copy(value) if isinstance(value, (Workspaces, HookMemory, Hook, _C.CppHook)) else value
+                name: copy.copy(value)
+                if isinstance(value, (Workspaces, HookMemory, Hook, _C.CppHook))
+                else value
                 for name, value in self.__dict__.items()
             }
         )

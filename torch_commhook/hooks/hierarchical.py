@@ -39,9 +39,7 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
     _commhook_traceable = True
     is_lossy = True
 
-    def __init__(
-        self, codec: Codec, *, intra_group: Any, inter_group: Any, seed: int = 0
-    ) -> None:
+    def __init__(self, codec: Codec, *, intra_group: Any, inter_group: Any, seed: int = 0) -> None:
         super().__init__()
         if not isinstance(codec, Codec):
             raise TypeError(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_commhook import _ops
 from torch_commhook.bucket import GradBucket
 from torch_commhook.codecs.base import CODECS
-from torch_commhook.collectives.futures import TracedFuture
+from torch_commhook.collectives.futures import TracedFuture, then
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.compressed import hook_of_codec
 from torch_commhook.hooks.mean import allreduce
@@ -115,15 +115,15 @@ class policy(Hook):  # noqa: N801 (a hook is written as it is called)
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         memory = self.memory(bucket)
         if bucket.is_sparse() or bucket.dtype().is_complex:
-            ((number, part),) = memory.parts.items()  # of one parameter, or all are alike
+            ((only, part),) = memory.parts.items()  # of one parameter, or all are alike
             bucket._memory = part
-            return self._hooks[int(number)].average(bucket)
+            return self._hooks[int(only)].average(bucket)
         gradients = _gradients(bucket)
         group = self.group(bucket)
         futures: list[Any] = []
         for number, part_memory in memory.parts.items():
-            part = _Part(bucket, gradients, part_memory, group)
-            futures.append(_as_future(self._hooks[int(number)].average(part)))
+            piece = _Part(bucket, gradients, part_memory, group)
+            futures.append(_as_future(self._hooks[int(number)].average(piece)))
         result = bucket.result_buffer()
         if result is None:
             shape, device = (bucket.numel(),), bucket.device()
@@ -147,7 +147,11 @@ class policy(Hook):  # noqa: N801 (a hook is written as it is called)
         if torch.compiler.is_compiling():
             return _TracedParts(futures, write)  # type: ignore[return-value]
         together = torch.futures.collect_all(futures)
-        return together.then(lambda done: write([future.value() for future in done.value()]))
+        return then(
+            together,
+            lambda done: write([future.value() for future in done.value()]),
+            bucket.device(),
+        )
 
     def step_counted(self, memory: HookMemory) -> None:
         for hook in self._hooks:
@@ -286,9 +290,8 @@ def _checked_rule(number: int, rule: Any) -> tuple[str, Hook]:
 def _checked_hook(where: str, hook: object) -> Hook:
     if not isinstance(hook, Hook):
         raise TypeError(
-            f"policy: {where} must have one of torch_commhook.hooks, got "
-            f"{type(hook).__qualname__}"
+            f"policy: {where} must have one of torch_commhook.hooks, got {type(hook).__qualname__}"
         )
-    if hook.scales_steps:
+    if hook.scales_steps or hook.keeps_ranks_apart:
         raise ValueError(f"policy: {where} must not be about all gradients together, got {hook}")
     return hook

@@ -26,6 +26,11 @@ class Wrapper(Hook):
                 f"{type(self).__name__}: hook must be one of torch_commhook.hooks, got "
                 f"{type(hook).__qualname__}"
             )
+        if hook.keeps_ranks_apart:
+            raise ValueError(
+                f"{type(self).__name__}: hook must bring the ranks together in each step, got "
+                f"{hook}; it can go inside of that, as its hook"
+            )
         self.hook = hook
         self._commhook_traceable = getattr(hook, "_commhook_traceable", False)
 
@@ -83,7 +88,7 @@ class error_feedback(Wrapper):  # noqa: N801 (a hook is written as it is called)
         ValueError: one that loses nothing, or that is right on average and scales for it.
     """
 
-    takes_error = False  # type: ignore[assignment]
+    takes_error = False
 
     def __init__(self, hook: Hook) -> None:
         super().__init__(hook)
@@ -191,7 +196,7 @@ class clip(Wrapper):  # noqa: N801
         self.max_norm = float(max_norm)
         self._is_plain = hook is None
 
-    scales_steps = True  # type: ignore[assignment]
+    scales_steps = True
 
     def __call__(self, state: object, bucket: Any) -> torch.futures.Future[Tensor]:
         raise RuntimeError(

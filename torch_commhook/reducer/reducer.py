@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -43,6 +43,7 @@ from torch_commhook.reducer.tracing import (
     commit_step,
     count_step,
     expected_hooks,
+    note_backward,
     prepare_tracing,
     reducers,
     start_traced,
@@ -50,7 +51,7 @@ from torch_commhook.reducer.tracing import (
 )
 from torch_commhook.results import checked_result, hook_on_bucket
 from torch_commhook.running_backward import RunningBackward
-from torch_commhook.step_group import StepGroup
+from torch_commhook.step_group import NoAgreement, StepGroup
 
 _log = logging.getLogger(__name__)
 _engine = torch.autograd.Variable._execution_engine
@@ -59,6 +60,8 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 
 #: Stands for a backward that compiled autograd runs.
 _COMPILED = -1
+
+_ALONE = NoAgreement()
 
 _NOT_NESTED = (
     "torch_commhook: a parameter's hook was called outside of backward(), or in one that is nested "
@@ -176,7 +179,10 @@ class Reducer:
 
     def memory_loaded(self, buckets: list[list[str]]) -> None:
         """The hook's memory has been read from elsewhere, where these were the buckets."""
-        numbers = {name: number for number, name in enumerate(self._names)}
+        # Under the names by which the memory knows them, which are a model's own inside DDP too.
+        attached = self._attached
+        names = None if attached is None else attached.memory.names_of(self._parameters)
+        numbers = {name: number for number, name in enumerate(names or ())}
         if self._is_under_way() or sorted(numbers) != sorted(
             name for names in buckets for name in names
         ):
@@ -239,6 +245,10 @@ class Reducer:
             handle.remove()
         self._handles.clear()
         self.hooks.clear()
+
+    def parameter_buckets(self) -> list[list[Tensor]]:
+        """Each bucket's parameters."""
+        return [list(bucket.parameters) for bucket in self._buckets]
 
     def buckets(self) -> list[list[str]]:
         """The names of each bucket's parameters."""
@@ -434,21 +444,43 @@ class Reducer:
             self._begun_count += 1
         self._next = 0
         self._running = self.attached if self._should_sync() else None
+        if self._running is not None and self._running.keeps_ranks_apart:
+            self._begin_apart()
         if self._running is None:
             return
         if not _is_compiling():
             self._begin_step()
-        elif self._running.traceable and self.group.recovers:
+        elif self._running.traceable and self._agreement.recovers:
             prepare_tracing(self.group.name)
             begin_step(self._token, self.group.name)
             self._begun = True
+
+    def _begin_apart(self) -> None:
+        """Begin a backward after which each rank has its own gradients."""
+        attached = self._running
+        assert attached is not None
+        if _is_compiling():
+            note_backward(self._token, self._key)
+        else:
+            assert attached.local_steps is not None
+            attached.local_steps.note_backward()
+        if attached.stages.is_empty:  # the gradients stay where they are
+            if not _is_compiling():
+                self._on_step(True)
+            self._running = None
+
+    @property
+    def _agreement(self) -> StepGroup | NoAgreement:
+        """Through which the ranks agree on the step."""
+        apart = self._running is not None and self._running.keeps_ranks_apart
+        return _ALONE if apart else self.group
 
     def _begin_step(self) -> None:
         if not self._begun:
             self._begun = True
             try:
                 self._on_step(True)
-                self.group.begin()
+                self._agreement.begin()
             except BaseException:
                 self._reset()
                 raise
@@ -547,15 +579,18 @@ class Reducer:
             late = cpp.results(self.group.timeout.total_seconds())
             traffic = cpp.traffic()
         used = self._locally_used()
-        if self.group.recovers:
-            self.group.commit(used)
+        if self._agreement.recovers:
+            self._agreement.commit(used)
         attached, count = self._running, len(self._buckets)
         assert attached is not None
-        attached.memory.advance()
+        together = not attached.keeps_ranks_apart
+        if together:
+            attached.memory.advance()
         for bucket, result in late:
             self.write_missing(bucket.members, bucket.pieces(result), used)
-        for index, of_bucket in enumerate(traffic):
-            count_bucket(attached.stats, index, count, of_bucket, first=index == 0)
+        if together:
+            for index, of_bucket in enumerate(traffic):
+                count_bucket(attached.stats, index, count, of_bucket, first=index == 0)
         self._accumulated = False
         if self._is_to_rebuild():
             self._agreed_order = self._agree_on_order()
@@ -568,11 +603,13 @@ class Reducer:
         """
         self._start_all()
         scale = 1.0
-        results = map(self._result, self._buckets)  # each is written when it comes
+        results: Iterable[Tensor] = map(
+            self._result, self._buckets
+        )  # each is written when it comes
         if self._scales_steps:
             all_results = list(results)
             scale = self._step_scale(all_results)
-            results = iter(all_results)
+            results = all_results
         late = []
         for bucket, result in zip(self._buckets, results, strict=True):
             if bucket.pending:
@@ -635,7 +672,7 @@ class Reducer:
             ):
                 if arrived is None and not (self._accumulated and parameter.grad is not None):
                     used[number] = 0
-        if not self.group.recovers and self.group.size > 1 and 0 in used:
+        if not self._agreement.recovers and self._agreement.size > 1 and 0 in used:
             names = [name for name, yes in zip(self._names, used, strict=True) if not yes]
             raise RuntimeError(
                 f"torch_commhook: parameters {names} got no gradient, and over this process group "
@@ -692,13 +729,14 @@ class Reducer:
             if bucket.pending == 0:
                 bucket.write_traced(result)
         used = self._locally_used()
-        if self.group.recovers:
+        if self._agreement.recovers:
             self._used.copy_(used)
             used = self._used
             commit_step(used, results, self.group.name)
-        if not attached.memory.is_empty:
-            count_step(self._token, results, self._key)
-        attached.traced_steps.add([_traffic(bucket) for bucket in self._buckets])
+        if not attached.keeps_ranks_apart:
+            if not attached.memory.is_empty:
+                count_step(self._token, results, self._key)
+            attached.traced_steps.add([_traffic(bucket) for bucket in self._buckets])
         numbers: list[int] = []
         missing: list[Tensor] = []
         for bucket, result in zip(self._buckets, results, strict=True):
@@ -734,7 +772,9 @@ class Reducer:
         """
         attached = self._running
         assert attached is not None
-        return not self._rebuilt and self._task != _COMPILED and not attached.is_lossy
+        # Ranks that are apart have nothing to agree through.
+        is_free = not attached.is_lossy and not attached.keeps_ranks_apart
+        return not self._rebuilt and self._task != _COMPILED and is_free
 
     def _agree_on_order(self) -> list[int]:
         """The order in which rank 0's gradients have arrived, on all ranks."""
@@ -758,7 +798,7 @@ class Reducer:
             self._drain(_DRAIN_SECONDS if patient else _LATE_SECONDS)
         except BaseException as interrupt:  # the other ranks are told all the same
             error = interrupt
-        raised = self.group.fail_with(error)
+        raised = self._agreement.fail_with(error)
         self._reset()
         raise raised
 
@@ -780,7 +820,7 @@ class Reducer:
     def _abandon(self) -> None:
         """Forget a backward that was left by an exception."""
         if self._running is not None:
-            self.group.fail("backward() was left by an exception")
+            self._agreement.fail("backward() was left by an exception")
         self._reset()
 
     def _reset(self) -> None:

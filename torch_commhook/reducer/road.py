@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_commhook import collectives
 from torch_commhook._dynamo import left_to_python
 from torch_commhook.attached import Attached
+from torch_commhook.forward_hook import BeforeForward
 from torch_commhook.parameters import check_not_in_ddp
 from torch_commhook.reducer.join import ReducerJoinable
 from torch_commhook.reducer.reducer import Reducer
@@ -75,7 +76,7 @@ class ReducerRoad:
             on_closed=self._reducer_closed,
         )
         self._joinable = ReducerJoinable(self)
-        self._forward_handle = model.register_forward_pre_hook(_BeforeForward(self))
+        self._forward_handle = model.register_forward_pre_hook(BeforeForward(self))
         if isinstance(model, DistributedDataParallel):
             for handle in model._accum_grad_hooks:  # DDP's own, which would average again
                 handle.remove()
@@ -144,6 +145,15 @@ class ReducerRoad:
 
     def join(self) -> Join:
         return Join([self._joinable])
+
+    @property
+    def group(self) -> StepGroup:
+        """What the hook communicates through."""
+        return self._group
+
+    def parameter_buckets(self) -> list[list[Tensor]]:
+        """The parameters of each bucket, in order."""
+        return self.reducer.parameter_buckets()
 
     @property
     def parent_group(self) -> Any:
@@ -279,30 +289,6 @@ def _fuse_again(road: ReducerRoad) -> None:
     _roads_without_fusion.discard(road)
     if not _roads_without_fusion:
         torch._inductor.config._fuse_ddp_communication = _fusion_before
-
-
-class _BeforeForward:
-    """The road's hook on the module. A copy of the module is another one, with no hook attached."""
-
-    def __init__(self, road: ReducerRoad) -> None:
-        self._road = road
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        self._road.before_forward(module)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _nothing
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _get_nothing, ()
-
-
-def _nothing(module: nn.Module, args: Any) -> None:
-    pass
-
-
-def _get_nothing() -> Any:
-    return _nothing
 
 
 @torch.compiler.disable

@@ -105,6 +105,14 @@ def count_step(token: Tensor, results: list[Tensor], key: int) -> None:
         attached.memory.advance()
 
 
+@torch.library.custom_op("commhook::note_backward", mutates_args=("token",))
+def note_backward(token: Tensor, key: int) -> None:
+    """:meth:`LocalSteps.note_backward` of the hook that is attached."""
+    attached = reducers[key].attached
+    if attached is not None and attached.local_steps is not None:
+        attached.local_steps.note_backward()
+
+
 @torch.library.custom_op("commhook::write_missing", mutates_args=("token",))
 def write_missing(
     token: Tensor, used: Tensor, gradients: list[Tensor], numbers: list[int], key: int
@@ -129,6 +137,11 @@ def _commit_step_fake(used: Tensor, results: list[Tensor], name: str) -> None:
 
 @count_step.register_fake
 def _count_step_fake(token: Tensor, results: list[Tensor], key: int) -> None:
+    return None
+
+
+@note_backward.register_fake
+def _note_backward_fake(token: Tensor, key: int) -> None:
     return None
 
 

@@ -10,6 +10,7 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <limits>
 #include <vector>
 
@@ -78,10 +79,17 @@ Draw check(const char* op, at::TensorList tensors, const at::Tensor& message,
 }
 
 void encode(at::TensorList tensors, const at::Tensor& message, const at::Tensor& rounding,
-            double scale, const std::optional<at::Tensor>& error) {
+            bool unbiased, double scale, const std::optional<at::Tensor>& error) {
   const auto draw = check("randomk_encode", tensors, message, rounding);
   codecs::check_error("randomk_encode", error, draw.numel, message.device());
   codecs::check_encoded_apart("randomk_encode", tensors, message, error);
+  if (unbiased) {
+    TORCH_CHECK_VALUE(!codecs::is_there(error),
+                      "randomk_encode: error must be None where unbiased is True, since what is "
+                      "sent is scaled, got a tensor");
+    const int64_t count = std::max<int64_t>(1, message.numel() / kBytesOfEntry);
+    scale *= static_cast<double>(draw.numel) / static_cast<double>(count);
+  }
   if (cpu::serve(message.device())) {
     return encode_on_cpu(tensors, message, draw, scale, error);
   }
@@ -103,9 +111,10 @@ TORCH_LIBRARY_FRAGMENT(commhook, m) {
 
   // Writes the message of a bucket: values of float32(value) * scale + error at places that follow
   // from a seed and a step, as many as it has room for. Puts what is not sent into `error`.
+  // Unbiased, it scales by the number of all values over that of those sent.
   m.def(
-      "randomk_encode(Tensor[] tensors, Tensor(a!) message, Tensor rounding, *, float scale=1.0, "
-      "Tensor(b!)? error=None) -> ()",
+      "randomk_encode(Tensor[] tensors, Tensor(a!) message, Tensor rounding, *, "
+      "bool unbiased=False, float scale=1.0, Tensor(b!)? error=None) -> ()",
       compliant);
   // Writes a message's values into tensors, and zeros beside them.
   m.def("randomk_decode(Tensor message, Tensor(a!)[] tensors, Tensor rounding) -> ()", compliant);

@@ -1,0 +1,173 @@
+"""What compression costs in loss: ``train`` with each hook, over several seeds, beside none.
+
+``python benchmarks/bench_loss.py --help`` shows the options; see benchmarks/README.md. A run takes
+minutes, so each is stored when it ends, and those that are stored are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from machine import FOLDER, environment
+
+RESULTS = FOLDER / "results" / "bench_loss.json"
+PICTURES = FOLDER.parent / "docs" / "images"
+LINK_RESULTS = FOLDER / "results" / "bench_link.json"
+
+PLAIN = "allreduce()"
+#: Hooks, and how much more loss than with no compression is allowed.
+AT_MOST = {
+    "cast()": 1.01,
+    "blockwise()": 1.01,
+    "error_feedback(blockwise(bits=4))": 1.03,
+    "error_feedback(topk(0.01))": 1.03,
+    "error_feedback(powersgd(rank=2))": 1.03,
+}
+#: Steps between two points of a curve, each the mean of those since the one before.
+_STRIDE = 20
+
+
+def train(hook: str, seed: int, steps: int) -> dict[str, Any]:
+    """One run: its losses and bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch_commhook", "train", "--hook", hook]
+        command += ["--seed", str(seed), "--steps", str(steps), "--out", folder]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=FOLDER.parent)
+        summary = json.loads((Path(folder) / "summary.json").read_text())
+        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").open()]
+    losses = [line["loss"] for line in lines]
+    last = losses[-max(1, steps // 20) :]
+    return {
+        "hook": hook,
+        "seed": seed,
+        "steps": steps,
+        "loss": statistics.fmean(last),
+        "held_out_loss": summary["runs"][0]["held_out_loss"],
+        "bytes_per_step": lines[-1]["bytes_sent"] / steps,
+        "curve": [
+            round(statistics.fmean(losses[i : i + _STRIDE]), 5)
+            for i in range(0, len(losses), _STRIDE)
+        ],
+    }
+
+
+def table(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each hook its mean losses over the seeds that the plain mean has too, and their ratio."""
+    plain = {(run["seed"], run["steps"]): run for run in runs if run["hook"] == PLAIN}
+    rows = []
+    for hook in [PLAIN, *AT_MOST]:
+        pairs = [
+            (run, plain[run["seed"], run["steps"]])
+            for run in runs
+            if run["hook"] == hook and (run["seed"], run["steps"]) in plain
+        ]
+        if not pairs:
+            continue
+        own = statistics.fmean(run["loss"] for run, _ in pairs)
+        other = statistics.fmean(beside["loss"] for _, beside in pairs)
+        rows.append(
+            {
+                "hook": hook,
+                "seeds": len(pairs),
+                "loss": own,
+                "held_out_loss": statistics.fmean(run["held_out_loss"] for run, _ in pairs),
+                "ratio": own / other,
+                "at_most": AT_MOST.get(hook),
+                "MB per step": pairs[0][0]["bytes_per_step"] / 1e6,
+            }
+        )
+    return rows
+
+
+def print_table(rows: Sequence[dict[str, Any]]) -> bool:
+    """Print the table; whether no target is missed."""
+    print("| hook | seeds | loss | held-out | ratio | target | MB sent per step |")
+    print("|---|---|---|---|---|---|---|")
+    held = True
+    for row in rows:
+        target = ""
+        if row["at_most"] is not None:
+            good = row["ratio"] <= row["at_most"]
+            held = held and good
+            target = f"<= {row['at_most']:.2f} {'ok' if good else 'MISSED'}"
+        print(
+            f"| `{row['hook']}` | {row['seeds']} | {row['loss']:.4f} | "
+            f"{row['held_out_loss']:.4f} | {row['ratio']:.4f} | {target} | "
+            f"{row['MB per step']:.2f} |"
+        )
+    return held
+
+
+def draw(runs: Sequence[dict[str, Any]]) -> None:
+    """Loss over bytes sent, and over the time on a link, of the first seed."""
+    seed = min(run["seed"] for run in runs)
+    own = [run for run in runs if run["seed"] == seed]
+    per_step = {run["hook"]: run["bytes_per_step"] / 1e6 for run in own}
+    _curves(own, per_step, "MB sent by a rank", PICTURES / "loss_over_bytes.png")
+    seconds = _step_seconds()
+    timed = [run for run in own if run["hook"] in seconds]
+    if timed:
+        _curves(timed, seconds, "seconds at 200 Mbit/s", PICTURES / "loss_over_time.png")
+
+
+def _curves(
+    runs: Sequence[dict[str, Any]], per_step: dict[str, float], what: str, path: Path
+) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)  # no pyplot: that would look for a display
+    axes = figure.subplots()
+    for run in runs:
+        steps = [min((i + 1) * _STRIDE, run["steps"]) for i in range(len(run["curve"]))]
+        axes.plot([s * per_step[run["hook"]] for s in steps], run["curve"], label=run["hook"])
+    axes.set(xlabel=what, ylabel="loss, nats per byte", xscale="log")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=100)
+
+
+def _step_seconds() -> dict[str, float]:
+    """What ``bench_link`` has measured at 200 Mbit/s."""
+    if not LINK_RESULTS.exists():
+        return {}
+    rows = json.loads(LINK_RESULTS.read_text())["rows"]
+    return {row["job"]: row["seconds"] for row in rows if row["group"].startswith("200mbit")}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--hooks", nargs="+", default=[PLAIN, *AT_MOST], metavar="HOOK")
+    parser.add_argument("--again", action="store_true", help="forget what is stored")
+    options = parser.parse_args()
+    stored: dict[str, Any] = {"environment": environment("cpu"), "runs": []}
+    if RESULTS.exists() and not options.again:
+        stored["runs"] = json.loads(RESULTS.read_text())["runs"]
+    done = {(run["hook"], run["seed"], run["steps"]) for run in stored["runs"]}
+    for seed in options.seeds:
+        for hook in options.hooks:
+            if (hook, seed, options.steps) in done:
+                continue
+            run = train(hook, seed, options.steps)
+            print(f"{hook}, seed {seed}: {run['loss']:.4f}", flush=True)
+            stored["runs"].append(run)
+            RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
+    runs = [run for run in stored["runs"] if run["steps"] == options.steps]
+    draw(runs)
+    return 0 if print_table(table(runs)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Training that is killed at a random step and goes on, against training that is not.
+
+For each hook that remembers something: a run of ``train`` to the end; one that is killed, a rank of
+it with SIGKILL, at a step that is drawn; and one that goes on from the last checkpoint that the
+second has left. Weights, the optimizer's state and what the hooks remember must be the same bits in
+the end.
+
+Run with ``make kill-and-resume ARGS="[--seed N] [HOOK ...]"``. Exits with 1 where they differ.
+Without arguments it writes ``kill_and_resume.json`` beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from train_processes import start_train
+
+from torch_commhook.cli.checkpoint import read_checkpoint
+
+TABLE = Path(__file__).with_suffix(".json")
+STEPS = 150
+HOOKS = [
+    "error_feedback(blockwise(bits=4))",
+    "error_feedback(blockwise(bits=4, rounding='stochastic', seed=3))",
+    "blockwise(rounding='stochastic')",
+    "error_feedback(fp8())",
+    "error_feedback(sign())",
+    "error_feedback(topk(0.01))",
+    "error_feedback(randomk(0.05))",
+    "error_feedback(powersgd(rank=2))",
+    "after(15, error_feedback(blockwise(bits=4)))",
+    "policy()",
+    "clip(0.5, error_feedback(blockwise()))",
+    "adaptive(20000, every=6)",
+    "local_sgd(4, hook=error_feedback(blockwise(bits=4)))",
+]
+
+
+def killed_and_resumed(hook: str, seed: int, folder: Path) -> dict[str, Any]:
+    """Where it was killed, from where it went on, and whether all is the same in the end."""
+    dice = random.Random(f"{hook} {seed}")
+    arguments = ("--steps", str(STEPS), "--bucket-cap-mb", "0.02", "--seed", str(seed))
+    folders = {name: folder / name for name in ("straight", "killed", "resumed")}
+    for each in folders.values():
+        each.mkdir(parents=True)
+    hook_arguments = ("--hook", hook)
+    with start_train(
+        *arguments, *hook_arguments, "--save", "end.pt", folder=folders["straight"]
+    ) as run:
+        assert run.wait() == 0, run.stderr
+    kill_at = dice.randrange(2, STEPS // 2)  # long before the end: training goes on meanwhile
+    saving = ("--save", "step-{step}.pt", "--save-every", "1")
+    with start_train(*arguments, *hook_arguments, *saving, folder=folders["killed"]) as run:
+        run.wait_for_steps(folders["killed"] / "out" / "metrics.jsonl", kill_at)
+        os.kill(run.rank_pid(dice.randrange(2)), signal.SIGKILL)
+        assert run.wait() != 0
+    saved = max(folders["killed"].glob("step-*.pt"), key=lambda p: int(p.stem.partition("-")[2]))
+    from_step = int(saved.stem.partition("-")[2])
+    with start_train("--resume", saved, "--save", "end.pt", folder=folders["resumed"]) as run:
+        assert run.wait() == 0, run.stderr
+    straight, resumed = (
+        read_checkpoint(folders[name] / "end.pt") for name in ("straight", "resumed")
+    )
+    different = [
+        *(f"weights {name}" for name in _different(straight.model, resumed.model)),
+        *(f"optimizer {name}" for name in _different(straight.optimizer, resumed.optimizer)),
+        *(f"ranks {name}" for name in _different(straight.rank_states, resumed.rank_states)),
+    ]
+    assert any(state["hook"] for state in resumed.rank_states), "the hook remembers nothing"
+    return {
+        "hook": hook,
+        "killed_at": kill_at,
+        "resumed_from": from_step,
+        "steps": STEPS,
+        "different": different,
+    }
+
+
+def _different(one: Any, other: Any, path: str = "") -> list[str]:
+    """Where two nested values differ."""
+    if isinstance(one, torch.Tensor):
+        return [] if isinstance(other, torch.Tensor) and torch.equal(one, other) else [path]
+    if isinstance(one, dict):
+        if not isinstance(other, dict) or one.keys() != other.keys():
+            return [path]
+        return [p for key in one for p in _different(one[key], other[key], f"{path}/{key}")]
+    if isinstance(one, (list, tuple)):
+        if len(one) != len(other):
+            return [path]
+        return [p for i, item in enumerate(one) for p in _different(item, other[i], f"{path}/{i}")]
+    return [] if one == other else [path]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("hooks", nargs="*", metavar="HOOK", help="all that remember something")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    rows = []
+    for hook in options.hooks or HOOKS:
+        with tempfile.TemporaryDirectory() as folder:
+            row = killed_and_resumed(hook, options.seed, Path(folder))
+        rows.append(row)
+        verdict = "the same bits" if not row["different"] else f"differs: {row['different'][:3]}"
+        print(
+            f"{hook}: killed after step {row['killed_at']}, resumed from {row['resumed_from']}, "
+            f"{STEPS} steps: {verdict}",
+            flush=True,
+        )
+    if not options.hooks and options.seed == 0:
+        result = {"torch": torch.__version__, "python": platform.python_version(), "rows": rows}
+        TABLE.write_text(json.dumps(result, indent=1) + "\n")
+    return 1 if any(row["different"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

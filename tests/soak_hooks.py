@@ -1,0 +1,261 @@
+"""Hooks whose collectives follow one another, on Gloo, with delays in every stage.
+
+A run attaches a hook to a small model in several buckets and makes some steps. Each rank sleeps
+for up to 3 ms, drawn from a seed, before its backward and in each method of a codec: where a hook
+starts and in callbacks, so that first stages end in another order on each rank. The gradients must
+have the same bits on all ranks, and those of the same run without delays. In one run of four a
+method raises on one rank at a place that is drawn; that step must fail on all ranks, on this one
+with the error itself, and is made again. What error feedback remembers may then be other than
+without the failure, so that such runs are held against the other ranks alone.
+
+``make soak-hooks`` makes 200 runs of each hook on 2 and on 3 ranks, and writes ``soak_hooks.json``
+beside this file. A rank that ends, or that gives no answer in time, is a run that has failed. Exits
+with 1 where one has. ``test_soak_hooks.py`` makes a few.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import platform
+import random
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from codec_doubles import Around
+from rank_pool import RankPool
+from torch import nn
+
+from torch_commhook import PeerError, attach, hooks
+from torch_commhook.codecs import CODECS, Codec
+
+TABLE = Path(__file__).with_suffix(".json")
+RUNS = 200
+STEPS = 3
+RUNS_PER_CALL = 10
+LONGEST_DELAY = 0.003
+METHODS = ("encode", "reduce", "decode")
+
+#: One run in so many has a step that fails.
+FAILING = 4
+
+
+class OwnError(Exception):
+    """What a codec raises here."""
+
+
+class Disturbed:
+    """Sleeps before a codec's methods, and raises before one of them.
+
+    Args:
+        seed: of the delays; None for none.
+    """
+
+    def __init__(self, seed: int | None) -> None:
+        self._dice = None if seed is None else random.Random(seed)
+        self.method, self.calls = "", 0
+
+    def fail(self, method: str, calls: int) -> None:
+        """Raise in the method's call after so many."""
+        self.method, self.calls = method, calls
+
+    def __call__(self, method: str) -> None:
+        self.sleep()
+        if method == self.method:
+            self.calls -= 1
+            if self.calls < 0:
+                self.method = ""
+                raise OwnError("boo")
+
+    def sleep(self) -> None:
+        """Up to 3 ms."""
+        if self._dice is not None:
+            time.sleep(self._dice.random() * LONGEST_DELAY)
+
+
+def staged_codecs() -> list[Codec]:
+    return [
+        codec
+        for cls in CODECS.values()
+        for codec in cls.examples()
+        if codec.exchange == "all_to_all"
+    ]
+
+
+def make_hook(name: str, disturbed: Disturbed) -> hooks.Hook:
+    """One of :func:`hook_names`, disturbed."""
+    kind, _, text = name.partition(" ")
+    around = {str(codec): Around(codec, disturbed) for codec in staged_codecs()}
+    first, *_, last = around.values()
+    if kind == "plain":
+        return hooks.compressed(around[text], seed=5)
+    if kind == "feedback":
+        return hooks.error_feedback(hooks.compressed(around[text], seed=5))
+    if kind == "policy":
+        rules: list[Any] = [("dim <= 1", hooks.allreduce()), ("0.*", hooks.compressed(last))]
+        return hooks.policy(rules, hooks.error_feedback(hooks.compressed(first)))
+    if kind == "after":
+        return hooks.after(1, hooks.compressed(first), hooks.compressed(last))
+    return hooks.clip(0.5, hooks.compressed(first))
+
+
+def hook_names() -> list[str]:
+    """Every hook with stages."""
+    codecs = [str(codec) for codec in staged_codecs()]
+    named = [f"plain {codec}" for codec in codecs] + [f"feedback {codec}" for codec in codecs]
+    return [*named, "policy", "after", "clip"]
+
+
+def remembers_losses(name: str) -> bool:
+    return name.startswith(("feedback", "policy"))
+
+
+def module() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = [40, 60, 40, 30, 50, 40]
+    return nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(sizes)))
+
+
+def one_run(rank: int, world_size: int, name: str, seed: int, disturb: bool) -> dict[str, Any]:
+    """What became of a run on this rank: its gradients, as a hash, and how steps have failed."""
+    disturbed = Disturbed(seed * 100 + rank if disturb else None)
+    plan = random.Random(seed)  # the same on all ranks
+    fails_at = plan.randrange(STEPS) if disturb and seed % FAILING == 0 else -1
+    fails_on, method = plan.randrange(world_size), plan.choice(METHODS)
+    # Of two codecs one may do little in a step.
+    calls = plan.randrange(2 if name in ("policy", "after") else 3)
+    hook = make_hook(name, disturbed)
+    model = module()
+    handle = attach(model, hook, bucket_cap_mb=0.008)
+    digest, outcomes = hashlib.sha256(), []
+    for step in range(STEPS):
+        x = torch.randn(
+            8, 40, generator=torch.Generator().manual_seed(1000 * seed + 10 * step + rank)
+        )
+        for attempt in range(2):
+            failing = step == fails_at and attempt == 0
+            if failing and rank == fails_on:
+                disturbed.fail(method, calls)
+            disturbed.sleep()
+            model.zero_grad()
+            outcome = "done"
+            try:
+                model(x).square().mean().backward()
+            except OwnError:
+                outcome = "own"
+            except PeerError as error:
+                outcome = (
+                    "peer" if f"on rank {fails_on}: OwnError: boo" in str(error) else str(error)
+                )
+            outcomes.append(outcome)
+            if not failing:
+                break
+        for parameter in model.parameters():
+            digest.update(parameter.grad.numpy().tobytes())
+    expected = []
+    for step in range(STEPS):
+        if step == fails_at:
+            expected.append("own" if rank == fails_on else "peer")
+        expected.append("done")
+    buckets = len(handle.stats().buckets)
+    handle.remove()
+    return {
+        "gradients": digest.hexdigest(),
+        "outcomes": outcomes,
+        "expected": expected,
+        "failed": fails_at >= 0,
+        "buckets": buckets,
+    }
+
+
+def some_runs(rank: int, world_size: int, name: str, seeds: list[int]) -> list[dict[str, Any]]:
+    """Each seed's run with delays, and without."""
+    found = []
+    for seed in seeds:
+        result = one_run(rank, world_size, name, seed, disturb=True)
+        calm = one_run(rank, world_size, name, seed, disturb=False)
+        found.append({**result, "calm": calm["gradients"]})
+    return found
+
+
+def check(name: str, ranks: list[dict[str, Any]]) -> list[str]:
+    """What is wrong with a run."""
+    wrong = []
+    if len({found["gradients"] for found in ranks}) != 1:
+        wrong.append("the ranks' gradients differ")
+    if len({found["calm"] for found in ranks}) != 1:
+        wrong.append("the ranks' gradients differ without delays")
+    for rank, found in enumerate(ranks):
+        if found["outcomes"] != found["expected"]:
+            wrong.append(f"rank {rank} has {found['outcomes']} for {found['expected']}")
+        if found["gradients"] != found["calm"] and not (found["failed"] and remembers_losses(name)):
+            wrong.append(f"rank {rank} has other gradients than without delays")
+        if found["buckets"] < 3:
+            wrong.append(f"rank {rank} has {found['buckets']} buckets")
+    return wrong
+
+
+def soak(pool: RankPool, name: str, runs: int, first_seed: int) -> dict[str, Any]:
+    """One row of the table."""
+    begin, wrong, failing = time.monotonic(), [], 0
+    for start in range(0, runs, RUNS_PER_CALL):
+        seeds = [first_seed + number for number in range(start, min(start + RUNS_PER_CALL, runs))]
+        try:
+            ranks = pool.run(some_runs, pool.world_size, name, seeds, timeout=120)
+        except (AssertionError, TimeoutError) as error:
+            wrong.append(f"seeds {seeds[0]} to {seeds[-1]}: {error}")
+            continue
+        for seed, *found in zip(seeds, *ranks, strict=True):
+            failing += found[0]["failed"]
+            wrong += [f"seed {seed}: {what}" for what in check(name, found)]
+    return {
+        "hook": name,
+        "ranks": pool.world_size,
+        "runs": runs,
+        "runs_with_a_failure": failing,
+        "seconds": round(time.monotonic() - begin, 1),
+        "wrong": wrong,
+    }
+
+
+def main() -> int:
+    """Make the runs; 1 where something was wrong in one."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("parts", nargs="*", help="parts of names; all hooks where none is given")
+    parser.add_argument("--runs", type=int, default=RUNS, help="of each hook (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first run (%(default)s)")
+    parser.add_argument("--table", type=Path, help="where the table goes")
+    arguments = parser.parse_args()
+    table = arguments.table or (
+        TABLE if arguments.runs == RUNS and not arguments.parts and not arguments.seed else None
+    )
+    rows = []
+    for world_size in (2, 3):
+        pool = RankPool(world_size)
+        for name in hook_names():
+            if arguments.parts and not any(part in name for part in arguments.parts):
+                continue
+            rows.append(soak(pool, name, arguments.runs, arguments.seed))
+            print(rows[-1], flush=True)
+        pool.stop()
+    good = not any(row["wrong"] for row in rows)
+    if table:
+        contents = {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "steps": STEPS,
+            "longest_delay_seconds": LONGEST_DELAY,
+            "good": good,
+            "rows": rows,
+        }
+        table.write_text(json.dumps(contents, indent=1) + "\n")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

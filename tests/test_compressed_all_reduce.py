@@ -1,0 +1,859 @@
+"""The compressed sum over all ranks: values, memory, bytes on the wire, errors, and its groups.
+
+Values are those of the codec's own methods, called one after another by hand. Simulated groups take
+the way on which the call waits for the first stage; Gloo the one with a second group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import random
+import re
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from codec_doubles import Around
+from rank_pool import RankPool
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from torch_commhook import attach, hooks
+from torch_commhook.codecs import CODECS, Codec
+from torch_commhook.collectives import compressed_all_reduce
+from torch_commhook.collectives.compressed import MessageBuffers, shard_range
+from torch_commhook.collectives.turns import turns_of
+from torch_commhook.gloo_groups import second_group
+from torch_commhook.metrics import CallMeter, WireMeter, counting
+from torch_commhook.process_group import RecordingProcessGroup
+from torch_commhook.testing import run_ranks, simulate
+
+EXAMPLES = [example for cls in CODECS.values() for example in cls.examples()]
+STAGED = [codec for codec in EXAMPLES if codec.exchange == "all_to_all"]
+of_each_codec = pytest.mark.parametrize("codec", EXAMPLES, ids=repr)
+
+#: How many ranks of its own each test of simulated groups has.
+RANKS = [1, 2, 3, 4, 8]
+
+STEPS = 2
+
+
+@pytest.fixture
+def pools(two_ranks: RankPool, three_ranks: RankPool) -> dict[int, RankPool]:
+    return {2: two_ranks, 3: three_ranks}
+
+
+# ---- by hand -------------------------------------------------------------------------------------
+
+
+class Memory:
+    """What a caller keeps for one rank between calls, with some error in it at first."""
+
+    def __init__(self, codec: Codec, numel: int, rank: int, world_size: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed + 100 + rank)
+        begin, end = shard_range(codec, numel, rank=rank, world_size=world_size)
+        staged = codec.exchange == "all_to_all"
+        self.error = self.shard_error = self.rounding = None
+        if codec.takes_error:
+            self.error = torch.randn(numel, generator=generator) * 0.01
+            if staged:
+                self.shard_error = torch.randn(end - begin, generator=generator) * 0.01
+        if codec.is_random:
+            own = rank if codec.exchange != "all_reduce" else 0
+            self.rounding = torch.tensor([[seed + own, 5], [seed + 50 + rank, 5]])
+
+    def row(self, number: int) -> Tensor | None:
+        return None if self.rounding is None else self.rounding[number]
+
+    def advance(self) -> None:
+        if self.rounding is not None:
+            self.rounding[:, 1] += 1
+
+    def options(self) -> dict[str, Any]:
+        return {
+            "error": self.error,
+            "shard_error": self.shard_error,
+            "rounding": self.rounding,
+        }
+
+    def state(self) -> list[Tensor]:
+        kept = (self.error, self.shard_error)
+        return [tensor.clone() for tensor in kept if tensor is not None]
+
+
+def by_hand(
+    codec: Codec,
+    sources: list[list[Tensor]],
+    out: list[Tensor],
+    scale: float,
+    memories: list[Memory],
+) -> None:
+    """What the sum must be, of all ranks' tensors, and what the ranks then remember."""
+    numel = sum(tensor.numel() for tensor in sources[0])
+    staged = codec.exchange == "all_to_all"
+    shards = codec.shards(numel, len(sources) if staged else 1)
+    messages = []
+    for tensors, memory in zip(sources, memories, strict=True):
+        messages.append(torch.empty(sum(shard.nbytes for shard in shards), dtype=torch.uint8))
+        options = {"error": memory.error, "rounding": memory.row(0)}
+        codec.encode(tensors, messages[-1], shards=len(shards), **options)
+    if codec.exchange == "all_gather":
+        codec.decode_sum(torch.stack(messages), out, scale=scale)
+        return
+    if codec.exchange == "all_reduce":
+        total = torch.stack([message.view(torch.float32) for message in messages]).sum(0) * scale
+        codec.decode(total.view(torch.uint8), out, rounding=memories[0].row(0))
+        return
+    pieces = [message.split([shard.nbytes for shard in shards]) for message in messages]
+    sums = []
+    for owner, (shard, memory) in enumerate(zip(shards, memories, strict=True)):
+        received = torch.stack([own[owner] for own in pieces])
+        sums.append(torch.empty(shard.nbytes, dtype=torch.uint8))
+        codec.reduce(
+            received,
+            sums[-1],
+            shard.numel,
+            scale=scale,
+            error=memory.shard_error,
+            rounding=memory.row(1),
+        )
+    codec.decode(torch.cat(sums), out, shards=len(sources))
+
+
+# ---- what is summed ------------------------------------------------------------------------------
+
+F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
+
+#: Shapes and dtypes of the tensors, and what they are written into: ``new`` is up to the call,
+#: ``same`` are they themselves, else shapes and dtypes.
+Form = list[tuple[tuple[int, ...], torch.dtype]]
+CASES: dict[str, tuple[Form, str | Form]] = {
+    **{f"{n} values": ([((n,), F32)], "new") for n in (0, 1, 2, 7, 255, 256, 257, 1000, 2049)},
+    "many values": ([((9000,), F32)], "same"),
+    "several": ([((7, 50), F32), ((), F32), ((0,), F32), ((300,), F32)], "same"),
+    "strides": ([((50, 70), F32), ((3, 40, 9), F32)], [((90, 50), F32), ((80,), F32)]),
+    "float64": ([((1500,), F64)], "new"),
+    "float16": ([((1500,), F16)], "new"),
+    "bfloat16": ([((1500,), BF16)], "same"),
+    "dtypes": (
+        [((40, 40), BF16), ((33,), F64), ((700,), F32), ((67,), F16)],
+        [((800,), F64), ((20, 80), BF16)],
+    ),
+}
+
+
+def strided(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An empty tensor whose values do not follow each other, where it has two dimensions."""
+    return torch.empty(shape[::-1], dtype=dtype).permute(list(reversed(range(len(shape)))))
+
+
+def tensors_of(name: str, rank: int, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed * 31 + rank)
+    magnitude = 10.0 ** (seed % 4 - 2)
+    return [
+        strided(shape, dtype).copy_(torch.randn(shape, generator=generator) * magnitude)
+        for shape, dtype in CASES[name][0]
+    ]
+
+
+def outputs_of(name: str, sources: list[Tensor]) -> list[Tensor] | None:
+    form = CASES[name][1]
+    if isinstance(form, str):
+        return sources if form == "same" else None
+    return [strided(shape, dtype).fill_(77) for shape, dtype in form]
+
+
+def _sums(rank: int, codec: Codec, names: Sequence[str], seed: int) -> list[Any]:
+    """Each case, some calls after another with the same memory."""
+    world_size = dist.get_world_size()
+    found = []
+    for name in names:
+        numel = sum(tensor.numel() for tensor in tensors_of(name, rank, seed))
+        memory = Memory(codec, numel, rank, world_size, seed)
+        buffers = MessageBuffers()
+        for step in range(STEPS):
+            sources = tensors_of(name, rank, seed + step)
+            before = [tensor.clone() for tensor in sources]
+            out = outputs_of(name, sources)
+            meter = WireMeter()
+            with counting(meter):
+                future = compressed_all_reduce(
+                    sources if len(sources) > 1 else sources[0],
+                    codec,
+                    scale=1 / world_size,
+                    out=out if out is None or len(out) > 1 else out[0],
+                    buffers=buffers,
+                    **memory.options(),
+                )
+            got = future.wait()
+            if out is not sources:
+                assert all(map(torch.equal, sources, before)), "what is summed was written"
+            assert out is None or got is out[0]
+            memory.advance()
+            results = [tensor.clone() for tensor in (out or [got])]
+            found.append((results, memory.state(), meter.bytes_sent))
+    return found
+
+
+def check_sums(codec: Codec, ranks: list[list[Any]], names: Sequence[str], seed: int) -> None:
+    world_size = len(ranks)
+    place = 0
+    for name in names:
+        numel = sum(tensor.numel() for tensor in tensors_of(name, 0, seed))
+        memories = [Memory(codec, numel, rank, world_size, seed) for rank in range(world_size)]
+        for step in range(STEPS):
+            sources = [tensors_of(name, rank, seed + step) for rank in range(world_size)]
+            out = outputs_of(name, [tensor.clone() for tensor in sources[0]])
+            if out is None:
+                out = [sources[0][0].new_empty(numel)]
+            by_hand(codec, sources, out, 1 / world_size, memories)
+            what = f"{name} in call {step} over {world_size} ranks, seed {seed}"
+            for rank, (memory, found) in enumerate(zip(memories, ranks, strict=True)):
+                results, state, _ = found[place]
+                assert len(results) == len(out) and len(state) == len(memory.state())
+                for got, right in zip(results, out, strict=True):
+                    assert got.dtype == right.dtype and got.shape == right.shape
+                    if codec.exchange == "all_reduce" and world_size > 2:
+                        # The order in which a group adds numbers up is its own.
+                        torch.testing.assert_close(got, right)
+                        assert torch.equal(got, ranks[0][place][0][0]), what
+                    else:
+                        assert torch.equal(got, right), f"{what}: rank {rank}"
+                for got, right in zip(state, memory.state(), strict=True):
+                    assert torch.equal(got, right), f"{what}: memory of rank {rank}"
+                memory.advance()
+            place += 1
+
+
+@pytest.mark.parametrize("world_size", RANKS)
+@of_each_codec
+def test_simulated(codec: Codec, world_size: int) -> None:
+    seed = random.randrange(1 << 20)
+    names = list(CASES)
+    check_sums(codec, run_ranks(_sums, world_size, codec, names, seed, seed=seed), names, seed)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@of_each_codec
+def test_on_gloo(pools: dict[int, RankPool], codec: Codec, world_size: int) -> None:
+    seed = random.randrange(1 << 20)
+    names = list(CASES)
+    check_sums(codec, pools[world_size].run(_sums, codec, names, seed), names, seed)
+
+
+# ---- several at once -----------------------------------------------------------------------------
+
+
+def _in_flight(rank: int, inner: Codec, seed: int, count: int) -> list[tuple[Tensor, list[Tensor]]]:
+    """Calls that nobody waits for until all are on their way; each method takes a while."""
+    dice = random.Random(seed * 10 + rank)
+    codec = Around(inner, lambda method: time.sleep(dice.random() * 0.003))
+    world_size = dist.get_world_size()
+    calls = []
+    for number in range(count):
+        x = tensors_of("many values", rank, seed + number)[0][: 1500 * (number % 5 + 1)]
+        memory = Memory(codec, len(x), rank, world_size, seed + number)
+        future = compressed_all_reduce(x, codec, scale=1 / world_size, **memory.options())
+        calls.append((future, memory))
+    order = dice.sample(range(count), count)
+    results = {number: calls[number][0].wait() for number in order}
+    return [(results[number], calls[number][1].state()) for number in range(count)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("codec", [cls.examples()[0] for cls in CODECS.values()], ids=repr)
+def test_several_in_flight(pools: dict[int, RankPool], codec: Codec, world_size: int) -> None:
+    """First stages end in another order on each rank; the second ones are issued in order."""
+    seed, count = random.randrange(1 << 20), 12
+    ranks = pools[world_size].run(_in_flight, codec, seed, count)
+    for number in range(count):
+        sources = [
+            tensors_of("many values", rank, seed + number)[0][: 1500 * (number % 5 + 1)]
+            for rank in range(world_size)
+        ]
+        numel = len(sources[0])
+        memories = [
+            Memory(codec, numel, rank, world_size, seed + number) for rank in range(world_size)
+        ]
+        right = torch.empty(numel)
+        by_hand(codec, [[x] for x in sources], [right], 1 / world_size, memories)
+        for rank in range(world_size):
+            got, state = ranks[rank][number]
+            assert torch.equal(got, right), f"call {number} on rank {rank}, seed {seed}"
+            assert all(map(torch.equal, state, memories[rank].state()))
+
+
+def _returns_at_once(rank: int, codec: Codec) -> Tensor:
+    """Rank 1 calls when rank 0's call has returned."""
+    store = distributed_c10d._get_default_store()
+    key = f"returned {codec}"
+    if rank == 1:
+        store.wait([key], timedelta(seconds=20))
+    future = compressed_all_reduce(torch.full((600,), float(rank)), codec)
+    if rank == 0:
+        store.set(key, "")
+    result = future.wait()
+    store.delete_key(key)
+    return result
+
+
+@pytest.mark.parametrize("codec", [CODECS["blockwise"](), CODECS["topk"](1.0)], ids=repr)
+def test_the_call_waits_for_nobody(two_ranks: RankPool, codec: Codec) -> None:
+    for result in two_ranks.run(_returns_at_once, codec):
+        assert torch.equal(result, torch.ones(600))
+
+
+# ---- bytes on the wire ---------------------------------------------------------------------------
+
+
+def expected_bytes(codec: Codec, numel: int, world_size: int) -> tuple[float, float]:
+    """What each rank sends by the formula, and how far padding may take it from there."""
+    if codec.exchange == "all_gather":
+        return codec.nbytes(numel) * (world_size - 1), 0
+    if codec.exchange == "all_reduce":
+        return 2 * codec.nbytes(numel) * (world_size - 1) / world_size, 1
+    form = codec._form  # type: ignore[attr-defined]
+    of_value = form.bits / 8 + 4 * form.parameters / form.block_size
+    # Shards have whole blocks, whose parameters are sent also where they are short, and whose
+    # values fill up 4 bytes; all send as much of the sum as the one with the longest shard.
+    padding = 2 * (world_size - 1) * (form.block_size * of_value + 8)
+    return 2 * of_value * numel * (world_size - 1) / world_size, padding
+
+
+def _bytes(rank: int, codec: Codec, numel: int) -> tuple[int, int, int]:
+    """As the library counts them, by a group that is waited for, and by the way to that."""
+    memory = Memory(codec, numel, rank, dist.get_world_size(), 3)
+    own, through = WireMeter(), WireMeter()
+    x = torch.randn(numel)
+    with counting(own):
+        compressed_all_reduce(x, codec, rounding=memory.rounding).wait()
+    group = RecordingProcessGroup(dist.group.WORLD)
+    with counting(through):
+        compressed_all_reduce(x, codec, rounding=memory.rounding, group=group).wait()
+    return own.bytes_sent, through.bytes_sent, group.total.bytes_sent
+
+
+@pytest.mark.parametrize("numel", [1 << 16, 10_001, 300])
+@of_each_codec
+def test_bytes(codec: Codec, numel: int) -> None:
+    for world_size in (2, 3, 4, 8):
+        formula, padding = expected_bytes(codec, numel, world_size)
+        grads = [[torch.randn(numel)] for _ in range(world_size)]
+        found = simulate(hooks.compressed(codec), grads)
+        for sent, counts in zip(
+            found.bytes_sent, run_ranks(_bytes, world_size, codec, numel), strict=True
+        ):
+            assert abs(sent - formula) <= padding
+            assert counts == (sent, sent, sent)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@of_each_codec
+def test_bytes_on_gloo(pools: dict[int, RankPool], codec: Codec, world_size: int) -> None:
+    """In stages of which the second is issued by another thread."""
+    formula, padding = expected_bytes(codec, 20_000, world_size)
+    for counts in pools[world_size].run(_bytes, codec, 20_000):
+        assert abs(counts[0] - formula) <= padding
+        assert len(set(counts)) == 1
+
+
+# ---- the time of its stages ----------------------------------------------------------------------
+
+
+def _metered(rank: int, codec: Codec) -> tuple[dict[str, float], float | None]:
+    meter = CallMeter()
+    compressed_all_reduce(torch.randn(3000), codec, meter=meter).wait()
+    return meter.seconds, meter.relative_error
+
+
+@pytest.mark.parametrize("codec", [CODECS["blockwise"](bits=4), CODECS["topk"]()], ids=repr)
+def test_a_meter_is_told(two_ranks: RankPool, codec: Codec) -> None:
+    for seconds, error in [*two_ranks.run(_metered, codec), *run_ranks(_metered, 2, codec)]:
+        assert set(seconds) == {"encode", "wire", "decode"}
+        assert all(each > 0 for each in seconds.values())
+        assert error is not None and 0.01 < error < 1
+
+
+# ---- arguments -----------------------------------------------------------------------------------
+
+
+class Elsewhere(Around):
+    """A codec with an exchange that nobody knows."""
+
+    exchange = "by_post"  # type: ignore[assignment]
+
+
+BLOCKWISE = CODECS["blockwise"]()
+STOCHASTIC = CODECS["blockwise"](rounding="stochastic")
+TOPK = CODECS["topk"]()
+TOPK_OF_ALL = CODECS["topk"](1.0)
+X = torch.ones(600)
+ROUNDING = torch.ones(2, 2, dtype=torch.int64)
+
+ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no codec": (
+        lambda: compressed_all_reduce(X, "blockwise"),  # type: ignore[arg-type]
+        TypeError,
+        "codec must be a Codec, got str",
+    ),
+    "a codec's class": (
+        lambda: compressed_all_reduce(X, CODECS["topk"]),  # type: ignore[arg-type]
+        TypeError,
+        "codec must be a Codec, got ABCMeta",
+    ),
+    "nothing": (
+        lambda: compressed_all_reduce([], BLOCKWISE),
+        ValueError,
+        "tensors must hold at least one tensor, got none",
+    ),
+    "no tensor": (
+        lambda: compressed_all_reduce([X, 3], BLOCKWISE),  # type: ignore[list-item]
+        TypeError,
+        r"tensors\[1\] must be a tensor, got int",
+    ),
+    "integers": (
+        lambda: compressed_all_reduce(X.long(), BLOCKWISE),
+        TypeError,
+        r"tensors\[0\] must be of dtype float64, float32, float16 or bfloat16, got torch\.int64",
+    ),
+    "sparse": (lambda: compressed_all_reduce(X.to_sparse(), BLOCKWISE), TypeError, "must be dense"),
+    "nothing to write": (
+        lambda: compressed_all_reduce(X, BLOCKWISE, out=[]),
+        ValueError,
+        "out must hold at least one tensor, got none",
+    ),
+    "too little to write": (
+        lambda: compressed_all_reduce(X, BLOCKWISE, out=[X[:300], X[:299]]),
+        ValueError,
+        "out must hold 600 elements, as many as tensors, got 599",
+    ),
+    "integers to write": (
+        lambda: compressed_all_reduce(X, BLOCKWISE, out=X.long()),
+        TypeError,
+        r"out\[0\] must be of dtype",
+    ),
+    "one place to write": (
+        lambda: compressed_all_reduce(X, BLOCKWISE, out=torch.ones(1).expand(600)),
+        ValueError,
+        "must reach each of its elements once",
+    ),
+    "no random numbers": (
+        lambda: compressed_all_reduce(X, STOCHASTIC),
+        ValueError,
+        r"rounding must be of shape \(2, 2\) for blockwise\(rounding='stochastic'\), rows of seed "
+        "and step, got None",
+    ),
+    "a row of random numbers": (
+        lambda: compressed_all_reduce(X, STOCHASTIC, rounding=ROUNDING[0]),
+        ValueError,
+        r"rounding must be of shape \(2, 2\) .*got \[2\]",
+    ),
+    "random floats": (
+        lambda: compressed_all_reduce(X, STOCHASTIC, rounding=ROUNDING.float()),
+        TypeError,
+        "rounding must be a dense tensor of dtype int64",
+    ),
+    "short error": (
+        lambda: compressed_all_reduce(X, BLOCKWISE, error=torch.zeros(599)),
+        ValueError,
+        "error must be contiguous and hold 600 elements",
+    ),
+    "error in float64": (
+        lambda: compressed_all_reduce(X, TOPK, error=torch.zeros(600).double()),
+        TypeError,
+        "error must be of dtype float32",
+    ),
+    "short error of the shard": (
+        lambda: compressed_all_reduce(X, BLOCKWISE, shard_error=torch.zeros(599)),
+        ValueError,
+        "error must be contiguous and hold 600 elements",
+    ),
+    "another exchange": (
+        lambda: compressed_all_reduce(X, Elsewhere(BLOCKWISE, lambda method: None)),
+        ValueError,
+        "the codec's exchange must be 'all_to_all', 'all_gather' or 'all_reduce', got 'by_post'",
+    ),
+    "no group": (
+        lambda: compressed_all_reduce(X, BLOCKWISE, group=3),
+        TypeError,
+        "process_group must be a ProcessGroup, got int",
+    ),
+}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name: str) -> None:
+    call, error, message = ERRORS[name]
+    with pytest.raises(error, match=message):
+        call().wait()
+
+
+def test_no_group_at_all() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(RuntimeError, match="a process group is needed"):
+        compressed_all_reduce(X, BLOCKWISE)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_tensors_that_require_grad() -> None:
+    """Nothing is recorded."""
+    x = torch.randn(600, requires_grad=True)
+    result = compressed_all_reduce(x, BLOCKWISE).wait()
+    assert not result.requires_grad
+    assert torch.equal(result, compressed_all_reduce(x.detach(), BLOCKWISE).wait())
+
+
+def test_ranges_of_shards() -> None:
+    for codec in EXAMPLES:
+        for numel in (0, 1, 700, 5000):
+            ranges = [shard_range(codec, numel, rank=rank, world_size=3) for rank in range(3)]
+            if codec.exchange == "all_to_all":
+                assert ranges[0][0] == 0 and ranges[-1][1] == numel
+                assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
+                counts = [shard.numel for shard in codec.shards(numel, 3)]
+                assert [end - begin for begin, end in ranges] == counts
+            else:
+                assert ranges == [(0, 0)] * 3
+
+
+# ---- codecs that raise ---------------------------------------------------------------------------
+
+
+class OwnError(Exception):
+    pass
+
+
+class Failure:
+    """Raises in one call of one of a codec's methods, when it is told to."""
+
+    def __init__(self) -> None:
+        self.method, self.calls, self.error = "", 0, OwnError
+
+    def arm(self, method: str, calls: int = 0, error: type[BaseException] = OwnError) -> None:
+        self.method, self.calls, self.error = method, calls, error
+
+    def __call__(self, method: str) -> None:
+        if method == self.method:
+            self.calls -= 1
+            if self.calls < 0:
+                self.method = ""
+                raise self.error("boo")
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(32, 32) for _ in range(5)))
+
+
+def gradients_of(net: nn.Module) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in net.parameters()]
+
+
+def _backward(net: nn.Module, rank: int) -> None:
+    net.zero_grad()
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(rank))
+    net(x).square().sum().backward()
+
+
+def _failing_steps(rank: int, kind: str, wrapped: str) -> list[tuple[Any, ...]]:
+    """Every stage fails, on each rank, in the first and in another bucket."""
+    world_size = dist.get_world_size()
+    net: nn.Module = model()
+    options: dict[str, Any] = {"bucket_cap_mb": 0.005}
+    if kind == "ddp":
+        net, options = DDP(net, bucket_cap_mb=0.005), {}
+    failure = Failure()
+    hook: Any = hooks.compressed(Around(BLOCKWISE, failure))
+    if wrapped == "policy":
+        hook = hooks.policy([("dim <= 1", hooks.allreduce())], hook)
+    handle = attach(net, hook, **options)
+    for _ in range(2):
+        _backward(net, rank)
+    want, groups = gradients_of(net), len(distributed_c10d._world.pg_map)
+    happened = []
+    for method in ("encode", "reduce", "decode"):
+        for fails in range(world_size):
+            for bucket in (0, 2):
+                if rank == fails:
+                    failure.arm(method, bucket)
+                try:
+                    _backward(net, rank)
+                    raised = "nothing"
+                except Exception as error:
+                    raised = f"{type(error).__name__}: {error}"
+                armed = failure.method
+                _backward(net, rank)
+                right = all(map(torch.equal, gradients_of(net), want))
+                same_groups = len(distributed_c10d._world.pg_map) == groups
+                happened.append((method, fails, bucket, raised, armed, right, same_groups))
+    buckets = len(handle.stats().buckets)
+    handle.remove()
+    assert buckets > 2
+    return happened
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kind", "wrapped"),
+    [(2, "ddp", ""), (2, "module", ""), (2, "module", "policy"), (3, "module", "")],
+)
+def test_a_codec_that_raises(
+    pools: dict[int, RankPool], world_size: int, kind: str, wrapped: str
+) -> None:
+    ranks = pools[world_size].run(_failing_steps, kind, wrapped)
+    for rank, happened in enumerate(ranks):
+        assert len(happened) == 6 * world_size
+        for method, fails, bucket, raised, armed, right, same_groups in happened:
+            where = f"{method} of bucket {bucket} on rank {fails}, seen by {rank}: {raised}"
+            if rank == fails:
+                assert raised == "OwnError: boo", where
+            else:
+                assert raised.startswith("PeerError: "), where
+                assert re.search(rf"on rank {fails}: .*OwnError: boo", raised, re.S), where
+            assert (armed, right, same_groups) == ("", True, True), where
+
+
+def _outcome(future: Any) -> str:
+    try:
+        return str(future.wait().sum().item())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _fails_alone(rank: int, codec: Codec, method: str) -> list[str]:
+    """Called directly, where nobody tells the others."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1.5))
+    failure = Failure()
+    around = Around(codec, failure)
+    happened = []
+    for number in range(4):
+        if rank == number == 1:
+            failure.arm(method)
+        happened.append(_outcome(compressed_all_reduce(X, around, group=group)))
+    dist.destroy_process_group(group)
+    return happened
+
+
+@pytest.mark.parametrize(
+    ("codec", "method"),
+    [(BLOCKWISE, "decode"), (TOPK_OF_ALL, "decode_sum"), (BLOCKWISE, "reduce")],
+    ids=repr,
+)
+def test_a_codec_that_raises_outside_of_a_model(
+    two_ranks: RankPool, codec: Codec, method: str
+) -> None:
+    first, second = two_ranks.run(_fails_alone, codec, method)
+    if method == "reduce":  # what the other rank waits for never comes, nor anything after it
+        assert first[0] == second[0] == "1200.0"
+        assert second[1:] == ["OwnError: boo"] * 3
+        assert all(each.startswith("RuntimeError: ") for each in first[1:])
+    else:  # what others need of this rank, it has sent
+        assert first == ["1200.0"] * 4
+        assert second == ["1200.0", "OwnError: boo", "1200.0", "1200.0"]
+
+
+@pytest.mark.parametrize("method", ["encode", "reduce", "decode"])
+def test_a_codec_that_raises_on_simulated_ranks(method: str) -> None:
+    def run(rank: int) -> None:
+        failure = Failure()
+        if rank == 1:
+            failure.arm(method)
+        compressed_all_reduce(X, Around(BLOCKWISE, failure)).wait()
+
+    with pytest.raises(OwnError, match="boo"):
+        run_ranks(run, 3)
+
+
+def _is_interrupted(rank: int, codec: Codec, method: str) -> str:
+    group = dist.new_group([0, 1])
+    failure = Failure()
+    failure.arm(method, error=KeyboardInterrupt)
+    happened = _outcome(compressed_all_reduce(X, Around(codec, failure), group=group))
+    dist.destroy_process_group(group)
+    return happened
+
+
+@pytest.mark.parametrize(
+    ("codec", "method"),
+    [(BLOCKWISE, "reduce"), (BLOCKWISE, "decode"), (TOPK_OF_ALL, "decode_sum")],
+    ids=repr,
+)
+def test_an_interrupt_in_a_callback(two_ranks: RankPool, codec: Codec, method: str) -> None:
+    """Reaches the future, or it would never be complete."""
+    assert (
+        two_ranks.run(_is_interrupted, codec, method)
+        == ["RuntimeError: KeyboardInterrupt: boo"] * 2
+    )
+
+
+# ---- second groups -------------------------------------------------------------------------------
+
+
+def _gloo_groups() -> int:
+    return len(distributed_c10d._world.pg_map)
+
+
+def _second_groups(rank: int) -> dict[str, Any]:
+    before = _gloo_groups()
+    group = dist.new_group([0, 1])
+    found: dict[str, Any] = {"own": _gloo_groups() - before}
+    compressed_all_reduce(X, TOPK, group=group).wait()
+    found["of one stage"] = _gloo_groups() - before
+    for _ in range(5):
+        compressed_all_reduce(X, BLOCKWISE, group=group).wait()
+    found["of two stages"] = _gloo_groups() - before
+    second = second_group(group)
+    found["same"] = second is second_group(group)
+    found["ranks"] = dist.get_process_group_ranks(second)
+    found["timeout"] = second._get_backend(torch.device("cpu")).options._timeout
+    turns = turns_of(second)
+    found["turns"] = len(turns._waiting)
+    dist.destroy_process_group(group)
+    del group, second, turns
+    gc.collect()
+    found["left"] = _gloo_groups() - before
+    # And again, for another group over the same ranks.
+    group = dist.new_group([0, 1])
+    found["again"] = compressed_all_reduce(X, BLOCKWISE, group=group).wait().sum().item()
+    dist.destroy_process_group(group)
+    return found
+
+
+def test_second_groups(two_ranks: RankPool) -> None:
+    for found in two_ranks.run(_second_groups):
+        timeout = found.pop("timeout")
+        assert timeout == distributed_c10d.default_pg_timeout
+        assert found == {
+            "own": 1,
+            "of one stage": 1,
+            "of two stages": 2,
+            "same": True,
+            "ranks": [0, 1],
+            "turns": 0,
+            "left": 0,
+            "again": 1200.0,
+        }
+
+
+def _groups_of_some(rank: int) -> list[float]:
+    """Ranks 0 and 2 have a group; rank 1 knows of none."""
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 2), (1,))}
+    ranks = (1,) if rank == 1 else (0, 2)
+    sums = [
+        compressed_all_reduce(X * (rank + 1), BLOCKWISE, group=groups[ranks]).wait().mean().item()
+        for _ in range(3)
+    ]
+    dist.destroy_process_group(groups[ranks])
+    return sums
+
+
+def test_groups_of_some_ranks(pools: dict[int, RankPool]) -> None:
+    assert pools[3].run(_groups_of_some) == [[4.0] * 3, [2.0] * 3, [4.0] * 3]
+
+
+def _groups_of_a_model(rank: int, codecs: list[Codec]) -> list[int]:
+    """After each of attaching, training and removing."""
+    counts = [_gloo_groups()]
+    for codec in codecs:
+        net = model()
+        handle = attach(net, hooks.compressed(codec))
+        counts.append(_gloo_groups() - counts[0])
+        for _ in range(3):
+            _backward(net, rank)
+        counts.append(_gloo_groups() - counts[0])
+        handle.remove()
+        del net, handle
+        gc.collect()
+        counts.append(_gloo_groups() - counts[0])
+    return counts[1:]
+
+
+def test_groups_of_a_model(two_ranks: RankPool) -> None:
+    """Both are made when a hook is attached, and go with it."""
+    for counts in two_ranks.run(_groups_of_a_model, [TOPK, BLOCKWISE, BLOCKWISE]):
+        assert counts == [1, 1, 0, 2, 2, 0, 2, 2, 0]
+
+
+def test_other_groups_have_no_second() -> None:
+    def run(rank: int) -> bool:
+        return second_group(dist.group.WORLD) is None
+
+    assert run_ranks(run, 2) == [True, True]
+
+
+def _group_goes_first(rank: int, inner: Codec) -> int:
+    """Callbacks, on threads of the group's own, are the last who could keep it."""
+    done = 0
+    for _ in range(10):
+        group = dist.new_group([0, 1])
+        codec = Around(inner, lambda method: time.sleep(0.005))
+        future = compressed_all_reduce(X, codec, group=group)
+        future.wait()
+        slow = compressed_all_reduce(X, codec, group=group)
+        dist.destroy_process_group(group)
+        del group
+        with contextlib.suppress(RuntimeError):  # it may have been left in its middle
+            slow.wait()
+        done += 1
+    return done
+
+
+@pytest.mark.parametrize("codec", [BLOCKWISE, TOPK], ids=repr)
+def test_a_group_that_goes_first(two_ranks: RankPool, codec: Codec) -> None:
+    """A thread of Gloo's that ends its own group ends the process."""
+    assert two_ranks.run(_group_goes_first, codec) == [10, 10]
+
+
+# ---- compiled ------------------------------------------------------------------------------------
+
+
+def _compiled(rank: int, codec: Codec, backend: str) -> tuple[list[Tensor], list[Tensor], int]:
+    """What it gives in eager, and compiled; and the graphs that this took."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    world_size = dist.get_world_size()
+
+    def call(x: Tensor, y: Tensor, error: Any, shard_error: Any, rounding: Any) -> Tensor:
+        summed = compressed_all_reduce(
+            [x * 2, y.t() * 3],
+            codec,
+            scale=0.5,
+            error=error,
+            shard_error=shard_error,
+            rounding=rounding,
+        )
+        return summed.then(lambda done: done.value() + 1).wait() * 3
+
+    results: list[list[Tensor]] = []
+    for function in (call, torch.compile(call, backend=backend, fullgraph=True)):
+        memory = Memory(codec, 1300, rank, world_size, 8)
+        found = []
+        for step in range(3):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            x, y = torch.randn(300, generator=generator), torch.randn(100, 10, generator=generator)
+            found.append(function(x, y, *memory.options().values()))
+            memory.advance()
+        results.append([*found, *memory.state()])
+    return results[0], results[1], torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "codec"),
+    [
+        *(("aot_eager", cls.examples()[-1]) for cls in CODECS.values()),
+        *(("inductor", codec) for codec in (BLOCKWISE, TOPK)),
+    ],
+    ids=repr,
+)
+def test_compiled(two_ranks: RankPool, backend: str, codec: Codec) -> None:
+    """The bits of eager, without a break, and one graph for all calls."""
+    for eager, compiled, graphs in two_ranks.run(_compiled, codec, backend, timeout=180):
+        assert all(map(torch.equal, eager, compiled))
+        assert graphs == 1

@@ -1,0 +1,358 @@
+"""Whole hooks on any gradients: any shapes, dtypes and magnitudes, zeros, denormals, NaN, Inf."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from torch_commhook import GradBucket, hooks
+from torch_commhook.codecs import CODECS, Codec
+from torch_commhook.hooks.wrappers import Wrapper
+from torch_commhook.testing import Simulation, simulate
+
+EXAMPLES = [example for cls in CODECS.values() for example in cls.examples()]
+#: What travels is a value and its place, or values in blocks; of sums of other codecs nothing is
+#: said about single values.
+SPARSE = [codec for codec in EXAMPLES if codec.exchange == "all_gather"]
+BLOCKS = [codec for codec in EXAMPLES if codec.exchange == "all_to_all"]
+
+PLAIN = [hooks.allreduce(), hooks.cast(torch.bfloat16), hooks.cast(torch.float16)]
+COMPRESSED = [hooks.compressed(codec) for codec in EXAMPLES]
+FEEDBACK = [
+    hooks.error_feedback(hooks.compressed(codec)) for codec in EXAMPLES if codec.takes_error
+]
+
+DTYPES = [torch.float32, torch.float32, torch.float64, torch.float16, torch.bfloat16]
+SPECIAL = [math.nan, math.inf, -math.inf]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*are more bytes than cast")
+
+any_case = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+shapes = st.lists(st.lists(st.integers(0, 40), max_size=3), min_size=1, max_size=4)
+magnitudes = st.one_of(
+    st.floats(-30, 30).map(lambda power: 10.0**power), st.sampled_from([1e-45, 1e-42, 1e-38, 1.0])
+)
+
+
+def gradients(
+    seed: int, ranks: int, form: list[list[int]], dtypes: list[torch.dtype], magnitude: float
+) -> list[list[Tensor]]:
+    """Of each rank, with runs of zeros, and some magnitudes that differ much between the ranks."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    holes = [rng.random() < 0.3 for _ in form]
+    found = []
+    for _ in range(ranks):
+        own = magnitude * rng.choice([1.0, 1.0, 1e-3])
+        tensors = []
+        for shape, dtype, with_hole in zip(form, dtypes, holes, strict=True):
+            x = torch.randn(shape, generator=generator, dtype=torch.float64) * own
+            if with_hole and x.numel():
+                x.view(-1)[: x.numel() // 2] = 0
+            tensors.append(x.to(dtype))
+        found.append(tensors)
+    return found
+
+
+def flat(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """What a bucket has of one dtype, in float64."""
+    pieces = [x.reshape(-1).double() for x in tensors if x.dtype == dtype]
+    return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.float64)
+
+
+def dtypes_of(seed: int, form: list[list[int]]) -> list[torch.dtype]:
+    rng = random.Random(seed + 1)
+    return [rng.choice(DTYPES) for _ in form]
+
+
+def run(hook: hooks.Hook, grads: list[list[Tensor]], steps: int = 1) -> Simulation:
+    found = simulate(hook, grads, steps=steps)
+    for got, own in zip(found.result, grads[0], strict=True):  # the same bits on all ranks
+        assert got.dtype == own.dtype and got.shape == own.shape
+    return found
+
+
+# ---- zeros ---------------------------------------------------------------------------------------
+
+
+@any_case
+@given(
+    hook=st.sampled_from(PLAIN + COMPRESSED + FEEDBACK),
+    seed=st.integers(0, 2**31),
+    ranks=st.integers(1, 4),
+    form=shapes,
+    steps=st.integers(1, 2),
+)
+def test_zeros_stay_zeros(
+    hook: hooks.Hook, seed: int, ranks: int, form: list[list[int]], steps: int
+) -> None:
+    grads = gradients(seed, ranks, form, dtypes_of(seed, form), 0.0)
+    for got in run(hook, grads, steps).result:
+        assert torch.equal(got, torch.zeros_like(got))
+
+
+@any_case
+@given(
+    codec=st.sampled_from(BLOCKS),
+    seed=st.integers(0, 2**31),
+    ranks=st.integers(1, 4),
+    numel=st.integers(1, 3000),
+    magnitude=magnitudes,
+)
+def test_a_block_of_zeros_stays_one(
+    codec: Codec, seed: int, ranks: int, numel: int, magnitude: float
+) -> None:
+    """Whatever is in the others."""
+    size = codec._form.block_size  # type: ignore[attr-defined]
+    first = size * (seed % (numel // size + 1))
+    grads = gradients(seed, ranks, [[numel]], [torch.float32], magnitude)
+    for (x,) in grads:
+        x[first : first + size] = 0
+    got = run(hooks.compressed(codec), grads).result[0]
+    assert torch.equal(got[first : first + size], torch.zeros(min(size, numel - first)))
+
+
+# ---- what is not finite --------------------------------------------------------------------------
+
+
+class Once(Wrapper):
+    """Puts a value into the gradients of the first step."""
+
+    def __init__(self, hook: hooks.Hook, place: int, value: float) -> None:
+        super().__init__(hook)
+        self.place, self.value, self.steps = place, value, 0
+
+    def average(self, bucket: GradBucket) -> Any:
+        self.steps += 1
+        if self.steps == 1:
+            bucket.buffer()[self.place] = self.value
+        return super().average(bucket)
+
+
+@any_case
+@given(
+    hook=st.sampled_from(PLAIN + COMPRESSED + FEEDBACK),
+    seed=st.integers(0, 2**31),
+    ranks=st.integers(1, 4),
+    form=shapes,
+    magnitude=magnitudes,
+    count=st.integers(1, 3),
+)
+def test_what_is_not_finite_stays_so(
+    hook: hooks.Hook, seed: int, ranks: int, form: list[list[int]], magnitude: float, count: int
+) -> None:
+    """In its own place: top-k as far as there is room, and then somewhere."""
+    dtypes = dtypes_of(seed, form)
+    grads = gradients(seed, ranks, form, dtypes, min(magnitude, 1e4))
+    rng = random.Random(seed)
+    places = []
+    for _ in range(count):
+        number, rank = rng.randrange(len(form)), rng.randrange(ranks)
+        x = grads[rank][number]
+        if x.numel():
+            place = rng.randrange(x.numel())
+            x.view(-1)[place] = rng.choice(SPECIAL)
+            places.append((rank, number, place))
+    result = run(hook, grads).result
+    codec = getattr(getattr(hook, "hook", hook), "codec", None)
+    for rank, number, place in places:
+        bucket = flat(grads[rank], dtypes[number])
+        among = int((~bucket.isfinite()).sum())
+        if codec in BLOCKS or codec is None or among <= codec.entries(len(bucket)):
+            assert not result[number].reshape(-1)[place].isfinite()
+        else:
+            assert not flat(result, dtypes[number]).isfinite().all()
+
+
+@any_case
+@given(
+    hook=st.sampled_from(FEEDBACK),
+    seed=st.integers(0, 2**31),
+    ranks=st.integers(1, 3),
+    numel=st.integers(1, 2000),
+    magnitude=st.floats(-10, 10).map(lambda power: 10.0**power),
+)
+def test_what_is_not_finite_is_forgotten(
+    hook: hooks.Hook, seed: int, ranks: int, numel: int, magnitude: float
+) -> None:
+    """It leaves no error, so that the next steps are as good as others."""
+    grads = gradients(seed, ranks, [[numel]], [torch.float32], magnitude)
+    place = seed % numel
+
+    once = Once(hook, place, SPECIAL[seed % 3])
+    assert not run(once, grads).result[0][place].isfinite()
+    assert run(once, grads, steps=3).result[0].isfinite().all()
+
+
+# ---- bounds --------------------------------------------------------------------------------------
+
+DENORMAL = 2.0**-149
+UNIT = {
+    torch.float64: 2.0**-53,
+    torch.float32: 2.0**-24,
+    torch.float16: 2.0**-11,
+    torch.bfloat16: 2.0**-8,
+}
+LEAST = {
+    torch.float64: 0.0,
+    torch.float32: DENORMAL,
+    torch.float16: 2.0**-24,
+    torch.bfloat16: 2.0**-133,
+}
+
+
+def lost_by_blocks(codec: Codec, x: Tensor) -> Tensor:
+    """How far off each value may be once it was encoded: float64, of the values as they were."""
+    settings = codec._settings  # type: ignore[attr-defined]
+    size = settings["block_size"]
+    blocks = torch.nn.functional.pad(x, (0, -len(x) % size)).view(-1, size)
+    real = torch.nn.functional.pad(torch.ones(len(x)), (0, -len(x) % size)).view(-1, size) > 0
+    largest = blocks.abs().amax(1, keepdim=True)
+    name = type(codec).__name__
+    if name == "sign":  # the magnitude is a mean, and a value anything up to the largest
+        off = blocks.abs() + largest
+    elif name == "fp8":
+        roundoff, top, least = {
+            "e4m3": (2.0**-4, 448.0, 2.0**-9),
+            "e5m2": (2.0**-3, 57344.0, 2.0**-16),
+        }[settings["format"]]
+        # Steps are float32, so that those of denormal values are off themselves.
+        off = torch.maximum(blocks.abs() * roundoff, (largest / top + DENORMAL) * least / 2)
+        off = off + DENORMAL * top
+    else:
+        levels = 2 ** settings["bits"] - 1
+        if settings["symmetric"]:
+            levels //= 2
+            span = largest
+        else:
+            inside = torch.where(real, blocks, math.inf), torch.where(real, blocks, -math.inf)
+            span = inside[1].amax(1, keepdim=True) - inside[0].amin(1, keepdim=True)
+        step = span / levels + DENORMAL
+        off = (step if codec.is_random else step / 2) + DENORMAL * levels + 1e-5 * step
+        off = off.expand_as(blocks)
+    # Sums and products in float32 on the way.
+    return (off + 8 * 2.0**-24 * largest + 2 * DENORMAL).reshape(-1)[: len(x)]
+
+
+@any_case
+@given(
+    codec=st.sampled_from(BLOCKS),
+    seed=st.integers(0, 2**31),
+    ranks=st.integers(1, 4),
+    form=shapes,
+    magnitude=magnitudes,
+)
+def test_bounds_of_blocks(
+    codec: Codec, seed: int, ranks: int, form: list[list[int]], magnitude: float
+) -> None:
+    """Each rank's own loss, and that of the sum, whose blocks are those of the values."""
+    dtypes = dtypes_of(seed, form)
+    grads = gradients(seed, ranks, form, dtypes, magnitude)
+    found = run(hooks.compressed(codec), grads)
+    for dtype in set(dtypes):
+        every = [flat(own, dtype).float().double() for own in grads]
+        if not all(own.isfinite().all() for own in every) or not len(every[0]):
+            continue
+        mean = torch.stack(every).mean(0)
+        first = torch.stack([lost_by_blocks(codec, own) for own in every]).mean(0)
+        # The sum that is encoded again may be off by as much, either way.
+        second = torch.maximum(
+            lost_by_blocks(codec, mean + first), lost_by_blocks(codec, mean - first)
+        )
+        if not getattr(codec, "_settings", {}).get("symmetric", True):
+            # The least of a block may be off one way, and the largest the other way.
+            size = codec._settings["block_size"]  # type: ignore[attr-defined]
+            pieces = first.split(size)
+            second = second + torch.cat([p.max().expand(len(p)) for p in pieces]) / 7
+        got = flat(found.result, dtype)
+        limit = (first + second) * 1.0001
+        limit = limit + UNIT[dtype] * (mean.abs() + limit) + LEAST[dtype]
+        within = (got - mean).abs() <= limit
+        if dtype == torch.float16:  # where what comes out is more than it holds
+            within |= mean.abs() + limit >= 65504
+        assert within.all()
+
+
+@any_case
+@given(
+    codec=st.sampled_from(SPARSE),
+    seed=st.integers(0, 2**31),
+    ranks=st.integers(1, 4),
+    form=shapes,
+    magnitude=magnitudes,
+)
+def test_bounds_of_top_k(
+    codec: Any, seed: int, ranks: int, form: list[list[int]], magnitude: float
+) -> None:
+    """The mean of what each rank has sent: its own largest values, exactly."""
+    dtypes = dtypes_of(seed, form)
+    grads = gradients(seed, ranks, form, dtypes, magnitude)
+    found = run(hooks.compressed(codec), grads)
+    for dtype in set(dtypes):
+        every = torch.stack([flat(own, dtype).float().double() for own in grads])
+        numel = every.shape[1]
+        if not every.isfinite().all() or not numel:
+            continue
+        got, mean = flat(found.result, dtype), every.mean(0)
+        kept = codec.entries(numel)
+        bound = (1 - kept / numel) ** 0.5 * every.norm(dim=1).mean()
+        rounding = (ranks + 2) * (2.0**-24 + UNIT[dtype]) * every.norm(dim=1).sum()
+        least = (LEAST[dtype] + 2 * DENORMAL) * numel**0.5
+        overflows = dtype == torch.float16 and mean.abs().max() > 60000
+        assert (got - mean).norm() <= bound + rounding + least or overflows
+        assert int((got != 0).sum()) <= kept * ranks
+
+
+@any_case
+@given(
+    hook=st.sampled_from(PLAIN),
+    seed=st.integers(0, 2**31),
+    ranks=st.integers(1, 4),
+    form=shapes,
+    magnitude=magnitudes,
+)
+def test_bounds_of_means(
+    hook: hooks.Hook, seed: int, ranks: int, form: list[list[int]], magnitude: float
+) -> None:
+    dtypes = dtypes_of(seed, form)
+    grads = gradients(seed, ranks, form, dtypes, magnitude)
+    found = run(hook, grads)
+    for dtype in set(dtypes):
+        wire = getattr(hook, "dtype", dtype)
+        every = torch.stack([flat(own, dtype) for own in grads])
+        got, mean = flat(found.result, dtype), every.mean(0)
+        sizes = every.abs().mean(0)
+        unit, least = max(UNIT[wire], UNIT[dtype]), max(LEAST[wire], LEAST[dtype], DENORMAL)
+        limit = (2 * ranks + 2) * (unit * sizes * 1.1 + least)
+        within = (got - mean).abs() <= limit
+        if torch.float16 in (wire, dtype):
+            within |= sizes + limit >= 65504
+        within |= ~every.isfinite().all(0) | (sizes > 1e38)
+        assert within.all()
+
+
+# ---- magnitudes ----------------------------------------------------------------------------------
+
+
+@any_case
+@given(
+    hook=st.sampled_from(PLAIN[:1] + COMPRESSED + FEEDBACK),
+    seed=st.integers(0, 2**31),
+    ranks=st.integers(1, 4),
+    numel=st.integers(1, 2000),
+    power=st.integers(-60, 60),
+)
+def test_powers_of_two_change_nothing(
+    hook: hooks.Hook, seed: int, ranks: int, numel: int, power: int
+) -> None:
+    """Nothing is lost or gained by the magnitude of gradients, short of float32's own limits."""
+    grads = gradients(seed, ranks, [[numel]], [torch.float32], 1.0)
+    scaled = [[x * 2.0**power for x in own] for own in grads]
+    one, other = run(hook, grads, 2).result[0], run(hook, scaled, 2).result[0]
+    assert torch.equal(one * 2.0**power, other)

@@ -1,0 +1,942 @@
+"""``hooks.local_sgd``: steps of each rank's own, and the exchange after every H of them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import logging
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from layered_net import BUCKET_CAP_MB, Net, batch
+from modes import Mode
+from rank_pool import RankPool
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import optimizer as torch_optimizer
+
+from torch_commhook import GradBucket, PeerError, attach, hooks, reshard_states
+from torch_commhook.attach import HookHandle
+from torch_commhook.hooks import Hook, local_sgd, outer_sgd
+from torch_commhook.process_group import RecordingProcessGroup
+from torch_commhook.testing import run_ranks, simulate
+
+MEAN = outer_sgd(1.0, 0.0)
+ROADS = ["module", "ddp", "python_reducer"]
+
+
+def net(dtype: torch.dtype = torch.float32) -> Net:
+    torch.manual_seed(0)
+    return Net().to(dtype)
+
+
+def attached(hook: Any, road: str = "module", model: nn.Module | None = None) -> Any:
+    """A model on a road, and the handle of a hook on it."""
+    model = net() if model is None else model
+    if road == "module":
+        return model, attach(model, hook, bucket_cap_mb=BUCKET_CAP_MB)
+    reducer = "python_reducer" if road == "python_reducer" else "ddp_optimizer"
+    with torch._dynamo.config.patch(optimize_ddp=reducer):
+        model = DDP(model, bucket_cap_mb=BUCKET_CAP_MB)
+    return model, attach(model, hook)
+
+
+def backward(model: nn.Module, rank: int, step: int) -> None:
+    first = next(model.parameters())
+    model(batch(rank, step).to(first.dtype)).square().sum().backward()
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range | int
+) -> None:
+    for step in range(steps) if isinstance(steps, int) else steps:
+        optimizer.zero_grad()
+        backward(model, rank, step)
+        optimizer.step()
+
+
+def parameters_of(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def farthest(a: list[Tensor], b: list[Tensor]) -> float:
+    return max((x - y).abs().max().item() for x, y in zip(a, b, strict=True))
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def all_same(results: list[list[Tensor]]) -> bool:
+    return all(same(results[0], other) for other in results[1:])
+
+
+def done(handle: HookHandle) -> int:
+    assert handle._attached.local_steps is not None
+    return handle._attached.local_steps.done
+
+
+@pytest.fixture(autouse=True)
+def no_hook_on_optimizers_left() -> Iterator[None]:
+    yield
+    if torch_optimizer._global_optimizer_post_hooks:
+        gc.collect()
+    assert not torch_optimizer._global_optimizer_pre_hooks
+    assert not torch_optimizer._global_optimizer_post_hooks
+
+
+# ---- what it computes ----------------------------------------------------------------------------
+
+
+def _trained(rank: int, road: str, hook: Any, steps: int) -> list[Tensor]:
+    model, handle = attached(hook, road)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.01), rank, steps)
+    handle.remove()
+    return parameters_of(model)
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_with_h_1_it_is_data_parallel_sgd(two_ranks: RankPool, road: str) -> None:
+    got = two_ranks.run(_trained, road, local_sgd(1, outer=MEAN), 5)
+    wanted = two_ranks.run(_trained, road, hooks.allreduce(), 5)
+    assert all_same(got)
+    start = parameters_of(net())
+    assert farthest(got[0], wanted[0]) < 2e-7 < 1e-3 < farthest(start, wanted[0])
+
+
+def _reference(H: int, outer: outer_sgd, steps: int, ranks: int = 2) -> list[Tensor]:  # noqa: N803
+    """Plain PyTorch, all ranks in one process."""
+    anchor = net()
+    outer_optimizer = torch.optim.SGD(
+        anchor.parameters(),
+        lr=outer.lr,
+        momentum=outer.momentum,
+        nesterov=outer.nesterov and outer.momentum > 0,
+    )
+    models = [copy.deepcopy(anchor) for _ in range(ranks)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.5) for m in models]
+    for step in range(steps):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            train(model, optimizer, rank, range(step, step + 1))
+        if (step + 1) % H == 0:
+            every = zip(*(model.parameters() for model in models), strict=True)
+            for parameter, own in zip(anchor.parameters(), every, strict=True):
+                parameter.grad = parameter.detach() - torch.stack(list(own)).mean(0)
+            outer_optimizer.step()
+            for model in models:
+                model.load_state_dict(anchor.state_dict())
+    return parameters_of(models[0])
+
+
+def _with_inner_momentum(rank: int, hook: Any, steps: int, road: str) -> list[Tensor]:
+    model, handle = attached(hook, road)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+    train(model, optimizer, rank, steps)
+    handle.remove()
+    return parameters_of(model)
+
+
+@pytest.mark.parametrize(
+    "outer",
+    [outer_sgd(), outer_sgd(0.5, 0.8, nesterov=False), outer_sgd(0.9, 0.0)],
+    ids=["nesterov", "momentum", "plain"],
+)
+def test_it_moves_as_plain_pytorch_does(two_ranks: RankPool, outer: outer_sgd) -> None:
+    got = two_ranks.run(_with_inner_momentum, local_sgd(3, outer=outer), 9, "module")
+    assert all_same(got)
+    wanted = _reference(3, outer, 9)
+    assert farthest(got[0], wanted) < 1e-6
+    assert farthest(wanted, _reference(3, MEAN, 9)) > 1e-4
+
+
+def _between_exchanges(rank: int, road: str) -> list[Any]:
+    model, handle = attached(local_sgd(2), road)
+    alone = net()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, alone)]
+    found = []
+    for step in range(3):
+        for each, optimizer in zip((model, alone), optimizers, strict=True):
+            train(each, optimizer, rank, range(step, step + 1))
+        gradients = [[p.grad.clone() for p in m.parameters()] for m in (model, alone)]
+        found.append((same(*gradients), same(parameters_of(model), parameters_of(alone))))
+    handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_gradients_and_steps_in_between_are_the_ranks_own(two_ranks: RankPool, road: str) -> None:
+    for found in two_ranks.run(_between_exchanges, road):
+        assert found[:2] == [(True, True), (True, False)]
+        assert found[2] == (False, False)
+
+
+def _regression(rank: int, hook: Any) -> list[float]:
+    """Losses on all ranks' data, which differ, after so many steps on this rank's own."""
+    generator = torch.Generator().manual_seed(1)
+    every = torch.randn(4, 64, 20, generator=generator) + torch.arange(4.0).view(4, 1, 1) / 4
+    truth = torch.randn(20, generator=generator)
+    targets = every @ truth + 0.1 * torch.randn(4, 64, generator=generator)
+    model = nn.Linear(20, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    handle = attach(model, hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for _ in range(64):
+        optimizer.zero_grad()
+        (model(every[rank])[:, 0] - targets[rank]).square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            losses.append((model(every)[..., 0] - targets).square().mean().item())
+    handle.remove()
+    return losses
+
+
+def test_it_converges_on_four_ranks() -> None:
+    runs = {
+        name: run_ranks(_regression, 4, hook)
+        for name, hook in {
+            "allreduce": hooks.allreduce(),
+            "local": local_sgd(8, outer=MEAN),
+            "momentum": local_sgd(8, outer=outer_sgd(0.7, 0.5)),
+            "int4": local_sgd(
+                8, outer=MEAN, hook=hooks.error_feedback(hooks.blockwise(bits=4, block_size=32))
+            ),
+        }.items()
+    }
+    first, optimum = runs["allreduce"][0][0], runs["allreduce"][0][-1]
+    assert first > 100 * optimum
+    for name, losses in runs.items():
+        ends = [of_rank[-1] for of_rank in losses]
+        assert max(ends) == min(ends), name
+        assert ends[0] < 1.5 * optimum, name
+
+
+def test_an_error_that_is_fed_back_is_that_of_the_distances(two_ranks: RankPool) -> None:
+    """Coarse messages lose much of each round, and little of all rounds together."""
+
+    def ends(hook: Any) -> list[Tensor]:
+        return two_ranks.run(_trained, "module", local_sgd(2, outer=MEAN, hook=hook), 24)[0]
+
+    exact = ends(hooks.allreduce())
+    without = farthest(ends(hooks.blockwise(bits=4, block_size=256)), exact)
+    fed_back = farthest(ends(hooks.error_feedback(hooks.blockwise(bits=4, block_size=256))), exact)
+    assert 0 < fed_back < 0.7 * without
+
+
+# ---- traffic -------------------------------------------------------------------------------------
+
+_INT4 = "int4 with error feedback"
+
+
+def _inner(name: str) -> Hook:
+    if name == _INT4:
+        return hooks.error_feedback(hooks.blockwise(bits=4))
+    return hooks.cast(torch.bfloat16) if name == "cast" else hooks.allreduce()
+
+
+def _traffic(rank: int, name: str, H: int, road: str) -> Any:  # noqa: N803
+    model, handle = attached(local_sgd(H, hook=_inner(name)), road)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.01), rank, 16)
+    stats = handle.stats()
+    handle.remove()
+    return stats.steps, stats.bytes_sent, stats.bytes_sent_last_step, len(stats.buckets)
+
+
+@pytest.mark.parametrize("road", ["module", "ddp"])
+@pytest.mark.parametrize("name", ["allreduce", "cast", _INT4])
+def test_traffic_falls_by_h(two_ranks: RankPool, name: str, road: str) -> None:
+    numel = sum(parameter.numel() for parameter in net().parameters())
+    each = two_ranks.run(_traffic, name, 1, road)[0]
+    steps, sent, last, buckets = two_ranks.run(_traffic, name, 8, road)[0]
+    assert (each[0], steps) == (16, 2)
+    assert buckets > 1
+    assert last == each[2]
+    assert sent == 2 * last
+    if name != _INT4:
+        assert last == (4 if name == "allreduce" else 2) * numel  # 2 (W - 1) / W = 1 for 2 ranks
+    else:
+        assert last < 4 * numel / 6
+
+
+def _recorded(rank: int, name: str, staged: bool) -> tuple[list[int], int | None, int]:
+    recording = RecordingProcessGroup(dist.group.WORLD)
+    model = net()
+    handle = attach(model, local_sgd(4, hook=_inner(name)), process_group=recording)
+    if staged:
+        handle.register_prehook(lambda gradients: None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    recording.clear()  # of what attach() sends
+    counts = []
+    for step in range(8):
+        train(model, optimizer, rank, range(step, step + 1))
+        counts.append(len(recording.records))
+    sent, total = handle.stats().bytes_sent, recording.total.bytes_sent
+    handle.remove()
+    return counts, sent, total
+
+
+@pytest.mark.parametrize(
+    ("name", "staged"), [("allreduce", False), ("allreduce", True), (_INT4, False)]
+)
+def test_nothing_travels_but_what_is_counted(two_ranks: RankPool, name: str, staged: bool) -> None:
+    numel = sum(parameter.numel() for parameter in net().parameters())
+    inner = _inner(name)
+    wire_bytes = simulate(inner, [[torch.zeros(numel)]] * 2).bytes_sent
+    results = two_ranks.run(_recorded, name, staged)
+    for (counts, sent, total), of_rank in zip(results, wire_bytes, strict=True):
+        assert counts[:3] == [0, 0, 0] and counts[3] == counts[6] > 0
+        assert sent == total == 2 * of_rank
+
+
+# ---- what a step is ------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("one_rank")
+class TestSteps:
+    def _model(self, H: int = 100, model: nn.Module | None = None) -> Any:  # noqa: N803
+        return attached(local_sgd(H, outer=MEAN), model=model)
+
+    @pytest.fixture(autouse=True)
+    def _quiet(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.ERROR)
+
+    def test_gradients_that_add_up_are_one_step(self) -> None:
+        model, handle = self._model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for number in range(3):
+            optimizer.zero_grad()
+            with handle.no_sync():
+                backward(model, 0, 0)
+            backward(model, 0, 1)
+            backward(model, 0, 2)
+            optimizer.step()
+            assert done(handle) == number + 1
+        handle.remove()
+
+    @pytest.mark.parametrize("to_none", [False, True])
+    def test_a_step_that_is_skipped_is_one(self, to_none: bool) -> None:
+        model, handle = self._model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for number in range(4):
+            optimizer.zero_grad(set_to_none=to_none)
+            backward(model, 0, 0)
+            assert done(handle) == number
+            if number % 2:
+                optimizer.step()
+        handle.remove()
+
+    def test_an_update_by_hand_is_a_step(self) -> None:
+        model, handle = self._model(H=2)
+        for number in range(5):
+            model.zero_grad()
+            backward(model, 0, number)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.01 * parameter.grad
+        assert (handle.stats().steps, done(handle)) == (2, 0)
+        handle.synchronize()  # of the fifth nobody has told
+        handle.synchronize()
+        assert handle.stats().steps == 3
+        handle.remove()
+
+    def test_a_closure_is_part_of_its_step(self) -> None:
+        model, handle = self._model()
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=3)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(batch(0)).square().sum()
+            loss.backward()
+            return loss
+
+        for number in range(2):
+            optimizer.step(closure)
+            assert done(handle) == number + 1
+        handle.remove()
+
+    def test_a_forward_without_gradients_ends_nothing(self) -> None:
+        model, handle = self._model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        backward(model, 0, 0)
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(batch(0))
+        assert done(handle) == 0
+        model(batch(0))
+        assert done(handle) == 1
+        model(batch(0))
+        assert done(handle) == 1
+        handle.remove()
+
+    def test_several_optimizers_of_a_model_take_one_step_together(self) -> None:
+        model, handle = self._model()
+        layers = model.layers
+        first = torch.optim.SGD(layers[:3].parameters(), lr=0.01)
+        second = torch.optim.AdamW(layers[3:].parameters(), lr=0.01)
+        for number in range(3):
+            model.zero_grad()
+            backward(model, 0, number)
+            first.step()
+            assert done(handle) == number
+            second.step()
+            assert done(handle) == number + 1
+        handle.remove()
+
+    def test_parameters_that_nobody_steps_hold_nothing_up(self) -> None:
+        model, handle = self._model()
+        optimizer = torch.optim.SGD(model.layers[:3].parameters(), lr=0.01)
+        for number in range(3):
+            model.zero_grad()
+            backward(model, 0, number)
+            assert done(handle) == number
+            optimizer.step()
+        handle.remove()
+
+    def test_an_optimizer_of_another_model_is_none_of_its_business(self) -> None:
+        _, handle = self._model()
+        other = net()
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.01)
+        train(other, optimizer, 0, 2)
+        assert done(handle) == 0
+        handle.remove()
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_parameters_that_are_loaded_later_are_the_anchor(self, dtype: torch.dtype) -> None:
+        model, handle = self._model(H=2, model=net(dtype))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for _ in range(2):
+            loaded = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+            model.load_state_dict(loaded)
+            train(model, optimizer, 0, 4)
+            assert same(parameters_of(model), list(loaded.values()))
+        handle.remove()
+
+    def test_a_copy_of_the_model_is_another_one(self) -> None:
+        model, handle = self._model()
+        backward(model, 0, 0)
+        copied = copy.deepcopy(model)
+        model.zero_grad()
+        copied(batch(0))
+        assert done(handle) == 0
+        model(batch(0))
+        assert done(handle) == 1
+        handle.remove()
+
+    def test_small_moves_of_16_bits_add_up(self) -> None:
+        model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+        nn.init.ones_(model.weight)
+        handle = attach(model, local_sgd(1, outer=outer_sgd(0.1, 0.0)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-6)
+        ones = torch.ones(1, 1, dtype=torch.bfloat16)
+        for _ in range(10):  # each less than half of what bfloat16 can tell from 1
+            optimizer.zero_grad()
+            model(ones).sum().backward()
+            optimizer.step()
+        assert model.weight.item() == pytest.approx(1 - 10 * 0.1 * 2.0**-6, abs=2.0**-9)
+        handle.remove()
+
+    def test_stages_see_each_backward(self) -> None:
+        model, handle = self._model(H=4)
+        seen = []
+        handle.register_prehook(lambda gradients: tuple(2 * g for g in gradients))
+        handle.register_post_accumulate_hook(lambda bucket: seen.append(bucket.index()))
+        other = net()
+        for each in (model, other):
+            backward(each, 0, 0)
+        for parameter, plain in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(parameter.grad, 2 * plain.grad)
+        assert seen == list(range(len(seen))) and len(seen) > 1
+        assert handle.stats().steps == 0
+        handle.remove()
+
+
+def _with_a_skip(rank: int, road: str) -> tuple[list[Tensor], int, int]:
+    """Rank 1 alone has an infinite gradient in the step that comes before an exchange."""
+    model, handle = attached(local_sgd(3), road)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    taken = 0
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = model(batch(rank, step)).square().sum()
+        if rank == 1 and step == 2:
+            loss = loss * torch.inf
+        scaler.scale(loss).backward()
+        before = parameters_of(model)
+        scaler.step(optimizer)
+        taken += not same(before, parameters_of(model))
+        scaler.update()
+    found = parameters_of(model), handle.stats().steps, taken
+    handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("road", ["module", "ddp"])
+def test_a_scaler_that_skips_a_step_on_one_rank(two_ranks: RankPool, road: str) -> None:
+    first, second = two_ranks.run(_with_a_skip, road)
+    assert same(first[0], second[0])
+    assert (first[1], second[1]) == (2, 2)
+    assert (first[2], second[2]) == (6, 5)
+
+
+# ---- together at will ----------------------------------------------------------------------------
+
+
+def _synchronized(rank: int, road: str, uneven: bool) -> list[list[Tensor]]:
+    model, handle = attached(local_sgd(4), road)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    handle.register_prehook(lambda gradients: None)  # so that each backward has its stages
+    train(model, optimizer, rank, 4 + (rank if uneven else 2))
+    apart = parameters_of(model)
+    handle.synchronize()
+    together = parameters_of(model)
+    handle.synchronize()
+    again = parameters_of(model)
+    assert handle.stats().steps == 2
+    handle.remove()
+    with pytest.raises(RuntimeError, match="not attached any more"):
+        handle.synchronize()
+    return [apart, together, again]
+
+
+@pytest.mark.parametrize(("road", "uneven"), [("module", False), ("module", True), ("ddp", False)])
+def test_synchronize(two_ranks: RankPool, road: str, uneven: bool) -> None:
+    first, second = two_ranks.run(_synchronized, road, uneven)
+    assert not same(first[0], second[0])
+    assert same(first[1], second[1])
+    assert same(first[1], first[2]) and same(first[1], second[2])
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_synchronize_is_nothing_to_other_hooks() -> None:
+    model, handle = attached(hooks.allreduce())
+    before = parameters_of(model)
+    handle.synchronize()
+    assert same(before, parameters_of(model))
+    handle.remove()
+
+
+# ---- several models, and none --------------------------------------------------------------------
+
+
+def _two_models(rank: int) -> Any:
+    models = [net(), net()]
+    handles = [
+        attach(model, local_sgd(H, outer=MEAN)) for model, H in zip(models, (2, 3), strict=True)
+    ]
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.01)
+    for step in range(6):
+        optimizer.zero_grad()
+        for model in models:
+            backward(model, rank, step)
+        optimizer.step()
+    counts = [handle.stats().steps for handle in handles]
+    handles[0].remove()
+    own = parameters_of(models[0])
+    for step in range(3):
+        optimizer.zero_grad()
+        for model in models:
+            backward(model, rank, step)
+        optimizer.step()
+    found = counts, own, parameters_of(models[0]), parameters_of(models[1])
+    handles[1].remove()
+    return found
+
+
+def test_two_models_and_one_optimizer(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(_two_models)
+    assert first[0] == second[0] == [3, 2]
+    assert same(first[1], second[1])
+    assert not same(first[2], second[2])  # on their own from there on
+    assert same(first[3], second[3])
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("road", "removed"),
+    # A DDP gets back PyTorch's Python reducer, whose hooks keep it.
+    [(road, removed) for road in ROADS for removed in (False, True) if road != ROADS[2]]
+    + [(ROADS[2], False)],
+)
+def test_nothing_keeps_a_model(road: str, removed: bool) -> None:
+    model, handle = attached(local_sgd(2), road)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    train(model, optimizer, 0, 2)
+    copied = copy.deepcopy(model) if road == "module" else None
+    assert torch_optimizer._global_optimizer_post_hooks
+    if removed:
+        handle.remove()
+        assert not torch_optimizer._global_optimizer_post_hooks
+    inner = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert inner() is None
+    assert not torch_optimizer._global_optimizer_post_hooks
+    if copied is not None:
+        train(copied, torch.optim.SGD(copied.parameters(), lr=0.01), 0, 1)
+
+
+def _removed(rank: int, road: str) -> tuple[int, bool]:
+    model, handle = attached(local_sgd(4), road)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    train(model, optimizer, rank, 1)
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torch_commhook.local_steps")
+    logger.addHandler(handler)
+    handle.synchronize()
+    handle.replace(hooks.allreduce())
+    before = len(warnings)
+    handle.replace(local_sgd(4))
+    train(model, optimizer, rank, 3)
+    handle.remove()
+    logger.removeHandler(handler)
+    assert re.search(r"'local_sgd\(4\)' was taken off 3 steps after", warnings[-1])
+    return before, model.training
+
+
+@pytest.mark.parametrize("road", ["module", "ddp"])
+def test_taking_it_off_while_ranks_are_apart_is_said(two_ranks: RankPool, road: str) -> None:
+    assert two_ranks.run(_removed, road) == [(0, True), (0, True)]
+
+
+# ---- failures ------------------------------------------------------------------------------------
+
+
+class OwnError(Exception):
+    pass
+
+
+class Flaky(hooks.allreduce):  # type: ignore[name-defined, misc]
+    """Averages, and raises on the second bucket when it is told to."""
+
+    fails = False
+
+    def average(self, bucket: GradBucket) -> Any:
+        if self.fails and bucket.index() == 1:
+            raise OwnError("boo")
+        return super().average(bucket)
+
+
+def _fails(rank: int, road: str) -> Any:
+    flaky = Flaky()
+    model, handle = attached(local_sgd(2, hook=flaky), road)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    errors = []
+    for step in range(8):
+        flaky.fails = step in (1, 2, 5) and step % 2 == rank
+        before = parameters_of(model)
+        optimizer.zero_grad()
+        backward(model, rank, step)
+        gradients = [parameter.grad for parameter in model.parameters()]
+        own = [p.add(g, alpha=-0.01) for p, g in zip(before, gradients, strict=True)]
+        try:
+            optimizer.step()
+        except (OwnError, PeerError) as error:
+            errors.append((step, type(error).__name__, str(error)))
+            assert farthest(parameters_of(model), own) == 0  # as its own step has left them
+    found = errors, handle.stats().steps, parameters_of(model)
+    handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("road", ["module", "ddp"])
+def test_a_rank_that_fails_in_the_exchange(two_ranks: RankPool, road: str) -> None:
+    """All raise, nothing has changed, and the next step tries again."""
+    first, second = two_ranks.run(_fails, road)
+    # Due after steps 1, 2 and 3 (when it is done), and then after 5 and 6.
+    assert [(step, kind) for step, kind, _ in first[0]] == [
+        (1, "PeerError"),
+        (2, "OwnError"),
+        (5, "PeerError"),
+    ]
+    assert [(step, kind) for step, kind, _ in second[0]] == [
+        (1, "OwnError"),
+        (2, "PeerError"),
+        (5, "OwnError"),
+    ]
+    assert "on rank 1: OwnError: boo" in first[0][0][2]
+    assert first[1] == second[1] == 2
+    assert not same(first[2], second[2])  # one step after the last exchange
+
+
+# ---- going on from a state -----------------------------------------------------------------------
+
+_STEPS = 8
+
+
+def _begin(road: str, hook: Any, dtype: torch.dtype) -> Any:
+    model = net(dtype)
+    if road == "ddp":
+        model = DDP(model, bucket_cap_mb=BUCKET_CAP_MB)
+        for _ in range(2):  # DDP orders its buckets now
+            backward(model, 0, 0)
+        handle = attach(model, hook)
+    else:
+        handle = attach(model, hook, bucket_cap_mb=BUCKET_CAP_MB)
+    return model, handle, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def _resumed(rank: int, road: str, dtype: torch.dtype) -> list[int]:
+    """The steps from which training does not go on as if nothing had been."""
+
+    def hook() -> Any:
+        return local_sgd(3, hook=hooks.error_feedback(hooks.blockwise(bits=4)))
+
+    model, handle, optimizer = _begin(road, hook(), dtype)
+    saved = []
+    for step in range(_STEPS):
+        train(model, optimizer, rank, range(step, step + 1))
+        whole = [model.state_dict()]
+        dist.broadcast_object_list(whole, src=0)  # as a checkpoint has the model of rank 0
+        stream = io.BytesIO()
+        torch.save((whole[0], optimizer.state_dict(), handle.state_dict()), stream)
+        saved.append(stream)
+    wanted, bytes_sent = parameters_of(model), handle.stats().bytes_sent
+    assert bytes_sent
+    handle.remove()
+    wrong = []
+    for step, stream in enumerate(saved):
+        model, handle, optimizer = _begin(road, hook(), dtype)
+        stream.seek(0)
+        whole_model, own_optimizer, own_hook = torch.load(stream, weights_only=True)
+        model.load_state_dict(whole_model)
+        optimizer.load_state_dict(own_optimizer)
+        handle.load_state_dict(own_hook)
+        train(model, optimizer, rank, range(step + 1, _STEPS))
+        if not same(parameters_of(model), wanted):
+            wrong.append(step)
+        handle.remove()
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("road", "dtype"),
+    [
+        ("module", torch.float32),
+        ("module", torch.float64),
+        ("module", torch.bfloat16),
+        ("ddp", torch.float32),
+    ],
+)
+def test_it_goes_on_from_any_step(two_ranks: RankPool, road: str, dtype: torch.dtype) -> None:
+    assert two_ranks.run(_resumed, road, dtype, timeout=120) == [[], []]
+
+
+def _stopped(rank: int, states: list[Any] | None) -> tuple[dict[str, Any], list[Tensor]]:
+    """A state in the middle of a round, and what it comes to."""
+    model, handle = attached(local_sgd(4))
+    if states is None:
+        train(model, torch.optim.SGD(model.parameters(), lr=0.01), rank, 6)
+    else:
+        handle.load_state_dict(states[rank])
+    state = handle.state_dict()
+    handle.synchronize()
+    handle.remove()
+    return state, parameters_of(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_another_number_of_ranks_comes_to_the_same(world_size: int) -> None:
+    before = run_ranks(_stopped, 2, None)
+    states = reshard_states([state for state, _ in before], world_size)
+    after = run_ranks(_stopped, world_size, states)
+    assert all_same([end for _, end in before]) and all_same([end for _, end in after])
+    assert farthest(before[0][1], after[0][1]) < 1e-6
+    anchor = list(before[0][0]["shared"]["local_sgd_anchor"].values())
+    ends = dict(zip(dict(net().named_parameters()), after[0][1], strict=True))
+    assert farthest(anchor, [ends[n] for n in before[0][0]["shared"]["local_sgd_anchor"]]) > 1e-4
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_states_that_do_not_fit() -> None:
+    model, handle = attached(local_sgd(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    train(model, optimizer, 0, 1)
+    state = handle.state_dict()
+    assert state["local_steps"] == {"done": 1, "is_open": False}
+    own = state["rank0"]["local_sgd_parameter"]
+    names = dict(model.named_parameters())
+    assert all(torch.equal(own[name], parameter) for name, parameter in names.items())
+    after_one = parameters_of(model)
+    train(model, optimizer, 0, 2)
+    here = parameters_of(model)
+    assert "local_sgd_parameter" not in handle.state_dict()["rank0"]  # at the anchor
+    name = next(iter(own))
+    for wrong, message in [
+        ({key: value for key, value in state.items() if key != "local_steps"}, "keeps ranks apart"),
+        (
+            {**state, "rank0": {"local_sgd_parameter": {**own, name: torch.ones(3)}}},
+            rf"parameter '{name}' of shape .* got shape \(3,\)",
+        ),
+        (
+            {**state, "rank0": {"local_sgd_parameter": {"other": torch.ones(3)}}},
+            r"must have parameter '.*' of shape .*, got none",
+        ),
+        ({**state, "world_size": 2}, "must be of 1 ranks, got one of 2"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            handle.load_state_dict(wrong)
+        assert same(here, parameters_of(model)) and done(handle) == 0
+    handle.load_state_dict(state)
+    assert same(after_one, parameters_of(model)) and done(handle) == 1
+    handle.synchronize()
+    handle.remove()
+
+
+# ---- modes ---------------------------------------------------------------------------------------
+
+
+def _small_net() -> nn.Module:
+    """No biases: their gradients are sums that Inductor adds up in another order than eager."""
+    torch.manual_seed(0)
+    layers = nn.Linear(24, 150, bias=False), nn.ReLU(), nn.Linear(150, 8, bias=False)
+    return nn.Sequential(*layers)
+
+
+def _in_mode(
+    rank: int, mode: Mode, compiles_step: bool = False, hook: Any = None
+) -> dict[str, Any]:
+    torch._dynamo.reset()
+    counters.clear()
+    model = mode.wrap(_small_net())
+    handle = attach(model, local_sgd(2) if hook is None else hook, **mode.attach_options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    take_step = torch.compile(optimizer.step) if compiles_step else optimizer.step
+    captures = []
+    with mode.step_function(model) as step:
+        for number in range(5):
+            optimizer.zero_grad()
+            step(batch(rank, number))
+            take_step()
+            captures.append(counters["stats"]["unique_graphs"])
+    handle.synchronize()
+    found = {
+        "parameters": parameters_of(model),
+        "captures": captures,
+        "breaks": sum(counters["graph_break"].values()),
+        "steps": handle.stats().steps,
+        "bytes": handle.stats().bytes_sent,
+    }
+    handle.remove()
+    return found
+
+
+COMPILED = [
+    Mode("ddp", "context"),
+    Mode("python_reducer", "context"),
+    Mode("module", "compile"),
+    Mode("module", "context", fullgraph=True),
+]
+
+
+@pytest.mark.parametrize("mode", COMPILED, ids=str)
+def test_compiled_as_in_eager(two_ranks: RankPool, mode: Mode) -> None:
+    wanted = two_ranks.run(_in_mode, Mode(mode.model, "eager"))
+    results = two_ranks.run(_in_mode, mode, timeout=120)
+    for result, want in zip(results, wanted, strict=True):
+        assert (result["steps"], result["bytes"]) == (want["steps"], want["bytes"])
+        assert result["steps"] == 3
+        assert same(result["parameters"], want["parameters"])
+        compiled_once = 1 if mode.model == "ddp" else 0
+        assert result["captures"][compiled_once] == result["captures"][-1], "compiled again"
+        if mode.model != "ddp":  # whose forward has some of PyTorch's own
+            assert result["breaks"] == 0
+
+
+def _by_hand(rank: int, mode: Mode) -> tuple[list[Tensor], int]:
+    torch._dynamo.reset()
+    model = mode.wrap(_small_net())
+    handle = attach(model, local_sgd(2), **mode.attach_options)
+    with mode.step_function(model) as step:
+        for number in range(5):
+            model.zero_grad()
+            step(batch(rank, number))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.01 * parameter.grad
+    found = parameters_of(model), handle.stats().steps
+    handle.synchronize()
+    handle.remove()
+    return found
+
+
+def test_updates_by_hand_are_noticed_under_compilers(two_ranks: RankPool) -> None:
+    wanted = two_ranks.run(_by_hand, Mode("module", "eager"))
+    results = two_ranks.run(_by_hand, Mode("module", "context"), timeout=120)
+    for (parameters, steps), (eager, eager_steps) in zip(results, wanted, strict=True):
+        assert steps == eager_steps == 2
+        assert same(parameters, eager)
+
+
+def test_an_optimizer_that_is_compiled(two_ranks: RankPool) -> None:
+    mode = Mode("module", "eager")
+    wanted = two_ranks.run(_in_mode, mode)
+    results = two_ranks.run(_in_mode, mode, True, timeout=120)
+    for result, want in zip(results, wanted, strict=True):
+        assert result["steps"] == want["steps"] == 3
+        assert farthest(result["parameters"], want["parameters"]) < 1e-4
+
+
+# ---- what it refuses -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: local_sgd(0), ValueError, "H must be at least 1, got 0"),
+        (lambda: local_sgd(2.0), TypeError, "H must be an int, got float"),
+        (lambda: local_sgd(2, outer=0.7), TypeError, "outer must be an outer_sgd, got float"),
+        (lambda: local_sgd(2, hook=len), TypeError, "hook must be one of torch_commhook.hooks"),
+        (lambda: local_sgd(2, hook=local_sgd(2)), ValueError, "must bring the ranks together"),
+        (lambda: hooks.clip(1.0, local_sgd(2)), ValueError, "must bring the ranks together in"),
+        (lambda: hooks.after(3, local_sgd(2)), ValueError, "must bring the ranks together in"),
+        (lambda: hooks.error_feedback(local_sgd(2)), ValueError, "must bring the ranks together"),
+        (lambda: hooks.policy([], local_sgd(2)), ValueError, "about all gradients together"),
+        (lambda: outer_sgd("1"), TypeError, "lr must be a number, got str"),
+        (lambda: outer_sgd(0.0), ValueError, "lr must be positive, got 0.0"),
+        (lambda: outer_sgd(0.7, 1.0), ValueError, "momentum must be from 0 to below 1, got 1.0"),
+        (lambda: outer_sgd(0.7, nesterov=1), TypeError, "nesterov must be a bool, got int"),
+    ],
+)
+def test_wrong_arguments(make: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        make()
+
+
+def test_it_prints_as_it_is_written() -> None:
+    assert str(local_sgd(8)) == "local_sgd(8)"
+    assert str(local_sgd(8, outer=outer_sgd(0.7, 0.9))) == "local_sgd(8)"
+    assert (
+        str(local_sgd(8, outer=MEAN, hook=hooks.cast()))
+        == "local_sgd(8, outer=outer_sgd(lr=1.0, momentum=0.0, nesterov=True), hook=cast(bfloat16))"
+    )
+
+
+@pytest.mark.usefixtures("one_rank")
+class TestRefused:
+    def test_without_attach(self) -> None:
+        model = DDP(net())
+        model.register_comm_hook(None, local_sgd(2))
+        with pytest.raises(RuntimeError, match=r"use torch_commhook\.attach"):
+            backward(model, 0, 0)
+
+    @pytest.mark.parametrize("road", ROADS)
+    def test_uneven_inputs(self, road: str) -> None:
+        model, handle = attached(local_sgd(2), road)
+        with pytest.raises(RuntimeError, match="equally many steps"):
+            handle.join()
+        if road == "ddp":
+            with pytest.raises(RuntimeError, match="equally many steps"), model.join():
+                backward(model, 0, 0)
+        with suppress(RuntimeError):
+            handle.remove()

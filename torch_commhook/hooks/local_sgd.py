@@ -1,0 +1,228 @@
+"""Steps on each rank's own gradients, and an average of the parameters now and then."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_commhook.bucket import GradBucket
+from torch_commhook.hooks.base import Hook
+from torch_commhook.hooks.mean import allreduce
+from torch_commhook.memory import BucketMemory, HookMemory
+
+_ANCHOR = "local_sgd_anchor"
+_MOMENTUM = "local_sgd_momentum"
+
+
+@dataclass(frozen=True)
+class outer_sgd:  # noqa: N801 (written as it is called, within a hook)
+    """How :class:`local_sgd` moves the anchor: SGD, with the mean distance as its gradient.
+
+    The same as ``torch.optim.SGD``. The defaults are DiLoCo's (Douillard et al., 2023,
+    arXiv:2311.08105); ``outer_sgd(1.0, 0.0)`` makes the anchor the mean of the ranks' parameters.
+
+    Args:
+        lr: learning rate.
+        momentum: of the steps before; 0 needs no memory.
+        nesterov: whether the momentum is that of Nesterov. Without momentum it changes nothing.
+
+    Raises:
+        TypeError: no numbers.
+        ValueError: ``lr`` is not positive, or ``momentum`` not from 0 to below 1.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "momentum"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool):
+                raise TypeError(
+                    f"outer_sgd: {name} must be a number, got {type(value).__qualname__}"
+                )
+        if not isinstance(self.nesterov, bool):
+            raise TypeError(
+                f"outer_sgd: nesterov must be a bool, got {type(self.nesterov).__qualname__}"
+            )
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"outer_sgd: lr must be positive, got {self.lr}")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"outer_sgd: momentum must be from 0 to below 1, got {self.momentum}")
+
+    def step(self, anchors: list[Tensor], gradients: list[Tensor], momenta: list[Tensor]) -> None:
+        """Move the anchors.
+
+        Args:
+            anchors: written.
+            gradients: of the anchors' shapes and dtypes.
+            momenta: written; of the same shapes and dtypes, zeros at first. Without momentum none.
+        """
+        if self.momentum:
+            torch._foreach_mul_(momenta, self.momentum)
+            torch._foreach_add_(momenta, gradients)
+            if self.nesterov:
+                gradients = list(torch._foreach_add(gradients, momenta, alpha=self.momentum))
+            else:
+                gradients = momenta
+        torch._foreach_add_(anchors, gradients, alpha=-self.lr)
+
+
+class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
+    """Let each rank step on its own gradients, and bring the ranks together every ``H`` steps.
+
+    In the style of DiLoCo (Douillard et al., 2023, arXiv:2311.08105). All ranks start from the same
+    parameters, the anchor. Gradients stay each rank's own, and nothing is sent in a backward. After
+    every ``H`` steps of the optimizer, before ``optimizer.step()`` returns, the ranks average how
+    far they have come from the anchor, an outer optimizer moves the anchor by that, and the
+    parameters become the new anchor. With ``H = 1``, SGD and ``outer_sgd(1.0, 0.0)`` that is
+    data-parallel SGD, to rounding.
+
+    Traffic is that of ``hook``, divided by ``H``. Memory is the anchor and, with momentum, as much
+    again: float32 for parameters of 16 bits, the parameters' own dtype for others.
+
+    A step is over when optimizers of ``torch.optim`` have stepped all of the model's parameters
+    that have a gradient. A step that no optimizer takes (``GradScaler`` skips it, or the update is
+    written by hand) is noticed when the next forward begins, by gradients that
+    ``zero_grad()`` has taken away meanwhile; so is one in which only some of the parameters were
+    stepped. Ranks must take equally many.
+
+    The optimizer's own state, buffers of the model and random numbers stay each rank's; see
+    ``docs/local_sgd.md`` for what that means, and for checkpoints. At the end of training
+    :meth:`HookHandle.synchronize` brings the ranks together.
+
+    Only for hooks that are attached (:func:`torch_commhook.attach`).
+
+    Args:
+        H: steps from one exchange to the next.
+        outer: moves the anchor; ``outer_sgd(0.7, 0.9)`` by default.
+        hook: averages the distances; :class:`allreduce` by default. With one that compresses, such
+            as ``error_feedback(blockwise(bits=4))``, traffic falls by both factors.
+
+    Raises:
+        TypeError: no int, no ``outer_sgd``, or no hook of the library.
+        ValueError: ``H`` is not positive, or ``hook`` keeps ranks apart itself.
+    """
+
+    _commhook_traceable = True
+    keeps_ranks_apart = True
+
+    def __init__(
+        self,
+        H: int,  # noqa: N803 (as the papers call it)
+        *,
+        outer: outer_sgd | None = None,
+        hook: Hook | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(H, int) or isinstance(H, bool):
+            raise TypeError(f"local_sgd: H must be an int, got {type(H).__qualname__}")
+        if H < 1:
+            raise ValueError(f"local_sgd: H must be at least 1, got {H}")
+        outer = outer_sgd() if outer is None else outer
+        hook = allreduce() if hook is None else hook
+        if not isinstance(outer, outer_sgd):
+            raise TypeError(
+                f"local_sgd: outer must be an outer_sgd, got {type(outer).__qualname__}"
+            )
+        if not isinstance(hook, Hook):
+            raise TypeError(
+                "local_sgd: hook must be one of torch_commhook.hooks, got "
+                f"{type(hook).__qualname__}"
+            )
+        if hook.keeps_ranks_apart:
+            raise ValueError(f"local_sgd: hook must bring the ranks together, got {hook}")
+        self.H = H
+        self.outer = outer
+        self.hook = hook
+
+    @property
+    def has_stages(self) -> bool:  # type: ignore[override]
+        return self.hook.has_stages
+
+    def prepare(self, memory: BucketMemory) -> None:
+        self._anchors(memory)
+        self._momenta(memory)
+        self.hook.prepare(memory)
+
+    def step_counted(self, memory: HookMemory) -> None:
+        self.hook.step_counted(memory)
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """The gradients as they are."""
+        return bucket.buffer()  # type: ignore[return-value]
+
+    # No annotations: DDP compares them as they are, and does not understand strings.
+    def __call__(self, state, bucket):  # type: ignore[no-untyped-def]
+        raise RuntimeError(
+            f"{self}: ranks are brought together after the optimizer's steps, of which only a hook "
+            "that is attached knows; use torch_commhook.attach(model, hook)"
+        )
+
+    # ---- for the exchange ------------------------------------------------------------------------
+
+    def distance(self, memory: BucketMemory) -> Tensor:
+        """How far the parameters have come from the anchor: anchor less parameters.
+
+        Returns:
+            Flat, of the parameters' dtype, laid out as the bucket is.
+        """
+        # Not kept: it would lie there unused for as many steps as there are between exchanges.
+        flat = torch.empty(memory.numel, dtype=memory.dtype, device=memory.device)
+        pieces = memory.layout.views(flat)
+        # Rounded as the parameters were when they left it.
+        torch._foreach_copy_(pieces, self._anchors(memory))
+        torch._foreach_sub_(pieces, memory.parameters)
+        return flat
+
+    def move(self, memory: BucketMemory, distance: Tensor) -> None:
+        """Move the anchor by the mean distance of the ranks, and the parameters there."""
+        anchors = self._anchors(memory)
+        gradients = memory.layout.views(distance.to(anchors[0].dtype))
+        self.outer.step(anchors, gradients, self._momenta(memory))
+        self.return_to_anchor(memory)
+
+    def return_to_anchor(self, memory: BucketMemory) -> None:
+        """Put the parameters where the anchor is."""
+        torch._foreach_copy_(memory.parameters, self._anchors(memory))
+
+    def anchor_here(self, memory: BucketMemory) -> None:
+        """Put the anchor where the parameters are, where they are elsewhere."""
+        for anchor, parameter in zip(self._anchors(memory), memory.parameters, strict=True):
+            # An anchor of more precision than the parameter is at the same place.
+            if not torch.equal(anchor.to(parameter.dtype), parameter):
+                anchor.copy_(parameter)
+
+    def _anchors(self, memory: BucketMemory) -> list[Any]:
+        return memory.per_parameter(
+            _ANCHOR,
+            lambda _, parameter: parameter.detach().to(_precise(parameter), copy=True),
+        )
+
+    def _momenta(self, memory: BucketMemory) -> list[Any]:
+        if not self.outer.momentum:
+            return []
+        return memory.per_parameter(
+            _MOMENTUM,
+            lambda _, parameter: torch.zeros_like(
+                parameter, dtype=_precise(parameter), requires_grad=False
+            ),
+        )
+
+    def __repr__(self) -> str:
+        said = [str(self.H)]
+        if self.outer != outer_sgd():
+            said.append(f"outer={self.outer}")
+        if type(self.hook) is not allreduce:
+            said.append(f"hook={self.hook}")
+        return f"local_sgd({', '.join(said)})"
+
+
+def _precise(parameter: Tensor) -> torch.dtype:
+    """What is added up over the steps needs more than 16 bits."""
+    return torch.float32 if parameter.dtype.itemsize == 2 else parameter.dtype

@@ -1,0 +1,426 @@
+"""Ranks that step on their own gradients for a while, and when and how they come together.
+
+An optimizer tells nobody of its steps but hooks that are registered with it, or with all of them.
+So there is one of ours with all optimizers as long as a hook of this kind is attached.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.weak import TensorWeakRef
+
+from torch_commhook import _C, collectives
+from torch_commhook.attached import Attached, run_average
+from torch_commhook.bucket import GradBucket
+from torch_commhook.forward_hook import BeforeForward
+from torch_commhook.hooks.local_sgd import local_sgd
+from torch_commhook.memory import PARAMETERS, BucketMemory
+from torch_commhook.metrics import BucketTraffic, count_bucket
+from torch_commhook.results import checked_result, hook_on_bucket
+from torch_commhook.step_group import StepGroup
+
+if TYPE_CHECKING:
+    from torch_commhook.ddp_road import DdpRoad
+    from torch_commhook.reducer.road import ReducerRoad
+
+_log = logging.getLogger(__name__)
+
+#: How long a rank where something failed waits for its own collectives in flight.
+_DRAIN_SECONDS = 60.0
+
+#: Where a state has the steps since the ranks were together.
+_STATE = "local_steps"
+
+
+class LocalSteps:
+    """Counts the steps of a model that a hook keeps apart, and brings the ranks together.
+
+    Args:
+        model: whose parameters these are.
+        attached: the hook, a :class:`local_sgd`.
+        road: gives the road that the hook is on at the moment.
+
+    Attributes:
+        done: steps since the ranks were together.
+        is_open: whether a step has begun and is not over.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        attached: Attached,
+        road: Callable[[], DdpRoad | ReducerRoad],
+    ) -> None:
+        self._attached = attached
+        self._road = road
+        self._model = weakref.ref(model)
+        self.done = 0
+        self.is_open = False
+        self._in_step = False  # of an optimizer, which may run forward and backward
+        self._stepped: set[int] = set()  # parameters, in the step that is open
+        # DDP asks for memory in the first backward, when an optimizer may have stepped already.
+        parameters = [parameter for memory in self._memories() for parameter in memory.parameters]
+        self._parameters = [TensorWeakRef(parameter) for parameter in parameters]
+        self._ids = frozenset(map(id, parameters))
+        self._versions = self._versions_now()
+        # First, since what else the model sends before a forward comes after the exchange.
+        self._forward_handle = model.register_forward_pre_hook(BeforeForward(self), prepend=True)
+        _listen(self)
+        self._end = weakref.finalize(model, self._stop)
+        self._end.atexit = False
+
+    @property
+    def hook(self) -> local_sgd:
+        """The hook."""
+        hook = self._attached.hook
+        assert isinstance(hook, local_sgd)
+        return hook
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the ranks are to come together."""
+        return self.done >= self.hook.H
+
+    def close(self) -> None:
+        """Count no more."""
+        if self.done:
+            _log.warning(
+                "hook '%s' was taken off %d steps after the ranks were together last: their "
+                "parameters differ; HookHandle.synchronize() brings them together",
+                self._attached.name,
+                self.done,
+            )
+        self._end.detach()
+        self._stop()
+
+    def _stop(self) -> None:
+        self._forward_handle.remove()
+        _listen_no_more(self)
+
+    # ---- what a step is --------------------------------------------------------------------------
+
+    def note_backward(self) -> None:
+        """A backward begins whose gradients a step is to use.
+
+        Raises:
+            RuntimeError: in ``join()``.
+        """
+        model = self._model()
+        if isinstance(model, DistributedDataParallel) and model._join_config.enable:
+            raise RuntimeError(
+                f"hook '{self._attached.name}': all ranks must take equally many steps, which "
+                "join() is not for; give each as many batches"
+            )
+        if self._is_at_rest:
+            self._look_for_anchor()
+        self.is_open = True
+
+    def optimizer_steps(self, parameters: frozenset[int]) -> None:
+        """An optimizer is about to step parameters of these ids."""
+        if not self._ids.isdisjoint(parameters):
+            self._in_step = True
+
+    def optimizer_stepped(self, parameters: frozenset[int]) -> None:
+        """An optimizer has stepped parameters of these ids."""
+        own = self._ids & parameters
+        if not own:
+            return
+        self._in_step = False
+        self._stepped |= own
+        if any(id(p) not in self._stepped for p in self._living() if p.grad is not None):
+            self.is_open = True
+        else:
+            self._count()
+
+    def before_forward(self, module: nn.Module) -> None:
+        """Called by the model before its own forward."""
+        if self.is_open and torch.is_grad_enabled():
+            _end_step(self)
+
+    def end_step(self) -> None:
+        """End a step that optimizers have not ended, where another one begins."""
+        if self._in_step or not (self._stepped or self._gradients_are_gone()):
+            return  # a closure, or gradients that add up
+        self._count()
+        if self.is_due:
+            self.exchange()
+
+    def _count(self) -> None:
+        self.done += 1
+        self.is_open = False
+        self._stepped.clear()
+
+    def _living(self) -> list[Tensor]:
+        found = [reference() for reference in self._parameters]
+        return [parameter for parameter in found if parameter is not None]
+
+    def _gradients_are_gone(self) -> bool:
+        for parameter in self._living():
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            values = gradient._values() if gradient.layout is torch.sparse_coo else gradient
+            if values.any():
+                return False
+        return True
+
+    # ---- the anchor ------------------------------------------------------------------------------
+
+    @property
+    def _is_at_rest(self) -> bool:
+        """Whether parameters are at the anchor, unless somebody else has written to them."""
+        return self.done == 0 and not self.is_open and not self._stepped
+
+    def _memories(self) -> list[BucketMemory]:
+        """What the hook remembers of each bucket."""
+        found = []
+        for index, parameters in enumerate(self._road().parameter_buckets()):
+            memory = self._attached.memory_of(parameters, index)
+            assert memory is not None
+            found.append(memory)
+        return found
+
+    def _versions_now(self) -> list[int]:
+        return [parameter._version for parameter in self._living()]
+
+    @torch.no_grad()
+    def _look_for_anchor(self) -> None:
+        """Move the anchor to parameters that were loaded since it was where they are."""
+        versions = self._versions_now()
+        if versions != self._versions:
+            for memory in self._memories():
+                self.hook.anchor_here(memory)
+            self._versions = versions
+
+    # ---- the exchange ----------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """:meth:`exchange`, unless the ranks are together."""
+        self.exchange(only_if_apart=True)
+
+    @torch.no_grad()
+    def exchange(self, *, only_if_apart: bool = False) -> None:
+        """Bring the ranks together. All come here at the same point.
+
+        A step of the group of its own, on which the ranks agree before anything changes.
+
+        Args:
+            only_if_apart: where no rank has stepped, do nothing.
+
+        Raises:
+            PeerError: it failed on another rank.
+            Exception: what the hook raised.
+        """
+        attached, group = self._attached, self._road().group
+        group.begin()
+        started: list[_Started] = []
+        try:
+            if only_if_apart and not self._some_rank_has_stepped(group):
+                group.end()
+                return
+            memories = self._memories()
+            for index, memory in enumerate(memories):
+                started.append(self._start(memory, index, len(memories), group))
+            results = [_result(one, group) for one in started]
+            scale = self.hook.hook.step_scale(results) if self.hook.hook.scales_steps else None
+            if scale is not None:
+                results = [result * scale for result in results]
+            group.end()
+        except BaseException as error:
+            _drain(started)
+            raised = group.fail_with(error)
+            if raised is error:
+                raise
+            raise raised from error
+        for memory, result in zip(memories, results, strict=True):
+            self.hook.move(memory, result)
+        self.done = 0
+        self.is_open = False
+        self._stepped.clear()
+        self._versions = self._versions_now()
+        attached.memory.advance()
+        for index, one in enumerate(started):
+            count_bucket(attached.stats, index, len(started), one.traffic, first=index == 0)
+
+    def _start(self, memory: BucketMemory, index: int, count: int, group: StepGroup) -> _Started:
+        bucket = GradBucket(
+            memory.parameters,
+            buffer=self.hook.distance(memory),
+            index=index,
+            bucket_count=count,
+            process_group=group.group_for(memory.device),
+        )
+        bucket._memory = memory
+        where = hook_on_bucket(self._attached.name, index, count)
+        result, dtype, traffic = run_average(self.hook.hook, bucket)
+        return _Started(_C.as_future(result, where), bucket, dtype, where, traffic)
+
+    def _some_rank_has_stepped(self, group: StepGroup) -> bool:
+        # Where a step is written by hand, all that tells of the last one is what it has written.
+        written = self.is_open and self._versions_now() != self._versions
+        device = self._living()[0].device
+        has = torch.tensor([float(self.done > 0 or bool(self._stepped) or written)], device=device)
+        total = collectives.all_reduce(has, group=group.group_for(device)).wait()
+        return bool(total.item())
+
+    # ---- state -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the hook remembers, with the rank's parameters."""
+        if self._is_at_rest:
+            self._look_for_anchor()
+        memory = self._attached.memory
+        state = memory.state_dict()
+        state[_STATE] = {"done": self.done, "is_open": self.is_open}
+        if not self._is_at_rest:  # where they are those of the anchor
+            parameters = self._living()
+            names = memory.names_of(parameters)
+            assert names is not None
+            state[f"rank{memory.rank}"][PARAMETERS] = {
+                name: parameter.detach().clone()
+                for name, parameter in zip(names, parameters, strict=True)
+            }
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a :meth:`state_dict`. Writes the parameters.
+
+        Raises:
+            ValueError: no such state, or one that does not fit; everything then stays.
+        """
+        memory = self._attached.memory
+        own, position, state = self._taken_apart(state)
+        memory.load_state_dict(state)
+        self._road().memory_loaded(state["buckets"])
+        for bucket in self._memories():
+            self.hook.return_to_anchor(bucket)
+        for parameter, value in own:
+            parameter.copy_(value)
+        self.done, self.is_open = position["done"], position["is_open"]
+        self._stepped.clear()
+        self._versions = self._versions_now()
+
+    def _taken_apart(
+        self, state: dict[str, Any]
+    ) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Any], dict[str, Any]]:
+        """What is this rank's of the parameters, where in a round it is, and the rest."""
+        if not isinstance(state, dict) or _STATE not in state:
+            raise ValueError(
+                f"load_state_dict: the state must be one of a hook that keeps ranks apart, such as "
+                f"'{self._attached.name}', got another"
+            )
+        key = f"rank{self._attached.memory.rank}"
+        pieces = dict(state.get(key) or {})
+        values = pieces.pop(PARAMETERS, {})
+        rest = {**state, key: pieces} if key in state else state
+        own = []
+        parameters = self._living()
+        names = self._attached.memory.names_of(parameters) or []
+        for name, parameter in zip(names, parameters, strict=True) if values else ():
+            value = values.get(name)
+            if value is None or value.shape != parameter.shape:
+                raise ValueError(
+                    f"load_state_dict: the state must have parameter '{name}' of shape "
+                    f"{tuple(parameter.shape)}, got "
+                    + ("none" if value is None else f"shape {tuple(value.shape)}")
+                )
+            own.append((parameter, value))
+        return own, state[_STATE], rest
+
+
+class _Started:
+    """The hook on its way with a bucket of distances."""
+
+    def __init__(
+        self,
+        future: Any,
+        bucket: GradBucket,
+        dtype: torch.dtype,
+        where: str,
+        traffic: BucketTraffic,
+    ) -> None:
+        self.future = future
+        self.bucket = bucket
+        self.dtype = dtype
+        self.where = where
+        self.traffic = traffic
+
+
+def _result(started: _Started, group: StepGroup) -> Tensor:
+    _C.wait_for_result(started.future, started.where, group.timeout.total_seconds())
+    return checked_result(started.future.wait(), started.bucket, started.dtype, started.where)
+
+
+def _drain(started: list[_Started]) -> None:
+    """Wait for what is in flight, before its buffers go."""
+    end = time.monotonic() + _DRAIN_SECONDS
+    for one in started:
+        with suppress(Exception):  # theirs are a consequence, or as good a reason
+            _C.wait_for(one.future, max(end - time.monotonic(), 0.0))
+
+
+# ---- optimizers ----------------------------------------------------------------------------------
+
+#: In the order in which the hooks were attached, which is that of the exchanges on all ranks.
+_listening: weakref.WeakValueDictionary[int, LocalSteps] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+_handles: list[Any] = []
+
+
+def _listen(steps: LocalSteps) -> None:
+    _listening[next(_numbers)] = steps
+    if not _handles:
+        # What a rank sends, and when, is for no compiler.
+        before, after = map(torch.compiler.disable, (_before_step, _after_step))
+        _handles.append(register_optimizer_step_pre_hook(before))
+        _handles.append(register_optimizer_step_post_hook(after))
+
+
+def _listen_no_more(steps: LocalSteps) -> None:
+    for number, other in list(_listening.items()):
+        if other is steps:
+            del _listening[number]
+    if not _listening:
+        while _handles:
+            _handles.pop().remove()
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> frozenset[int]:
+    return frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    parameters = _parameters_of(optimizer)
+    for _, steps in sorted(_listening.items()):
+        steps.optimizer_steps(parameters)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    parameters = _parameters_of(optimizer)
+    listening = [steps for _, steps in sorted(_listening.items())]
+    # An exchange that fails must not keep the others from counting.
+    for steps in listening:
+        steps.optimizer_stepped(parameters)
+    for steps in listening:
+        if steps.is_due and not steps._ids.isdisjoint(parameters):
+            steps.exchange()
+
+
+@torch.compiler.disable
+def _end_step(steps: LocalSteps) -> None:
+    steps.end_step()
