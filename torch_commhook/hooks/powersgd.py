@@ -138,7 +138,8 @@ class powersgd(Hook):  # noqa: N801 (a hook is written as it is called)
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         check_dense(self, bucket)
-        return _Call(self, bucket).start()
+        group = self.group(bucket)
+        return _Call(self, bucket, group).start(bucket, group)
 
     def result_dtype(self, bucket: GradBucket) -> torch.dtype:
         return _dtype(bucket.dtype())
@@ -158,11 +159,13 @@ def _dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Call:
-    """One bucket's average on its way."""
+    """One bucket's average on its way.
 
-    def __init__(self, hook: powersgd, bucket: GradBucket) -> None:
-        self.bucket = bucket
-        self.group = hook.group(bucket)
+    It keeps neither the group nor the bucket, which has one: a thread of Gloo's that dropped a
+    group last would wait for its own end.
+    """
+
+    def __init__(self, hook: powersgd, bucket: GradBucket, group: Any) -> None:
         self.memory = hook.memory(bucket)
         self.text = self.memory.plans[hook._name]
         q = self.memory.tensors.get(hook._name)
@@ -170,28 +173,31 @@ class _Call:
         self.q: Any = q
         self.error = self.memory.tensors.get("error")
         self.keeps_error = self.error is not None
-        self.scale = average_scale(self.group)
+        self.scale = average_scale(group)
+        self.numel = bucket.numel()
         self.dtype = _dtype(bucket.dtype())
         self.device = bucket.device()
         # Asked once: later stages are other threads' work, which cannot tell who compiles.
         self.is_traced = torch.compiler.is_compiling()
         self.meter: CallMeter | None = None if self.is_traced else self.memory.meter
 
-    def start(self) -> Any:
+    def start(self, bucket: GradBucket, group: Any) -> Any:
         if not self.has_matrices:
-            return self._average_vectors()
+            return self._average_vectors(bucket, group)
         with torch.no_grad(), timed(self.meter, "encode"):
-            wire = self._left_factors()
+            wire = self._left_factors(bucket)
+        if not self.is_traced:
+            self.result = self._result(bucket)
         # The second sends as many numbers as there are in Q.
-        second_bytes = ring_all_reduce_bytes(tensor_bytes(self.q), self.group.size())
+        second_bytes = ring_all_reduce_bytes(tensor_bytes(self.q), group.size())
         return two_stages(
-            lambda: all_reduce(wire, group=self.group),
+            lambda: all_reduce(wire, group=group),
             self._right_factors,
             lambda tensor, group: issue_all_reduce(tensor, group, is_traced=self.is_traced),
             self._restore,
             second_bytes=second_bytes,
             device=self.device,
-            group=self.group,
+            group=group,
             meter=self.meter,
         )
 
@@ -200,21 +206,21 @@ class _Call:
             return torch.empty(numel, dtype=self.dtype, device=self.device)
         return self.memory.buffers.get(name, (numel,), self.dtype, self.device)
 
-    def _average_vectors(self) -> Any:
-        out = None if self.is_traced else self._buffer("result", self.bucket.numel())
-        wire = self.bucket.flatten(scale=self.scale, dtype=self.dtype, out=out)
+    def _average_vectors(self, bucket: GradBucket, group: Any) -> Any:
+        out = None if self.is_traced else self._buffer("result", self.numel)
+        wire = bucket.flatten(scale=self.scale, dtype=self.dtype, out=out)
         if self.error is not None:  # that of another hook, before
             with torch.no_grad():
                 wire.add_(self.error, alpha=self.scale)
                 self.error.zero_()
-        return all_reduce(wire, group=self.group)
+        return all_reduce(wire, group=group)
 
-    def _left_factors(self) -> Tensor:
-        error, sources = self.error, self.bucket.sources()
+    def _left_factors(self, bucket: GradBucket) -> Tensor:
+        error, sources = self.error, bucket.sources()
         if error is not None and error.dtype == self.dtype:
             self.work = error
         else:
-            self.work = self._buffer("work", self.bucket.numel())
+            self.work = self._buffer("work", self.numel)
             if error is not None:
                 self.work.copy_(error)
         if self.is_traced:
@@ -269,7 +275,7 @@ class _Call:
                 self.q, self.work, self.wire, self.left, right, self.text, self.keeps_error
             )
         else:
-            result = self._result()
+            result = self.result
             with timed(self.meter, "decode"):
                 restore(
                     self.q,
@@ -285,8 +291,8 @@ class _Call:
             self.error.copy_(self.work)
         return result
 
-    def _result(self) -> Tensor:
-        result = self.bucket.result_buffer()
+    def _result(self, bucket: GradBucket) -> Tensor:
+        result = bucket.result_buffer()
         if result is None or result.dtype != self.dtype:
-            return self._buffer("result", self.bucket.numel())
+            return self._buffer("result", self.numel)
         return result
