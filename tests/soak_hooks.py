@@ -44,6 +44,12 @@ METHODS = ("encode", "reduce", "decode")
 #: One run in so many has a step that fails.
 FAILING = 4
 
+#: Runs that are so many seeds apart have the same inputs.
+INPUTS = 7
+
+#: Of a hook and the number of its inputs, the gradients of a run without delays, on this rank.
+_calm: dict[tuple[str, int], str] = {}
+
 
 class OwnError(Exception):
     """What a codec raises here."""
@@ -134,9 +140,8 @@ def one_run(rank: int, world_size: int, name: str, seed: int, disturb: bool) -> 
     handle = attach(model, hook, bucket_cap_mb=0.008)
     digest, outcomes = hashlib.sha256(), []
     for step in range(STEPS):
-        x = torch.randn(
-            8, 40, generator=torch.Generator().manual_seed(1000 * seed + 10 * step + rank)
-        )
+        generator = torch.Generator().manual_seed(100 * (seed % INPUTS) + 10 * step + rank)
+        x = torch.randn(8, 40, generator=generator)
         for attempt in range(2):
             failing = step == fails_at and attempt == 0
             if failing and rank == fails_on:
@@ -178,8 +183,10 @@ def some_runs(rank: int, world_size: int, name: str, seeds: list[int]) -> list[d
     found = []
     for seed in seeds:
         result = one_run(rank, world_size, name, seed, disturb=True)
-        calm = one_run(rank, world_size, name, seed, disturb=False)
-        found.append({**result, "calm": calm["gradients"]})
+        inputs = name, seed % INPUTS
+        if inputs not in _calm:
+            _calm[inputs] = one_run(rank, world_size, name, seed, disturb=False)["gradients"]
+        found.append({**result, "calm": _calm[inputs]})
     return found
 
 

@@ -164,6 +164,14 @@ def test_not_a_number_is_equal_to_itself() -> None:
     assert math.isnan(found.result[0].item()) and math.isnan(found.error)
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 1), (1, 0, 3), ()])
+def test_gradients_of_no_elements(shape: tuple[int, ...]) -> None:
+    grads = [[torch.ones(shape), torch.ones(shape).double(), torch.ones(2)]] * 2
+    for hook in (hooks.allreduce(), hooks.blockwise(), hooks.topk()):
+        found = simulate(hook, grads)
+        assert all(map(torch.equal, found.result[:2], grads[0]))
+
+
 def test_errors_of_zero_gradients() -> None:
     zeros = [[torch.zeros(3)] for _ in range(2)]
     assert simulate(hooks.allreduce(), zeros).error == 0

@@ -215,6 +215,5 @@ def _length(tensors: list[Tensor]) -> float:
 def _bits(tensor: Tensor) -> Tensor:
     """For a comparison in which NaN equals itself."""
     dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
-    return (
-        dense.contiguous().view(torch.uint8) if dense.dim() else dense.reshape(1).view(torch.uint8)
-    )
+    flat = dense.contiguous().view(-1) if dense.numel() else dense.new_empty(0)
+    return flat.view(torch.uint8)
