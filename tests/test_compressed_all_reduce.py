@@ -202,6 +202,16 @@ def _sums(rank: int, codec: Codec, names: Sequence[str], seed: int) -> list[Any]
     return found
 
 
+def is_sum(codec: Codec, world_size: int, got: Tensor, right: Tensor) -> bool:
+    """The same bits; where a group adds numbers up, in an order of its own, nearly."""
+    if codec.exchange != "all_reduce" or world_size <= 2 or not right.numel():
+        return torch.equal(got, right)
+    # In float32, whatever the dtype; and of those that cancel each other little is left.
+    bound = 1e-6 * world_size * (1 + float(right.abs().amax()))
+    rounding = 2 * torch.finfo(right.dtype).eps * right.abs()
+    return bool(((got - right).abs() <= bound + rounding).all())
+
+
 def check_sums(codec: Codec, ranks: list[list[Any]], names: Sequence[str], seed: int) -> None:
     world_size = len(ranks)
     place = 0
@@ -218,14 +228,10 @@ def check_sums(codec: Codec, ranks: list[list[Any]], names: Sequence[str], seed:
             for rank, (memory, found) in enumerate(zip(memories, ranks, strict=True)):
                 results, state, _ = found[place]
                 assert len(results) == len(out) and len(state) == len(memory.state())
-                for got, right in zip(results, out, strict=True):
+                for i, (got, right) in enumerate(zip(results, out, strict=True)):
                     assert got.dtype == right.dtype and got.shape == right.shape
-                    if codec.exchange == "all_reduce" and world_size > 2:
-                        # The order in which a group adds numbers up is its own.
-                        torch.testing.assert_close(got, right)
-                        assert torch.equal(got, ranks[0][place][0][0]), what
-                    else:
-                        assert torch.equal(got, right), f"{what}: rank {rank}"
+                    assert is_sum(codec, world_size, got, right), f"{what}: rank {rank}"
+                    assert torch.equal(got, ranks[0][place][0][i]), what
                 for got, right in zip(state, memory.state(), strict=True):
                     assert torch.equal(got, right), f"{what}: memory of rank {rank}"
                 memory.advance()
@@ -286,7 +292,8 @@ def test_several_in_flight(pools: dict[int, RankPool], codec: Codec, world_size:
         by_hand(codec, [[x] for x in sources], [right], 1 / world_size, memories)
         for rank in range(world_size):
             got, state = ranks[rank][number]
-            assert torch.equal(got, right), f"call {number} on rank {rank}, seed {seed}"
+            where = f"call {number} on rank {rank}, seed {seed}"
+            assert is_sum(codec, world_size, got, right), where
             assert all(map(torch.equal, state, memories[rank].state()))
 
 

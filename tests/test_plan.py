@@ -53,6 +53,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--world", "0"], "must be a number from 1 to 1024"),
         (["--compute-ms", "nan"], "must be a number of milliseconds"),
         (["--hooks", "nothing()"], "names the unknown hook 'nothing'"),
+        (["--model-size", "1k", "--hooks", "clip(1.0)"], "the norm is that of all buckets"),
+        (["--model-size", "1k", "--hooks", "local_sgd(4)"], "local_sgd"),
     ],
 )
 def test_wrong_arguments(

@@ -115,6 +115,7 @@ class DdpRoad:
     @attached.setter
     def attached(self, attached: Attached | None) -> None:
         self._attached = attached
+        self._forget_memory()
         if attached is not None:
             attached.join(self._group.group_for(self._device))
             if attached.has_stages:
@@ -123,6 +124,10 @@ class DdpRoad:
     def memory_loaded(self, buckets: list[list[str]]) -> None:
         """The hook's memory has been read from elsewhere."""
         self._loaded = buckets
+        self._forget_memory()
+
+    def _forget_memory(self) -> None:
+        """Let buckets ask for the hook's memory anew."""
         for bucket in self._buckets.values():
             bucket._memory = None
 
@@ -196,6 +201,8 @@ class DdpRoad:
         attached, self._running = self._running, None
         if attached is None:
             return
+        if self._attached is None:
+            self._forget_memory()
         if attached.keeps_ranks_apart:  # an error comes out of backward() by itself
             if error is None and attached.stages.has_post_accumulate_hooks:
                 engine = torch.autograd.Variable._execution_engine

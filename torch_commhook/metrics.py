@@ -47,6 +47,14 @@ class CallMeter:
         self.squares: tuple[float, float] | None = None
         self._calls = 0
 
+    @property
+    def relative_error(self) -> float | None:
+        """What was lost of what was to be held, as lengths of vectors, when last measured."""
+        if self.squares is None:
+            return None
+        lost, values = self.squares
+        return math.sqrt(lost / values) if values else 0.0
+
     def add(self, stage: str, seconds: float) -> None:
         """Note how long a stage took."""
         self.seconds[stage] += seconds

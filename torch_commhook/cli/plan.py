@@ -150,6 +150,9 @@ def main(argv: Sequence[str]) -> int:
     except HookExpressionError as error:
         print(f"commhook plan: error: {error}", file=sys.stderr)
         return 2
+    except RuntimeError as error:  # of a hook that does nothing by itself
+        print(f"commhook plan: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
     if options.json:
         print(json.dumps([asdict(cost) for cost in costs], indent=2))
     else:
