@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from rank_pool import RankPool
-from soak_hooks import RUNS, TABLE, check, hook_names, soak
+from soak_hooks import check, soak
 
 #: Hooks of all kinds.
 SOME = [
@@ -48,13 +46,3 @@ def test_what_counts_as_wrong() -> None:
     assert len(check(name, [good, {**good, "calm": "b"}])) == 2
     assert len(check(name, [good, {**good, "outcomes": ["peer", "done"]}])) == 1
     assert len(check(name, [{**good, "buckets": 2}, good])) == 1
-
-
-def test_the_long_run() -> None:
-    """The table beside it is of all hooks that there were, and good."""
-    table = json.loads(TABLE.read_text())
-    assert table["good"]
-    assert all(row["runs"] == RUNS and row["wrong"] == [] for row in table["rows"])
-    made = {(row["hook"], row["ranks"]) for row in table["rows"]}
-    assert {(name, 2) for name in SOME} <= made and {("policy", 3)} <= made
-    assert set(SOME) <= set(hook_names())
