@@ -1,4 +1,4 @@
-"""A few of the runs that ``make soak-hooks`` makes, and what it made of them at full length."""
+"""A few of the runs that ``make soak-hooks`` makes."""
 
 from __future__ import annotations
 
