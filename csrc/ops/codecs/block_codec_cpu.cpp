@@ -3,8 +3,10 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "ops/cpu/blocks.h"
+#include "ops/cpu/streaming.h"
 
 namespace commhook::codecs {
 namespace {
@@ -66,6 +68,78 @@ void for_each_range(const BlockLayout& layout, const Run& run) {
                    });
 }
 
+// Bytes on their way past the caches: collected in the first-level cache, from where they go in
+// whole cache lines.
+class Stream {
+ public:
+  static constexpr int64_t kMost = kMaxBlockSize * static_cast<int64_t>(sizeof(float));
+
+  // limit: of the bytes that are collected, at most kMost.
+  Stream(const cpu::RowKernels& kernels, int64_t limit) : kernels_(kernels), limit_(limit) {}
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+  ~Stream() {
+    flush();
+    kernels_.fence();
+  }
+
+  // Where to write the `count` bytes, at most `limit`, that are to go to `to`.
+  void* place(void* to, int64_t count) {
+    auto* const target = static_cast<char*>(to);
+    if (target != line_ + end_) {
+      flush();
+      begin_ = end_ = static_cast<int64_t>(reinterpret_cast<uintptr_t>(target) % kLine);
+      line_ = target - end_;
+    } else if (end_ + count > limit_ + kLine) {
+      send_lines();
+    }
+    void* const place = buffer_ + end_;
+    end_ += count;
+    return place;
+  }
+
+ private:
+  static constexpr int64_t kLine = 64;
+
+  // All but a line that is to be continued.
+  void send_lines() {
+    const int64_t whole = end_ / kLine * kLine;
+    if (whole == 0) {
+      return;
+    }
+    const int64_t first = begin_ == 0 ? 0 : kLine;
+    std::memcpy(line_ + begin_, buffer_ + begin_, static_cast<size_t>(first - begin_));
+    kernels_.stream_lines(buffer_ + first, line_ + first, whole - first);
+    std::memcpy(buffer_, buffer_ + whole, static_cast<size_t>(end_ - whole));
+    line_ += whole;
+    begin_ = 0;
+    end_ -= whole;
+  }
+
+  void flush() {
+    send_lines();
+    if (end_ > begin_) {
+      std::memcpy(line_ + begin_, buffer_ + begin_, static_cast<size_t>(end_ - begin_));
+    }
+  }
+
+  const cpu::RowKernels& kernels_;
+  const int64_t limit_;
+  // buffer_[i] goes to line_[i], for i from begin_ to end_.
+  char* line_ = nullptr;
+  int64_t begin_ = 0;
+  int64_t end_ = 0;
+  alignas(kLine) char buffer_[kMost + kLine];
+};
+
+// That are collected before they go.
+constexpr int64_t kStreamedBytes = 4096;
+
+// The number of values, of whole blocks, whose `bits` fill about so many bytes.
+int64_t values_in(int64_t bytes, int64_t bits, int64_t block_size) {
+  return std::max<int64_t>(1, bytes * 8 / bits / block_size) * block_size;
+}
+
 float* data_of(const std::optional<at::Tensor>& tensor) {
   return is_there(tensor) ? tensor->mutable_data_ptr<float>() : nullptr;
 }
@@ -78,6 +152,41 @@ uint8_t* cleared(const at::Tensor& message, const BlockLayout& layout) {
   return bytes;
 }
 
+// Encodes the values of blocks that follow each other; `stream`: null for codes that are to stay in
+// the caches.
+void encode_run(const BlockKernels& kernels, const BlockForm& form, const float* values,
+                int64_t count, const Encoding& encoding, int64_t block, float* error,
+                uint8_t* codes, float* parameters, Stream* stream) {
+  const int64_t size = form.block_size;
+  if (stream == nullptr) {
+    return kernels.encode(values, count, size, encoding, block, error, codes, parameters);
+  }
+  const int64_t piece = values_in(kStreamedBytes, form.bits, size);
+  for (int64_t i = 0; i < count; i += piece) {
+    const int64_t n = std::min(piece, count - i);
+    const int64_t width = form.code_bytes(n);
+    kernels.encode(values + i, n, size, encoding, block + i / size,
+                   error == nullptr ? nullptr : error + i,
+                   static_cast<uint8_t*>(stream->place(codes, width)), parameters);
+    codes += width;
+    parameters += piece / size * form.parameters;
+  }
+}
+
+void decode_run(const BlockKernels& kernels, const BlockForm& form, const uint8_t* codes,
+                const float* parameters, int64_t count, float* values, Stream& stream) {
+  const int64_t size = form.block_size;
+  const int64_t piece = values_in(kStreamedBytes, 32, size);
+  for (int64_t i = 0; i < count; i += piece) {
+    const int64_t n = std::min(piece, count - i);
+    kernels.decode(
+        codes, parameters, n, size,
+        static_cast<float*>(stream.place(values + i, n * static_cast<int64_t>(sizeof(float)))));
+    codes += form.code_bytes(n);
+    parameters += piece / size * form.parameters;
+  }
+}
+
 }  // namespace
 
 void encode_on_cpu(const BlockKernels& kernels, at::TensorList tensors, const at::Tensor& message,
@@ -88,17 +197,22 @@ void encode_on_cpu(const BlockKernels& kernels, at::TensorList tensors, const at
   const cpu::Segments segments(tensors);
   auto* const bytes = cleared(message, layout);
   float* const lost = data_of(error);
+  const auto& rows = cpu::row_kernels(cpu::capability());
+  // With an error, which is read and written, it does not pay.
+  const bool streamed = lost == nullptr && layout.bytes() >= cpu::streaming_bytes();
   for_each_range(layout, [&](int64_t block, int64_t begin, int64_t end) {
     BlockCursor cursor(layout, block);
+    Stream stream(rows, kStreamedBytes);
     cpu::for_each_block(
-        segments, begin, end, size, cpu::row_kernels(cpu::capability()),
+        segments, begin, end, size, rows,
         [&](const float* values, int64_t position, int64_t count) {
           cursor.visit(
               position, count,
               [&](int64_t at, int64_t n, int64_t first, int64_t codes, int64_t parameters) {
-                kernels.encode(values + at, n, size, encoding, first,
-                               lost == nullptr ? nullptr : lost + position + at, bytes + codes,
-                               reinterpret_cast<float*>(bytes + parameters));
+                encode_run(kernels, layout.form(), values + at, n, encoding, first,
+                           lost == nullptr ? nullptr : lost + position + at, bytes + codes,
+                           reinterpret_cast<float*>(bytes + parameters),
+                           streamed ? &stream : nullptr);
               });
         });
   });
@@ -112,16 +226,23 @@ void decode_on_cpu(const BlockKernels& kernels, const at::Tensor& message, at::T
   }
   const cpu::Segments segments(tensors);
   const auto* const bytes = message.const_data_ptr<uint8_t>();
+  const auto& rows = cpu::row_kernels(cpu::capability());
+  const bool streamed = cpu::bytes_of(tensors) >= cpu::streaming_bytes();
   for_each_range(layout, [&](int64_t block, int64_t begin, int64_t end) {
     BlockCursor cursor(layout, block);
+    Stream stream(rows, Stream::kMost);
     cpu::write_each_block(
-        segments, begin, end, size, cpu::row_kernels(cpu::capability()),
-        [&](float* values, int64_t position, int64_t count) {
+        segments, begin, end, size, rows,
+        [&](float* values, int64_t position, int64_t count, bool in_place) {
           cursor.visit(position, count,
                        [&](int64_t at, int64_t n, int64_t, int64_t codes, int64_t parameters) {
-                         kernels.decode(bytes + codes,
-                                        reinterpret_cast<const float*>(bytes + parameters), n, size,
-                                        values + at);
+                         const auto* from = reinterpret_cast<const float*>(bytes + parameters);
+                         if (streamed && in_place) {
+                           decode_run(kernels, layout.form(), bytes + codes, from, n, values + at,
+                                      stream);
+                         } else {
+                           kernels.decode(bytes + codes, from, n, size, values + at);
+                         }
                        });
         });
   });

@@ -21,6 +21,14 @@ inline __attribute__((always_inline)) const float* compensated(const float* valu
   return values;
 }
 
+// Asks for n values that come up. They need not exist.
+inline __attribute__((always_inline)) void prefetch(const float* values, int64_t n) {
+  constexpr int64_t kLine = 64 / sizeof(float);
+  for (int64_t i = 0; i < n; i += kLine) {
+    __builtin_prefetch(values + i);
+  }
+}
+
 // The bits of the largest magnitude: those of an infinity or more, if one is infinite or NaN.
 inline __attribute__((always_inline)) uint32_t largest_magnitude(const float* p, int64_t n) {
   uint32_t largest = 0;

@@ -1,15 +1,27 @@
 // The kernels of block quantisation for one instruction set: see cpu/for_each_instruction_set.h.
-// Plain loops, which compilers turn into vectors: maxima and minima are taken of integers that are
-// ordered as the floats are, since those of floats may not be reordered.
+// Plain loops, which compilers turn into vectors: maxima and minima are taken of the bits as
+// integers, since those of floats may not be reordered.
 #include "ops/codecs/block_codec_kernels.inl"
 
-// A float's bits as an integer of the same order.
-inline int32_t ordered(uint32_t bits) {
-  return static_cast<int32_t>(bits ^ ((0u - (bits >> 31)) & kAbsolute));
-}
-inline float of_ordered(int32_t order) {
-  const auto bits = static_cast<uint32_t>(order);
-  return float_of(bits ^ ((0u - (bits >> 31)) & kAbsolute));
+// The least and the largest value, as floats are ordered, a NaN beyond the infinity of its sign.
+// Of the bits taken as integers: signed ones are ordered as the floats that are not negative, and
+// unsigned ones against the order of those that are, which they place above the others.
+inline __attribute__((always_inline)) void extremes(const float* p, int64_t n, float& least,
+                                                    float& most) {
+  int32_t most_signed = -0x7fffffff - 1;
+  uint32_t most_unsigned = 0;
+  uint32_t least_unsigned = 0xffffffffu;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t bits = bits_of(p[i]);
+    const auto value = static_cast<int32_t>(bits);
+    most_signed = value > most_signed ? value : most_signed;
+    most_unsigned = bits > most_unsigned ? bits : most_unsigned;
+    least_unsigned = bits < least_unsigned ? bits : least_unsigned;
+  }
+  const bool has_negative = most_unsigned > kAbsolute;
+  const bool has_positive = least_unsigned <= kAbsolute;
+  least = float_of(has_negative ? most_unsigned : least_unsigned);
+  most = float_of(has_positive ? static_cast<uint32_t>(most_signed) : least_unsigned);
 }
 
 // Random numbers of 16 bits for the values of a block: eight from a counter, at equal distances, so
@@ -44,32 +56,56 @@ inline void draw_dither(const Rounding& rounding, int64_t block, int64_t n, floa
   }
 }
 
-// Integers for n values, in bytes.
+// The integer of the value at i, in its low bits.
 template <bool kSymmetric, bool kDithered, bool kError>
-inline void quantize(const float* __restrict p, int64_t n, const Quantizer& quantizer, float low,
-                     float levels, const float* __restrict dithers, float* __restrict error,
-                     uint8_t* __restrict codes) {
-  const float factor = quantizer.factor;
-  const float step = quantizer.step;
-  for (int64_t i = 0; i < n; ++i) {
-    float t = kSymmetric ? p[i] * factor : (p[i] - low) * factor;
-    if constexpr (kDithered) {
-      t = t + dithers[i];
-      t = t > levels ? levels : t;  // what is added may have been rounded up
+inline __attribute__((always_inline)) uint32_t quantize(const float* __restrict p, int64_t i,
+                                                        const Quantizer& quantizer, float low,
+                                                        float levels,
+                                                        const float* __restrict dithers,
+                                                        float* __restrict error) {
+  float t = kSymmetric ? p[i] * quantizer.factor : (p[i] - low) * quantizer.factor;
+  if constexpr (kDithered) {
+    t = t + dithers[i];
+    t = t > levels ? levels : t;  // what is added may have been rounded up
+  }
+  const float rounded = t + kRound;
+  if constexpr (kError) {
+    const float restored = (rounded - kRound) * quantizer.step;
+    error[i] = p[i] - (kSymmetric ? restored : low + restored);
+  }
+  return bits_of(rounded);
+}
+
+// The codes of n values. Of four bits, two are in a byte: that of the first half of the block in
+// the low bits, that of the second half in the high ones.
+template <int kBits, bool kSymmetric, bool kDithered, bool kError>
+inline __attribute__((always_inline)) void quantize_all(
+    const float* __restrict p, int64_t n, const Quantizer& all, float low, float levels,
+    const float* __restrict dithers, float* __restrict error, uint8_t* __restrict codes) {
+  const Quantizer quantizer = all;  // that nothing written here may change
+  const auto code = [&](int64_t i) __attribute__((always_inline)) {
+    return quantize<kSymmetric, kDithered, kError>(p, i, quantizer, low, levels, dithers, error);
+  };
+  if constexpr (kBits == 8) {
+    for (int64_t i = 0; i < n; ++i) {
+      codes[i] = static_cast<uint8_t>(code(i));
     }
-    const float rounded = t + kRound;
-    codes[i] = static_cast<uint8_t>(bits_of(rounded));
-    if constexpr (kError) {
-      const float restored = (rounded - kRound) * step;
-      error[i] = p[i] - (kSymmetric ? restored : low + restored);
+  } else {
+    const int64_t half = (n + 1) / 2;
+    for (int64_t i = 0; i < n - half; ++i) {
+      codes[i] = static_cast<uint8_t>((code(i) & 15u) | (code(half + i) << 4));
+    }
+    if (2 * half > n) {
+      codes[half - 1] = static_cast<uint8_t>(code(half - 1) & 15u);
     }
   }
 }
 
 // The same for values so small that they must be lifted first; rare, and as slow as it likes.
-template <bool kSymmetric>
+template <int kBits, bool kSymmetric>
 inline void quantize_lifted(const float* p, int64_t n, const Quantizer& quantizer, float low,
                             float levels, const float* dithers, float* error, uint8_t* codes) {
+  const int64_t half = (n + 1) / 2;
   for (int64_t i = 0; i < n; ++i) {
     float t = (p[i] * quantizer.lift - quantizer.low) * quantizer.factor;
     if (dithers != nullptr) {
@@ -77,7 +113,14 @@ inline void quantize_lifted(const float* p, int64_t n, const Quantizer& quantize
       t = t > levels ? levels : t;
     }
     const float rounded = t + kRound;
-    codes[i] = static_cast<uint8_t>(bits_of(rounded));
+    const uint32_t code = bits_of(rounded);
+    if (kBits == 8) {
+      codes[i] = static_cast<uint8_t>(code);
+    } else if (i < half) {
+      codes[i] = static_cast<uint8_t>(code & 15u);
+    } else {
+      codes[i - half] = static_cast<uint8_t>(codes[i - half] | (code << 4));
+    }
     if (error != nullptr) {
       const float restored = (rounded - kRound) * quantizer.step;
       error[i] = p[i] - (kSymmetric ? restored : low + restored);
@@ -85,100 +128,121 @@ inline void quantize_lifted(const float* p, int64_t n, const Quantizer& quantize
   }
 }
 
-template <bool kSymmetric>
-inline void quantize_any(const float* p, int64_t n, const Quantizer& quantizer, float low,
-                         float levels, const float* dithers, float* error, uint8_t* codes) {
+template <int kBits, bool kSymmetric>
+inline __attribute__((always_inline)) void quantize_any(const float* p, int64_t n,
+                                                        const Quantizer& quantizer, float low,
+                                                        float levels, const float* dithers,
+                                                        float* error, uint8_t* codes) {
   if (quantizer.lift != 1.0f) {
-    quantize_lifted<kSymmetric>(p, n, quantizer, low, levels, dithers, error, codes);
+    quantize_lifted<kBits, kSymmetric>(p, n, quantizer, low, levels, dithers, error, codes);
   } else if (dithers != nullptr) {
     if (error != nullptr) {
-      quantize<kSymmetric, true, true>(p, n, quantizer, low, levels, dithers, error, codes);
+      quantize_all<kBits, kSymmetric, true, true>(p, n, quantizer, low, levels, dithers, error,
+                                                  codes);
     } else {
-      quantize<kSymmetric, true, false>(p, n, quantizer, low, levels, dithers, error, codes);
+      quantize_all<kBits, kSymmetric, true, false>(p, n, quantizer, low, levels, dithers, error,
+                                                   codes);
     }
   } else if (error != nullptr) {
-    quantize<kSymmetric, false, true>(p, n, quantizer, low, levels, dithers, error, codes);
+    quantize_all<kBits, kSymmetric, false, true>(p, n, quantizer, low, levels, dithers, error,
+                                                 codes);
   } else {
-    quantize<kSymmetric, false, false>(p, n, quantizer, low, levels, dithers, error, codes);
+    quantize_all<kBits, kSymmetric, false, false>(p, n, quantizer, low, levels, dithers, error,
+                                                  codes);
   }
 }
 
-// Two values in a byte: that of the first half of the block in the low bits, that of the second
-// half in the high ones.
-inline void pack(const uint8_t* __restrict bytes, int64_t n, uint8_t* __restrict packed) {
-  const int64_t half = (n + 1) / 2;
-  for (int64_t i = 0; i < n - half; ++i) {
-    packed[i] = static_cast<uint8_t>((bytes[i] & 15u) | (bytes[half + i] << 4));
-  }
-  if (2 * half > n) {
-    packed[half - 1] = static_cast<uint8_t>(bytes[half - 1] & 15u);
-  }
-}
+// Small blocks are encoded in groups, step by step, so that none waits for the reduction and
+// division of another. Larger groups would read memory in bursts, which is slower.
+constexpr int64_t kGroupValues = 256;
+constexpr int64_t kGroup = 32;
 
-template <bool kSymmetric>
-inline void unpack(const uint8_t* __restrict packed, int64_t n, uint8_t* __restrict bytes) {
-  const int64_t half = (n + 1) / 2;
-  constexpr unsigned kSign = kSymmetric ? 8 : 0;
-  for (int64_t i = 0; i < half; ++i) {
-    bytes[i] = static_cast<uint8_t>(((packed[i] & 15u) ^ kSign) - kSign);
-  }
-  for (int64_t i = 0; i < n - half; ++i) {
-    bytes[half + i] = static_cast<uint8_t>((static_cast<unsigned>(packed[i] >> 4) ^ kSign) - kSign);
-  }
-}
+// How far ahead values are asked for.
+constexpr int64_t kAhead = 2048;
 
 struct Workspace {
   alignas(64) float compensated[kMaxBlockSize];
   alignas(64) float dithers[kMaxBlockSize + 8];
-  alignas(64) uint8_t bytes[kMaxBlockSize];
+  float range[kGroup];
+  float low[kGroup];
+  float step[kGroup];
+  float lifted_low[kGroup];
+  float lift[kGroup];
+  float factor[kGroup];
 };
 
-// kCount: the number of values where that is known when this is compiled, else 0.
-template <int kBits, bool kSymmetric, int kCount>
-inline void encode_block(const float* values, int64_t count, const Encoding& encoding,
-                         int64_t block, float* error, uint8_t* codes, float* parameters,
-                         Workspace& workspace) {
-  const int64_t n = kCount > 0 ? kCount : count;
-  const float* const p = compensated(values, n, encoding.scale, error, workspace.compensated);
-  const uint32_t largest = largest_magnitude(p, n);
-  float range = float_of(largest);
-  float low = 0.0f;
-  if constexpr (!kSymmetric) {
-    int32_t least = 0x7fffffff;
-    int32_t most = -0x7fffffff - 1;
-    for (int64_t i = 0; i < n; ++i) {
-      const int32_t order = ordered(bits_of(p[i]));
-      least = order < least ? order : least;
-      most = order > most ? order : most;
-    }
-    low = of_ordered(least) + 0.0f;  // no zero has a sign
-    if (largest < kInfinity) {
-      range = of_ordered(most) - low + 0.0f;
-    }
+template <bool kSymmetric>
+inline __attribute__((always_inline)) void measure(const float* p, int64_t n, float& low,
+                                                   float& range) {
+  if constexpr (kSymmetric) {
+    low = 0.0f;
+    range = float_of(largest_magnitude(p, n));
+  } else {
+    float most;
+    extremes(p, n, low, most);
+    low = low + 0.0f;           // no zero has a sign
+    range = most - low + 0.0f;  // infinite or NaN where a value is
   }
-  uint8_t* const into = kBits == 8 ? codes : workspace.bytes;
+}
+
+// The blocks of n values, at most kGroup of them, all of `size` values but the last of all.
+template <int kBits, bool kSymmetric>
+inline __attribute__((always_inline)) void encode_group(const float* values, int64_t n,
+                                                        int64_t size, const Encoding& encoding,
+                                                        int64_t block, float* error, uint8_t* codes,
+                                                        float* parameters, Workspace& workspace) {
   constexpr float kLevels = kSymmetric ? (1 << (kBits - 1)) - 1 : (1 << kBits) - 1;
-  if ((bits_of(range) & kAbsolute) >= kInfinity) {
-    parameters[0] = float_of(kNaN);
-    if constexpr (!kSymmetric) {
-      parameters[1] = float_of(kNaN);
+  constexpr int64_t kParameters = kSymmetric ? 1 : 2;
+  const float* const p = compensated(values, n, encoding.scale, error, workspace.compensated);
+  const int64_t whole = n / size;
+  const int64_t rest = n - whole * size;
+  for (int64_t b = 0; b < whole; ++b) {
+    measure<kSymmetric>(p + b * size, size, workspace.low[b], workspace.range[b]);
+  }
+  if (rest > 0) {
+    measure<kSymmetric>(p + whole * size, rest, workspace.low[whole], workspace.range[whole]);
+  }
+  const int64_t blocks = rest > 0 ? whole + 1 : whole;
+  for (int64_t b = 0; b < blocks; ++b) {
+    const Quantizer quantizer =
+        commhook::blockwise::quantizer(workspace.range[b], workspace.low[b], kLevels);
+    workspace.step[b] = quantizer.step;
+    workspace.lifted_low[b] = quantizer.low;
+    workspace.lift[b] = quantizer.lift;
+    workspace.factor[b] = quantizer.factor;
+  }
+  const auto encode_block = [&](int64_t b, int64_t count) __attribute__((always_inline)) {
+    if (error == nullptr) {  // else memory is as busy as it can be
+      prefetch(values + b * size + kAhead, size);
     }
-    __builtin_memset(codes, 0, kBits == 8 ? n : (n + 1) / 2);
-    return;  // with the error as it was
+    uint8_t* const to = codes + b * (kBits == 8 ? size : size / 2);
+    float* const described = parameters + b * kParameters;
+    if ((bits_of(workspace.range[b]) & kAbsolute) >= kInfinity) {
+      for (int64_t i = 0; i < kParameters; ++i) {
+        described[i] = float_of(kNaN);
+      }
+      __builtin_memset(to, 0, kBits == 8 ? count : (count + 1) / 2);
+      return;  // with the error as it was
+    }
+    const Quantizer quantizer = {workspace.step[b], workspace.lifted_low[b], workspace.lift[b],
+                                 workspace.factor[b]};
+    const float* drawn = nullptr;
+    if (encoding.rounding.is_random) {
+      draw_dither(encoding.rounding, block + b, count, workspace.dithers);
+      drawn = workspace.dithers;
+    }
+    quantize_any<kBits, kSymmetric>(p + b * size, count, quantizer, workspace.low[b], kLevels,
+                                    drawn, error == nullptr ? nullptr : error + b * size, to);
+    described[0] = quantizer.step;
+    if constexpr (!kSymmetric) {
+      described[1] = workspace.low[b];
+    }
+  };
+  for (int64_t b = 0; b < whole; ++b) {
+    encode_block(b, size);
   }
-  const Quantizer quantizer = commhook::blockwise::quantizer(range, low, kLevels);
-  const float* drawn = nullptr;
-  if (encoding.rounding.is_random) {
-    draw_dither(encoding.rounding, block, n, workspace.dithers);
-    drawn = workspace.dithers;
-  }
-  quantize_any<kSymmetric>(p, n, quantizer, low, kLevels, drawn, error, into);
-  if constexpr (kBits == 4) {
-    pack(workspace.bytes, n, codes);
-  }
-  parameters[0] = quantizer.step;
-  if constexpr (!kSymmetric) {
-    parameters[1] = low;
+  if (rest > 0) {
+    encode_block(whole, rest);
   }
 }
 
@@ -186,41 +250,47 @@ template <int kBits, bool kSymmetric, bool kAdd, int kCount>
 inline void decode_block(const uint8_t* __restrict codes, const float* __restrict parameters,
                          int64_t count, float* __restrict out) {
   const int64_t n = kCount > 0 ? kCount : count;
-  alignas(64) uint8_t bytes[kMaxBlockSize];
-  const uint8_t* from = codes;
-  if constexpr (kBits == 4) {
-    unpack<kSymmetric>(codes, n, bytes);
-    from = bytes;
-  }
   const float step = parameters[0];
   const float low = kSymmetric ? 0.0f : parameters[1];
-  for (int64_t i = 0; i < n; ++i) {
-    const float q =
-        kSymmetric ? static_cast<float>(static_cast<int8_t>(from[i])) : static_cast<float>(from[i]);
-    const float value = kSymmetric ? q * step : low + q * step;
+  const auto put = [&](int64_t i, int32_t q) __attribute__((always_inline)) {
+    const float restored = static_cast<float>(q) * step;
+    const float value = kSymmetric ? restored : low + restored;
     out[i] = kAdd ? out[i] + value : value;
+  };
+  if constexpr (kBits == 8) {
+    for (int64_t i = 0; i < n; ++i) {
+      put(i, kSymmetric ? static_cast<int32_t>(static_cast<int8_t>(codes[i])) : codes[i]);
+    }
+  } else {
+    constexpr int32_t kSign = kSymmetric ? 8 : 0;
+    const int64_t half = (n + 1) / 2;
+    for (int64_t i = 0; i < half; ++i) {
+      put(i, ((codes[i] & 15) ^ kSign) - kSign);
+    }
+    for (int64_t i = 0; i < n - half; ++i) {
+      put(half + i, ((codes[i] >> 4) ^ kSign) - kSign);
+    }
   }
 }
 
 template <int kBits, bool kSymmetric, int kSize>
-void encode_blocks(const float* values, int64_t count, int64_t size, const Encoding& encoding,
-                   int64_t block, float* error, uint8_t* codes, float* parameters) {
+void encode_blocks(const float* values, int64_t count, int64_t size_of_block,
+                   const Encoding& encoding, int64_t block, float* error, uint8_t* codes,
+                   float* parameters) {
   constexpr int64_t kParameters = kSymmetric ? 1 : 2;
   Workspace workspace;
-  const int64_t width = kBits == 8 ? size : size / 2;
-  int64_t i = 0;
-  for (; i + size <= count; i += size) {
-    encode_block<kBits, kSymmetric, kSize>(values + i, size, encoding, block,
-                                           error == nullptr ? nullptr : error + i, codes,
-                                           parameters, workspace);
-    ++block;
-    codes += width;
-    parameters += kParameters;
-  }
-  if (i < count) {
-    encode_block<kBits, kSymmetric, 0>(values + i, count - i, encoding, block,
-                                       error == nullptr ? nullptr : error + i, codes, parameters,
-                                       workspace);
+  const int64_t size = kSize > 0 ? kSize : size_of_block;
+  const int64_t group = size > kGroupValues            ? 1
+                        : size * kGroup > kGroupValues ? kGroupValues / size
+                                                       : kGroup;
+  const int64_t step = group * size;
+  for (int64_t i = 0; i < count; i += step) {
+    encode_group<kBits, kSymmetric>(values + i, count - i < step ? count - i : step, size, encoding,
+                                    block, error == nullptr ? nullptr : error + i, codes,
+                                    parameters, workspace);
+    block += group;
+    codes += kBits == 8 ? step : step / 2;
+    parameters += group * kParameters;
   }
 }
 

@@ -31,7 +31,8 @@ struct Quantizer {
 COMMHOOK_HOST_DEVICE Quantizer quantizer(float range, float low, float levels) {
   const float lift = range < 0x1p-100f ? 0x1p64f : 1.0f;
   const float lifted = range * lift;
-  return {range / levels, low * lift, lift, lifted > 0.0f ? levels / lifted : 0.0f};
+  const float inverse = levels / lifted;  // by no zero where it is taken
+  return {range / levels, low * lift, lift, lifted > 0.0f ? inverse : 0.0f};
 }
 
 // In (-0.5, 0.5), evenly spread over 2^16 values: added before rounding to the nearest, it makes

@@ -150,9 +150,10 @@ void decode_on_cpu(const at::Tensor& message, at::TensorList tensors, const Draw
   const cpu::Segments segments(tensors);
   const auto& kernels = cpu::row_kernels(cpu::capability());
   at::parallel_for(0, segments.total(), kGrainElements, [&](int64_t begin, int64_t end) {
-    cpu::write_each_block(
-        segments, begin, end, kPiece, kernels,
-        [](float* values, int64_t, int64_t count) { std::fill(values, values + count, 0.0f); });
+    cpu::write_each_block(segments, begin, end, kPiece, kernels,
+                          [](float* values, int64_t, int64_t count, bool) {
+                            std::fill(values, values + count, 0.0f);
+                          });
   });
   const auto* const values = reinterpret_cast<const float*>(message.const_data_ptr<uint8_t>());
   for_each_entry(

@@ -377,7 +377,7 @@ void decode_sum_on_cpu(const char* op, const at::Tensor& messages, at::TensorLis
     }
     cpu::write_each_block(
         segments, begin, end, kPiece, cpu::row_kernels(cpu::capability()),
-        [&](float* values, int64_t position, int64_t n) {
+        [&](float* values, int64_t position, int64_t n, bool) {
           for (int64_t at = 0; at < n; at += kPiece) {
             const int64_t stop = std::min(n, at + kPiece);
             std::fill(values + at, values + stop, 0.0f);

@@ -72,8 +72,8 @@ void for_each_block(const Segments& segments, int64_t begin, int64_t end, int64_
       });
 }
 
-// The other way: calls make(values, position, count) for blocks of values that then go into the
-// list.
+// The other way: calls make(values, position, count, in_place) for blocks of values, which are made
+// where they belong, or are read right away to go there.
 template <typename Make>
 void write_each_block(const Segments& segments, int64_t begin, int64_t end, int64_t size,
                       const RowKernels& kernels, const Make& make) {
@@ -88,7 +88,7 @@ void write_each_block(const Segments& segments, int64_t begin, int64_t end, int6
     if (taken == made) {
       made = std::min(size, end - position);
       taken = 0;
-      make(piece, position, made);
+      make(piece, position, made, false);
     }
     const int64_t n = std::min(count, made - taken);
     *values = piece + taken;
@@ -102,7 +102,7 @@ void write_each_block(const Segments& segments, int64_t begin, int64_t end, int6
         while (count > 0) {
           int64_t n = count / size * size;
           if (segment.dtype == kFloat && taken == made && n > 0) {
-            make(reinterpret_cast<float*>(data), position, n);
+            make(reinterpret_cast<float*>(data), position, n, true);
           } else {
             const float* values = nullptr;
             n = take(position, count, &values);

@@ -3,11 +3,10 @@
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
-#include <fstream>
-
 #include "ops/bucket.h"
 #include "ops/cpu/row_kernels.h"
 #include "ops/cpu/segments.h"
+#include "ops/cpu/streaming.h"
 
 namespace commhook::cpu {
 namespace {
@@ -19,22 +18,6 @@ constexpr int64_t kGrainElements = 64 * 1024;
 // the number of threads.
 constexpr int64_t kChunkElements = 32 * 1024;
 
-// The last-level cache that one processor sees. (sysconf adds up the caches of all of them.)
-int64_t cache_bytes() {
-  int64_t kibibytes = 0;
-  std::ifstream("/sys/devices/system/cpu/cpu0/cache/index3/size") >> kibibytes;
-  return kibibytes > 0 ? kibibytes << 10 : int64_t{32} << 20;
-}
-
-// A destination from this size on is written past the caches. By the time that it is read again the
-// rest of a step has gone through them. Where exactly makes less difference to the backward of
-// benchmarks/bench_hook.py than its noise; for the 51 to 102 MB of ResNet-50 in
-// benchmarks/bench_bucket.py it is faster by a quarter and more.
-int64_t streaming_bytes() {
-  static const int64_t bytes = cache_bytes() / 4;
-  return bytes;
-}
-
 using Table = RowKernel[kDtypes][kDtypes];
 
 const Table& choose(const RowKernels& kernels, bool streamed, bool measured) {
@@ -42,14 +25,6 @@ const Table& choose(const RowKernels& kernels, bool streamed, bool measured) {
     return streamed ? kernels.streamed_measured : kernels.measured;
   }
   return streamed ? kernels.streamed : kernels.plain;
-}
-
-int64_t bytes_of(at::TensorList tensors) {
-  int64_t bytes = 0;
-  for (const auto& tensor : tensors) {
-    bytes += tensor.numel() * tensor.element_size();
-  }
-  return bytes;
 }
 
 // Elements [begin, end) of the bucket, from the tensors into the buffer.

@@ -43,6 +43,10 @@ struct RowKernels {
   RowKernel measured[kDtypes][kDtypes];
   RowKernel streamed_measured[kDtypes][kDtypes];
   RowCounter count_nonfinite[kDtypes];
+  // Whole cache lines, aligned on both sides, past the caches. They arrive in any order until
+  // `fence` is called, which waits for memory: once for many of them.
+  void (*stream_lines)(const void* source, void* destination, int64_t bytes);
+  void (*fence)();
 };
 
 extern const RowKernels kRowKernelsDefault;

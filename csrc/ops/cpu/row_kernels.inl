@@ -156,6 +156,15 @@ void copy_bits(const char* source, char* destination, int64_t bytes) {
   __builtin_memcpy(destination + i, source + i, bytes - i);
 }
 
+inline void stream_lines(const void* source, void* destination, int64_t bytes) {
+  const auto* const from = static_cast<const float*>(source);
+  auto* const to = static_cast<float*>(destination);
+  const int64_t count = bytes / static_cast<int64_t>(sizeof(float));
+  for (int64_t i = 0; i < count; i += kWidth) {
+    store<true>(to + i, load(from + i, kWidth), kWidth);
+  }
+}
+
 template <typename From, typename To>
 constexpr bool is_same = false;
 template <typename T>
@@ -208,7 +217,8 @@ constexpr RowKernels kKernels = {
     COMMHOOK_TABLE(false, false), COMMHOOK_TABLE(true, false),
     COMMHOOK_TABLE(false, true), COMMHOOK_TABLE(true, true),
     {count_nonfinite<uint64_t, 0x7ff0000000000000>, count_nonfinite<uint32_t, 0x7f800000>,
-     count_nonfinite<uint16_t, 0x7c00>, count_nonfinite<uint16_t, 0x7f80>}};
+     count_nonfinite<uint16_t, 0x7c00>, count_nonfinite<uint16_t, 0x7f80>},
+    stream_lines, fence};
 // clang-format on
 #undef COMMHOOK_ROW
 #undef COMMHOOK_TABLE

@@ -1,0 +1,30 @@
+#include "ops/cpu/streaming.h"
+
+#include <fstream>
+
+namespace commhook::cpu {
+namespace {
+
+// The last-level cache that one processor sees. (sysconf adds up the caches of all of them.)
+int64_t cache_bytes() {
+  int64_t kibibytes = 0;
+  std::ifstream("/sys/devices/system/cpu/cpu0/cache/index3/size") >> kibibytes;
+  return kibibytes > 0 ? kibibytes << 10 : int64_t{32} << 20;
+}
+
+}  // namespace
+
+int64_t streaming_bytes() {
+  static const int64_t bytes = cache_bytes() / 4;
+  return bytes;
+}
+
+int64_t bytes_of(at::TensorList tensors) {
+  int64_t bytes = 0;
+  for (const auto& tensor : tensors) {
+    bytes += tensor.numel() * tensor.element_size();
+  }
+  return bytes;
+}
+
+}  // namespace commhook::cpu
