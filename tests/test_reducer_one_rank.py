@@ -66,6 +66,8 @@ def test_a_parameter_has_one_hook() -> None:
         with pytest.raises(RuntimeError, match=rf"'{name}' belongs to another module as well"):
             attach(second, hooks.cast())
         handle.remove()
+        del handle  # which has what the hook remembers
+    gc.collect()
     assert weakref.getweakrefcount(inner.weight) == 0
 
 

@@ -414,7 +414,9 @@ def test_ranks_that_share_cores_are_a_note() -> None:
 
 
 def test_only_hooks_that_can_be_made_are_offered() -> None:
-    with pytest.raises(HookExpressionError, match=r"is one of .*allreduce, cast") as caught:
+    with pytest.raises(
+        HookExpressionError, match=r"is one of .*allreduce, blockwise, cast"
+    ) as caught:
         check_hook("nonsense")
     assert "Hook," not in str(caught.value)
     assert "Hook" in library_hooks.__all__
