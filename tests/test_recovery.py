@@ -18,6 +18,7 @@ from test_modes import batch, module
 from torch import nn
 
 from torch_commhook import GradBucket, PeerError, attach, collectives, hooks, traceable
+from torch_commhook.step_group import StepGroup
 
 STEPS = 50
 
@@ -362,6 +363,21 @@ def test_a_rank_that_is_late_after_a_failure(two_ranks: RankPool) -> None:
     assert "could not reach the other ranks again" in first[2]
     assert first[3:] == ["good"] * 3
     assert second[2:] == ["good"] * 3
+
+
+def _fails_as_soon_as_it_is_connected(rank: int, times: int) -> None:
+    group = StepGroup()
+    for _ in range(times):
+        group.fail("at once")
+        group.connect()
+    group.begin()
+    group.end()
+    group.close()
+
+
+def test_a_failure_before_the_others_have_connected(three_ranks: RankPool) -> None:
+    """It does not make their connecting fail too."""
+    three_ranks.run(_fails_as_soon_as_it_is_connected, 100)
 
 
 def _two_models(rank: int, which: int, compiled: bool) -> list[str]:

@@ -138,6 +138,7 @@ class StepGroup:
                 backends.append(
                     dist.ProcessGroupGloo(own_store, self.rank, self.size, timeout=self.timeout)
                 )
+                _wait_for_all(backends[-1])
         except RuntimeError as error:
             if self._reason(self._epoch + 1) is not None:  # another rank was quick to fail again
                 self._epoch += 1
@@ -327,7 +328,9 @@ class StepGroup:
         ranks = dist.get_process_group_ranks(self.parent)
         assert self._store is not None
         store = dist.PrefixStore(f"{name}/1", self._store)
-        return make_group(store, self.rank, ranks, name, self.timeout)
+        group = make_group(store, self.rank, ranks, name, self.timeout)
+        _wait_for_all(group)
+        return group
 
     def _store_of(self, connections: str) -> dist.Store:
         assert self._store is not None
@@ -355,6 +358,15 @@ class NoAgreement:
     def fail_with(self, error: BaseException) -> BaseException:
         """The error itself."""
         return error
+
+
+def _wait_for_all(connected: Any) -> None:
+    """Return once all ranks are connected.
+
+    One that closes its connections before another has seen all of them makes that one's connecting
+    fail, as if its process had ended.
+    """
+    connected.barrier().wait()
 
 
 def _set_backend(group: Any, name: str, kind: Any, backend: Any) -> None:
