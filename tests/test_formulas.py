@@ -268,9 +268,9 @@ def test_a_model_follows_sgd(hook: hooks.Hook, world_size: int) -> None:
         right = ranks[0]["start"][name] - RATE * observed
         # Parameters are float32 themselves.
         largest = max(found["largest"] for found in ranks)
-        tolerance = 50 * (world_size + 8) * EPSILON * max(largest, lost / RATE)
+        tolerance = 20 * (world_size + 8) * EPSILON * max(largest, lost / RATE)
         assert (end - RATE * memory - right).abs().max() < tolerance, f"{name}, seed {seed}"
-    assert lost > 3 * tolerance, "nothing was lost, so that this test shows nothing"
+    assert lost > 10 * tolerance, "nothing was lost, so that this test shows nothing"
 
 
 # ---- error feedback: in the long run -------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch_commhook.attached import traceable
 from torch_commhook.bucket import GradBucket
 from torch_commhook.bucket_layout import BucketLayout
 from torch_commhook.cpp_libraries import include_paths, load_cpp_hooks
-from torch_commhook.memory import reshard_states
+from torch_commhook.hook_states import reshard_states
 from torch_commhook.metrics import BucketStats, HookStats
 from torch_commhook.process_group import ProcessGroup, Work, broadcast_coalesced
 from torch_commhook.step_group import PeerError

@@ -27,8 +27,9 @@ from torch_commhook import _C, collectives
 from torch_commhook.attached import Attached, run_average
 from torch_commhook.bucket import GradBucket
 from torch_commhook.forward_hook import BeforeForward
+from torch_commhook.hook_states import PARAMETERS
 from torch_commhook.hooks.local_sgd import local_sgd
-from torch_commhook.memory import PARAMETERS, BucketMemory
+from torch_commhook.memory import BucketMemory
 from torch_commhook.metrics import BucketTraffic, count_bucket
 from torch_commhook.results import checked_result, hook_on_bucket
 from torch_commhook.step_group import StepGroup

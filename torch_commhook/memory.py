@@ -7,6 +7,7 @@ parameter's piece is known; a new bucket begins with the pieces of its parameter
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -17,15 +18,8 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from torch_commhook.bucket_layout import BucketLayout
 from torch_commhook.collectives.compressed import MessageBuffers
+from torch_commhook.hook_states import FOLDED_INTO, VERSION, checked_state
 from torch_commhook.metrics import CallMeter
-
-VERSION = 1
-
-#: What a rank's own parameters are kept as, where ranks are apart.
-PARAMETERS = "local_sgd_parameter"
-
-#: Memories of a part of the elements, and where they belong when another rank has that part.
-_FOLDED_INTO = {"shard_error": "error", "node_error": "error", "node_shard_error": "error"}
 
 
 class BucketMemory:
@@ -261,7 +255,7 @@ class BucketMemory:
         for name in self._shards:
             shard = self.tensors[name]
             for parameter, first, start, count in self.shard_pieces(name):
-                piece = self._owner.piece(parameter, _FOLDED_INTO[name])
+                piece = self._owner.piece(parameter, FOLDED_INTO[name])
                 if piece is not None:
                     flat = _in_memory_order(piece, parameter)
                     flat[first : first + count] += self.factors[name] * shard[start : start + count]
@@ -323,12 +317,10 @@ class HookMemory:
             prepare: called with a new one.
         """
         memory = self._buckets.get(parameters[0])
-        if (
-            memory is not None
-            and len(memory.parameters) == len(parameters)
-            and all(a is b for a, b in zip(memory.parameters, parameters, strict=True))
-        ):
-            return memory
+        if memory is not None:
+            known = memory.parameters
+            if len(known) == len(parameters) and all(map(operator.is_, known, parameters)):
+                return memory
         with torch.no_grad():
             wanted = {id(parameter) for parameter in parameters}
             for first, old in list(self._buckets.items()):
@@ -409,7 +401,7 @@ class HookMemory:
                 part.zero_()
         for parameter in memory.parameters:
             loaded = self._loaded_shards.get(parameter, {}).pop(name, None)
-            piece = self.piece(parameter, _FOLDED_INTO[name])
+            piece = self.piece(parameter, FOLDED_INTO[name])
             if loaded is not None and piece is not None:
                 flat = _in_memory_order(piece, parameter)
                 flat += memory.factors[name] * loaded
@@ -456,7 +448,7 @@ class HookMemory:
                 or have other shapes.
         """
         by_name = {name: parameter for parameter, name in self._names.items()}
-        own, shared = self._checked(state, by_name)
+        own = checked_state(state, by_name, rank=self.rank, world_size=self.world_size)
         self._buckets = WeakIdKeyDictionary()
         self._pieces = WeakIdKeyDictionary()
         self._shared = WeakIdKeyDictionary()
@@ -469,53 +461,16 @@ class HookMemory:
         for step in self.past:
             self.past[step] = self.steps >= step
         for kind, tensors in own.items():
-            table = self._loaded_shards if kind in _FOLDED_INTO else self._pieces
+            table = self._loaded_shards if kind in FOLDED_INTO else self._pieces
             for name, tensor in tensors.items():
                 parameter = by_name[name]
                 copied = tensor.detach().to(parameter.device, torch.float32, copy=True)
                 table.setdefault(parameter, {})[kind] = copied
-        for kind, tensors in shared.items():
+        for kind, tensors in state["shared"].items():
             for name, tensor in tensors.items():
                 parameter = by_name[name]
                 copied = tensor.detach().to(parameter.device, copy=True)
                 self._shared.setdefault(parameter, {})[kind] = copied
-
-    def _checked(self, state: Any, by_name: dict[str, Tensor]) -> tuple[Any, Any]:
-        if not isinstance(state, dict) or state.get("version") != VERSION:
-            got = f"version {state.get('version')!r}" if isinstance(state, dict) else type(state)
-            raise _unfit(f"the state must be what HookHandle.state_dict() gives, got {got}")
-        if state.get("world_size") != self.world_size:
-            raise _unfit(
-                f"the state must be of {self.world_size} ranks, got one of "
-                f"{state.get('world_size')}; torch_commhook.reshard_states makes states for "
-                "another number of ranks"
-            )
-        own = state.get(f"rank{self.rank}")
-        if not isinstance(own, dict):
-            raise _unfit(
-                f"the state must be that of rank {self.rank}, got one with "
-                f"{sorted(key for key in state if key.startswith('rank'))}"
-            )
-        for key, kind in (("buckets", list), ("shared", dict), ("choices", dict), ("steps", int)):
-            if not isinstance(state.get(key), kind):
-                raise _unfit(f"its {key} must be a {kind.__name__}, got {state.get(key)!r}")
-        shared = state["shared"]
-        for kinds in (own, shared, state["choices"]):
-            for kind, values in kinds.items():
-                for name, value in values.items():
-                    parameter = by_name.get(name)
-                    what = f"'{kind}' of parameter '{name}'"
-                    if parameter is None:
-                        raise _unfit(f"it has {what}, which the model does not have")
-                    if kinds is state["choices"]:
-                        continue
-                    if not isinstance(value, Tensor):
-                        raise _unfit(f"{what} must be a tensor, got {type(value).__qualname__}")
-                    if kinds is own and value.numel() != parameter.numel():
-                        raise _unfit(
-                            f"{what} must have {parameter.numel()} elements, got {value.numel()}"
-                        )
-        return own, shared
 
     def _leaves(self) -> list[BucketMemory]:
         found: list[BucketMemory] = []
@@ -531,89 +486,6 @@ class HookMemory:
 
     def __reduce__(self) -> tuple[type[HookMemory], tuple[()]]:
         return HookMemory, ()
-
-
-def reshard_states(states: Sequence[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
-    """States for another number of ranks, from those of all ranks.
-
-    What the ranks have yet to send is sent all the same: the mean of their error memories stays.
-    With fewer ranks, the memories of rank r, r + W, r + 2 W, and so on are added up; with more, the
-    new ones begin with none. Each is scaled by new ranks / old ranks, since the mean is over other
-    ranks then. What ranks have lost of the sums that they encode goes into these memories. Ranks
-    that are apart (:class:`torch_commhook.hooks.local_sgd`) go on from the mean of their
-    parameters.
-
-    Args:
-        states: what ``HookHandle.state_dict()`` gave on each rank, in order of rank.
-        world_size: ranks that are to go on.
-
-    Returns:
-        For each of the new ranks, what it is to load.
-
-    Raises:
-        ValueError: the states are not those of all ranks of one training, or no rank is to go on.
-    """
-    if world_size < 1:
-        raise ValueError(f"reshard_states: world_size must be at least 1, got {world_size}")
-    for rank, state in enumerate(states):
-        if not isinstance(state, dict) or f"rank{rank}" not in state:
-            raise ValueError(f"reshard_states: states[{rank}] must be that of rank {rank}")
-        if state["world_size"] != len(states) or state["steps"] != states[0]["steps"]:
-            raise ValueError(
-                f"reshard_states: states[{rank}] must be of {len(states)} ranks after "
-                f"{states[0]['steps']} steps, got one of {state['world_size']} ranks after "
-                f"{state['steps']}"
-            )
-    if not states:
-        raise ValueError("reshard_states: states must hold at least one, got none")
-    own = [state[f"rank{rank}"] for rank, state in enumerate(states)]
-    if world_size != len(states):
-        own = _resharded(own, world_size)
-    common = {key: value for key, value in states[0].items() if key != "rank0"}
-    return [
-        {**common, "world_size": world_size, f"rank{rank}": own[rank]} for rank in range(world_size)
-    ]
-
-
-def _resharded(own: Sequence[dict[str, dict[str, Tensor]]], world_size: int) -> list[Any]:
-    found: list[dict[str, dict[str, Tensor]]] = [{} for _ in range(world_size)]
-    for rank, kinds in enumerate(own):
-        for kind, tensors in kinds.items():
-            if kind.startswith("node_"):
-                raise ValueError(
-                    "reshard_states: what hierarchical hooks remember belongs to nodes, which "
-                    "another number of ranks has not"
-                )
-            if kind == PARAMETERS:
-                for each in found:
-                    _add_mean(each.setdefault(kind, {}), tensors, len(own))
-                continue
-            into = _FOLDED_INTO.get(kind)
-            # A sum's own loss counts as often as there are ranks.
-            factor = world_size if into else world_size / len(own)
-            target = found[rank % world_size].setdefault(into or kind, {})
-            for name, tensor in tensors.items():
-                piece = target.get(name)
-                if piece is None:
-                    like = own[rank][into][name] if into else tensor
-                    piece = target[name] = torch.zeros_like(like)
-                flat = piece if piece.shape == tensor.shape else _as_it_lies(piece)
-                flat += factor * tensor
-    return found
-
-
-def _add_mean(total: dict[str, Tensor], tensors: dict[str, Tensor], count: int) -> None:
-    for name, tensor in tensors.items():
-        total[name] = total.get(name, torch.zeros_like(tensor)) + tensor / count
-
-
-def _as_it_lies(tensor: Tensor) -> Tensor:
-    """A dense tensor as a flat view, in the order of its memory."""
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-
-def _unfit(what: str) -> ValueError:
-    return ValueError(f"load_state_dict: {what}")
 
 
 def _in_memory_order(piece: Tensor, parameter: Tensor) -> Tensor:

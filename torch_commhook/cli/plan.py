@@ -20,6 +20,7 @@ from typing import Any
 
 from torch_commhook.cli.hook_expression import HookExpressionError, parse_hook
 from torch_commhook.cli.main import OneLineParser
+from torch_commhook.cli.report import format_bytes
 
 DEFAULT_HOOKS = (
     "allreduce()",
@@ -165,7 +166,7 @@ def _table(costs: Sequence[Cost], options: argparse.Namespace) -> str:
     rows = [
         (
             cost.hook,
-            _bytes(cost.bytes_sent),
+            format_bytes(cost.bytes_sent),
             _seconds(cost.wire_seconds),
             _seconds(cost.compute_seconds),
             _seconds(cost.step_seconds),
@@ -185,13 +186,6 @@ def _table(costs: Sequence[Cost], options: argparse.Namespace) -> str:
         f"communication, {options.threads} thread{'s' if options.threads > 1 else ''}"
     )
     return "\n".join([what, *lines])
-
-
-def _bytes(count: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"
 
 
 def _seconds(seconds: float) -> str:

@@ -180,6 +180,16 @@ class Codec(ABC):
                 total += one
         return total
 
+    def _given(self, method: str, rounding: Tensor | None) -> Tensor:
+        """What random numbers follow from.
+
+        Raises:
+            ValueError: it was not given.
+        """
+        if rounding is None:
+            raise ValueError(f"{self}.{method}: rounding must be given, [seed, step], got None")
+        return rounding
+
     def nbytes(self, numel: int, shards: int = 1) -> int:
         """Bytes of a message of ``numel`` values."""
         return sum(shard.nbytes for shard in self.shards(numel, shards))

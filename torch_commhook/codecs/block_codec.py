@@ -98,11 +98,7 @@ class BlockCodec(Codec):
 
     def _drawn_from(self, method: str, rounding: Tensor | None) -> dict[str, Tensor]:
         """The argument ``rounding`` of operators that take it."""
-        if not self.is_random:
-            return {}
-        if rounding is None:
-            raise ValueError(f"{self}.{method}: rounding must be given, [seed, step], got None")
-        return {"rounding": rounding}
+        return {"rounding": self._given(method, rounding)} if self.is_random else {}
 
     def shards(self, numel: int, shards: int = 1) -> list[Shard]:
         return self._form.shards(self._name, numel, shards)

@@ -139,10 +139,5 @@ class randomk(SparseCodec):  # noqa: N801 (a codec is written as it is called)
             total.mul_(scale)
         self.decode(total.view(torch.uint8), tensors, rounding=rounding)
 
-    def _given(self, method: str, rounding: Tensor | None) -> Tensor:
-        if rounding is None:
-            raise ValueError(f"{self}.{method}: rounding must be given, [seed, step], got None")
-        return rounding
-
     def __repr__(self) -> str:
         return text_of(type(self), {"density": self._density, "unbiased": self._unbiased})

@@ -16,6 +16,7 @@ from torch_commhook.collectives.compressed import (
     listed_tensors,
     shard_range,
 )
+from torch_commhook.collectives.futures import then
 from torch_commhook.collectives.plain import all_gather, reduce_scatter, resolve_group
 from torch_commhook.metrics import CallMeter
 
@@ -71,9 +72,16 @@ def hierarchical_all_reduce(
     ranks = intra_group.size()
     begin, end = share_range(numel, rank=intra_group.rank(), ranks=ranks)
     share = -(-numel // ranks)
+    if buffers is None:
+        buffers = MessageBuffers()
+    padded, device = (share * ranks,), sources[0].device
     with torch.no_grad():
-        flat = torch.zeros(share * ranks, device=sources[0].device)
+        if torch.compiler.is_compiling():  # which plans memory itself
+            flat = torch.empty(padded, device=device)
+        else:
+            flat = buffers.get("flat", padded, torch.float32, device)
         _ops.flatten(sources, out=flat[:numel])
+        flat[numel:] = 0
         if carry is not None:
             flat[:numel] += carry
             carry.zero_()
@@ -98,7 +106,7 @@ def hierarchical_all_reduce(
             _ops.unflatten_into(gathered[:numel], destinations)
         return destinations[0]
 
-    return all_gather(own, group=intra_group).then(finish)
+    return then(all_gather(own, group=intra_group), finish, device)
 
 
 def share_range(numel: int, *, rank: int, ranks: int) -> tuple[int, int]:

@@ -211,6 +211,17 @@ def checked_result_dtype(hook: Hook, bucket: GradBucket) -> torch.dtype:
     return dtype
 
 
+def result_tensor(bucket: GradBucket, memory: BucketMemory) -> Tensor:
+    """Memory for a bucket's result: the bucket's own, or one that stays from step to step."""
+    result = bucket.result_buffer()
+    if result is not None:
+        return result
+    shape, dtype, device = (bucket.numel(),), bucket.dtype(), bucket.device()
+    if torch.compiler.is_compiling():  # which plans memory itself
+        return torch.empty(shape, dtype=dtype, device=device)
+    return memory.buffers.get("result", shape, dtype, device)
+
+
 class Workspaces:
     """Persistent buffers of a hook, one for each bucket it has seen.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_commhook.bucket import GradBucket
 from torch_commhook.codecs.base import CODECS, Codec
 from torch_commhook.collectives.compressed import compressed_all_reduce, shard_range
-from torch_commhook.hooks.base import Hook, average_scale
+from torch_commhook.hooks.base import Hook, average_scale, result_tensor
 from torch_commhook.memory import BucketMemory
 from torch_commhook.metrics import ring_all_reduce_bytes
 
@@ -89,15 +89,11 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
         check_dense(self, bucket)
         group = self.group(bucket)
         memory = self.memory(bucket)
-        result = bucket.result_buffer()
-        if result is None and not torch.compiler.is_compiling():
-            shape = (bucket.numel(),)
-            result = memory.buffers.get("result", shape, bucket.dtype(), bucket.device())
         return compressed_all_reduce(
             bucket.sources(),
             self.codec,
             scale=average_scale(group),
-            out=result,
+            out=result_tensor(bucket, memory),
             error=memory.tensors.get("error"),
             shard_error=memory.tensors.get("shard_error"),
             rounding=memory.rounding,

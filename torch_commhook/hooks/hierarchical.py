@@ -15,7 +15,7 @@ from torch_commhook.collectives.hierarchical import (
     share_range,
 )
 from torch_commhook.collectives.plain import resolve_group
-from torch_commhook.hooks.base import Hook
+from torch_commhook.hooks.base import Hook, result_tensor
 from torch_commhook.hooks.compressed import check_dense
 from torch_commhook.memory import BucketMemory
 
@@ -70,16 +70,13 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         check_dense(self, bucket)
         memory = self.memory(bucket)
-        result = bucket.result_buffer()
-        if result is None:
-            result = torch.empty(bucket.numel(), dtype=bucket.dtype(), device=bucket.device())
         return hierarchical_all_reduce(
             bucket.sources(),
             self.codec,
             intra_group=self.intra_group,
             inter_group=self.inter_group,
             scale=1.0 / (self.intra_group.size() * self.inter_group.size()),
-            out=result,
+            out=result_tensor(bucket, memory),
             carry=memory.tensors.get("error"),
             error=memory.tensors.get("node_error"),
             shard_error=memory.tensors.get("node_shard_error"),

@@ -14,7 +14,7 @@ from torch_commhook import _ops
 from torch_commhook.bucket import GradBucket
 from torch_commhook.codecs.base import CODECS
 from torch_commhook.collectives.futures import TracedFuture, then
-from torch_commhook.hooks.base import Hook
+from torch_commhook.hooks.base import Hook, result_tensor
 from torch_commhook.hooks.compressed import hook_of_codec
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.hooks.wrappers import error_feedback
@@ -124,13 +124,7 @@ class policy(Hook):  # noqa: N801 (a hook is written as it is called)
         for number, part_memory in memory.parts.items():
             piece = _Part(bucket, gradients, part_memory, group)
             futures.append(_as_future(self._hooks[int(number)].average(piece)))
-        result = bucket.result_buffer()
-        if result is None:
-            shape, device = (bucket.numel(),), bucket.device()
-            if torch.compiler.is_compiling():
-                result = torch.empty(shape, dtype=bucket.dtype(), device=device)
-            else:
-                result = memory.buffers.get("result", shape, bucket.dtype(), device)
+        result = result_tensor(bucket, memory)
         layout = memory.layout
         pieces = [
             result.narrow(0, offset, length)
