@@ -110,6 +110,7 @@ def run(options: argparse.Namespace) -> Report:
             jobs=names,
             rates=options.rates,
             bucket_cap_mb=cap,
+            batch=options.batch,
             steps=options.steps,
             rounds=options.rounds,
             least_rounds=min(options.rounds, MIN_ROUNDS),
@@ -118,7 +119,7 @@ def run(options: argparse.Namespace) -> Report:
         )
         for rate, samples in measure(plan, options).items():
             samples[BASELINE] = samples.pop(NO_HOOK)
-            where = f"{format_rate(rate)}, buckets of {cap:g} MiB"
+            where = f"{format_rate(rate)}, buckets of {cap:g} MiB, batches of {options.batch}"
             title = f"step, {HOSTS} ranks with one thread each, {where}"
             report.add(where, jobs_at(rate, names), samples, title)
     return report
@@ -183,6 +184,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="MIB",
         help="DDP's buckets, a table for each (default: 25, which is train's)",
     )
+    add("--batch", type=int, default=2, help="sequences of each rank in a step (default: 2)")
     add("--steps", type=int, default=2, help="in a block; hooks take turns by blocks (default: 2)")
     add("--warm-up", type=int, default=4, help="steps of each hook before all (default: 4)")
     add("--timeout", type=float, default=3600.0, help="of the ranks, in seconds (default: 3600)")
@@ -191,8 +193,9 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     if parsed.device != "cpu" or parsed.threads not in ([1], [1, 2]):
         options.error("each rank has one thread, on the CPU")
     parsed.threads = [1]
-    if min(parsed.steps, parsed.warm_up) < 1 or not min(parsed.bucket_cap_mb) > 0:
-        options.error("--steps, --warm-up and --bucket-cap-mb must be above 0")
+    least = min(parsed.batch, parsed.steps, parsed.warm_up)
+    if least < 1 or not min(parsed.bucket_cap_mb) > 0:
+        options.error("--batch, --steps, --warm-up and --bucket-cap-mb must be above 0")
     for hook in parsed.hooks:
         if hook in PYTORCH:
             continue

@@ -62,6 +62,7 @@ class Plan:
         jobs: hook expressions, names in ``PYTORCH``, and ``ALONE``.
         rates: of the links, one after the other, in bits per second.
         bucket_cap_mb: of DDP.
+        batch: sequences of each rank in a step.
         steps: in a block; the jobs take turns by blocks.
         rounds: blocks of each job at each rate.
         seconds: when to stop at each rate, after ``least_rounds``.
@@ -71,6 +72,7 @@ class Plan:
     jobs: list[str]
     rates: list[int]
     bucket_cap_mb: float
+    batch: int
     steps: int
     rounds: int
     least_rounds: int
@@ -171,7 +173,7 @@ def _goes_on(rank: int, answer: bool) -> bool:
 def measure(plan: Plan, place: Place, folder: Path) -> dict[int, dict[str, Figures]]:
     """Rate to job to figures."""
     world = World(place.rank, place.size, torch.device("cpu"), "gloo")
-    config = TrainConfig(ranks=place.size, bucket_cap_mb=plan.bucket_cap_mb)
+    config = TrainConfig(ranks=place.size, bucket_cap_mb=plan.bucket_cap_mb, batch=plan.batch)
     data = split_text(read_text(None, config.cap_bytes, config.seq), config.seq)
     subjects = {job: _Subject(job, config, world, data) for job in plan.jobs}
     for subject in subjects.values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import unittest.mock
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,11 +28,13 @@ class Mode:
             by compiled autograd's context manager; ``config``: a compiled function calls backward,
             with ``torch._dynamo.config.compiled_autograd``.
         fullgraph: a graph break in the backward is an error.
+        backend: of ``torch.compile``. ``aot_eager`` traces all and takes no time to make kernels.
     """
 
     model: str
     runner: str
     fullgraph: bool = False
+    backend: str = "inductor"
 
     def __str__(self) -> str:
         return f"{self.model}-{self.runner}{'-fullgraph' if self.fullgraph else ''}"
@@ -64,7 +66,9 @@ class Mode:
             ),
             unittest.mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", FIRST_BUCKET_BYTES),
         ):
-            forward = model if self.runner == "eager" else torch.compile(model)
+            forward = model
+            if self.runner != "eager":
+                forward = torch.compile(model, backend=self.backend)
 
             def step(x: torch.Tensor) -> None:
                 loss = forward(x).square().sum()
@@ -74,12 +78,15 @@ class Mode:
             def compiled_step(x: torch.Tensor) -> None:
                 model(x).square().sum().backward()
 
-            yield torch.compile(compiled_step) if self.runner == "config" else step
+            if self.runner == "config":
+                yield torch.compile(compiled_step, backend=self.backend)
+            else:
+                yield step
 
     def _backward(self) -> contextlib.AbstractContextManager[object]:
         if self.runner != "context":
             return contextlib.nullcontext()
-        compiler = torch.compile(fullgraph=self.fullgraph)
+        compiler = torch.compile(fullgraph=self.fullgraph, backend=self.backend)
         return torch._dynamo.compiled_autograd._enable(compiler)
 
 
@@ -98,3 +105,6 @@ MODES = [
     Mode("module", "context", fullgraph=True),
     Mode("module", "config"),
 ]
+
+#: The same without Inductor's kernels, for tests to which those are all one.
+TRACED_MODES = [replace(mode, backend="aot_eager") for mode in MODES]

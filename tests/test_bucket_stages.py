@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from modes import MODES, Mode
+from modes import TRACED_MODES, Mode
 from rank_pool import RankPool
 from test_modes import batch, module
 from torch import Tensor, nn
@@ -88,7 +88,7 @@ def _all(checks: Any) -> bool:
     return all(list(checks))
 
 
-@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("mode", TRACED_MODES, ids=str)
 def test_all_stages(two_ranks: RankPool, mode: Mode) -> None:
     for result in two_ranks.run(_all_stages, mode, timeout=180):
         assert [stage for stage, right in result.items() if not right] == []
@@ -174,7 +174,7 @@ def _errors(rank: int, mode: Mode) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if not mode.fullgraph], ids=str)
+@pytest.mark.parametrize("mode", [mode for mode in TRACED_MODES if not mode.fullgraph], ids=str)
 def test_what_they_return_is_checked(two_ranks: RankPool, mode: Mode) -> None:
     for messages in two_ranks.run(_errors, mode, timeout=180):
         for message, (_, hook, _, pattern) in zip(messages, WRONG, strict=True):

@@ -13,7 +13,7 @@ from gil_calls import count_gil_calls
 from gil_per_bucket import NOISE, ddp_alone, gil_calls_per_bucket
 from layered_net import Net
 from layered_net import batch as net_batch
-from modes import MODES, Mode
+from modes import TRACED_MODES, Mode
 from rank_pool import RankPool
 from test_modes import batch, module
 from torch import nn
@@ -69,7 +69,7 @@ def same(a: list[list[torch.Tensor]], b: list[list[torch.Tensor]]) -> bool:
     )
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if not mode.fullgraph], ids=str)
+@pytest.mark.parametrize("mode", [mode for mode in TRACED_MODES if not mode.fullgraph], ids=str)
 @pytest.mark.parametrize("name", ["allreduce", "cast"])
 def test_the_same_bits_as_in_python(
     two_ranks: RankPool, comm_hooks: str, name: str, mode: Mode

@@ -98,8 +98,6 @@ HOOKS.update(
 EVERYWHERE = set(HOOKS) - set(list(COMPRESSING)[2:]) - {"cast(float16)"}
 SOMEWHERE = [
     Mode("ddp", "eager"),
-    Mode("ddp", "context"),
-    Mode("python_reducer", "config"),
     Mode("module", "compile"),
     Mode("module", "context", fullgraph=True),
 ]

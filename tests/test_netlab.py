@@ -207,6 +207,14 @@ def _ended_pid() -> int:
 # ---- signals -------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def hangup_is_not_ignored() -> Iterator[None]:
+    """As it is under nohup, which processes that are started from here would take over."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before or signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_once(number: signal.Signals) -> None:
     before = signal.getsignal(number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from modes import MODES, Mode
+from modes import TRACED_MODES, Mode
 from rank_pool import RankPool
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -83,7 +83,7 @@ def _against_the_mean(rank: int, mode: Mode, set_to_none: bool) -> tuple[list[st
     return wrong, dict(counters["graph_break"])
 
 
-OURS = [mode for mode in MODES if mode.model != "ddp"]
+OURS = [mode for mode in TRACED_MODES if mode.model != "ddp"]
 
 
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])

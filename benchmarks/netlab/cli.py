@@ -38,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--burst",
         type=int,
         metavar="BYTES",
-        help="that may pass at once after a pause (default: a millisecond's, 32 KiB at least)",
+        help="that may pass at once after a pause (default: 5 ms', 128 KiB at least)",
     )
     add(
         "--queue-ms",
