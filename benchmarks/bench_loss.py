@@ -35,11 +35,12 @@ AT_MOST = {
 _STRIDE = 20
 
 
-def train(hook: str, seed: int, steps: int) -> dict[str, Any]:
+def train(hook: str, seed: int, steps: int, batch: int) -> dict[str, Any]:
     """One run: its losses and bytes."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch_commhook", "train", "--hook", hook]
-        command += ["--seed", str(seed), "--steps", str(steps), "--out", folder]
+        command += ["--seed", str(seed), "--steps", str(steps), "--batch", str(batch)]
+        command += ["--out", folder]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=FOLDER.parent)
         summary = json.loads((Path(folder) / "summary.json").read_text())
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").open()]
@@ -49,6 +50,7 @@ def train(hook: str, seed: int, steps: int) -> dict[str, Any]:
         "hook": hook,
         "seed": seed,
         "steps": steps,
+        "batch": batch,
         "loss": statistics.fmean(last),
         "held_out_loss": summary["runs"][0]["held_out_loss"],
         "bytes_per_step": lines[-1]["bytes_sent"] / steps,
@@ -61,13 +63,13 @@ def train(hook: str, seed: int, steps: int) -> dict[str, Any]:
 
 def table(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each hook its mean losses over the seeds that the plain mean has too, and their ratio."""
-    plain = {(run["seed"], run["steps"]): run for run in runs if run["hook"] == PLAIN}
+    plain = {run["seed"]: run for run in runs if run["hook"] == PLAIN}
     rows = []
     for hook in [PLAIN, *AT_MOST]:
         pairs = [
-            (run, plain[run["seed"], run["steps"]])
+            (run, plain[run["seed"]])
             for run in runs
-            if run["hook"] == hook and (run["seed"], run["steps"]) in plain
+            if run["hook"] == hook and run["seed"] in plain
         ]
         if not pairs:
             continue
@@ -138,16 +140,18 @@ def _curves(
 
 
 def _step_seconds() -> dict[str, float]:
-    """What ``bench_link`` has measured at 200 Mbit/s."""
+    """What ``bench_link`` has measured at 200 Mbit/s, with the buckets that it tried first."""
     if not LINK_RESULTS.exists():
         return {}
     rows = json.loads(LINK_RESULTS.read_text())["rows"]
-    return {row["job"]: row["seconds"] for row in rows if row["group"].startswith("200mbit")}
+    slow = [row for row in rows if row["group"].startswith("200mbit")]
+    return {row["job"]: row["seconds"] for row in reversed(slow)}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--batch", type=int, default=2, help="sequences of each rank in a step")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--hooks", nargs="+", default=[PLAIN, *AT_MOST], metavar="HOOK")
     parser.add_argument("--again", action="store_true", help="forget what is stored")
@@ -155,16 +159,21 @@ def main() -> int:
     stored: dict[str, Any] = {"environment": environment("cpu"), "runs": []}
     if RESULTS.exists() and not options.again:
         stored["runs"] = json.loads(RESULTS.read_text())["runs"]
-    done = {(run["hook"], run["seed"], run["steps"]) for run in stored["runs"]}
+    same = (options.steps, options.batch)
+    done = {
+        (run["hook"], run["seed"])
+        for run in stored["runs"]
+        if (run["steps"], run["batch"]) == same
+    }
     for seed in options.seeds:
         for hook in options.hooks:
-            if (hook, seed, options.steps) in done:
+            if (hook, seed) in done:
                 continue
-            run = train(hook, seed, options.steps)
+            run = train(hook, seed, *same)
             print(f"{hook}, seed {seed}: {run['loss']:.4f}", flush=True)
             stored["runs"].append(run)
             RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
-    runs = [run for run in stored["runs"] if run["steps"] == options.steps]
+    runs = [run for run in stored["runs"] if (run["steps"], run["batch"]) == same]
     draw(runs)
     return 0 if print_table(table(runs)) else 1
 

@@ -95,7 +95,7 @@ HOOKS.update(
 
 #: These are tried in every mode; what the others add is theirs alone, and modes that differ in
 #: how they trace will do. ``make modes`` tries all in all.
-EVERYWHERE = set(HOOKS) - set(list(COMPRESSING)[2:]) - {"cast(float16)"}
+EVERYWHERE = set(HOOKS) - set(list(COMPRESSING)[2:]) - {"cast(float16)", "object"}
 SOMEWHERE = [
     Mode("ddp", "eager"),
     Mode("module", "compile"),
