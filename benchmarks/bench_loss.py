@@ -161,9 +161,7 @@ def main() -> int:
         stored["runs"] = json.loads(RESULTS.read_text())["runs"]
     same = (options.steps, options.batch)
     done = {
-        (run["hook"], run["seed"])
-        for run in stored["runs"]
-        if (run["steps"], run["batch"]) == same
+        (run["hook"], run["seed"]) for run in stored["runs"] if (run["steps"], run["batch"]) == same
     }
     for seed in options.seeds:
         for hook in options.hooks:
