@@ -15,11 +15,15 @@ import torch._functorch.config
 import torch._inductor.config
 import torch.distributed as dist
 from gil_calls import CannotCountError, build
-from rank_pool import RankPool
+from rank_pool import RankPool, collect_less
 from torch._dynamo.utils import counters
 from torch.distributed import distributed_c10d
 
 import torch_commhook  # noqa: F401  (registers torch.ops.commhook)
+
+
+def pytest_collection_finish() -> None:
+    collect_less()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
