@@ -252,7 +252,12 @@ def _wrong(rank: int) -> None:
         ({f"rank{rank}": {"error": {"gone": torch.zeros(1)}}}, "parameter 'gone'"),
         ({f"rank{rank}": {"error": {name: torch.zeros(1)}}}, "must have 1296 elements, got 1"),
         ({f"rank{rank}": {"error": {name: 3}}}, "must be a tensor"),
-        ({"buckets": None}, "buckets"),
+        ({f"rank{rank}": {"error": 3}}, "'error' must be a dict by parameter, got int"),
+        ({f"rank{rank}": None, 7: None}, f"must be that of rank {rank}"),
+        ({"buckets": None}, "buckets must be a list"),
+        ({"buckets": [["gone"]]}, "buckets must be lists of the model's parameters"),
+        ({"buckets": [[[]]]}, "buckets must be lists of the model's parameters"),
+        ({"choices": {"bits": {name: "4"}}}, "'bits' of parameter '0.weight' must be an int"),
     ]:
         with pytest.raises(ValueError, match=message):
             handle.load_state_dict({**state, **change})

@@ -49,16 +49,19 @@ def checked_state(
     if not isinstance(own, dict):
         raise _unfit(
             f"the state must be that of rank {rank}, got one with "
-            f"{sorted(key for key in state if key.startswith('rank'))}"
+            f"{sorted(key for key in map(str, state) if key.startswith('rank'))}"
         )
     for key, kind in (("buckets", list), ("shared", dict), ("choices", dict), ("steps", int)):
         if not isinstance(state.get(key), kind):
             raise _unfit(f"its {key} must be a {kind.__name__}, got {state.get(key)!r}")
     for names in state["buckets"]:
-        if not isinstance(names, list) or any(name not in by_name for name in names):
+        if not isinstance(names, list) or not set(map(str, names)) <= set(by_name):
             raise _unfit(f"its buckets must be lists of the model's parameters, got {names!r}")
     for kinds in (own, state["shared"], state["choices"]):
         for kind, values in kinds.items():
+            if not isinstance(values, dict):
+                got = type(values).__qualname__
+                raise _unfit(f"its '{kind}' must be a dict by parameter, got {got}")
             for name, value in values.items():
                 parameter = by_name.get(name)
                 what = f"'{kind}' of parameter '{name}'"
