@@ -15,7 +15,7 @@
 #   make kill-and-resume  train with each hook that remembers something, kill it, go on; five minutes
 #   make soak             memory over a million cycles of each kind of autograd hook; five minutes
 #   make soak-hooks       200 runs of each hook in stages, with delays and failures; half an hour
-#   make error-feedback   what error feedback is for, in runs of 20,000 steps; five minutes
+#   make error-feedback   what error feedback is for, in runs of 20,000 steps; ten minutes
 # Settings: PYTHON, TORCH, ARGS (passed on to the command).
 
 PYTHON ?= python3

@@ -30,7 +30,7 @@ from torch_commhook.testing import run_ranks
 
 TABLE = Path(__file__).with_suffix(".json")
 NUMEL = 700  # whole blocks and a shorter one
-CONSTANT_STEPS = 2000
+CONSTANT_STEPS = 12_000  # signs with one magnitude for all values come to their level so late
 QUADRATIC_STEPS = 20_000
 STUCK_STEPS = 4000
 
@@ -103,13 +103,10 @@ def contraction_of(codec: Any) -> float | None:
 
 
 def is_bounded(codec: Codec, found: dict[str, list[float]]) -> bool:
-    """Whether what is remembered stays below what a contraction allows, and levels off.
+    """Whether what is remembered stays below what a contraction allows, and does not grow.
 
     A codec that leaves at most ``1 - c`` of the square of what it is given leaves no more than
-    ``4 (1 - c) (gradient / c)^2`` of what it is given with what it has left, for ever. Signs with
-    one magnitude for all values come to their level after some 10,000 steps. So what is asked for
-    is less than the growth of a random walk, which is by the square root of 2 from half of the
-    steps to all of them; what is not bounded doubles.
+    ``4 (1 - c) (gradient / c)^2`` of what it is given with what it has left, for ever.
     """
     contraction = contraction_of(codec)
     if contraction is None:
@@ -120,7 +117,7 @@ def is_bounded(codec: Codec, found: dict[str, list[float]]) -> bool:
         return False
     for norms in (found["error"], found["shard_error"]):
         half = len(norms) // 2
-        if half and max(norms[half:]) > 2**0.5 * max(norms[:half]):
+        if half and max(norms[half:]) > 1.25 * max(norms[:half]):
             return False
     return max(found["error"]) <= bound * rounding
 
