@@ -61,7 +61,7 @@ class Plan:
     Attributes:
         jobs: hook expressions, names in ``PYTORCH``, and ``ALONE``.
         rates: of the links, one after the other, in bits per second.
-        bucket_cap_mb: of DDP.
+        bucket_cap_mb: of DDP; None for DDP's own, the first 1 MiB and the others 25.
         batch: sequences of each rank in a step.
         steps: in a block; the jobs take turns by blocks.
         rounds: blocks of each job at each rate.
@@ -71,7 +71,7 @@ class Plan:
 
     jobs: list[str]
     rates: list[int]
-    bucket_cap_mb: float
+    bucket_cap_mb: float | None
     batch: int
     steps: int
     rounds: int

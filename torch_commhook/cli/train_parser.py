@@ -66,7 +66,8 @@ def _option_groups() -> dict[str, dict[str, dict[str, Any]]]:
             ),
             "--bucket-cap-mb": _option(
                 _at_most(MOST["bucket_cap_mb"], _positive_float),
-                f"DDP's buckets ({default.bucket_cap_mb:g})",
+                "DDP's buckets (its own: the first 1 MiB, the others 25)",
+                metavar="MIB",
             ),
             "--ranks": _option(
                 _positive_int, f"ranks to launch, at most {MOST_RANKS} ({default.ranks})"
