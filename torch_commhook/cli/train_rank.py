@@ -178,6 +178,7 @@ def prepare(
         model,
         device_ids=None if world.device.type == "cpu" else [world.device],
         bucket_cap_mb=config.bucket_cap_mb,
+        gradient_as_bucket_view=True,  # a copy of all gradients less, in memory and time
     )
     _settle_buckets(ddp, world)
     run = Run(model, ddp, _make_optimizer(model, config), None)
