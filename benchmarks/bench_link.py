@@ -22,6 +22,7 @@ from netlab import Lab, LabError, Stopped, format_rate, parse_rate, stopped_by_s
 from netlab.ranks import print_line
 
 from torch_commhook.cli.hook_expression import NO_HOOK, HookExpressionError, check_hook
+from torch_commhook.cli.train_config import TrainConfig
 
 HOSTS = 2
 DEFAULT_HOOKS = (
@@ -119,8 +120,7 @@ def run(options: argparse.Namespace) -> Report:
         )
         for rate, samples in measure(plan, options).items():
             samples[BASELINE] = samples.pop(NO_HOOK)
-            buckets = "DDP's buckets" if cap is None else f"buckets of {cap:g} MiB"
-            where = f"{format_rate(rate)}, {buckets}, batches of {options.batch}"
+            where = f"{format_rate(rate)}, buckets of {cap:g} MiB, batches of {options.batch}"
             title = f"step, {HOSTS} ranks with one thread each, {where}"
             report.add(where, jobs_at(rate, names), samples, title)
     return report
@@ -181,9 +181,9 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--bucket-cap-mb",
         type=float,
         nargs="+",
-        default=[None],
+        default=[TrainConfig().bucket_cap_mb],
         metavar="MIB",
-        help="of all buckets, a table for each (default: DDP's own, the first 1 MiB, the others 25)",
+        help="DDP's buckets, a table for each (default: train's)",
     )
     add("--batch", type=int, default=2, help="sequences of each rank in a step (default: 2)")
     add("--steps", type=int, default=2, help="in a block; hooks take turns by blocks (default: 2)")
@@ -195,7 +195,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.error("each rank has one thread, on the CPU")
     parsed.threads = [1]
     least = min(parsed.batch, parsed.steps, parsed.warm_up)
-    if least < 1 or not all(cap is None or cap > 0 for cap in parsed.bucket_cap_mb):
+    if least < 1 or not min(parsed.bucket_cap_mb) > 0:
         options.error("--batch, --steps, --warm-up and --bucket-cap-mb must be above 0")
     for hook in parsed.hooks:
         if hook in PYTORCH:

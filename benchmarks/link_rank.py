@@ -61,7 +61,7 @@ class Plan:
     Attributes:
         jobs: hook expressions, names in ``PYTORCH``, and ``ALONE``.
         rates: of the links, one after the other, in bits per second.
-        bucket_cap_mb: of DDP; None for DDP's own, the first 1 MiB and the others 25.
+        bucket_cap_mb: of DDP.
         batch: sequences of each rank in a step.
         steps: in a block; the jobs take turns by blocks.
         rounds: blocks of each job at each rate.
@@ -71,7 +71,7 @@ class Plan:
 
     jobs: list[str]
     rates: list[int]
-    bucket_cap_mb: float | None
+    bucket_cap_mb: float
     batch: int
     steps: int
     rounds: int
@@ -98,8 +98,8 @@ class Figures:
 class _Alone(World):
     """A world of ranks that do not talk."""
 
-    def mean(self, value: Tensor) -> float:
-        return value.item()
+    def start_mean(self, value: Tensor) -> Callable[[], float]:
+        return value.item
 
 
 class _Subject:

@@ -33,7 +33,7 @@ class TrainConfig:
     seed: int = 0
     ranks: int = 2
     hook: str = "cast(bfloat16)"
-    bucket_cap_mb: float | None = None  # DDP's own
+    bucket_cap_mb: float = 13.0  # three buckets of the model that these make
     data: tuple[str, ...] | None = None
     data_cap_mb: float | None = None
 

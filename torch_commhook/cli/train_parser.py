@@ -66,7 +66,7 @@ def _option_groups() -> dict[str, dict[str, dict[str, Any]]]:
             ),
             "--bucket-cap-mb": _option(
                 _at_most(MOST["bucket_cap_mb"], _positive_float),
-                "DDP's buckets (its own: the first 1 MiB, the others 25)",
+                f"DDP's buckets ({default.bucket_cap_mb:g})",
                 metavar="MIB",
             ),
             "--ranks": _option(

@@ -79,7 +79,7 @@ def train_rank(options: TrainOptions, place: Place) -> None:
     if options.compare:
         plain = replace(options, config=replace(config, hook=NO_HOOK), save=None, save_every=None)
         results.append(_train_once(plain, world, data, checkpoint, main_run=False))
-    world.mean(torch.zeros(()))  # rank 0 may still have been writing: nobody leaves before
+    world.barrier()  # rank 0 may still have been writing: nobody leaves before
     dist.destroy_process_group()
     if world.rank == 0:
         _print_end(options, results)
@@ -262,11 +262,12 @@ def train_step(run: Run, config: TrainConfig, world: World, data: TextData) -> t
         data, seed=config.seed, step=run.step, rank=world.rank, batch=config.batch, seq=config.seq
     ).to(world.device)
     loss: Tensor = run.ddp(windows[:, :-1], windows[:, 1:])
+    mean_loss = world.start_mean(loss)  # before the gradients: their step need not wait for it
     loss.backward()
     nn.utils.clip_grad_norm_(run.model.parameters(), _GRADIENT_NORM)
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
-    return world.mean(loss), lr
+    return mean_loss(), lr
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -31,11 +32,21 @@ class World:
     device: torch.device
     backend: str
 
-    def mean(self, value: torch.Tensor) -> float:
-        """The mean over the ranks of a scalar."""
+    def start_mean(self, value: torch.Tensor) -> Callable[[], float]:
+        """The mean over the ranks of a scalar, which travels until it is asked for."""
         total = value.detach().to(self.device, torch.float64, copy=True)
-        dist.all_reduce(total)
-        return total.item() / self.size
+        work = dist.all_reduce(total, async_op=True)
+        assert work is not None
+
+        def mean() -> float:
+            work.wait()
+            return total.item() / self.size
+
+        return mean
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.start_mean(torch.zeros(()))()
 
 
 def join_world(options: TrainOptions, place: Place) -> World:
