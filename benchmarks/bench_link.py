@@ -31,7 +31,9 @@ DEFAULT_HOOKS = (
     "cast()",
     "blockwise()",
     "error_feedback(blockwise(bits=4))",
+    "error_feedback(topk(0.01))",
     "powersgd(rank=2)",
+    "error_feedback(powersgd(rank=2))",
 )
 #: Of the time with DDP and no hook.
 AT_MOST = {
