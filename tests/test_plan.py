@@ -7,31 +7,62 @@ import json
 import pytest
 
 from torch_commhook.cli.main import main
-from torch_commhook.cli.plan import plan
+from torch_commhook.cli.plan import Measured, bucket_count, measure, plan
 
 HOOKS = ["allreduce()", "cast()", "blockwise()", "topk(0.01)"]
+PAYLOAD = 1448 / 1514
 
 
-def test_bytes_and_times() -> None:
-    costs = plan(HOOKS, elements=1_000_000, bits_per_second=1e8, world_size=2, compute_seconds=0.1)
-    sent = [cost.bytes_sent for cost in costs]
+def test_bytes() -> None:
+    found = measure(HOOKS, elements=1_000_000, world_size=2)
+    assert [each.hook for each in found] == HOOKS
+    sent = [each.bytes_sent for each in found]
     assert sent[:2] == [4_000_000, 2_000_000]
     assert sent[2] == pytest.approx(1_016_000, rel=0.01)
     assert sent[3] == pytest.approx(80_000, rel=0.01)
-    for cost in costs:
-        assert cost.wire_seconds == pytest.approx(cost.bytes_sent * 8 / 1e8)
-        assert cost.compute_seconds >= 0
-        total = 0.1 + cost.wire_seconds + cost.compute_seconds
-        assert cost.step_seconds == pytest.approx(total)
-        assert cost.ratio == pytest.approx(cost.step_seconds / costs[0].step_seconds)
+    assert all(each.compute_seconds >= 0 for each in found)
 
 
 def test_gathered_messages_grow_with_the_ranks() -> None:
     two, eight = (
-        plan(["topk(0.01)"], elements=100_000, bits_per_second=1e9, world_size=ranks)[0]
-        for ranks in (2, 8)
+        measure(["topk(0.01)"], elements=100_000, world_size=ranks)[0] for ranks in (2, 8)
     )
     assert eight.bytes_sent == 7 * two.bytes_sent
+
+
+def test_headers_are_on_the_wire_too() -> None:
+    (cost,) = plan([Measured("a", 1_448_000, 0.0)], bits_per_second=8e6)
+    assert cost.wire_seconds == pytest.approx(1.514)
+    assert cost.step_seconds == pytest.approx(1.514)
+    assert cost.ratio == 1.0
+
+
+@pytest.mark.parametrize(
+    ("wire", "hook", "buckets", "step"),
+    [
+        (0.0, 0.0, 4, 3.0),
+        (0.0, 0.6, 4, 3.6),
+        (5.0, 0.0, 1, 3.0 + 5.0),  # nothing to hide it
+        (5.0, 0.0, 2, 1.0 + 1.0 + 5.0),  # what is computed of the second is hidden
+        (1.0, 0.0, 2, 3.0 + 0.5),  # the first is hidden
+        (8.0, 0.8, 4, 1.0 + 0.7 + 8.0),
+    ],
+)
+def test_buckets_travel_while_others_are_computed(
+    wire: float, hook: float, buckets: int, step: float
+) -> None:
+    """A step of 3 seconds: 1 of forward, 2 of backward."""
+    measured = [Measured("a", 0, 0.0), Measured("b", wire * 1e6 * PAYLOAD, hook)]
+    first, cost = plan(measured, bits_per_second=8e6, compute_seconds=3.0, buckets=buckets)
+    assert first.step_seconds == pytest.approx(3.0)
+    assert cost.step_seconds == pytest.approx(step)
+    assert cost.ratio == pytest.approx(step / 3.0)
+
+
+def test_bucket_count() -> None:
+    assert bucket_count(1, 25) == 1
+    assert bucket_count(25 << 18, 25) == 1
+    assert bucket_count((25 << 18) + 1, 25) == 2
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,6 +82,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--link", "fast"], "must be a rate such as 200mbit"),
         (["--link", "0gbit"], "must be a rate such as 200mbit"),
         (["--world", "0"], "must be a number from 1 to 1024"),
+        (["--bucket-cap-mb", "0"], "must be from 0.001 to 100000 MiB"),
         (["--compute-ms", "nan"], "must be a number of milliseconds"),
         (["--hooks", "nothing()"], "names the unknown hook 'nothing'"),
         (["--model-size", "1k", "--hooks", "clip(1.0)"], "the norm is that of all buckets"),

@@ -1,8 +1,9 @@
 """``commhook plan``: what each hook would cost over a link, and whether it pays.
 
 What a hook computes is measured here, on a bucket of random gradients; what it sends is counted,
-with ranks that are threads. A step is taken for computation and communication one after the other:
-what backward hides of the communication is left out, for all hooks alike.
+with ranks that are threads. From that a step is timed: a third of its computing is the forward, the
+rest the backward, which fills equal buckets one after the other, and what hooks compute stands on
+the same processor. A bucket goes on the wire once it is full and the one before is through.
 """
 
 from __future__ import annotations
@@ -31,8 +32,14 @@ DEFAULT_HOOKS = (
     "error_feedback(topk(0.01))",
     "error_feedback(powersgd(rank=2))",
 )
-#: Elements of the bucket that is measured: DDP's 25 MiB.
+_BUCKET_CAP_MB = 25.0  # DDP's
+#: Elements of the largest bucket that is measured: 25 MiB.
 _MOST_MEASURED = 25 * (1 << 20) // 4
+_BUCKET_NUMBER_BYTES = 4  # gradients in float32
+#: A backward computes the products of a forward twice over.
+_FORWARD = 1 / 3
+#: Of an Ethernet frame what is not headers, its own, IP's and TCP's.
+_PAYLOAD = 1448 / 1514
 #: Elements that are sent between threads to count the bytes, for each rank.
 _MOST_COUNTED = 1 << 18
 _RUNS = 5
@@ -41,54 +48,106 @@ _BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What a hook costs in one step.
+class Measured:
+    """What a hook does in one step, whatever the link.
 
     Attributes:
         hook: as it is written.
         bytes_sent: by each rank.
-        wire_seconds: that these take on the link.
         compute_seconds: encoding, adding up and decoding, beyond what a plain all-reduce does.
-        step_seconds: with what the step computes anyway.
-        ratio: of that to the step of a plain all-reduce.
     """
 
     hook: str
     bytes_sent: float
-    wire_seconds: float
     compute_seconds: float
+
+
+@dataclass(frozen=True)
+class Cost(Measured):
+    """What a hook costs in one step.
+
+    Attributes:
+        wire_seconds: that the bytes take on the link, with the headers of their packets.
+        step_seconds: with what the step computes anyway, as far as that does not hide the rest.
+        ratio: of that to the step of the first hook.
+    """
+
+    wire_seconds: float
     step_seconds: float
     ratio: float
 
 
-def plan(
+def measure(
     hooks: Sequence[str],
     *,
     elements: int,
-    bits_per_second: float,
     world_size: int,
-    compute_seconds: float = 0.0,
-) -> list[Cost]:
-    """What each hook would cost; the first is what the others are compared with.
+    bucket_cap_mb: float = _BUCKET_CAP_MB,
+) -> list[Measured]:
+    """What each hook computes and sends.
 
     Args:
         hooks: as ``train`` takes them.
         elements: of the model.
-        bits_per_second: of each rank's link, each way.
         world_size: ranks.
-        compute_seconds: of a step without communication.
+        bucket_cap_mb: of a bucket, in MiB.
     """
-    plain = _compute_seconds(parse_hook("allreduce()"), elements)
-    costs: list[Cost] = []
+    bucket = -(-elements // bucket_count(elements, bucket_cap_mb))
+    plain = _compute_seconds(parse_hook("allreduce()"), elements, bucket)
+    found = []
     for text in hooks:
         hook = parse_hook(text)
         sent = _bytes_per_element(hook, elements, world_size) * elements
-        computed = max(0.0, _compute_seconds(hook, elements) - plain)
-        wire = sent * 8 / bits_per_second
-        step = compute_seconds + computed + wire
+        computed = max(0.0, _compute_seconds(hook, elements, bucket) - plain)
+        found.append(Measured(text, sent, computed))
+    return found
+
+
+def plan(
+    measured: Sequence[Measured],
+    *,
+    bits_per_second: float,
+    compute_seconds: float = 0.0,
+    buckets: int = 1,
+) -> list[Cost]:
+    """What each hook would cost; the first is what the others are compared with.
+
+    Args:
+        measured: what :func:`measure` gives.
+        bits_per_second: of each rank's link, each way.
+        compute_seconds: of a step without communication.
+        buckets: of the model, as :func:`bucket_count` says.
+    """
+    costs: list[Cost] = []
+    for each in measured:
+        wire = each.bytes_sent * 8 / bits_per_second / _PAYLOAD
+        step = _step_seconds(compute_seconds, each.compute_seconds, wire, buckets)
         first = costs[0].step_seconds if costs else step
-        costs.append(Cost(text, sent, wire, computed, step, step / first if first else 1.0))
+        ratio = step / first if first else 1.0
+        costs.append(
+            Cost(
+                **asdict(each),
+                wire_seconds=wire,
+                step_seconds=step,
+                ratio=ratio,
+            )
+        )
     return costs
+
+
+def bucket_count(elements: int, bucket_cap_mb: float) -> int:
+    """Buckets of a model whose gradients are float32."""
+    return max(1, math.ceil(elements * _BUCKET_NUMBER_BYTES / (bucket_cap_mb * (1 << 20))))
+
+
+def _step_seconds(compute: float, hook: float, wire: float, buckets: int) -> float:
+    """A step, in which buckets travel while the next ones are computed."""
+    computed = compute * _FORWARD
+    through = 0.0  # when the wire has nothing more to send
+    for _ in range(buckets):
+        computed += (compute * (1 - _FORWARD) + hook) / buckets
+        through = max(through, computed) + wire / buckets
+    return max(computed, through)
 
 
 def _gradients(elements: int, ranks: int) -> list[list[Any]]:
@@ -109,14 +168,14 @@ def _bytes_per_element(hook: Any, elements: int, world_size: int) -> float:
     return sent / counted[0][0].numel()
 
 
-def _compute_seconds(hook: Any, elements: int) -> float:
+def _compute_seconds(hook: Any, elements: int, bucket_elements: int) -> float:
     """Of a step on this machine, with nothing to wait for."""
     from torch_commhook import GradBucket
     from torch_commhook.testing import run_ranks
 
-    gradient = _gradients(min(elements, _MOST_MEASURED), 1)[0][0]
+    gradient = _gradients(min(bucket_elements, _MOST_MEASURED), 1)[0][0]
 
-    def measure(rank: int) -> float:
+    def of_bucket(rank: int) -> float:
         import torch
 
         parameter = torch.zeros_like(gradient, requires_grad=True)
@@ -128,7 +187,7 @@ def _compute_seconds(hook: Any, elements: int) -> float:
             times.append(time.perf_counter() - begun)
         return statistics.median(times[2:])  # after buffers have been made
 
-    return run_ranks(measure, 1, timeout=600)[0] * elements / gradient.numel()
+    return run_ranks(of_bucket, 1, timeout=600)[0] * elements / gradient.numel()
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -142,11 +201,15 @@ def main(argv: Sequence[str]) -> int:
     torch.set_num_threads(options.threads)
     try:
         costs = plan(
-            options.hooks,
-            elements=options.model_size,
+            measure(
+                options.hooks,
+                elements=options.model_size,
+                world_size=options.world,
+                bucket_cap_mb=options.bucket_cap_mb,
+            ),
             bits_per_second=options.link,
-            world_size=options.world,
             compute_seconds=options.compute_ms / 1e3,
+            buckets=bucket_count(options.model_size, options.bucket_cap_mb),
         )
     except HookExpressionError as error:
         print(f"commhook plan: error: {error}", file=sys.stderr)
@@ -183,7 +246,8 @@ def _table(costs: Sequence[Cost], options: argparse.Namespace) -> str:
     what = (
         f"{options.model_size / 1e6:g} M elements, {options.world} ranks, "
         f"{options.link / 1e6:g} Mbit/s each way, a step of {options.compute_ms:g} ms without "
-        f"communication, {options.threads} thread{'s' if options.threads > 1 else ''}"
+        f"communication, buckets of {options.bucket_cap_mb:g} MiB, "
+        f"{options.threads} thread{'s' if options.threads > 1 else ''}"
     )
     return "\n".join([what, *lines])
 
@@ -212,6 +276,13 @@ def _parser() -> argparse.ArgumentParser:
         type=_milliseconds,
         default=0.0,
         help="of a step without communication (0)",
+    )
+    parser.add_argument(
+        "--bucket-cap-mb",
+        type=_mebibytes,
+        default=_BUCKET_CAP_MB,
+        metavar="MIB",
+        help=f"DDP's buckets ({_BUCKET_CAP_MB:g})",
     )
     parser.add_argument("--threads", type=_ranks, default=1, help="that a rank computes with (1)")
     parser.add_argument(
@@ -250,4 +321,14 @@ def _milliseconds(text: str) -> float:
         value = math.nan
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number of milliseconds, got {text!r}")
+    return value
+
+
+def _mebibytes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 1e-3 <= value <= 1e5:
+        raise argparse.ArgumentTypeError(f"must be from 0.001 to 100000 MiB, got {text!r}")
     return value

@@ -1,0 +1,97 @@
+"""What ``commhook plan`` foretells of a step, beside what ``bench_link`` has measured.
+
+``python benchmarks/bench_plan.py`` plans for the models, buckets and links of bench_link's stored
+results, on the machine that they are of; see benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from link_rank import ALONE, PYTORCH
+from machine import FOLDER, environment
+from netlab import parse_rate
+
+from torch_commhook.cli.hook_expression import NO_HOOK
+from torch_commhook.cli.plan import bucket_count, measure, plan
+from torch_commhook.cli.train_config import TrainConfig
+from torch_commhook.cli.transformer import ByteTransformer
+
+RESULTS = FOLDER / "results"
+#: Of the measured time.
+AT_MOST = 0.20
+BASELINE = "DDP"
+
+
+def compare(link: dict[str, Any]) -> list[dict[str, Any]]:
+    """For each hook and rate of bench_link's results: measured and foretold time of a step."""
+    config = TrainConfig()
+    elements = ByteTransformer(config.layers, config.dim, config.heads).parameter_count()
+    cap = link["options"]["bucket_cap_mb"][0]
+    groups: dict[str, dict[str, float]] = {}
+    for row in link["rows"]:
+        groups.setdefault(row["group"], {})[row["job"]] = row["seconds"]
+    groups = {group: times for group, times in groups.items() if f" {cap:g} MiB" in group}
+    hooks = [
+        job
+        for job in next(iter(groups.values()))
+        if job not in (ALONE, BASELINE, NO_HOOK) and job not in PYTORCH
+    ]
+    measured = measure(hooks, elements=elements, world_size=config.ranks, bucket_cap_mb=cap)
+    rows = []
+    for group, times in groups.items():
+        rate = group.split(",")[0]
+        costs = plan(
+            measured,
+            bits_per_second=parse_rate(rate),
+            compute_seconds=times[ALONE],
+            buckets=bucket_count(elements, cap),
+        )
+        for cost in costs:
+            seconds = times[cost.hook]
+            rows.append(
+                {
+                    "link": rate,
+                    "hook": cost.hook,
+                    "measured_seconds": seconds,
+                    "planned_seconds": cost.step_seconds,
+                    "off": cost.step_seconds / seconds - 1,
+                }
+            )
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--link-results", type=Path, default=RESULTS / "bench_link.json", metavar="FILE")
+    add("--out", type=Path, default=RESULTS / "bench_plan.json", metavar="FILE")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    try:
+        link = json.loads(options.link_results.read_text())
+    except OSError as error:
+        print(f"bench_plan: {error}", file=sys.stderr)
+        return 1
+    rows = compare(link)
+    print("| link | hook | measured | planned | off |")
+    print("|---|---|---|---|---|")
+    for row in rows:
+        measured, planned = row["measured_seconds"] * 1e3, row["planned_seconds"] * 1e3
+        name = f"{row['link']} | `{row['hook']}`"
+        print(f"| {name} | {measured:.0f} ms | {planned:.0f} ms | {row['off']:+.0%} |")
+    missed = [row for row in rows if abs(row["off"]) > AT_MOST]
+    print(f"{len(rows) - len(missed)} of {len(rows)} within {AT_MOST:.0%}.")
+    document = {"name": "bench_plan", "environment": environment("cpu"), "rows": rows}
+    options.out.write_text(json.dumps(document, indent=1) + "\n")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
