@@ -35,7 +35,7 @@ train: $(VENV)/built
 	$(VENV)/bin/python -m torch_commhook train $(ARGS)
 
 test: $(VENV)/built
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 distributed-suite: $(VENV)/built
 	$(VENV)/bin/python tests/distributed_suite.py $(ARGS)

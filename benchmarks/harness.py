@@ -258,11 +258,9 @@ class Report:
             path = FOLDER / "results" / f"{self.name}.json"
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            options = {
-                key: str(value) if isinstance(value, Path) else value
-                for key, value in vars(self.options).items()
-                if key != "out"
-            }
+            # Where files go says nothing of the figures.
+            options = {k: v for k, v in vars(self.options).items() if not isinstance(v, Path)}
+            options.pop("out", None)
             document = {
                 "name": self.name,
                 "environment": self.environment,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -20,6 +21,20 @@ def built(project: str) -> Path:
     """The folder of the libraries that the ``setup.py`` in a folder of this repository builds."""
     folder = ROOT / project
     into = ROOT / "build" / f"torch-{torch.__version__}-{folder.name}"
+    into.mkdir(parents=True, exist_ok=True)
+    # Test runs side by side load the same files, which must not be linked anew under them.
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"of process {os.getpid()}")
+    with open(into / "built_by", "a+") as built_by:
+        fcntl.flock(built_by, fcntl.LOCK_EX)
+        built_by.seek(0)
+        if built_by.read() != run:
+            _build(project, folder, into)
+            built_by.truncate(0)
+            built_by.write(run)
+    return into
+
+
+def _build(project: str, folder: Path, into: Path) -> None:
     command = [
         "build_ext",
         "--force",
@@ -41,7 +56,6 @@ def built(project: str) -> Path:
     )
     if done.returncode != 0:
         pytest.fail(f"{project} does not build:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
-    return into
 
 
 def library(project: str, name: str) -> str:

@@ -48,7 +48,7 @@ def relative(result: list[Tensor], exact: list[Tensor]) -> float:
         (default_hooks.allreduce_hook, 4, 1e-6),
         (default_hooks.fp16_compress_hook, 2, 2e-3),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_hooks(hook: Any, width: int, error: float, ranks: int) -> None:
     grads = gradients(ranks)

@@ -225,6 +225,11 @@ def plan_of(text: str) -> Plan:
     return Plan(text)
 
 
+def flat_source(sources: Sequence[Tensor]) -> Tensor | None:
+    """The bucket's buffer, where that is what ``GradBucket.sources`` has given."""
+    return sources[0] if len(sources) == 1 and sources[0].dim() == 1 else None
+
+
 def memory_order(size: Sequence[int], strides: Sequence[int]) -> list[int]:
     """The dimensions of a dense tensor, the outermost in memory first."""
     return sorted(range(len(size)), key=lambda d: (strides[d], size[d]), reverse=True)
@@ -248,13 +253,14 @@ def left_factors(
     Args:
         sources: the gradients, or the bucket's buffer.
         work: written: the matrices. Of ``numel`` elements, in float32 or float64, as all others.
+            It may be the bucket's buffer, where nothing is added: that is left as it is.
         q: the right factors.
         wire: written: ``vector_numel`` elements, and ``left_numel`` ones.
         scale: factor of all that is on the wire.
         adds: whether gradients are added to what is in ``work``. Vectors are, too, and leave zeros
             there.
     """
-    flat = sources[0] if len(sources) == 1 and plan.parameters > 1 else None
+    flat = flat_source(sources)
     if plan.vectors:
         if flat is None:
             vectors = [sources[number] for number, _, _ in plan.vectors]
@@ -278,7 +284,9 @@ def left_factors(
         for some, parts in plan.blocks(group, work.device):
             for rows in parts:
                 block = stack[some, rows]
-                if flat is not None:
+                if flat is work:
+                    pass
+                elif flat is not None:
                     pieces = gradients[some, rows]
                     block.add_(pieces) if adds else block.copy_(pieces)
                 else:

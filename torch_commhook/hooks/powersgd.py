@@ -15,6 +15,7 @@ from torch_commhook.hooks.base import Hook, average_scale
 from torch_commhook.hooks.compressed import check_dense
 from torch_commhook.hooks.low_rank import (
     Plan,
+    flat_source,
     left_factors,
     memory_order,
     plan_of,
@@ -217,8 +218,11 @@ class _Call:
 
     def _left_factors(self, bucket: GradBucket) -> Tensor:
         error, sources = self.error, bucket.sources()
+        flat = flat_source(sources)
         if error is not None and error.dtype == self.dtype:
             self.work = error
+        elif error is None and flat is not None and flat.dtype == self.dtype and not self.is_traced:
+            self.work = flat  # which nobody writes before the result is there
         else:
             self.work = self._buffer("work", self.numel)
             if error is not None:
