@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from torch_commhook.collectives.plain import finished_when_good, future_of_work
+from torch_commhook import _C
 from torch_commhook.gloo_groups import is_gloo
 
 _PIECE_BYTES = 128 * 1024
@@ -43,17 +42,7 @@ def exchange_in_pieces(
         result: what the Future is to hold.
         group: the process group.
     """
-    size, rank = group.size(), group.rank()
+    rank = group.rank()
     outputs[rank].copy_(inputs[rank])
     piece = max(_PIECE_BYTES, -(-longest // _MOST_PIECES))
-    futures = []
-    for distance in range(1, size):
-        to, come_from = (rank + distance) % size, (rank - distance) % size
-        for begin in range(0, longest, piece):  # as many on all ranks
-            sent = inputs[to][begin : begin + piece]
-            received = outputs[come_from][begin : begin + piece]
-            sends, gets = [0] * size, [0] * size
-            sends[to], gets[come_from] = len(sent), len(received)
-            work = dist.all_to_all_single(received, sent, gets, sends, group=group, async_op=True)
-            futures.append(future_of_work(work, group, "all_to_all_single"))
-    return finished_when_good(futures, result)
+    return _C.exchange_pieces(group, list(inputs), list(outputs), longest, piece, result)

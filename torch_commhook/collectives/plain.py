@@ -319,17 +319,6 @@ def future_of_work(work: Any, group: Any, method: str = "collective") -> Any:
     return future
 
 
-def finished_when_good(futures: list[Any], result: Tensor) -> Any:
-    """A Future of ``result``, or of what one of several has failed with."""
-
-    def check(done: Any) -> Tensor:
-        for future in done.value():
-            future.value()  # raises
-        return result
-
-    return torch.futures.collect_all(futures).then(check)
-
-
 def _when_good(done: Any, result: Tensor) -> Tensor:
     done.value()  # raises what the collective has raised
     return result

@@ -1,3 +1,6 @@
+#include <torch/csrc/jit/python/pybind_utils.h>
+
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -5,12 +8,13 @@
 #include "runtime/bindings.h"
 #include "runtime/broadcast_buckets.h"
 #include "runtime/broadcast_coalesced.h"
+#include "runtime/exchange_pieces.h"
 
 namespace py = pybind11;
 
 namespace commhook {
 
-void bind_broadcast(py::module_& m) {
+void bind_collectives(py::module_& m) {
   m.def(
       "broadcast_coalesced",
       [](const c10::intrusive_ptr<c10d::ProcessGroup>& group,
@@ -40,6 +44,16 @@ void bind_broadcast(py::module_& m) {
         return indices;
       },
       py::arg("bytes"), py::arg("kinds"), py::arg("buffer_size"));
+  m.def(
+      "exchange_pieces",
+      [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::vector<at::Tensor>& inputs,
+         const std::vector<at::Tensor>& outputs, int64_t longest, int64_t piece,
+         const at::Tensor& result) {
+        return std::make_shared<torch::jit::PythonFutureWrapper>(
+            exchange_pieces(group, inputs, outputs, longest, piece, result));
+      },
+      py::arg("process_group"), py::arg("inputs"), py::arg("outputs"), py::arg("longest"),
+      py::arg("piece"), py::arg("result"), py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace commhook

@@ -1,0 +1,221 @@
+"""Writes ``docs/results.md`` from what the long runs have stored.
+
+``python benchmarks/results_page.py`` after a run; ``--check`` says whether the page is as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench_link import BASELINE
+from bench_loss import AT_MOST, table
+from link_rank import ALONE
+from machine import FOLDER
+
+ROOT = FOLDER.parent
+PAGE = ROOT / "docs" / "results.md"
+RESULTS = FOLDER / "results"
+TESTS = ROOT / "tests"
+
+
+def load(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def rows(header: Sequence[str], body: Sequence[Sequence[str]]) -> Iterator[str]:
+    """A table."""
+    yield f"| {' | '.join(header)} |"
+    yield f"|{'---|' * len(header)}"
+    for line in body:
+        yield f"| {' | '.join(line)} |"
+
+
+def hook_name(job: str) -> str:
+    return job if job in (ALONE, BASELINE) else f"`{job}`"
+
+
+# ---- steps over links ----------------------------------------------------------------------------
+
+
+def links(name: str) -> Iterator[str]:
+    """The table of one run of bench_link, and which of its targets hold."""
+    found = load(RESULTS / name)
+    groups: dict[str, dict[str, Any]] = {}
+    for row in found["rows"]:
+        groups.setdefault(row["group"].split(",")[0], {})[row["job"]] = row
+    rates = sorted(groups, key=lambda rate: groups[rate][BASELINE]["seconds"], reverse=True)
+    body = []
+    for job in groups[rates[0]]:
+        line = [hook_name(job)]
+        for rate in rates:
+            row = groups[rate][job]
+            ratio = "" if row["ratio"] is None else f" ({row['ratio']:.3f})"
+            line.append(f"{row['seconds'] * 1e3:.0f} ms{ratio}")
+        sent = groups[rates[0]][job]["details"]["link MB"]
+        body.append([*line, f"{sent:.2f}" if sent > 0.001 else ""])
+    yield from rows(["", *(spaced(rate) for rate in rates), "MB sent"], body)
+    yield ""
+    targets = [row for row in found["rows"] if row["target"] is not None]
+    held = [
+        f"`{row['job']}` at {spaced(row['group'].split(',')[0])} {row['ratio']:.3f} "
+        f"({row['target'].replace('<=', 'at most')}{'' if row['holds'] else ', **missed**'})"
+        for row in targets
+    ]
+    yield f"Targets: {'; '.join(held)}."
+
+
+def spaced(rate: str) -> str:
+    return rate.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s")
+
+
+def plans() -> Iterator[str]:
+    found = load(RESULTS / "bench_plan.json")["rows"]
+    rates = list(dict.fromkeys(row["link"] for row in found))
+    body: dict[str, list[str]] = {}
+    for row in found:
+        text = f"{row['planned_seconds'] * 1e3:.0f} ms ({row['off']:+.0%})"
+        body.setdefault(row["hook"], []).append(text)
+    lines = [[hook_name(hook), *cells] for hook, cells in body.items()]
+    yield from rows(["", *(spaced(rate) for rate in rates)], lines)
+
+
+# ---- loss ----------------------------------------------------------------------------------------
+
+
+def losses() -> Iterator[str]:
+    runs = load(RESULTS / "bench_loss.json")["runs"]
+    body = []
+    for row in table(runs):
+        target = AT_MOST.get(row["hook"])
+        verdict = ""
+        if target is not None:
+            verdict = f"at most {target:.2f}" + ("" if row["ratio"] <= target else ", **missed**")
+        body.append(
+            [
+                f"`{row['hook']}`",
+                f"{row['loss']:.4f}",
+                f"{row['ratio']:.4f}",
+                verdict,
+                f"{row['held_out_loss']:.4f}",
+                f"{row['MB per step']:.2f}",
+            ]
+        )
+    steps = {run["steps"] for run in runs}
+    seeds = {run["seed"] for run in runs}
+    yield (
+        f"`train`'s default model, 2 ranks, {', '.join(f'{n:,}' for n in steps)} steps, means over "
+        f"{len(seeds)} seeds; the loss is the mean of the last twentieth of the steps, in nats per "
+        "byte."
+    )
+    yield ""
+    header = ["hook", "loss", "of uncompressed", "target", "held-out loss", "MB sent per step"]
+    yield from rows(header, body)
+
+
+# ---- long tests ----------------------------------------------------------------------------------
+
+
+def long_tests() -> Iterator[str]:
+    killed = load(TESTS / "kill_and_resume.json")["rows"]
+    soaked = load(TESTS / "soak_hooks.json")["rows"]
+    feedback = load(TESTS / "error_feedback_runs.json")
+    same = sum(not row["different"] for row in killed)
+    runs = sum(row["runs"] for row in soaked)
+    wrong = sum(len(row["wrong"]) for row in soaked)
+    failures = sum(row["runs_with_a_failure"] for row in soaked)
+    hooks = len({row["hook"] for row in soaked})
+    bounded = feedback["constant_gradients"]["rows"]
+    yield from rows(
+        ["run", "result"],
+        [
+            [
+                "`make kill-and-resume`: training killed at a random step and resumed, against "
+                "training that was not",
+                f"{same} of {len(killed)} hooks end with the same bits",
+            ],
+            [
+                f"`make soak-hooks`: {hooks} hooks whose collectives follow one another, with "
+                "delays in every stage, on 2 and 3 ranks",
+                f"{runs:,} runs, {failures:,} of them with a failure, {wrong} wrong",
+            ],
+            [
+                "`make error-feedback`: what is remembered stays bounded over "
+                f"{feedback['constant_gradients']['steps']:,} steps",
+                f"{sum(row['bounded'] for row in bounded)} of {len(bounded)} codecs",
+            ],
+        ],
+    )
+
+
+# ---- the page ------------------------------------------------------------------------------------
+
+
+def page() -> str:
+    where = load(RESULTS / "bench_link.json")["environment"]
+    machine = (
+        f"{where['processor']}, {where['processors']} processors, torch {where['torch']}, Python "
+        f"{where['python']}"
+    )
+    parts = [
+        "# Results",
+        "",
+        "Written by `python benchmarks/results_page.py` from what the runs have stored, on this",
+        f"machine: {machine}.",
+        "Speeds of operators, dispatch and process groups are in `benchmarks/results`;",
+        "[benchmarks](../benchmarks/README.md) says how each is measured.",
+        "",
+        "## Steps over slow links",
+        "",
+        "`make bench-link`: a step of `train`'s default model, 2 ranks with a thread each on hosts",
+        "joined by a link of the rate in the column; in brackets, of the time of DDP with no hook.",
+        "",
+        *links("bench_link.json"),
+        "",
+        "![Step time over link rate](images/link.png)",
+        "",
+        "With buckets of 5 MiB the first is full sooner, and more of the link's time is used:",
+        "",
+        *links("bench_link_5mib.json"),
+        "",
+        "## What `plan` says of these",
+        "",
+        "`python benchmarks/bench_plan.py`: the time that `commhook plan` foretells, and how far",
+        "it is off.",
+        "",
+        *plans(),
+        "",
+        "## What compression costs in loss",
+        "",
+        "`make bench-loss`:",
+        "",
+        *losses(),
+        "",
+        "![Loss over bytes sent](images/loss_over_bytes.png)",
+        "",
+        "![Loss over time at 200 Mbit/s](images/loss_over_time.png)",
+        "",
+        "## Long runs",
+        "",
+        *long_tests(),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args()
+    text = page()
+    if options.check:
+        return 0 if PAGE.read_text() == text else 1
+    PAGE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

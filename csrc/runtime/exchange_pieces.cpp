@@ -1,0 +1,70 @@
+#include "runtime/exchange_pieces.h"
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+using c10::ivalue::Future;
+
+namespace commhook {
+namespace {
+
+at::Tensor piece_of(const at::Tensor& message, int64_t begin, int64_t length) {
+  const int64_t from = std::min(begin, message.numel());
+  return message.narrow(0, from, std::min(length, message.numel() - from));
+}
+
+}  // namespace
+
+c10::intrusive_ptr<Future> exchange_pieces(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                           const std::vector<at::Tensor>& inputs,
+                                           const std::vector<at::Tensor>& outputs, int64_t longest,
+                                           int64_t piece, const at::Tensor& result) {
+  const int64_t size = group->getSize();
+  const int64_t rank = group->getRank();
+  const auto of_all = [size](const std::vector<at::Tensor>& messages) {
+    return static_cast<int64_t>(messages.size()) == size &&
+           std::all_of(messages.begin(), messages.end(), [](const at::Tensor& message) {
+             return message.defined() && message.dim() == 1 && message.device().is_cpu();
+           });
+  };
+  TORCH_CHECK_VALUE(of_all(inputs) && of_all(outputs),
+                    "exchange_pieces: there must be a flat message on the CPU for each rank");
+  TORCH_CHECK_VALUE(piece > 0, "exchange_pieces: piece must be above 0, got ", piece);
+  std::vector<c10::intrusive_ptr<Future>> futures;
+  for (int64_t distance = 1; distance < size; ++distance) {
+    const int64_t to = (rank + distance) % size;
+    const int64_t from = (rank + size - distance) % size;
+    for (int64_t begin = 0; begin < longest; begin += piece) {  // as many on all ranks
+      at::Tensor sent = piece_of(inputs[to], begin, piece);
+      at::Tensor received = piece_of(outputs[from], begin, piece);
+      std::vector<int64_t> sends(size, 0);
+      std::vector<int64_t> gets(size, 0);
+      sends[to] = sent.numel();
+      gets[from] = received.numel();
+      futures.push_back(group->alltoall_base(received, sent, gets, sends)->getFuture());
+    }
+  }
+  if (futures.empty()) {
+    auto done = c10::make_intrusive<Future>(c10::TensorType::get());
+    done->markCompleted(result);
+    return done;
+  }
+  c10::List<c10::intrusive_ptr<Future>> listed(
+      c10::FutureType::create(futures.front()->elementType()));
+  for (const auto& future : futures) {
+    listed.push_back(future);
+  }
+  return c10::collectAll(listed)->then(
+      [futures = std::move(futures), result](Future&) -> c10::IValue {
+        for (const auto& future : futures) {
+          if (future->hasError()) {
+            std::rethrow_exception(future->exception_ptr());
+          }
+        }
+        return result;
+      },
+      c10::TensorType::get());
+}
+
+}  // namespace commhook
