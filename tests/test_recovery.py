@@ -224,7 +224,7 @@ def test_a_peer_that_is_slow(two_ranks: RankPool) -> None:
 
 def _other_error_in_backward(rank: int) -> tuple[str, bool]:
     """What leaves backward() on rank 0 is no hook's doing, so nobody tells rank 1 at once."""
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=TIMEOUT_SECONDS))
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=BRIEF_SECONDS))
     model = module()
     handle = attach(model, hooks.allreduce(), bucket_cap_mb=BUCKET_CAP_MB, process_group=group)
     model(batch(rank, 0)).square().sum().backward()
