@@ -7,6 +7,7 @@
 #   make bench            the benchmarks; results go to benchmarks/results
 #   make bench-loss       loss after 1,000 steps with each hook, three seeds; hours, can be interrupted
 #   make bench-link       steps over links of 200 Mbit/s and 1 Gbit/s; root, iproute2, 15 minutes
+#   make bench-plan       what plan foretells of these steps, beside them; a minute
 #   make bench-throttle   ThrottledProcessGroup against such links; root, iproute2, two minutes
 #   make cuda-compile     compile and inspect the CUDA kernels; needs nvcc, not a GPU
 #   make test-torch TORCH=2.15.0   the tests against another torch, in an environment of its own
@@ -16,6 +17,7 @@
 #   make soak             memory over a million cycles of each kind of autograd hook; five minutes
 #   make soak-hooks       200 runs of each hook in stages, with delays and failures; half an hour
 #   make error-feedback   what error feedback is for, in runs of 20,000 steps; ten minutes
+#   make results          docs/results.md, from what the long runs have stored
 # Settings: PYTHON, TORCH, ARGS (passed on to the command).
 
 PYTHON ?= python3
@@ -28,7 +30,7 @@ VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip --quiet --disable-pip-version-check
 NATIVE = setup.py $(shell find csrc cuda -type f)
 
-.PHONY: train test distributed-suite lint format bench bench-loss bench-link bench-throttle cuda-compile test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks error-feedback clean
+.PHONY: train test distributed-suite lint format bench bench-loss bench-link bench-plan bench-throttle results cuda-compile test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks error-feedback clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/built
@@ -53,6 +55,12 @@ bench-loss: $(VENV)/built
 
 bench-link: $(VENV)/built
 	$(VENV)/bin/python benchmarks/bench_link.py $(ARGS)
+
+bench-plan: $(VENV)/built
+	$(VENV)/bin/python benchmarks/bench_plan.py $(ARGS)
+
+results: $(VENV)/built
+	$(VENV)/bin/python benchmarks/results_page.py $(ARGS)
 
 bench-throttle: $(VENV)/built
 	$(VENV)/bin/python benchmarks/bench_throttle.py $(ARGS)
@@ -104,7 +112,7 @@ test-asan test-tsan: $(VENV)/built
 	cd build/$@ && $(abspath $(VENV))/bin/python tests/sanitizers/run.py $(SANITIZER) $(ARGS)
 
 modes: $(VENV)/built
-	COMMHOOK_ALL_MODES=1 $(VENV)/bin/python -m pytest tests/test_modes.py $(ARGS)
+	$(VENV)/bin/python tests/all_modes.py $(ARGS)
 
 kill-and-resume: $(VENV)/built
 	$(VENV)/bin/python tests/kill_and_resume.py $(ARGS)

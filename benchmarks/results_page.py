@@ -124,6 +124,7 @@ def long_tests() -> Iterator[str]:
     killed = load(TESTS / "kill_and_resume.json")["rows"]
     soaked = load(TESTS / "soak_hooks.json")["rows"]
     feedback = load(TESTS / "error_feedback_runs.json")
+    modes = load(TESTS / "all_modes.json")["outcomes"]
     same = sum(not row["different"] for row in killed)
     runs = sum(row["runs"] for row in soaked)
     wrong = sum(len(row["wrong"]) for row in soaked)
@@ -133,6 +134,11 @@ def long_tests() -> Iterator[str]:
     yield from rows(
         ["run", "result"],
         [
+            [
+                "`make modes`: each hook, with the same result in eager, under `torch.compile` and "
+                "under compiled autograd, on DDP, its Python reducer and a module",
+                ", ".join(f"{count:,} {outcome}" for outcome, count in modes.items()),
+            ],
             [
                 "`make kill-and-resume`: training killed at a random step and resumed, against "
                 "training that was not",
