@@ -1,7 +1,7 @@
 """Every hook in every mode: what ``make test`` tries of that in part.
 
-Run with ``make modes``; arguments go to pytest. Without arguments it writes ``all_modes.json`` beside
-this file. Exits as pytest does.
+Run with ``make modes``; arguments go to pytest. Without arguments it writes ``all_modes.json``
+beside this file. Exits as pytest does.
 """
 
 from __future__ import annotations
