@@ -97,6 +97,12 @@ def three_ranks() -> Iterator[RankPool]:
     pool.stop()
 
 
+@pytest.fixture
+def pools(two_ranks: RankPool, three_ranks: RankPool) -> dict[int, RankPool]:
+    """The pool of so many ranks."""
+    return {2: two_ranks, 3: three_ranks}
+
+
 @pytest.fixture(scope="class")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A Gloo group of this process alone."""

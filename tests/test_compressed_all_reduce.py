@@ -6,11 +6,8 @@ the way on which the call waits for the first stage; Gloo the one with a second 
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import itertools
 import random
-import re
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -21,16 +18,13 @@ import torch
 import torch.distributed as dist
 from codec_doubles import Around
 from rank_pool import RankPool
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_commhook import attach, hooks
+from torch_commhook import hooks
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.collectives import compressed_all_reduce
 from torch_commhook.collectives.compressed import MessageBuffers, shard_range
-from torch_commhook.collectives.turns import turns_of
-from torch_commhook.gloo_groups import second_group
 from torch_commhook.metrics import CallMeter, WireMeter, counting
 from torch_commhook.process_group import RecordingProcessGroup
 from torch_commhook.testing import run_ranks, simulate
@@ -43,11 +37,6 @@ of_each_codec = pytest.mark.parametrize("codec", EXAMPLES, ids=repr)
 RANKS = [1, 2, 3, 4, 8]
 
 STEPS = 2
-
-
-@pytest.fixture
-def pools(two_ranks: RankPool, three_ranks: RankPool) -> dict[int, RankPool]:
-    return {2: two_ranks, 3: three_ranks}
 
 
 # ---- by hand -------------------------------------------------------------------------------------
@@ -529,292 +518,6 @@ def test_ranges_of_shards() -> None:
                 assert [end - begin for begin, end in ranges] == counts
             else:
                 assert ranges == [(0, 0)] * 3
-
-
-# ---- codecs that raise ---------------------------------------------------------------------------
-
-
-class OwnError(Exception):
-    pass
-
-
-class Failure:
-    """Raises in one call of one of a codec's methods, when it is told to."""
-
-    def __init__(self) -> None:
-        self.method, self.calls, self.error = "", 0, OwnError
-
-    def arm(self, method: str, calls: int = 0, error: type[BaseException] = OwnError) -> None:
-        self.method, self.calls, self.error = method, calls, error
-
-    def __call__(self, method: str) -> None:
-        if method == self.method:
-            self.calls -= 1
-            if self.calls < 0:
-                self.method = ""
-                raise self.error("boo")
-
-
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(32, 32) for _ in range(5)))
-
-
-def gradients_of(net: nn.Module) -> list[Tensor]:
-    return [parameter.grad.clone() for parameter in net.parameters()]
-
-
-def _backward(net: nn.Module, rank: int) -> None:
-    net.zero_grad()
-    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(rank))
-    net(x).square().sum().backward()
-
-
-def _failing_steps(rank: int, kind: str, wrapped: str) -> list[tuple[Any, ...]]:
-    """Every stage fails, on each rank, in the first and in another bucket."""
-    world_size = dist.get_world_size()
-    net: nn.Module = model()
-    options: dict[str, Any] = {"bucket_cap_mb": 0.005}
-    if kind == "ddp":
-        net, options = DDP(net, bucket_cap_mb=0.005), {}
-    failure = Failure()
-    hook: Any = hooks.compressed(Around(BLOCKWISE, failure))
-    if wrapped == "policy":
-        hook = hooks.policy([("dim <= 1", hooks.allreduce())], hook)
-    handle = attach(net, hook, **options)
-    for _ in range(2):
-        _backward(net, rank)
-    want, groups = gradients_of(net), _gloo_groups()
-    happened = []
-    for method in ("encode", "reduce", "decode"):
-        for fails in range(world_size):
-            for bucket in (0, 2):
-                if rank == fails:
-                    failure.arm(method, bucket)
-                try:
-                    _backward(net, rank)
-                    raised = "nothing"
-                except Exception as error:
-                    raised = f"{type(error).__name__}: {error}"
-                armed = failure.method
-                _backward(net, rank)
-                right = all(map(torch.equal, gradients_of(net), want))
-                same_groups = _gloo_groups() == groups
-                happened.append((method, fails, bucket, raised, armed, right, same_groups))
-    buckets = len(handle.stats().buckets)
-    handle.remove()
-    assert buckets > 2
-    return happened
-
-
-@pytest.mark.parametrize(
-    ("world_size", "kind", "wrapped"),
-    [(2, "ddp", ""), (2, "module", ""), (2, "module", "policy"), (3, "module", "")],
-)
-def test_a_codec_that_raises(
-    pools: dict[int, RankPool], world_size: int, kind: str, wrapped: str
-) -> None:
-    ranks = pools[world_size].run(_failing_steps, kind, wrapped)
-    for rank, happened in enumerate(ranks):
-        assert len(happened) == 6 * world_size
-        for method, fails, bucket, raised, armed, right, same_groups in happened:
-            where = f"{method} of bucket {bucket} on rank {fails}, seen by {rank}: {raised}"
-            if rank == fails:
-                assert raised == "OwnError: boo", where
-            else:
-                assert raised.startswith("PeerError: "), where
-                assert re.search(rf"on rank {fails}: .*OwnError: boo", raised, re.S), where
-            assert (armed, right, same_groups) == ("", True, True), where
-
-
-def _outcome(future: Any) -> str:
-    try:
-        return str(future.wait().sum().item())
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def _fails_alone(rank: int, codec: Codec, method: str) -> list[str]:
-    """Called directly, where nobody tells the others."""
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=1.5))
-    failure = Failure()
-    around = Around(codec, failure)
-    happened = []
-    for number in range(4):
-        if rank == number == 1:
-            failure.arm(method)
-        happened.append(_outcome(compressed_all_reduce(X, around, group=group)))
-    dist.destroy_process_group(group)
-    return happened
-
-
-@pytest.mark.parametrize(
-    ("codec", "method"),
-    [(BLOCKWISE, "decode"), (TOPK_OF_ALL, "decode_sum"), (BLOCKWISE, "reduce")],
-    ids=repr,
-)
-def test_a_codec_that_raises_outside_of_a_model(
-    two_ranks: RankPool, codec: Codec, method: str
-) -> None:
-    first, second = two_ranks.run(_fails_alone, codec, method)
-    if method == "reduce":  # what the other rank waits for never comes, nor anything after it
-        assert first[0] == second[0] == "1200.0"
-        assert second[1:] == ["OwnError: boo"] * 3
-        assert all(each.startswith("RuntimeError: ") for each in first[1:])
-    else:  # what others need of this rank, it has sent
-        assert first == ["1200.0"] * 4
-        assert second == ["1200.0", "OwnError: boo", "1200.0", "1200.0"]
-
-
-@pytest.mark.parametrize("method", ["encode", "reduce", "decode"])
-def test_a_codec_that_raises_on_simulated_ranks(method: str) -> None:
-    def run(rank: int) -> None:
-        failure = Failure()
-        if rank == 1:
-            failure.arm(method)
-        compressed_all_reduce(X, Around(BLOCKWISE, failure)).wait()
-
-    with pytest.raises(OwnError, match="boo"):
-        run_ranks(run, 3)
-
-
-def _is_interrupted(rank: int, codec: Codec, method: str) -> str:
-    group = dist.new_group([0, 1])
-    failure = Failure()
-    failure.arm(method, error=KeyboardInterrupt)
-    happened = _outcome(compressed_all_reduce(X, Around(codec, failure), group=group))
-    dist.destroy_process_group(group)
-    return happened
-
-
-@pytest.mark.parametrize(
-    ("codec", "method"),
-    [(BLOCKWISE, "reduce"), (BLOCKWISE, "decode"), (TOPK_OF_ALL, "decode_sum")],
-    ids=repr,
-)
-def test_an_interrupt_in_a_callback(two_ranks: RankPool, codec: Codec, method: str) -> None:
-    """Reaches the future, or it would never be complete."""
-    assert (
-        two_ranks.run(_is_interrupted, codec, method)
-        == ["RuntimeError: KeyboardInterrupt: boo"] * 2
-    )
-
-
-# ---- second groups -------------------------------------------------------------------------------
-
-
-def _gloo_groups() -> int:
-    gc.collect()  # what earlier tests have left
-    return len(distributed_c10d._world.pg_map)
-
-
-def _second_groups(rank: int) -> dict[str, Any]:
-    before = _gloo_groups()
-    group = dist.new_group([0, 1])
-    found: dict[str, Any] = {"own": _gloo_groups() - before}
-    compressed_all_reduce(X, TOPK, group=group).wait()
-    found["of one stage"] = _gloo_groups() - before
-    for _ in range(5):
-        compressed_all_reduce(X, BLOCKWISE, group=group).wait()
-    found["of two stages"] = _gloo_groups() - before
-    second = second_group(group)
-    found["same"] = second is second_group(group)
-    found["ranks"] = dist.get_process_group_ranks(second)
-    found["timeout"] = second._get_backend(torch.device("cpu")).options._timeout
-    turns = turns_of(second)
-    found["turns"] = len(turns._waiting)
-    dist.destroy_process_group(group)
-    del group, second, turns
-    found["left"] = _gloo_groups() - before
-    # And again, for another group over the same ranks.
-    group = dist.new_group([0, 1])
-    found["again"] = compressed_all_reduce(X, BLOCKWISE, group=group).wait().sum().item()
-    dist.destroy_process_group(group)
-    return found
-
-
-def test_second_groups(two_ranks: RankPool) -> None:
-    for found in two_ranks.run(_second_groups):
-        timeout = found.pop("timeout")
-        assert timeout == distributed_c10d.default_pg_timeout
-        assert found == {
-            "own": 1,
-            "of one stage": 1,
-            "of two stages": 2,
-            "same": True,
-            "ranks": [0, 1],
-            "turns": 0,
-            "left": 0,
-            "again": 1200.0,
-        }
-
-
-def _groups_of_some(rank: int) -> list[float]:
-    """Ranks 0 and 2 have a group; rank 1 knows of none."""
-    groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 2), (1,))}
-    ranks = (1,) if rank == 1 else (0, 2)
-    sums = [
-        compressed_all_reduce(X * (rank + 1), BLOCKWISE, group=groups[ranks]).wait().mean().item()
-        for _ in range(3)
-    ]
-    dist.destroy_process_group(groups[ranks])
-    return sums
-
-
-def test_groups_of_some_ranks(pools: dict[int, RankPool]) -> None:
-    assert pools[3].run(_groups_of_some) == [[4.0] * 3, [2.0] * 3, [4.0] * 3]
-
-
-def _groups_of_a_model(rank: int, codecs: list[Codec]) -> list[int]:
-    """After each of attaching, training and removing."""
-    counts = [_gloo_groups()]
-    for codec in codecs:
-        net = model()
-        handle = attach(net, hooks.compressed(codec))
-        counts.append(_gloo_groups() - counts[0])
-        for _ in range(3):
-            _backward(net, rank)
-        counts.append(_gloo_groups() - counts[0])
-        handle.remove()
-        del net, handle
-        counts.append(_gloo_groups() - counts[0])
-    return counts[1:]
-
-
-def test_groups_of_a_model(two_ranks: RankPool) -> None:
-    """Both are made when a hook is attached, and go with it."""
-    for counts in two_ranks.run(_groups_of_a_model, [TOPK, BLOCKWISE, BLOCKWISE]):
-        assert counts == [1, 1, 0, 2, 2, 0, 2, 2, 0]
-
-
-def test_other_groups_have_no_second() -> None:
-    def run(rank: int) -> bool:
-        return second_group(dist.group.WORLD) is None
-
-    assert run_ranks(run, 2) == [True, True]
-
-
-def _group_goes_first(rank: int, inner: Codec) -> int:
-    """Callbacks, on threads of the group's own, are the last who could keep it."""
-    done = 0
-    for _ in range(10):
-        group = dist.new_group([0, 1])
-        codec = Around(inner, lambda method: time.sleep(0.005))
-        future = compressed_all_reduce(X, codec, group=group)
-        future.wait()
-        slow = compressed_all_reduce(X, codec, group=group)
-        dist.destroy_process_group(group)
-        del group
-        with contextlib.suppress(RuntimeError):  # it may have been left in its middle
-            slow.wait()
-        done += 1
-    return done
-
-
-@pytest.mark.parametrize("codec", [BLOCKWISE, TOPK], ids=repr)
-def test_a_group_that_goes_first(two_ranks: RankPool, codec: Codec) -> None:
-    """A thread of Gloo's that ends its own group ends the process."""
-    assert two_ranks.run(_group_goes_first, codec) == [10, 10]
 
 
 # ---- compiled ------------------------------------------------------------------------------------

@@ -1,0 +1,35 @@
+"""A small model, its steps, and the process groups that a hook in stages makes for it."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+
+from torch_commhook.codecs import CODECS
+
+BLOCKWISE = CODECS["blockwise"]()
+TOPK = CODECS["topk"]()
+X = torch.ones(600)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(32, 32) for _ in range(5)))
+
+
+def gradients_of(net: nn.Module) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in net.parameters()]
+
+
+def backward(net: nn.Module, rank: int) -> None:
+    net.zero_grad()
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(rank))
+    net(x).square().sum().backward()
+
+
+def gloo_groups() -> int:
+    gc.collect()  # what earlier tests have left
+    return len(distributed_c10d._world.pg_map)
