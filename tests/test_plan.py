@@ -87,6 +87,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--hooks", "nothing()"], "names the unknown hook 'nothing'"),
         (["--model-size", "1k", "--hooks", "clip(1.0)"], "the norm is that of all buckets"),
         (["--model-size", "1k", "--hooks", "local_sgd(4)"], "local_sgd"),
+        (["--model-size", "1k", "--hooks", "none"], "write allreduce()"),
     ],
 )
 def test_wrong_arguments(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from rank_pool import RankPool
-from soak_hooks import check, soak
+from soak_hooks import RUNS, TABLE, check, hook_names, soak
 
 #: Hooks of all kinds.
 SOME = [
     "plain blockwise()",
     "plain blockwise(rounding='stochastic')",
     "feedback sign()",
+    "powersgd",
     "policy",
     "after",
 ]
@@ -46,3 +49,13 @@ def test_what_counts_as_wrong() -> None:
     assert len(check(name, [good, {**good, "calm": "b"}])) == 2
     assert len(check(name, [good, {**good, "outcomes": ["peer", "done"]}])) == 1
     assert len(check(name, [{**good, "buckets": 2}, good])) == 1
+
+
+def test_the_long_run() -> None:
+    """What ``make soak-hooks`` has stored is of all hooks that it has now."""
+    table = json.loads(TABLE.read_text())
+    assert table["good"]
+    assert {(row["hook"], row["ranks"]) for row in table["rows"]} == {
+        (name, ranks) for name in hook_names() for ranks in (2, 3)
+    }
+    assert all(row["runs"] == RUNS and row["wrong"] == [] for row in table["rows"])

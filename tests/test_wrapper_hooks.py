@@ -259,6 +259,36 @@ def test_hooks_print_as_they_are_written() -> None:
         (lambda: hooks.after(-1, hooks.sign()), ValueError, "at least 0"),
         (lambda: hooks.after(1.5, hooks.sign()), TypeError, "must be an int"),
         (lambda: hooks.after(1, hooks.sign(), before=3), TypeError, "must be one of"),
+        (
+            lambda: hooks.after(1, hooks.cast(), before=hooks.error_feedback(hooks.sign())),
+            ValueError,
+            "hook must remember what it loses, as before does",
+        ),
+        (
+            lambda: hooks.after(1, hooks.error_feedback(hooks.sign()), before=hooks.blockwise()),
+            ValueError,
+            "before must remember what it loses, as hook does",
+        ),
+        (
+            lambda: hooks.error_feedback(hooks.after(1, hooks.cast(), before=hooks.sign())),
+            ValueError,
+            "lose something",
+        ),
+        (
+            lambda: hooks.after(1, hooks.policy(), before=hooks.error_feedback(hooks.sign())),
+            ValueError,
+            "no use to another hook",
+        ),
+        (
+            lambda: hooks.after(1, hooks.policy([], hooks.cast()), before=hooks.policy([])),
+            ValueError,
+            "hook must remember|no use to another hook",
+        ),
+        (
+            lambda: hooks.policy([], hooks.after(1, hooks.adaptive(1000))),
+            ValueError,
+            "all gradients together",
+        ),
         (lambda: hooks.clip(0), ValueError, "must be positive"),
         (lambda: hooks.clip("1"), TypeError, "must be a number"),
         (lambda: hooks.adaptive(0), ValueError, "at least 1"),
@@ -272,6 +302,87 @@ def test_hooks_print_as_they_are_written() -> None:
 def test_what_they_refuse(make: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("random_first", [False, True])
+def test_each_hook_draws_its_own_numbers(ranks: int, random_first: bool) -> None:
+    """Of two hooks in turn one draws alike on all ranks, the other does not."""
+    alike, apart = hooks.randomk(0.3, seed=3), hooks.blockwise(rounding="stochastic", seed=4)
+    before, hook = (alike, apart) if random_first else (apart, alike)
+    gradients = [[torch.randn(30, 20)] for _ in range(ranks)]
+
+    def on_rank(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        both = []
+        for each in (hooks.after(2, hook, before=before), hook):
+            parameter = nn.Parameter(torch.zeros(30, 20))
+            model = Holder(parameter)
+            handle = attach(model, each)
+            for _ in range(4):
+                parameter.grad = None
+                model(gradients[rank][0]).backward()
+            handle.remove()
+            assert parameter.grad is not None
+            both.append(parameter.grad)
+        return both[0], both[1]
+
+    found = run_ranks(on_rank, ranks)
+    for mixed, alone in found:
+        assert torch.equal(mixed, found[0][0])
+        assert torch.equal(mixed, alone)
+
+
+class Holder(nn.Module):
+    """A module of one parameter."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        super().__init__()
+        self.parameter = parameter
+
+    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
+        return (self.parameter * gradient).sum()
+
+
+def _own_groups(rank: int) -> list[torch.Tensor]:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    hook = hooks.error_feedback(hooks.blockwise(bits=4, process_group=pairs[rank // 2]))
+    parameter = nn.Parameter(torch.zeros(40, 13))
+    model = Holder(parameter)
+    handle = attach(model, hook)
+    total = torch.zeros(40, 13)
+    for _ in range(50):
+        parameter.grad = None
+        model(torch.randn(40, 13, generator=torch.Generator().manual_seed(rank))).backward()
+        assert parameter.grad is not None
+        total += parameter.grad
+    handle.remove()
+    return [total / 50]
+
+
+def test_error_feedback_over_a_group_of_its_own() -> None:
+    found = run_ranks(_own_groups, 4)
+    for rank, (got,) in enumerate(found):
+        pair = rank // 2 * 2
+        values = [
+            torch.randn(40, 13, generator=torch.Generator().manual_seed(r))
+            for r in (pair, pair + 1)
+        ]
+        assert (got - (values[0] + values[1]) / 2).abs().max() < 0.03
+        assert torch.equal(got, found[pair][0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_clip_of_other_dtypes(dtype: torch.dtype) -> None:
+    def on_rank(rank: int) -> float:
+        parameter = nn.Parameter(torch.zeros(4, dtype=dtype))
+        model = Holder(parameter)
+        handle = attach(model, hooks.clip(1.0))
+        model(torch.full((4,), 3.0, dtype=dtype)).backward()
+        handle.remove()
+        assert parameter.grad is not None and parameter.grad.dtype == dtype
+        return parameter.grad.double().norm().item()
+
+    assert run_ranks(on_rank, 2) == pytest.approx([1.0, 1.0], rel=1e-2)
 
 
 def _recorded(rank: int, hook: str) -> tuple[int, int]:

@@ -32,8 +32,7 @@ class BucketMemory:
         tensors: flat, by name; float32, but for what a hook has packed.
         lists: a tensor or None for each parameter, by name.
         plans: what a hook has worked out from the layout, as text, by name.
-        rounding: int64, of shape (2, 2), where it was asked for: rows of seed and step, for what
-            this rank encodes and for what it encodes of the ranks' sum.
+        roundings: what :meth:`random` has made, by what it was asked for.
         with_error: whether hooks are to remember what they lose.
         parts: memories of some of the parameters each, by name.
         places: for such a part, the numbers of its parameters in the whole.
@@ -66,7 +65,7 @@ class BucketMemory:
         self.tensors: dict[str, Tensor] = {}
         self.lists: dict[str, list[Tensor | None]] = {}
         self.plans: dict[str, str] = {}
-        self.rounding: Tensor | None = None
+        self.roundings: dict[str, Tensor] = {}
         self.parts: dict[str, BucketMemory] = {}
         self.buffers = MessageBuffers()
         self.meter = CallMeter()
@@ -168,14 +167,21 @@ class BucketMemory:
         Args:
             seed: of the hook.
             alike: the same for what each rank encodes.
+
+        Returns:
+            int64, of shape (2, 2): rows of seed and step, for what this rank encodes and for what
+            it encodes of the ranks' sum.
         """
-        if self.rounding is None:
+        name = f"{seed}, alike" if alike else f"{seed}"
+        rounding = self.roundings.get(name)
+        if rounding is None:
             rank = 0 if alike else self.rank + 1
             step = self._owner.steps
             seeds = _mixed(seed, self.index, rank), _mixed(seed, self.index, -1 - self.rank)
             rows = [[seed, step] for seed in seeds]
-            self.rounding = torch.tensor(rows, dtype=torch.int64, device=self.device)
-        return self.rounding
+            rounding = torch.tensor(rows, dtype=torch.int64, device=self.device)
+            self.roundings[name] = rounding
+        return rounding
 
     def part(self, name: str, numbers: Sequence[int]) -> BucketMemory:
         """A memory of some of the parameters, by their numbers."""
@@ -219,7 +225,7 @@ class BucketMemory:
         return not (
             self.tensors
             or self.lists
-            or self.rounding is not None
+            or self.roundings
             or self.choices
             or any(not part.is_empty for part in self.parts.values())
         )
@@ -230,8 +236,8 @@ class BucketMemory:
 
     def advance(self) -> None:
         """A step more."""
-        if self.rounding is not None:
-            self.rounding[:, 1] += 1
+        for rounding in self.roundings.values():
+            rounding[:, 1] += 1
         for part in self.parts.values():
             part.advance()
 

@@ -4,6 +4,8 @@
 #include <exception>
 #include <utility>
 
+#include "runtime/torch_release.h"
+
 using c10::ivalue::Future;
 
 namespace commhook {
@@ -14,22 +16,34 @@ at::Tensor piece_of(const at::Tensor& message, int64_t begin, int64_t length) {
   return message.narrow(0, from, std::min(length, message.numel() - from));
 }
 
+c10::intrusive_ptr<c10d::Work> all_to_all(c10d::ProcessGroup& group, at::Tensor& received,
+                                          at::Tensor& sent, std::vector<int64_t>& gets,
+                                          std::vector<int64_t>& sends) {
+#if COMMHOOK_TORCH_AT_LEAST(2, 13)
+  return group.all_to_all_single(received, sent, gets, sends);
+#else
+  return group.alltoall_base(received, sent, gets, sends);
+#endif
+}
+
 }  // namespace
 
 c10::intrusive_ptr<Future> exchange_pieces(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                            const std::vector<at::Tensor>& inputs,
                                            const std::vector<at::Tensor>& outputs, int64_t longest,
                                            int64_t piece, const at::Tensor& result) {
+  TORCH_CHECK_VALUE(group, "exchange_pieces: there must be a process group");
   const int64_t size = group->getSize();
   const int64_t rank = group->getRank();
   const auto of_all = [size](const std::vector<at::Tensor>& messages) {
     return static_cast<int64_t>(messages.size()) == size &&
            std::all_of(messages.begin(), messages.end(), [](const at::Tensor& message) {
-             return message.defined() && message.dim() == 1 && message.device().is_cpu();
+             return message.defined() && message.dim() == 1 && message.device().is_cpu() &&
+                    message.scalar_type() == at::kByte && message.is_contiguous();
            });
   };
   TORCH_CHECK_VALUE(of_all(inputs) && of_all(outputs),
-                    "exchange_pieces: there must be a flat message on the CPU for each rank");
+                    "exchange_pieces: there must be flat bytes on the CPU for each rank");
   TORCH_CHECK_VALUE(piece > 0, "exchange_pieces: piece must be above 0, got ", piece);
   std::vector<c10::intrusive_ptr<Future>> futures;
   for (int64_t distance = 1; distance < size; ++distance) {
@@ -42,7 +56,7 @@ c10::intrusive_ptr<Future> exchange_pieces(const c10::intrusive_ptr<c10d::Proces
       std::vector<int64_t> gets(size, 0);
       sends[to] = sent.numel();
       gets[from] = received.numel();
-      futures.push_back(group->alltoall_base(received, sent, gets, sends)->getFuture());
+      futures.push_back(all_to_all(*group, received, sent, gets, sends)->getFuture());
     }
   }
   if (futures.empty()) {

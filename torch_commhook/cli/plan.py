@@ -97,6 +97,8 @@ def measure(
     found = []
     for text in hooks:
         hook = parse_hook(text)
+        if hook is None:
+            raise HookExpressionError(f"the hook {text!r} is plain DDP: write allreduce()")
         sent = _bytes_per_element(hook, elements, world_size) * elements
         computed = max(0.0, _compute_seconds(hook, elements, bucket) - plain)
         found.append(Measured(text, sent, computed))
@@ -170,7 +172,7 @@ def _bytes_per_element(hook: Any, elements: int, world_size: int) -> float:
 
 def _compute_seconds(hook: Any, elements: int, bucket_elements: int) -> float:
     """Of a step on this machine, with nothing to wait for."""
-    from torch_commhook import GradBucket
+    from torch_commhook import GradBucket, run_hook
     from torch_commhook.testing import run_ranks
 
     gradient = _gradients(min(bucket_elements, _MOST_MEASURED), 1)[0][0]
@@ -183,7 +185,7 @@ def _compute_seconds(hook: Any, elements: int, bucket_elements: int) -> float:
         for _ in range(_RUNS + 2):
             bucket = GradBucket([parameter], [gradient])
             begun = time.perf_counter()
-            hook(None, bucket).wait()
+            run_hook(hook, None, bucket).wait()
             times.append(time.perf_counter() - begun)
         return statistics.median(times[2:])  # after buffers have been made
 
@@ -214,8 +216,9 @@ def main(argv: Sequence[str]) -> int:
     except HookExpressionError as error:
         print(f"commhook plan: error: {error}", file=sys.stderr)
         return 2
-    except RuntimeError as error:  # of a hook that does nothing by itself
-        print(f"commhook plan: error: {' '.join(str(error).split())}", file=sys.stderr)
+    except Exception as error:  # a hook's, which may be a user's
+        text = f"{type(error).__name__}: {error}"
+        print(f"commhook plan: error: {' '.join(text.split())}", file=sys.stderr)
         return 2
     if options.json:
         print(json.dumps([asdict(cost) for cost in costs], indent=2))

@@ -39,6 +39,8 @@ class adaptive(Hook):  # noqa: N801 (a hook is written as it is called)
     _commhook_traceable = True
     is_lossy = True
     has_stages = True
+    keeps_error = True
+    settles_buckets = True
 
     def __init__(self, budget: int, *, every: int = 100, block_size: int = 256) -> None:
         super().__init__()

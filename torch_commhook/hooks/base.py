@@ -46,6 +46,15 @@ class Hook(ABC):
     #: Whether what is lost can be sent with the next message.
     takes_error: bool = False
 
+    #: Whether what is lost is remembered, and sent with the next message.
+    keeps_error: bool = False
+
+    #: Whether parts of a bucket are averaged each by itself.
+    splits_buckets: bool = False
+
+    #: Whether something is settled for all buckets of a step together.
+    settles_buckets: bool = False
+
     #: Whether collectives follow one another, for which some process groups need a second one.
     has_stages: bool = False
 

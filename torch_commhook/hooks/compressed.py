@@ -66,17 +66,27 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
         if memory.with_error and codec.takes_error:
             memory.flat("error")
             if self.has_stages:
-                span = shard_range(
-                    codec, memory.numel, rank=memory.rank, world_size=memory.world_size
-                )
-                memory.shard("shard_error", *span, factor=memory.world_size)
-        if codec.is_random:
-            memory.random(self.seed, alike=codec.exchange == "all_reduce")
+                rank, ranks = self._place(memory)
+                span = shard_range(codec, memory.numel, rank=rank, world_size=ranks)
+                memory.shard("shard_error", *span, factor=ranks)
+        self._rounding(memory)
+
+    def _place(self, memory: BucketMemory) -> tuple[int, int]:
+        """This rank's number among those that are averaged over, and how many these are."""
+        own = self.process_group
+        if own is None:
+            return memory.rank, memory.world_size
+        return own.rank(), own.size()
+
+    def _rounding(self, memory: BucketMemory) -> Tensor | None:
+        if not self.codec.is_random:
+            return None
+        return memory.random(self.seed, alike=self.codec.exchange == "all_reduce")
 
     def _warn_where_a_cast_is_better(self, memory: BucketMemory) -> None:
         if self.codec.exchange != "all_gather":
             return
-        ranks = memory.world_size
+        _, ranks = self._place(memory)
         sent = self.codec.nbytes(memory.numel) * (ranks - 1)
         if sent > ring_all_reduce_bytes(2 * memory.numel, ranks):
             warnings.warn(
@@ -96,7 +106,7 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
             out=result_tensor(bucket, memory),
             error=memory.tensors.get("error"),
             shard_error=memory.tensors.get("shard_error"),
-            rounding=memory.rounding,
+            rounding=self._rounding(memory),
             buffers=memory.buffers,
             meter=memory.meter,
             group=group,

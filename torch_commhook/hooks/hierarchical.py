@@ -64,8 +64,12 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
             memory.shard("node_error", *share, factor=1)
             shard = inter_shard_range(self.codec, memory.numel, **groups)
             memory.shard("node_shard_error", *shard, factor=memory.world_size)
-        if self.codec.is_random:
-            memory.random(self.seed, alike=self.codec.exchange == "all_reduce")
+        self._rounding(memory)
+
+    def _rounding(self, memory: BucketMemory) -> Tensor | None:
+        if not self.codec.is_random:
+            return None
+        return memory.random(self.seed, alike=self.codec.exchange == "all_reduce")
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         check_dense(self, bucket)
@@ -80,7 +84,7 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
             carry=memory.tensors.get("error"),
             error=memory.tensors.get("node_error"),
             shard_error=memory.tensors.get("node_shard_error"),
-            rounding=memory.rounding,
+            rounding=self._rounding(memory),
             buffers=memory.buffers,
             meter=memory.meter,
         )

@@ -85,6 +85,12 @@ class policy(Hook):  # noqa: N801 (a hook is written as it is called)
     def takes_error(self) -> bool:  # type: ignore[override]
         return any(hook.takes_error for hook in self._hooks)
 
+    splits_buckets = True
+
+    @property
+    def keeps_error(self) -> bool:  # type: ignore[override]
+        return any(hook.keeps_error for hook in self._hooks)
+
     @property
     def has_stages(self) -> bool:  # type: ignore[override]
         return any(hook.has_stages for hook in self._hooks)
@@ -286,6 +292,6 @@ def _checked_hook(where: str, hook: object) -> Hook:
         raise TypeError(
             f"policy: {where} must have one of torch_commhook.hooks, got {type(hook).__qualname__}"
         )
-    if hook.scales_steps or hook.keeps_ranks_apart:
+    if hook.scales_steps or hook.keeps_ranks_apart or hook.settles_buckets:
         raise ValueError(f"policy: {where} must not be about all gradients together, got {hook}")
     return hook

@@ -42,6 +42,18 @@ class Wrapper(Hook):
         return self.hook.takes_error
 
     @property
+    def keeps_error(self) -> bool:  # type: ignore[override]
+        return self.hook.keeps_error
+
+    @property
+    def splits_buckets(self) -> bool:  # type: ignore[override]
+        return self.hook.splits_buckets
+
+    @property
+    def settles_buckets(self) -> bool:  # type: ignore[override]
+        return self.hook.settles_buckets
+
+    @property
     def has_stages(self) -> bool:  # type: ignore[override]
         return self.hook.has_stages
 
@@ -88,6 +100,7 @@ class error_feedback(Wrapper):  # noqa: N801 (a hook is written as it is called)
     """
 
     takes_error = False
+    keeps_error = True
 
     def __init__(self, hook: Hook) -> None:
         super().__init__(hook)
@@ -117,7 +130,8 @@ class after(Wrapper):  # noqa: N801
 
     Raises:
         TypeError: no int, or no hooks of the library.
-        ValueError: a negative number of steps.
+        ValueError: a negative number of steps; one of the hooks remembers what it loses and the
+            other, which loses something too or comes later, does not; both send parts of a bucket.
     """
 
     def __init__(self, step: int, hook: Hook, before: Hook | None = None) -> None:
@@ -130,15 +144,48 @@ class after(Wrapper):  # noqa: N801
         self.before = allreduce() if before is None else before
         self._before_is_plain = before is None
         other = Wrapper(self.before)  # refuses what is no hook
+        self._check_memory()
         self._commhook_traceable = self._commhook_traceable and other._commhook_traceable
 
     @property
     def is_lossy(self) -> bool:  # type: ignore[override]
         return self.hook.is_lossy or self.before.is_lossy
 
+    def _check_memory(self) -> None:
+        """Both have one memory: the errors of the one are the other's to send."""
+        before, hook = self.before, self.hook
+        if before.keeps_error and not hook.keeps_error:
+            raise ValueError(
+                "after: hook must remember what it loses, as before does, whose losses it is to "
+                f"send, got {hook} after {before}; use error_feedback"
+            )
+        if hook.keeps_error and before.takes_error and not before.keeps_error:
+            raise ValueError(
+                f"after: before must remember what it loses, as hook does, got {before} before "
+                f"{hook}; use error_feedback"
+            )
+        parts = before.splits_buckets + hook.splits_buckets
+        if parts > 1 or (parts and before.keeps_error):
+            raise ValueError(
+                "after: what a policy remembers of parts of a bucket is no use to another hook, "
+                f"got {hook} after {before}"
+            )
+
     @property
     def takes_error(self) -> bool:  # type: ignore[override]
-        return self.hook.takes_error or self.before.takes_error
+        return self.hook.takes_error  # which is to send what the other has lost
+
+    @property
+    def keeps_error(self) -> bool:  # type: ignore[override]
+        return self.hook.keeps_error or self.before.keeps_error
+
+    @property
+    def splits_buckets(self) -> bool:  # type: ignore[override]
+        return self.hook.splits_buckets or self.before.splits_buckets
+
+    @property
+    def settles_buckets(self) -> bool:  # type: ignore[override]
+        return self.hook.settles_buckets or self.before.settles_buckets
 
     @property
     def has_stages(self) -> bool:  # type: ignore[override]
@@ -205,9 +252,14 @@ class clip(Wrapper):  # noqa: N801
         )
 
     def step_scale(self, results: Sequence[Tensor]) -> Tensor | None:
-        norms = [torch.linalg.vector_norm(result, dtype=torch.float32) for result in results]
+        norms = [
+            torch.linalg.vector_norm(
+                result, dtype=torch.float64 if result.dtype == torch.float64 else torch.float32
+            )
+            for result in results
+        ]
         device = norms[0].device
-        norm = torch.linalg.vector_norm(torch.stack([one.to(device) for one in norms]))
+        norm = torch.linalg.vector_norm(torch.stack([one.to(device).float() for one in norms]))
         scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         inner = self.hook.step_scale(results)
         return scale if inner is None else torch.minimum(scale, inner)
