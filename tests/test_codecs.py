@@ -381,3 +381,22 @@ def test_blockwise_settings() -> None:
         blockwise(8, 100)
     with pytest.raises(ValueError, match="blockwise: rounding must be 'nearest' or"):
         blockwise(rounding="up")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("blockwise", {"bits": 8.0}, "bits must be an int, got 8.0"),
+        ("blockwise", {"bits": "8"}, "bits must be an int, got '8'"),
+        ("blockwise", {"block_size": 256.0}, "block_size must be an int"),
+        ("blockwise", {"symmetric": "minmax"}, "symmetric must be a bool"),
+        ("fp8", {"format": 3}, "format must be a str"),
+        ("sign", {"block_size": "a"}, "block_size must be an int"),
+        ("sign", {"block_size": True}, "block_size must be an int"),
+        ("topk", {"density": "a"}, "density must be a number"),
+        ("randomk", {"unbiased": 1}, "unbiased must be a bool"),
+    ],
+)
+def test_settings_of_other_types(name: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=f"{name}: {message}"):
+        CODECS[name](**settings)

@@ -125,6 +125,16 @@ def test_the_library_offers_its_hooks() -> None:
     assert str(parse_hook(text)) == "local_sgd(8, hook=error_feedback(blockwise(bits=4)))"
 
 
+def test_a_codec_that_was_registered_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_commhook import hooks
+    from torch_commhook.codecs import CODECS
+
+    monkeypatch.setitem(CODECS, "signs_of_mine", CODECS["sign"])
+    assert "signs_of_mine" in public_names(hooks)
+    hook = parse_hook("error_feedback(signs_of_mine(32))")
+    assert str(hook) == "error_feedback(sign(block_size=32))"
+
+
 def test_a_file_gives_its_object(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def my_hook(state, bucket):\n    return bucket.buffer()\nsize = 3\n")

@@ -66,7 +66,9 @@ def check_hook(expression: str, hooks: ModuleType | None = None) -> None:
 def public_names(hooks: ModuleType) -> list[str]:
     """The names of ``hooks`` that an expression may call, sorted: not its abstract classes."""
     names = getattr(hooks, "__all__", None)
-    if names is None:
+    if "__dir__" in vars(hooks):  # which knows of codecs that were registered since
+        names = dir(hooks)
+    elif names is None:
         names = [name for name in vars(hooks) if not name.startswith("_")]
     found = {name: getattr(hooks, name, None) for name in names}
     return sorted(

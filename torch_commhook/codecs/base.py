@@ -13,6 +13,28 @@ from torch import Tensor
 from torch_commhook._ops import unflatten_into
 
 
+def check_setting(codec: str, name: str, value: object, kind: str) -> None:
+    """Refuse a codec's setting that is of another type.
+
+    Args:
+        codec: its name.
+        name: of the setting.
+        value: what was given.
+        kind: ``"an int"``, ``"a number"``, ``"a bool"`` or ``"a str"``.
+
+    Raises:
+        TypeError: the value is none. A bool is no number.
+    """
+    types: dict[str, tuple[type, ...]] = {
+        "an int": (int,),
+        "a number": (int, float),
+        "a bool": (bool,),
+        "a str": (str,),
+    }
+    if not isinstance(value, types[kind]) or (isinstance(value, bool) and kind != "a bool"):
+        raise TypeError(f"{codec}: {name} must be {kind}, got {value!r}")
+
+
 class Shard(NamedTuple):
     """A part of a message that can be decoded by itself.
 

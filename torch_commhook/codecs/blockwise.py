@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from torch_commhook.codecs.base import register_codec, text_of
+from torch_commhook.codecs.base import check_setting, register_codec, text_of
 from torch_commhook.codecs.block_codec import (
     BlockCodec,
     BlockForm,
@@ -53,6 +53,7 @@ class blockwise(BlockCodec):  # noqa: N801 (a codec is written as it is called)
             error.
 
     Raises:
+        TypeError: a setting of another type.
         ValueError: another setting.
     """
 
@@ -63,10 +64,13 @@ class blockwise(BlockCodec):  # noqa: N801 (a codec is written as it is called)
         symmetric: bool = True,
         rounding: str = "nearest",
     ) -> None:
+        check_setting("blockwise", "bits", bits, "an int")
+        check_setting("blockwise", "block_size", block_size, "an int")
+        check_setting("blockwise", "symmetric", symmetric, "a bool")
         super().__init__(
             "blockwise",
             _form("blockwise", bits=bits, block_size=block_size, symmetric=symmetric),
-            {"bits": bits, "block_size": block_size, "symmetric": bool(symmetric)},
+            {"bits": bits, "block_size": block_size, "symmetric": symmetric},
         )
         if rounding not in ("nearest", "stochastic"):
             raise ValueError(

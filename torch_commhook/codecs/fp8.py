@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from torch_commhook.codecs.base import register_codec
+from torch_commhook.codecs.base import check_setting, register_codec
 from torch_commhook.codecs.block_codec import (
     BlockCodec,
     BlockForm,
@@ -45,10 +45,13 @@ class fp8(BlockCodec):  # noqa: N801 (a codec is written as it is called)
         block_size: values in a block; a multiple of 8 up to 4096.
 
     Raises:
+        TypeError: a setting of another type.
         ValueError: another setting.
     """
 
     def __init__(self, format: str = "e4m3", block_size: int = 256) -> None:
+        check_setting("fp8", "format", format, "a str")
+        check_setting("fp8", "block_size", block_size, "an int")
         super().__init__(
             "fp8",
             _form("fp8", format=format, block_size=block_size),

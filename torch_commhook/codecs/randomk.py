@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_commhook.codecs.base import register_codec, text_of
+from torch_commhook.codecs.base import check_setting, register_codec, text_of
 from torch_commhook.codecs.checks import check_memory, check_message, check_values
 from torch_commhook.codecs.sparse_codec import SparseCodec, check_entries
 
@@ -70,6 +70,7 @@ class randomk(SparseCodec):  # noqa: N801 (a codec is written as it is called)
         unbiased: whether what is sent is scaled; without error feedback then.
 
     Raises:
+        TypeError: a setting of another type.
         ValueError: another density.
     """
 
@@ -77,7 +78,8 @@ class randomk(SparseCodec):  # noqa: N801 (a codec is written as it is called)
 
     def __init__(self, density: float = 0.01, unbiased: bool = False) -> None:
         super().__init__("randomk", density, _BYTES_OF_ENTRY)
-        self._unbiased = bool(unbiased)
+        check_setting("randomk", "unbiased", unbiased, "a bool")
+        self._unbiased = unbiased
 
     @classmethod
     def examples(cls) -> list[randomk]:

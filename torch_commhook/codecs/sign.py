@@ -6,7 +6,7 @@ In ``csrc/ops/codecs`` stand the operators (``sign.cpp``) and the kernels for th
 
 from __future__ import annotations
 
-from torch_commhook.codecs.base import register_codec
+from torch_commhook.codecs.base import check_setting, register_codec
 from torch_commhook.codecs.block_codec import (
     BlockCodec,
     BlockForm,
@@ -38,10 +38,12 @@ class sign(BlockCodec):  # noqa: N801 (a codec is written as it is called)
         block_size: values in a block; a multiple of 32 up to 4096.
 
     Raises:
+        TypeError: a setting of another type.
         ValueError: another block size.
     """
 
     def __init__(self, block_size: int = 1024) -> None:
+        check_setting("sign", "block_size", block_size, "an int")
         form = _form("sign", block_size=block_size)
         super().__init__("sign", form, {"block_size": block_size})
 

@@ -7,7 +7,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from torch_commhook.codecs.base import Codec, Shard
+from torch_commhook.codecs.base import Codec, Shard, check_setting
 
 _MAX_NUMEL = (1 << 31) - 1
 
@@ -37,6 +37,7 @@ class SparseCodec(Codec):
     """
 
     def __init__(self, name: str, density: float, bytes_of_entry: int) -> None:
+        check_setting(name, "density", density, "a number")
         if not 0 < density <= 1:
             raise ValueError(f"{name}: density must be more than 0 and at most 1, got {density}")
         self._name = name

@@ -71,6 +71,7 @@ class topk(SparseCodec):  # noqa: N801 (a codec is written as it is called)
         density: of what is sent, more than 0 and at most 1.
 
     Raises:
+        TypeError: a setting of another type.
         ValueError: another density.
     """
 

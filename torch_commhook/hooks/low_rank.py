@@ -155,7 +155,7 @@ class Plan:
 
         It follows from the seed and the columns alone.
         """
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + columns)
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + columns) % 2**63)
         return torch.randn(self.rank, columns, generator=generator)
 
     def fresh(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
