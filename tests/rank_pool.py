@@ -103,9 +103,10 @@ class RankPool:
             ready = wait(list(waiting), timeout)
             if not ready:
                 self.stop(kill=True)
-                raise TimeoutError(
-                    f"ranks {sorted(waiting.values())} gave no answer in {timeout} s"
-                )
+                late = f"ranks {sorted(waiting.values())} gave no answer in {timeout} s"
+                if errors:  # for which they may have waited in vain
+                    raise RankError("\n".join([*errors, late]))
+                raise TimeoutError(late)
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
