@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from bench_loss import PHASES
 from harness import MIN_ROUNDS, Against, Job, Report, Samples, parse, parser
 from link_rank import ALONE, PYTORCH, RATE, Plan
 from machine import FOLDER
@@ -34,6 +35,7 @@ DEFAULT_HOOKS = (
     "error_feedback(topk(0.01))",
     "powersgd(rank=2)",
     "error_feedback(powersgd(rank=2))",
+    *dict.fromkeys(phase for phases in PHASES.values() for phase in phases),
 )
 #: Of the time with DDP and no hook.
 AT_MOST = {
@@ -108,11 +110,11 @@ def run(options: argparse.Namespace) -> Report:
     setting = Path("/proc/sys/net/ipv4/tcp_congestion_control")
     report.environment["congestion_control"] = setting.read_text().strip()
     names = [ALONE, NO_HOOK, *options.hooks]
-    for cap in options.bucket_cap_mb:
+    for caps in options.bucket_cap_mb:
         plan = Plan(
             jobs=names,
             rates=options.rates,
-            bucket_cap_mb=cap,
+            bucket_cap_mb=caps,
             batch=options.batch,
             steps=options.steps,
             rounds=options.rounds,
@@ -122,7 +124,8 @@ def run(options: argparse.Namespace) -> Report:
         )
         for rate, samples in measure(plan, options).items():
             samples[BASELINE] = samples.pop(NO_HOOK)
-            where = f"{format_rate(rate)}, buckets of {cap:g} MiB, batches of {options.batch}"
+            buckets = f"buckets of {format_caps(caps)} MiB"
+            where = f"{format_rate(rate)}, {buckets}, batches of {options.batch}"
             title = f"step, {HOSTS} ranks with one thread each, {where}"
             report.add(where, jobs_at(rate, names), samples, title)
     return report
@@ -160,6 +163,20 @@ def _rate(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def _caps(text: str) -> tuple[float, ...]:
+    try:
+        caps = tuple(map(float, text.split(",")))
+    except ValueError:
+        caps = (0.0,)
+    if not 0 < min(caps) <= max(caps) < 1e6:
+        raise argparse.ArgumentTypeError(f"must be MiB such as 5 or 2,12,14, got {text}")
+    return caps
+
+
+def format_caps(caps: Sequence[float]) -> str:
+    return ", ".join(f"{cap:g}" for cap in caps)
+
+
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line, checked as far as no hosts are needed for it."""
     options = parser(__doc__.splitlines()[0])
@@ -181,11 +198,11 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add(
         "--bucket-cap-mb",
-        type=float,
+        type=_caps,
         nargs="+",
         default=[TrainConfig().bucket_cap_mb],
         metavar="MIB",
-        help="DDP's buckets, a table for each (default: train's)",
+        help="DDP's buckets, such as 5 or 2,12,14: a table for each (default: train's)",
     )
     add("--batch", type=int, default=2, help="sequences of each rank in a step (default: 2)")
     add("--steps", type=int, default=2, help="in a block; hooks take turns by blocks (default: 2)")
@@ -197,8 +214,8 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.error("each rank has one thread, on the CPU")
     parsed.threads = [1]
     least = min(parsed.batch, parsed.steps, parsed.warm_up)
-    if least < 1 or not min(parsed.bucket_cap_mb) > 0:
-        options.error("--batch, --steps, --warm-up and --bucket-cap-mb must be above 0")
+    if least < 1:
+        options.error("--batch, --steps and --warm-up must be above 0")
     for hook in parsed.hooks:
         if hook in PYTORCH:
             continue

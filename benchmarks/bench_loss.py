@@ -18,18 +18,40 @@ from typing import Any
 
 from machine import FOLDER, environment
 
+from torch_commhook.cli.hook_expression import parse_hook
+from torch_commhook.cli.train_config import TrainConfig
+
 RESULTS = FOLDER / "results" / "bench_loss.json"
 PICTURES = FOLDER.parent / "docs" / "images"
 LINK_RESULTS = FOLDER / "results" / "bench_link.json"
 
 PLAIN = "allreduce()"
-#: Hooks, and how much more loss than with no compression is allowed.
-AT_MOST = {
+#: Steps at four bits before a codec that sends less.
+_FIRST = 400
+
+
+def _of_updates(hook: str) -> str:
+    return f"local_sgd(1, outer=outer_sgd(1.0, 0.0), hook={hook}, error_reset=True)"
+
+
+def _in_phases(codec: str) -> tuple[str, tuple[str, str]]:
+    """A hook of AdamW's updates (docs/local_sgd.md), and what it is in each phase."""
+    before, hook = "error_feedback(blockwise(bits=4))", f"error_feedback({codec})"
+    whole = f"after({_FIRST}, {hook}, before={before})"
+    return _of_updates(whole), (_of_updates(before), _of_updates(hook))
+
+
+#: Hooks that change after ``_FIRST`` steps, with what they are before and then.
+PHASES = dict(_in_phases(codec) for codec in ("topk(0.01)", "powersgd(rank=2)"))
+#: Hooks, and how much more loss than with no compression is allowed; None: shown beside the others.
+AT_MOST: dict[str, float | None] = {
     "cast()": 1.01,
     "blockwise()": 1.01,
     "error_feedback(blockwise(bits=4))": 1.03,
-    "error_feedback(topk(0.01))": 1.03,
-    "error_feedback(powersgd(rank=2))": 1.03,
+    **dict.fromkeys(PHASES, 1.03),
+    "local_sgd(1, outer=outer_sgd(1.0, 0.0))": None,
+    "error_feedback(topk(0.01))": None,
+    "error_feedback(powersgd(rank=2))": None,
 }
 #: Steps between two points of a curve, each the mean of those since the one before.
 _STRIDE = 20
@@ -51,14 +73,23 @@ def train(hook: str, seed: int, steps: int, batch: int) -> dict[str, Any]:
         "seed": seed,
         "steps": steps,
         "batch": batch,
+        "bucket_cap_mb": list(TrainConfig().bucket_cap_mb),
         "loss": statistics.fmean(last),
         "held_out_loss": summary["runs"][0]["held_out_loss"],
         "bytes_per_step": lines[-1]["bytes_sent"] / steps,
+        "bytes_sent": [line["bytes_sent"] for line in lines[_STRIDE - 1 :: _STRIDE]],
         "curve": [
             round(statistics.fmean(losses[i : i + _STRIDE]), 5)
             for i in range(0, len(losses), _STRIDE)
         ],
     }
+
+
+def has_buckets_of_train(run: dict[str, Any]) -> bool:
+    """Whether a run is as it would be in ``train``'s buckets of today."""
+    hook = parse_hook(run["hook"])
+    depends = hook is not None and hook.is_lossy
+    return not depends or run["bucket_cap_mb"] == list(TrainConfig().bucket_cap_mb)
 
 
 def table(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -111,30 +142,41 @@ def print_table(rows: Sequence[dict[str, Any]]) -> bool:
 def draw(runs: Sequence[dict[str, Any]]) -> None:
     """Loss over bytes sent, and over the time on a link, of the first seed."""
     seed = min(run["seed"] for run in runs)
-    own = [run for run in runs if run["seed"] == seed]
-    per_step = {run["hook"]: run["bytes_per_step"] / 1e6 for run in own}
-    _curves(own, per_step, "MB sent by a rank", PICTURES / "loss_over_bytes.png")
+    own = [run for run in runs if run["seed"] == seed and run["hook"] in (PLAIN, *AT_MOST)]
+    sent = [[sent / 1e6 for sent in run["bytes_sent"]] for run in own]
+    _curves(own, sent, "MB sent by a rank", PICTURES / "loss_over_bytes.png")
     seconds = _step_seconds()
-    timed = [run for run in own if run["hook"] in seconds]
+    timed = [run for run in own if all(phase in seconds for phase in _phases(run["hook"]))]
+    passed = [_times(run, seconds) for run in timed]
     if timed:
-        _curves(timed, seconds, "seconds at 200 Mbit/s", PICTURES / "loss_over_time.png")
+        _curves(timed, passed, "seconds at 200 Mbit/s", PICTURES / "loss_over_time.png")
+
+
+def _phases(hook: str) -> tuple[str, str]:
+    return PHASES.get(hook, (hook, hook))
+
+
+def _times(run: dict[str, Any], seconds: dict[str, float]) -> list[float]:
+    """When each point of its curve was reached."""
+    first, then = (seconds[phase] for phase in _phases(run["hook"]))
+    steps = [_STRIDE * (i + 1) for i in range(len(run["curve"]))]
+    return [first * min(step, _FIRST) + then * max(step - _FIRST, 0) for step in steps]
 
 
 def _curves(
-    runs: Sequence[dict[str, Any]], per_step: dict[str, float], what: str, path: Path
+    runs: Sequence[dict[str, Any]], places: Sequence[list[float]], what: str, path: Path
 ) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(8, 7), layout="constrained")
     FigureCanvasAgg(figure)  # no pyplot: that would look for a display
     axes = figure.subplots()
-    for run in runs:
-        steps = [min((i + 1) * _STRIDE, run["steps"]) for i in range(len(run["curve"]))]
-        axes.plot([s * per_step[run["hook"]] for s in steps], run["curve"], label=run["hook"])
+    for run, where in zip(runs, places, strict=True):
+        axes.plot(where, run["curve"][: len(where)], label=run["hook"])
     axes.set(xlabel=what, ylabel="loss, nats per byte", xscale="log")
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside lower center", fontsize="small")
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=100)
 
@@ -161,7 +203,9 @@ def main() -> int:
         stored["runs"] = json.loads(RESULTS.read_text())["runs"]
     same = (options.steps, options.batch)
     done = {
-        (run["hook"], run["seed"]) for run in stored["runs"] if (run["steps"], run["batch"]) == same
+        (run["hook"], run["seed"])
+        for run in stored["runs"]
+        if (run["steps"], run["batch"]) == same and has_buckets_of_train(run)
     }
     for seed in options.seeds:
         for hook in options.hooks:
@@ -169,6 +213,12 @@ def main() -> int:
                 continue
             run = train(hook, seed, *same)
             print(f"{hook}, seed {seed}: {run['loss']:.4f}", flush=True)
+            key = (hook, seed, *same)
+            stored["runs"] = [
+                old
+                for old in stored["runs"]
+                if (old["hook"], old["seed"], old["steps"], old["batch"]) != key
+            ]
             stored["runs"].append(run)
             RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
     runs = [run for run in stored["runs"] if (run["steps"], run["batch"]) == same]

@@ -14,36 +14,38 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_link import BASELINE, format_caps
 from link_rank import ALONE, PYTORCH
 from machine import FOLDER, environment
 from netlab import parse_rate
 
-from torch_commhook.cli.hook_expression import NO_HOOK
-from torch_commhook.cli.plan import bucket_count, measure, plan
+from torch_commhook.cli.plan import bucket_sizes, measure, plan
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.transformer import ByteTransformer
 
 RESULTS = FOLDER / "results"
 #: Of the measured time.
 AT_MOST = 0.20
-BASELINE = "DDP"
 
 
 def compare(link: dict[str, Any]) -> list[dict[str, Any]]:
     """For each hook and rate of bench_link's results: measured and foretold time of a step."""
     config = TrainConfig()
     elements = ByteTransformer(config.layers, config.dim, config.heads).parameter_count()
-    cap = link["options"]["bucket_cap_mb"][0]
+    caps = link["options"]["bucket_cap_mb"][0]
     groups: dict[str, dict[str, float]] = {}
     for row in link["rows"]:
         groups.setdefault(row["group"], {})[row["job"]] = row["seconds"]
-    groups = {group: times for group, times in groups.items() if f" {cap:g} MiB" in group}
+    groups = {
+        group: times for group, times in groups.items() if f" {format_caps(caps)} MiB" in group
+    }
     hooks = [
         job
         for job in next(iter(groups.values()))
-        if job not in (ALONE, BASELINE, NO_HOOK) and job not in PYTORCH
+        # What is sent after the optimizer's step is no hook by itself.
+        if job not in (ALONE, BASELINE, *PYTORCH) and not job.startswith("local_sgd(")
     ]
-    measured = measure(hooks, elements=elements, world_size=config.ranks, bucket_cap_mb=cap)
+    measured = measure(hooks, elements=elements, world_size=config.ranks, bucket_cap_mb=caps)
     rows = []
     for group, times in groups.items():
         rate = group.split(",")[0]
@@ -51,7 +53,7 @@ def compare(link: dict[str, Any]) -> list[dict[str, Any]]:
             measured,
             bits_per_second=parse_rate(rate),
             compute_seconds=times[ALONE],
-            buckets=bucket_count(elements, cap),
+            buckets=bucket_sizes(elements, caps),
         )
         for cost in costs:
             seconds = times[cost.hook]
@@ -79,6 +81,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"bench_plan: {error}", file=sys.stderr)
         return 1
+    here, there = environment("cpu"), link["environment"]
+    differ = [key for key in ("processor", "processors", "torch") if here[key] != there[key]]
+    if differ:
+        said = "; ".join(f"{key} {there[key]}, here {here[key]}" for key in differ)
+        print(f"bench_plan: {options.link_results} is of another machine: {said}", file=sys.stderr)
+        return 1
     rows = compare(link)
     print("| link | hook | measured | planned | off |")
     print("|---|---|---|---|---|")
@@ -88,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"| {name} | {measured:.0f} ms | {planned:.0f} ms | {row['off']:+.0%} |")
     missed = [row for row in rows if abs(row["off"]) > AT_MOST]
     print(f"{len(rows) - len(missed)} of {len(rows)} within {AT_MOST:.0%}.")
-    document = {"name": "bench_plan", "environment": environment("cpu"), "rows": rows}
+    document = {"name": "bench_plan", "environment": here, "rows": rows}
     options.out.write_text(json.dumps(document, indent=1) + "\n")
     return 1 if missed else 0
 

@@ -9,7 +9,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -71,7 +71,7 @@ class Plan:
 
     jobs: list[str]
     rates: list[int]
-    bucket_cap_mb: float
+    bucket_cap_mb: Sequence[float]
     batch: int
     steps: int
     rounds: int
@@ -111,7 +111,7 @@ class _Subject:
         if job == "pytorch-powersgd":
             # It issues collectives from callbacks: with several buckets its ranks may do so in
             # different orders, which aborts them.
-            self.config = replace(self.config, bucket_cap_mb=_ONE_BUCKET_MB)
+            self.config = replace(self.config, bucket_cap_mb=(_ONE_BUCKET_MB,))
         self.data = data
         self.world = world
         self.run: Run = prepare(self.config, world, None, main_run=True)
@@ -173,7 +173,8 @@ def _goes_on(rank: int, answer: bool) -> bool:
 def measure(plan: Plan, place: Place, folder: Path) -> dict[int, dict[str, Figures]]:
     """Rate to job to figures."""
     world = World(place.rank, place.size, torch.device("cpu"), "gloo")
-    config = TrainConfig(ranks=place.size, bucket_cap_mb=plan.bucket_cap_mb, batch=plan.batch)
+    caps = tuple(plan.bucket_cap_mb)
+    config = TrainConfig(ranks=place.size, bucket_cap_mb=caps, batch=plan.batch)
     data = split_text(read_text(None, config.cap_bytes, config.seq), config.seq)
     subjects = {job: _Subject(job, config, world, data) for job in plan.jobs}
     for subject in subjects.values():

@@ -1,19 +1,15 @@
-"""Writes ``docs/results.md`` from what the long runs have stored.
-
-``python benchmarks/results_page.py`` after a run; ``--check`` says whether the page is as they are.
-"""
+"""Writes ``docs/results.md`` from what the long runs have stored: ``make results`` after a run."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_link import BASELINE
-from bench_loss import AT_MOST, table
+from bench_link import BASELINE, format_caps
+from bench_loss import AT_MOST, has_buckets_of_train, table
 from link_rank import ALONE
 from machine import FOLDER
 
@@ -98,6 +94,7 @@ def losses() -> Iterator[str]:
         body.append(
             [
                 f"`{row['hook']}`",
+                f"{row['seeds']}",
                 f"{row['loss']:.4f}",
                 f"{row['ratio']:.4f}",
                 verdict,
@@ -106,14 +103,29 @@ def losses() -> Iterator[str]:
             ]
         )
     steps = {run["steps"] for run in runs}
-    seeds = {run["seed"] for run in runs}
     yield (
         f"`train`'s default model, 2 ranks, {', '.join(f'{n:,}' for n in steps)} steps, means over "
-        f"{len(seeds)} seeds; the loss is the mean of the last twentieth of the steps, in nats per "
+        "seeds; the loss is the mean of the last twentieth of the steps, in nats per "
         "byte."
     )
+    shown = {row["hook"] for row in table(runs)}
+    before = [run for run in runs if run["hook"] in shown and not has_buckets_of_train(run)]
+    if before:
+        said = [
+            f"`{run['hook']}` of seed {run['seed']} ({format_caps(run['bucket_cap_mb'])} MiB)"
+            for run in before
+        ]
+        yield f"Of other buckets than `train` has now: {', '.join(said)}."
     yield ""
-    header = ["hook", "loss", "of uncompressed", "target", "held-out loss", "MB sent per step"]
+    header = [
+        "hook",
+        "seeds",
+        "loss",
+        "of uncompressed",
+        "target",
+        "held-out loss",
+        "MB sent per step",
+    ]
     yield from rows(header, body)
 
 
@@ -184,10 +196,6 @@ def page() -> str:
         "",
         "![Step time over link rate](images/link.png)",
         "",
-        "With buckets of 5 MiB the first is full sooner, and more of the link's time is used:",
-        "",
-        *links("bench_link_5mib.json"),
-        "",
         "## What `plan` says of these",
         "",
         "`python benchmarks/bench_plan.py`: the time that `commhook plan` foretells, and how far",
@@ -213,12 +221,12 @@ def page() -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    options = parser.parse_args()
-    text = page()
-    if options.check:
-        return 0 if PAGE.read_text() == text else 1
+    try:
+        text = page()
+    except FileNotFoundError as error:
+        missing = Path(error.filename).relative_to(ROOT)
+        print(f"results_page: {missing} is not there; its run comes first", file=sys.stderr)
+        return 1
     PAGE.write_text(text)
     return 0
 

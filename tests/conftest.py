@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -18,6 +19,7 @@ from gil_calls import CannotCountError, build
 from rank_pool import RankPool, collect_less
 from torch._dynamo.utils import counters
 from torch.distributed import distributed_c10d
+from torch.optim import optimizer as torch_optimizer
 
 import torch_commhook  # noqa: F401  (registers torch.ops.commhook)
 
@@ -145,3 +147,13 @@ def run_ranks_restores() -> Iterator[None]:
     ] == []
     assert distributed_c10d._world is world
     assert sys.excepthook is hook
+
+
+@pytest.fixture
+def no_hook_on_optimizers_left() -> Iterator[None]:
+    """What listens to all optimizers goes with the last hook that counts their steps."""
+    yield
+    if torch_optimizer._global_optimizer_post_hooks:
+        gc.collect()
+    assert not torch_optimizer._global_optimizer_pre_hooks
+    assert not torch_optimizer._global_optimizer_post_hooks

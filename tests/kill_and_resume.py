@@ -43,6 +43,7 @@ HOOKS = [
     "clip(0.5, error_feedback(blockwise()))",
     "adaptive(20000, every=6)",
     "local_sgd(4, hook=error_feedback(blockwise(bits=4)))",
+    "local_sgd(1, outer=outer_sgd(1.4, 0.0), hook=error_feedback(topk(0.1)), error_reset=True)",
 ]
 
 

@@ -32,6 +32,19 @@ def collect_less() -> None:
     gc.set_threshold(50_000, 20, 100)
 
 
+def _end_groups() -> None:
+    """End what an earlier function has left: PyTorch names new groups by how many a rank has.
+
+    Not when that function ends, since another rank may not have ended it yet.
+    """
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
 def _serve(rank: int, world_size: int, store: str, connection: Connection) -> None:
     import torch
     import torch.distributed as dist
@@ -54,6 +67,7 @@ def _serve(rank: int, world_size: int, store: str, connection: Connection) -> No
         if task is None:
             break
         function, args = task
+        _end_groups()
         try:
             reply = ("ok", function(rank, *args))
         except Exception:

@@ -179,9 +179,7 @@ def one_run(rank: int, world_size: int, name: str, seed: int, disturb: bool) -> 
     """What became of a run on this rank: its gradients, as a hash, and how steps have failed."""
     disturbed = Disturbed(seed * 100 + rank if disturb else None)
     plan = random.Random(seed)  # the same on all ranks
-    # The groups of "hierarchical" are not the library's, and stay as a failure leaves them.
-    may_fail = disturb and seed % FAILING == 0 and name != "hierarchical"
-    fails_at = plan.randrange(STEPS) if may_fail else -1
+    fails_at = plan.randrange(STEPS) if disturb and seed % FAILING == 0 else -1
     fails_on, method = plan.randrange(world_size), plan.choice(METHODS)
     # Of two codecs one may do little in a step.
     calls = plan.randrange(2 if name in ("policy", "after") else 3)

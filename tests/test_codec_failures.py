@@ -21,6 +21,8 @@ from torch_commhook.collectives import compressed_all_reduce
 from torch_commhook.testing import run_ranks
 
 TOPK_OF_ALL = CODECS["topk"](1.0)
+#: Codecs, and what of them runs once messages have come.
+AFTER_ENCODING = [(BLOCKWISE, "reduce"), (BLOCKWISE, "decode"), (TOPK_OF_ALL, "decode_sum")]
 
 
 class OwnError(Exception):
@@ -122,11 +124,7 @@ def _fails_alone(rank: int, codec: Codec, method: str) -> list[str]:
     return happened
 
 
-@pytest.mark.parametrize(
-    ("codec", "method"),
-    [(BLOCKWISE, "decode"), (TOPK_OF_ALL, "decode_sum"), (BLOCKWISE, "reduce")],
-    ids=repr,
-)
+@pytest.mark.parametrize(("codec", "method"), AFTER_ENCODING, ids=repr)
 def test_a_codec_that_raises_outside_of_a_model(
     two_ranks: RankPool, codec: Codec, method: str
 ) -> None:
@@ -161,11 +159,7 @@ def _is_interrupted(rank: int, codec: Codec, method: str) -> str:
     return happened
 
 
-@pytest.mark.parametrize(
-    ("codec", "method"),
-    [(BLOCKWISE, "reduce"), (BLOCKWISE, "decode"), (TOPK_OF_ALL, "decode_sum")],
-    ids=repr,
-)
+@pytest.mark.parametrize(("codec", "method"), AFTER_ENCODING, ids=repr)
 def test_an_interrupt_in_a_callback(two_ranks: RankPool, codec: Codec, method: str) -> None:
     """Reaches the future, or it would never be complete."""
     assert (

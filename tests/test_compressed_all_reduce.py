@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d
 
 from torch_commhook import hooks
 from torch_commhook.codecs import CODECS, Codec
+from torch_commhook.codecs.block_codec import BlockCodec
 from torch_commhook.collectives import compressed_all_reduce
 from torch_commhook.collectives.compressed import MessageBuffers, shard_range
 from torch_commhook.metrics import CallMeter, WireMeter, counting
@@ -315,7 +316,10 @@ def expected_bytes(codec: Codec, numel: int, world_size: int) -> tuple[float, fl
         return codec.nbytes(numel) * (world_size - 1), 0
     if codec.exchange == "all_reduce":
         return 2 * codec.nbytes(numel) * (world_size - 1) / world_size, 1
-    form = codec._form  # type: ignore[attr-defined]
+    if not isinstance(codec, BlockCodec):  # of which nothing is known but what it says
+        of_value = codec.nbytes(1 << 20) / (1 << 20)
+        return 2 * of_value * numel * (world_size - 1) / world_size, 16 * (world_size - 1)
+    form = codec._form
     of_value = form.bits / 8 + 4 * form.parameters / form.block_size
     # Shards have whole blocks, whose parameters are sent also where they are short, and whose
     # values fill up 4 bytes; all send as much of the sum as the one with the longest shard.

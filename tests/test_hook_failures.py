@@ -21,7 +21,7 @@ from ddp_steps import backward_step, equal, small_model
 from rank_pool import RankPool
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_commhook import GradBucket, attach, collectives, hooks
+from torch_commhook import GradBucket, attach, collectives, hooks, run_hook
 
 
 class OwnError(Exception):
@@ -58,7 +58,13 @@ def _by_register(model: DDP, hook: hooks.Hook) -> None:
     backward_step(model)
 
 
-each_way = pytest.mark.parametrize("way", [_by_call, _by_attach, _by_register])
+def _by_run_hook(model: DDP, hook: hooks.Hook) -> None:
+    parameters = list(model.parameters())
+    bucket = GradBucket(parameters, [torch.ones_like(p) for p in parameters])
+    run_hook(hook, None, bucket).wait()
+
+
+each_way = pytest.mark.parametrize("way", [_by_call, _by_attach, _by_register, _by_run_hook])
 
 
 @pytest.mark.usefixtures("one_rank")

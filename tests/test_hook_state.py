@@ -250,7 +250,13 @@ def _wrong(rank: int) -> None:
         ({"world_size": 3}, "must be of 2 ranks, got one of 3"),
         ({f"rank{rank}": None}, f"must be that of rank {rank}"),
         ({f"rank{rank}": {"error": {"gone": torch.zeros(1)}}}, "parameter 'gone'"),
-        ({f"rank{rank}": {"error": {name: torch.zeros(1)}}}, "must have 1296 elements, got 1"),
+        ({f"rank{rank}": {"error": {name: torch.zeros(1)}}}, r"must be of shape .*, got \[1\]"),
+        (
+            {f"rank{rank}": {"error": {name: torch.zeros(3, 3, 3, 48)}}},
+            r"must be of shape \[48, 3, 3, 3\], got \[3, 3, 3, 48\]",
+        ),
+        ({"steps": -1}, "its steps must be a number of steps, got -1"),
+        ({"steps": True}, "its steps must be a number of steps, got True"),
         ({f"rank{rank}": {"error": {name: 3}}}, "must be a tensor"),
         ({f"rank{rank}": {"error": 3}}, "'error' must be a dict by parameter, got int"),
         ({f"rank{rank}": None, 7: None}, f"must be that of rank {rank}"),
@@ -276,6 +282,26 @@ def _wrong(rank: int) -> None:
 
 def test_states_that_do_not_fit(two_ranks: RankPool) -> None:
     two_ranks.run(_wrong)
+
+
+@pytest.mark.parametrize(
+    ("states", "world_size", "error", "message"),
+    [
+        ([], 1, ValueError, "must hold at least one"),
+        ([{}], 1, ValueError, r"states\[0\] must be that of rank 0"),
+        ([{"rank0": {}}], 1, ValueError, r"states\[0\] must be that of rank 0"),
+        ([{"rank0": {}, "world_size": 2, "steps": 1}], 1, ValueError, "must be of 1 ranks"),
+        ({"rank0": {}}, 1, TypeError, "states must be a list of states, got dict"),
+        ([{}], 0, ValueError, "world_size must be at least 1, got 0"),
+        ([{}], 2.0, TypeError, "world_size must be an int, got float"),
+        ([{}], True, TypeError, "world_size must be an int, got bool"),
+    ],
+)
+def test_states_that_cannot_be_of_other_ranks(
+    states: Any, world_size: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"reshard_states: .*{message}"):
+        reshard_states(states, world_size)
 
 
 def _replaced(rank: int) -> bool:

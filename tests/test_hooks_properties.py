@@ -18,11 +18,11 @@ from torch_commhook.hooks.wrappers import Wrapper
 from torch_commhook.testing import Simulation, simulate
 
 EXAMPLES = [example for cls in CODECS.values() for example in cls.examples()]
-#: What travels is a value and its place, or values in blocks; of sums of other codecs nothing is
-#: said about single values.
-SPARSE = [codec for codec in EXAMPLES if codec.exchange == "all_gather"]
-LINEAR = [codec for codec in EXAMPLES if codec.exchange == "all_reduce"]
-BLOCKS = [codec for codec in EXAMPLES if codec.exchange == "all_to_all"]
+#: What travels is a value and its place, or values in blocks whose bounds stand here; of sums of
+#: other codecs nothing is said about single values.
+SPARSE = [codec for codec in EXAMPLES if type(codec).__name__ == "topk"]
+LINEAR = [codec for codec in EXAMPLES if type(codec).__name__ == "randomk"]
+BLOCKS = [codec for codec in EXAMPLES if type(codec).__name__ in ("blockwise", "fp8", "sign")]
 
 PLAIN = [hooks.allreduce(), hooks.cast(torch.bfloat16), hooks.cast(torch.float16)]
 COMPRESSED = [hooks.compressed(codec) for codec in EXAMPLES]

@@ -8,14 +8,26 @@ import io
 import logging
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from layered_net import BUCKET_CAP_MB, Net, batch
+from layered_net import BUCKET_CAP_MB, batch
+from local_training import (
+    MEAN,
+    ROADS,
+    all_same,
+    attached,
+    backward,
+    farthest,
+    net,
+    parameters_of,
+    same,
+    train,
+)
 from modes import Mode
 from rank_pool import RankPool
 from torch import Tensor, nn
@@ -29,68 +41,12 @@ from torch_commhook.hooks import Hook, local_sgd, outer_sgd
 from torch_commhook.process_group import RecordingProcessGroup
 from torch_commhook.testing import run_ranks, simulate
 
-MEAN = outer_sgd(1.0, 0.0)
-ROADS = ["module", "ddp", "python_reducer"]
-
-
-def net(dtype: torch.dtype = torch.float32) -> Net:
-    torch.manual_seed(0)
-    return Net().to(dtype)
-
-
-def attached(hook: Any, road: str = "module", model: nn.Module | None = None) -> Any:
-    """A model on a road, and the handle of a hook on it."""
-    model = net() if model is None else model
-    if road == "module":
-        return model, attach(model, hook, bucket_cap_mb=BUCKET_CAP_MB)
-    reducer = "python_reducer" if road == "python_reducer" else "ddp_optimizer"
-    with torch._dynamo.config.patch(optimize_ddp=reducer):
-        model = DDP(model, bucket_cap_mb=BUCKET_CAP_MB)
-    return model, attach(model, hook)
-
-
-def backward(model: nn.Module, rank: int, step: int) -> None:
-    first = next(model.parameters())
-    model(batch(rank, step).to(first.dtype)).square().sum().backward()
-
-
-def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range | int
-) -> None:
-    for step in range(steps) if isinstance(steps, int) else steps:
-        optimizer.zero_grad()
-        backward(model, rank, step)
-        optimizer.step()
-
-
-def parameters_of(model: nn.Module) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def farthest(a: list[Tensor], b: list[Tensor]) -> float:
-    return max((x - y).abs().max().item() for x, y in zip(a, b, strict=True))
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def all_same(results: list[list[Tensor]]) -> bool:
-    return all(same(results[0], other) for other in results[1:])
+pytestmark = pytest.mark.usefixtures("no_hook_on_optimizers_left")
 
 
 def done(handle: HookHandle) -> int:
     assert handle._attached.local_steps is not None
     return handle._attached.local_steps.done
-
-
-@pytest.fixture(autouse=True)
-def no_hook_on_optimizers_left() -> Iterator[None]:
-    yield
-    if torch_optimizer._global_optimizer_post_hooks:
-        gc.collect()
-    assert not torch_optimizer._global_optimizer_pre_hooks
-    assert not torch_optimizer._global_optimizer_post_hooks
 
 
 # ---- what it computes ----------------------------------------------------------------------------
@@ -686,11 +642,12 @@ def _begin(road: str, hook: Any, dtype: torch.dtype) -> Any:
     return model, handle, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def _resumed(rank: int, road: str, dtype: torch.dtype) -> list[int]:
+def _resumed(rank: int, road: str, dtype: torch.dtype, error_reset: bool) -> list[int]:
     """The steps from which training does not go on as if nothing had been."""
 
     def hook() -> Any:
-        return local_sgd(3, hook=hooks.error_feedback(hooks.blockwise(bits=4)))
+        inner = hooks.error_feedback(hooks.blockwise(bits=4))
+        return local_sgd(3, hook=inner, error_reset=error_reset)
 
     model, handle, optimizer = _begin(road, hook(), dtype)
     saved = []
@@ -719,6 +676,7 @@ def _resumed(rank: int, road: str, dtype: torch.dtype) -> list[int]:
     return wrong
 
 
+@pytest.mark.parametrize("error_reset", [False, True])
 @pytest.mark.parametrize(
     ("road", "dtype"),
     [
@@ -728,8 +686,10 @@ def _resumed(rank: int, road: str, dtype: torch.dtype) -> list[int]:
         ("ddp", torch.float32),
     ],
 )
-def test_it_goes_on_from_any_step(two_ranks: RankPool, road: str, dtype: torch.dtype) -> None:
-    assert two_ranks.run(_resumed, road, dtype, timeout=120) == [[], []]
+def test_it_goes_on_from_any_step(
+    two_ranks: RankPool, road: str, dtype: torch.dtype, error_reset: bool
+) -> None:
+    assert two_ranks.run(_resumed, road, dtype, error_reset, timeout=120) == [[], []]
 
 
 def _stopped(rank: int, states: list[Any] | None) -> tuple[dict[str, Any], list[Tensor]]:

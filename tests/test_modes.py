@@ -20,6 +20,7 @@ from torch._dynamo.utils import counters
 from torch_commhook import GradBucket, attach, collectives, hooks, traceable
 from torch_commhook.attached import is_traceable
 from torch_commhook.cli.hook_expression import parse_hook
+from torch_commhook.codecs import CODECS
 
 STEPS = 3
 
@@ -65,6 +66,18 @@ def traced(state: object, bucket: GradBucket) -> torch.Tensor:
     return collectives.all_reduce(bucket.buffer() / group.size(), group=group).wait()
 
 
+@functools.cache
+def _groups() -> tuple[Any, Any]:
+    """A node of this rank alone, and all nodes."""
+    return dist.new_subgroups(1)[0], dist.new_group()
+
+
+def between_nodes() -> hooks.Hook:
+    alone, everybody = _groups()
+    hook = hooks.hierarchical(CODECS["blockwise"](), intra_group=alone, inter_group=everybody)
+    return hooks.error_feedback(hook)
+
+
 #: Hooks, and the rounding of their results relative to the largest gradient.
 HOOKS: dict[str, tuple[Callable[[], Any], float]] = {
     "allreduce()": (hooks.allreduce, 1e-6),
@@ -73,6 +86,8 @@ HOOKS: dict[str, tuple[Callable[[], Any], float]] = {
     "futures": (lambda: with_futures, 1e-6),
     "object": (Object, 1e-6),
     "traced": (lambda: traced, 1e-6),
+    "hierarchical": (between_nodes, 1 / 64),
+    "cast(process_group)": (lambda: hooks.cast(process_group=_groups()[1]), 2.0**-7),
 }
 
 #: As they are written. Sparse ones say little about the mean of one step.
@@ -96,7 +111,11 @@ HOOKS.update(
 
 #: These are tried in every mode; what the others add is theirs alone, and modes that differ in
 #: how they trace will do. ``make modes`` tries all in all.
-EVERYWHERE = set(HOOKS) - set(list(COMPRESSING)[2:]) - {"cast(float16)", "object"}
+EVERYWHERE = (
+    set(HOOKS)
+    - set(list(COMPRESSING)[2:])
+    - {"cast(float16)", "object", "hierarchical", "cast(process_group)"}
+)
 SOMEWHERE = [
     Mode("ddp", "eager"),
     Mode("module", "compile"),
@@ -109,6 +128,7 @@ def _train(rank: int, mode: Mode, hook: str) -> dict[str, Any]:
     counters.clear()
     model = mode.wrap(module())
     handle = attach(model, HOOKS[hook][0](), **mode.attach_options)
+    traceable = is_traceable(handle.hook)
     gradients: list[list[torch.Tensor]] = []
     captures: list[int] = []
     with mode.step_function(model) as step:
@@ -126,6 +146,7 @@ def _train(rank: int, mode: Mode, hook: str) -> dict[str, Any]:
     handle.remove()
     return {
         "gradients": gradients,
+        "traceable": traceable,
         "captures": captures,
         "breaks": sum(counters["graph_break"].values()),
         "own_breaks": sum(
@@ -201,7 +222,7 @@ def test_every_hook_in_every_mode(
 ) -> None:
     on_ddp = mode.model == "ddp" and not mode.compiles_backward
     # What shares a bucket is another on DDP's reducer in the first step.
-    wanted = eager(hook, on_ddp and hook in COMPRESSING)
+    wanted = eager(hook, on_ddp and (hook in COMPRESSING or hook == "hierarchical"))
     results = two_ranks.run(_train, mode, hook, timeout=180)
     for rank, (result, want) in enumerate(zip(results, wanted, strict=True)):
         assert result["buckets"] > 2
@@ -220,7 +241,7 @@ def test_every_hook_in_every_mode(
             # Forward, backward, and the capture of that.
             assert mode.model == "ddp" or result["captures"][-1] == 3
             # One, counted for each of the functions that it is nested in.
-            assert (result["own_breaks"] == 0) == is_traceable(HOOKS[hook][0]())
+            assert (result["own_breaks"] == 0) == result["traceable"]
             # PyTorch's own are those of DDP's forward, and the call of backward() in a function.
             if mode.model != "ddp":
                 own = result["breaks"] - result["own_breaks"]

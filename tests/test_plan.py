@@ -7,7 +7,7 @@ import json
 import pytest
 
 from torch_commhook.cli.main import main
-from torch_commhook.cli.plan import Measured, bucket_count, measure, plan
+from torch_commhook.cli.plan import Measured, bucket_sizes, measure, plan
 
 HOOKS = ["allreduce()", "cast()", "blockwise()", "topk(0.01)"]
 PAYLOAD = 1448 / 1514
@@ -53,16 +53,31 @@ def test_buckets_travel_while_others_are_computed(
 ) -> None:
     """A step of 3 seconds: 1 of forward, 2 of backward."""
     measured = [Measured("a", 0, 0.0), Measured("b", wire * 1e6 * PAYLOAD, hook)]
-    first, cost = plan(measured, bits_per_second=8e6, compute_seconds=3.0, buckets=buckets)
+    first, cost = plan(measured, bits_per_second=8e6, compute_seconds=3.0, buckets=[1] * buckets)
     assert first.step_seconds == pytest.approx(3.0)
     assert cost.step_seconds == pytest.approx(step)
     assert cost.ratio == pytest.approx(step / 3.0)
 
 
-def test_bucket_count() -> None:
-    assert bucket_count(1, 25) == 1
-    assert bucket_count(25 << 18, 25) == 1
-    assert bucket_count((25 << 18) + 1, 25) == 2
+def test_a_small_first_bucket_is_on_its_way_early() -> None:
+    measured = [Measured("a", 8.0e6 * PAYLOAD, 0.0)]
+    # A tenth is computed when the first is full; all is sent after that.
+    (cost,) = plan(measured, bits_per_second=8e6, compute_seconds=3.0, buckets=[1, 9])
+    assert cost.step_seconds == pytest.approx(
+        1.0 + 2.0 + 0.9 * 8.0
+    )  # the wire waits for the second
+    (cost,) = plan(measured, bits_per_second=8e6, compute_seconds=3.0, buckets=[2, 8])
+    assert cost.step_seconds == pytest.approx(1.0 + 0.4 + 8.0)
+
+
+def test_bucket_sizes() -> None:
+    of_mebibyte = 1 << 18
+    assert bucket_sizes(1, [25]) == [1]
+    assert bucket_sizes(25 * of_mebibyte, [25]) == [25 * of_mebibyte]
+    assert bucket_sizes(25 * of_mebibyte + 1, [25]) == [25 * of_mebibyte, 1]
+    found = bucket_sizes(60 * of_mebibyte, [1, 25])
+    assert [size / of_mebibyte for size in found] == [1, 25, 25, 9]
+    assert sum(bucket_sizes(10**12, [1e-3])) == 10**12
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,7 +100,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--bucket-cap-mb", "0"], "must be from 0.001 to 100000 MiB"),
         (["--compute-ms", "nan"], "must be a number of milliseconds"),
         (["--hooks", "nothing()"], "names the unknown hook 'nothing'"),
-        (["--model-size", "1k", "--hooks", "clip(1.0)"], "the norm is that of all buckets"),
+        (
+            ["--model-size", "1k", "--hooks", "clip(1.0)"],
+            "can't be run by itself: RuntimeError: clip(1): what steps are scaled by",
+        ),
         (["--model-size", "1k", "--hooks", "local_sgd(4)"], "local_sgd"),
         (["--model-size", "1k", "--hooks", "none"], "write allreduce()"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 from typing import Any
 
@@ -280,9 +282,11 @@ def test_hooks_print_as_they_are_written() -> None:
             "no use to another hook",
         ),
         (
-            lambda: hooks.after(1, hooks.policy([], hooks.cast()), before=hooks.policy([])),
+            lambda: hooks.after(
+                1, hooks.policy([], hooks.cast()), before=hooks.policy([], hooks.cast())
+            ),
             ValueError,
-            "hook must remember|no use to another hook",
+            "no use to another hook",
         ),
         (
             lambda: hooks.policy([], hooks.after(1, hooks.adaptive(1000))),
@@ -297,6 +301,11 @@ def test_hooks_print_as_they_are_written() -> None:
         (lambda: hooks.blockwise(seed="a"), TypeError, "seed must be an int"),
         (lambda: hooks.blockwise(bits=3), ValueError, "bits"),
         (lambda: hooks.hierarchical(3, intra_group=0, inter_group=0), TypeError, "must be a Codec"),
+        (
+            lambda: hooks.hierarchical(codecs.sign(), intra_group=None, inter_group=None),
+            TypeError,
+            "intra_group must be a ProcessGroup, got None",
+        ),
     ],
 )
 def test_what_they_refuse(make: Any, error: type[Exception], message: str) -> None:
@@ -383,6 +392,54 @@ def test_clip_of_other_dtypes(dtype: torch.dtype) -> None:
         return parameter.grad.double().norm().item()
 
     assert run_ranks(on_rank, 2) == pytest.approx([1.0, 1.0], rel=1e-2)
+
+
+@ROADS
+def test_clip_for_some_of_the_steps(two_ranks: RankPool, on_ddp: bool) -> None:
+    """Where :class:`after` changes to another hook, what scales its steps changes too."""
+    plain = two_ranks.run(run, "allreduce()", on_ddp, 4)[0]["gradients"]
+    always = two_ranks.run(run, "clip(2.0)", on_ddp, 4)[0]["gradients"]
+    assert not same(plain[0], always[0])
+    first = two_ranks.run(run, "after(2, allreduce(), before=clip(2.0))", on_ddp, 4)[0]
+    last = two_ranks.run(run, "after(2, clip(2.0))", on_ddp, 4)[0]
+    for number in range(4):
+        early = number < 2
+        assert same(first["gradients"][number], (always if early else plain)[number])
+        assert same(last["gradients"][number], (plain if early else always)[number])
+
+
+def test_clip_inside_of_others_must_be_attached() -> None:
+    for hook in (
+        hooks.after(1, hooks.clip(1.0)),
+        hooks.error_feedback(hooks.clip(1, hooks.sign())),
+    ):
+        with pytest.raises(RuntimeError, match=r"use torch_commhook\.attach"):
+            simulate(hook, [[torch.randn(3)]])
+
+
+def test_policy_of_complex_gradients() -> None:
+    """Of two rules in one bucket; what is lost of them is refused by those that lose something."""
+    shapes = [(5,), (4, 3), (2, 2)]
+    values = [[torch.randn(shape, dtype=torch.complex64) for shape in shapes] for _ in range(2)]
+    rules = [("dim <= 1", hooks.allreduce()), ("numel < 5", hooks.allreduce())]
+    got = simulate(hooks.policy(rules, hooks.allreduce()), values).result
+    for mean, *pair in zip(got, *values, strict=True):
+        torch.testing.assert_close(mean, sum(pair) / 2)
+    with pytest.raises(TypeError, match="complex"):
+        simulate(hooks.policy(rules, hooks.blockwise()), values)
+
+
+def test_copies_of_hierarchical_hooks() -> None:
+    def on_rank(rank: int) -> None:
+        groups = _nodes(1, 2)
+        hook = hooks.error_feedback(hooks.hierarchical(codecs.sign(), **groups))
+        for made in (copy.copy(hook), copy.deepcopy(hook)):
+            assert str(made) == str(hook)
+            assert made.hook.intra_group is groups["intra_group"]
+        with pytest.raises(TypeError, match=r"hierarchical\(sign\(\).*can't be pickled"):
+            pickle.dumps(hook)
+
+    run_ranks(on_rank, 2)
 
 
 def _recorded(rank: int, hook: str) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from torch_commhook._runtime import check_hook, hook_name, run_hook
 from torch_commhook.bucket import GradBucket
 from torch_commhook.bucket_stages import BucketStages
 from torch_commhook.collectives import resolve_group
+from torch_commhook.gloo_groups import group_name, second_group
 from torch_commhook.hooks.base import Hook, checked_result_dtype
 from torch_commhook.hooks.cpp import cpp
 from torch_commhook.memory import BucketMemory, HookMemory
@@ -21,6 +22,7 @@ from torch_commhook.metrics import BucketTraffic, HookStats, TracedSteps, WireMe
 
 if TYPE_CHECKING:
     from torch_commhook.local_steps import LocalSteps
+    from torch_commhook.step_group import StepGroup
 
 
 @dataclass(eq=False)
@@ -81,16 +83,41 @@ class Attached:
             return None
         return self.memory.of(parameters, index, self.hook.prepare)
 
-    def join(self, group: Any) -> None:
-        """Be told of the group that the hook has beside its buckets' collectives."""
-        self.memory.group = group
-        if isinstance(self.hook, Hook):
-            self.memory.on_step = self.hook.step_counted
+    def join(self, group: StepGroup, device: torch.device) -> None:
+        """Be told of the group that the hook communicates through; all ranks are.
+
+        Args:
+            group: of the model.
+            device: of its gradients.
+        """
+        self.memory.group = group.group_for(device)
+        if not isinstance(self.hook, Hook):
+            return
+        self.memory.on_step = self.hook.step_counted
+        for own in self.hook.own_groups():
+            self.memory.stand_ins[group_name(own)] = group.stand_in(own, device)
+        if self.hook.has_stages:
+            group.prepare_second_stage()
+            for stand_in in self.memory.stand_ins.values():
+                second_group(stand_in)
 
     @property
     def scales_steps(self) -> bool:
         """Whether :meth:`Hook.step_scale` is to be asked."""
         return isinstance(self.hook, Hook) and self.hook.scales_steps
+
+    def step_scale(
+        self, results: Sequence[Tensor], past: Mapping[int, bool] | None = None
+    ) -> Tensor | None:
+        """:meth:`Hook.step_scale`, where it is to be asked.
+
+        Args:
+            results: as there.
+            past: as there; None while the step has not been counted.
+        """
+        past = self.memory.past if past is None else past
+        with torch.no_grad():
+            return self.hook.step_scale(results, past)  # type: ignore[attr-defined]
 
     @property
     def keeps_ranks_apart(self) -> bool:
@@ -101,11 +128,6 @@ class Attached:
     def is_lossy(self) -> bool:
         """Whether it is known that less travels than there is."""
         return isinstance(self.hook, Hook) and self.hook.is_lossy
-
-    @property
-    def has_stages(self) -> bool:
-        """Whether the hook's collectives follow one another."""
-        return isinstance(self.hook, Hook) and self.hook.has_stages
 
     @property
     def cpp_hook(self) -> _C.CppHook | None:
@@ -121,7 +143,7 @@ class Attached:
             ValueError: this rank is not in it.
         """
         group = self.hook.process_group  # type: ignore[attr-defined]
-        return None if group is None else resolve_group(group)
+        return None if group is None else self.memory.stand_in(resolve_group(group))
 
     def start(self, bucket: GradBucket, where: str) -> Running:
         """Run the stages before the hook, and start it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -117,9 +117,7 @@ class DdpRoad:
         self._attached = attached
         self._forget_memory()
         if attached is not None:
-            attached.join(self._group.group_for(self._device))
-            if attached.has_stages:
-                self._group.prepare_second_stage()
+            attached.join(self._group, self._device)
 
     def memory_loaded(self, buckets: list[list[str]]) -> None:
         """The hook's memory has been read from elsewhere."""
@@ -210,6 +208,7 @@ class DdpRoad:
             return
         if error is None:
             self._group.end()
+            past = dict(attached.memory.past)
             attached.memory.advance()
             for index, (numel, dtype, nbytes) in enumerate(sent or ()):
                 traffic = BucketTraffic(numel, dtype, nbytes, nbytes)
@@ -219,20 +218,22 @@ class DdpRoad:
             ):
                 # Once the reducer has written the last gradients.
                 engine = torch.autograd.Variable._execution_engine
-                engine.queue_callback(partial(self._gradients_written, attached))
+                engine.queue_callback(partial(self._gradients_written, attached, past))
             return
         raised = self._group.fail_with(error)
         if raised is not error:  # which comes out of backward() by itself
             raise raised
 
     @left_to_python
-    def _gradients_written(self, attached: Attached) -> None:
+    def _gradients_written(
+        self, attached: Attached, past: Mapping[int, bool] | None = None
+    ) -> None:
         if attached.scales_steps:
             parameters = [p for bucket in self._buckets.values() for p in bucket.parameters()]
             gradients = [p.grad for p in parameters if p.grad is not None]
-            with torch.no_grad():
-                scale = attached.hook.step_scale(gradients)  # type: ignore[attr-defined]
-                if scale is not None:
+            scale = attached.step_scale(gradients, past)
+            if scale is not None:
+                with torch.no_grad():
                     torch._foreach_mul_(gradients, scale)
         for index, bucket in sorted(self._buckets.items()):
             where = hook_on_bucket(attached.name, index, bucket.bucket_count())

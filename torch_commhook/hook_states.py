@@ -54,6 +54,8 @@ def checked_state(
     for key, kind in (("buckets", list), ("shared", dict), ("choices", dict), ("steps", int)):
         if not isinstance(state.get(key), kind):
             raise _unfit(f"its {key} must be a {kind.__name__}, got {state.get(key)!r}")
+    if isinstance(state["steps"], bool) or state["steps"] < 0:
+        raise _unfit(f"its steps must be a number of steps, got {state['steps']!r}")
     for names in state["buckets"]:
         if not isinstance(names, list) or not set(map(str, names)) <= set(by_name):
             raise _unfit(f"its buckets must be lists of the model's parameters, got {names!r}")
@@ -73,9 +75,10 @@ def checked_state(
                     continue
                 if not isinstance(value, Tensor):
                     raise _unfit(f"{what} must be a tensor, got {type(value).__qualname__}")
-                if kinds is own and value.numel() != parameter.numel():
+                # What lies as the elements do, if it is not of the parameter's shape.
+                if kinds is own and value.shape not in (parameter.shape, (parameter.numel(),)):
                     raise _unfit(
-                        f"{what} must have {parameter.numel()} elements, got {value.numel()}"
+                        f"{what} must be of shape {list(parameter.shape)}, got {list(value.shape)}"
                     )
     return own
 
@@ -98,12 +101,20 @@ def reshard_states(states: Sequence[dict[str, Any]], world_size: int) -> list[di
         For each of the new ranks, what it is to load.
 
     Raises:
-        ValueError: the states are not those of all ranks of one training, or no rank is to go on.
+        TypeError: no list of states, or no number of ranks.
+        ValueError: the states are not those of all ranks of one training, no rank is to go on, or
+            the states are of a hierarchical hook: what that remembers belongs to nodes.
     """
+    if not isinstance(world_size, int) or isinstance(world_size, bool):
+        got = type(world_size).__qualname__
+        raise TypeError(f"reshard_states: world_size must be an int, got {got}")
     if world_size < 1:
         raise ValueError(f"reshard_states: world_size must be at least 1, got {world_size}")
+    if not isinstance(states, (list, tuple)):
+        got = type(states).__qualname__
+        raise TypeError(f"reshard_states: states must be a list of states, got {got}")
     for rank, state in enumerate(states):
-        if not isinstance(state, dict) or f"rank{rank}" not in state:
+        if not isinstance(state, dict) or not {f"rank{rank}", "world_size", "steps"} <= set(state):
             raise ValueError(f"reshard_states: states[{rank}] must be that of rank {rank}")
         if state["world_size"] != len(states) or state["steps"] != states[0]["steps"]:
             raise ValueError(

@@ -28,7 +28,9 @@ from torch_commhook.attached import Attached, run_average
 from torch_commhook.bucket import GradBucket
 from torch_commhook.forward_hook import BeforeForward
 from torch_commhook.hook_states import PARAMETERS
+from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.local_sgd import local_sgd
+from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory import BucketMemory
 from torch_commhook.metrics import BucketTraffic, count_bucket
 from torch_commhook.results import checked_result, hook_on_bucket
@@ -183,7 +185,7 @@ class LocalSteps:
 
     @property
     def _is_at_rest(self) -> bool:
-        """Whether parameters are at the anchor, unless somebody else has written to them."""
+        """Whether parameters are where an exchange has put them, unless somebody wrote to them."""
         return self.done == 0 and not self.is_open and not self._stepped
 
     def _memories(self) -> list[BucketMemory]:
@@ -210,17 +212,20 @@ class LocalSteps:
     # ---- the exchange ----------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """:meth:`exchange`, unless the ranks are together."""
-        self.exchange(only_if_apart=True)
+        """Have the ranks together, with nothing that is not sent."""
+        if self._is_at_rest:
+            self._look_for_anchor()
+        self.exchange(at_the_end=True)
 
     @torch.no_grad()
-    def exchange(self, *, only_if_apart: bool = False) -> None:
+    def exchange(self, *, at_the_end: bool = False) -> None:
         """Bring the ranks together. All come here at the same point.
 
         A step of the group of its own, on which the ranks agree before anything changes.
 
         Args:
-            only_if_apart: where no rank has stepped, do nothing.
+            at_the_end: where ranks go on from places of their own, send all that there is; where
+                they are together, do nothing.
 
         Raises:
             PeerError: it failed on another rank.
@@ -230,14 +235,18 @@ class LocalSteps:
         group.begin()
         started: list[_Started] = []
         try:
-            if only_if_apart and not self._some_rank_has_stepped(group):
+            if at_the_end and not self._some_rank_is_apart(group):
                 group.end()
                 return
+            unsent = at_the_end and self.hook.error_reset
+            hook = allreduce() if unsent else self.hook.hook
             memories = self._memories()
             for index, memory in enumerate(memories):
-                started.append(self._start(memory, index, len(memories), group))
+                distance = self.hook.distance(memory, unsent=unsent)
+                bucket = _bucket_of(memory, distance, index, len(memories), group)
+                started.append(_Started.of(hook, bucket, self._attached.name))
             results = [_result(one, group) for one in started]
-            scale = self.hook.hook.step_scale(results) if self.hook.hook.scales_steps else None
+            scale = hook.step_scale(results, attached.memory.past) if hook.scales_steps else None
             if scale is not None:
                 results = [result * scale for result in results]
             group.end()
@@ -248,7 +257,7 @@ class LocalSteps:
                 raise
             raise raised from error
         for memory, result in zip(memories, results, strict=True):
-            self.hook.move(memory, result)
+            self.hook.move(memory, result, unsent=unsent)
         self.done = 0
         self.is_open = False
         self._stepped.clear()
@@ -257,24 +266,13 @@ class LocalSteps:
         for index, one in enumerate(started):
             count_bucket(attached.stats, index, len(started), one.traffic, first=index == 0)
 
-    def _start(self, memory: BucketMemory, index: int, count: int, group: StepGroup) -> _Started:
-        bucket = GradBucket(
-            memory.parameters,
-            buffer=self.hook.distance(memory),
-            index=index,
-            bucket_count=count,
-            process_group=group.group_for(memory.device),
-        )
-        bucket._memory = memory
-        where = hook_on_bucket(self._attached.name, index, count)
-        result, dtype, traffic = run_average(self.hook.hook, bucket)
-        return _Started(_C.as_future(result, where), bucket, dtype, where, traffic)
-
-    def _some_rank_has_stepped(self, group: StepGroup) -> bool:
+    def _some_rank_is_apart(self, group: StepGroup) -> bool:
         # Where a step is written by hand, all that tells of the last one is what it has written.
         written = self.is_open and self._versions_now() != self._versions
         device = self._living()[0].device
-        has = torch.tensor([float(self.done > 0 or bool(self._stepped) or written)], device=device)
+        has_stepped = self.done > 0 or bool(self._stepped) or written
+        is_apart = has_stepped or any(map(self.hook.is_ahead, self._memories()))
+        has = torch.tensor([float(is_apart)], device=device)
         total = collectives.all_reduce(has, group=group.group_for(device)).wait()
         return bool(total.item())
 
@@ -309,7 +307,7 @@ class LocalSteps:
         memory.load_state_dict(state)
         self._road().memory_loaded(state["buckets"])
         for bucket in self._memories():
-            self.hook.return_to_anchor(bucket)
+            self.hook.return_to_start(bucket)
         for parameter, value in own:
             parameter.copy_(value)
         self.done, self.is_open = position["done"], position["is_open"]
@@ -360,6 +358,27 @@ class _Started:
         self.dtype = dtype
         self.where = where
         self.traffic = traffic
+
+    @classmethod
+    def of(cls, hook: Hook, bucket: GradBucket, name: str) -> _Started:
+        """Start a hook on a bucket."""
+        where = hook_on_bucket(name, bucket.index(), bucket.bucket_count())
+        result, dtype, traffic = run_average(hook, bucket)
+        return cls(_C.as_future(result, where), bucket, dtype, where, traffic)
+
+
+def _bucket_of(
+    memory: BucketMemory, distance: Tensor, index: int, count: int, group: StepGroup
+) -> GradBucket:
+    bucket = GradBucket(
+        memory.parameters,
+        buffer=distance,
+        index=index,
+        bucket_count=count,
+        process_group=group.group_for(memory.device),
+    )
+    bucket._memory = memory
+    return bucket
 
 
 def _result(started: _Started, group: StepGroup) -> Tensor:

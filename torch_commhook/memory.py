@@ -18,6 +18,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from torch_commhook.bucket_layout import BucketLayout
 from torch_commhook.collectives.compressed import MessageBuffers
+from torch_commhook.gloo_groups import group_name
 from torch_commhook.hook_states import FOLDED_INTO, VERSION, checked_state
 from torch_commhook.metrics import CallMeter
 
@@ -90,6 +91,10 @@ class BucketMemory:
     def steps(self) -> int:
         """Steps done."""
         return self._owner.steps
+
+    def stand_in(self, group: Any) -> Any:
+        """What a hook that was given a group communicates through instead."""
+        return self._owner.stand_in(group)
 
     def flat(self, name: str) -> Tensor:
         """A number in float32 for each of the bucket's elements; zeros at first."""
@@ -278,6 +283,7 @@ class HookMemory:
         steps: that have been done on all ranks.
         is_empty: whether the hook remembers nothing that changes from step to step.
         group: to communicate through, outside of a bucket's collectives.
+        stand_ins: groups that are used instead of such as hooks were given, by the name of these.
         on_step: called after each step.
         is_begun: whether a bucket has been asked for, where nobody else tells of steps.
         past: see :class:`BucketMemory`.
@@ -290,6 +296,7 @@ class HookMemory:
         self.is_empty = True
         self.is_begun = False
         self.group: Any = None
+        self.stand_ins: dict[str, Any] = {}
         self.on_step: Callable[[HookMemory], None] | None = None
         self.past: dict[int, bool] = {}
         self._names = WeakIdKeyDictionary()
@@ -298,6 +305,10 @@ class HookMemory:
         self._shared = WeakIdKeyDictionary()
         self._loaded_shards = WeakIdKeyDictionary()
         self._choices = WeakIdKeyDictionary()
+
+    def stand_in(self, group: Any) -> Any:
+        """What is to be used instead of a group that a hook was given, or the group itself."""
+        return self.stand_ins.get(group_name(group), group) if self.stand_ins else group
 
     def know(self, names: Sequence[tuple[str, Tensor]], *, rank: int, world_size: int) -> None:
         """Be told the parameters' names, and which of how many ranks this is."""

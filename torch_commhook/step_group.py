@@ -4,7 +4,8 @@ A hook that fails on one rank leaves the others in collectives that will never c
 a model's hooks have a group of their own. The rank where something failed closes it, which ends
 the others' collectives at once, and says why in the store. No step counts unless every rank has
 agreed, through the same group, that its part was done; so all ranks raise in the same step, and all
-make a new group at the beginning of the next.
+make a new group at the beginning of the next. Groups that hooks were given are a user's to close:
+for each there is one of the library's own over the same ranks, which goes the same way.
 
 Other backends have no such way: their hooks use the model's group, and what fails there is found by
 the group's own timeout.
@@ -15,8 +16,9 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -42,6 +44,44 @@ from torch_commhook.running_backward import RunningBackward
 
 class PeerError(RuntimeError):
     """Another rank's hook failed, or its process ended, so that this step counts on no rank."""
+
+
+class _Connected:
+    """A Gloo group of the library's own, whose connections can be made anew.
+
+    Args:
+        store: in which nobody else meets under ``name``.
+        name: the same on its ranks, and of no other group.
+        like: a group over the same ranks, as which it times out too.
+    """
+
+    def __init__(self, store: dist.Store, name: str, like: Any) -> None:
+        self.name = name
+        self.rank: int = like.rank()
+        self.ranks = dist.get_process_group_ranks(like)
+        self.timeout: timedelta = group_timeout(like)
+        own_store = dist.PrefixStore(f"{self.place}/1", store)
+        self.group = make_group(own_store, self.rank, self.ranks, name, self.timeout)
+        _wait_for_all(self.group)
+
+    @property
+    def place(self) -> str:
+        """Where in a store the ranks meet; groups of a name may have ranks of their own."""
+        return f"{self.name}/{'-'.join(map(str, self.ranks))}"
+
+    def backend(self, store: dist.Store) -> Any:
+        """New connections."""
+        own_store = dist.PrefixStore(self.place, store)
+        size = len(self.ranks)
+        backend = dist.ProcessGroupGloo(own_store, self.rank, size, timeout=self.timeout)
+        _wait_for_all(backend)
+        return backend
+
+    def take(self, kind: Any, backend: Any) -> None:
+        """Communicate through a backend from here on."""
+        _C.drop_backends(self.group)
+        self.group._register_backend(torch.device("cpu"), kind, backend)
+        self.group._set_group_name(self.name)
 
 
 _log = logging.getLogger(__name__)
@@ -80,16 +120,14 @@ class StepGroup:
         self.name = f"{group_name(self.parent)}/commhook{count}"
         self._store = group_store(self.parent) if self.size > 1 and is_gloo(self.parent) else None
         self.group: Any = self.parent
-        self._second: Any = None
-        self._second_name = f"{self.name}/second"
+        self._own: list[_Connected] = []
+        self._stand_ins: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        # Gloo's threads must end before the interpreter does.
+        self._end = weakref.finalize(self, _destroy, self._own)
         if self.recovers:
-            self.group = self._make(self.name)
-            provide_second_group(self.group, _second_of(weakref.ref(self)))
+            self.group = self._make(self.name, self.parent)
         groups_by_name[self.name] = self
         _siblings.setdefault(self.parent, weakref.WeakSet()).add(self)
-        # Gloo's threads must end before the interpreter does.
-        self._own = [self.group] if self.recovers else []
-        self._end = weakref.finalize(self, _destroy, self._own)
 
     @property
     def recovers(self) -> bool:
@@ -99,6 +137,33 @@ class StepGroup:
     def group_for(self, device: torch.device) -> Any:
         """What hooks communicate through for tensors on a device."""
         return self.group if device.type == "cpu" else self.parent
+
+    def stand_in(self, group: Any, device: torch.device) -> Any:
+        """What hooks communicate through instead of a group that they were given.
+
+        That has connections of its own, which are made anew with those of :attr:`group`. All ranks
+        ask for the same groups in the same order.
+
+        Args:
+            group: of some of the ranks.
+            device: of the tensors.
+
+        Returns:
+            The group itself, where its connections cannot be made anew: those of other backends,
+            and such as have ranks that do not take part here.
+        """
+        if not (self.recovers and device.type == "cpu" and is_gloo(group) and self._has(group)):
+            return group
+        found = self._stand_ins.get(group)
+        if found is None:
+            found = self._make(f"{self.name}/{group_name(group)}", group)
+            self._stand_ins[group] = found
+        return found
+
+    def _has(self, group: Any) -> bool:
+        return set(dist.get_process_group_ranks(group)) <= set(
+            dist.get_process_group_ranks(self.parent)
+        )
 
     def begin(self) -> None:
         """Begin a step. After one that failed, wait for the other ranks and connect anew.
@@ -133,12 +198,8 @@ class StepGroup:
         backends: list[Any] = []
         try:
             store = self._meet()
-            for _ in self._own:
-                own_store = dist.PrefixStore(str(len(backends)), store)
-                backends.append(
-                    dist.ProcessGroupGloo(own_store, self.rank, self.size, timeout=self.timeout)
-                )
-                _wait_for_all(backends[-1])
+            for own in self._own:
+                backends.append(own.backend(store))
         except RuntimeError as error:
             if self._reason(self._epoch + 1) is not None:  # another rank was quick to fail again
                 self._epoch += 1
@@ -148,10 +209,9 @@ class StepGroup:
                 "the last step failed; every rank has to go on with another backward()"
             ) from error
         self._epoch += 1
-        names = (self.name, self._second_name)
-        for name, group, backend in zip(names, self._own, backends, strict=False):
-            _set_backend(group, name, dist.ProcessGroup.BackendType.GLOO, backend)
-            renew_turns(group)
+        for own, backend in zip(self._own, backends, strict=True):
+            own.take(dist.ProcessGroup.BackendType.GLOO, backend)
+            renew_turns(own.group)
         self._broken = False
 
     def prepare_tracing(self) -> None:
@@ -161,8 +221,9 @@ class StepGroup:
         to :meth:`begin`: the others may be at another model's step.
         """
         if self._broken:
-            fake = FakeProcessGroup._create_internal(self.rank, self.size)
-            _set_backend(self.group, self.name, dist.ProcessGroup.BackendType.CUSTOM, fake)
+            for own in self._own:
+                fake = FakeProcessGroup._create_internal(own.rank, len(own.ranks))
+                own.take(dist.ProcessGroup.BackendType.CUSTOM, fake)
 
     def end(self) -> None:
         """End a step that went well on this rank, as :meth:`commit`, where ranks agree at all."""
@@ -213,8 +274,8 @@ class StepGroup:
         with suppress(RuntimeError):  # the store may have gone with its process, which all see
             # The first counts: who comes later may have failed because of it.
             self._store.compare_set(self._key(self._epoch), "", f"on rank {self.rank}: {reason}")
-        for group in self._own:
-            _C.drop_backends(group)
+        for own in self._own:
+            _C.drop_backends(own.group)
 
     def fail_with(self, error: BaseException) -> BaseException:
         """:meth:`fail` because of an error.
@@ -317,20 +378,22 @@ class StepGroup:
         if self.recovers:
             second_group(self.group)
 
-    def _make_second(self) -> Any:
-        """The group of :func:`torch_commhook.gloo_groups.second_group`; connects it at once."""
-        if self._second is None:
-            self._second = self._make(self._second_name)
-            self._own.append(self._second)
-        return self._second
-
-    def _make(self, name: str) -> Any:
-        ranks = dist.get_process_group_ranks(self.parent)
+    def _make(self, name: str, like: Any) -> Any:
+        """A group over the ranks of ``like``, and one for its second stages when that is wanted."""
         assert self._store is not None
-        store = dist.PrefixStore(f"{name}/1", self._store)
-        group = make_group(store, self.rank, ranks, name, self.timeout)
-        _wait_for_all(group)
-        return group
+        own = _Connected(self._store, name, like)
+        self._own.append(own)
+        itself = weakref.ref(self)
+        group = weakref.ref(own.group)
+
+        def second() -> Any:
+            step_group, first = itself(), group()
+            if step_group is None or first is None:
+                return None
+            return step_group._make(f"{name}/second", first)
+
+        provide_second_group(own.group, second)
+        return own.group
 
     def _store_of(self, connections: str) -> dist.Store:
         assert self._store is not None
@@ -369,20 +432,6 @@ def _wait_for_all(connected: Any) -> None:
     connected.barrier().wait()
 
 
-def _set_backend(group: Any, name: str, kind: Any, backend: Any) -> None:
-    _C.drop_backends(group)
-    group._register_backend(torch.device("cpu"), kind, backend)
-    group._set_group_name(name)
-
-
-def _second_of(step_group: weakref.ref[StepGroup]) -> Callable[[], Any]:
-    def provide() -> Any:
-        own = step_group()
-        return None if own is None else own._make_second()
-
-    return provide
-
-
-def _destroy(groups: list[Any]) -> None:
-    for group in groups:
-        destroy_group(group)
+def _destroy(own: Sequence[_Connected]) -> None:
+    for each in own:
+        destroy_group(each.group)

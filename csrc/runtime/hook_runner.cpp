@@ -20,7 +20,12 @@ void add_note(const py::error_already_set& error, const std::string& where) {
     return;
   }
   try {
-    value.attr("add_note")("raised by " + where);
+    const py::str note("raised by " + where);
+    // A hook that calls itself with a bucket, as those of the library do, comes here twice.
+    const py::object notes = py::getattr(value, "__notes__", py::list());
+    if (!notes.attr("__contains__")(note).cast<bool>()) {
+      value.attr("add_note")(note);
+    }
   } catch (const py::error_already_set&) {
     // An exception class that refuses notes is still raised.
   }

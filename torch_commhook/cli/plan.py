@@ -2,8 +2,8 @@
 
 What a hook computes is measured here, on a bucket of random gradients; what it sends is counted,
 with ranks that are threads. From that a step is timed: a third of its computing is the forward, the
-rest the backward, which fills equal buckets one after the other, and what hooks compute stands on
-the same processor. A bucket goes on the wire once it is full and the one before is through.
+rest the backward, which fills the buckets one after the other, and what hooks compute stands on the
+same processor. A bucket goes on the wire once it is full and the one before is through.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ DEFAULT_HOOKS = (
     "error_feedback(topk(0.01))",
     "error_feedback(powersgd(rank=2))",
 )
-_BUCKET_CAP_MB = 25.0  # DDP's
+_BUCKET_CAPS_MB = (1.0, 25.0)  # DDP's
 #: Elements of the largest bucket that is measured: 25 MiB.
 _MOST_MEASURED = 25 * (1 << 20) // 4
 _BUCKET_NUMBER_BYTES = 4  # gradients in float32
+_MOST_BUCKETS = 10_000  # past which one more makes no difference
 #: A backward computes the products of a forward twice over.
 _FORWARD = 1 / 3
 #: Of an Ethernet frame what is not headers, its own, IP's and TCP's.
@@ -45,6 +46,10 @@ _MOST_COUNTED = 1 << 18
 _RUNS = 5
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 _BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
+
+
+class HookError(RuntimeError):
+    """A hook that could not be run, in one sentence."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,7 @@ def measure(
     *,
     elements: int,
     world_size: int,
-    bucket_cap_mb: float = _BUCKET_CAP_MB,
+    bucket_cap_mb: Sequence[float] = _BUCKET_CAPS_MB,
 ) -> list[Measured]:
     """What each hook computes and sends.
 
@@ -90,17 +95,25 @@ def measure(
         hooks: as ``train`` takes them.
         elements: of the model.
         world_size: ranks.
-        bucket_cap_mb: of a bucket, in MiB.
+        bucket_cap_mb: of the buckets, as :func:`bucket_sizes` takes them.
+
+    Raises:
+        HookExpressionError: what is no hook.
+        HookError: one that fails when it is run.
     """
-    bucket = -(-elements // bucket_count(elements, bucket_cap_mb))
+    bucket = -(-elements // len(bucket_sizes(elements, bucket_cap_mb)))
     plain = _compute_seconds(parse_hook("allreduce()"), elements, bucket)
     found = []
     for text in hooks:
         hook = parse_hook(text)
         if hook is None:
             raise HookExpressionError(f"the hook {text!r} is plain DDP: write allreduce()")
-        sent = _bytes_per_element(hook, elements, world_size) * elements
-        computed = max(0.0, _compute_seconds(hook, elements, bucket) - plain)
+        try:
+            sent = _bytes_per_element(hook, elements, world_size) * elements
+            computed = max(0.0, _compute_seconds(hook, elements, bucket) - plain)
+        except Exception as error:  # a hook may be a user's, and raise anything
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            raise HookError(f"the hook {text!r} can't be run by itself: {said}") from error
         found.append(Measured(text, sent, computed))
     return found
 
@@ -110,7 +123,7 @@ def plan(
     *,
     bits_per_second: float,
     compute_seconds: float = 0.0,
-    buckets: int = 1,
+    buckets: Sequence[int] = (1,),
 ) -> list[Cost]:
     """What each hook would cost; the first is what the others are compared with.
 
@@ -118,7 +131,7 @@ def plan(
         measured: what :func:`measure` gives.
         bits_per_second: of each rank's link, each way.
         compute_seconds: of a step without communication.
-        buckets: of the model, as :func:`bucket_count` says.
+        buckets: their sizes, as :func:`bucket_sizes` says.
     """
     costs: list[Cost] = []
     for each in measured:
@@ -137,18 +150,34 @@ def plan(
     return costs
 
 
-def bucket_count(elements: int, bucket_cap_mb: float) -> int:
-    """Buckets of a model whose gradients are float32."""
-    return max(1, math.ceil(elements * _BUCKET_NUMBER_BYTES / (bucket_cap_mb * (1 << 20))))
+def bucket_sizes(elements: int, bucket_cap_mb: Sequence[float]) -> list[int]:
+    """Elements of each bucket of a model whose gradients are float32, in the order of a backward.
+
+    Args:
+        elements: of the model.
+        bucket_cap_mb: of each bucket, in MiB; the last is for all that follow.
+    """
+    caps = [max(1, int(cap * (1 << 20)) // _BUCKET_NUMBER_BYTES) for cap in bucket_cap_mb]
+    sizes: list[int] = []
+    left = elements
+    while left > 0:
+        size = min(left, caps[min(len(sizes), len(caps) - 1)])
+        if len(sizes) >= _MOST_BUCKETS:
+            size = left
+        sizes.append(size)
+        left -= size
+    return sizes
 
 
-def _step_seconds(compute: float, hook: float, wire: float, buckets: int) -> float:
+def _step_seconds(compute: float, hook: float, wire: float, buckets: Sequence[int]) -> float:
     """A step, in which buckets travel while the next ones are computed."""
     computed = compute * _FORWARD
     through = 0.0  # when the wire has nothing more to send
-    for _ in range(buckets):
-        computed += (compute * (1 - _FORWARD) + hook) / buckets
-        through = max(through, computed) + wire / buckets
+    elements = sum(buckets)
+    for size in buckets:
+        share = size / elements
+        computed += (compute * (1 - _FORWARD) + hook) * share
+        through = max(through, computed) + wire * share
     return max(computed, through)
 
 
@@ -211,14 +240,10 @@ def main(argv: Sequence[str]) -> int:
             ),
             bits_per_second=options.link,
             compute_seconds=options.compute_ms / 1e3,
-            buckets=bucket_count(options.model_size, options.bucket_cap_mb),
+            buckets=bucket_sizes(options.model_size, options.bucket_cap_mb),
         )
-    except HookExpressionError as error:
+    except (HookExpressionError, HookError) as error:
         print(f"commhook plan: error: {error}", file=sys.stderr)
-        return 2
-    except Exception as error:  # a hook's, which may be a user's
-        text = f"{type(error).__name__}: {error}"
-        print(f"commhook plan: error: {' '.join(text.split())}", file=sys.stderr)
         return 2
     if options.json:
         print(json.dumps([asdict(cost) for cost in costs], indent=2))
@@ -249,7 +274,7 @@ def _table(costs: Sequence[Cost], options: argparse.Namespace) -> str:
     what = (
         f"{options.model_size / 1e6:g} M elements, {options.world} ranks, "
         f"{options.link / 1e6:g} Mbit/s each way, a step of {options.compute_ms:g} ms without "
-        f"communication, buckets of {options.bucket_cap_mb:g} MiB, "
+        f"communication, buckets of {' '.join(f'{cap:g}' for cap in options.bucket_cap_mb)} MiB, "
         f"{options.threads} thread{'s' if options.threads > 1 else ''}"
     )
     return "\n".join([what, *lines])
@@ -283,9 +308,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--bucket-cap-mb",
         type=_mebibytes,
-        default=_BUCKET_CAP_MB,
+        nargs="+",
+        default=_BUCKET_CAPS_MB,
         metavar="MIB",
-        help=f"DDP's buckets ({_BUCKET_CAP_MB:g})",
+        help=(
+            "DDP's buckets, from the first to be full on; the last is for all that follow "
+            f"({' '.join(f'{cap:g}' for cap in _BUCKET_CAPS_MB)})"
+        ),
     )
     parser.add_argument("--threads", type=_ranks, default=1, help="that a rank computes with (1)")
     parser.add_argument(

@@ -33,7 +33,9 @@ class TrainConfig:
     seed: int = 0
     ranks: int = 2
     hook: str = "cast(bfloat16)"
-    bucket_cap_mb: float = 13.0  # three buckets of the model that these make
+    #: A small first bucket, so that something travels early, and a small last one, for which
+    #: everybody waits.
+    bucket_cap_mb: tuple[float, ...] = (2.0, 12.0, 14.0, 10.0, 6.0)
     data: tuple[str, ...] | None = None
     data_cap_mb: float | None = None
 
@@ -49,6 +51,7 @@ class TrainConfig:
         """The configuration as plain values, for JSON and for a checkpoint."""
         plain = asdict(self)
         plain["data"] = None if self.data is None else list(self.data)
+        plain["bucket_cap_mb"] = list(self.bucket_cap_mb)
         return plain
 
     @staticmethod
@@ -63,8 +66,9 @@ class TrainConfig:
         for name, value in values.items():
             if not _can_be(name, value, known[name]):
                 raise ValueError(f"its {name} can't be {reprlib.repr(value)}")
-        if values.get("data") is not None:
-            values["data"] = tuple(values["data"])
+        for name in ("data", "bucket_cap_mb"):
+            if values.get(name) is not None:
+                values[name] = tuple(values[name])
         return TrainConfig(**values)
 
 
@@ -74,6 +78,9 @@ def _can_be(name: str, value: Any, default: Any) -> bool:
         return value is None or (
             isinstance(value, list) and all(isinstance(item, str) for item in value)
         )
+    if isinstance(default, tuple):
+        own = isinstance(value, list) and len(value) > 0
+        return own and all(_can_be(name, item, default[0]) for item in value)
     if isinstance(default, str):
         return isinstance(value, str)
     if isinstance(default, int):

@@ -87,8 +87,9 @@ def _resolve(args: argparse.Namespace, place: Place | None) -> TrainOptions:
         for f in fields(TrainConfig)
         if getattr(args, f.name) is not None
     }
-    if "data" in given:
-        given["data"] = tuple(given["data"])
+    for name in ("data", "bucket_cap_mb"):
+        if name in given:
+            given[name] = tuple(given[name])
     if place is not None:
         if given.get("ranks", place.size) != place.size:
             raise OptionError(

@@ -66,8 +66,10 @@ def _option_groups() -> dict[str, dict[str, dict[str, Any]]]:
             ),
             "--bucket-cap-mb": _option(
                 _at_most(MOST["bucket_cap_mb"], _positive_float),
-                f"DDP's buckets ({default.bucket_cap_mb:g})",
+                "DDP's buckets, from the first to be full on; the last is for all that follow "
+                f"({' '.join(f'{cap:g}' for cap in default.bucket_cap_mb)})",
                 metavar="MIB",
+                nargs="+",
             ),
             "--ranks": _option(
                 _positive_int, f"ranks to launch, at most {MOST_RANKS} ({default.ranks})"

@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from dataclasses import dataclass, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,7 @@ def prepare(
     ddp = DistributedDataParallel(
         model,
         device_ids=None if world.device.type == "cpu" else [world.device],
-        bucket_cap_mb=config.bucket_cap_mb,
+        **_bucket_sizes(config),
         gradient_as_bucket_view=True,  # a copy of all gradients less, in memory and time
     )
     _settle_buckets(ddp, world)
@@ -190,6 +191,14 @@ def prepare(
     if checkpoint is not None:
         _restore(run, config, world, checkpoint, main_run)
     return run
+
+
+def _bucket_sizes(config: TrainConfig) -> dict[str, Any]:
+    """As DDP takes them; before torch 2.13 all are as large as the largest."""
+    caps = list(config.bucket_cap_mb)
+    if len(caps) > 1 and "bucket_cap_mb_list" in signature(DistributedDataParallel).parameters:
+        return {"bucket_cap_mb_list": caps}
+    return {"bucket_cap_mb": max(caps)}
 
 
 def _settle_buckets(ddp: DistributedDataParallel, world: World) -> None:

@@ -100,12 +100,13 @@ class Codec(ABC):
         Args:
             tensors: dense, of dtype float64, float32, float16 or bfloat16, of any shapes and
                 strides, on one device.
-            message: written; contiguous, uint8, as long as :meth:`shards` says in all, at an
-                address that is a multiple of 4.
+            message: written, all of it; contiguous, uint8, as long as :meth:`shards` says in
+                all, at an address that is a multiple of 4.
             shards: how many.
             scale: factor, applied in float32.
             error: what earlier messages have lost, in float32, flat, as many as the values. Added
-                to them, and replaced by what this message loses.
+                to them, and replaced by what this message loses. It stays as it was where that
+                is not finite, or it would never be finite again.
             rounding: int64, ``[seed, step]`` on the tensors' device, from which random numbers
                 follow. Needed where :attr:`is_random`.
 
@@ -132,7 +133,9 @@ class Codec(ABC):
             tensors: dense destinations of any strides that reach each element once, with as many
                 elements as the message has values, sharing no memory.
             shards: as in :meth:`encode`.
-            rounding: what :meth:`encode` was given, for codecs that need it here too.
+            rounding: what :meth:`encode` was given. Only codecs whose :attr:`exchange` is
+                ``"all_reduce"`` are sure to get it: elsewhere each rank has its own, and what
+                decoding needs must be in the message.
 
         Raises:
             TypeError, ValueError, RuntimeError: as in :meth:`encode`.
@@ -189,11 +192,13 @@ class Codec(ABC):
         Raises:
             TypeError, ValueError, RuntimeError: as in :meth:`encode`.
         """
-        total = self._sum_of(messages, numel, rounding)
+        total = self._sum_of(messages, numel)
         self.encode([total], message, scale=scale, error=error, rounding=rounding)
 
-    def _sum_of(self, messages: Tensor, numel: int, rounding: Tensor | None) -> Tensor:
+    def _sum_of(self, messages: Tensor, numel: int, rounding: Tensor | None = None) -> Tensor:
         total = torch.empty(numel, device=messages.device)
+        if numel == 0:  # of which the messages may have no bytes to look at
+            return total
         self.decode(messages[0], [total], rounding=rounding)
         if len(messages) > 1:
             one = torch.empty_like(total)

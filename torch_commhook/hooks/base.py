@@ -6,7 +6,7 @@
 import copy
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +68,10 @@ class Hook(ABC):
     def __init__(self, process_group: Any = None) -> None:
         self.process_group = process_group
 
+    def hooks_inside(self) -> "Sequence[Hook]":
+        """The hooks that do this one's work, if others do."""
+        return ()
+
     def prepare(self, memory: BucketMemory) -> None:  # noqa: B027 (most remember nothing)
         """Ask for what the hook remembers of a bucket, before the first :meth:`average` of it.
 
@@ -75,11 +79,12 @@ class Hook(ABC):
         formed anew.
         """
 
-    def step_scale(self, results: Sequence[Tensor]) -> Tensor | None:
+    def step_scale(self, results: Sequence[Tensor], past: "Mapping[int, bool]") -> Tensor | None:
         """A factor for a step's results, before they are written.
 
         Args:
             results: flat tensors, one for each bucket, the same on all ranks.
+            past: whether so many steps had been done before it (:class:`BucketMemory`).
 
         Returns:
             A float32 tensor of one number; None for 1.
@@ -139,6 +144,7 @@ class Hook(ABC):
         Raises:
             TypeError: another state, or :meth:`average` returned neither a Future nor a tensor.
                 Names hook and bucket, as do errors about what the Future holds.
+            RuntimeError: a hook that scales steps, which are to be seen as a whole.
             Exception: whatever :meth:`average` raised, with a note that names hook and bucket.
         """
         if state is not None and not isinstance(state, dist.ProcessGroup):
@@ -147,6 +153,11 @@ class Hook(ABC):
                 f"{_C.type_name(state)}; a hook of the library keeps its own"
             )
         bucket = GradBucket.wrap(bucket, state)
+        if self.scales_steps:
+            raise RuntimeError(
+                f"{self}: what steps are scaled by comes from all buckets, which only a hook that "
+                "is attached sees; use torch_commhook.attach(model, hook)"
+            )
         self.memory(bucket)
         dtype = checked_result_dtype(self, bucket)
         where = _where(self, bucket)
@@ -165,7 +176,24 @@ class Hook(ABC):
         Raises:
             RuntimeError: there is none, and torch.distributed is not initialized.
         """
-        return resolve_group(self.process_group or bucket.process_group())
+        own = self.process_group
+        if own is None:
+            return resolve_group(bucket.process_group())
+        own, memory = resolve_group(own), bucket._memory
+        return own if memory is None else memory.stand_in(own)
+
+    def own_groups(self) -> "list[Any]":
+        """Process groups that it was given, itself or a hook inside.
+
+        The same on all ranks, but for what is no group, or none of this rank's: a step tells of it.
+        """
+        found = [group for group in self._given_groups() if isinstance(group, dist.ProcessGroup)]
+        for hook in self.hooks_inside():
+            found += hook.own_groups()
+        return found
+
+    def _given_groups(self) -> "list[Any]":
+        return [] if self.process_group is None else [self.process_group]
 
     # Copies keep the group, and have buffers of their own. Process groups belong to one process,
     # so that pickles go without.
@@ -181,8 +209,8 @@ class Hook(ABC):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Hook":
-        group = self.process_group
-        memo[id(group)] = group
+        for group in self._given_groups():
+            memo[id(group)] = group
         return self._with_state(copy.deepcopy(self.__dict__, memo))
 
     def _with_state(self, state: dict[str, Any]) -> "Hook":
@@ -191,13 +219,18 @@ class Hook(ABC):
         return hook
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.process_group is not None:
+        if self._given_groups():
             warnings.warn(
                 f"{self}: a process group cannot be pickled, and is left out; the copy averages "
                 "over the ranks of the model that it is attached to",
                 stacklevel=2,
             )
         return {**self.__dict__, "process_group": None}
+
+
+def of_hooks_inside(name: str) -> Any:
+    """A property: whether it is so of one of :meth:`Hook.hooks_inside`."""
+    return property(lambda self: any(getattr(hook, name) for hook in self.hooks_inside()))
 
 
 def _where(hook: Hook, bucket: GradBucket) -> str:

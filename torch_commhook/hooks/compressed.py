@@ -69,7 +69,7 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
                 rank, ranks = self._place(memory)
                 span = shard_range(codec, memory.numel, rank=rank, world_size=ranks)
                 memory.shard("shard_error", *span, factor=ranks)
-        self._rounding(memory)
+        rounding_of(codec, self.seed, memory)
 
     def _place(self, memory: BucketMemory) -> tuple[int, int]:
         """This rank's number among those that are averaged over, and how many these are."""
@@ -77,11 +77,6 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
         if own is None:
             return memory.rank, memory.world_size
         return own.rank(), own.size()
-
-    def _rounding(self, memory: BucketMemory) -> Tensor | None:
-        if not self.codec.is_random:
-            return None
-        return memory.random(self.seed, alike=self.codec.exchange == "all_reduce")
 
     def _warn_where_a_cast_is_better(self, memory: BucketMemory) -> None:
         if self.codec.exchange != "all_gather":
@@ -106,7 +101,7 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
             out=result_tensor(bucket, memory),
             error=memory.tensors.get("error"),
             shard_error=memory.tensors.get("shard_error"),
-            rounding=self._rounding(memory),
+            rounding=rounding_of(self.codec, self.seed, memory),
             buffers=memory.buffers,
             meter=memory.meter,
             group=group,
@@ -121,6 +116,13 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
             comma = "" if text.endswith("()") else ", "
             text = f"{text[:-1]}{comma}seed={self.seed})"
         return text
+
+
+def rounding_of(codec: Codec, seed: int, memory: BucketMemory) -> Tensor | None:
+    """What a codec's random numbers follow from in this bucket and step; None where it has none."""
+    if not codec.is_random:
+        return None
+    return memory.random(seed, alike=codec.exchange == "all_reduce")
 
 
 def check_dense(hook: Hook, bucket: GradBucket) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch_commhook.collectives.hierarchical import (
 )
 from torch_commhook.collectives.plain import resolve_group
 from torch_commhook.hooks.base import Hook, result_tensor
-from torch_commhook.hooks.compressed import check_dense
+from torch_commhook.hooks.compressed import check_dense, rounding_of
 from torch_commhook.memory import BucketMemory
 
 
@@ -34,6 +34,7 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
 
     Raises:
         TypeError: no codec, or no process groups.
+        ValueError: this rank is in none of a group.
     """
 
     _commhook_traceable = True
@@ -48,8 +49,24 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
             )
         self.codec = codec
         self.seed = seed
+        for name, group in (("intra_group", intra_group), ("inter_group", inter_group)):
+            if group is None:
+                raise TypeError(f"hierarchical: {name} must be a ProcessGroup, got None")
         self.intra_group = resolve_group(intra_group)
         self.inter_group = resolve_group(inter_group)
+
+    @property
+    def has_stages(self) -> bool:  # type: ignore[override]
+        return self.codec.exchange == "all_to_all"
+
+    def _given_groups(self) -> list[Any]:
+        return [self.intra_group, self.inter_group]
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self}: can't be pickled, since its process groups belong to this process; make one "
+            "where it is used"
+        )
 
     @property
     def takes_error(self) -> bool:  # type: ignore[override]
@@ -64,12 +81,7 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
             memory.shard("node_error", *share, factor=1)
             shard = inter_shard_range(self.codec, memory.numel, **groups)
             memory.shard("node_shard_error", *shard, factor=memory.world_size)
-        self._rounding(memory)
-
-    def _rounding(self, memory: BucketMemory) -> Tensor | None:
-        if not self.codec.is_random:
-            return None
-        return memory.random(self.seed, alike=self.codec.exchange == "all_reduce")
+        rounding_of(self.codec, self.seed, memory)
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         check_dense(self, bucket)
@@ -77,14 +89,14 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
         return hierarchical_all_reduce(
             bucket.sources(),
             self.codec,
-            intra_group=self.intra_group,
-            inter_group=self.inter_group,
+            intra_group=memory.stand_in(self.intra_group),
+            inter_group=memory.stand_in(self.inter_group),
             scale=1.0 / (self.intra_group.size() * self.inter_group.size()),
             out=result_tensor(bucket, memory),
             carry=memory.tensors.get("error"),
             error=memory.tensors.get("node_error"),
             shard_error=memory.tensors.get("node_shard_error"),
-            rounding=self._rounding(memory),
+            rounding=rounding_of(self.codec, self.seed, memory),
             buffers=memory.buffers,
             meter=memory.meter,
         )

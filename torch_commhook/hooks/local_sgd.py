@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +11,13 @@ import torch
 from torch import Tensor
 
 from torch_commhook.bucket import GradBucket
-from torch_commhook.hooks.base import Hook
+from torch_commhook.hooks.base import Hook, of_hooks_inside
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory import BucketMemory, HookMemory
 
 _ANCHOR = "local_sgd_anchor"
 _MOMENTUM = "local_sgd_momentum"
+_ERROR = "error"  # what hooks remember of what they have lost
 
 
 @dataclass(frozen=True)
@@ -103,10 +105,15 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         outer: moves the anchor; ``outer_sgd(0.7, 0.9)`` by default.
         hook: averages the distances; :class:`allreduce` by default. With one that compresses, such
             as ``error_feedback(blockwise(bits=4))``, traffic falls by both factors.
+        error_reset: whether a rank goes on from the anchor and what it has not sent yet, not from
+            the anchor alone: error reset (Xie et al., 2020, arXiv:2007.13221). What is sent late
+            is then late for the other ranks only. For hooks that remember what they lose. Ranks
+            stay apart by that until :meth:`HookHandle.synchronize`, which sends it uncompressed.
 
     Raises:
-        TypeError: no int, no ``outer_sgd``, or no hook of the library.
-        ValueError: ``H`` is not positive, or ``hook`` keeps ranks apart itself.
+        TypeError: no int, no ``outer_sgd``, no hook of the library, or no bool.
+        ValueError: ``H`` is not positive, or ``hook`` keeps ranks apart itself; with
+            ``error_reset``, it remembers nothing of whole buckets, or has a group of its own.
     """
 
     _commhook_traceable = True
@@ -118,6 +125,7 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         *,
         outer: outer_sgd | None = None,
         hook: Hook | None = None,
+        error_reset: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(H, int) or isinstance(H, bool):
@@ -137,13 +145,24 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
             )
         if hook.keeps_ranks_apart:
             raise ValueError(f"local_sgd: hook must bring the ranks together, got {hook}")
+        if not isinstance(error_reset, bool):
+            raise TypeError(
+                f"local_sgd: error_reset must be a bool, got {type(error_reset).__qualname__}"
+            )
+        if error_reset and (not hook.keeps_error or hook.splits_buckets or hook.own_groups()):
+            raise ValueError(
+                "local_sgd: with error_reset, hook must remember what it loses of each bucket, and "
+                f"average over the model's ranks, got {hook}; use error_feedback"
+            )
         self.H = H
         self.outer = outer
         self.hook = hook
+        self.error_reset = error_reset
 
-    @property
-    def has_stages(self) -> bool:  # type: ignore[override]
-        return self.hook.has_stages
+    def hooks_inside(self) -> Sequence[Hook]:
+        return (self.hook,)
+
+    has_stages = of_hooks_inside("has_stages")
 
     def prepare(self, memory: BucketMemory) -> None:
         self._anchors(memory)
@@ -166,8 +185,12 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
 
     # ---- for the exchange ------------------------------------------------------------------------
 
-    def distance(self, memory: BucketMemory) -> Tensor:
-        """How far the parameters have come from the anchor: anchor less parameters.
+    def distance(self, memory: BucketMemory, *, unsent: bool = False) -> Tensor:
+        """How far the parameters have come since the last exchange: where they were less these.
+
+        Args:
+            memory: of a bucket.
+            unsent: with what the hook remembers that it has not sent.
 
         Returns:
             Flat, of the parameters' dtype, laid out as the bucket is.
@@ -176,27 +199,51 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         flat = torch.empty(memory.numel, dtype=memory.dtype, device=memory.device)
         pieces = memory.layout.views(flat)
         # Rounded as the parameters were when they left it.
-        torch._foreach_copy_(pieces, self._anchors(memory))
+        start = self._anchors(memory) if unsent else self._start(memory)
+        torch._foreach_copy_(pieces, start)
         torch._foreach_sub_(pieces, memory.parameters)
         return flat
 
-    def move(self, memory: BucketMemory, distance: Tensor) -> None:
-        """Move the anchor by the mean distance of the ranks, and the parameters there."""
+    def move(self, memory: BucketMemory, distance: Tensor, *, unsent: bool = False) -> None:
+        """Move the anchor by the mean distance of the ranks, and the parameters there.
+
+        Args:
+            memory: of a bucket.
+            distance: the mean of the ranks'.
+            unsent: whether that has all that the hook had not sent.
+        """
         anchors = self._anchors(memory)
         gradients = memory.layout.views(distance.to(anchors[0].dtype))
         self.outer.step(anchors, gradients, self._momenta(memory))
-        self.return_to_anchor(memory)
+        if unsent:
+            memory.tensors[_ERROR].zero_()
+        self.return_to_start(memory)
 
-    def return_to_anchor(self, memory: BucketMemory) -> None:
-        """Put the parameters where the anchor is."""
-        torch._foreach_copy_(memory.parameters, self._anchors(memory))
+    def return_to_start(self, memory: BucketMemory) -> None:
+        """Put the parameters where they are after an exchange."""
+        torch._foreach_copy_(memory.parameters, self._start(memory))
+
+    def is_ahead(self, memory: BucketMemory) -> bool:
+        """Whether this rank's parameters are elsewhere than the anchor, after an exchange."""
+        return self.error_reset and bool(memory.tensors[_ERROR].any())
 
     def anchor_here(self, memory: BucketMemory) -> None:
-        """Put the anchor where the parameters are, where they are elsewhere."""
-        for anchor, parameter in zip(self._anchors(memory), memory.parameters, strict=True):
-            # An anchor of more precision than the parameter is at the same place.
-            if not torch.equal(anchor.to(parameter.dtype), parameter):
+        """Put the anchor where the parameters are, where somebody has moved them."""
+        errors = memory.layout.views(memory.tensors[_ERROR]) if self.error_reset else []
+        starts = zip(self._start(memory), self._anchors(memory), memory.parameters, strict=True)
+        for number, (start, anchor, parameter) in enumerate(starts):
+            # One of more precision than the parameter is at the same place.
+            if not torch.equal(start.to(parameter.dtype), parameter):
                 anchor.copy_(parameter)
+                if errors:
+                    errors[number].zero_()
+
+    def _start(self, memory: BucketMemory) -> list[Any]:
+        """Where a rank goes on from after an exchange."""
+        anchors = self._anchors(memory)
+        if not self.error_reset:
+            return anchors
+        return list(torch._foreach_sub(anchors, memory.layout.views(memory.tensors[_ERROR])))
 
     def _anchors(self, memory: BucketMemory) -> list[Any]:
         return memory.per_parameter(
@@ -220,6 +267,8 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
             said.append(f"outer={self.outer}")
         if type(self.hook) is not allreduce:
             said.append(f"hook={self.hook}")
+        if self.error_reset:
+            said.append("error_reset=True")
         return f"local_sgd({', '.join(said)})"
 
 

@@ -14,7 +14,7 @@ from torch_commhook import _ops
 from torch_commhook.bucket import GradBucket
 from torch_commhook.codecs.base import CODECS
 from torch_commhook.collectives.futures import TracedFuture, then
-from torch_commhook.hooks.base import Hook, result_tensor
+from torch_commhook.hooks.base import Hook, of_hooks_inside, result_tensor
 from torch_commhook.hooks.compressed import hook_of_codec
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.hooks.wrappers import error_feedback
@@ -77,23 +77,14 @@ class policy(Hook):  # noqa: N801 (a hook is written as it is called)
         )
         self.process_group = None
 
-    @property
-    def is_lossy(self) -> bool:  # type: ignore[override]
-        return any(hook.is_lossy for hook in self._hooks)
+    def hooks_inside(self) -> Sequence[Hook]:
+        return self._hooks
 
-    @property
-    def takes_error(self) -> bool:  # type: ignore[override]
-        return any(hook.takes_error for hook in self._hooks)
-
+    is_lossy = of_hooks_inside("is_lossy")
+    takes_error = of_hooks_inside("takes_error")
+    keeps_error = of_hooks_inside("keeps_error")
+    has_stages = of_hooks_inside("has_stages")
     splits_buckets = True
-
-    @property
-    def keeps_error(self) -> bool:  # type: ignore[override]
-        return any(hook.keeps_error for hook in self._hooks)
-
-    @property
-    def has_stages(self) -> bool:  # type: ignore[override]
-        return any(hook.has_stages for hook in self._hooks)
 
     def hook_for(self, name: str | None, parameter: Tensor) -> Hook:
         """The hook of a parameter.
@@ -120,8 +111,8 @@ class policy(Hook):  # noqa: N801 (a hook is written as it is called)
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         memory = self.memory(bucket)
-        if bucket.is_sparse() or bucket.dtype().is_complex:
-            ((only, part),) = memory.parts.items()  # of one parameter, or all are alike
+        if bucket.is_sparse():
+            ((only, part),) = memory.parts.items()  # of one parameter
             bucket._memory = part
             return self._hooks[int(only)].average(bucket)
         gradients = _gradients(bucket)
@@ -141,7 +132,7 @@ class policy(Hook):  # noqa: N801 (a hook is written as it is called)
         def write(values: list[Tensor]) -> Tensor:
             with torch.no_grad():
                 for value, places in zip(values, places_of, strict=True):
-                    _ops.unflatten_into(value.view(-1), [pieces[i] for i in places])
+                    _write(value.view(-1), [pieces[i] for i in places])
             return result
 
         if torch.compiler.is_compiling():
@@ -233,7 +224,18 @@ class _Part(GradBucket):
                 buffers, shape = self._memory.buffers, (self.numel(),)
                 out = buffers.get("gathered", shape, dtype, self.device())
         with torch.no_grad():
+            if self._part_dtype.is_complex:  # which the operators do not take
+                flat = torch.cat([gradient.reshape(-1) for gradient in self._gradients], out=out)
+                return flat.to(dtype or flat.dtype).mul_(scale)
             return _ops.flatten(self._gradients, scale=scale, dtype=dtype, out=out)
+
+
+def _write(flat: Tensor, pieces: Sequence[Tensor]) -> None:
+    if not flat.is_complex():
+        _ops.unflatten_into(flat, pieces)
+        return
+    for piece, part in zip(pieces, flat.split([p.numel() for p in pieces]), strict=True):
+        piece.copy_(part)
 
 
 def _gradients(bucket: GradBucket) -> Sequence[Tensor]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from torch_commhook.bucket import GradBucket
-from torch_commhook.hooks.base import Hook
+from torch_commhook.hooks.base import Hook, of_hooks_inside
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory import BucketMemory, HookMemory
 
@@ -33,29 +33,16 @@ class Wrapper(Hook):
         self.hook = hook
         self._commhook_traceable = getattr(hook, "_commhook_traceable", False)
 
-    @property
-    def is_lossy(self) -> bool:  # type: ignore[override]
-        return self.hook.is_lossy
+    def hooks_inside(self) -> Sequence[Hook]:
+        return (self.hook,)
 
-    @property
-    def takes_error(self) -> bool:  # type: ignore[override]
-        return self.hook.takes_error
-
-    @property
-    def keeps_error(self) -> bool:  # type: ignore[override]
-        return self.hook.keeps_error
-
-    @property
-    def splits_buckets(self) -> bool:  # type: ignore[override]
-        return self.hook.splits_buckets
-
-    @property
-    def settles_buckets(self) -> bool:  # type: ignore[override]
-        return self.hook.settles_buckets
-
-    @property
-    def has_stages(self) -> bool:  # type: ignore[override]
-        return self.hook.has_stages
+    is_lossy = of_hooks_inside("is_lossy")
+    takes_error = of_hooks_inside("takes_error")
+    keeps_error = of_hooks_inside("keeps_error")
+    splits_buckets = of_hooks_inside("splits_buckets")
+    settles_buckets = of_hooks_inside("settles_buckets")
+    has_stages = of_hooks_inside("has_stages")
+    scales_steps = of_hooks_inside("scales_steps")
 
     def prepare(self, memory: BucketMemory) -> None:
         self.hook.prepare(memory)
@@ -67,12 +54,8 @@ class Wrapper(Hook):
     def result_dtype(self, bucket: GradBucket) -> torch.dtype:
         return self.hook.result_dtype(bucket)
 
-    @property
-    def scales_steps(self) -> bool:  # type: ignore[override]
-        return self.hook.scales_steps
-
-    def step_scale(self, results: Sequence[Tensor]) -> Tensor | None:
-        return self.hook.step_scale(results)
+    def step_scale(self, results: Sequence[Tensor], past: Mapping[int, bool]) -> Tensor | None:
+        return self.hook.step_scale(results, past)
 
     def step_counted(self, memory: HookMemory) -> None:
         self.hook.step_counted(memory)
@@ -147,9 +130,8 @@ class after(Wrapper):  # noqa: N801
         self._check_memory()
         self._commhook_traceable = self._commhook_traceable and other._commhook_traceable
 
-    @property
-    def is_lossy(self) -> bool:  # type: ignore[override]
-        return self.hook.is_lossy or self.before.is_lossy
+    def hooks_inside(self) -> Sequence[Hook]:
+        return (self.hook, self.before)
 
     def _check_memory(self) -> None:
         """Both have one memory: the errors of the one are the other's to send."""
@@ -175,29 +157,16 @@ class after(Wrapper):  # noqa: N801
     def takes_error(self) -> bool:  # type: ignore[override]
         return self.hook.takes_error  # which is to send what the other has lost
 
-    @property
-    def keeps_error(self) -> bool:  # type: ignore[override]
-        return self.hook.keeps_error or self.before.keeps_error
-
-    @property
-    def splits_buckets(self) -> bool:  # type: ignore[override]
-        return self.hook.splits_buckets or self.before.splits_buckets
-
-    @property
-    def settles_buckets(self) -> bool:  # type: ignore[override]
-        return self.hook.settles_buckets or self.before.settles_buckets
-
-    @property
-    def has_stages(self) -> bool:  # type: ignore[override]
-        return self.hook.has_stages or self.before.has_stages
-
     def prepare(self, memory: BucketMemory) -> None:
         memory.watch(self.step)
         self.before.prepare(memory)
         self.hook.prepare(memory)
 
     def _current(self, bucket: GradBucket) -> Hook:
-        return self.hook if self.memory(bucket).past[self.step] else self.before
+        return self._current_of(self.memory(bucket).past)
+
+    def _current_of(self, past: Mapping[int, bool]) -> Hook:
+        return self.hook if past.get(self.step) else self.before
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         return self._current(bucket).average(bucket)
@@ -205,8 +174,11 @@ class after(Wrapper):  # noqa: N801
     def result_dtype(self, bucket: GradBucket) -> torch.dtype:
         return self._current(bucket).result_dtype(bucket)
 
+    def step_scale(self, results: Sequence[Tensor], past: Mapping[int, bool]) -> Tensor | None:
+        return self._current_of(past).step_scale(results, past)
+
     def step_counted(self, memory: HookMemory) -> None:
-        (self.hook if memory.past.get(self.step) else self.before).step_counted(memory)
+        self._current_of(memory.past).step_counted(memory)
 
     def __repr__(self) -> str:
         before = "" if self._before_is_plain else f", before={self.before}"
@@ -244,14 +216,7 @@ class clip(Wrapper):  # noqa: N801
 
     scales_steps = True
 
-    # No annotations, of which DDP reads more than these say.
-    def __call__(self, state, bucket):  # type: ignore[no-untyped-def]
-        raise RuntimeError(
-            f"{self}: the norm is that of all buckets, which only a hook that is attached sees; "
-            "use torch_commhook.attach(model, hook)"
-        )
-
-    def step_scale(self, results: Sequence[Tensor]) -> Tensor | None:
+    def step_scale(self, results: Sequence[Tensor], past: Mapping[int, bool]) -> Tensor | None:
         norms = [
             torch.linalg.vector_norm(
                 result, dtype=torch.float64 if result.dtype == torch.float64 else torch.float32
@@ -261,7 +226,7 @@ class clip(Wrapper):  # noqa: N801
         device = norms[0].device
         norm = torch.linalg.vector_norm(torch.stack([one.to(device).float() for one in norms]))
         scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
-        inner = self.hook.step_scale(results)
+        inner = self.hook.step_scale(results, past)
         return scale if inner is None else torch.minimum(scale, inner)
 
     def __repr__(self) -> str:

@@ -162,9 +162,7 @@ class Reducer:
     def attached(self, attached: Attached | None) -> None:
         self._attached = attached
         if attached is not None:
-            attached.join(self.group.group_for(self.device))
-            if attached.has_stages:
-                self.group.prepare_second_stage()
+            attached.join(self.group, self.device)
         self._prepare_memory()
 
     # ---- buckets ---------------------------------------------------------------------------------
@@ -625,8 +623,7 @@ class Reducer:
     def _step_scale(self, results: list[Tensor]) -> float:
         """What the hook scales all results by."""
         assert self._running is not None
-        with torch.no_grad():
-            scale = self._running.hook.step_scale(results)  # type: ignore[attr-defined]
+        scale = self._running.step_scale(results)
         return 1.0 if scale is None else float(scale)
 
     def _result(self, bucket: BucketState) -> Tensor:
@@ -721,9 +718,9 @@ class Reducer:
             bucket.running.future.start_next()
         results = [self._result(bucket) for bucket in self._buckets]
         if attached.scales_steps:
-            with torch.no_grad():
-                scale = attached.hook.step_scale(results)  # type: ignore[attr-defined]
-                if scale is not None:
+            scale = attached.step_scale(results)
+            if scale is not None:
+                with torch.no_grad():
                     results = [result * scale for result in results]
         for bucket, result in zip(self._buckets, results, strict=True):
             if bucket.pending == 0:

@@ -92,6 +92,17 @@ inline __attribute__((always_inline)) void quantize_all(
     }
   } else {
     const int64_t half = (n + 1) / 2;
+    if (__builtin_constant_p(n) && n == 64) {
+      // In words first: of so few bytes, GCC would make vectors half as wide.
+      uint32_t words[32];
+      for (int64_t i = 0; i < 32; ++i) {
+        words[i] = (code(i) & 15u) | (code(32 + i) << 4);
+      }
+      for (int64_t i = 0; i < 32; ++i) {
+        codes[i] = static_cast<uint8_t>(words[i]);
+      }
+      return;
+    }
     for (int64_t i = 0; i < n - half; ++i) {
       codes[i] = static_cast<uint8_t>((code(i) & 15u) | (code(half + i) << 4));
     }
@@ -163,13 +174,92 @@ constexpr int64_t kAhead = 2048;
 struct Workspace {
   alignas(64) float compensated[kMaxBlockSize];
   alignas(64) float dithers[kMaxBlockSize + 8];
-  float range[kGroup];
-  float low[kGroup];
+  float range[kGroup] = {};
+  float low[kGroup] = {};
   float step[kGroup];
   float lifted_low[kGroup];
   float lift[kGroup];
   float factor[kGroup];
 };
+
+#ifdef __AVX512F__  // with shorter vectors, three reductions are no slower
+#define COMMHOOK_EXTREMES_OF_FOUR 1
+using Lanes = int32_t __attribute__((vector_size(64)));
+
+inline __attribute__((always_inline)) void take_larger(Lanes& a, const Lanes& b) {
+  a = a > b ? a : b;
+}
+
+// Integers ordered as floats are by their bits, and back.
+inline __attribute__((always_inline)) Lanes& order(Lanes& bits) {
+  bits ^= (bits >> 31) & 0x7fffffff;
+  return bits;
+}
+
+// The extremes of four blocks of 64 values: alone, each would wait for what is left of its lanes.
+inline __attribute__((always_inline)) void extremes_of_four(const float* p, float* least,
+                                                            float* most) {
+  constexpr int kBlocks = 4;
+  Lanes up[kBlocks];    // the largest
+  Lanes down[kBlocks];  // those of which the bits are all inverted
+  for (int b = 0; b < kBlocks; ++b) {
+    for (int i = 0; i < 4; ++i) {
+      Lanes values;
+      __builtin_memcpy(&values, p + 64 * b + 16 * i, sizeof(values));
+      order(values);
+      const Lanes inverse = ~values;
+      if (i == 0) {
+        up[b] = values;
+        down[b] = inverse;
+      } else {
+        take_larger(up[b], values);
+        take_larger(down[b], inverse);
+      }
+    }
+  }
+  // Two of 16 lanes become one with 8 of each, then 4 of each of four, 2 of each of eight, and one.
+  Lanes eights[kBlocks];
+  for (int b = 0; b < kBlocks; ++b) {
+    eights[b] = __builtin_shufflevector(up[b], down[b], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20,
+                                        21, 22, 23);
+    take_larger(eights[b], __builtin_shufflevector(up[b], down[b], 8, 9, 10, 11, 12, 13, 14, 15, 24,
+                                                   25, 26, 27, 28, 29, 30, 31));
+  }
+  Lanes fours[kBlocks / 2];
+  for (int b = 0; b < kBlocks / 2; ++b) {
+    const Lanes& first = eights[2 * b];
+    const Lanes& second = eights[2 * b + 1];
+    fours[b] = __builtin_shufflevector(first, second, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24,
+                                       25, 26, 27);
+    take_larger(fours[b], __builtin_shufflevector(first, second, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13,
+                                                  14, 15, 28, 29, 30, 31));
+  }
+  Lanes twos = __builtin_shufflevector(fours[0], fours[1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25,
+                                       12, 13, 28, 29);
+  take_larger(twos, __builtin_shufflevector(fours[0], fours[1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11,
+                                            26, 27, 14, 15, 30, 31));
+  const Lanes swapped =
+      __builtin_shufflevector(twos, twos, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+  take_larger(twos, swapped);
+  // Lanes 0 to 7: the largest of blocks 0, 2, 1, 3, each twice; then the inverses of the least.
+  Lanes inverses = ~twos;
+  order(twos);
+  order(inverses);
+  const auto largest = __builtin_shufflevector(twos, twos, 0, 4, 2, 6);
+  const auto smallest = __builtin_shufflevector(inverses, inverses, 8, 12, 10, 14);
+  __builtin_memcpy(most, &largest, sizeof(largest));
+  __builtin_memcpy(least, &smallest, sizeof(smallest));
+}
+#else
+#define COMMHOOK_EXTREMES_OF_FOUR 0
+#endif
+
+// From the extremes what is sent of them: low, of which no zero has a sign, and the range, which is
+// infinite or NaN where a value is.
+inline __attribute__((always_inline)) void measured_range(float& low, float most, float& range) {
+  low = low + 0.0f;
+  range = most - low + 0.0f;
+}
 
 template <bool kSymmetric>
 inline __attribute__((always_inline)) void measure(const float* p, int64_t n, float& low,
@@ -180,13 +270,12 @@ inline __attribute__((always_inline)) void measure(const float* p, int64_t n, fl
   } else {
     float most;
     extremes(p, n, low, most);
-    low = low + 0.0f;           // no zero has a sign
-    range = most - low + 0.0f;  // infinite or NaN where a value is
+    measured_range(low, most, range);
   }
 }
 
 // The blocks of n values, at most kGroup of them, all of `size` values but the last of all.
-template <int kBits, bool kSymmetric>
+template <int kBits, bool kSymmetric, int kSize>
 inline __attribute__((always_inline)) void encode_group(const float* values, int64_t n,
                                                         int64_t size, const Encoding& encoding,
                                                         int64_t block, float* error, uint8_t* codes,
@@ -196,14 +285,30 @@ inline __attribute__((always_inline)) void encode_group(const float* values, int
   const float* const p = compensated(values, n, encoding.scale, error, workspace.compensated);
   const int64_t whole = n / size;
   const int64_t rest = n - whole * size;
-  for (int64_t b = 0; b < whole; ++b) {
-    measure<kSymmetric>(p + b * size, size, workspace.low[b], workspace.range[b]);
+  int64_t measured = 0;
+#if COMMHOOK_EXTREMES_OF_FOUR
+  if constexpr (!kSymmetric && kSize == 64) {
+    for (; measured + 4 <= whole; measured += 4) {
+      float most[4];
+      float* const low = workspace.low + measured;
+      extremes_of_four(p + measured * size, low, most);
+      for (int b = 0; b < 4; ++b) {
+        measured_range(low[b], most[b], workspace.range[measured + b]);
+      }
+    }
+  }
+#endif
+  for (; measured < whole; ++measured) {
+    measure<kSymmetric>(p + measured * size, size, workspace.low[measured],
+                        workspace.range[measured]);
   }
   if (rest > 0) {
     measure<kSymmetric>(p + whole * size, rest, workspace.low[whole], workspace.range[whole]);
   }
   const int64_t blocks = rest > 0 ? whole + 1 : whole;
-  for (int64_t b = 0; b < blocks; ++b) {
+  // Of all of a group, so that their number is known and their divisions are one.
+  constexpr int64_t kBlocks = kSize > 0 ? kGroupValues / kSize : 0;
+  for (int64_t b = 0; b < (kBlocks > 1 ? kBlocks : blocks); ++b) {
     const Quantizer quantizer =
         commhook::blockwise::quantizer(workspace.range[b], workspace.low[b], kLevels);
     workspace.step[b] = quantizer.step;
@@ -285,9 +390,9 @@ void encode_blocks(const float* values, int64_t count, int64_t size_of_block,
                                                        : kGroup;
   const int64_t step = group * size;
   for (int64_t i = 0; i < count; i += step) {
-    encode_group<kBits, kSymmetric>(values + i, count - i < step ? count - i : step, size, encoding,
-                                    block, error == nullptr ? nullptr : error + i, codes,
-                                    parameters, workspace);
+    encode_group<kBits, kSymmetric, kSize>(values + i, count - i < step ? count - i : step, size,
+                                           encoding, block, error == nullptr ? nullptr : error + i,
+                                           codes, parameters, workspace);
     block += group;
     codes += kBits == 8 ? step : step / 2;
     parameters += group * kParameters;
@@ -336,3 +441,5 @@ constexpr BlockKernels kKernels[2][2] = {
      {encode<4, true>, decode<4, true, false>, decode<4, true, true>}},
     {{encode<8, false>, decode<8, false, false>, decode<8, false, true>},
      {encode<8, true>, decode<8, true, false>, decode<8, true, true>}}};
+
+#undef COMMHOOK_EXTREMES_OF_FOUR

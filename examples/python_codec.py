@@ -1,0 +1,90 @@
+"""A codec in Python alone: the upper half of each float32.
+
+Importing the file makes the codec and its hook known, so that these run with it::
+
+    python -m torch_commhook train --hook examples/python_codec.py:hook
+    cd examples && python -m pytest -p python_codec ../tests/test_codecs.py
+
+The second tries the codec in everything that each codec owes to those who use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from torch_commhook import hooks
+from torch_commhook._ops import flatten, unflatten_into
+from torch_commhook.codecs import Codec, Shard, register_codec
+
+
+@register_codec
+class truncated(Codec):  # noqa: N801 (a codec is written as it is called)
+    """The upper half of each float32: bfloat16, rounded towards zero.
+
+    An infinity comes back as it is, a NaN as an infinity or NaN, and the error stays as it was.
+
+    Bytes for each value: 2.
+    """
+
+    def shards(self, numel: int, shards: int = 1) -> list[Shard]:
+        if shards < 1 or numel < 0:
+            raise ValueError(
+                f"truncated: shards must be at least 1 and numel at least 0, got {shards}, {numel}"
+            )
+        ends = [numel * number // shards for number in range(shards + 1)]
+        counts = [last - first for first, last in pairwise(ends)]
+        # Each begins at a multiple of four bytes.
+        return [Shard(count, (2 * count + 3) // 4 * 4) for count in counts]
+
+    def encode(
+        self,
+        tensors: Sequence[Tensor],
+        message: Tensor,
+        *,
+        shards: int = 1,
+        scale: float = 1.0,
+        error: Tensor | None = None,
+        rounding: Tensor | None = None,
+    ) -> None:
+        values = flatten(tensors, dtype=torch.float32, scale=scale)
+        if error is not None:
+            values = values + error
+        # Integers, since a compiler may leave out a cast to bfloat16 and back.
+        upper = values.view(torch.int32) >> 16
+        if error is not None:
+            lost = values - (upper << 16).view(torch.float32)
+            error.copy_(torch.where(lost.isfinite(), lost, error))
+        message.zero_()  # also what fills a shard up
+        for part, own in self._parts(message, upper.numel(), shards):
+            part.copy_(upper[own])
+
+    def decode(
+        self,
+        message: Tensor,
+        tensors: Sequence[Tensor],
+        *,
+        shards: int = 1,
+        rounding: Tensor | None = None,
+    ) -> None:
+        numel = sum(tensor.numel() for tensor in tensors)
+        upper = torch.cat([part for part, _ in self._parts(message, numel, shards)])
+        unflatten_into((upper.int() << 16).view(torch.float32), tensors)
+
+    def _parts(self, message: Tensor, numel: int, shards: int) -> list[tuple[Tensor, slice]]:
+        """Of each shard its part of the message, as int16, and which of the values it holds."""
+        found, place, first = [], 0, 0
+        for count, nbytes in self.shards(numel, shards):
+            part = message[place : place + 2 * count].view(torch.int16)
+            found.append((part, slice(first, first + count)))
+            place, first = place + nbytes, first + count
+        return found
+
+    def __repr__(self) -> str:
+        return "truncated()"
+
+
+hook = hooks.error_feedback(hooks.compressed(truncated()))

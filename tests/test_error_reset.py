@@ -1,0 +1,152 @@
+"""local_sgd with error reset: ranks apply at once what they have not sent yet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from local_training import (
+    MEAN,
+    ROADS,
+    attached,
+    farthest,
+    net,
+    parameters_of,
+    same,
+    train,
+)
+from rank_pool import RankPool
+from torch import Tensor, nn
+
+from torch_commhook import attach, collectives
+from torch_commhook.cli.hook_expression import parse_hook
+from torch_commhook.hooks import local_sgd
+
+pytestmark = pytest.mark.usefixtures("no_hook_on_optimizers_left")
+
+TOPK = "error_feedback(topk(0.05))"
+
+
+def resets(hook: str = TOPK, H: int = 1) -> local_sgd:  # noqa: N803
+    return local_sgd(H, outer=MEAN, hook=parse_hook(hook), error_reset=True)
+
+
+def _exchanges(rank: int, road: str, hook: str) -> list[dict[str, Any]]:
+    """Of each exchange the rank's parameters before and after it, and the anchor."""
+    model, handle = attached(resets(hook), road)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    found = []
+    for step in range(5):
+        before: list[Tensor] = []
+        taken = optimizer.register_step_post_hook(
+            lambda *_, kept=before: kept.extend(parameters_of(model))
+        )
+        # Called before ours, which is for all optimizers.
+        train(model, optimizer, rank, range(step, step + 1))
+        taken.remove()
+        state = handle.state_dict()
+        found.append(
+            {
+                "before": before,
+                "after": parameters_of(model),
+                "anchor": state["shared"]["local_sgd_anchor"],
+                "error": state[f"rank{rank}"]["error"],
+            }
+        )
+    handle.synchronize()
+    together = parameters_of(model)
+    steps = handle.stats().steps
+    handle.synchronize()
+    assert handle.stats().steps == steps and same(together, parameters_of(model))
+    train(model, optimizer, rank, range(5, 6))  # goes on from there
+    handle.remove()
+    found.append({"before": found[-1]["after"], "after": together})
+    return found
+
+
+@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("hook", [TOPK, "error_feedback(powersgd(rank=1))"])
+def test_error_reset_keeps_the_mean(two_ranks: RankPool, road: str, hook: str) -> None:
+    """Ranks go on from the anchor less what they have not sent; an exchange loses nothing."""
+    names = [name for name, _ in net().named_parameters()]
+    for one, other in zip(*two_ranks.run(_exchanges, road, hook), strict=True):
+        for key in ("before", "after"):
+            assert len(one[key]) == len(names)
+        means = [
+            [(a.double() + b.double()) / 2 for a, b in zip(one[key], other[key], strict=True)]
+            for key in ("before", "after")
+        ]
+        assert farthest(*means) < 1e-6
+        if "anchor" not in one:  # the end
+            assert same(one["after"], other["after"])
+            assert farthest(one["before"], other["before"]) > 1e-4
+            continue
+        for own in (one, other):
+            for number, name in enumerate(names):
+                place = one["anchor"][name] - own["error"][name].view_as(one["anchor"][name])
+                torch.testing.assert_close(own["after"][number], place, rtol=0, atol=1e-7)
+        assert farthest(one["after"], other["after"]) > 1e-4
+
+
+def _loaded_meanwhile(rank: int) -> tuple[list[Tensor], list[Tensor]]:
+    model, handle = attached(resets())
+    train(model, torch.optim.SGD(model.parameters(), lr=0.01), rank, 3)
+    loaded = {name: torch.full_like(p, 0.5) for name, p in model.state_dict().items()}
+    model.load_state_dict(loaded)
+    handle.synchronize()  # nothing is apart
+    first = parameters_of(model)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.0), rank, range(3, 5))
+    handle.synchronize()
+    handle.remove()
+    return first, parameters_of(model)
+
+
+def test_what_is_loaded_has_nothing_unsent(two_ranks: RankPool) -> None:
+    for first, last in two_ranks.run(_loaded_meanwhile):
+        assert all((p == 0.5).all() for p in first)
+        assert all((p == 0.5).all() for p in last)
+
+
+def _least_squares(rank: int, hook: local_sgd, steps: int) -> float:
+    """How far the ranks' mean is from the solution of what all ranks have."""
+    generator = torch.Generator().manual_seed(rank)
+    rows, target = torch.randn(64, 40, generator=generator), torch.randn(64, generator=generator)
+    model = nn.Linear(40, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    handle = attach(model, hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (model(rows).squeeze(1) - target).square().mean().backward()
+        optimizer.step()
+    handle.synchronize()
+    handle.remove()
+    gathered = collectives.all_gather(torch.cat([rows, target[:, None]], 1)).wait()
+    table = gathered.flatten(0, 1)
+    solution = torch.linalg.lstsq(table[:, :40], table[:, 40:]).solution.squeeze(1)
+    return float((model.weight.detach()[0] - solution).norm() / solution.norm())
+
+
+def test_error_reset_is_nearer_than_feedback_alone(two_ranks: RankPool) -> None:
+    """With few of the values sent in each step."""
+    hook = "error_feedback(topk(0.05))"
+    late = two_ranks.run(_least_squares, local_sgd(1, outer=MEAN, hook=parse_hook(hook)), 60)
+    reset = two_ranks.run(_least_squares, resets(hook), 60)
+    assert reset == pytest.approx([reset[0]] * 2, rel=1e-5)
+    assert reset[0] < 0.7 * late[0]
+
+
+def test_it_prints_as_it_is_written() -> None:
+    assert str(resets("error_feedback(sign())")).endswith(
+        "hook=error_feedback(sign()), error_reset=True)"
+    )
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(TypeError, match="error_reset must be a bool, got int"):
+        local_sgd(1, error_reset=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"got allreduce\(\); use error_feedback"):
+        local_sgd(1, error_reset=True)
+    with pytest.raises(ValueError, match="must remember what it loses of each bucket"):
+        resets("policy()")
