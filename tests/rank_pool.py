@@ -40,8 +40,13 @@ def _end_groups() -> None:
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
-    for group in list(distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
+    from torch_commhook.gloo_groups import destroy_group
+
+    world = distributed_c10d._world
+    for group in list(world.pg_map):
+        if "/commhook" in world.pg_names[group]:  # after a failed step it may have no backend
+            destroy_group(group)
+        elif group is not dist.group.WORLD:
             dist.destroy_process_group(group)
 
 

@@ -24,7 +24,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -118,19 +117,14 @@ def make_hook(name: str, disturbed: Disturbed) -> hooks.Hook:
             hook._hooks[bits] = hooks.compressed(Around(each.codec, disturbed))
         return hook
     if kind == "hierarchical":
-        return hooks.hierarchical(first, intra_group=_groups()[0], inter_group=_groups()[1])
+        alone, everybody = dist.new_subgroups(1)[0], dist.new_group()  # each rank is a node
+        return hooks.hierarchical(first, intra_group=alone, inter_group=everybody)
     if kind == "powersgd":
         return hooks.powersgd(rank=2)
     if kind == "powersgd-feedback":
         return hooks.error_feedback(hooks.powersgd(rank=2))
     assert kind == "clip", kind
     return hooks.clip(0.5, hooks.compressed(first))
-
-
-@lru_cache
-def _groups() -> tuple[Any, Any]:
-    """Nodes of one rank: its own group, and that of all nodes."""
-    return dist.new_subgroups(1)[0], dist.new_group()
 
 
 def disturb_low_rank(disturbed: Disturbed) -> AbstractContextManager[Any]:

@@ -98,3 +98,33 @@ def test_hooks_over_groups_that_they_were_given(two_ranks: RankPool, kind: str, 
     ended = "RuntimeError" if mode.compiles_backward else "PeerError"
     assert own == [("OwnError", True), (ended, True), (ended, True)]
     assert others == [(ended, True), ("OwnError", True), ("OwnError", True)]
+
+
+def _attaches_a_destroyed_group(rank: int, on: str) -> tuple[list[str], bool]:
+    group = dist.new_group()
+    hook = hooks.cast(process_group=group)
+    model = torch.nn.Linear(3, 2)
+    if on == "DDP":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    dist.destroy_process_group(group)
+    errors = []
+    for given, options in (hook, {}), (hooks.allreduce(), {"process_group": group}):
+        if on == "DDP":
+            options = {}
+        try:
+            attach(model, given, **options).remove()
+        except ValueError as error:
+            errors.append(str(error))
+    attach(model, hooks.allreduce())
+    model(torch.full((1, 3), float(rank))).sum().backward()
+    (weight, _) = model.parameters()
+    return errors, bool((weight.grad == 0.5).all())
+
+
+@pytest.mark.parametrize("on", ["DDP", "module"])
+def test_a_group_that_was_destroyed(two_ranks: RankPool, on: str) -> None:
+    """It is refused, and the model takes another hook afterwards."""
+    for errors, right in two_ranks.run(_attaches_a_destroyed_group, on):
+        assert len(errors) == (1 if on == "DDP" else 2)
+        assert all("has been destroyed" in error for error in errors)
+        assert right

@@ -66,14 +66,9 @@ def traced(state: object, bucket: GradBucket) -> torch.Tensor:
     return collectives.all_reduce(bucket.buffer() / group.size(), group=group).wait()
 
 
-@functools.cache
-def _groups() -> tuple[Any, Any]:
-    """A node of this rank alone, and all nodes."""
-    return dist.new_subgroups(1)[0], dist.new_group()
-
-
 def between_nodes() -> hooks.Hook:
-    alone, everybody = _groups()
+    """Each rank is a node."""
+    alone, everybody = dist.new_subgroups(1)[0], dist.new_group()
     hook = hooks.hierarchical(CODECS["blockwise"](), intra_group=alone, inter_group=everybody)
     return hooks.error_feedback(hook)
 
@@ -87,7 +82,7 @@ HOOKS: dict[str, tuple[Callable[[], Any], float]] = {
     "object": (Object, 1e-6),
     "traced": (lambda: traced, 1e-6),
     "hierarchical": (between_nodes, 1 / 64),
-    "cast(process_group)": (lambda: hooks.cast(process_group=_groups()[1]), 2.0**-7),
+    "cast(process_group)": (lambda: hooks.cast(process_group=dist.new_group()), 2.0**-7),
 }
 
 #: As they are written. Sparse ones say little about the mean of one step.

@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
 import torch.distributed as dist
 from rank_pool import RankPool
 from torch.distributed import distributed_c10d
+
+from torch_commhook import attach
+
+_kept: list[Any] = []
 
 
 def _leave_a_group_of_one(rank: int) -> None:
     dist.new_group([0])  # which rank 1 does not count
 
 
+def _leave_a_failed_step(rank: int) -> None:
+    model = torch.nn.Linear(3, 2)
+    _kept.append(attach(model, lambda state, bucket: [][rank]))
+    try:
+        model(torch.ones(1, 3)).sum().backward()
+    except IndexError:
+        return
+    raise AssertionError("the hook did not raise")
+
+
 def _groups(rank: int) -> int:
     return len(distributed_c10d._world.pg_names)
 
 
-def test_groups_end_with_their_function(two_ranks: RankPool) -> None:
-    two_ranks.run(_leave_a_group_of_one)
+@pytest.mark.parametrize("leave", [_leave_a_group_of_one, _leave_a_failed_step])
+def test_groups_end_with_their_function(two_ranks: RankPool, leave: Callable[[int], None]) -> None:
+    two_ranks.run(leave)
     assert two_ranks.run(_groups) == [1, 1]

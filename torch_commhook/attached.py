@@ -67,7 +67,8 @@ class Attached:
         """One for a hook that a user gives, which remembers nothing yet.
 
         Raises:
-            TypeError, ValueError: as :func:`check_hook`, or a state that the hook has no use for.
+            TypeError, ValueError: as :func:`check_hook`, a state that the hook has no use for, or
+                a process group of the hook's that has been destroyed.
         """
         check_hook(hook)
         if isinstance(hook, Hook) and state is not None:
@@ -75,6 +76,9 @@ class Attached:
                 f"attach: state must be None for hook '{hook_name(hook)}', which keeps its own, "
                 f"got {_C.type_name(state)}"
             )
+        if isinstance(hook, Hook):
+            for group in hook.own_groups():
+                resolve_group(group)
         return cls(hook, state, hook_name(hook), is_traceable(hook), memory)
 
     def memory_of(self, parameters: Sequence[Tensor], index: int) -> BucketMemory | None:

@@ -51,6 +51,20 @@ def group_name(group: Any) -> str:
         return f"group {id(group):x}"
 
 
+def is_destroyed(group: Any) -> bool:
+    """Whether ``torch.distributed`` has known a group of its own, and knows it no longer."""
+    if type(group) is not dist.ProcessGroup or group in distributed_c10d._world.pg_map:
+        return False
+    try:
+        name = group.group_name
+    except RuntimeError:  # one that was made by hand was never known
+        return False
+    try:
+        return distributed_c10d._resolve_process_group(name) is not group
+    except RuntimeError:
+        return True
+
+
 def make_group(
     store: dist.Store, rank: int, ranks: Sequence[int], name: str, timeout: timedelta
 ) -> Any:

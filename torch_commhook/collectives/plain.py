@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torch_commhook import _C
 from torch_commhook.collectives.futures import TracedFuture, traced
+from torch_commhook.gloo_groups import group_name, is_destroyed
 from torch_commhook.metrics import note_collective, ring_all_reduce_bytes, tensor_bytes
 
 # Their names change with torch; the old ones warn.
@@ -23,7 +24,7 @@ def resolve_group(group: Any = None) -> Any:
 
     Raises:
         RuntimeError: torch.distributed is not initialized.
-        ValueError: this rank is not in the group.
+        ValueError: this rank is not in the group, or the group has been destroyed.
         TypeError: no process group.
     """
     if group is None:
@@ -41,6 +42,8 @@ def resolve_group(group: Any = None) -> Any:
         raise TypeError(
             f"torch_commhook: process_group must be a ProcessGroup, got {_C.type_name(group)}"
         )
+    if is_destroyed(group):
+        raise ValueError(f"torch_commhook: process group {group_name(group)!r} has been destroyed")
     return group
 
 
