@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from bench_bucket import COPY, MANY_SMALL, SHAPES, leading, memory_for_jobs, read_shapes
@@ -14,12 +15,15 @@ from harness import Against, Job, Report, parse, parser
 from torch import Tensor
 
 import torch_commhook._ops as ops
+from torch_commhook._check_ops import check_finite
 from torch_commhook.codecs import CODECS, Codec
 
 #: The shapes that the targets are set for, for block quantisation rounded to the nearest.
 TARGETED = ("resnet50", "gpt2")
 AT_LEAST, AT_LEAST_WITH_ERROR = 0.9, 0.85
 MESSAGES = 4  # that are reduced to one
+#: What memory gives to a reader. Encoding does little else, and cannot be faster.
+READ = "plain read"
 EXAMPLES = [codec for cls in CODECS.values() for codec in cls.examples()]
 
 
@@ -96,15 +100,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         numel = sum(tensor.numel() for tensor in tensors)
         error = torch.zeros(numel, device=parsed.device)
         flat = torch.zeros(numel, device=parsed.device)
+        bad = torch.zeros(1, dtype=torch.int64, device=parsed.device)
         other = torch.randn(numel, device=parsed.device)
         for threads in parsed.threads:
             torch.set_num_threads(threads)
             where = f"{threads} thread{'s' if threads > 1 else ''}"
-            copy = Job(COPY, lambda flat=flat, other=other: flat.copy_(other), 8 * numel)  # type: ignore[misc]
+            ceilings = [
+                Job(COPY, partial(flat.copy_, other), 8 * numel),
+                Job(READ, partial(check_finite, [other], bad), 4 * numel),
+            ]
             jobs = [job for codec in EXAMPLES for job in jobs_of(codec, tensors, into, error, name)]
             report.run(
                 f"{name}, {where}",
-                [copy, *jobs],
+                [*ceilings, *jobs],
                 f"{name}: {len(shapes)} tensors, {numel * 4 / 1e6:.1f} MB, {where}",
             )
     report.finish()
