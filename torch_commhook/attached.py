@@ -129,6 +129,11 @@ class Attached:
         return isinstance(self.hook, Hook) and self.hook.keeps_ranks_apart
 
     @property
+    def keeps_error(self) -> bool:
+        """Whether it remembers what it has lost of gradients."""
+        return isinstance(self.hook, Hook) and self.hook.keeps_error and not self.keeps_ranks_apart
+
+    @property
     def is_lossy(self) -> bool:
         """Whether it is known that less travels than there is."""
         return isinstance(self.hook, Hook) and self.hook.is_lossy

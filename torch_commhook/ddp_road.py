@@ -23,6 +23,7 @@ from torch_commhook.parameters import trainable
 from torch_commhook.reducer.buckets import assign_buckets
 from torch_commhook.results import hook_on_bucket
 from torch_commhook.step_group import StepGroup
+from torch_commhook.unsent import keep_unsent, unsent_table
 
 if TYPE_CHECKING:
     from torch_commhook.reducer.road import ReducerRoad
@@ -57,6 +58,7 @@ class DdpRoad:
         self._is_first = True  # the next bucket of it
         self._plain = allreduce()
         self._buckets: dict[int, GradBucket] = {}
+        self._results: dict[int, Any] = {}  # futures, where they may have to be kept
         self._loaded: list[list[str]] = []  # names, of the buckets of a memory that was loaded
         # The model's reducer owns this; a handle that outlives the model keeps nothing of it.
         buckets = self._buckets
@@ -118,11 +120,20 @@ class DdpRoad:
         self._forget_memory()
         if attached is not None:
             attached.join(self._group, self._device)
+            self._prepare_memory()
 
     def memory_loaded(self, buckets: list[list[str]]) -> None:
         """The hook's memory has been read from elsewhere."""
         self._loaded = buckets
         self._forget_memory()
+        self._prepare_memory()
+
+    def _prepare_memory(self) -> None:
+        """Let the hook ask for what it remembers: its state has it before a backward too."""
+        attached = self._attached
+        for index, parameters in enumerate(self.parameter_buckets()):
+            if attached is not None:
+                attached.memory_of(parameters, index)
 
     def _forget_memory(self) -> None:
         """Let buckets ask for the hook's memory anew."""
@@ -178,6 +189,8 @@ class DdpRoad:
         count = bucket.bucket_count()
         where = hook_on_bucket(attached.name, index, count)
         running = attached.start(bucket, where)
+        if self._leaves_some_out(attached):
+            self._results[index] = running.future
         if not attached.keeps_ranks_apart:
             count_bucket(attached.stats, index, count, running.traffic, first=self._is_first)
         self._is_first = False
@@ -214,12 +227,15 @@ class DdpRoad:
                 traffic = BucketTraffic(numel, dtype, nbytes, nbytes)
                 count_bucket(attached.stats, index, len(sent or ()), traffic, first=index == 0)
             if sent is None and (
-                attached.scales_steps or attached.stages.has_post_accumulate_hooks
+                attached.scales_steps
+                or attached.stages.has_post_accumulate_hooks
+                or self._leaves_some_out(attached)
             ):
                 # Once the reducer has written the last gradients.
                 engine = torch.autograd.Variable._execution_engine
                 engine.queue_callback(partial(self._gradients_written, attached, past))
             return
+        self._results.clear()
         raised = self._group.fail_with(error)
         if raised is not error:  # which comes out of backward() by itself
             raise raised
@@ -228,6 +244,8 @@ class DdpRoad:
     def _gradients_written(
         self, attached: Attached, past: Mapping[int, bool] | None = None
     ) -> None:
+        if self._results:
+            self._keep_unsent()
         if attached.scales_steps:
             parameters = [p for bucket in self._buckets.values() for p in bucket.parameters()]
             gradients = [p.grad for p in parameters if p.grad is not None]
@@ -238,6 +256,30 @@ class DdpRoad:
         for index, bucket in sorted(self._buckets.items()):
             where = hook_on_bucket(attached.name, index, bucket.bucket_count())
             attached.stages.done(bucket, where)
+
+    def _leaves_some_out(self, attached: Attached) -> bool:
+        """Whether DDP may leave gradients alone for which results hold earlier errors."""
+        model = self.model()
+        return attached.keeps_error and model is not None and model.find_unused_parameters
+
+    def _keep_unsent(self) -> None:
+        """Let the hook remember such results."""
+        results, self._results = self._results, {}
+        model = self.model()
+        if model is None:
+            return
+        used = model.reducer._get_local_used_map().cpu()  # of all ranks, since they have told
+        if used.all():
+            return
+        numbers = {id(parameter): i for i, (_, parameter) in enumerate(trainable(model))}
+        late = []
+        for index, future in results.items():
+            bucket = self._buckets[index]
+            members = [numbers[id(parameter)] for parameter in bucket.parameters()]
+            late.append((members, bucket._memory, future.wait()))
+        errors, values, table = unsent_table(late)
+        if table:
+            keep_unsent(errors, values, used, table)
 
     @property
     def is_alive(self) -> bool:

@@ -41,6 +41,7 @@ class BucketMemory:
         meter: of what messages cost.
         past: whether so many steps have been done, for each number that was asked for.
         factors: of what :meth:`shard` has made.
+        folded: what :meth:`fold` need not be called for again, by a name of the caller's.
         choices: numbers that were settled for the bucket, by name; see :meth:`choose`.
     """
 
@@ -73,8 +74,9 @@ class BucketMemory:
         self.past = owner.past
         self.choices: dict[str, int] = {}
         self.places: list[int] = []
-        self._shards: dict[str, tuple[int, int]] = {}
+        self._shards: dict[str, tuple[str, tuple[int, int]]] = {}  # kind, first and last element
         self.factors: dict[str, int] = {}
+        self.folded: set[str] = set()
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -105,19 +107,53 @@ class BucketMemory:
                 self._owner.adopt(parameter, name, piece)
         return flat
 
-    def shard(self, name: str, begin: int, end: int, factor: int) -> Tensor:
+    def shard(self, kind: str, begin: int, end: int, factor: int) -> str:
         """A number in float32 for each of the elements ``[begin, end)``; zeros at first.
 
         When another rank has these, they go into ``flat("error")``, ``factor`` times: as many ranks
         as the mean is over of which this is an error.
+
+        Returns:
+            The name that it has in ``tensors``: one for each place of a kind.
         """
-        shard = self.tensors.get(name)
-        if shard is None:
-            shard = self.tensors[name] = torch.zeros(end - begin, device=self.device)
-            self._shards[name] = begin, end
-            self.factors[name] = factor
-            self._owner.adopt_shard(self, name)
-        return shard
+        place = begin, end
+        for name, (known, where) in self._shards.items():
+            if known == kind and where == place:
+                return name
+        others = sum(known == kind for known, _ in self._shards.values())
+        name = f"{kind} {others + 1}" if others else kind
+        self.tensors[name] = torch.zeros(end - begin, device=self.device)
+        self._shards[name] = kind, place
+        self.factors[name] = factor
+        self._owner.adopt_shard(self, name, kind)
+        return name
+
+    def fold(self, names: Sequence[str]) -> None:
+        """Put what shards remember into ``flat("error")``, and zeros in their place."""
+        for name in names:
+            kind, (begin, end) = self._shards[name]
+            shard = self.tensors[name]
+            self.tensors[FOLDED_INTO[kind]][begin:end].add_(shard, alpha=self.factors[name])
+            shard.zero_()
+
+    def fold_all(self) -> None:
+        """:meth:`fold` for all shards, of its parts too."""
+        self.fold(list(self._shards))
+        for part in self.parts.values():
+            part.fold_all()
+
+    def place_of_error(self, number: int) -> tuple[Tensor, int] | None:
+        """What is remembered as lost of a parameter: a flat tensor, and where it begins there.
+
+        None where nothing is.
+        """
+        error = self.tensors.get("error")
+        if error is not None:
+            return error, self.layout.offsets[number]
+        for part in self.parts.values():
+            if number in part.places:
+                return part.place_of_error(part.places.index(number))
+        return None
 
     def per_parameter(
         self, name: str, make: Callable[[int, Tensor], Tensor | None]
@@ -252,7 +288,7 @@ class BucketMemory:
         Returns:
             Parameter, first element of it, first element of the shard, and how many.
         """
-        begin, end = self._shards[name]
+        _, (begin, end) = self._shards[name]
         found = []
         offsets, lengths = self.layout.offsets, self.layout.lengths
         for parameter, offset, length in zip(self.parameters, offsets, lengths, strict=True):
@@ -263,10 +299,10 @@ class BucketMemory:
 
     def dissolve(self) -> None:
         """Leave what is remembered to the parameters."""
-        for name in self._shards:
+        for name, (kind, _) in self._shards.items():
             shard = self.tensors[name]
             for parameter, first, start, count in self.shard_pieces(name):
-                piece = self._owner.piece(parameter, FOLDED_INTO[name])
+                piece = self._owner.piece(parameter, FOLDED_INTO[kind])
                 if piece is not None:
                     flat = _in_memory_order(piece, parameter)
                     flat[first : first + count] += self.factors[name] * shard[start : start + count]
@@ -408,17 +444,17 @@ class HookMemory:
         """A number that was settled for a parameter's bucket."""
         return self._choices.get(parameter, {}).get(name, default)
 
-    def adopt_shard(self, memory: BucketMemory, name: str) -> None:
+    def adopt_shard(self, memory: BucketMemory, name: str, kind: str) -> None:
         """Put what was loaded into a shard that has been made, and the rest where it belongs."""
         for parameter, first, start, count in memory.shard_pieces(name):
-            loaded = self._loaded_shards.get(parameter, {}).get(name)
+            loaded = self._loaded_shards.get(parameter, {}).get(kind)
             if loaded is not None:
                 part = loaded[first : first + count]
                 memory.tensors[name][start : start + count] = part
                 part.zero_()
         for parameter in memory.parameters:
-            loaded = self._loaded_shards.get(parameter, {}).pop(name, None)
-            piece = self.piece(parameter, FOLDED_INTO[name])
+            loaded = self._loaded_shards.get(parameter, {}).pop(kind, None)
+            piece = self.piece(parameter, FOLDED_INTO[kind])
             if loaded is not None and piece is not None:
                 flat = _in_memory_order(piece, parameter)
                 flat += memory.factors[name] * loaded
@@ -437,12 +473,16 @@ class HookMemory:
                 if tensor is not None:
                     shared.setdefault(name, {})[self._names[parameter]] = tensor.detach().clone()
         for memory in self._leaves():
-            for name in memory._shards:
-                whole = own.setdefault(name, {})
+            for name, (kind, _) in memory._shards.items():
+                # Of all parameters, so that what a state has does not depend on the buckets.
+                whole = own.setdefault(kind, {})
+                for parameter in memory.parameters:
+                    if self._names[parameter] not in whole:
+                        flat = torch.zeros(parameter.numel(), device=parameter.device)
+                        whole[self._names[parameter]] = flat
                 for parameter, first, start, count in memory.shard_pieces(name):
-                    flat = torch.zeros(parameter.numel(), device=parameter.device)
-                    flat[first : first + count] = memory.tensors[name][start : start + count]
-                    whole[self._names[parameter]] = flat
+                    flat = whole[self._names[parameter]]
+                    flat[first : first + count] += memory.tensors[name][start : start + count]
         choices: dict[str, dict[str, int]] = {}
         for parameter, numbers in self._choices.items():
             for name, number in numbers.items():

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -231,6 +232,25 @@ class TracedSteps:
                 count = len(self.buckets)
                 count_bucket(stats, index, count, traffic, first=index == 0, steps=steps)
             self.steps.zero_()
+
+
+def as_text(buckets: Sequence[BucketTraffic]) -> str:
+    """A step's traffic as text, such as operators take, for :func:`from_text`."""
+    return ";".join(
+        f"{one.numel},{str(one.dtype).removeprefix('torch.')},{one.bytes_sent},{one.bytes_received}"
+        for one in buckets
+    )
+
+
+@lru_cache(maxsize=256)
+def from_text(text: str) -> tuple[BucketTraffic, ...]:
+    """What :func:`as_text` was given."""
+    found = []
+    for one in text.split(";"):
+        numel, dtype, *counts = one.split(",")
+        sent, received = (None if count == "None" else int(count) for count in counts)
+        found.append(BucketTraffic(int(numel), getattr(torch, dtype), sent, received))
+    return tuple(found)
 
 
 class WireMeter:

@@ -55,8 +55,12 @@ class Codec(ABC):
     values follow each other in the bucket.
 
     A codec keeps nothing between calls: what a message has lost, and what random numbers follow
-    from, are the caller's. It prints as it is written.
+    from, are the caller's. It prints as it is written, by which ranks compare what they attach: one
+    with settings brings a ``__repr__`` that shows them.
     """
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
 
     #: How ranks add up what they encode (:func:`torch_commhook.collectives.compressed_all_reduce`):
     #: ``"all_to_all"``: in shards, with :meth:`reduce`; ``"all_gather"``: each rank gets every

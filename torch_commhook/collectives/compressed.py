@@ -72,7 +72,8 @@ def compressed_all_reduce(
       rank: ``W - 1`` messages, so that it grows with the ranks.
     * ``"all_reduce"``: the messages themselves are added up.
 
-    All ranks get the same bits.
+    All ranks get the same bits. Where they give other sizes or codecs, what becomes of it is the
+    backend's affair: Gloo may end the process.
 
     On the CPU over Gloo no stage waits for another bucket's: the second is issued on a process
     group of its own, which is made with the first call. Over other groups in Python the call waits
@@ -107,10 +108,6 @@ def compressed_all_reduce(
         TypeError, ValueError: tensors, codec or memory that do not fit, as ``Codec.encode``.
         RuntimeError: torch.distributed is not initialized; what the backend raises.
     """
-    if not isinstance(codec, Codec):
-        raise TypeError(
-            f"compressed_all_reduce: codec must be a Codec, got {type(codec).__qualname__}"
-        )
     sources = listed_tensors("compressed_all_reduce", "tensors", tensors)
     numel = sum(tensor.numel() for tensor in sources)
     if out is None:
@@ -121,12 +118,19 @@ def compressed_all_reduce(
             f"compressed_all_reduce: out must hold {numel} elements, as many as tensors, got "
             f"{sum(tensor.numel() for tensor in destinations)}"
         )
-    if codec.is_random and (rounding is None or rounding.shape != (2, 2)):
-        raise ValueError(
-            f"compressed_all_reduce: rounding must be of shape (2, 2) for {codec}, rows of seed "
-            f"and step, got {None if rounding is None else list(rounding.shape)}"
-        )
     group = resolve_group(group)
+    check_memory(
+        "compressed_all_reduce",
+        codec,
+        numel,
+        scale=scale,
+        error=error,
+        shard_error=shard_error,
+        rounding=rounding,
+        buffers=buffers,
+        meter=meter,
+        place=(group.rank(), group.size()),
+    )
     call = _Call(
         codec,
         destinations,
@@ -142,6 +146,75 @@ def compressed_all_reduce(
         return call.start(sources, error, group)
 
 
+def check_memory(
+    op: str,
+    codec: object,
+    numel: int,
+    *,
+    scale: object,
+    error: object,
+    shard_error: object,
+    rounding: object,
+    buffers: object,
+    meter: object,
+    place: tuple[int, int],
+) -> None:
+    """Refuse what would fail in a later stage, when other ranks are waiting already.
+
+    Args:
+        op: named in errors.
+        codec: and the other arguments as :func:`compressed_all_reduce` takes them.
+        numel: of the values that ``error`` is of.
+        place: rank in the group, and size of that.
+
+    Raises:
+        TypeError, ValueError: one does not fit.
+    """
+    if not isinstance(codec, Codec):
+        raise TypeError(f"{op}: codec must be a Codec, got {type(codec).__qualname__}")
+    numbers = (int, float, torch.SymInt, torch.SymFloat)
+    if not isinstance(scale, numbers) or isinstance(scale, bool):
+        raise TypeError(f"{op}: scale must be a number, got {type(scale).__qualname__}")
+    for name, value, kind in (
+        ("buffers", buffers, MessageBuffers),
+        ("meter", meter, CallMeter),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(
+                f"{op}: {name} must be a {kind.__name__} or None, got {type(value).__qualname__}"
+            )
+    for name, value, dtype in (
+        ("error", error, torch.float32),
+        ("shard_error", shard_error, torch.float32),
+        ("rounding", rounding, torch.int64),
+    ):
+        if value is None:
+            continue
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__qualname__}")
+        if value.dtype != dtype:
+            raise TypeError(f"{op}: {name} must be of dtype {dtype}, got {value.dtype}")
+    if codec.is_random and (rounding is None or rounding.shape != (2, 2)):  # type: ignore[attr-defined]
+        raise ValueError(
+            f"{op}: rounding must be of shape (2, 2) for {codec}, rows of seed and step, got "
+            f"{None if rounding is None else list(rounding.shape)}"  # type: ignore[attr-defined]
+        )
+    if torch.compiler.is_compiling():  # whose sizes may be any
+        return
+    if error is not None and error.shape != (numel,):  # type: ignore[attr-defined]
+        raise ValueError(
+            f"{op}: error must be flat and hold {numel} elements, got sizes {list(error.shape)}"  # type: ignore[attr-defined]
+        )
+    if shard_error is not None and codec.exchange == "all_to_all":
+        rank, world_size = place
+        begin, end = shard_range(codec, numel, rank=rank, world_size=world_size)
+        if shard_error.shape != (end - begin,):  # type: ignore[attr-defined]
+            raise ValueError(
+                f"{op}: shard_error must be flat and hold {end - begin} elements, got sizes "
+                f"{list(shard_error.shape)}"  # type: ignore[attr-defined]
+            )
+
+
 def shard_range(codec: Codec, numel: int, *, rank: int, world_size: int) -> tuple[int, int]:
     """The elements ``[begin, end)`` whose sum a rank encodes in :func:`compressed_all_reduce`."""
     if codec.exchange != "all_to_all":
@@ -155,7 +228,7 @@ def listed_tensors(op: str, name: str, tensors: Tensor | Sequence[Tensor]) -> li
     """A tensor or several, such as codecs take, as a list.
 
     Raises:
-        ValueError: none.
+        ValueError: none, or on several devices.
         TypeError: something else, or another dtype.
     """
     found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
@@ -168,6 +241,11 @@ def listed_tensors(op: str, name: str, tensors: Tensor | Sequence[Tensor]) -> li
             raise TypeError(
                 f"{op}: {name}[{i}] must be of dtype float64, float32, float16 or "
                 f"bfloat16, got {tensor.dtype}"
+            )
+        if tensor.device != found[0].device:
+            raise ValueError(
+                f"{op}: {name}[{i}] must be on the device of {name}[0], {found[0].device}, got "
+                f"{tensor.device}"
             )
     return found
 

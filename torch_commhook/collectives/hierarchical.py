@@ -12,6 +12,7 @@ from torch_commhook import _ops
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.compressed import (
     MessageBuffers,
+    check_memory,
     compressed_all_reduce,
     listed_tensors,
     shard_range,
@@ -72,6 +73,22 @@ def hierarchical_all_reduce(
     ranks = intra_group.size()
     begin, end = share_range(numel, rank=intra_group.rank(), ranks=ranks)
     share = -(-numel // ranks)
+    check_memory(
+        "hierarchical_all_reduce",
+        codec,
+        end - begin,
+        scale=scale,
+        error=error,
+        shard_error=shard_error,
+        rounding=rounding,
+        buffers=buffers,
+        meter=meter,
+        place=(inter_group.rank(), inter_group.size()),
+    )
+    if carry is not None and (
+        not isinstance(carry, Tensor) or carry.dtype != torch.float32 or carry.dim() != 1
+    ):
+        raise TypeError("hierarchical_all_reduce: carry must be a flat tensor of float32, or None")
     if buffers is None:
         buffers = MessageBuffers()
     padded, device = (share * ranks,), sources[0].device

@@ -56,8 +56,12 @@ class adaptive(Hook):  # noqa: N801 (a hook is written as it is called)
 
     def prepare(self, memory: BucketMemory) -> None:
         memory.with_error = True
-        self._hooks[8].prepare(memory)  # both cut buckets alike
+        for hook in self._hooks.values():  # both cut buckets alike
+            hook.prepare(memory)
         memory.choice(_NAME, 4)
+
+    def shards(self, memory: BucketMemory) -> list[str]:
+        return self._hooks[8].shards(memory)  # the other's too
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         return self._hooks[self.memory(bucket).choices[_NAME]].average(bucket)
@@ -67,7 +71,7 @@ class adaptive(Hook):  # noqa: N801 (a hook is written as it is called)
         if memory.steps != 1 and memory.steps % self.every != 0:
             return
         buckets = memory.buckets()
-        lost = torch.tensor([_lost(bucket) for bucket in buckets], dtype=torch.float64)
+        lost = torch.tensor([self._lost(bucket) for bucket in buckets], dtype=torch.float64)
         if memory.world_size > 1:
             lost = all_reduce(lost.to(_wire_device(memory)), group=memory.group).wait().cpu()
         self._settle(buckets, lost.tolist(), memory.world_size)
@@ -95,6 +99,14 @@ class adaptive(Hook):  # noqa: N801 (a hook is written as it is called)
             if buckets[number].choices[_NAME] != bits:
                 buckets[number].choose(_NAME, bits)
 
+    def _lost(self, memory: BucketMemory) -> float:
+        """The square of what this rank has to send yet; 0 where that is not finite."""
+        square = sum(
+            torch.linalg.vector_norm(memory.tensors[name], dtype=torch.float64).item() ** 2
+            for name in ("error", *self.shards(memory))
+        )
+        return square if square < float("inf") else 0.0
+
     def _bytes(self, bits: int, numel: int, ranks: int) -> int:
         shards = blockwise(bits, self.block_size).shards(numel, ranks)
         longest = max(shard.nbytes for shard in shards)
@@ -104,15 +116,6 @@ class adaptive(Hook):  # noqa: N801 (a hook is written as it is called)
         every = "" if self.every == 100 else f", every={self.every}"
         size = "" if self.block_size == 256 else f", block_size={self.block_size}"
         return f"adaptive({self.budget}{every}{size})"
-
-
-def _lost(memory: BucketMemory) -> float:
-    """The square of what this rank has to send yet; 0 where that is not finite."""
-    square = sum(
-        torch.linalg.vector_norm(memory.tensors[name], dtype=torch.float64).item() ** 2
-        for name in ("error", "shard_error")
-    )
-    return square if square < float("inf") else 0.0
 
 
 def _wire_device(memory: HookMemory) -> torch.device:

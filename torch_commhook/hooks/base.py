@@ -26,6 +26,9 @@ from torch_commhook.results import hook_on_bucket
 class Hook(ABC):
     """A communication hook: average a bucket's gradients over the ranks, somehow.
 
+    It prints as it is written, by which ranks compare what they attach: a subclass with settings
+    brings a ``__repr__`` that shows them.
+
     A subclass says how in :meth:`average`. Called as ``hook(state, bucket)``, which is what DDP
     does, it gives a Future of the average in the bucket's own dtype. ``state`` is not used: what a
     hook remembers, it keeps itself, so that one object is all there is to pass around.
@@ -163,6 +166,10 @@ class Hook(ABC):
         where = _where(self, bucket)
         return _C.cast_into(_C.run_average(self, bucket), bucket.buffer(), dtype, where)
 
+    def shards(self, memory: BucketMemory) -> "list[str]":
+        """The names of what it remembers of parts of a bucket; see :meth:`BucketMemory.shard`."""
+        return [name for hook in self.hooks_inside() for name in hook.shards(memory)]
+
     def result_dtype(self, bucket: GradBucket) -> torch.dtype:
         """The dtype of what :meth:`average` gives for this bucket.
 
@@ -194,6 +201,11 @@ class Hook(ABC):
 
     def _given_groups(self) -> "list[Any]":
         return [] if self.process_group is None else [self.process_group]
+
+    def __repr__(self) -> str:
+        # With no address, since ranks compare what they attach.
+        inside = ", ".join(map(repr, self.hooks_inside()))
+        return f"{type(self).__name__}({inside})"
 
     # Copies keep the group, and have buffers of their own. Process groups belong to one process,
     # so that pickles go without.

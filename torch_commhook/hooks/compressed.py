@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_commhook.bucket import GradBucket
 from torch_commhook.codecs.base import CODECS, Codec
 from torch_commhook.collectives.compressed import compressed_all_reduce, shard_range
+from torch_commhook.collectives.plain import resolve_group
 from torch_commhook.hooks.base import Hook, average_scale, result_tensor
 from torch_commhook.memory import BucketMemory
 from torch_commhook.metrics import ring_all_reduce_bytes
@@ -51,6 +52,8 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
             raise TypeError(f"compressed: seed must be an int, got {type(seed).__qualname__}")
         self.codec = codec
         self.seed = seed
+        # Codecs of one's own may print alike.
+        self._shard_plan = f"shard of {codec!r} {id(codec)}"
 
     @property
     def takes_error(self) -> bool:  # type: ignore[override]
@@ -68,14 +71,15 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
             if self.has_stages:
                 rank, ranks = self._place(memory)
                 span = shard_range(codec, memory.numel, rank=rank, world_size=ranks)
-                memory.shard("shard_error", *span, factor=ranks)
+                shard = memory.shard("shard_error", *span, factor=ranks)
+                memory.plans[self._shard_plan] = shard
         rounding_of(codec, self.seed, memory)
 
     def _place(self, memory: BucketMemory) -> tuple[int, int]:
         """This rank's number among those that are averaged over, and how many these are."""
-        own = self.process_group
-        if own is None:
+        if self.process_group is None:
             return memory.rank, memory.world_size
+        own = resolve_group(self.process_group)
         return own.rank(), own.size()
 
     def _warn_where_a_cast_is_better(self, memory: BucketMemory) -> None:
@@ -90,6 +94,10 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
                 stacklevel=2,
             )
 
+    def shards(self, memory: BucketMemory) -> list[str]:
+        found = memory.plans.get(self._shard_plan)
+        return [] if found is None else [found]
+
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         check_dense(self, bucket)
         group = self.group(bucket)
@@ -100,7 +108,7 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
             scale=average_scale(group),
             out=result_tensor(bucket, memory),
             error=memory.tensors.get("error"),
-            shard_error=memory.tensors.get("shard_error"),
+            shard_error=memory.tensors.get(memory.plans.get(self._shard_plan, "")),
             rounding=rounding_of(self.codec, self.seed, memory),
             buffers=memory.buffers,
             meter=memory.meter,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from torch_commhook.bucket import GradBucket
 from torch_commhook.codecs.base import Codec
@@ -34,7 +36,8 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
 
     Raises:
         TypeError: no codec, or no process groups.
-        ValueError: this rank is in none of a group.
+        ValueError: this rank is in none of a group, or the groups have another rank in common. When
+            it is attached: they do not take in all ranks of the model.
     """
 
     _commhook_traceable = True
@@ -52,12 +55,32 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
         for name, group in (("intra_group", intra_group), ("inter_group", inter_group)):
             if group is None:
                 raise TypeError(f"hierarchical: {name} must be a ProcessGroup, got None")
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            raise TypeError(f"hierarchical: seed must be an int, got {type(seed).__qualname__}")
         self.intra_group = resolve_group(intra_group)
         self.inter_group = resolve_group(inter_group)
+        self._check_groups()
+        self._node_plan = f"node's share of {self} {id(codec)}"
+        self._shard_plan = f"shard of {self} {id(codec)}"
 
     @property
     def has_stages(self) -> bool:  # type: ignore[override]
         return self.codec.exchange == "all_to_all"
+
+    def _check_groups(self) -> None:
+        """Refuse groups with more than this rank in common, where it is known who is in them."""
+        known = distributed_c10d._world.pg_group_ranks
+        if self.intra_group not in known or self.inter_group not in known:
+            return
+        nodes, places = (
+            dist.get_process_group_ranks(group) for group in (self.intra_group, self.inter_group)
+        )
+        both = sorted(set(nodes) & set(places))
+        if len(both) > 1:
+            raise ValueError(
+                "hierarchical: intra_group and inter_group must have this rank alone in common, "
+                f"got ranks {nodes} and {places}, which share {both}"
+            )
 
     def _given_groups(self) -> list[Any]:
         return [self.intra_group, self.inter_group]
@@ -73,15 +96,27 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
         return self.codec.takes_error
 
     def prepare(self, memory: BucketMemory) -> None:
+        nodes, ranks = self.inter_group.size(), self.intra_group.size()
+        if nodes * ranks != memory.world_size:
+            raise ValueError(
+                f"hierarchical: its groups must take in all {memory.world_size} ranks that are "
+                f"averaged over, got {nodes} nodes of {ranks} ranks"
+            )
         if memory.with_error and self.codec.takes_error:
             groups = {"intra_group": self.intra_group, "inter_group": self.inter_group}
             ranks = self.intra_group.size()
             memory.flat("error")
             share = share_range(memory.numel, rank=self.intra_group.rank(), ranks=ranks)
-            memory.shard("node_error", *share, factor=1)
+            of_node = memory.shard("node_error", *share, factor=1)
             shard = inter_shard_range(self.codec, memory.numel, **groups)
-            memory.shard("node_shard_error", *shard, factor=memory.world_size)
+            of_shard = memory.shard("node_shard_error", *shard, factor=memory.world_size)
+            memory.plans[self._node_plan] = of_node
+            memory.plans[self._shard_plan] = of_shard
         rounding_of(self.codec, self.seed, memory)
+
+    def shards(self, memory: BucketMemory) -> list[str]:
+        found = (memory.plans.get(plan) for plan in (self._node_plan, self._shard_plan))
+        return [name for name in found if name is not None]
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         check_dense(self, bucket)
@@ -94,8 +129,8 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
             scale=1.0 / (self.intra_group.size() * self.inter_group.size()),
             out=result_tensor(bucket, memory),
             carry=memory.tensors.get("error"),
-            error=memory.tensors.get("node_error"),
-            shard_error=memory.tensors.get("node_shard_error"),
+            error=memory.tensors.get(memory.plans.get(self._node_plan, "")),
+            shard_error=memory.tensors.get(memory.plans.get(self._shard_plan, "")),
             rounding=rounding_of(self.codec, self.seed, memory),
             buffers=memory.buffers,
             meter=memory.meter,

@@ -215,6 +215,9 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         anchors = self._anchors(memory)
         gradients = memory.layout.views(distance.to(anchors[0].dtype))
         self.outer.step(anchors, gradients, self._momenta(memory))
+        if self.error_reset:
+            # What ranks have lost of the sum becomes theirs to go on from, too.
+            memory.fold_all()
         if unsent:
             memory.tensors[_ERROR].zero_()
         self.return_to_start(memory)

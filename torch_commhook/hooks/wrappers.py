@@ -128,6 +128,7 @@ class after(Wrapper):  # noqa: N801
         self._before_is_plain = before is None
         other = Wrapper(self.before)  # refuses what is no hook
         self._check_memory()
+        self._left_plan = f"left by {self.before} for {self.hook}"
         self._commhook_traceable = self._commhook_traceable and other._commhook_traceable
 
     def hooks_inside(self) -> Sequence[Hook]:
@@ -161,6 +162,18 @@ class after(Wrapper):  # noqa: N801
         memory.watch(self.step)
         self.before.prepare(memory)
         self.hook.prepare(memory)
+        left = set(self.before.shards(memory)) - set(self.hook.shards(memory))
+        memory.plans[self._left_plan] = "\n".join(sorted(left))
+
+    def _take_over(self, memory: BucketMemory) -> None:
+        """Let ``hook`` send what ``before`` remembers where ``hook`` has no memory of its own."""
+        left = memory.plans[self._left_plan]
+        is_compiling = torch.compiler.is_compiling()
+        # Compiled code adds the zeros that are there from then on, for a graph that never changes.
+        if left and (is_compiling or self._left_plan not in memory.folded):
+            memory.fold(left.split("\n"))
+            if not is_compiling:
+                memory.folded.add(self._left_plan)
 
     def _current(self, bucket: GradBucket) -> Hook:
         return self._current_of(self.memory(bucket).past)
@@ -169,7 +182,10 @@ class after(Wrapper):  # noqa: N801
         return self.hook if past.get(self.step) else self.before
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        return self._current(bucket).average(bucket)
+        current = self._current(bucket)
+        if current is self.hook:
+            self._take_over(self.memory(bucket))
+        return current.average(bucket)
 
     def result_dtype(self, bucket: GradBucket) -> torch.dtype:
         return self._current(bucket).result_dtype(bucket)
@@ -217,17 +233,23 @@ class clip(Wrapper):  # noqa: N801
     scales_steps = True
 
     def step_scale(self, results: Sequence[Tensor], past: Mapping[int, bool]) -> Tensor | None:
-        norms = [
-            torch.linalg.vector_norm(
-                result, dtype=torch.float64 if result.dtype == torch.float64 else torch.float32
-            )
-            for result in results
-        ]
-        device = norms[0].device
-        norm = torch.linalg.vector_norm(torch.stack([one.to(device).float() for one in norms]))
+        norms = [_norm(result) for result in results]
+        device, wide = norms[0].device, any(one.dtype == torch.float64 for one in norms)
+        dtype = torch.float64 if wide else torch.float32
+        norm = torch.linalg.vector_norm(torch.stack([one.to(device, dtype) for one in norms]))
         scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         inner = self.hook.step_scale(results, past)
         return scale if inner is None else torch.minimum(scale, inner)
 
     def __repr__(self) -> str:
-        return f"clip({self.max_norm:g}{'' if self._is_plain else f', {self.hook}'})"
+        return f"clip({self.max_norm!r}{'' if self._is_plain else f', {self.hook}'})"
+
+
+def _norm(result: Tensor) -> Tensor:
+    """In float32, or float64 where the result is of that."""
+    if result.layout is not torch.strided:
+        result = result.coalesce().values()
+    if result.is_complex():
+        result = torch.view_as_real(result)
+    wide = result.dtype == torch.float64
+    return torch.linalg.vector_norm(result, dtype=torch.float64 if wide else torch.float32)

@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from torch_commhook import _C, collectives
 from torch_commhook._dynamo import left_to_python
 from torch_commhook.attached import Attached, Running
-from torch_commhook.metrics import BucketTraffic, count_bucket
+from torch_commhook.metrics import BucketTraffic, as_text, count_bucket
 from torch_commhook.reducer.buckets import (
     BucketState,
     ReducerBucket,
@@ -52,6 +52,7 @@ from torch_commhook.reducer.tracing import (
 from torch_commhook.results import checked_result, hook_on_bucket
 from torch_commhook.running_backward import RunningBackward
 from torch_commhook.step_group import NoAgreement, StepGroup
+from torch_commhook.unsent import keep_unsent, unsent_table
 
 _log = logging.getLogger(__name__)
 _engine = torch.autograd.Variable._execution_engine
@@ -574,7 +575,8 @@ class Reducer:
             late = self._results()
             traffic = [_traffic(bucket) for bucket in self._buckets]
         else:
-            late = cpp.results(self.group.timeout.total_seconds())
+            seconds = self.group.timeout.total_seconds()
+            late = [(bucket, result, 1.0) for bucket, result in cpp.results(seconds)]
             traffic = cpp.traffic()
         used = self._locally_used()
         if self._agreement.recovers:
@@ -584,20 +586,23 @@ class Reducer:
         together = not attached.keeps_ranks_apart
         if together:
             attached.memory.advance()
-        for bucket, result in late:
-            self.write_missing(bucket.members, bucket.pieces(result), used)
+        for bucket, result, scale in late:
+            scaled = result if scale == 1.0 else result * scale
+            self.write_missing(bucket.members, bucket.pieces(scaled), used)
         if together:
+            self._keep_unsent([(bucket, result) for bucket, result, _ in late], used)
             for index, of_bucket in enumerate(traffic):
                 count_bucket(attached.stats, index, count, of_bucket, first=index == 0)
         self._accumulated = False
         if self._is_to_rebuild():
             self._agreed_order = self._agree_on_order()
 
-    def _results(self) -> list[tuple[BucketState, Tensor]]:
+    def _results(self) -> list[tuple[BucketState, Tensor, float]]:
         """Run the hook on the buckets that are left, and write what it gives into the gradients.
 
         Returns:
-            The buckets that have parameters without a gradient, and what is to be written there.
+            The buckets that have parameters without a gradient, the results, and what these are to
+            be scaled by when they are written.
         """
         self._start_all()
         scale = 1.0
@@ -611,7 +616,7 @@ class Reducer:
         late = []
         for bucket, result in zip(self._buckets, results, strict=True):
             if bucket.pending:
-                late.append((bucket, result if scale == 1.0 else result * scale))
+                late.append((bucket, result, scale))
             else:
                 bucket.native.write(result, scale)
         return late
@@ -694,6 +699,14 @@ class Reducer:
                 else:
                     destinations([parameter])[0].copy_(gradient)
 
+    def _keep_unsent(self, late: Sequence[tuple[BucketState, Tensor]], used: Tensor) -> None:
+        """Let the hook remember results that go nowhere, since no rank has used a parameter."""
+        errors, results, table = unsent_table(
+            [(bucket.members, bucket.memory, result) for bucket, result in late if bucket.pending]
+        )
+        if table:
+            keep_unsent(errors, results, used, table)
+
     def _breaks_graph(self) -> bool:
         return _is_compiling() and self._running is not None and not self._running.traceable
 
@@ -716,7 +729,7 @@ class Reducer:
         for bucket in self._buckets:
             assert bucket.running is not None
             bucket.running.future.start_next()
-        results = [self._result(bucket) for bucket in self._buckets]
+        results = raw = [self._result(bucket) for bucket in self._buckets]
         if attached.scales_steps:
             scale = attached.step_scale(results)
             if scale is not None:
@@ -731,9 +744,11 @@ class Reducer:
             used = self._used
             commit_step(used, results, self.group.name)
         if not attached.keeps_ranks_apart:
-            if not attached.memory.is_empty:
-                count_step(self._token, results, self._key)
-            attached.traced_steps.add([_traffic(bucket) for bucket in self._buckets])
+            buckets = [_traffic(bucket) for bucket in self._buckets]
+            if attached.memory.is_empty:
+                attached.traced_steps.add(buckets)
+            else:
+                count_step(self._token, results, as_text(buckets), self._key)
         numbers: list[int] = []
         missing: list[Tensor] = []
         for bucket, result in zip(self._buckets, results, strict=True):
@@ -750,6 +765,8 @@ class Reducer:
                         destinations([arrived])[0].copy_(piece)
         if missing:
             write_missing(self._token, used, missing, numbers, self._key)
+            if not attached.keeps_ranks_apart:
+                self._keep_unsent(list(zip(self._buckets, raw, strict=True)), used)
         self._accumulated = False
         if missing and attached.stages.has_post_accumulate_hooks:
             self._run_post_accumulate_hooks_untraced(attached)

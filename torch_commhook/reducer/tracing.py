@@ -15,7 +15,7 @@ from torch_commhook.attached import Attached, Running
 from torch_commhook.bucket import GradBucket
 from torch_commhook.collectives import TracedFuture
 from torch_commhook.hooks.base import Hook
-from torch_commhook.metrics import TRACED_METER
+from torch_commhook.metrics import TRACED_METER, count_bucket, from_text
 from torch_commhook.step_group import groups_by_name
 
 if TYPE_CHECKING:
@@ -98,11 +98,18 @@ def commit_step(used: Tensor, results: list[Tensor], name: str) -> None:
 
 
 @torch.library.custom_op("commhook::count_step", mutates_args=("token",))
-def count_step(token: Tensor, results: list[Tensor], key: int) -> None:
-    """:meth:`HookMemory.advance` of the hook that is attached, once ``results`` are there."""
+def count_step(token: Tensor, results: list[Tensor], traffic: str, key: int) -> None:
+    """:meth:`HookMemory.advance` of the hook that is attached, once ``results`` are there.
+
+    Its traffic is that of this code, as :func:`torch_commhook.metrics.as_text` gives it: what a
+    hook sends may change from step to step, and with it the code.
+    """
     attached = reducers[key].attached
     if attached is not None:
         attached.memory.advance()
+        buckets = from_text(traffic)
+        for index, bucket in enumerate(buckets):
+            count_bucket(attached.stats, index, len(buckets), bucket, first=index == 0)
 
 
 @torch.library.custom_op("commhook::note_backward", mutates_args=("token",))
@@ -136,7 +143,7 @@ def _commit_step_fake(used: Tensor, results: list[Tensor], name: str) -> None:
 
 
 @count_step.register_fake
-def _count_step_fake(token: Tensor, results: list[Tensor], key: int) -> None:
+def _count_step_fake(token: Tensor, results: list[Tensor], traffic: str, key: int) -> None:
     return None
 
 
