@@ -10,6 +10,37 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 
+def agree(group: Any, what: str, error: Exception | None, settings: dict[str, object]) -> None:
+    """Go on together, or not at all. All ranks of the group must call this.
+
+    Args:
+        group: the ranks; one that ``torch.distributed`` does not know is left alone.
+        what: named in errors.
+        error: why this rank cannot go on; None if it can.
+        settings: names and values that must be the same.
+
+    Raises:
+        Exception: ``error``.
+        RuntimeError: another rank cannot go on, or something differs. Says what, on which ranks.
+    """
+    size = group.size()
+    if size > 1 and group in distributed_c10d._world.pg_map:
+        every: list[Any] = [None] * size
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        dist.all_gather_object(every, (text, settings), group=group)
+        for rank, (other, other_settings) in enumerate(every):
+            if error is None and other is not None:
+                raise RuntimeError(f"{what}: it failed on rank {rank}: {other}")
+            for name, value in settings.items():
+                if error is None and other_settings.get(name) != value:
+                    raise RuntimeError(
+                        f"{what}: {name} must be the same on all ranks: this one has {value}, "
+                        f"rank {rank} has {other_settings.get(name)}"
+                    )
+    if error is not None:
+        raise error
+
+
 def check_agreement(
     group: Any, parameters: Sequence[tuple[str, Tensor]], settings: dict[str, object]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,11 +16,12 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_commhook import _C
 from torch_commhook._runtime import hook_name
-from torch_commhook.agreement import check_agreement
+from torch_commhook.agreement import agree, check_agreement
 from torch_commhook.attached import Attached
 from torch_commhook.bucket import GradBucket
 from torch_commhook.collectives import resolve_group
 from torch_commhook.ddp_road import DdpRoad
+from torch_commhook.hook_states import LOCAL_STEPS
 from torch_commhook.hooks import __name__ as hooks_module
 from torch_commhook.memory import HookMemory
 from torch_commhook.metrics import HookStats
@@ -90,20 +92,29 @@ class HookHandle:
                 _roads.pop(model, None)
 
     def replace(self, hook: Callable[..., Any], *, state: object = None) -> None:
-        """Put another hook in this one's place, from the next backward on. Statistics begin anew.
+        """Put another hook in this one's place, from the next backward on.
 
-        All ranks must do so between the same two steps.
+        Statistics begin anew, and the new hook remembers nothing: what the old one had not sent
+        goes with it. All ranks must do so between the same two steps.
 
         Raises:
             RuntimeError: the handle's hook is not attached any more.
-            TypeError, ValueError: as :func:`torch_commhook.check_hook`; the old hook then stays.
+            TypeError, ValueError: as :func:`torch_commhook.check_hook`; the old hook then stays,
+                on all ranks.
+            RuntimeError: the ranks' hooks differ, or one is refused on another rank.
         """
         if not self.is_attached:
             raise RuntimeError(
                 f"HookHandle.replace: hook '{self._attached.name}' is not attached any more; "
                 "use attach()"
             )
-        replacement = Attached.checked(hook, state, self._attached.memory.of_same_model())
+        replacement, error = None, None
+        try:
+            replacement = Attached.checked(hook, state, self._attached.memory.of_same_model())
+        except Exception as refused:
+            error = refused
+        agree(self._road.group.parent, "HookHandle.replace", error, {"the hook": _printed(hook)})
+        assert replacement is not None
         replacement.stages = self._attached.stages
         if self._attached.local_steps is not None:
             self._attached.local_steps.close()
@@ -209,7 +220,7 @@ class HookHandle:
             self._attached.local_steps.synchronize()
 
     def stats(self) -> HookStats:
-        """What the hook sent while it was attached; see :class:`HookStats`."""
+        """What the hook has sent while it was attached, up to now; see :class:`HookStats`."""
         attached = self._attached
         stats = attached.stats
         attached.traced_steps.move_to(stats)
@@ -217,7 +228,7 @@ class HookHandle:
         for memory in attached.memory.buckets():
             if memory.index < len(stats.buckets):
                 stats.buckets[memory.index].measured(memory.meters())
-        return stats
+        return copy.deepcopy(stats)
 
     # ---- what the hook remembers -----------------------------------------------------------------
 
@@ -243,26 +254,42 @@ class HookHandle:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`state_dict` gave on this rank.
 
-        For another number of ranks see :func:`torch_commhook.reshard_states`. With a hook that
-        keeps ranks apart, this writes the rank's parameters; it comes after the model's own
-        ``load_state_dict()``.
+        All ranks must do so at the same point. For another number of ranks see
+        :func:`torch_commhook.reshard_states`. With a hook that keeps ranks apart, this writes the
+        rank's parameters; it comes after the model's own ``load_state_dict()``.
 
         Raises:
-            RuntimeError: the handle's hook is not attached any more.
-            ValueError: no such state, or one of other parameters or of another number of ranks;
-                what the hook remembers then stays.
+            RuntimeError: the handle's hook is not attached any more; the ranks' states are of
+                different steps, or one is refused on another rank.
+            ValueError: no such state, or one of other parameters, of another number of ranks, or of
+                a hook that remembers other things.
+
+        What the hook remembers then stays, on all ranks.
         """
         if not self.is_attached:
             raise RuntimeError(
                 f"HookHandle.load_state_dict: hook '{self._attached.name}' is not attached any more"
             )
-        if not state and self._attached.memory.is_empty:
-            return
-        local_steps = self._attached.local_steps
-        if local_steps is not None:
-            local_steps.load_state_dict(state)
-            return
-        self._attached.memory.load_state_dict(state)
+        memory, local_steps = self._attached.memory, self._attached.local_steps
+        settings: dict[str, object] = {}
+        go_on: Callable[[], None] | None = None
+        error = None
+        try:
+            if local_steps is not None:
+                go_on = partial(local_steps.take_state, local_steps.check_state(state))
+            elif state or not memory.is_empty:
+                go_on = partial(self._take_state, state, memory.check_state(state))
+            if go_on is not None:
+                keys = ("steps", "choices", LOCAL_STEPS)
+                settings = {f"the state's {key}": state.get(key) for key in keys}
+        except Exception as refused:
+            error = refused
+        agree(self._road.group.parent, "HookHandle.load_state_dict", error, settings)
+        if go_on is not None:
+            go_on()
+
+    def _take_state(self, state: dict[str, Any], own: dict[str, dict[str, Tensor]]) -> None:
+        self._attached.memory.take_state(state, own)
         self._road.memory_loaded(state["buckets"])
 
     def __repr__(self) -> str:
@@ -398,9 +425,7 @@ def _shared(
     model: torch.nn.Module, hook: Callable[..., Any], settings: dict[str, Any]
 ) -> dict[str, object]:
     """What all ranks must attach alike."""
-    # Those of the library print as they are written; of others only the kind is known.
-    of_library = type(hook).__module__.startswith(hooks_module)
-    shared: dict[str, object] = {"the hook": repr(hook) if of_library else "another"}
+    shared: dict[str, object] = {"the hook": _printed(hook)}
     if isinstance(model, DistributedDataParallel):
         shared["bucket_cap_mb"] = model.bucket_bytes_cap / (1 << 20)
         shared["the Python reducer"] = model._use_python_reducer
@@ -408,6 +433,11 @@ def _shared(
     for name in ("bucket_cap_mb", "broadcast_buffers", "init_sync"):
         shared[name] = settings[name]
     return shared
+
+
+def _printed(hook: object) -> str:
+    """What ranks compare. Hooks of the library print as they are written; of others none knows."""
+    return repr(hook) if type(hook).__module__.startswith(hooks_module) else "another"
 
 
 def _new_road(

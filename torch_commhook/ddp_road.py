@@ -98,13 +98,20 @@ class DdpRoad:
                 left -= len(buckets[-1])
         if left == 0:
             return buckets
-        names = None if self._attached is None else self._attached.memory.names_of(parameters)
-        by_name = dict(zip(names or (), parameters, strict=False))
-        if sorted(by_name) == sorted(name for names in self._loaded for name in names):
-            return [[by_name[name] for name in names] for names in self._loaded]
+        loaded = self._loaded_buckets(parameters)
+        if loaded:
+            return loaded
         parameters.reverse()
         assigned = assign_buckets(parameters, [False] * len(parameters), model.bucket_bytes_cap)
         return [[parameters[i] for i in members] for members in assigned]
+
+    def _loaded_buckets(self, parameters: list[Tensor]) -> list[list[Tensor]]:
+        """Those of a memory that was loaded; none where they are not of all parameters."""
+        names = None if self._attached is None else self._attached.memory.names_of(parameters)
+        by_name = dict(zip(names or (), parameters, strict=False))
+        if sorted(by_name) != sorted(name for names in self._loaded for name in names):
+            return []
+        return [[by_name[name] for name in names] for names in self._loaded]
 
     #: What is under way ends with DDP's own reducer.
     is_closing = False
@@ -120,18 +127,22 @@ class DdpRoad:
         self._forget_memory()
         if attached is not None:
             attached.join(self._group, self._device)
-            self._prepare_memory()
+            self._prepare_memory(self.parameter_buckets())
 
     def memory_loaded(self, buckets: list[list[str]]) -> None:
         """The hook's memory has been read from elsewhere."""
         self._loaded = buckets
         self._forget_memory()
-        self._prepare_memory()
+        model = self.model()
+        if model is not None:
+            # Not those of now, which DDP may be about to form anew.
+            loaded = self._loaded_buckets([parameter for _, parameter in trainable(model)])
+            self._prepare_memory(loaded or self.parameter_buckets())
 
-    def _prepare_memory(self) -> None:
+    def _prepare_memory(self, buckets: list[list[Tensor]]) -> None:
         """Let the hook ask for what it remembers: its state has it before a backward too."""
         attached = self._attached
-        for index, parameters in enumerate(self.parameter_buckets()):
+        for index, parameters in enumerate(buckets):
             if attached is not None:
                 attached.memory_of(parameters, index)
 

@@ -6,13 +6,16 @@ what all have alike under ``"shared"``; beside them plain values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 VERSION = 1
+
+#: Where a state has the steps since the ranks were together.
+LOCAL_STEPS = "local_steps"
 
 #: What a rank's own parameters are kept as, where ranks are apart.
 PARAMETERS = "local_sgd_parameter"
@@ -21,18 +24,41 @@ PARAMETERS = "local_sgd_parameter"
 FOLDED_INTO = {"shard_error": "error", "node_error": "error", "node_shard_error": "error"}
 
 
+_MOST_RANKS = 1 << 20
+
+#: More steps than anybody takes, and few enough to count on.
+_MOST_STEPS = 1 << 48
+
+
+class Known(NamedTuple):
+    """What a hook remembers.
+
+    Attributes:
+        own: kinds of what each rank has of its own, of a parameter's shape.
+        shards: kinds of what a rank has of a part of the elements.
+        shared: tensors that all ranks have alike, by kind and parameter name.
+        choices: by kind, what may have been settled.
+    """
+
+    own: Set[str]
+    shards: Set[str]
+    shared: Mapping[str, Mapping[str, Tensor]]
+    choices: Mapping[str, Sequence[int]]
+
+
 def checked_state(
-    state: Any, by_name: dict[str, Tensor], *, rank: int, world_size: int
+    state: Any, by_name: dict[str, Tensor], known: Known, *, rank: int, world_size: int
 ) -> dict[str, dict[str, Tensor]]:
     """What is this rank's own of a state that is to be loaded.
 
     Args:
         state: what a user gives.
         by_name: the model's parameters.
+        known: what the hook remembers that is to load it.
         rank, world_size: of this process.
 
     Raises:
-        ValueError: no state of these parameters, this rank, and this number of ranks.
+        ValueError: no state of these parameters, this rank, this number of ranks, and such a hook.
     """
     if not isinstance(state, dict) or state.get("version") != VERSION:
         got = type(state).__qualname__
@@ -54,13 +80,26 @@ def checked_state(
     for key, kind in (("buckets", list), ("shared", dict), ("choices", dict), ("steps", int)):
         if not isinstance(state.get(key), kind):
             raise _unfit(f"its {key} must be a {kind.__name__}, got {state.get(key)!r}")
-    if isinstance(state["steps"], bool) or state["steps"] < 0:
+    if isinstance(state["steps"], bool) or not 0 <= state["steps"] <= _MOST_STEPS:
         raise _unfit(f"its steps must be a number of steps, got {state['steps']!r}")
     for names in state["buckets"]:
         if not isinstance(names, list) or not set(map(str, names)) <= set(by_name):
             raise _unfit(f"its buckets must be lists of the model's parameters, got {names!r}")
-    for kinds in (own, state["shared"], state["choices"]):
+    remembered = [
+        (
+            own,
+            known.own | known.shards | {k for k, into in FOLDED_INTO.items() if into in known.own},
+        ),
+        (state["shared"], known.shared.keys()),
+        (state["choices"], known.choices.keys()),
+    ]
+    for kinds, mine in remembered:
         for kind, values in kinds.items():
+            if kind not in mine:
+                raise _unfit(
+                    f"it has '{kind}', which the hook that is attached does not remember; a state "
+                    "is for a hook like the one that it is of"
+                )
             if not isinstance(values, dict):
                 got = type(values).__qualname__
                 raise _unfit(f"its '{kind}' must be a dict by parameter, got {got}")
@@ -70,17 +109,34 @@ def checked_state(
                 if parameter is None:
                     raise _unfit(f"it has {what}, which the model does not have")
                 if kinds is state["choices"]:
-                    if not isinstance(value, int):
-                        raise _unfit(f"{what} must be an int, got {type(value).__qualname__}")
+                    if isinstance(value, bool) or value not in known.choices[kind]:
+                        among = ", ".join(map(str, known.choices[kind]))
+                        raise _unfit(f"{what} must be one of {among}, got {value!r}")
                     continue
                 if not isinstance(value, Tensor):
                     raise _unfit(f"{what} must be a tensor, got {type(value).__qualname__}")
-                # What lies as the elements do, if it is not of the parameter's shape.
-                if kinds is own and value.shape not in (parameter.shape, (parameter.numel(),)):
-                    raise _unfit(
-                        f"{what} must be of shape {list(parameter.shape)}, got {list(value.shape)}"
-                    )
+                shape = parameter.shape
+                if kind in FOLDED_INTO:  # which lies as the elements do
+                    shape = torch.Size([parameter.numel()])
+                elif kinds is not own:
+                    like = known.shared[kind].get(name)
+                    if like is None:
+                        raise _unfit(f"it has {what}, of which the hook remembers nothing")
+                    shape = like.shape
+                _check_tensor(what, value, shape)
     return own
+
+
+def _check_tensor(what: str, value: Tensor, shape: torch.Size) -> None:
+    if value.layout is not torch.strided or value.is_meta or not value.is_floating_point():
+        raise _unfit(
+            f"{what} must be a dense tensor of floating-point numbers, got one of {value.dtype} "
+            f"and layout {value.layout} on device {value.device}"
+        )
+    if value.shape != shape:
+        raise _unfit(f"{what} must be of shape {list(shape)}, got {list(value.shape)}")
+    if not value.to(torch.float32).isfinite().all():
+        raise _unfit(f"{what} must hold finite numbers, got others")
 
 
 def reshard_states(states: Sequence[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
@@ -108,14 +164,31 @@ def reshard_states(states: Sequence[dict[str, Any]], world_size: int) -> list[di
     if not isinstance(world_size, int) or isinstance(world_size, bool):
         got = type(world_size).__qualname__
         raise TypeError(f"reshard_states: world_size must be an int, got {got}")
-    if world_size < 1:
-        raise ValueError(f"reshard_states: world_size must be at least 1, got {world_size}")
+    if not 1 <= world_size <= _MOST_RANKS:
+        raise ValueError(
+            f"reshard_states: world_size must be from 1 to {_MOST_RANKS}, got {world_size}"
+        )
     if not isinstance(states, (list, tuple)):
         got = type(states).__qualname__
         raise TypeError(f"reshard_states: states must be a list of states, got {got}")
     for rank, state in enumerate(states):
         if not isinstance(state, dict) or not {f"rank{rank}", "world_size", "steps"} <= set(state):
             raise ValueError(f"reshard_states: states[{rank}] must be that of rank {rank}")
+        own_kinds = state[f"rank{rank}"]
+        if not isinstance(own_kinds, dict) or not all(
+            isinstance(tensors, dict)
+            and all(isinstance(tensor, Tensor) for tensor in tensors.values())
+            for tensors in own_kinds.values()
+        ):
+            raise ValueError(
+                f"reshard_states: what states[{rank}] has of rank {rank} must be tensors by kind "
+                "and parameter"
+            )
+        if own_kinds.keys() != states[0]["rank0"].keys():
+            raise ValueError(
+                f"reshard_states: states[{rank}] must be of the same hook as states[0], which has "
+                f"{sorted(states[0]['rank0'])}, got {sorted(own_kinds)}"
+            )
         if state["world_size"] != len(states) or state["steps"] != states[0]["steps"]:
             raise ValueError(
                 f"reshard_states: states[{rank}] must be of {len(states)} ranks after "
@@ -144,7 +217,7 @@ def _resharded(own: Sequence[dict[str, dict[str, Tensor]]], world_size: int) -> 
                 )
             if kind == PARAMETERS:
                 for each in found:
-                    _add_mean(each.setdefault(kind, {}), tensors, len(own))
+                    _add_mean(each.setdefault(kind, {}), tensors, own[0][kind], len(own))
                 continue
             into = FOLDED_INTO.get(kind)
             # A sum's own loss counts as often as there are ranks.
@@ -160,9 +233,15 @@ def _resharded(own: Sequence[dict[str, dict[str, Tensor]]], world_size: int) -> 
     return found
 
 
-def _add_mean(total: dict[str, Tensor], tensors: dict[str, Tensor], count: int) -> None:
-    for name, tensor in tensors.items():
-        total[name] = total.get(name, torch.zeros_like(tensor)) + tensor / count
+def _add_mean(
+    total: dict[str, Tensor],
+    tensors: dict[str, Tensor],
+    firsts: dict[str, Tensor],
+    count: int,
+) -> None:
+    # From the first on, so that the mean of what is alike is that.
+    for name, first in firsts.items():
+        total[name] = total.get(name, first) + (tensors[name] - first) / count
 
 
 def _as_it_lies(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from torch_commhook import _C, collectives
 from torch_commhook.attached import Attached, run_average
 from torch_commhook.bucket import GradBucket
 from torch_commhook.forward_hook import BeforeForward
-from torch_commhook.hook_states import PARAMETERS
+from torch_commhook.hook_states import LOCAL_STEPS, PARAMETERS
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.local_sgd import local_sgd
 from torch_commhook.hooks.mean import allreduce
@@ -44,9 +44,6 @@ _log = logging.getLogger(__name__)
 
 #: How long a rank where something failed waits for its own collectives in flight.
 _DRAIN_SECONDS = 60.0
-
-#: Where a state has the steps since the ranks were together.
-_STATE = "local_steps"
 
 
 class LocalSteps:
@@ -284,33 +281,36 @@ class LocalSteps:
             self._look_for_anchor()
         memory = self._attached.memory
         state = memory.state_dict()
-        state[_STATE] = {"done": self.done, "is_open": self.is_open}
-        if not self._is_at_rest:  # where they are those of the anchor
-            parameters = self._living()
-            names = memory.names_of(parameters)
-            assert names is not None
-            state[f"rank{memory.rank}"][PARAMETERS] = {
-                name: parameter.detach().clone()
-                for name, parameter in zip(names, parameters, strict=True)
-            }
+        state[LOCAL_STEPS] = {"done": self.done, "is_open": self.is_open}
+        parameters = self._living()
+        names = memory.names_of(parameters)
+        assert names is not None
+        # At rest too, so that what a state has is always the same.
+        state[f"rank{memory.rank}"][PARAMETERS] = {
+            name: parameter.detach().clone()
+            for name, parameter in zip(names, parameters, strict=True)
+        }
         return state
 
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a :meth:`state_dict`. Writes the parameters.
+    def check_state(self, state: Any) -> Checked:
+        """What of a :meth:`state_dict` is what.
 
         Raises:
-            ValueError: no such state, or one that does not fit; everything then stays.
+            ValueError: no such state, or one that does not fit.
         """
-        memory = self._attached.memory
-        own, position, state = self._taken_apart(state)
-        memory.load_state_dict(state)
-        self._road().memory_loaded(state["buckets"])
+        parameters, position, rest = self._taken_apart(state)
+        return Checked(parameters, position, rest, self._attached.memory.check_state(rest))
+
+    @torch.no_grad()
+    def take_state(self, checked: Checked) -> None:
+        """Go on from what :meth:`check_state` gave. Writes the parameters."""
+        self._attached.memory.take_state(checked.rest, checked.own)
+        self._road().memory_loaded(checked.rest["buckets"])
         for bucket in self._memories():
             self.hook.return_to_start(bucket)
-        for parameter, value in own:
+        for parameter, value in checked.parameters:
             parameter.copy_(value)
-        self.done, self.is_open = position["done"], position["is_open"]
+        self.done, self.is_open = checked.position["done"], checked.position["is_open"]
         self._stepped.clear()
         self._versions = self._versions_now()
 
@@ -318,28 +318,53 @@ class LocalSteps:
         self, state: dict[str, Any]
     ) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Any], dict[str, Any]]:
         """What is this rank's of the parameters, where in a round it is, and the rest."""
-        if not isinstance(state, dict) or _STATE not in state:
+        if not isinstance(state, dict) or LOCAL_STEPS not in state:
             raise ValueError(
                 f"load_state_dict: the state must be one of a hook that keeps ranks apart, such as "
                 f"'{self._attached.name}', got another"
             )
+        position = state[LOCAL_STEPS]
+        done: Any = position.get("done") if isinstance(position, dict) else None
+        is_open: Any = position.get("is_open") if isinstance(position, dict) else None
+        is_number = isinstance(done, int) and not isinstance(done, bool) and done >= 0
+        if not is_number or not isinstance(is_open, bool):
+            raise ValueError(
+                f"load_state_dict: its {LOCAL_STEPS} must be a number of steps, done, and a bool, "
+                f"is_open, got {position!r}"
+            )
         key = f"rank{self._attached.memory.rank}"
-        pieces = dict(state.get(key) or {})
-        values = pieces.pop(PARAMETERS, {})
-        rest = {**state, key: pieces} if key in state else state
+        pieces = state.get(key)
+        if not isinstance(pieces, dict):  # of which the memory tells
+            return [], position, state
+        rest = {**state, key: {kind: pieces[kind] for kind in pieces if kind != PARAMETERS}}
+        values = pieces.get(PARAMETERS, {})
+        if not isinstance(values, dict) or (not values and done + is_open > 0):
+            raise ValueError(
+                f"load_state_dict: the state must have the rank's parameters, by name, got "
+                f"{type(values).__qualname__ if values else 'none'}"
+            )
         own = []
         parameters = self._living()
         names = self._attached.memory.names_of(parameters) or []
         for name, parameter in zip(names, parameters, strict=True) if values else ():
             value = values.get(name)
-            if value is None or value.shape != parameter.shape:
+            if not isinstance(value, Tensor) or value.shape != parameter.shape:
                 raise ValueError(
                     f"load_state_dict: the state must have parameter '{name}' of shape "
                     f"{tuple(parameter.shape)}, got "
-                    + ("none" if value is None else f"shape {tuple(value.shape)}")
+                    + (f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else "none")
                 )
             own.append((parameter, value))
-        return own, state[_STATE], rest
+        return own, position, rest
+
+
+class Checked(NamedTuple):
+    """A state that is to be loaded: the rank's parameters, where in a round it is, and the rest."""
+
+    parameters: list[tuple[Tensor, Tensor]]
+    position: dict[str, Any]
+    rest: dict[str, Any]
+    own: dict[str, dict[str, Tensor]]
 
 
 class _Started:

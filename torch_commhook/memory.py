@@ -19,7 +19,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 from torch_commhook.bucket_layout import BucketLayout
 from torch_commhook.collectives.compressed import MessageBuffers
 from torch_commhook.gloo_groups import group_name
-from torch_commhook.hook_states import FOLDED_INTO, VERSION, checked_state
+from torch_commhook.hook_states import FOLDED_INTO, VERSION, Known, checked_state
 from torch_commhook.metrics import CallMeter
 
 
@@ -248,8 +248,15 @@ class BucketMemory:
         for parameter in self.parameters:
             self._owner.adopt_choice(parameter, name, value)
 
-    def choice(self, name: str, default: int) -> int:
-        """What was settled for the first of the parameters, before or elsewhere."""
+    def choice(self, name: str, default: int, *, among: Sequence[int]) -> int:
+        """What was settled for the first of the parameters, before or elsewhere.
+
+        Args:
+            name: of what is settled.
+            default: where nothing was.
+            among: all that may be settled.
+        """
+        self._owner.choices[name] = tuple(among)
         if name not in self.choices:
             self.choose(name, self._owner.choice_of(self.parameters[0], name, default))
         return self.choices[name]
@@ -323,6 +330,7 @@ class HookMemory:
         on_step: called after each step.
         is_begun: whether a bucket has been asked for, where nobody else tells of steps.
         past: see :class:`BucketMemory`.
+        choices: by name, what may be settled for a bucket.
     """
 
     def __init__(self) -> None:
@@ -341,6 +349,7 @@ class HookMemory:
         self._shared = WeakIdKeyDictionary()
         self._loaded_shards = WeakIdKeyDictionary()
         self._choices = WeakIdKeyDictionary()
+        self.choices: dict[str, tuple[int, ...]] = {}
 
     def stand_in(self, group: Any) -> Any:
         """What is to be used instead of a group that a hook was given, or the group itself."""
@@ -382,6 +391,7 @@ class HookMemory:
                     del self._buckets[first]
             memory = BucketMemory(self, parameters, index)
             prepare(memory)
+            self._fold_what_is_left(parameters)
         self._buckets[parameters[0]] = memory
         self.is_empty = self.is_empty and memory.is_empty and not self.past
         return memory
@@ -459,6 +469,15 @@ class HookMemory:
                 flat = _in_memory_order(piece, parameter)
                 flat += memory.factors[name] * loaded
 
+    def _fold_what_is_left(self, parameters: Sequence[Tensor]) -> None:
+        """Put what was loaded of shards where it belongs, where the hook has no such shards."""
+        for parameter in parameters:
+            for kind, loaded in self._loaded_shards.pop(parameter, {}).items():
+                piece = self.piece(parameter, FOLDED_INTO[kind])
+                if piece is not None:
+                    factor = 1 if kind == "node_error" else self.world_size
+                    _in_memory_order(piece, parameter).add_(loaded, alpha=factor)
+
     # ---- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -497,15 +516,32 @@ class HookMemory:
             f"rank{self.rank}": own,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a :meth:`state_dict`. Buckets are to be asked for anew.
+    def check_state(self, state: Any) -> dict[str, dict[str, Tensor]]:
+        """What is this rank's own of a :meth:`state_dict` that is to be loaded.
 
         Raises:
-            ValueError: it is none, of another number of ranks, or of parameters that are not here
-                or have other shapes.
+            ValueError: it is none, of another number of ranks, of parameters that are not here or
+                have other shapes, or of a hook that remembers other things.
         """
         by_name = {name: parameter for parameter, name in self._names.items()}
-        own = checked_state(state, by_name, rank=self.rank, world_size=self.world_size)
+        own = {kind for pieces in self._pieces.values() for kind in pieces}
+        shards = {kind for memory in self._leaves() for kind, _ in memory._shards.values()}
+        shared: dict[str, dict[str, Tensor]] = {}
+        for parameter, tensors in self._shared.items():
+            for kind, tensor in tensors.items():
+                if tensor is not None:
+                    shared.setdefault(kind, {})[self._names[parameter]] = tensor
+        known = Known(own, shards, shared, self.choices)
+        return checked_state(state, by_name, known, rank=self.rank, world_size=self.world_size)
+
+    def take_state(self, state: dict[str, Any], own: dict[str, dict[str, Tensor]]) -> None:
+        """Go on from a state. Buckets are to be asked for anew.
+
+        Args:
+            state: one that :meth:`check_state` has found good.
+            own: what that gave.
+        """
+        by_name = {name: parameter for parameter, name in self._names.items()}
         self._buckets = WeakIdKeyDictionary()
         self._pieces = WeakIdKeyDictionary()
         self._shared = WeakIdKeyDictionary()

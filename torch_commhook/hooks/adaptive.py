@@ -58,7 +58,7 @@ class adaptive(Hook):  # noqa: N801 (a hook is written as it is called)
         memory.with_error = True
         for hook in self._hooks.values():  # both cut buckets alike
             hook.prepare(memory)
-        memory.choice(_NAME, 4)
+        memory.choice(_NAME, 4, among=(4, 8))
 
     def shards(self, memory: BucketMemory) -> list[str]:
         return self._hooks[8].shards(memory)  # the other's too
