@@ -39,12 +39,7 @@ def compare(link: dict[str, Any]) -> list[dict[str, Any]]:
     groups = {
         group: times for group, times in groups.items() if f" {format_caps(caps)} MiB" in group
     }
-    hooks = [
-        job
-        for job in next(iter(groups.values()))
-        # What is sent after the optimizer's step is no hook by itself.
-        if job not in (ALONE, BASELINE, *PYTORCH) and not job.startswith("local_sgd(")
-    ]
+    hooks = [job for job in next(iter(groups.values())) if job not in (ALONE, BASELINE, *PYTORCH)]
     measured = measure(hooks, elements=elements, world_size=config.ranks, bucket_cap_mb=caps)
     rows = []
     for group, times in groups.items():

@@ -23,6 +23,13 @@ NO_HOOK = "none"
 
 #: Arguments of hooks that are objects of a running program.
 _NOT_WRITABLE = ("process_group",)
+#: Hooks that take such, and what to write instead, if anything.
+_NOT_WRITABLE_HOOKS = {
+    "compressed": "write the codec's own name, as in blockwise(bits=4)",
+    "hierarchical": "write FILE.py:NAME",
+}
+#: Parts of hooks.
+_PARTS = ("outer_sgd",)
 
 
 class HookExpressionError(ValueError):
@@ -126,6 +133,11 @@ class _Builder:
         name = ast.unparse(function)
         if not isinstance(function, ast.Name) or name not in self.names:
             raise self._unknown(name)
+        if name in _NOT_WRITABLE_HOOKS:
+            raise self._error(
+                f"names {name}, which can't be written on a command line: "
+                f"{_NOT_WRITABLE_HOOKS[name]}"
+            )
         hook = getattr(self.hooks, name)
         for argument in _NOT_WRITABLE:
             if _bound(hook, arguments, keywords).get(argument) is not None:
@@ -156,9 +168,11 @@ class _Builder:
         return self._error(f"names the unknown hook {name!r}{hint}")
 
     def _error(self, what: str) -> HookExpressionError:
+        no_hooks = (*_NOT_WRITABLE_HOOKS, *_PARTS)
+        names = ", ".join(name for name in self.names if name not in no_hooks)
         return HookExpressionError(
-            f"hook {self.text!r} {what}; a hook is one of {', '.join(self.names)}, as in "
-            f"cast(bfloat16), or {NO_HOOK}, or FILE.py:NAME"
+            f"hook {self.text!r} {what}; a hook is one of {names}, as in cast(bfloat16), or "
+            f"{NO_HOOK}, or FILE.py:NAME"
         )
 
 

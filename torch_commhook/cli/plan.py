@@ -4,6 +4,10 @@ What a hook computes is measured here, on a bucket of random gradients; what it 
 with ranks that are threads. From that a step is timed: a third of its computing is the forward, the
 rest the backward, which fills the buckets one after the other, and what hooks compute stands on the
 same processor. A bucket goes on the wire once it is full and the one before is through.
+
+A hook that changes after some steps is planned as it is then. One that keeps ranks apart for some
+steps sends after the last of them, when there is nothing to hide that behind; what is said of a
+step is the mean.
 """
 
 from __future__ import annotations
@@ -15,8 +19,9 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from torch_commhook.cli.hook_expression import HookExpressionError, parse_hook
@@ -60,11 +65,13 @@ class Measured:
         hook: as it is written.
         bytes_sent: by each rank.
         compute_seconds: encoding, adding up and decoding, beyond what a plain all-reduce does.
+        overlaps: whether it does so while a backward computes.
     """
 
     hook: str
     bytes_sent: float
     compute_seconds: float
+    overlaps: bool
 
 
 @dataclass(frozen=True)
@@ -109,13 +116,59 @@ def measure(
         if hook is None:
             raise HookExpressionError(f"the hook {text!r} is plain DDP: write allreduce()")
         try:
-            sent = _bytes_per_element(hook, elements, world_size) * elements
-            computed = max(0.0, _compute_seconds(hook, elements, bucket) - plain)
+            inner, steps, around = _taken_apart(hook)
+            sent = _bytes_per_element(inner, elements, world_size) * elements
+            computed = max(0.0, _compute_seconds(inner, elements, bucket) - plain)
+            computed += sum(_pass_seconds(one, elements, bucket) for one in around)
         except Exception as error:  # a hook may be a user's, and raise anything
             said = " ".join(f"{type(error).__name__}: {error}".split())
-            raise HookError(f"the hook {text!r} can't be run by itself: {said}") from error
-        found.append(Measured(text, sent, computed))
+            if "attach(model, hook)" in said:
+                said = "it asks for more of a model than its size"
+            raise HookError(f"the hook {text!r} can't be planned: {said}") from error
+        overlaps = not getattr(hook, "keeps_ranks_apart", False)
+        found.append(Measured(text, sent / steps, computed / steps, overlaps))
     return found
+
+
+def _taken_apart(hook: Any) -> tuple[Any, int, list[Callable[[Any], object]]]:
+    """A hook as it is in the long run: what it does with a bucket, and in how many steps once.
+
+    And what else goes over all gradients then: functions of a tensor.
+    """
+    import torch
+
+    from torch_commhook import hooks
+
+    steps, around = 1, []
+    while True:
+        if isinstance(hook, hooks.after):
+            hook = hook.hook
+        elif isinstance(hook, hooks.clip):
+            around.append(torch.linalg.vector_norm)
+            hook = hook.hook
+        elif isinstance(hook, hooks.local_sgd):
+            around.append(partial(_outer_step, hook.outer))
+            steps, hook = steps * hook.H, hook.hook
+        else:
+            return hook, steps, around
+
+
+def _outer_step(outer: Any, gradient: Any) -> None:
+    """What :class:`local_sgd` does beside averaging: how far it is, the anchor's step, and back."""
+    distance = (gradient - gradient).to(gradient.dtype)
+    outer.step([gradient.clone()], [distance], [distance] if outer.momentum else [])
+    gradient.copy_(distance)
+
+
+def _pass_seconds(call: Callable[[Any], object], elements: int, bucket_elements: int) -> float:
+    """Of something that goes over all gradients."""
+    gradient = _gradients(min(bucket_elements, _MOST_MEASURED), 1)[0][0]
+    times = []
+    for _ in range(_RUNS + 2):
+        begun = time.perf_counter()
+        call(gradient)
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times[2:]) * elements / gradient.numel()
 
 
 def plan(
@@ -136,7 +189,10 @@ def plan(
     costs: list[Cost] = []
     for each in measured:
         wire = each.bytes_sent * 8 / bits_per_second / _PAYLOAD
-        step = _step_seconds(compute_seconds, each.compute_seconds, wire, buckets)
+        if each.overlaps:
+            step = _step_seconds(compute_seconds, each.compute_seconds, wire, buckets)
+        else:
+            step = compute_seconds + each.compute_seconds + wire
         first = costs[0].step_seconds if costs else step
         ratio = step / first if first else 1.0
         costs.append(

@@ -229,6 +229,12 @@ class Codec(ABC):
 #: The codecs by name.
 CODECS: dict[str, type[Codec]] = {}
 
+#: Names that codecs must not have: those of hooks, of which there is one under each codec's name.
+RESERVED_NAMES: set[str] = set()
+
+#: What a codec's hook is given beside the codec's settings.
+HOOK_SETTINGS = ("seed", "process_group")
+
 _Class = TypeVar("_Class", bound=type[Codec])
 
 
@@ -237,10 +243,18 @@ def register_codec(cls: _Class) -> _Class:
 
     Raises:
         TypeError: no subclass of :class:`Codec`.
-        ValueError: another one has the name.
+        ValueError: another one has the name, or a hook; or a setting has that of one of its hook's.
     """
     if not (isinstance(cls, type) and issubclass(cls, Codec)):
         raise TypeError(f"register_codec: cls must be a subclass of Codec, got {cls!r}")
+    if cls.__name__ in RESERVED_NAMES:
+        raise ValueError(f"register_codec: there is a hook named {cls.__name__} already")
+    for name in HOOK_SETTINGS:
+        if name in inspect.signature(cls).parameters:
+            raise ValueError(
+                f"register_codec: {cls.__name__} must have no setting named {name}, which its hook "
+                "has"
+            )
     other = CODECS.setdefault(cls.__name__, cls)
     if other is not cls:
         raise ValueError(f"register_codec: there is a codec named {cls.__name__} already, {other}")

@@ -113,11 +113,7 @@ def compressed_all_reduce(
     if out is None:
         out = sources[0].new_empty(numel)
     destinations = listed_tensors("compressed_all_reduce", "out", out)
-    if sum(tensor.numel() for tensor in destinations) != numel:
-        raise ValueError(
-            f"compressed_all_reduce: out must hold {numel} elements, as many as tensors, got "
-            f"{sum(tensor.numel() for tensor in destinations)}"
-        )
+    check_out("compressed_all_reduce", destinations, numel)
     group = resolve_group(group)
     check_memory(
         "compressed_all_reduce",
@@ -144,6 +140,17 @@ def compressed_all_reduce(
     )
     with torch.no_grad():
         return call.start(sources, error, group)
+
+
+def check_out(op: str, destinations: Sequence[Tensor], numel: int) -> None:
+    """Refuse tensors that have no room for so many elements.
+
+    Raises:
+        ValueError: they hold more or fewer.
+    """
+    room = sum(tensor.numel() for tensor in destinations)
+    if room != numel:
+        raise ValueError(f"{op}: out must hold {numel} elements, as many as tensors, got {room}")
 
 
 def check_memory(

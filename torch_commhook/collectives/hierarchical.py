@@ -13,6 +13,7 @@ from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.compressed import (
     MessageBuffers,
     check_memory,
+    check_out,
     compressed_all_reduce,
     listed_tensors,
     shard_range,
@@ -66,10 +67,16 @@ def hierarchical_all_reduce(
     """
     sources = listed_tensors("hierarchical_all_reduce", "tensors", tensors)
     intra_group, inter_group = resolve_group(intra_group), resolve_group(inter_group)
+    if intra_group is inter_group and intra_group.size() > 1:
+        raise ValueError(
+            "hierarchical_all_reduce: intra_group and inter_group must have this rank alone in "
+            "common, got the same group"
+        )
     numel = sum(tensor.numel() for tensor in sources)
     if out is None:
         out = sources[0].new_empty(numel)
     destinations = listed_tensors("hierarchical_all_reduce", "out", out)
+    check_out("hierarchical_all_reduce", destinations, numel)
     ranks = intra_group.size()
     begin, end = share_range(numel, rank=intra_group.rank(), ranks=ranks)
     share = -(-numel // ranks)
@@ -85,10 +92,14 @@ def hierarchical_all_reduce(
         meter=meter,
         place=(inter_group.rank(), inter_group.size()),
     )
-    if carry is not None and (
-        not isinstance(carry, Tensor) or carry.dtype != torch.float32 or carry.dim() != 1
-    ):
-        raise TypeError("hierarchical_all_reduce: carry must be a flat tensor of float32, or None")
+    if carry is not None:
+        if not isinstance(carry, Tensor) or carry.dtype != torch.float32:
+            raise TypeError("hierarchical_all_reduce: carry must be a tensor of float32, or None")
+        if carry.dim() != 1 or (not torch.compiler.is_compiling() and len(carry) != numel):
+            raise ValueError(
+                f"hierarchical_all_reduce: carry must be flat and hold {numel} elements, got sizes "
+                f"{list(carry.shape)}"
+            )
     if buffers is None:
         buffers = MessageBuffers()
     padded, device = (share * ranks,), sources[0].device

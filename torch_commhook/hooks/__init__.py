@@ -8,7 +8,7 @@ There is one under the name of each codec of :mod:`torch_commhook.codecs`.
 
 from typing import Any
 
-from torch_commhook.codecs.base import CODECS
+from torch_commhook.codecs.base import CODECS, RESERVED_NAMES
 from torch_commhook.hooks.adaptive import adaptive
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.compressed import compressed, hook_of_codec
@@ -36,6 +36,7 @@ __all__ = [
     "policy",
     "powersgd",
 ]
+RESERVED_NAMES.update(__all__)
 __all__ += CODECS
 
 

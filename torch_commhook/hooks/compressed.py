@@ -164,6 +164,8 @@ def hook_of_codec(codec: type[Codec]) -> Callable[..., compressed]:
         inspect.Parameter("seed", inspect.Parameter.KEYWORD_ONLY, default=0, annotation=int),
         inspect.Parameter("process_group", inspect.Parameter.KEYWORD_ONLY, default=None),
     ]
-    settings = inspect.signature(codec).parameters.values()
-    make.__signature__ = inspect.Signature([*settings, *own])  # type: ignore[attr-defined]
+    settings = list(inspect.signature(codec).parameters.values())
+    rest = [one for one in settings if one.kind is inspect.Parameter.VAR_KEYWORD]
+    settings = [one for one in settings if one not in rest]
+    make.__signature__ = inspect.Signature([*settings, *own, *rest])  # type: ignore[attr-defined]
     return make

@@ -69,6 +69,11 @@ class policy(Hook):  # noqa: N801 (a hook is written as it is called)
             ]
         if default is None:
             default = error_feedback(hook_of_codec(CODECS["blockwise"])())
+        if isinstance(rules, str) or not isinstance(rules, Sequence):
+            raise TypeError(
+                "policy: rules must be a sequence of pairs of a condition and a hook, got "
+                f"{type(rules).__qualname__}"
+            )
         self.rules = [_checked_rule(i, rule) for i, rule in enumerate(rules)]
         self.default = _checked_hook("default", default)
         self._hooks = [*(hook for _, hook in self.rules), self.default]

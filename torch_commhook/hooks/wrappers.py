@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -20,18 +21,21 @@ class Wrapper(Hook):
 
     def __init__(self, hook: Hook) -> None:
         super().__init__()
+        self._check_inside("hook", hook)
+        self.hook = hook
+        self._commhook_traceable = getattr(hook, "_commhook_traceable", False)
+
+    def _check_inside(self, name: str, hook: object) -> None:
         if not isinstance(hook, Hook):
             raise TypeError(
-                f"{type(self).__name__}: hook must be one of torch_commhook.hooks, got "
+                f"{type(self).__name__}: {name} must be one of torch_commhook.hooks, got "
                 f"{type(hook).__qualname__}"
             )
         if hook.keeps_ranks_apart:
             raise ValueError(
-                f"{type(self).__name__}: hook must bring the ranks together in each step, got "
+                f"{type(self).__name__}: {name} must bring the ranks together in each step, got "
                 f"{hook}; it can go inside of that, as its hook"
             )
-        self.hook = hook
-        self._commhook_traceable = getattr(hook, "_commhook_traceable", False)
 
     def hooks_inside(self) -> Sequence[Hook]:
         return (self.hook,)
@@ -79,7 +83,8 @@ class error_feedback(Wrapper):  # noqa: N801 (a hook is written as it is called)
 
     Raises:
         TypeError: no hook of the library.
-        ValueError: one that loses nothing, or that is right on average and scales for it.
+        ValueError: one that loses nothing, that remembers it already, or that is right on average
+            and scales for it.
     """
 
     takes_error = False
@@ -87,6 +92,11 @@ class error_feedback(Wrapper):  # noqa: N801 (a hook is written as it is called)
 
     def __init__(self, hook: Hook) -> None:
         super().__init__(hook)
+        if hook.keeps_error:
+            raise ValueError(
+                "error_feedback: hook must be one that does not remember what it loses already, "
+                f"got {hook}"
+            )
         if not hook.takes_error:
             raise ValueError(
                 f"error_feedback: hook must be one whose messages lose something, got {hook}"
@@ -126,10 +136,11 @@ class after(Wrapper):  # noqa: N801
         self.step = step
         self.before = allreduce() if before is None else before
         self._before_is_plain = before is None
-        other = Wrapper(self.before)  # refuses what is no hook
+        self._check_inside("before", self.before)
         self._check_memory()
         self._left_plan = f"left by {self.before} for {self.hook}"
-        self._commhook_traceable = self._commhook_traceable and other._commhook_traceable
+        traceable = getattr(self.before, "_commhook_traceable", False)
+        self._commhook_traceable = self._commhook_traceable and traceable
 
     def hooks_inside(self) -> Sequence[Hook]:
         return (self.hook, self.before)
@@ -225,9 +236,12 @@ class clip(Wrapper):  # noqa: N801
         super().__init__(allreduce() if hook is None else hook)
         if not isinstance(max_norm, (int, float)) or isinstance(max_norm, bool):
             raise TypeError(f"clip: max_norm must be a number, got {type(max_norm).__qualname__}")
-        if not max_norm > 0:
+        if not 0 < max_norm <= math.inf:
             raise ValueError(f"clip: max_norm must be positive, got {max_norm}")
-        self.max_norm = float(max_norm)
+        try:
+            self.max_norm = float(max_norm)
+        except OverflowError as error:
+            raise ValueError("clip: max_norm must be a number that a float can hold") from error
         self._is_plain = hook is None
 
     scales_steps = True
