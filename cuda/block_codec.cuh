@@ -1,5 +1,5 @@
-// The kernels of codecs that send values in blocks, and how they are launched. What is a codec's own
-// stands in its *_block.h, what a warp does in block_tile.h.
+// The kernels of codecs that send values in blocks, and how they are launched. What is a codec's
+// own stands in its *_block.h, what a warp does in block_tile.h.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -7,7 +7,8 @@
 //                       counts
 //   kSums               whether that is a SumOfMagnitudes instead
 //   quantizer(measure, count, parameters, result)
-//                       gives a Quantizer and the parameters; false where a value is infinite or NaN
+//                       gives a Quantizer and the parameters; false where a value is infinite or
+//                       NaN
 //   code(value, dither, is random, quantizer, restored)
 //   restorer(parameters)
 //                       a function of codes
@@ -269,7 +270,8 @@ COMMHOOK_HOST_DEVICE void read_codes(const Codec& codec, const uint8_t* codes,
   }
 }
 
-// ---- what a warp does ----------------------------------------------------------------------------
+// ---- what a warp does
+// ----------------------------------------------------------------------------
 
 // Of one launch.
 struct BlockWork {
@@ -333,9 +335,7 @@ COMMHOOK_HOST_DEVICE void encode_tile(Warp& warp, const Codec& codec,
   const auto size = static_cast<int>(layout.form().block_size);
   auto* const dithers = reinterpret_cast<uint16_t*>(values + values_of(tile, size));
   const auto lane_of = [&](int lane) { return BlockLane{lane % tile.lanes, tile.lanes}; };
-  const auto place = [&](int lane) {
-    return place_of<Codec>(layout, first + lane / tile.lanes);
-  };
+  const auto place = [&](int lane) { return place_of<Codec>(layout, first + lane / tile.lanes); };
   typename Codec::Measure measures[Warp::kHeld];
   warp.each([&](int lane, int held) {
     const auto own = place(lane);
@@ -355,8 +355,8 @@ COMMHOOK_HOST_DEVICE void encode_tile(Warp& warp, const Codec& codec,
       float parts[Warp::kHeld];
       warp.each([&](int lane, int held) {
         const auto other = place_of<Codec>(layout, first + b + lane / kSumParts);
-        parts[held] = sum_of_part(values + (other.begin - first * size), other.count,
-                                  lane % kSumParts);
+        parts[held] =
+            sum_of_part(values + (other.begin - first * size), other.count, lane % kSumParts);
       });
       warp.template add_up<kSumParts>(parts);
       warp.give(parts, [&](int lane) { return lane / tile.lanes % kBlocks * kSumParts; });
@@ -414,9 +414,8 @@ COMMHOOK_HOST_DEVICE void decode_tile(Warp& warp, const Codec& codec,
     const auto own = place_of<Codec>(layout, first + lane / tile.lanes);
     if (own.count > 0) {
       read_codes(codec, message + own.codes,
-                 reinterpret_cast<const float*>(message + own.parameters), messages,
-                 layout.bytes(), own.count,
-                 values + (own.begin - first * layout.form().block_size),
+                 reinterpret_cast<const float*>(message + own.parameters), messages, layout.bytes(),
+                 own.count, values + (own.begin - first * layout.form().block_size),
                  BlockLane{lane % tile.lanes, tile.lanes});
     }
   });

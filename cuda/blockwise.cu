@@ -1,10 +1,9 @@
 // Block quantisation on CUDA.
-#include "ops/codecs/blockwise.h"
-
 #include <torch/library.h>
 
 #include "block_codec.cuh"
 #include "blockwise_block.h"
+#include "ops/codecs/blockwise.h"
 
 namespace commhook::cuda {
 namespace {

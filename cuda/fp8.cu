@@ -1,10 +1,9 @@
 // 8-bit floats with a scale for each block, on CUDA.
-#include "ops/codecs/fp8.h"
-
 #include <torch/library.h>
 
 #include "block_codec.cuh"
 #include "fp8_block.h"
+#include "ops/codecs/fp8.h"
 
 namespace commhook::cuda {
 namespace {

@@ -22,7 +22,8 @@ struct Fp8Block {
     if (static_cast<uint32_t>(measure.words[0]) >= kInfinity) {
       return false;
     }
-    result = blockwise::quantizer(float_of(static_cast<uint32_t>(measure.words[0])), 0.0f, kLargest);
+    result =
+        blockwise::quantizer(float_of(static_cast<uint32_t>(measure.words[0])), 0.0f, kLargest);
     parameters[0] = result.step;
     return true;
   }

@@ -1,9 +1,8 @@
 // Signs of values, on CUDA.
-#include "ops/codecs/sign.h"
-
 #include <torch/library.h>
 
 #include "block_codec.cuh"
+#include "ops/codecs/sign.h"
 #include "sign_block.h"
 
 namespace commhook::cuda {

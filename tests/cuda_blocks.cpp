@@ -33,8 +33,7 @@ struct HostWarp {
     std::copy(measures, measures + kHeld, before);
     for (int lane = 0; lane < kHeld; ++lane) {
       for (int i = 0; i < Measure::kWords; ++i) {
-        measures[lane].words[i] =
-            std::max(before[lane].words[i], before[lane ^ distance].words[i]);
+        measures[lane].words[i] = std::max(before[lane].words[i], before[lane ^ distance].words[i]);
       }
     }
   }
@@ -145,8 +144,7 @@ bool encode(const char* codec_name, const Work* given, int count, const void* co
   return with_codec(codec_name, [&](auto codec) {
     using Codec = decltype(codec);
     const BlockWork work{given->numel, static_cast<int>(given->shards),
-                         static_cast<int>(given->block_size), 1,
-                         static_cast<float>(given->scale)};
+                         static_cast<int>(given->block_size), 1, static_cast<float>(given->scale)};
     const auto tile = tile_of(work.block_size, Codec::kBits);
     const auto key = key_of(rounding);
     const auto table = table_of(count, data, numels, dtypes);

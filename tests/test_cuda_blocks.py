@@ -1,23 +1,19 @@
-"""The CUDA kernels of block codecs, played on the host: they give the bits that those of the CPU do."""
+"""The CUDA kernels of block codecs, played on the host: they give the bits of the CPU's."""
 
 from __future__ import annotations
 
 import ctypes
-import os
 import random
-import shutil
-import subprocess
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from host_library import compile_host_library
 from torch import Tensor
 
 from torch_commhook import codecs
 
-ROOT = Path(__file__).resolve().parents[1]
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 #: Of the operators, and what the library calls a codec.
 CODECS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -42,33 +38,7 @@ class Work(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = os.environ.get("CXX") or shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler was found (c++, or the variable CXX)")
-    path = tmp_path_factory.mktemp("cuda_blocks") / "cuda_blocks.so"
-    command = [
-        compiler,
-        "-std=c++20",
-        "-O1",
-        "-Wall",
-        "-Werror",
-        "-Wno-unknown-pragmas",
-        "-ffp-contract=off",
-        # A vector at an address that is not aligned for it ends the program.
-        "-fsanitize=alignment,bounds,shift,signed-integer-overflow",
-        "-fsanitize-undefined-trap-on-error",
-        "-shared",
-        "-fPIC",
-        f"-I{ROOT / 'cuda'}",
-        f"-I{ROOT / 'csrc'}",
-        f"-isystem{Path(torch.__file__).parent / 'include'}",
-        str(Path(__file__).with_name("cuda_blocks.cpp")),
-        "-o",
-        str(path),
-    ]
-    built = subprocess.run(command, capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
-    found = ctypes.CDLL(str(path))
+    found = compile_host_library("cuda_blocks.cpp", tmp_path_factory.mktemp("cuda_blocks"))
     for name in ("encode", "decode", "reduce"):
         getattr(found, name).restype = ctypes.c_bool
     return found
