@@ -83,7 +83,7 @@ __device__ inline float* shared_values(int bytes) {
 }
 
 template <typename Codec, int kCapacity>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 3)
     encode_kernel(const __grid_constant__ TensorTable<const void, kCapacity> table,
                   const BlockWork work, const int64_t* rounding, float* error, uint8_t* message) {
   const Codec codec;
