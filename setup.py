@@ -181,7 +181,13 @@ def extensions() -> list:
         ops["library_dirs"] = nvidia_package_folders("lib")
         ops["extra_compile_args"] = {
             "cxx": [*cxx, "-DCOMMHOOK_WITH_CUDA"],
-            "nvcc": ["-O3", "--expt-relaxed-constexpr", "-Xcompiler", "-fvisibility=hidden"],
+            "nvcc": [
+                "-O3",
+                "-fmad=false",  # the same bits as on the CPU
+                "--expt-relaxed-constexpr",
+                "-Xcompiler",
+                "-fvisibility=hidden",
+            ],
         }
         ops_extension = cpp_extension.CUDAExtension(**ops)
     else:

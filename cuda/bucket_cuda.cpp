@@ -11,38 +11,6 @@
 namespace commhook::cuda {
 namespace {
 
-// Tensors to write. What is not contiguous is written through a contiguous tensor, see Sources;
-// finish() then copies from that.
-class Destinations {
- public:
-  Destinations(const char* op, at::TensorList tensors) {
-    segments_.reserve(tensors.size());
-    visit_tensors(op, tensors, [this](const at::Tensor& tensor) {
-      void* data = nullptr;
-      if (tensor.is_contiguous()) {
-        data = tensor.mutable_data_ptr();
-      } else {
-        auto piece = at::empty(tensor.sizes(), tensor.options());
-        data = piece.mutable_data_ptr();
-        copies_.emplace_back(tensor, std::move(piece));
-      }
-      segments_.push_back({data, tensor.numel(), dtype_of(tensor)});
-    });
-  }
-
-  c10::ArrayRef<Segment<void>> segments() const { return segments_; }
-
-  void finish() const {
-    for (const auto& [tensor, piece] : copies_) {
-      tensor.detach().copy_(piece);
-    }
-  }
-
- private:
-  std::vector<Segment<void>> segments_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
-};
-
 at::Tensor flatten(at::TensorList tensors, double scale, std::optional<at::ScalarType> dtype) {
   const auto to = check_flatten("flatten", tensors, dtype);
   const c10::cuda::CUDAGuard guard(tensors[0].device());

@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "tensor_table.h"
@@ -70,6 +71,38 @@ class Sources {
  private:
   std::vector<Segment<const void>> segments_;
   std::vector<at::Tensor> copies_;
+};
+
+// Tensors to write. What is not contiguous is written through a contiguous tensor, see Sources;
+// finish() then copies from that.
+class Destinations {
+ public:
+  Destinations(const char* op, at::TensorList tensors) {
+    segments_.reserve(tensors.size());
+    visit_tensors(op, tensors, [this](const at::Tensor& tensor) {
+      void* data = nullptr;
+      if (tensor.is_contiguous()) {
+        data = tensor.mutable_data_ptr();
+      } else {
+        auto piece = at::empty(tensor.sizes(), tensor.options());
+        data = piece.mutable_data_ptr();
+        copies_.emplace_back(tensor, std::move(piece));
+      }
+      segments_.push_back({data, tensor.numel(), dtype_of(tensor)});
+    });
+  }
+
+  c10::ArrayRef<Segment<void>> segments() const { return segments_; }
+
+  void finish() const {
+    for (const auto& [tensor, piece] : copies_) {
+      tensor.detach().copy_(piece);
+    }
+  }
+
+ private:
+  std::vector<Segment<void>> segments_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
 };
 
 }  // namespace commhook::cuda

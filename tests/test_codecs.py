@@ -25,14 +25,16 @@ of_each_with_error = pytest.mark.parametrize(
 )
 
 
-def rounding_for(codec: Codec, step: int = 0) -> Tensor | None:
-    return torch.tensor([1, step]) if codec.is_random else None
+def rounding_for(codec: Codec, step: int = 0, device: torch.device | str = "cpu") -> Tensor | None:
+    return torch.tensor([1, step], device=device) if codec.is_random else None
 
 
 def encode(codec: Codec, tensors: list[Tensor], **options: Any) -> Tensor:
     numel = sum(tensor.numel() for tensor in tensors)
-    message = torch.empty(codec.nbytes(numel, options.get("shards", 1)), dtype=torch.uint8)
-    codec.encode(tensors, message, **{"rounding": rounding_for(codec), **options})
+    device = tensors[0].device
+    nbytes = codec.nbytes(numel, options.get("shards", 1))
+    message = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    codec.encode(tensors, message, **{"rounding": rounding_for(codec, device=device), **options})
     return message
 
 
@@ -238,7 +240,7 @@ def everything(
     is_sharded = codec.exchange == "all_to_all"
     shards = shards if is_sharded else 1
     error = error if codec.takes_error else None
-    rounding = rounding_for(codec)
+    rounding = rounding_for(codec, device=tensors[0].device)
     errors = [None if error is None else error.clone() for _ in range(2)]
     message = encode(codec, tensors, shards=shards, scale=scale, error=errors[0])
     out = [torch.empty_like(tensor) for tensor in tensors]

@@ -1,12 +1,13 @@
 // Block quantisation: its operators, and their kernels in plain ATen, which serve every device and
 // give the bits that all others do. The codec stands in torch_commhook/codecs/blockwise.py.
+#include "ops/codecs/blockwise.h"
+
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
 #include <limits>
 #include <vector>
 
-#include "ops/codecs/block_codec.h"
 #include "ops/codecs/block_codec_cpu.h"
 #include "ops/codecs/block_codec_reference.h"
 #include "ops/codecs/blockwise_math.h"
@@ -15,22 +16,14 @@
 #include "ops/cpu/capability.h"
 
 namespace commhook::blockwise {
-namespace {
-
-// How values are quantised; see blockwise_math.h.
-struct Format {
-  int64_t bits;
-  int64_t block_size;
-  bool is_symmetric;
-
-  codecs::BlockForm form() const { return {block_size, bits, is_symmetric ? 1 : 2}; }
-};
 
 Format check_format(const char* op, int64_t bits, int64_t block_size, bool is_symmetric) {
   TORCH_CHECK_VALUE(bits == 4 || bits == 8, op, ": bits must be 4 or 8, got ", bits);
   codecs::check_block_size(op, block_size, 8);
   return {bits, block_size, is_symmetric};
 }
+
+namespace {
 
 // ---- kernels for the CPU -----------------------------------------------------------------------
 

@@ -1,14 +1,14 @@
 // 8-bit floats with a scale for each block: the operators, and their kernels in plain ATen, which
 // serve every device and give the bits that all others do. The codec stands in
 // torch_commhook/codecs/fp8.py.
+#include "ops/codecs/fp8.h"
+
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
 #include <limits>
-#include <string_view>
 #include <vector>
 
-#include "ops/codecs/block_codec.h"
 #include "ops/codecs/block_codec_cpu.h"
 #include "ops/codecs/block_codec_reference.h"
 #include "ops/codecs/fp8_math.h"
@@ -16,12 +16,6 @@
 #include "ops/cpu/capability.h"
 
 namespace commhook::fp8 {
-namespace {
-
-struct Format {
-  bool is_e5m2;
-  codecs::BlockForm form;
-};
 
 Format check_format(const char* op, std::string_view format, int64_t block_size) {
   TORCH_CHECK_VALUE(format == "e4m3" || format == "e5m2", op,
@@ -29,6 +23,8 @@ Format check_format(const char* op, std::string_view format, int64_t block_size)
   codecs::check_block_size(op, block_size, 8);
   return {format == "e5m2", {block_size, 8, 1}};
 }
+
+namespace {
 
 // ---- kernels for the CPU -----------------------------------------------------------------------
 

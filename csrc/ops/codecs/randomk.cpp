@@ -23,6 +23,52 @@
 namespace commhook::randomk {
 namespace {
 
+// Checks what both take; returns the number of all values.
+int64_t check(const char* op, at::TensorList tensors, const at::Tensor& message,
+              const at::Tensor& rounding) {
+  check_flatten(op, tensors, at::kFloat);
+  const int64_t numel = total_numel(tensors);
+  TORCH_CHECK_VALUE(numel <= std::numeric_limits<int32_t>::max(), op,
+                    ": tensors must hold less than 2^31 elements, got ", numel);
+  codecs::check_message(op, "message", message, message.numel());
+  const int64_t bytes = message.numel();
+  const int64_t count = bytes / kBytesOfEntry;
+  TORCH_CHECK_VALUE(bytes % kBytesOfEntry == 0 && count <= numel && (count > 0 || numel == 0), op,
+                    ": message must hold 4 bytes for each entry, of which there are from 1 to ",
+                    numel, ", got ", bytes, " bytes");
+  const auto device = tensors[0].device();
+  codecs::check_device(op, "message", message, device);
+  codecs::check_rounding(op, rounding, device);
+  return numel;
+}
+
+}  // namespace
+
+int64_t check_encode(at::TensorList tensors, const at::Tensor& message, const at::Tensor& rounding,
+                     bool unbiased, const std::optional<at::Tensor>& error, double& scale) {
+  constexpr const char* kOp = "randomk_encode";
+  const int64_t numel = check(kOp, tensors, message, rounding);
+  codecs::check_error(kOp, error, numel, message.device());
+  codecs::check_encoded_apart(kOp, tensors, message, error);
+  if (unbiased) {
+    TORCH_CHECK_VALUE(!codecs::is_there(error), kOp,
+                      ": error must be None where unbiased is True, since what is sent is scaled, "
+                      "got a tensor");
+    const int64_t count = std::max<int64_t>(1, message.numel() / kBytesOfEntry);
+    scale *= static_cast<double>(numel) / static_cast<double>(count);
+  }
+  return numel;
+}
+
+int64_t check_decode(const at::Tensor& message, at::TensorList tensors,
+                     const at::Tensor& rounding) {
+  const int64_t numel = check("randomk_decode", tensors, message, rounding);
+  check_destinations("randomk_decode", message, "message", tensors);
+  return numel;
+}
+
+namespace {
+
 // ---- kernels in plain ATen ---------------------------------------------------------------------
 
 at::Tensor indices_of(const Draw& draw, int64_t count, at::Device device) {
@@ -58,38 +104,16 @@ void decode_reference(const at::Tensor& message, at::TensorList tensors, const D
 
 // ---- the operators -----------------------------------------------------------------------------
 
-// Checks what both take; returns what the indices follow from.
-Draw check(const char* op, at::TensorList tensors, const at::Tensor& message,
-           const at::Tensor& rounding) {
-  check_flatten(op, tensors, at::kFloat);
-  const int64_t numel = total_numel(tensors);
-  TORCH_CHECK_VALUE(numel <= std::numeric_limits<int32_t>::max(), op,
-                    ": tensors must hold less than 2^31 elements, got ", numel);
-  codecs::check_message(op, "message", message, message.numel());
-  const int64_t bytes = message.numel();
-  const int64_t count = bytes / kBytesOfEntry;
-  TORCH_CHECK_VALUE(bytes % kBytesOfEntry == 0 && count <= numel && (count > 0 || numel == 0), op,
-                    ": message must hold 4 bytes for each entry, of which there are from 1 to ",
-                    numel, ", got ", bytes, " bytes");
-  const auto device = tensors[0].device();
-  codecs::check_device(op, "message", message, device);
-  codecs::check_rounding(op, rounding, device);
+// What the indices follow from.
+Draw draw_for(int64_t numel, const at::Tensor& rounding) {
   const auto drawn = codecs::reference::rounding_on_host(rounding);
   return draw_from(numel, drawn.seed0, drawn.seed1, drawn.step);
 }
 
 void encode(at::TensorList tensors, const at::Tensor& message, const at::Tensor& rounding,
             bool unbiased, double scale, const std::optional<at::Tensor>& error) {
-  const auto draw = check("randomk_encode", tensors, message, rounding);
-  codecs::check_error("randomk_encode", error, draw.numel, message.device());
-  codecs::check_encoded_apart("randomk_encode", tensors, message, error);
-  if (unbiased) {
-    TORCH_CHECK_VALUE(!codecs::is_there(error),
-                      "randomk_encode: error must be None where unbiased is True, since what is "
-                      "sent is scaled, got a tensor");
-    const int64_t count = std::max<int64_t>(1, message.numel() / kBytesOfEntry);
-    scale *= static_cast<double>(draw.numel) / static_cast<double>(count);
-  }
+  const int64_t numel = check_encode(tensors, message, rounding, unbiased, error, scale);
+  const auto draw = draw_for(numel, rounding);
   if (cpu::serve(message.device())) {
     return encode_on_cpu(tensors, message, draw, scale, error);
   }
@@ -97,8 +121,7 @@ void encode(at::TensorList tensors, const at::Tensor& message, const at::Tensor&
 }
 
 void decode(const at::Tensor& message, at::TensorList tensors, const at::Tensor& rounding) {
-  const auto draw = check("randomk_decode", tensors, message, rounding);
-  check_destinations("randomk_decode", message, "message", tensors);
+  const auto draw = draw_for(check_decode(message, tensors, rounding), rounding);
   if (cpu::serve(message.device())) {
     return decode_on_cpu(message, tensors, draw);
   }

@@ -5,13 +5,14 @@
 // A block of values p is sent as a bit for each, set where p is negative, and s = sum|p| / count in
 // float32: p ~ s or -s. Bits: that of value b * width + c is bit b of byte c, of `width` bytes. The
 // sum is taken in 16 lanes, value i in lane i mod 16, which are then added in halves.
+#include "ops/codecs/sign.h"
+
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
 #include <limits>
 #include <vector>
 
-#include "ops/codecs/block_codec.h"
 #include "ops/codecs/block_codec_cpu.h"
 #include "ops/codecs/block_codec_reference.h"
 #include "ops/codecs/float_bits.h"
@@ -19,14 +20,15 @@
 #include "ops/cpu/capability.h"
 
 namespace commhook::sign {
-namespace {
-
-constexpr int64_t kLanes = 16;
 
 codecs::BlockForm check_form(const char* op, int64_t block_size) {
   codecs::check_block_size(op, block_size, 32);
   return {block_size, 1, 1};
 }
+
+namespace {
+
+constexpr int64_t kLanes = 16;
 
 // ---- kernels for the CPU -----------------------------------------------------------------------
 

@@ -31,6 +31,10 @@ void check_indices(const char* op, bool are_good, int64_t numel) {
 
 namespace {
 
+constexpr const char* kEncode = "topk_encode";
+constexpr const char* kDecode = "topk_decode";
+constexpr const char* kDecodeSum = "topk_decode_sum";
+
 // bytes: of a message of `numel` values.
 void check_bytes(const char* op, const char* argument, int64_t bytes, int64_t numel) {
   TORCH_CHECK_VALUE(numel <= std::numeric_limits<int32_t>::max(), op,
@@ -41,6 +45,45 @@ void check_bytes(const char* op, const char* argument, int64_t bytes, int64_t nu
                     " must hold 8 bytes for each entry, of which there are from 1 to ", numel,
                     ", got ", bytes, " bytes");
 }
+
+void check_decoded(const char* op, const char* argument, const at::Tensor& messages, int64_t bytes,
+                   at::TensorList tensors) {
+  check_bytes(op, argument, bytes, total_numel(tensors));
+  codecs::check_device(op, argument, messages, tensors[0].device());
+  check_destinations(op, messages, argument, tensors);
+}
+
+}  // namespace
+
+int64_t check_encode(at::TensorList tensors, const at::Tensor& message,
+                     const std::optional<at::Tensor>& error) {
+  check_flatten(kEncode, tensors, at::kFloat);
+  const auto device = tensors[0].device();
+  const int64_t numel = total_numel(tensors);
+  codecs::check_message(kEncode, "message", message, message.numel());
+  check_bytes(kEncode, "message", message.numel(), numel);
+  codecs::check_device(kEncode, "message", message, device);
+  codecs::check_error(kEncode, error, numel, device);
+  codecs::check_encoded_apart(kEncode, tensors, message, error);
+  return numel;
+}
+
+void check_decode(const at::Tensor& message, at::TensorList tensors) {
+  check_flatten(kDecode, tensors, at::kFloat);
+  codecs::check_message(kDecode, "message", message, message.numel());
+  check_decoded(kDecode, "message", message, message.numel(), tensors);
+}
+
+void check_decode_sum(const at::Tensor& messages, at::TensorList tensors) {
+  check_flatten(kDecodeSum, tensors, at::kFloat);
+  TORCH_CHECK_VALUE(messages.dim() == 2 && messages.size(0) >= 1, kDecodeSum,
+                    ": messages must have two dimensions, one row for each message, got sizes ",
+                    messages.sizes());
+  codecs::check_message(kDecodeSum, "messages", messages, messages.numel());
+  check_decoded(kDecodeSum, "messages", messages, messages.size(1), tensors);
+}
+
+namespace {
 
 // ---- kernels in plain ATen ---------------------------------------------------------------------
 
@@ -96,26 +139,14 @@ void decode_sum_reference(const char* op, const at::Tensor& messages, at::Tensor
 
 void encode(at::TensorList tensors, const at::Tensor& message, double scale,
             const std::optional<at::Tensor>& error) {
-  constexpr const char* kOp = "topk_encode";
-  check_flatten(kOp, tensors, at::kFloat);
-  const auto device = tensors[0].device();
-  const int64_t numel = total_numel(tensors);
-  codecs::check_message(kOp, "message", message, message.numel());
-  check_bytes(kOp, "message", message.numel(), numel);
-  codecs::check_device(kOp, "message", message, device);
-  codecs::check_error(kOp, error, numel, device);
-  codecs::check_encoded_apart(kOp, tensors, message, error);
-  if (cpu::serve(device)) {
+  check_encode(tensors, message, error);
+  if (cpu::serve(message.device())) {
     return encode_on_cpu(tensors, message, scale, error);
   }
   encode_reference(tensors, message, scale, error);
 }
 
-void run_decode(const char* op, const char* argument, const at::Tensor& messages,
-                at::TensorList tensors, double scale) {
-  check_bytes(op, argument, messages.size(1), total_numel(tensors));
-  codecs::check_device(op, argument, messages, tensors[0].device());
-  check_destinations(op, messages, argument, tensors);
+void run_decode(const char* op, const at::Tensor& messages, at::TensorList tensors, double scale) {
   if (cpu::serve(messages.device())) {
     return decode_sum_on_cpu(op, messages, tensors, scale);
   }
@@ -123,19 +154,13 @@ void run_decode(const char* op, const char* argument, const at::Tensor& messages
 }
 
 void decode(const at::Tensor& message, at::TensorList tensors) {
-  check_flatten("topk_decode", tensors, at::kFloat);
-  codecs::check_message("topk_decode", "message", message, message.numel());
-  run_decode("topk_decode", "message", message.view({1, message.numel()}), tensors, 1.0);
+  check_decode(message, tensors);
+  run_decode(kDecode, message.view({1, message.numel()}), tensors, 1.0);
 }
 
 void decode_sum(const at::Tensor& messages, at::TensorList tensors, double scale) {
-  check_flatten("topk_decode_sum", tensors, at::kFloat);
-  TORCH_CHECK_VALUE(messages.dim() == 2 && messages.size(0) >= 1,
-                    "topk_decode_sum: messages must have two dimensions, one row for each message, "
-                    "got sizes ",
-                    messages.sizes());
-  codecs::check_message("topk_decode_sum", "messages", messages, messages.numel());
-  run_decode("topk_decode_sum", "messages", messages, tensors, scale);
+  check_decode_sum(messages, tensors);
+  run_decode(kDecodeSum, messages, tensors, scale);
 }
 
 TORCH_LIBRARY_FRAGMENT(commhook, m) {

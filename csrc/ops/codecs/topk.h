@@ -6,25 +6,21 @@
 #include <cstdint>
 #include <optional>
 
-#include "ops/codecs/float_bits.h"
-#include "ops/host_device.h"
+#include "ops/codecs/topk_math.h"
 
 namespace commhook::topk {
 
 // A message: the indices of its entries, int32 and ascending, then their values, float32.
 constexpr int64_t kBytesOfEntry = sizeof(int32_t) + sizeof(float);
 
-// By which values are chosen, the largest first: that of a NaN is above all others.
-COMMHOOK_HOST_DEVICE int32_t rank_of(float value) {
-  const uint32_t magnitude = bits_of(value) & kAbsolute;
-  return static_cast<int32_t>(magnitude > kInfinity ? kInfinity + 1 : magnitude);
-}
+// Each throws an error that names the operator, the argument, its contract and the value.
 
-// As it is sent: the bits of a NaN depend on the instructions that made it.
-COMMHOOK_HOST_DEVICE float sent(float value) {
-  return rank_of(value) > static_cast<int32_t>(kInfinity) ? float_of(kNaN) : value;
-}
-
+// Returns the number of all values.
+int64_t check_encode(at::TensorList tensors, const at::Tensor& message,
+                     const std::optional<at::Tensor>& error);
+void check_decode(const at::Tensor& message, at::TensorList tensors);
+// messages: [messages, bytes].
+void check_decode_sum(const at::Tensor& messages, at::TensorList tensors);
 // Throws where a message's indices are not ascending, or one is none of a value.
 void check_indices(const char* op, bool are_good, int64_t numel);
 

@@ -1,0 +1,20 @@
+// Block quantisation: what the operators' kernels share.
+#pragma once
+
+#include "ops/codecs/block_codec.h"
+
+namespace commhook::blockwise {
+
+// How values are quantised; see blockwise_math.h.
+struct Format {
+  int64_t bits;
+  int64_t block_size;
+  bool is_symmetric;
+
+  codecs::BlockForm form() const { return {block_size, bits, is_symmetric ? 1 : 2}; }
+};
+
+// Throws an error that names the operator `op`.
+Format check_format(const char* op, int64_t bits, int64_t block_size, bool is_symmetric);
+
+}  // namespace commhook::blockwise

@@ -1,0 +1,11 @@
+// Signs of values: what the operators' kernels share.
+#pragma once
+
+#include "ops/codecs/block_codec.h"
+
+namespace commhook::sign {
+
+// Throws an error that names the operator `op`.
+codecs::BlockForm check_form(const char* op, int64_t block_size);
+
+}  // namespace commhook::sign

@@ -1,0 +1,264 @@
+// The kernels of codecs that send values in blocks, and how they are launched. What is a codec's
+// own stands in its *_block.h, what a warp does in block_tile.h.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "block_tile.h"
+#include "bucket_launch.h"
+#include "launch.cuh"
+#include "ops/codecs/block_codec.h"
+#include "row.h"
+#include "sources.h"
+
+namespace commhook::cuda {
+
+// Lanes that are threads.
+struct Warp {
+  static constexpr int kHeld = 1;
+  int lane;
+
+  template <typename Call>
+  __device__ void each(const Call& call) const {
+    call(lane, 0);
+  }
+  __device__ void sync() const { __syncwarp(); }
+  template <typename Measure>
+  __device__ void take_largest(Measure (&measures)[1], int distance) const {
+#pragma unroll
+    for (int32_t& word : measures[0].words) {
+      const int32_t other = __shfl_xor_sync(0xffffffffu, word, distance);
+      word = other > word ? other : word;
+    }
+  }
+  template <int kParts>
+  __device__ void add_up(float (&parts)[1]) const {
+#pragma unroll
+    for (int distance = kParts / 2; distance > 0; distance /= 2) {
+      parts[0] += __shfl_xor_sync(0xffffffffu, parts[0], distance);
+    }
+  }
+  template <typename Source>
+  __device__ void give(float (&parts)[1], const Source& source) const {
+    parts[0] = __shfl_sync(0xffffffffu, parts[0], source(lane));
+  }
+};
+
+// rounding: seed and step, or null.
+template <typename Codec>
+__device__ DitherKey dither_key(const int64_t* rounding) {
+  if (!Codec::kIsRandom || rounding == nullptr) {
+    return {false, 0, 0, 0};
+  }
+  const auto seed = static_cast<uint64_t>(rounding[0]);
+  return {true, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32),
+          static_cast<uint32_t>(rounding[1])};
+}
+
+// Calls visit(first block, elements) for each tile of this thread's warp.
+template <typename Visit>
+__device__ void for_each_tile(const BlockWork& work, const BlockTile& tile, const Visit& visit) {
+  const int warps = static_cast<int>(blockDim.x) / kWarpSize;
+  const int64_t values = values_of(tile, work.block_size);
+  int64_t index =
+      (int64_t{blockIdx.x} * warps + static_cast<int>(threadIdx.x) / kWarpSize) * work.tiles;
+  for (int i = 0; i < work.tiles; ++i, ++index) {
+    const int64_t begin = index * values;
+    if (begin >= work.numel) {
+      return;
+    }
+    visit(index * tile.blocks, Run{begin, min(work.numel, begin + values)});
+  }
+}
+
+// This warp's part of the shared memory.
+__device__ inline float* shared_values(int bytes) {
+  extern __shared__ Quad memory[];
+  return reinterpret_cast<float*>(memory) +
+         static_cast<int>(threadIdx.x) / kWarpSize * (bytes / static_cast<int>(sizeof(float)));
+}
+
+template <typename Codec, int kCapacity>
+__global__ void __launch_bounds__(kThreads, 3)
+    encode_kernel(const __grid_constant__ TensorTable<const void, kCapacity> table,
+                  const BlockWork work, const int64_t* rounding, float* error, uint8_t* message) {
+  const Codec codec;
+  Warp warp{static_cast<int>(threadIdx.x) % kWarpSize};
+  const auto tile = tile_of(work.block_size, Codec::kBits);
+  const auto layout = layout_of<Codec>(work);
+  const auto key = dither_key<Codec>(rounding);
+  float* const values = shared_values(shared_bytes(tile, work.block_size, key.is_random));
+  for_each_tile(work, tile, [&](int64_t first, const Run& run) {
+    NoMeasure meter;
+    flatten_run(table, values - run.begin, 1.0, run, warp.lane, meter);
+    warp.sync();
+    encode_tile(warp, codec, layout, tile, first, work.scale, key, values, error, message);
+  });
+}
+
+template <typename Codec, int kCapacity>
+__global__ void __launch_bounds__(kThreads)
+    decode_kernel(const __grid_constant__ TensorTable<void, kCapacity> table, const BlockWork work,
+                  const uint8_t* message) {
+  const Codec codec;
+  Warp warp{static_cast<int>(threadIdx.x) % kWarpSize};
+  const auto tile = tile_of(work.block_size, Codec::kBits);
+  const auto layout = layout_of<Codec>(work);
+  float* const values = shared_values(shared_bytes(tile, work.block_size, false));
+  for_each_tile(work, tile, [&](int64_t first, const Run& run) {
+    decode_tile(warp, codec, layout, tile, first, message, 1, values);
+    unflatten_run(table, values - run.begin, 1.0, run, warp.lane);
+    warp.sync();
+  });
+}
+
+template <typename Codec>
+__global__ void __launch_bounds__(kThreads)
+    reduce_kernel(const BlockWork work, const uint8_t* messages, int64_t count,
+                  const int64_t* rounding, float* error, uint8_t* message) {
+  const Codec codec;
+  Warp warp{static_cast<int>(threadIdx.x) % kWarpSize};
+  const auto tile = tile_of(work.block_size, Codec::kBits);
+  const auto layout = layout_of<Codec>(work);
+  const auto key = dither_key<Codec>(rounding);
+  float* const values = shared_values(shared_bytes(tile, work.block_size, key.is_random));
+  for_each_tile(work, tile, [&](int64_t first, const Run&) {
+    decode_tile(warp, codec, layout, tile, first, messages, count, values);
+    encode_tile(warp, codec, layout, tile, first, work.scale, key, values, error, message);
+  });
+}
+
+// The shape of a launch over the blocks of a layout.
+struct BlockGrid {
+  BlockWork work;
+  unsigned blocks;
+  unsigned threads;
+  size_t shared;
+};
+
+inline BlockGrid grid_of(const codecs::BlockLayout& layout, double scale, bool is_random) {
+  constexpr int kSharedBytes = 48 * 1024;  // that every device gives a block without being asked
+  constexpr int64_t kMostTiles = 16;
+  const auto size = static_cast<int>(layout.form().block_size);
+  const auto tile = tile_of(size, static_cast<int>(layout.form().bits));
+  const int bytes = shared_bytes(tile, size, is_random);
+  const int warps = std::clamp(kSharedBytes / bytes, 1, kWarpsPerBlock);
+  const int64_t all = (layout.blocks() + tile.blocks - 1) / tile.blocks;
+  const int64_t wave = int64_t{at::cuda::getCurrentDeviceProperties()->multiProcessorCount} *
+                       kWarpsPerMultiprocessor;
+  const int64_t tiles = std::clamp<int64_t>(all / wave, 1, kMostTiles);
+  const int64_t blocks = (all + tiles * warps - 1) / (tiles * warps);
+  TORCH_CHECK(blocks <= std::numeric_limits<int>::max(), "block codec: too many elements, ",
+              layout.numel());
+  return {{layout.numel(), static_cast<int>(layout.shards()), size, static_cast<int>(tiles),
+           static_cast<float>(scale)},
+          static_cast<unsigned>(blocks),
+          static_cast<unsigned>(warps * kWarpSize),
+          static_cast<size_t>(warps) * static_cast<size_t>(bytes)};
+}
+
+// Calls launch(table) with a table of all segments. Lists longer than any are moved through one
+// flat tensor, with `options`.
+template <typename Data, typename Launch>
+void with_one_table(c10::ArrayRef<Segment<Data>> segments, const at::TensorOptions& options,
+                    const Launch& launch) {
+  const auto with = [&](auto table, c10::ArrayRef<Segment<Data>> all) {
+    fill_table(table, all.data(), all.size());
+    launch(table);
+  };
+  if (segments.size() <= kShortTable) {
+    return with(TensorTable<Data, kShortTable>{}, segments);
+  }
+#if CUDART_VERSION >= 12010
+  if (segments.size() <= kMediumTable && has_large_arguments()) {
+    return with(TensorTable<Data, kMediumTable>{}, segments);
+  }
+  if (segments.size() <= kLongTable && has_large_arguments()) {
+    return with(TensorTable<Data, kLongTable>{}, segments);
+  }
+#endif
+  int64_t total = 0;
+  for (const auto& segment : segments) {
+    total += segment.numel;
+  }
+  const auto flat = at::empty({total}, options.dtype(at::kFloat));
+  const Segment<Data> whole{flat.mutable_data_ptr(), total, Dtype::kFloat};
+  if constexpr (std::is_const_v<Data>) {
+    launch_flatten(segments, 1.0, flat);
+    with(TensorTable<Data, kShortTable>{}, whole);
+  } else {
+    with(TensorTable<Data, kShortTable>{}, whole);
+    launch_unflatten_into(flat, segments, 1.0);
+  }
+}
+
+inline const int64_t* seed_of(const std::optional<at::Tensor>& rounding) {
+  return codecs::is_there(rounding) ? rounding->const_data_ptr<int64_t>() : nullptr;
+}
+
+inline float* data_of(const std::optional<at::Tensor>& error) {
+  return codecs::is_there(error) ? error->mutable_data_ptr<float>() : nullptr;
+}
+
+// message: checked, as `layout` has it.
+template <typename Codec>
+void encode_blocks(const char* op, at::TensorList tensors, const at::Tensor& message,
+                   const codecs::BlockLayout& layout, double scale,
+                   const std::optional<at::Tensor>& error,
+                   const std::optional<at::Tensor>& rounding) {
+  const c10::cuda::CUDAGuard guard(message.device());
+  const Sources sources(op, tensors);
+  if (layout.blocks() == 0) {
+    return;
+  }
+  const auto grid = grid_of(layout, scale, codecs::is_there(rounding));
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  with_one_table(sources.segments(), message.options(), [&](const auto& table) {
+    constexpr int kCapacity = std::decay_t<decltype(table)>::kCapacity;
+    encode_kernel<Codec, kCapacity><<<grid.blocks, grid.threads, grid.shared, stream>>>(
+        table, grid.work, seed_of(rounding), data_of(error), message.mutable_data_ptr<uint8_t>());
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+}
+
+template <typename Codec>
+void decode_blocks(const char* op, const at::Tensor& message, at::TensorList tensors,
+                   const codecs::BlockLayout& layout) {
+  const c10::cuda::CUDAGuard guard(message.device());
+  const Destinations destinations(op, tensors);
+  if (layout.blocks() == 0) {
+    return;
+  }
+  const auto grid = grid_of(layout, 1.0, false);
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  with_one_table(destinations.segments(), message.options(), [&](const auto& table) {
+    constexpr int kCapacity = std::decay_t<decltype(table)>::kCapacity;
+    decode_kernel<Codec, kCapacity><<<grid.blocks, grid.threads, grid.shared, stream>>>(
+        table, grid.work, message.const_data_ptr<uint8_t>());
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+  destinations.finish();
+}
+
+template <typename Codec>
+void reduce_blocks(const at::Tensor& messages, const at::Tensor& message,
+                   const codecs::BlockLayout& layout, double scale,
+                   const std::optional<at::Tensor>& error,
+                   const std::optional<at::Tensor>& rounding) {
+  if (layout.blocks() == 0) {
+    return;
+  }
+  const c10::cuda::CUDAGuard guard(message.device());
+  const auto grid = grid_of(layout, scale, codecs::is_there(rounding));
+  reduce_kernel<Codec>
+      <<<grid.blocks, grid.threads, grid.shared, c10::cuda::getCurrentCUDAStream()>>>(
+          grid.work, messages.const_data_ptr<uint8_t>(), messages.size(0), seed_of(rounding),
+          data_of(error), message.mutable_data_ptr<uint8_t>());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace commhook::cuda

@@ -1,0 +1,61 @@
+// Block quantisation on CUDA.
+#include <torch/library.h>
+
+#include "block_codec.cuh"
+#include "blockwise_block.h"
+#include "ops/codecs/blockwise.h"
+
+namespace commhook::cuda {
+namespace {
+
+// Calls call(codec) with the codec of a format.
+template <typename Call>
+void with_codec(const blockwise::Format& format, const Call& call) {
+  if (format.bits == 8) {
+    format.is_symmetric ? call(BlockwiseBlock<8, true>{}) : call(BlockwiseBlock<8, false>{});
+  } else {
+    format.is_symmetric ? call(BlockwiseBlock<4, true>{}) : call(BlockwiseBlock<4, false>{});
+  }
+}
+
+void encode(at::TensorList tensors, const at::Tensor& message, int64_t bits, int64_t block_size,
+            bool symmetric, int64_t shards, double scale, const std::optional<at::Tensor>& error,
+            const std::optional<at::Tensor>& rounding) {
+  const auto format = blockwise::check_format("blockwise_encode", bits, block_size, symmetric);
+  const auto layout = codecs::check_encode("blockwise_encode", tensors, message, format.form(),
+                                           shards, error, rounding);
+  with_codec(format, [&](auto codec) {
+    encode_blocks<decltype(codec)>("blockwise_encode", tensors, message, layout, scale, error,
+                                   rounding);
+  });
+}
+
+void decode(const at::Tensor& message, at::TensorList tensors, int64_t bits, int64_t block_size,
+            bool symmetric, int64_t shards) {
+  const auto format = blockwise::check_format("blockwise_decode", bits, block_size, symmetric);
+  const auto layout =
+      codecs::check_decode("blockwise_decode", message, tensors, format.form(), shards);
+  with_codec(format, [&](auto codec) {
+    decode_blocks<decltype(codec)>("blockwise_decode", message, tensors, layout);
+  });
+}
+
+void reduce(const at::Tensor& messages, const at::Tensor& message, int64_t numel, int64_t bits,
+            int64_t block_size, bool symmetric, double scale,
+            const std::optional<at::Tensor>& error, const std::optional<at::Tensor>& rounding) {
+  const auto format = blockwise::check_format("blockwise_reduce", bits, block_size, symmetric);
+  const auto layout = codecs::check_reduce("blockwise_reduce", messages, message, format.form(),
+                                           numel, error, rounding);
+  with_codec(format, [&](auto codec) {
+    reduce_blocks<decltype(codec)>(messages, message, layout, scale, error, rounding);
+  });
+}
+
+TORCH_LIBRARY_IMPL(commhook, CUDA, m) {
+  m.impl("blockwise_encode", encode);
+  m.impl("blockwise_decode", decode);
+  m.impl("blockwise_reduce", reduce);
+}
+
+}  // namespace
+}  // namespace commhook::cuda

@@ -1,0 +1,55 @@
+// 8-bit floats with a scale for each block, on CUDA.
+#include <torch/library.h>
+
+#include "block_codec.cuh"
+#include "fp8_block.h"
+#include "ops/codecs/fp8.h"
+
+namespace commhook::cuda {
+namespace {
+
+// Calls call(codec) with the codec of a format.
+template <typename Call>
+void with_codec(const fp8::Format& format, const Call& call) {
+  format.is_e5m2 ? call(Fp8Block<true>{}) : call(Fp8Block<false>{});
+}
+
+void encode(at::TensorList tensors, const at::Tensor& message, std::string_view format,
+            int64_t block_size, int64_t shards, double scale,
+            const std::optional<at::Tensor>& error) {
+  const auto checked = fp8::check_format("fp8_encode", format, block_size);
+  const auto layout =
+      codecs::check_encode("fp8_encode", tensors, message, checked.form, shards, error, {});
+  with_codec(checked, [&](auto codec) {
+    encode_blocks<decltype(codec)>("fp8_encode", tensors, message, layout, scale, error, {});
+  });
+}
+
+void decode(const at::Tensor& message, at::TensorList tensors, std::string_view format,
+            int64_t block_size, int64_t shards) {
+  const auto checked = fp8::check_format("fp8_decode", format, block_size);
+  const auto layout = codecs::check_decode("fp8_decode", message, tensors, checked.form, shards);
+  with_codec(checked, [&](auto codec) {
+    decode_blocks<decltype(codec)>("fp8_decode", message, tensors, layout);
+  });
+}
+
+void reduce(const at::Tensor& messages, const at::Tensor& message, int64_t numel,
+            std::string_view format, int64_t block_size, double scale,
+            const std::optional<at::Tensor>& error) {
+  const auto checked = fp8::check_format("fp8_reduce", format, block_size);
+  const auto layout =
+      codecs::check_reduce("fp8_reduce", messages, message, checked.form, numel, error, {});
+  with_codec(checked, [&](auto codec) {
+    reduce_blocks<decltype(codec)>(messages, message, layout, scale, error, {});
+  });
+}
+
+TORCH_LIBRARY_IMPL(commhook, CUDA, m) {
+  m.impl("fp8_encode", encode);
+  m.impl("fp8_decode", decode);
+  m.impl("fp8_reduce", reduce);
+}
+
+}  // namespace
+}  // namespace commhook::cuda

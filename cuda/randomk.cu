@@ -1,0 +1,129 @@
+// Values at random places, on CUDA: a pass over all values, which writes the error and looks for
+// what is not finite, then one over the entries of the message.
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "flat.h"
+#include "launch.cuh"
+#include "ops/codecs/codec_checks.h"
+#include "ops/codecs/float_bits.h"
+#include "ops/codecs/randomk.h"
+
+namespace commhook::cuda {
+namespace {
+
+// p = values * scale + error, over the values; over the error too, but 0 where p is not finite.
+// error: null for none.
+__global__ void __launch_bounds__(kThreads)
+    compensate_finite_kernel(float* values, int64_t numel, float scale, float* error,
+                             int32_t* has_nonfinite) {
+  const int64_t stride = int64_t{gridDim.x} * kThreads;
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < numel; i += stride) {
+    float p = values[i] * scale;
+    if (error != nullptr) {
+      p = p + error[i];
+    }
+    const bool is_finite = (bits_of(p) & kAbsolute) < kInfinity;
+    values[i] = p;
+    if (error != nullptr) {
+      error[i] = is_finite ? p : 0.0f;
+    }
+    if (!is_finite) {
+      *has_nonfinite = 1;  // all that write here write the same
+    }
+  }
+}
+
+// What the indices follow from, the same for all threads of a block.
+__device__ randomk::Draw drawn(const int64_t* rounding, int64_t numel) {
+  __shared__ randomk::Draw draw;
+  if (threadIdx.x == 0) {
+    const auto seed = static_cast<uint64_t>(rounding[0]);
+    draw = randomk::draw_from(numel, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32),
+                              static_cast<uint32_t>(rounding[1]));
+  }
+  __syncthreads();
+  return draw;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    take_entries_kernel(const float* p, int64_t numel, const int64_t* rounding,
+                        const int32_t* has_nonfinite, float* error, float* values, int64_t count) {
+  const auto draw = drawn(rounding, numel);
+  const int64_t entry = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (entry >= count) {
+    return;
+  }
+  if (*has_nonfinite != 0) {
+    values[entry] = float_of(kNaN);
+    return;
+  }
+  const auto index = randomk::index_of(draw, static_cast<uint32_t>(entry));
+  values[entry] = p[index];
+  if (error != nullptr) {
+    error[index] = 0.0f;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    put_entries_kernel(const float* values, int64_t count, const int64_t* rounding, float* flat,
+                       int64_t numel) {
+  const auto draw = drawn(rounding, numel);
+  const int64_t entry = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (entry < count) {
+    flat[randomk::index_of(draw, static_cast<uint32_t>(entry))] = values[entry];
+  }
+}
+
+unsigned blocks_for(int64_t count) {
+  return static_cast<unsigned>((count + kThreads - 1) / kThreads);
+}
+
+void encode(at::TensorList tensors, const at::Tensor& message, const at::Tensor& rounding,
+            bool unbiased, double scale, const std::optional<at::Tensor>& error) {
+  const int64_t numel = randomk::check_encode(tensors, message, rounding, unbiased, error, scale);
+  const int64_t count = message.numel() / randomk::kBytesOfEntry;
+  if (count == 0) {
+    return;
+  }
+  const c10::cuda::CUDAGuard guard(message.device());
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const auto flat = flat_of("randomk_encode", tensors);
+  const auto has_nonfinite = at::zeros({1}, message.options().dtype(at::kInt));
+  auto* const lost = codecs::is_there(error) ? error->mutable_data_ptr<float>() : nullptr;
+  const unsigned wave = std::min(
+      blocks_for(numel),
+      static_cast<unsigned>(at::cuda::getCurrentDeviceProperties()->multiProcessorCount * 8));
+  compensate_finite_kernel<<<wave, kThreads, 0, stream>>>(
+      flat.mutable_data_ptr<float>(), numel, static_cast<float>(scale), lost,
+      has_nonfinite.mutable_data_ptr<int32_t>());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  take_entries_kernel<<<blocks_for(count), kThreads, 0, stream>>>(
+      flat.const_data_ptr<float>(), numel, rounding.const_data_ptr<int64_t>(),
+      has_nonfinite.const_data_ptr<int32_t>(), lost,
+      reinterpret_cast<float*>(message.mutable_data_ptr<uint8_t>()), count);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+void decode(const at::Tensor& message, at::TensorList tensors, const at::Tensor& rounding) {
+  const int64_t numel = randomk::check_decode(message, tensors, rounding);
+  const int64_t count = message.numel() / randomk::kBytesOfEntry;
+  const c10::cuda::CUDAGuard guard(message.device());
+  const auto flat = at::zeros({numel}, message.options().dtype(at::kFloat));
+  if (count > 0) {
+    put_entries_kernel<<<blocks_for(count), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+        reinterpret_cast<const float*>(message.const_data_ptr<uint8_t>()), count,
+        rounding.const_data_ptr<int64_t>(), flat.mutable_data_ptr<float>(), numel);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+  give_flat("randomk_decode", flat, tensors);
+}
+
+TORCH_LIBRARY_IMPL(commhook, CUDA, m) {
+  m.impl("randomk_encode", encode);
+  m.impl("randomk_decode", decode);
+}
+
+}  // namespace
+}  // namespace commhook::cuda

@@ -1,0 +1,40 @@
+// Signs of values, on CUDA.
+#include <torch/library.h>
+
+#include "block_codec.cuh"
+#include "ops/codecs/sign.h"
+#include "sign_block.h"
+
+namespace commhook::cuda {
+namespace {
+
+void encode(at::TensorList tensors, const at::Tensor& message, int64_t block_size, int64_t shards,
+            double scale, const std::optional<at::Tensor>& error) {
+  const auto form = sign::check_form("sign_encode", block_size);
+  const auto layout =
+      codecs::check_encode("sign_encode", tensors, message, form, shards, error, {});
+  encode_blocks<SignBlock>("sign_encode", tensors, message, layout, scale, error, {});
+}
+
+void decode(const at::Tensor& message, at::TensorList tensors, int64_t block_size, int64_t shards) {
+  const auto form = sign::check_form("sign_decode", block_size);
+  const auto layout = codecs::check_decode("sign_decode", message, tensors, form, shards);
+  decode_blocks<SignBlock>("sign_decode", message, tensors, layout);
+}
+
+void reduce(const at::Tensor& messages, const at::Tensor& message, int64_t numel,
+            int64_t block_size, double scale, const std::optional<at::Tensor>& error) {
+  const auto form = sign::check_form("sign_reduce", block_size);
+  const auto layout =
+      codecs::check_reduce("sign_reduce", messages, message, form, numel, error, {});
+  reduce_blocks<SignBlock>(messages, message, layout, scale, error, {});
+}
+
+TORCH_LIBRARY_IMPL(commhook, CUDA, m) {
+  m.impl("sign_encode", encode);
+  m.impl("sign_decode", decode);
+  m.impl("sign_reduce", reduce);
+}
+
+}  // namespace
+}  // namespace commhook::cuda
