@@ -458,22 +458,57 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "random floats": (
         lambda: compressed_all_reduce(X, STOCHASTIC, rounding=ROUNDING.float()),
         TypeError,
-        "rounding must be a dense tensor of dtype int64",
+        "rounding must be of dtype torch.int64, got torch.float32",
     ),
     "short error": (
         lambda: compressed_all_reduce(X, BLOCKWISE, error=torch.zeros(599)),
         ValueError,
-        "error must be contiguous and hold 600 elements",
+        "compressed_all_reduce: error must be flat and hold 600 elements",
     ),
     "error in float64": (
         lambda: compressed_all_reduce(X, TOPK, error=torch.zeros(600).double()),
         TypeError,
-        "error must be of dtype float32",
+        "error must be of dtype torch.float32, got torch.float64",
     ),
     "short error of the shard": (
         lambda: compressed_all_reduce(X, BLOCKWISE, shard_error=torch.zeros(599)),
         ValueError,
-        "error must be contiguous and hold 600 elements",
+        "compressed_all_reduce: shard_error must be flat and hold 600 elements",
+    ),
+    "an error of the shard that is none": (
+        lambda: compressed_all_reduce(X, BLOCKWISE, shard_error=[0.0] * 600),
+        TypeError,
+        "shard_error must be a tensor, got list",
+    ),
+    "a scale that is none": (
+        lambda: compressed_all_reduce(X, BLOCKWISE, scale="a"),
+        TypeError,
+        "scale must be a number, got str",
+    ),
+    "no scale": (
+        lambda: compressed_all_reduce(X, BLOCKWISE, scale=None),
+        TypeError,
+        "scale must be a number, got NoneType",
+    ),
+    "rounding in a list": (
+        lambda: compressed_all_reduce(X, BLOCKWISE, rounding=[[1, 2], [3, 4]]),
+        TypeError,
+        "rounding must be a tensor, got list",
+    ),
+    "buffers that are none": (
+        lambda: compressed_all_reduce(X, BLOCKWISE, buffers={}),
+        TypeError,
+        "buffers must be a MessageBuffers or None, got dict",
+    ),
+    "a meter that is none": (
+        lambda: compressed_all_reduce(X, BLOCKWISE, meter=3),
+        TypeError,
+        "meter must be a CallMeter or None, got int",
+    ),
+    "several devices": (
+        lambda: compressed_all_reduce([X, torch.zeros(3, device="meta")], BLOCKWISE),
+        ValueError,
+        r"tensors\[1\] must be on the device of tensors\[0\], cpu, got meta",
     ),
     "another exchange": (
         lambda: compressed_all_reduce(X, Elsewhere(BLOCKWISE, lambda method: None)),
@@ -494,6 +529,7 @@ def test_errors(name: str) -> None:
     call, error, message = ERRORS[name]
     with pytest.raises(error, match=message):
         call().wait()
+    compressed_all_reduce(X, BLOCKWISE).wait()  # the group is as good as before
 
 
 def test_no_group_at_all() -> None:

@@ -66,7 +66,15 @@ def _exchanges(rank: int, road: str, hook: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("road", ROADS)
-@pytest.mark.parametrize("hook", [TOPK, "error_feedback(powersgd(rank=1))"])
+@pytest.mark.parametrize(
+    "hook",
+    [
+        TOPK,
+        "error_feedback(powersgd(rank=1))",
+        "error_feedback(sign())",
+        f"after(2, {TOPK}, before=error_feedback(blockwise(bits=4)))",
+    ],
+)
 def test_error_reset_keeps_the_mean(two_ranks: RankPool, road: str, hook: str) -> None:
     """Ranks go on from the anchor less what they have not sent; an exchange loses nothing."""
     names = [name for name, _ in net().named_parameters()]

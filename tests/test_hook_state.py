@@ -245,6 +245,10 @@ def _wrong(rank: int) -> None:
     state = handle.state_dict()
     before = state[f"rank{rank}"]["error"]["0.weight"].clone()
     name = "0.weight"
+
+    def own(kind: str, value: torch.Tensor) -> dict[str, Any]:
+        return {f"rank{rank}": {**state[f"rank{rank}"], kind: {name: value}}}
+
     for change, message in [
         ({"version": 7}, "version 7"),
         ({"world_size": 3}, "must be of 2 ranks, got one of 3"),
@@ -263,7 +267,15 @@ def _wrong(rank: int) -> None:
         ({"buckets": None}, "buckets must be a list"),
         ({"buckets": [["gone"]]}, "buckets must be lists of the model's parameters"),
         ({"buckets": [[[]]]}, "buckets must be lists of the model's parameters"),
-        ({"choices": {"bits": {name: "4"}}}, "'bits' of parameter '0.weight' must be an int"),
+        ({"choices": {"bits": {name: 4}}}, "it has 'bits', which the hook .* does not remember"),
+        ({"shared": {"q": {name: torch.zeros(1)}}}, "it has 'q', which the hook"),
+        ({"steps": 1 << 70}, "its steps must be a number of steps"),
+        (own("error", torch.full((48, 3, 3, 3), torch.nan)), "must hold finite numbers"),
+        (own("error", torch.full((48, 3, 3, 3), 1e300).double()), "must hold finite numbers"),
+        (own("error", torch.zeros(48, 3, 3, 3, device="meta")), "must be a dense tensor"),
+        (own("error", torch.zeros(48, 3, 3, 3, dtype=torch.int64)), "must be a dense tensor"),
+        (own("error", torch.zeros(48 * 27)), r"must be of shape \[48, 3, 3, 3\]"),
+        (own("shard_error", torch.zeros(48, 3, 3, 3)), r"must be of shape \[1296\]"),
     ]:
         with pytest.raises(ValueError, match=message):
             handle.load_state_dict({**state, **change})
@@ -318,3 +330,156 @@ def _replaced(rank: int) -> bool:
 
 def test_a_hook_in_anothers_place_remembers_nothing(two_ranks: RankPool) -> None:
     assert two_ranks.run(_replaced) == [True, True]
+
+
+KINDS = [
+    "error_feedback(blockwise(bits=4))",
+    "error_feedback(topk(0.1))",
+    "powersgd(rank=2)",
+    "policy([('dim <= 1', allreduce())], error_feedback(sign()))",
+    "adaptive(20000, every=2)",
+    "after(2, error_feedback(topk(0.1)), before=error_feedback(blockwise()))",
+    "local_sgd(3)",
+    "local_sgd(2, hook=error_feedback(blockwise()), error_reset=True)",
+]
+
+
+def _keys(state: dict[str, Any], rank: int) -> dict[str, Any]:
+    """What a state has, whatever its values."""
+    return {
+        kind: {name: tensor.shape for name, tensor in tensors.items()}
+        for kind, tensors in {**state[f"rank{rank}"], **state["shared"]}.items()
+    }
+
+
+def _at_any_time(rank: int, hook: str, on_ddp: bool) -> list[bool]:
+    model, handle = attached(net(), hook, on_ddp)
+    found = [_keys(handle.state_dict(), rank)]
+    for step in range(3):
+        train(model, rank, range(step, step + 1))
+        found.append(_keys(handle.state_dict(), rank))
+    # A state that was loaded is there at once.
+    state = handle.state_dict()
+    other_model, other = attached(net(), hook, on_ddp)
+    other.load_state_dict(state)
+    again = other.state_dict()
+    found.append(_keys(again, rank))
+    kept = all(
+        torch.equal(again[f"rank{rank}"][kind][name], tensor)
+        for kind, tensors in state[f"rank{rank}"].items()
+        for name, tensor in tensors.items()
+    )
+    for one in (handle, other):
+        one.synchronize()
+        one.remove()
+    del other_model
+    return [kept, *(one == found[0] for one in found)]
+
+
+@pytest.mark.parametrize("on_ddp", [False, True])
+@pytest.mark.parametrize("hook", KINDS)
+def test_a_state_always_has_the_same(two_ranks: RankPool, hook: str, on_ddp: bool) -> None:
+    """Before the first step, and whatever the buckets: ``torch.distributed.checkpoint`` asks."""
+    for found in two_ranks.run(_at_any_time, hook, on_ddp):
+        assert all(found), found
+
+
+def _from_a_fresh_template(rank: int, hook: str, on_ddp: bool, folder: str) -> bool:
+    model, handle = attached(net(), hook, on_ddp)
+    train(model, rank, range(4))
+    state = handle.state_dict()
+    checkpoint.save({"hook": state}, checkpoint_id=folder)
+    dist.barrier()
+    _, other = attached(net(), hook, on_ddp)
+    template = {"hook": other.state_dict()}
+    checkpoint.load(template, checkpoint_id=folder)
+    other.load_state_dict(template["hook"])
+    again = other.state_dict()
+    for one in (handle, other):
+        one.synchronize()
+        one.remove()
+    return all(
+        torch.equal(again[of][kind][name], tensor)
+        for of in ("shared", f"rank{rank}")
+        for kind, tensors in state[of].items()
+        for name, tensor in tensors.items()
+    )
+
+
+@pytest.mark.parametrize("on_ddp", [False, True])
+@pytest.mark.parametrize("hook", [KINDS[0], KINDS[-2]])
+def test_a_checkpoint_into_a_fresh_template(two_ranks: RankPool, hook: str, on_ddp: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        assert two_ranks.run(_from_a_fresh_template, hook, on_ddp, folder) == [True, True]
+
+
+def _ranks_disagree(rank: int) -> list[str]:
+    errors = []
+    model, handle = attached(net(), "error_feedback(blockwise())", False)
+    train(model, rank, range(1))
+    state = handle.state_dict()
+    for attempt in (
+        lambda: handle.load_state_dict({**state, "steps": 1 + rank}),
+        lambda: handle.load_state_dict({**state, "version": 1 + rank}),
+        lambda: handle.replace(parse_hook(f"blockwise(bits={4 + 4 * rank})")),
+        lambda: handle.replace(parse_hook("blockwise()") if rank else 3),
+    ):
+        try:
+            attempt()
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    same_hook = repr(handle.hook) == "error_feedback(blockwise())"
+    train(model, rank, range(1, 2))
+    handle.remove()
+    return [*errors, str(same_hook)]
+
+
+def test_ranks_that_disagree_change_nothing(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(_ranks_disagree)
+    assert first[-1] == second[-1] == "True"
+    assert first[0].startswith(
+        "RuntimeError: HookHandle.load_state_dict: the state's steps must be the same on all "
+        "ranks: this one has 1, rank 1 has 2"
+    )
+    assert first[1].startswith("RuntimeError: HookHandle.load_state_dict: it failed on rank 1: ")
+    assert second[1].startswith("ValueError: load_state_dict: the state must be what")
+    assert first[2].startswith("RuntimeError: HookHandle.replace: the hook must be the same")
+    assert first[3].startswith("TypeError")
+    assert second[3].startswith("RuntimeError: HookHandle.replace: it failed on rank 0: TypeError")
+
+
+def _anothers_state(rank: int) -> None:
+    _, first = attached(net(), "error_feedback(topk(0.1))", False)
+    train(first._road.model(), rank, range(2))
+    states = {"error": first.state_dict()}
+    first.remove()
+    model, first = attached(net(), "local_sgd(2)", False)
+    states["apart"] = first.state_dict()
+    first.remove()
+    _, handle = attached(net(), "error_feedback(sign())", False)
+    with pytest.raises(ValueError, match="'local_sgd_parameter', which the hook"):
+        handle.load_state_dict(states["apart"])
+    handle.load_state_dict(states["error"])  # of a hook that remembers as much
+    handle.remove()
+    _, handle = attached(net(), "allreduce()", False)
+    with pytest.raises(ValueError, match="'error', which the hook"):
+        handle.load_state_dict(states["error"])
+    handle.remove()
+
+
+def test_the_state_of_another_hook(two_ranks: RankPool) -> None:
+    two_ranks.run(_anothers_state)
+
+
+@pytest.mark.parametrize(
+    ("states", "message"),
+    [
+        ([{"rank0": 3, "world_size": 1, "steps": 1}], "must be tensors by kind and parameter"),
+        ([{"rank0": {"error": 3}, "world_size": 1, "steps": 1}], "must be tensors by kind"),
+    ],
+)
+def test_damaged_states_are_not_resharded(states: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        reshard_states(states, 2)
+    with pytest.raises(ValueError, match="world_size must be from 1 to"):
+        reshard_states(states, 2**70)

@@ -239,6 +239,7 @@ def test_hooks_print_as_they_are_written() -> None:
         "after(3, blockwise())",
         "after(3, sign(), before=cast(float16))",
         "clip(1)",
+        "clip(0.12345612)",
         "clip(0.5, error_feedback(sign()))",
         "error_feedback(blockwise(bits=4))",
         "policy()",
@@ -257,10 +258,19 @@ def test_hooks_print_as_they_are_written() -> None:
     [
         (lambda: hooks.error_feedback(hooks.allreduce()), ValueError, "lose something"),
         (lambda: hooks.error_feedback(print), TypeError, "must be one of torch_commhook.hooks"),
-        (lambda: hooks.error_feedback(hooks.error_feedback(hooks.sign())), ValueError, "lose"),
+        (
+            lambda: hooks.error_feedback(hooks.error_feedback(hooks.sign())),
+            ValueError,
+            "does not remember what it loses already",
+        ),
+        (
+            lambda: hooks.error_feedback(hooks.policy()),
+            ValueError,
+            "does not remember what it loses already",
+        ),
         (lambda: hooks.after(-1, hooks.sign()), ValueError, "at least 0"),
         (lambda: hooks.after(1.5, hooks.sign()), TypeError, "must be an int"),
-        (lambda: hooks.after(1, hooks.sign(), before=3), TypeError, "must be one of"),
+        (lambda: hooks.after(1, hooks.sign(), before=3), TypeError, "after: before must be one of"),
         (
             lambda: hooks.after(1, hooks.cast(), before=hooks.error_feedback(hooks.sign())),
             ValueError,
@@ -295,6 +305,10 @@ def test_hooks_print_as_they_are_written() -> None:
         ),
         (lambda: hooks.clip(0), ValueError, "must be positive"),
         (lambda: hooks.clip("1"), TypeError, "must be a number"),
+        (lambda: hooks.clip(float("nan")), ValueError, "must be positive"),
+        (lambda: hooks.clip(10**400), ValueError, "that a float can hold"),
+        (lambda: hooks.policy(5), TypeError, "rules must be a sequence of pairs"),
+        (lambda: hooks.policy("a"), TypeError, "rules must be a sequence of pairs"),
         (lambda: hooks.adaptive(0), ValueError, "at least 1"),
         (lambda: hooks.adaptive(1.5), TypeError, "must be an int"),
         (lambda: hooks.compressed(3), TypeError, "must be a Codec"),
@@ -394,6 +408,47 @@ def test_clip_of_other_dtypes(dtype: torch.dtype) -> None:
     assert run_ranks(on_rank, 2) == pytest.approx([1.0, 1.0], rel=1e-2)
 
 
+def test_clip_of_float64_is_in_float64() -> None:
+    def on_rank(rank: int) -> None:
+        torch.manual_seed(0)
+        given = torch.randn(100, dtype=torch.float64)
+        parameter = nn.Parameter(torch.zeros(100, dtype=torch.float64))
+        handle = attach(Holder(parameter), hooks.clip(1.0))
+        (parameter * given).sum().backward()
+        got = parameter.grad
+        parameter.grad = given.clone()
+        nn.utils.clip_grad_norm_([parameter], 1.0)
+        assert got is not None
+        torch.testing.assert_close(got, parameter.grad, rtol=1e-14, atol=0)
+        handle.remove()
+
+    run_ranks(on_rank, 1)
+
+
+@ROADS
+def test_clip_of_complex_and_sparse_gradients(two_ranks: RankPool, on_ddp: bool) -> None:
+    two_ranks.run(_clipped, on_ddp)
+
+
+def _clipped(rank: int, on_ddp: bool) -> None:
+    parameter = nn.Parameter(torch.zeros(4, dtype=torch.complex64))
+    model: nn.Module = Holder(parameter)
+    model = DDP(model) if on_ddp else model
+    handle = attach(model, hooks.clip(1.0))
+    model(torch.full((4,), 3 + 4j)).abs().backward()
+    assert parameter.grad is not None
+    assert torch.view_as_real(parameter.grad).norm().item() == pytest.approx(1.0, rel=1e-4)
+    handle.remove()
+    model = nn.Embedding(10, 3, sparse=True)
+    weight = model.weight
+    model = DDP(model) if on_ddp else model
+    handle = attach(model, hooks.clip(1.0))
+    model(torch.tensor([1, 1, 4 + rank])).sum().backward()
+    assert weight.grad is not None and weight.grad.is_sparse
+    assert weight.grad.to_dense().norm().item() == pytest.approx(1.0, rel=1e-4)
+    handle.remove()
+
+
 @ROADS
 def test_clip_for_some_of_the_steps(two_ranks: RankPool, on_ddp: bool) -> None:
     """Where :class:`after` changes to another hook, what scales its steps changes too."""
@@ -440,6 +495,68 @@ def test_copies_of_hierarchical_hooks() -> None:
             pickle.dumps(hook)
 
     run_ranks(on_rank, 2)
+
+
+def test_groups_of_hierarchical_hooks_are_checked() -> None:
+    def on_rank(rank: int) -> None:
+        groups = _nodes(2, 2)
+        alone = [dist.new_group([other]) for other in range(4)][rank]
+        message = "must have this rank alone in common"
+        for inter in (groups["intra_group"], dist.group.WORLD):
+            with pytest.raises(ValueError, match=message):
+                hooks.hierarchical(
+                    codecs.sign(), intra_group=groups["intra_group"], inter_group=inter
+                )
+        with pytest.raises(TypeError, match="seed must be an int"):
+            hooks.hierarchical(codecs.sign(), **groups, seed="a")
+        some = hooks.hierarchical(
+            codecs.sign(), intra_group=groups["intra_group"], inter_group=alone
+        )
+        with pytest.raises(ValueError, match="must take in all 4 ranks .* got 1 nodes of 2 ranks"):
+            attach(nn.Linear(3, 2), some)
+
+    run_ranks(on_rank, 4)
+
+
+class Unprinted(hooks.Hook):
+    """Of one's own, with a ``__repr__`` that nobody has written."""
+
+    _commhook_traceable = True
+    takes_error = True
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return hooks.allreduce().average(bucket)
+
+
+def _hooks_of_ones_own(rank: int) -> list[str]:
+    found = []
+    for hook in (Unprinted(), hooks.error_feedback(Unprinted()), hooks.clip(1.0, Unprinted())):
+        model = nn.Linear(3, 2)
+        handle = attach(model, hook)
+        model(torch.full((1, 3), float(rank))).sum().backward()
+        found.append(repr(handle.hook))
+        handle.remove()
+    return found
+
+
+def test_hooks_of_ones_own_inside_of_others(two_ranks: RankPool) -> None:
+    names = ["Unprinted()", "error_feedback(Unprinted())", "clip(1, Unprinted())"]
+    assert two_ranks.run(_hooks_of_ones_own) == [names, names]
+
+
+def _stats_of_moments(rank: int) -> tuple[int, int]:
+    model = nn.Linear(3, 2)
+    handle = attach(model, hooks.allreduce())
+    model(torch.ones(1, 3)).sum().backward()
+    first = handle.stats()
+    model(torch.ones(1, 3)).sum().backward()
+    second = handle.stats()
+    handle.remove()
+    return first.bytes_sent, second.bytes_sent - first.bytes_sent
+
+
+def test_stats_are_of_their_moment(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_stats_of_moments) == [(32, 32), (32, 32)]
 
 
 def _recorded(rank: int, hook: str) -> tuple[int, int]:

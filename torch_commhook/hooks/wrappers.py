@@ -256,7 +256,9 @@ class clip(Wrapper):  # noqa: N801
         return scale if inner is None else torch.minimum(scale, inner)
 
     def __repr__(self) -> str:
-        return f"clip({self.max_norm!r}{'' if self._is_plain else f', {self.hook}'})"
+        short = f"{self.max_norm:g}"
+        text = short if float(short) == self.max_norm else repr(self.max_norm)
+        return f"clip({text}{'' if self._is_plain else f', {self.hook}'})"
 
 
 def _norm(result: Tensor) -> Tensor:

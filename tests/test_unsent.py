@@ -1,0 +1,178 @@
+"""What is remembered as lost stays so, whoever does not use a parameter, or takes over.
+
+Messages hold errors of earlier steps: of parameters too that no rank uses in a step, and whose
+gradients are left alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from modes import Mode
+from rank_pool import RankPool
+from torch import Tensor, nn
+
+from torch_commhook import attach
+from torch_commhook.cli.hook_expression import parse_hook
+from torch_commhook.metrics import BucketTraffic, as_text, from_text
+
+
+class TwoWeights(nn.Module):
+    """Of which the second is used in some steps only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always = nn.Linear(16, 24, bias=False)
+        self.sometimes = nn.Linear(16, 24, bias=False)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        y = self.always(x)
+        return y + self.sometimes(x) if both else y
+
+
+EAGER, TRACED = Mode("module", "eager"), Mode("module", "context", backend="aot_eager")
+ON_DDP = Mode("ddp", "eager")
+
+
+def _forward(made: nn.Module, mode: Mode) -> Any:
+    return made if mode.runner == "eager" else torch.compile(made, backend=mode.backend)
+
+
+def _step(forward: Any, mode: Mode, *args: Any) -> None:
+    loss = forward(*args).sum()
+    with mode._backward():
+        loss.backward()
+
+
+def _left(state: dict[str, Any], rank: int, name: str) -> Tensor:
+    """The mean over the ranks of what they have to send."""
+    own = state[f"rank{rank}"]
+    left = own["error"][name].reshape(-1) / dist.get_world_size()
+    if "shard_error" in own:
+        left = left + own["shard_error"][name]
+    dist.all_reduce(left)
+    return left
+
+
+def _sometimes_unused(rank: int, hook: str, mode: Mode) -> float:
+    torch._dynamo.reset()
+    model = TwoWeights()
+    made = mode.wrap(model, find_unused_parameters=True)
+    handle = attach(made, parse_hook(hook), **mode.attach_options)
+    weight = model.sometimes.weight
+    wanted, applied = torch.zeros_like(weight), torch.zeros_like(weight)
+    forward = _forward(made, mode)
+    for number in range(9):
+        generator = torch.Generator().manual_seed(10 * number + rank)
+        x = torch.randn(4, 16, generator=generator)
+        made.zero_grad()
+        both = number % 3 == 0
+        _step(forward, mode, x, both)
+        if both:
+            mean = x.sum(0).expand_as(weight).clone()
+            dist.all_reduce(mean)
+            wanted += mean / dist.get_world_size()
+        if weight.grad is not None:
+            applied += weight.grad
+    left = _left(handle.state_dict(), rank, "sometimes.weight").view_as(weight)
+    handle.remove()
+    return float((wanted - applied - left).norm() / wanted.norm())
+
+
+HOOKS = [
+    "error_feedback(topk(0.05))",
+    "error_feedback(blockwise(bits=4))",
+    "error_feedback(powersgd(rank=1))",
+    "policy([('always*', allreduce())], error_feedback(sign()))",
+]
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("mode", [EAGER, ON_DDP, TRACED], ids=str)
+def test_nothing_is_lost_of_parameters_that_no_rank_used(
+    two_ranks: RankPool, hook: str, mode: Mode
+) -> None:
+    for lost in two_ranks.run(_sometimes_unused, hook, mode, timeout=120):
+        assert lost < 1e-5
+
+
+AFTER = {
+    "error_feedback(topk(0.05))": "error_feedback(blockwise(bits=4))",
+    "error_feedback(powersgd(rank=1))": "error_feedback(sign())",
+    # Blocks of other sizes, and so other shards.
+    "error_feedback(blockwise(4, 8))": "error_feedback(blockwise(8, 4096))",
+    "error_feedback(sign(4096))": "error_feedback(fp8())",
+}
+
+
+def _after(rank: int, hook: str, before: str, mode: Mode) -> tuple[float, float]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Linear(30, 40, bias=False)
+    made = mode.wrap(model)
+    handle = attach(made, parse_hook(f"after(3, {hook}, before={before})"), **mode.attach_options)
+    weight = model.weight
+    wanted, applied = torch.zeros_like(weight), torch.zeros_like(weight)
+    shards = 0.0
+    forward = _forward(made, mode)
+    for number in range(6):
+        generator = torch.Generator().manual_seed(10 * number + rank)
+        x = torch.randn(4, 30, generator=generator)
+        made.zero_grad()
+        _step(forward, mode, x)
+        mean = x.sum(0).expand_as(weight).clone()
+        dist.all_reduce(mean)
+        wanted += mean / dist.get_world_size()
+        assert weight.grad is not None
+        applied += weight.grad
+    state = handle.state_dict()
+    left = _left(state, rank, "weight").view_as(weight)
+    if "blockwise" not in hook and "sign" not in hook:
+        shards = float(state[f"rank{rank}"]["shard_error"]["weight"].norm())
+    handle.remove()
+    return float((wanted - applied - left).norm() / wanted.norm()), shards
+
+
+@pytest.mark.parametrize("hook", AFTER)
+@pytest.mark.parametrize("mode", [ON_DDP, TRACED], ids=str)
+def test_a_hook_takes_over_what_the_one_before_has_lost(
+    two_ranks: RankPool, hook: str, mode: Mode
+) -> None:
+    for lost, left_behind in two_ranks.run(_after, hook, AFTER[hook], mode, timeout=120):
+        assert lost < 1e-5
+        assert left_behind == 0.0
+
+
+def _traffic(rank: int, hook: str, read_often: bool) -> tuple[int, int]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Linear(30, 40)
+    handle = attach(model, parse_hook(hook))
+    forward = _forward(model, TRACED)
+    for _ in range(6):
+        _step(forward, TRACED, torch.ones(4, 30))
+        if read_often:
+            handle.stats()
+    stats = handle.stats()
+    handle.remove()
+    return stats.steps, stats.bytes_sent
+
+
+@pytest.mark.parametrize("hook", ["after(2, topk(0.1))", "adaptive(700, every=2)"])
+def test_traffic_of_compiled_steps_that_differ(two_ranks: RankPool, hook: str) -> None:
+    """Whenever it is asked for."""
+    often = two_ranks.run(_traffic, hook, True, timeout=120)
+    assert two_ranks.run(_traffic, hook, False, timeout=120) == often
+    assert often[0][0] == 6
+
+
+def test_traffic_as_text() -> None:
+    buckets = (
+        BucketTraffic(3, torch.bfloat16, 6, None),
+        BucketTraffic(1 << 40, torch.float32, None, 0),
+    )
+    assert from_text(as_text(buckets)) == buckets
