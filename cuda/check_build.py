@@ -47,7 +47,8 @@ def library_at(path: Path) -> Path:
         raise SystemExit(f"check_build: LIBRARY must be a built library or its folder, got {path}")
     return path
 
-#-- -- operators -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -
+
+# -- -- operators -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -
 
 
 def takes_tensors(name: str) -> bool:
@@ -71,8 +72,8 @@ def check_operators(report: Report, reference_only: list[str]) -> None:
     )
     report.check(bool(names), f"{len(names)} operators take tensors")
     for name in names:
-#Looks at the CUDA key alone : a kernel for an alias key, such as the reference kernels',
-#does not count.
+        # Looks at the CUDA key alone : a kernel for an alias key, such as the reference kernels',
+        # does not count.
         registered = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
         if name.split("::")[1] in reference_only:
             report.check(not registered, f"{name}: served on CUDA by the reference kernel")
@@ -80,7 +81,8 @@ def check_operators(report: Report, reference_only: list[str]) -> None:
             what = "a CUDA kernel" if registered else "no CUDA kernel, only the reference kernel"
             report.check(registered, f"{name}: {what}")
 
-#-- -- binary -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- --
+
+# -- -- binary -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- --
 
 
 def candidates(tool: str) -> Iterator[Path]:
@@ -97,12 +99,13 @@ def candidates(tool: str) -> Iterator[Path]:
         yield from sorted(Path(folder).glob(f"nvidia/*/bin/{tool}"))
         yield Path(folder, "triton", "backends", "nvidia", "bin", tool)
 
+
 def find_tool(tool: str) -> Path | None:
     return next((path for path in candidates(tool) if os.access(path, os.X_OK)), None)
 
 
 def output_of(*command: str | Path) -> str:
-#cuobjdump fails where there is nothing of the kind to list.
+    # cuobjdump fails where there is nothing of the kind to list.
     return subprocess.run(command, capture_output=True, text=True).stdout
 
 

@@ -43,10 +43,13 @@ def _end_groups() -> None:
     from torch_commhook.gloo_groups import destroy_group
 
     world = distributed_c10d._world
-    for group in list(world.pg_map):
-        if "/commhook" in world.pg_names[group]:  # after a failed step it may have no backend
+    stay = dist.group.WORLD.group_name, f"{dist.group.WORLD.group_name}/commhook-second"
+    for group, name in list(world.pg_names.items()):
+        if name in stay:
+            continue
+        if "/commhook" in name:  # after a failed step it may have no backend
             destroy_group(group)
-        elif group is not dist.group.WORLD:
+        else:
             dist.destroy_process_group(group)
 
 

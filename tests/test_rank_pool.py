@@ -12,6 +12,8 @@ from rank_pool import RankPool
 from torch.distributed import distributed_c10d
 
 from torch_commhook import attach
+from torch_commhook.codecs import CODECS
+from torch_commhook.collectives import compressed_all_reduce
 
 _kept: list[Any] = []
 
@@ -30,11 +32,19 @@ def _leave_a_failed_step(rank: int) -> None:
     raise AssertionError("the hook did not raise")
 
 
+def _sum_in_two_stages(rank: int) -> float:
+    """On a group of the library's, which stays with the default one."""
+    x = torch.ones(100)
+    return float(compressed_all_reduce(x, CODECS["blockwise"]()).wait().sum())
+
+
 def _groups(rank: int) -> int:
     return len(distributed_c10d._world.pg_names)
 
 
 @pytest.mark.parametrize("leave", [_leave_a_group_of_one, _leave_a_failed_step])
 def test_groups_end_with_their_function(two_ranks: RankPool, leave: Callable[[int], None]) -> None:
-    two_ranks.run(leave)
-    assert two_ranks.run(_groups) == [1, 1]
+    for _ in range(2):
+        assert two_ranks.run(_sum_in_two_stages) == [200.0, 200.0]
+        two_ranks.run(leave)
+    assert two_ranks.run(_groups) == [2, 2]
