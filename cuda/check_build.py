@@ -48,7 +48,7 @@ def library_at(path: Path) -> Path:
     return path
 
 
-# -- -- operators -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -
+# ---- operators -----------------------------------------------------------------------------------
 
 
 def takes_tensors(name: str) -> bool:
@@ -72,7 +72,7 @@ def check_operators(report: Report, reference_only: list[str]) -> None:
     )
     report.check(bool(names), f"{len(names)} operators take tensors")
     for name in names:
-        # Looks at the CUDA key alone : a kernel for an alias key, such as the reference kernels',
+        # Looks at the CUDA key alone: a kernel for an alias key, such as the reference kernels',
         # does not count.
         registered = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
         if name.split("::")[1] in reference_only:
@@ -82,7 +82,7 @@ def check_operators(report: Report, reference_only: list[str]) -> None:
             report.check(registered, f"{name}: {what}")
 
 
-# -- -- binary -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- --
+# ---- binary --------------------------------------------------------------------------------------
 
 
 def candidates(tool: str) -> Iterator[Path]:

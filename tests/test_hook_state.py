@@ -267,8 +267,6 @@ def _wrong(rank: int) -> None:
         ({"buckets": None}, "buckets must be a list"),
         ({"buckets": [["gone"]]}, "buckets must be lists of the model's parameters"),
         ({"buckets": [[[]]]}, "buckets must be lists of the model's parameters"),
-        ({"choices": {"bits": {name: 4}}}, "it has 'bits', which the hook .* does not remember"),
-        ({"shared": {"q": {name: torch.zeros(1)}}}, "it has 'q', which the hook"),
         ({"steps": 1 << 70}, "its steps must be a number of steps"),
         (own("error", torch.full((48, 3, 3, 3), torch.nan)), "must hold finite numbers"),
         (

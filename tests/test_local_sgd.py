@@ -730,7 +730,6 @@ def test_states_that_do_not_fit() -> None:
     after_one = parameters_of(model)
     train(model, optimizer, 0, 2)
     here = parameters_of(model)
-    assert "local_sgd_parameter" not in handle.state_dict()["rank0"]  # at the anchor
     name = next(iter(own))
     for wrong, message in [
         ({key: value for key, value in state.items() if key != "local_steps"}, "keeps ranks apart"),
@@ -743,6 +742,15 @@ def test_states_that_do_not_fit() -> None:
             r"must have parameter '.*' of shape .*, got none",
         ),
         ({**state, "world_size": 2}, "must be of 1 ranks, got one of 2"),
+        ({**state, "local_steps": None}, "local_steps must be a number of steps"),
+        ({**state, "local_steps": {"is_open": False}}, "local_steps must be a number of steps"),
+        ({**state, "local_steps": {"done": "a", "is_open": False}}, "must be a number of steps"),
+        ({**state, "rank0": {}}, "must have the rank's parameters, by name, got none"),
+        ({**state, "rank0": {"local_sgd_parameter": [1]}}, "by name, got list"),
+        (
+            {**state, "shared": {"local_sgd_anchor": {name: torch.ones(3)}}},
+            r"'local_sgd_anchor' of parameter '.*' must be of shape",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             handle.load_state_dict(wrong)

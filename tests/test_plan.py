@@ -30,6 +30,25 @@ def test_gathered_messages_grow_with_the_ranks() -> None:
     assert eight.bytes_sent == 7 * two.bytes_sent
 
 
+def test_hooks_are_planned_as_they_are_in_the_long_run() -> None:
+    texts = [
+        "after(1000, topk(0.01))",
+        "local_sgd(8, hook=after(5, topk(0.01), before=blockwise()))",
+        "clip(1.0, topk(0.01))",
+        "topk(0.01)",
+    ]
+    *found, topk = measure(texts, elements=100_000, world_size=2)
+    assert [each.bytes_sent / topk.bytes_sent for each in found] == [1.0, 1 / 8, 1.0]
+    assert [each.overlaps for each in found] == [True, False, True]
+
+
+def test_what_follows_the_optimizer_is_hidden_by_nothing() -> None:
+    measured = [Measured("a", 1e6 * PAYLOAD, 0.5, overlaps=overlaps) for overlaps in (True, False)]
+    hidden, open_ = plan(measured, bits_per_second=8e6, compute_seconds=3.0, buckets=[1] * 100)
+    assert hidden.step_seconds == pytest.approx(3.51, rel=0.01)
+    assert open_.step_seconds == pytest.approx(4.5)
+
+
 def test_headers_are_on_the_wire_too() -> None:
     (cost,) = plan([Measured("a", 1_448_000, 0.0)], bits_per_second=8e6)
     assert cost.wire_seconds == pytest.approx(1.514)
@@ -101,10 +120,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--compute-ms", "nan"], "must be a number of milliseconds"),
         (["--hooks", "nothing()"], "names the unknown hook 'nothing'"),
         (
-            ["--model-size", "1k", "--hooks", "clip(1.0)"],
-            "can't be run by itself: RuntimeError: clip(1): what steps are scaled by",
+            ["--model-size", "1k", "--hooks", "policy()"],
+            "can't be planned: it asks for more of a model than its size",
         ),
-        (["--model-size", "1k", "--hooks", "local_sgd(4)"], "local_sgd"),
         (["--model-size", "1k", "--hooks", "none"], "write allreduce()"),
     ],
 )

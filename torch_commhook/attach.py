@@ -278,7 +278,7 @@ class HookHandle:
             if local_steps is not None:
                 go_on = partial(local_steps.take_state, local_steps.check_state(state))
             elif state or not memory.is_empty:
-                go_on = partial(self._take_state, state, memory.check_state(state))
+                go_on = partial(self._take_state, memory.check_state(state))
             if go_on is not None:
                 keys = ("steps", "choices", LOCAL_STEPS)
                 settings = {f"the state's {key}": state.get(key) for key in keys}
@@ -288,8 +288,8 @@ class HookHandle:
         if go_on is not None:
             go_on()
 
-    def _take_state(self, state: dict[str, Any], own: dict[str, dict[str, Tensor]]) -> None:
-        self._attached.memory.take_state(state, own)
+    def _take_state(self, state: dict[str, Any]) -> None:
+        self._attached.memory.take_state(state)
         self._road.memory_loaded(state["buckets"])
 
     def __repr__(self) -> str:

@@ -48,8 +48,8 @@ class Known(NamedTuple):
 
 def checked_state(
     state: Any, by_name: dict[str, Tensor], known: Known, *, rank: int, world_size: int
-) -> dict[str, dict[str, Tensor]]:
-    """What is this rank's own of a state that is to be loaded.
+) -> dict[str, Any]:
+    """A state that is to be loaded, without what the hook does not remember of it.
 
     Args:
         state: what a user gives.
@@ -95,6 +95,8 @@ def checked_state(
     ]
     for kinds, mine in remembered:
         for kind, values in kinds.items():
+            if kind not in mine and kinds is not own:
+                continue  # such as factors of another rank, which begin anew
             if kind not in mine:
                 raise _unfit(
                     f"it has '{kind}', which the hook that is attached does not remember; a state "
@@ -124,7 +126,13 @@ def checked_state(
                         raise _unfit(f"it has {what}, of which the hook remembers nothing")
                     shape = like.shape
                 _check_tensor(what, value, shape)
-    return own
+    return {
+        **state,
+        "shared": {kind: state["shared"][kind] for kind in known.shared if kind in state["shared"]},
+        "choices": {
+            kind: state["choices"][kind] for kind in known.choices if kind in state["choices"]
+        },
+    }
 
 
 def _check_tensor(what: str, value: Tensor, shape: torch.Size) -> None:

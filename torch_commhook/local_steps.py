@@ -299,12 +299,12 @@ class LocalSteps:
             ValueError: no such state, or one that does not fit.
         """
         parameters, position, rest = self._taken_apart(state)
-        return Checked(parameters, position, rest, self._attached.memory.check_state(rest))
+        return Checked(parameters, position, self._attached.memory.check_state(rest))
 
     @torch.no_grad()
     def take_state(self, checked: Checked) -> None:
         """Go on from what :meth:`check_state` gave. Writes the parameters."""
-        self._attached.memory.take_state(checked.rest, checked.own)
+        self._attached.memory.take_state(checked.rest)
         self._road().memory_loaded(checked.rest["buckets"])
         for bucket in self._memories():
             self.hook.return_to_start(bucket)
@@ -364,7 +364,6 @@ class Checked(NamedTuple):
     parameters: list[tuple[Tensor, Tensor]]
     position: dict[str, Any]
     rest: dict[str, Any]
-    own: dict[str, dict[str, Tensor]]
 
 
 class _Started:

@@ -516,8 +516,8 @@ class HookMemory:
             f"rank{self.rank}": own,
         }
 
-    def check_state(self, state: Any) -> dict[str, dict[str, Tensor]]:
-        """What is this rank's own of a :meth:`state_dict` that is to be loaded.
+    def check_state(self, state: Any) -> dict[str, Any]:
+        """A :meth:`state_dict` that is to be loaded, as :meth:`take_state` takes it.
 
         Raises:
             ValueError: it is none, of another number of ranks, of parameters that are not here or
@@ -534,13 +534,9 @@ class HookMemory:
         known = Known(own, shards, shared, self.choices)
         return checked_state(state, by_name, known, rank=self.rank, world_size=self.world_size)
 
-    def take_state(self, state: dict[str, Any], own: dict[str, dict[str, Tensor]]) -> None:
-        """Go on from a state. Buckets are to be asked for anew.
-
-        Args:
-            state: one that :meth:`check_state` has found good.
-            own: what that gave.
-        """
+    def take_state(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`check_state` has given. Buckets are to be asked for anew."""
+        own = state[f"rank{self.rank}"]
         by_name = {name: parameter for parameter, name in self._names.items()}
         self._buckets = WeakIdKeyDictionary()
         self._pieces = WeakIdKeyDictionary()

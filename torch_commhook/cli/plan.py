@@ -71,10 +71,10 @@ class Measured:
     hook: str
     bytes_sent: float
     compute_seconds: float
-    overlaps: bool
+    overlaps: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cost(Measured):
     """What a hook costs in one step.
 
