@@ -39,6 +39,7 @@ HOOKS = [
     "error_feedback(randomk(0.05))",
     "error_feedback(powersgd(rank=2))",
     "after(15, error_feedback(blockwise(bits=4)))",
+    "after(15, error_feedback(topk(0.05)), before=error_feedback(blockwise(bits=4)))",
     "policy()",
     "clip(0.5, error_feedback(blockwise()))",
     "adaptive(20000, every=6)",

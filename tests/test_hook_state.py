@@ -26,6 +26,10 @@ HOOKS = [
     "after(4, error_feedback(blockwise(bits=4)))",
     "policy([('dim <= 1', allreduce()), ('0.*', error_feedback(topk(0.1)))])",
     "clip(0.5, error_feedback(fp8()))",
+    # Shards of two kinds, stopped after the change, at it, and before.
+    "after(3, error_feedback(blockwise(4, 8)), before=error_feedback(blockwise(8, 64)))",
+    "after(5, error_feedback(sign()), before=error_feedback(blockwise(4, 8)))",
+    "after(3, error_feedback(topk(0.05)), before=error_feedback(blockwise(8, 64)))",
 ]
 
 

@@ -171,8 +171,11 @@ class after(Wrapper):  # noqa: N801
 
     def prepare(self, memory: BucketMemory) -> None:
         memory.watch(self.step)
-        self.before.prepare(memory)
-        self.hook.prepare(memory)
+        # The one that has remembered it is the first to take over what was loaded: in the step at
+        # which they change it is the one before still.
+        hooks = [self.before, self.hook]
+        for hook in reversed(hooks) if memory.steps > self.step else hooks:
+            hook.prepare(memory)
         left = set(self.before.shards(memory)) - set(self.hook.shards(memory))
         memory.plans[self._left_plan] = "\n".join(sorted(left))
 
