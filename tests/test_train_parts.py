@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -221,4 +222,19 @@ def test_without_matplotlib_there_is_no_picture(
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert loss_plot.draw_loss(tmp_path / "loss.png", []) is False
+
+
+def test_a_long_hook_leaves_room_for_the_curves(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from torch_commhook.cli import loss_plot
+
+    records = tuple(
+        report.StepRecord(step, 1.0 / step, 0.1, step, 10 * step, 20 * step, 30) for step in (1, 2)
+    )
+    codec = "error_feedback(powersgd(rank=2)), before=error_feedback(blockwise(bits=4))"
+    hook = f"local_sgd(1, outer=outer_sgd(1.0, 0.0), hook=after(400, {codec}), error_reset=True)"
+    result = report.RunResult(hook, 2, 0.5, 1, None, 1.0, 10, 20, records)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert loss_plot.draw_loss(tmp_path / "loss.png", [result])
     assert "pip install torch-commhook[train]" in loss_plot.HOW_TO_GET_MATPLOTLIB

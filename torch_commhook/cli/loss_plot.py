@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from torch_commhook.cli.report import RunResult
 
 #: What to say where there is nothing to draw with.
 HOW_TO_GET_MATPLOTLIB = "no loss.png: matplotlib is missing (pip install torch-commhook[train])"
+
+_LABEL_CHARACTERS = 44
 
 
 def draw_loss(path: Path, results: Sequence[RunResult]) -> bool:
@@ -31,7 +34,7 @@ def draw_loss(path: Path, results: Sequence[RunResult]) -> bool:
         losses = [record.loss for record in result.records]
         # Curves that agree lie on each other: through the dashes the first one shows.
         line = "-" if number == 0 else (0, (3, 2))
-        style: dict[str, Any] = {"label": result.hook, "linestyle": line}
+        style: dict[str, Any] = {"label": _wrapped(result.hook), "linestyle": line}
         by_step.plot([record.step for record in result.records], losses, **style)
         if all(record.bytes_sent is not None for record in result.records):
             sent = [(record.bytes_sent or 0) / 1e6 for record in result.records]
@@ -43,3 +46,8 @@ def draw_loss(path: Path, results: Sequence[RunResult]) -> bool:
     by_step.legend()
     figure.savefig(path, dpi=120)
     return True
+
+
+def _wrapped(hook: str) -> str:
+    """A hook in lines that leave room for the curves."""
+    return "\n".join(textwrap.wrap(hook, _LABEL_CHARACTERS))
