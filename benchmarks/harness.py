@@ -252,7 +252,7 @@ class Report:
         if checked:
             print(f"{len(checked) - len(missed)} of {len(checked)} targets hold.")
         for row in missed:
-            print(f"  missed: {row.group}, {row.job}: {row.ratio:.2f}, target {row.target}")
+            print(f"  missed: {row.group}, {row.job}: {row.ratio:.3f}, target {row.target}")
         path = self.options.out
         if path is None and not self.options.quick:
             path = FOLDER / "results" / f"{self.name}.json"
@@ -286,7 +286,7 @@ def cells(row: Row, details: Sequence[str]) -> tuple[str, ...]:
         took,
         "" if speed is None else f"{speed:.1f}",
         *(f"{row.details[name]:.3g}" if name in row.details else "" for name in details),
-        "" if row.ratio is None else f"{row.ratio:.2f}",
+        "" if row.ratio is None else f"{row.ratio:.3f}",
         row.baseline or "",
         row.target or "",
         "" if row.holds is None else ("yes" if row.holds else "NO"),
@@ -304,6 +304,9 @@ def print_table(title: str, rows: Sequence[Row]) -> None:
     details = list(dict.fromkeys(name for row in rows for name in row.details))
     columns = (*COLUMNS[:3], *details, *COLUMNS[3:])
     lines = [cells(row, details) for row in rows]
+    told = [i for i in range(len(columns)) if any(line[i] for line in lines)]
+    columns = tuple(columns[i] for i in told)
+    lines = [tuple(line[i] for i in told) for line in lines]
     try:
         from rich.console import Console
         from rich.table import Table
@@ -315,11 +318,18 @@ def print_table(title: str, rows: Sequence[Row]) -> None:
         print()
         return
     table = Table(title=title, title_justify="left")
-    for i, column in enumerate(columns):
-        is_number = 1 <= i <= 3 + len(details)
-        table.add_column(column, justify="right" if is_number else "left", no_wrap=True)
-    for line in lines:
-        style = {"yes": "green", "NO": "red"}.get(line[-1])
+    for column in columns:
+        is_text = column in ("job", "to", "target", "holds")
+        # A long job takes lines of its own rather than the figures' room.
+        wraps = column == "job"
+        table.add_column(
+            column,
+            justify="left" if is_text else "right",
+            no_wrap=not wraps,
+            overflow="fold" if wraps else "ellipsis",
+        )
+    for row, line in zip(rows, lines, strict=True):
+        style = None if row.holds is None else ("green" if row.holds else "red")
         table.add_row(*line, style=style)
     console = Console()
     if not console.is_terminal:
