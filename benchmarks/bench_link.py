@@ -46,7 +46,7 @@ AT_MOST = {
     (1_000_000_000, "blockwise()"): 0.60,
 }
 BASELINE = "DDP"
-#: Of the first steps, which count for nothing.
+#: While nothing is timed.
 WARM_UP_RATE = "10gbit"
 PICTURE = FOLDER.parent / "docs" / "images" / "link.png"
 
@@ -114,6 +114,7 @@ def run(options: argparse.Namespace) -> Report:
         plan = Plan(
             jobs=names,
             rates=options.rates,
+            warm_up_rate=parse_rate(WARM_UP_RATE),
             bucket_cap_mb=caps,
             batch=options.batch,
             steps=options.steps,
@@ -180,7 +181,7 @@ def format_caps(caps: Sequence[float]) -> str:
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line, checked as far as no hosts are needed for it."""
     options = parser(__doc__.splitlines()[0])
-    options.set_defaults(rounds=20, seconds=300.0)
+    options.set_defaults(rounds=6, seconds=900.0)
     add = options.add_argument
     add(
         "--rates",
@@ -205,8 +206,8 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="DDP's buckets, such as 5 or 2,12,14: a table for each (default: train's)",
     )
     add("--batch", type=int, default=2, help="sequences of each rank in a step (default: 2)")
-    add("--steps", type=int, default=2, help="in a block; hooks take turns by blocks (default: 2)")
-    add("--warm-up", type=int, default=4, help="steps of each hook before all (default: 4)")
+    add("--steps", type=int, default=4, help="timed in each hook's turn of a round (default: 4)")
+    add("--warm-up", type=int, default=4, help="steps at the beginning of a turn (default: 4)")
     add("--timeout", type=float, default=3600.0, help="of the ranks, in seconds (default: 3600)")
     add("--plot", type=Path, metavar="FILE", help="where to draw the times, for two rates or more")
     parsed = parse(options, arguments)

@@ -1,10 +1,11 @@
-"""One rank of bench_link: trains with all hooks by turns, and times each step.
+"""One rank of bench_link: trains with one hook after another, and times each step.
 
 ``bench_link`` starts it on each host, with the name of a file that says what to measure.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import sys
@@ -35,6 +36,8 @@ _INTERFACE = "eth0"
 _ONE_BUCKET_MB = 1024.0
 _WAIT_SECONDS = 60.0
 _COLLECTIVE_SECONDS = 300.0
+#: Before those that are timed: TCP learns the rate.
+_STEPS_AT_RATE = 2
 
 
 def _fp16(model: DDP) -> None:
@@ -60,17 +63,18 @@ class Plan:
 
     Attributes:
         jobs: hook expressions, names in ``PYTORCH``, and ``ALONE``.
-        rates: of the links, one after the other, in bits per second.
+        rates: of the links, in bits per second.
         bucket_cap_mb: of DDP.
         batch: sequences of each rank in a step.
-        steps: in a block; the jobs take turns by blocks.
-        rounds: blocks of each job at each rate.
-        seconds: when to stop at each rate, after ``least_rounds``.
-        warm_up: steps of each job before all.
+        steps: that are timed at each rate in a round.
+        rounds: in each, every job has a turn at all rates.
+        seconds: after which no round begins, once there were ``least_rounds``.
+        warm_up: steps of a turn before the first rate.
     """
 
     jobs: list[str]
     rates: list[int]
+    warm_up_rate: int
     bucket_cap_mb: Sequence[float]
     batch: int
     steps: int
@@ -124,6 +128,11 @@ class _Subject:
     def step(self) -> None:
         train_step(self.run, self.config, self.world, self.data)
 
+    def close(self) -> None:
+        """End the hook's threads, which would wake up while others are timed."""
+        if self.run.handle is not None:
+            self.run.handle.remove()
+
     def hook_bytes(self) -> int | None:
         return None if self.run.handle is None else self.run.handle.stats().bytes_sent
 
@@ -154,6 +163,7 @@ def _set_rate(rate: int, folder: Path) -> None:
     """Have the links' rate changed by the process that has made them."""
     dist.barrier()
     if dist.get_rank() == 0:
+        (folder / str(rate)).unlink(missing_ok=True)
         print(RATE.decode() + str(rate), flush=True)
         deadline = time.monotonic() + _WAIT_SECONDS
         while not (folder / str(rate)).exists():
@@ -176,26 +186,30 @@ def measure(plan: Plan, place: Place, folder: Path) -> dict[int, dict[str, Figur
     caps = tuple(plan.bucket_cap_mb)
     config = TrainConfig(ranks=place.size, bucket_cap_mb=caps, batch=plan.batch)
     data = split_text(read_text(None, config.cap_bytes, config.seq), config.seq)
-    subjects = {job: _Subject(job, config, world, data) for job in plan.jobs}
-    for subject in subjects.values():
-        for _ in range(plan.warm_up):
-            subject.step()
     shuffle = random.Random(0).shuffle  # the same on all ranks
-    order = list(subjects)
-    results: dict[int, dict[str, Figures]] = {}
-    for rate in plan.rates:
-        _set_rate(rate, folder)
-        figures = results[rate] = {job: Figures() for job in order}
-        for subject in subjects.values():  # TCP learns the rate
-            subject.step()
-        end = time.perf_counter() + plan.seconds
-        for number in range(plan.rounds):
-            late = number >= plan.least_rounds and time.perf_counter() > end
-            if not _goes_on(place.rank, not late):
-                break
-            shuffle(order)
-            for job in order:
-                subjects[job].measure(plan.steps, figures[job])
+    order = list(plan.jobs)
+    results: dict[int, dict[str, Figures]] = {
+        rate: {job: Figures() for job in plan.jobs} for rate in plan.rates
+    }
+    end = time.perf_counter() + plan.seconds
+    for number in range(plan.rounds):
+        late = number >= plan.least_rounds and time.perf_counter() > end
+        if not _goes_on(place.rank, not late):
+            break
+        shuffle(order)
+        for job in order:
+            _set_rate(plan.warm_up_rate, folder)
+            subject = _Subject(job, config, world, data)
+            for _ in range(plan.warm_up):
+                subject.step()
+            for rate in plan.rates:
+                _set_rate(rate, folder)
+                for _ in range(_STEPS_AT_RATE):
+                    subject.step()
+                subject.measure(plan.steps, results[rate][job])
+            subject.close()
+            del subject
+            gc.collect()
     return results
 
 
