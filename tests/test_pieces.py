@@ -22,9 +22,10 @@ def _exchange(rank: int, lengths: list[list[int]], piece: int) -> list[Tensor]:
     inputs = [message(rank, to, lengths[rank][to]) for to in range(size)]
     outputs = [torch.zeros(lengths[source][rank], dtype=torch.uint8) for source in range(size)]
     longest = max(max(row) for row in lengths)
+    ends = [*range(piece, longest, piece), longest]
     result = torch.ones(3)
     group = dist.group.WORLD
-    found = _C.exchange_pieces(group, inputs, outputs, longest, piece, result).wait()
+    found = _C.exchange_pieces(group, inputs, outputs, ends, result).wait()
     assert found.data_ptr() == result.data_ptr()
     return outputs
 
@@ -44,17 +45,33 @@ def test_messages_of_all_lengths(three_ranks: RankPool, piece: int) -> None:
 def test_one_rank_and_nothing_to_send(one_rank: None) -> None:
     nothing, result = torch.empty(0, dtype=torch.uint8), torch.ones(2)
     group = dist.group.WORLD
-    assert _C.exchange_pieces(group, [nothing], [nothing], 0, 1, result).wait().sum() == 2
+    assert _C.exchange_pieces(group, [nothing], [nothing], [], result).wait().sum() == 2
 
 
 def test_what_is_refused(one_rank: None) -> None:
     byte, group, result = torch.zeros(1, dtype=torch.uint8), dist.group.WORLD, torch.ones(1)
     for arguments, said in (
-        ((None, [], [], 1, 1, result), "there must be a process group"),
-        ((group, [], [], 1, 1, result), "flat bytes on the CPU for each rank"),
-        ((group, [byte], [byte.view(1, 1)], 1, 1, result), "flat bytes"),
-        ((group, [torch.zeros(1)], [byte], 1, 1, result), "flat bytes"),
-        ((group, [byte], [byte], 1, 0, result), "piece must be above 0"),
+        ((None, [], [], [1], result), "there must be a process group"),
+        ((group, [], [], [1], result), "flat bytes on the CPU for each rank"),
+        ((group, [byte], [byte.view(1, 1)], [1], result), "flat bytes"),
+        ((group, [torch.zeros(1)], [byte], [1], result), "flat bytes"),
+        ((group, [byte], [byte], [0], result), "ends must ascend from 0, got 0 after 0"),
+        ((group, [byte], [byte], [3, 2], result), "ends must ascend from 0, got 2 after 3"),
     ):
         with pytest.raises(ValueError, match=said):
             _C.exchange_pieces(*arguments)
+
+
+def _too_short(rank: int) -> str:
+    lengths = [0, 5, 3] if rank == 0 else [5, 0, 3]
+    messages = [torch.zeros(length, dtype=torch.uint8) for length in lengths]
+    with pytest.raises(ValueError, match="ends at 4, before a message of 5 bytes does") as refused:
+        _C.exchange_pieces(dist.group.WORLD, messages, messages, [2, 4], torch.ones(1))
+    return str(refused.value)
+
+
+def test_pieces_that_end_too_early_are_refused_before_anything_is_sent(
+    three_ranks: RankPool,
+) -> None:
+    found = three_ranks.run(_too_short)
+    assert len(set(found)) == 1

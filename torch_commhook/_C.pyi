@@ -95,8 +95,7 @@ def exchange_pieces(
     process_group: torch.distributed.ProcessGroup,
     inputs: list[Tensor],
     outputs: list[Tensor],
-    longest: int,
-    piece: int,
+    ends: list[int],
     result: Tensor,
 ) -> torch.futures.Future[Tensor]: ...
 def held_work(work: torch.distributed.Work) -> torch.distributed.Work: ...

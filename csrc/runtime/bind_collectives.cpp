@@ -47,13 +47,13 @@ void bind_collectives(py::module_& m) {
   m.def(
       "exchange_pieces",
       [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::vector<at::Tensor>& inputs,
-         const std::vector<at::Tensor>& outputs, int64_t longest, int64_t piece,
+         const std::vector<at::Tensor>& outputs, const std::vector<int64_t>& ends,
          const at::Tensor& result) {
         return std::make_shared<torch::jit::PythonFutureWrapper>(
-            exchange_pieces(group, inputs, outputs, longest, piece, result));
+            exchange_pieces(group, inputs, outputs, ends, result));
       },
-      py::arg("process_group"), py::arg("inputs"), py::arg("outputs"), py::arg("longest"),
-      py::arg("piece"), py::arg("result"), py::call_guard<py::gil_scoped_release>());
+      py::arg("process_group"), py::arg("inputs"), py::arg("outputs"), py::arg("ends"),
+      py::arg("result"), py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace commhook

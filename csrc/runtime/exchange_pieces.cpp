@@ -30,8 +30,9 @@ c10::intrusive_ptr<c10d::Work> all_to_all(c10d::ProcessGroup& group, at::Tensor&
 
 c10::intrusive_ptr<Future> exchange_pieces(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                            const std::vector<at::Tensor>& inputs,
-                                           const std::vector<at::Tensor>& outputs, int64_t longest,
-                                           int64_t piece, const at::Tensor& result) {
+                                           const std::vector<at::Tensor>& outputs,
+                                           const std::vector<int64_t>& ends,
+                                           const at::Tensor& result) {
   TORCH_CHECK_VALUE(group, "exchange_pieces: there must be a process group");
   const int64_t size = group->getSize();
   const int64_t rank = group->getRank();
@@ -44,14 +45,29 @@ c10::intrusive_ptr<Future> exchange_pieces(const c10::intrusive_ptr<c10d::Proces
   };
   TORCH_CHECK_VALUE(of_all(inputs) && of_all(outputs),
                     "exchange_pieces: there must be flat bytes on the CPU for each rank");
-  TORCH_CHECK_VALUE(piece > 0, "exchange_pieces: piece must be above 0, got ", piece);
+  int64_t reached = 0;
+  for (const int64_t end : ends) {
+    TORCH_CHECK_VALUE(end > reached, "exchange_pieces: ends must ascend from 0, got ", end,
+                      " after ", reached);
+    reached = end;
+  }
+  for (const auto* messages : {&inputs, &outputs}) {
+    for (int64_t other = 0; other < size; ++other) {
+      const int64_t length = (*messages)[other].numel();
+      TORCH_CHECK_VALUE(other == rank || length <= reached,
+                        "exchange_pieces: the last piece ends at ", reached,
+                        ", before a message of ", length, " bytes does");
+    }
+  }
   std::vector<c10::intrusive_ptr<Future>> futures;
   for (int64_t distance = 1; distance < size; ++distance) {
     const int64_t to = (rank + distance) % size;
     const int64_t from = (rank + size - distance) % size;
-    for (int64_t begin = 0; begin < longest; begin += piece) {  // as many on all ranks
-      at::Tensor sent = piece_of(inputs[to], begin, piece);
-      at::Tensor received = piece_of(outputs[from], begin, piece);
+    int64_t begin = 0;
+    for (const int64_t end : ends) {
+      at::Tensor sent = piece_of(inputs[to], begin, end - begin);
+      at::Tensor received = piece_of(outputs[from], begin, end - begin);
+      begin = end;
       std::vector<int64_t> sends(size, 0);
       std::vector<int64_t> gets(size, 0);
       sends[to] = sent.numel();

@@ -44,5 +44,10 @@ def exchange_in_pieces(
     """
     rank = group.rank()
     outputs[rank].copy_(inputs[rank])
+    return _C.exchange_pieces(group, list(inputs), list(outputs), piece_ends(longest), result)
+
+
+def piece_ends(longest: int) -> list[int]:
+    """Where pieces end, the last one with the longest message."""
     piece = max(_PIECE_BYTES, -(-longest // _MOST_PIECES))
-    return _C.exchange_pieces(group, list(inputs), list(outputs), longest, piece, result)
+    return [*range(piece, longest, piece), longest] if longest else []
