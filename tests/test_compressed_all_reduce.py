@@ -480,6 +480,36 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "shard_error must be a tensor, got list",
     ),
+    "error elsewhere": (
+        lambda: compressed_all_reduce(X, BLOCKWISE, error=torch.zeros(600, device="meta")),
+        ValueError,
+        "error must be on the tensors' device, cpu, got meta",
+    ),
+    "error of the shard elsewhere": (
+        lambda: compressed_all_reduce(X, BLOCKWISE, shard_error=torch.zeros(600, device="meta")),
+        ValueError,
+        "shard_error must be on the tensors' device, cpu, got meta",
+    ),
+    "error of the shard in steps": (
+        lambda: compressed_all_reduce(X, BLOCKWISE, shard_error=torch.zeros(1200)[::2]),
+        ValueError,
+        r"shard_error must be contiguous, got strides \[2\]",
+    ),
+    "an error that is sparse": (
+        lambda: compressed_all_reduce(X, BLOCKWISE, error=torch.zeros(600).to_sparse()),
+        ValueError,
+        "error must be dense and flat",
+    ),
+    "a scale past all floats": (
+        lambda: compressed_all_reduce(X, BLOCKWISE, scale=10**400),
+        ValueError,
+        "scale must be a number that a float can hold",
+    ),
+    "no tensors at all": (
+        lambda: compressed_all_reduce(None, BLOCKWISE),
+        TypeError,
+        "tensors must be a tensor or a list of tensors, got NoneType",
+    ),
     "a scale that is none": (
         lambda: compressed_all_reduce(X, BLOCKWISE, scale="a"),
         TypeError,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from local_training import (
     MEAN,
     ROADS,
@@ -158,3 +159,26 @@ def test_wrong_arguments() -> None:
         local_sgd(1, error_reset=True)
     with pytest.raises(ValueError, match="must remember what it loses of each bucket"):
         resets("policy()")
+
+
+def _one_rank_of_all_loaded(rank: int) -> list[Tensor]:
+    model, handle = attached(resets(), "module")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    train(model, optimizer, rank, range(3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            loaded = parameter.clone()
+            dist.broadcast(loaded, 0)
+            parameter.copy_(loaded)
+    train(model, optimizer, rank, range(3, 6))
+    handle.synchronize()
+    anchors = handle.state_dict()["shared"]["local_sgd_anchor"]
+    handle.remove()
+    return [*parameters_of(model), *anchors.values()]
+
+
+def test_all_ranks_move_their_anchors_where_one_finds_its_own_parameters(
+    two_ranks: RankPool,
+) -> None:
+    first, second = two_ranks.run(_one_rank_of_all_loaded)
+    assert same(first, second)

@@ -269,6 +269,9 @@ def _wrong(rank: int) -> None:
         ({f"rank{rank}": {"error": 3}}, "'error' must be a dict by parameter, got int"),
         ({f"rank{rank}": None, 7: None}, f"must be that of rank {rank}"),
         ({"buckets": None}, "buckets must be a list"),
+        ({"buckets": [[]]}, "buckets must be lists of the model's parameters"),
+        ({"version": torch.ones(2)}, "must be what HookHandle.state_dict"),
+        ({"world_size": torch.ones(2)}, "must be of 2 ranks"),
         ({"buckets": [["gone"]]}, "buckets must be lists of the model's parameters"),
         ({"buckets": [[[]]]}, "buckets must be lists of the model's parameters"),
         ({"steps": 1 << 70}, "its steps must be a number of steps"),
@@ -294,6 +297,9 @@ def _wrong(rank: int) -> None:
     train(plain, rank, range(1))
     assert handle.state_dict() == {}
     handle.load_state_dict({})
+    for nothing in (None, [], 0):
+        with pytest.raises(ValueError, match=r"must be what HookHandle\.state_dict"):
+            handle.load_state_dict(nothing)  # type: ignore[arg-type]
     handle.remove()
 
 

@@ -191,3 +191,42 @@ def test_traffic_as_text() -> None:
         BucketTraffic(1 << 40, torch.float32, None, 0),
     )
     assert from_text(as_text(buckets)) == buckets
+
+
+def _joined(rank: int) -> Tensor:
+    model = TwoWeights()
+    handle = attach(model, parse_hook("error_feedback(topk(0.5))"))
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(rank))
+    model(x, True).sum().backward()
+    before = _left(handle.state_dict(), rank, "sometimes.weight")
+    model.zero_grad()
+    with handle.join():
+        if rank == 0:
+            model(x, False).sum().backward()
+    after = _left(handle.state_dict(), rank, "sometimes.weight")
+    handle.remove()
+    return torch.stack([before, after])
+
+
+def test_a_rank_in_join_remembers_what_went_nowhere(two_ranks: RankPool) -> None:
+    before, after = two_ranks.run(_joined)[0]
+    assert before.any()
+    assert torch.allclose(before, after, atol=1e-7)
+
+
+def _joined_ddp(rank: int, hook: str) -> bool:
+    made = nn.parallel.DistributedDataParallel(nn.Linear(8, 8), find_unused_parameters=True)
+    handle = attach(made, parse_hook(hook))
+    written = []
+    handle.register_post_accumulate_hook(lambda bucket: written.append(bucket.index()))
+    with handle.join():
+        for _ in range(2 - rank):
+            made.zero_grad()
+            made(torch.ones(4, 8)).sum().backward()
+    handle.remove()
+    return len(written) == 2 - rank  # where there are gradients
+
+
+@pytest.mark.parametrize("hook", ["clip(1.0)", "error_feedback(blockwise(bits=4))"])
+def test_joining_on_ddp(two_ranks: RankPool, hook: str) -> None:
+    assert two_ranks.run(_joined_ddp, hook) == [True, True]

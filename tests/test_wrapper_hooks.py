@@ -519,6 +519,53 @@ def test_groups_of_hierarchical_hooks_are_checked() -> None:
     run_ranks(on_rank, 4)
 
 
+def test_groups_of_hierarchical_hooks_must_be_rows_and_columns() -> None:
+    def crossed(rank: int) -> None:
+        made = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 3], [1, 2])]
+        intra, inter = made[rank // 2], made[2 if rank in (0, 3) else 3]
+        hook = hooks.hierarchical(codecs.sign(), intra_group=intra, inter_group=inter)
+        with pytest.raises(ValueError, match="must have the ranks with one place in their nodes"):
+            attach(nn.Linear(3, 2), hooks.clip(1.0, hook))
+
+    def beyond(rank: int) -> None:
+        halves = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+        alone = [dist.new_group([other]) for other in range(4)][rank]
+        hook = hooks.hierarchical(
+            codecs.sign(), intra_group=alone, inter_group=halves[2 + rank % 2]
+        )
+        with pytest.raises(ValueError, match=r"of the model alone, \[.*\], got \[.*\] too"):
+            attach(nn.Linear(3, 2), hook, process_group=halves[rank // 2])
+
+    run_ranks(crossed, 4)
+    run_ranks(beyond, 4)
+
+
+@pytest.mark.parametrize("on_ddp", [False, True])
+def test_a_hook_that_is_refused_late_leaves_the_one_before(
+    two_ranks: RankPool, on_ddp: bool
+) -> None:
+    assert two_ranks.run(_refused_late, on_ddp) == [1.5, 1.5]
+
+
+def _refused_late(rank: int, on_ddp: bool) -> float:
+    alone = [dist.new_group([other]) for other in range(2)][rank]
+    model = nn.Linear(1, 1, bias=False)
+    made = nn.parallel.DistributedDataParallel(model) if on_ddp else model
+    small = hooks.hierarchical(codecs.sign(), intra_group=alone, inter_group=alone)
+    for hook in (small, hooks.local_sgd(2, hook=small)):
+        with pytest.raises(ValueError, match="must take in all 2 ranks"):
+            attach(made, hook)
+    handle = attach(made, hooks.allreduce())
+    for hook in (small, hooks.local_sgd(2, hook=small)):
+        with pytest.raises(ValueError, match="must take in all 2 ranks"):
+            handle.replace(hook)
+    assert handle.is_attached and repr(handle) == "HookHandle(allreduce(), attached)"
+    made(torch.full((1, 1), rank + 1.0)).sum().backward()
+    handle.remove()
+    assert model.weight.grad is not None
+    return model.weight.grad.item()
+
+
 class Unprinted(hooks.Hook):
     """Of one's own, with a ``__repr__`` that nobody has written."""
 

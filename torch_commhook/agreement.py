@@ -41,6 +41,19 @@ def agree(group: Any, what: str, error: Exception | None, settings: dict[str, ob
         raise error
 
 
+def gather(group: Any, value: object) -> list[Any] | None:
+    """What each rank of a group gives. All of them must call this.
+
+    Returns:
+        In order of rank; None for a group that ``torch.distributed`` does not know.
+    """
+    if group not in distributed_c10d._world.pg_map:
+        return None
+    every: list[Any] = [None] * group.size()
+    dist.all_gather_object(every, value, group=group)
+    return every
+
+
 def check_agreement(
     group: Any, parameters: Sequence[tuple[str, Tensor]], settings: dict[str, object]
 ) -> None:

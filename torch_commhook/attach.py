@@ -23,6 +23,7 @@ from torch_commhook.collectives import resolve_group
 from torch_commhook.ddp_road import DdpRoad
 from torch_commhook.hook_states import LOCAL_STEPS
 from torch_commhook.hooks import __name__ as hooks_module
+from torch_commhook.hooks.base import Hook
 from torch_commhook.memory import HookMemory
 from torch_commhook.metrics import HookStats
 from torch_commhook.parameters import check_not_in_ddp, claim, release, trainable
@@ -115,11 +116,36 @@ class HookHandle:
             error = refused
         agree(self._road.group.parent, "HookHandle.replace", error, {"the hook": _printed(hook)})
         assert replacement is not None
-        replacement.stages = self._attached.stages
-        if self._attached.local_steps is not None:
-            self._attached.local_steps.close()
-        self._attached = self._road.attached = replacement
-        self._begin_local_steps()
+        before = self._attached
+        replacement.stages = before.stages
+        self._attached = replacement
+        try:
+            self._begin("HookHandle.replace")
+        except BaseException:
+            if replacement.local_steps is not None:
+                replacement.local_steps.close()
+            self._attached = self._road.attached = before
+            raise
+        if before.local_steps is not None:
+            before.local_steps.close()
+
+    def _begin(self, op: str) -> None:
+        """Have the model use the hook: all ranks, or none.
+
+        Raises:
+            Exception: what the hook raised when it was asked what it remembers.
+            RuntimeError: it raised on another rank.
+        """
+        error = None
+        hook, group = self._attached.hook, self._road.group.parent
+        try:
+            if isinstance(hook, Hook):
+                hook.check_ranks(group)
+            self._road.attached = self._attached
+            self._begin_local_steps()
+        except Exception as raised:
+            error = raised
+        agree(group, op, error, {})
 
     def _begin_local_steps(self) -> None:
         model = self._road.model()
@@ -277,7 +303,7 @@ class HookHandle:
         try:
             if local_steps is not None:
                 go_on = partial(local_steps.take_state, local_steps.check_state(state))
-            elif state or not memory.is_empty:
+            elif state != {} or not memory.is_empty:
                 go_on = partial(self._take_state, memory.check_state(state))
             if go_on is not None:
                 keys = ("steps", "choices", LOCAL_STEPS)
@@ -398,9 +424,12 @@ def attach(
     memory.know(names, rank=group.rank(), world_size=group.size())
     if road is None:
         road = _roads[model] = _new_road(model, parameters, group, settings)
-    road.attached = attached
     handle = HookHandle(road, attached)
-    handle._begin_local_steps()
+    try:
+        handle._begin("attach")
+    except BaseException:
+        handle.remove()
+        raise
     return handle
 
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 #: How long a hook that failed waits for the buckets in flight before it.
 _DRAIN_SECONDS = 60.0
+#: What autograd says outside of backward.
+_NO_BACKWARD = -1
 
 
 def _delivery(model: DistributedDataParallel) -> str:
@@ -237,7 +239,10 @@ class DdpRoad:
             for index, (numel, dtype, nbytes) in enumerate(sent or ()):
                 traffic = BucketTraffic(numel, dtype, nbytes, nbytes)
                 count_bucket(attached.stats, index, len(sent or ()), traffic, first=index == 0)
-            if sent is None and (
+            if torch._C._current_graph_task_id() == _NO_BACKWARD:
+                # In join(), where a rank without inputs takes part and has no gradients.
+                self._results.clear()
+            elif sent is None and (
                 attached.scales_steps
                 or attached.stages.has_post_accumulate_hooks
                 or self._leaves_some_out(attached)

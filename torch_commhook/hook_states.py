@@ -60,12 +60,12 @@ def checked_state(
     Raises:
         ValueError: no state of these parameters, this rank, this number of ranks, and such a hook.
     """
-    if not isinstance(state, dict) or state.get("version") != VERSION:
+    if not isinstance(state, dict) or not _is_number(state.get("version"), VERSION):
         got = type(state).__qualname__
         if isinstance(state, dict):
             got = f"version {state.get('version')!r}"
         raise _unfit(f"the state must be what HookHandle.state_dict() gives, got {got}")
-    if state.get("world_size") != world_size:
+    if not _is_number(state.get("world_size"), world_size):
         raise _unfit(
             f"the state must be of {world_size} ranks, got one of "
             f"{state.get('world_size')}; torch_commhook.reshard_states makes states for "
@@ -83,7 +83,7 @@ def checked_state(
     if isinstance(state["steps"], bool) or not 0 <= state["steps"] <= _MOST_STEPS:
         raise _unfit(f"its steps must be a number of steps, got {state['steps']!r}")
     for names in state["buckets"]:
-        if not isinstance(names, list) or not set(map(str, names)) <= set(by_name):
+        if not isinstance(names, list) or not names or not set(map(str, names)) <= set(by_name):
             raise _unfit(f"its buckets must be lists of the model's parameters, got {names!r}")
     remembered = [
         (
@@ -117,15 +117,15 @@ def checked_state(
                     continue
                 if not isinstance(value, Tensor):
                     raise _unfit(f"{what} must be a tensor, got {type(value).__qualname__}")
-                shape = parameter.shape
+                shape, dtype = parameter.shape, torch.float32
                 if kind in FOLDED_INTO:  # which lies as the elements do
                     shape = torch.Size([parameter.numel()])
                 elif kinds is not own:
                     like = known.shared[kind].get(name)
                     if like is None:
                         raise _unfit(f"it has {what}, of which the hook remembers nothing")
-                    shape = like.shape
-                _check_tensor(what, value, shape)
+                    shape, dtype = like.shape, like.dtype
+                check_tensor(what, value, shape, dtype)
     return {
         **state,
         "shared": {kind: state["shared"][kind] for kind in known.shared if kind in state["shared"]},
@@ -135,15 +135,43 @@ def checked_state(
     }
 
 
-def _check_tensor(what: str, value: Tensor, shape: torch.Size) -> None:
-    if value.layout is not torch.strided or value.is_meta or not value.is_floating_point():
+def _is_number(value: object, number: int) -> bool:
+    return isinstance(value, int) and value == number
+
+
+def check_tensor(
+    what: str,
+    value: Tensor,
+    shape: torch.Size,
+    dtype: torch.dtype = torch.float32,
+    *,
+    is_finite: bool = True,
+) -> None:
+    """Refuse a tensor of a state that cannot be what it is to be.
+
+    Args:
+        what: said of it in errors.
+        value: of the state.
+        shape: that it must have.
+        dtype: as which it is to be kept.
+        is_finite: whether all its numbers must be finite as such.
+
+    Raises:
+        ValueError: it is of another kind or shape, or holds numbers that are not finite.
+    """
+    if (
+        value.layout is not torch.strided
+        or value.is_meta
+        or not (value.is_complex() if dtype.is_complex else value.is_floating_point())
+    ):
+        kind = "complex" if dtype.is_complex else "floating-point"
         raise _unfit(
-            f"{what} must be a dense tensor of floating-point numbers, got one of {value.dtype} "
+            f"{what} must be a dense tensor of {kind} numbers, got one of {value.dtype} "
             f"and layout {value.layout} on device {value.device}"
         )
     if value.shape != shape:
         raise _unfit(f"{what} must be of shape {list(shape)}, got {list(value.shape)}")
-    if not value.to(torch.float32).isfinite().all():
+    if is_finite and not value.to(dtype).isfinite().all():
         raise _unfit(f"{what} must hold finite numbers, got others")
 
 

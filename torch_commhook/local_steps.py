@@ -27,9 +27,9 @@ from torch_commhook import _C, collectives
 from torch_commhook.attached import Attached, run_average
 from torch_commhook.bucket import GradBucket
 from torch_commhook.forward_hook import BeforeForward
-from torch_commhook.hook_states import LOCAL_STEPS, PARAMETERS
+from torch_commhook.hook_states import LOCAL_STEPS, PARAMETERS, check_tensor
 from torch_commhook.hooks.base import Hook
-from torch_commhook.hooks.local_sgd import local_sgd
+from torch_commhook.hooks.local_sgd import ANCHOR, local_sgd
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory import BucketMemory
 from torch_commhook.metrics import BucketTraffic, count_bucket
@@ -76,6 +76,7 @@ class LocalSteps:
         parameters = [parameter for memory in self._memories() for parameter in memory.parameters]
         self._parameters = [TensorWeakRef(parameter) for parameter in parameters]
         self._ids = frozenset(map(id, parameters))
+        self._loaded: set[int] = set()  # whose anchors have moved since the last exchange
         self._versions = self._versions_now()
         # First, since what else the model sends before a forward comes after the exchange.
         self._forward_handle = model.register_forward_pre_hook(BeforeForward(self), prepend=True)
@@ -203,8 +204,25 @@ class LocalSteps:
         versions = self._versions_now()
         if versions != self._versions:
             for memory in self._memories():
-                self.hook.anchor_here(memory)
+                self._loaded |= self.hook.anchor_here(memory)
             self._versions = versions
+
+    def _agree_on_anchors(self, group: StepGroup) -> None:
+        """Move what other ranks have moved.
+
+        A rank whose own parameters are loaded on all ranks finds them where they were.
+        """
+        parameters = self._living()
+        own = [float(id(parameter) in self._loaded) for parameter in parameters]
+        device = parameters[0].device
+        counts = collectives.all_reduce(
+            torch.tensor(own, device=device), group=group.group_for(device)
+        ).wait()
+        moved = zip(parameters, counts.tolist(), strict=True)
+        elsewhere = {id(parameter) for parameter, count in moved if count} - self._loaded
+        for memory in self._memories() if elsewhere else ():
+            self.hook.anchor_at_start(memory, elsewhere)
+        self._loaded |= elsewhere
 
     # ---- the exchange ----------------------------------------------------------------------------
 
@@ -231,13 +249,18 @@ class LocalSteps:
         attached, group = self._attached, self._road().group
         group.begin()
         started: list[_Started] = []
+        kept: list[list[tuple[Tensor, Tensor]]] = []
         try:
+            memories = self._memories()
+            if self.hook.error_reset:
+                self._agree_on_anchors(group)
+            else:
+                kept += map(self.hook.unsent, memories)
             if at_the_end and not self._some_rank_is_apart(group):
                 group.end()
                 return
             unsent = at_the_end and self.hook.error_reset
             hook = allreduce() if unsent else self.hook.hook
-            memories = self._memories()
             for index, memory in enumerate(memories):
                 distance = self.hook.distance(memory, unsent=unsent)
                 bucket = _bucket_of(memory, distance, index, len(memories), group)
@@ -249,6 +272,9 @@ class LocalSteps:
             group.end()
         except BaseException as error:
             _drain(started)
+            for tensors in kept:  # the same distance is to be sent again
+                for tensor, before in tensors:
+                    tensor.copy_(before)
             raised = group.fail_with(error)
             if raised is error:
                 raise
@@ -258,6 +284,7 @@ class LocalSteps:
         self.done = 0
         self.is_open = False
         self._stepped.clear()
+        self._loaded.clear()
         self._versions = self._versions_now()
         attached.memory.advance()
         for index, one in enumerate(started):
@@ -299,7 +326,12 @@ class LocalSteps:
             ValueError: no such state, or one that does not fit.
         """
         parameters, position, rest = self._taken_apart(state)
-        return Checked(parameters, position, self._attached.memory.check_state(rest))
+        rest = self._attached.memory.check_state(rest)
+        names = self._attached.memory.names_of(self._living()) or []
+        missing = sorted(set(names) - set(rest["shared"].get(ANCHOR, {})))
+        if missing:  # each rank would take its own parameters for it
+            raise ValueError(f"load_state_dict: its '{ANCHOR}' lacks {missing}")
+        return Checked(parameters, position, rest)
 
     @torch.no_grad()
     def take_state(self, checked: Checked) -> None:
@@ -312,6 +344,7 @@ class LocalSteps:
             parameter.copy_(value)
         self.done, self.is_open = checked.position["done"], checked.position["is_open"]
         self._stepped.clear()
+        self._loaded.clear()
         self._versions = self._versions_now()
 
     def _taken_apart(
@@ -348,12 +381,15 @@ class LocalSteps:
         names = self._attached.memory.names_of(parameters) or []
         for name, parameter in zip(names, parameters, strict=True) if values else ():
             value = values.get(name)
-            if not isinstance(value, Tensor) or value.shape != parameter.shape:
+            if not isinstance(value, Tensor):
                 raise ValueError(
                     f"load_state_dict: the state must have parameter '{name}' of shape "
-                    f"{tuple(parameter.shape)}, got "
-                    + (f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else "none")
+                    f"{tuple(parameter.shape)}, got none"
                 )
+            # Where training has diverged, a state has what became of it.
+            check_tensor(
+                f"parameter '{name}'", value, parameter.shape, parameter.dtype, is_finite=False
+            )
             own.append((parameter, value))
         return own, position, rest
 

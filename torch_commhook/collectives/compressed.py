@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from torch_commhook.collectives.plain import (
 )
 from torch_commhook.collectives.stages import on_wire, timed, two_stages
 from torch_commhook.metrics import CallMeter, note_collective
+
+_LARGEST_FLOAT = int(sys.float_info.max)
 
 
 class MessageBuffers:
@@ -125,6 +128,7 @@ def compressed_all_reduce(
         rounding=rounding,
         buffers=buffers,
         meter=meter,
+        device=sources[0].device,
         place=(group.rank(), group.size()),
     )
     call = _Call(
@@ -164,6 +168,7 @@ def check_memory(
     rounding: object,
     buffers: object,
     meter: object,
+    device: torch.device,
     place: tuple[int, int],
 ) -> None:
     """Refuse what would fail in a later stage, when other ranks are waiting already.
@@ -172,6 +177,7 @@ def check_memory(
         op: named in errors.
         codec: and the other arguments as :func:`compressed_all_reduce` takes them.
         numel: of the values that ``error`` is of.
+        device: of the tensors.
         place: rank in the group, and size of that.
 
     Raises:
@@ -182,6 +188,8 @@ def check_memory(
     numbers = (int, float, torch.SymInt, torch.SymFloat)
     if not isinstance(scale, numbers) or isinstance(scale, bool):
         raise TypeError(f"{op}: scale must be a number, got {type(scale).__qualname__}")
+    if isinstance(scale, int) and not -_LARGEST_FLOAT <= scale <= _LARGEST_FLOAT:
+        raise ValueError(f"{op}: scale must be a number that a float can hold")
     for name, value, kind in (
         ("buffers", buffers, MessageBuffers),
         ("meter", meter, CallMeter),
@@ -201,6 +209,14 @@ def check_memory(
             raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__qualname__}")
         if value.dtype != dtype:
             raise TypeError(f"{op}: {name} must be of dtype {dtype}, got {value.dtype}")
+        if dtype == torch.float32 and value.device != device:
+            raise ValueError(
+                f"{op}: {name} must be on the tensors' device, {device}, got {value.device}"
+            )
+        if dtype == torch.float32 and (value.layout is not torch.strided or value.dim() != 1):
+            raise ValueError(f"{op}: {name} must be dense and flat, got sizes {list(value.shape)}")
+        if dtype == torch.float32 and not value.is_contiguous():
+            raise ValueError(f"{op}: {name} must be contiguous, got strides {list(value.stride())}")
     if codec.is_random and (rounding is None or rounding.shape != (2, 2)):  # type: ignore[attr-defined]
         raise ValueError(
             f"{op}: rounding must be of shape (2, 2) for {codec}, rows of seed and step, got "
@@ -238,6 +254,10 @@ def listed_tensors(op: str, name: str, tensors: Tensor | Sequence[Tensor]) -> li
         ValueError: none, or on several devices.
         TypeError: something else, or another dtype.
     """
+    if not isinstance(tensors, (Tensor, Iterable)):
+        raise TypeError(
+            f"{op}: {name} must be a tensor or a list of tensors, got {type(tensors).__qualname__}"
+        )
     found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if not found:
         raise ValueError(f"{op}: {name} must hold at least one tensor, got none")

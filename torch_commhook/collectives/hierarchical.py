@@ -90,6 +90,7 @@ def hierarchical_all_reduce(
         rounding=rounding,
         buffers=buffers,
         meter=meter,
+        device=sources[0].device,
         place=(inter_group.rank(), inter_group.size()),
     )
     if carry is not None:

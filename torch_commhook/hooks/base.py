@@ -75,6 +75,20 @@ class Hook(ABC):
         """The hooks that do this one's work, if others do."""
         return ()
 
+    def check_ranks(self, group: Any) -> None:
+        """Refuse process groups of the hook's own that do not fit a model's.
+
+        Called on all ranks at the same point, before the hook is used.
+
+        Args:
+            group: the model's.
+
+        Raises:
+            ValueError: one does not fit; on all ranks alike.
+        """
+        for hook in self.hooks_inside():
+            hook.check_ranks(group)
+
     def prepare(self, memory: BucketMemory) -> None:  # noqa: B027 (most remember nothing)
         """Ask for what the hook remembers of a bucket, before the first :meth:`average` of it.
 

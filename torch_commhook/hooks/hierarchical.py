@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from torch_commhook.agreement import gather
 from torch_commhook.bucket import GradBucket
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.hierarchical import (
@@ -37,7 +38,8 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
     Raises:
         TypeError: no codec, or no process groups.
         ValueError: this rank is in none of a group, or the groups have another rank in common. When
-            it is attached: they do not take in all ranks of the model.
+            it is attached: they do not take in all ranks of the model and no others, or ranks of an
+            ``inter_group`` have other places in their nodes.
     """
 
     _commhook_traceable = True
@@ -81,6 +83,31 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
                 "hierarchical: intra_group and inter_group must have this rank alone in common, "
                 f"got ranks {nodes} and {places}, which share {both}"
             )
+
+    def check_ranks(self, group: Any) -> None:
+        known = distributed_c10d._world.pg_group_ranks
+        own = (self.intra_group, self.inter_group)
+        ranks = [dist.get_process_group_ranks(g) if g in known else None for g in own]
+        every = gather(group, ranks)
+        if every is None or any(None in groups for groups in every):
+            return
+        of_model = dist.get_process_group_ranks(group)
+        groups_of = dict(zip(of_model, every, strict=True))
+        for rank, (node, places) in groups_of.items():
+            others = sorted({*node, *places} - set(of_model))
+            if others:
+                raise ValueError(
+                    f"hierarchical: its groups must take in ranks of the model alone, {of_model}, "
+                    f"got {others} too on rank {rank}"
+                )
+            for other in places:
+                place = groups_of[other][0].index(other)
+                if place != node.index(rank):
+                    raise ValueError(
+                        "hierarchical: inter_group must have the ranks with one place in their "
+                        f"nodes, got {places}, where rank {rank} has place {node.index(rank)} of "
+                        f"{node} and rank {other} place {place} of {groups_of[other][0]}"
+                    )
 
     def _given_groups(self) -> list[Any]:
         return [self.intra_group, self.inter_group]

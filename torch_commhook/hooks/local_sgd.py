@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch_commhook.hooks.base import Hook, of_hooks_inside
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory import BucketMemory, HookMemory
 
-_ANCHOR = "local_sgd_anchor"
+#: What all ranks have alike: where they were after the last exchange.
+ANCHOR = "local_sgd_anchor"
 _MOMENTUM = "local_sgd_momentum"
 _ERROR = "error"  # what hooks remember of what they have lost
 
@@ -230,16 +231,41 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         """Whether this rank's parameters are elsewhere than the anchor, after an exchange."""
         return self.error_reset and bool(memory.tensors[_ERROR].any())
 
-    def anchor_here(self, memory: BucketMemory) -> None:
-        """Put the anchor where the parameters are, where somebody has moved them."""
+    def unsent(self, memory: BucketMemory) -> list[tuple[Tensor, Tensor]]:
+        """What the hook remembers that it has not sent: tensors of the memory, and copies."""
+        names = [_ERROR, *self.hook.shards(memory)] if self.hook.keeps_error else []
+        found = [memory.tensors[name] for name in names if name in memory.tensors]
+        return [(tensor, tensor.clone()) for tensor in found]
+
+    def anchor_here(self, memory: BucketMemory) -> set[int]:
+        """Put the anchor where the parameters are, where somebody has moved them.
+
+        Returns:
+            The ids of these parameters.
+        """
+        found = set()
         errors = memory.layout.views(memory.tensors[_ERROR]) if self.error_reset else []
         starts = zip(self._start(memory), self._anchors(memory), memory.parameters, strict=True)
         for number, (start, anchor, parameter) in enumerate(starts):
             # One of more precision than the parameter is at the same place.
             if not torch.equal(start.to(parameter.dtype), parameter):
                 anchor.copy_(parameter)
+                found.add(id(memory.parameters[number]))
                 if errors:
                     errors[number].zero_()
+        return found
+
+    def anchor_at_start(self, memory: BucketMemory, parameters: Set[int]) -> None:
+        """Put the anchors of parameters, by their ids, where this rank has gone on from.
+
+        With ``error_reset``, for parameters that are loaded on all ranks: this rank's own.
+        """
+        errors = memory.layout.views(memory.tensors[_ERROR])
+        places = zip(self._start(memory), self._anchors(memory), errors, strict=True)
+        for parameter, (start, anchor, error) in zip(memory.parameters, places, strict=True):
+            if id(parameter) in parameters:
+                anchor.copy_(start)
+                error.zero_()
 
     def _start(self, memory: BucketMemory) -> list[Any]:
         """Where a rank goes on from after an exchange."""
@@ -250,7 +276,7 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
 
     def _anchors(self, memory: BucketMemory) -> list[Any]:
         return memory.per_parameter(
-            _ANCHOR,
+            ANCHOR,
             lambda _, parameter: parameter.detach().to(_precise(parameter), copy=True),
         )
 

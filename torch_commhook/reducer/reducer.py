@@ -265,11 +265,13 @@ class Reducer:
             while self._next < len(self._buckets):
                 bucket = self._buckets[self._next]
                 self._start(bucket, [bucket.zeros(p) for p in bucket.parameters])
-            for bucket in self._buckets:
-                self._result(bucket)
+            results = [self._result(bucket) for bucket in self._buckets]
+            used = torch.zeros(len(self._parameters), dtype=torch.uint8)
             if self.group.recovers:
-                self.group.commit(torch.zeros(len(self._parameters), dtype=torch.uint8))
+                self.group.commit(used)
             self._running.memory.advance()
+            if self.group.recovers:  # else all ranks use all parameters
+                self._keep_unsent(list(zip(self._buckets, results, strict=True)), used)
             if self._is_to_rebuild():
                 self._agreed_order = self._agree_on_order()
         except BaseException as error:
@@ -702,7 +704,7 @@ class Reducer:
     def _keep_unsent(self, late: Sequence[tuple[BucketState, Tensor]], used: Tensor) -> None:
         """Let the hook remember results that go nowhere, since no rank has used a parameter."""
         errors, results, table = unsent_table(
-            [(bucket.members, bucket.memory, result) for bucket, result in late if bucket.pending]
+            [(bucket.members, bucket.memory, result) for bucket, result in late]
         )
         if table:
             keep_unsent(errors, results, used, table)
@@ -766,7 +768,8 @@ class Reducer:
         if missing:
             write_missing(self._token, used, missing, numbers, self._key)
             if not attached.keeps_ranks_apart:
-                self._keep_unsent(list(zip(self._buckets, raw, strict=True)), used)
+                pairs = zip(self._buckets, raw, strict=True)
+                self._keep_unsent([(b, result) for b, result in pairs if b.pending], used)
         self._accumulated = False
         if missing and attached.stages.has_post_accumulate_hooks:
             self._run_post_accumulate_hooks_untraced(attached)
