@@ -48,10 +48,10 @@ HOOKS = [
 ]
 
 
-def killed_and_resumed(hook: str, seed: int, folder: Path) -> dict[str, Any]:
+def killed_and_resumed(hook: str, seed: int, folder: Path, *, steps: int = STEPS) -> dict[str, Any]:
     """Where it was killed, from where it went on, and whether all is the same in the end."""
     dice = random.Random(f"{hook} {seed}")
-    arguments = ("--steps", str(STEPS), "--bucket-cap-mb", "0.02", "--seed", str(seed))
+    arguments = ("--steps", str(steps), "--bucket-cap-mb", "0.02", "--seed", str(seed))
     folders = {name: folder / name for name in ("straight", "killed", "resumed")}
     for each in folders.values():
         each.mkdir(parents=True)
@@ -60,7 +60,7 @@ def killed_and_resumed(hook: str, seed: int, folder: Path) -> dict[str, Any]:
         *arguments, *hook_arguments, "--save", "end.pt", folder=folders["straight"]
     ) as run:
         assert run.wait() == 0, run.stderr
-    kill_at = dice.randrange(2, STEPS // 2)  # long before the end: training goes on meanwhile
+    kill_at = dice.randrange(2, steps // 2)  # long before the end: training goes on meanwhile
     saving = ("--save", "step-{step}.pt", "--save-every", "1")
     with start_train(*arguments, *hook_arguments, *saving, folder=folders["killed"]) as run:
         run.wait_for_steps(folders["killed"] / "out" / "metrics.jsonl", kill_at)
@@ -83,7 +83,7 @@ def killed_and_resumed(hook: str, seed: int, folder: Path) -> dict[str, Any]:
         "hook": hook,
         "killed_at": kill_at,
         "resumed_from": from_step,
-        "steps": STEPS,
+        "steps": steps,
         "different": different,
     }
 

@@ -352,8 +352,8 @@ def test_ctrl_c_ends_a_training_run(tmp_path: Path) -> None:
     with start_train(*_LONG, folder=tmp_path) as run:
         run.wait_for_steps(tmp_path / "out" / "metrics.jsonl", 2)
         os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: to all of them
-        assert run.wait(5) == 130
-        run.assert_all_end(0.5)
+        assert run.wait() == 130
+        run.assert_all_end()
         assert run.stderr.count("\n") == 1
         ended = "commhook train: interrupted (Ctrl-C), all 2 ranks ended; the steps so far are in "
         assert run.stderr.startswith(ended)
@@ -363,8 +363,8 @@ def test_a_killed_rank_ends_a_training_run(tmp_path: Path) -> None:
     with start_train(*_LONG, folder=tmp_path) as run:
         run.wait_for_steps(tmp_path / "out" / "metrics.jsonl")
         os.kill(run.rank_pid(1), signal.SIGKILL)
-        assert run.wait(5) == 1
-        run.assert_all_end(0.5)
+        assert run.wait() == 1
+        run.assert_all_end()
         assert run.stderr.startswith("commhook train: rank 1 was killed by SIGKILL (9)")
         assert "Traceback" not in run.stderr
 

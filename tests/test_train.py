@@ -38,7 +38,7 @@ def test_a_run_reports_and_compares(tmp_path: Path) -> None:
     arguments = ("--steps", "5", "--compare", "--log-every", "2", "--bucket-cap-mb", "0.02")
     with start_train(*arguments, folder=tmp_path) as run:
         assert run.wait() == 0, run.stderr
-        run.assert_all_end(0.5)
+        run.assert_all_end()
     out = tmp_path / "out"
     assert run.stderr == ""
     numel = ByteTransformer(1, 32, 2).parameter_count()
@@ -117,7 +117,7 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
 @processes
 def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
     """``make kill-and-resume`` does so for each hook."""
-    row = killed_and_resumed("error_feedback(blockwise(bits=4))", 1, tmp_path)
+    row = killed_and_resumed("error_feedback(blockwise(bits=4))", 1, tmp_path, steps=60)
     assert row["different"] == []
     assert 0 < row["resumed_from"] < row["steps"]
 
@@ -207,7 +207,7 @@ def test_a_failing_hook_is_one_message_with_its_rank(tmp_path: Path) -> None:
     )
     with start_train("--hook", f"{hooks}:broken", folder=tmp_path) as run:
         assert run.wait() == 1
-        run.assert_all_end(0.5)
+        run.assert_all_end()
     assert run.stderr.startswith("commhook train: rank 1 failed: ")
     assert "no room for the gradients" in run.stderr
     assert run.stderr.count("commhook train:") == 1
