@@ -193,6 +193,69 @@ def test_traffic_as_text() -> None:
     assert from_text(as_text(buckets)) == buckets
 
 
+def _not_zeroed(rank: int, hook: str, mode: Mode) -> tuple[Tensor, bool]:
+    torch._dynamo.reset()
+    model = TwoWeights()
+    if "topk" in hook:  # whose memory has the parameters' strides alone
+        model.sometimes.weight = nn.Parameter(model.sometimes.weight.detach().t().clone().t())
+    made = mode.wrap(model, find_unused_parameters=True)
+    handle = attach(made, parse_hook(hook), **mode.attach_options)
+    forward = _forward(made, mode)
+    left = []
+    for number in range(3):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * number + rank))
+        _step(forward, mode, x, number == 0)
+        left.append(_left(handle.state_dict(), rank, "sometimes.weight"))
+        if number == 0:
+            assert model.sometimes.weight.grad is not None
+            gradient = model.sometimes.weight.grad.clone()
+    stays = torch.equal(model.sometimes.weight.grad, gradient)
+    handle.remove()
+    return torch.stack(left), stays
+
+
+@pytest.mark.parametrize("mode", [EAGER, ON_DDP, TRACED], ids=str)
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "error_feedback(blockwise(bits=4))",
+        "error_feedback(topk(0.1))",
+        "after(9, error_feedback(topk(0.1)))",
+    ],
+)
+def test_a_gradient_that_is_not_zeroed_is_not_remembered(
+    two_ranks: RankPool, hook: str, mode: Mode
+) -> None:
+    left, stays = two_ranks.run(_not_zeroed, hook, mode)[0]
+    assert stays
+    for later in left[1:]:
+        assert torch.allclose(later, left[0], atol=1e-5)
+
+
+def _tripled(rank: int, mode: Mode) -> Tensor:
+    torch._dynamo.reset()
+    model = TwoWeights()
+    made = mode.wrap(model, find_unused_parameters=True)
+    handle = attach(made, parse_hook("error_feedback(topk(0.1))"), **mode.attach_options)
+    handle.register_posthook(lambda reduced, local: tuple(r.mul_(3) for r in reduced))
+    forward = _forward(made, mode)
+    left = []
+    for number in range(3):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * number + rank))
+        made.zero_grad()
+        _step(forward, mode, x, number == 0)
+        left.append(_left(handle.state_dict(), rank, "sometimes.weight"))
+    handle.remove()
+    return torch.stack(left)
+
+
+@pytest.mark.parametrize("mode", [EAGER, ON_DDP, TRACED], ids=str)
+def test_what_posthooks_do_is_not_remembered(two_ranks: RankPool, mode: Mode) -> None:
+    left = two_ranks.run(_tripled, mode)[0]
+    for later in left[1:]:
+        assert torch.allclose(later, left[0], atol=1e-5)
+
+
 def _joined(rank: int) -> Tensor:
     model = TwoWeights()
     handle = attach(model, parse_hook("error_feedback(topk(0.5))"))

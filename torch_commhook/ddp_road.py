@@ -23,7 +23,7 @@ from torch_commhook.parameters import trainable
 from torch_commhook.reducer.buckets import assign_buckets
 from torch_commhook.results import hook_on_bucket
 from torch_commhook.step_group import StepGroup
-from torch_commhook.unsent import keep_unsent, unsent_table
+from torch_commhook.unsent import Late, keep_unsent, unsent_table
 
 if TYPE_CHECKING:
     from torch_commhook.reducer.road import ReducerRoad
@@ -60,7 +60,8 @@ class DdpRoad:
         self._is_first = True  # the next bucket of it
         self._plain = allreduce()
         self._buckets: dict[int, GradBucket] = {}
-        self._results: dict[int, Any] = {}  # futures, where they may have to be kept
+        # Give the results, where they may have to be kept.
+        self._results: dict[int, Callable[[], Tensor]] = {}
         self._loaded: list[list[str]] = []  # names, of the buckets of a memory that was loaded
         # The model's reducer owns this; a handle that outlives the model keeps nothing of it.
         buckets = self._buckets
@@ -202,8 +203,9 @@ class DdpRoad:
         count = bucket.bucket_count()
         where = hook_on_bucket(attached.name, index, count)
         running = attached.start(bucket, where)
-        if self._leaves_some_out(attached):
-            self._results[index] = running.future
+        leaves_some_out = self._leaves_some_out(attached)
+        if leaves_some_out:
+            self._results[index] = running.future.wait
         if not attached.keeps_ranks_apart:
             count_bucket(attached.stats, index, count, running.traffic, first=self._is_first)
         self._is_first = False
@@ -212,6 +214,9 @@ class DdpRoad:
             return attached.name, running.future, running.dtype, None
 
         def after(result: Tensor) -> Tensor:
+            if leaves_some_out:  # what post-hooks make of it is no error of earlier steps
+                kept = result.clone()
+                self._results[index] = lambda: kept
             return attached.stages.after(bucket, result, local, where)
 
         return attached.name, running.future, running.dtype, after
@@ -289,13 +294,15 @@ class DdpRoad:
             return
         numbers = {id(parameter): i for i, (_, parameter) in enumerate(trainable(model))}
         late = []
-        for index, future in results.items():
+        for index, result in results.items():
             bucket = self._buckets[index]
-            members = [numbers[id(parameter)] for parameter in bucket.parameters()]
-            late.append((members, bucket._memory, future.wait()))
-        errors, values, table = unsent_table(late)
+            parameters = bucket.parameters()
+            members = [numbers[id(parameter)] for parameter in parameters]
+            sent = [parameter.grad for parameter in parameters]
+            late.append(Late(members, bucket._memory, result(), sent))
+        errors, values, gradients, table = unsent_table(late)
         if table:
-            keep_unsent(errors, values, used, table)
+            keep_unsent(errors, values, gradients, used, table)
 
     @property
     def is_alive(self) -> bool:

@@ -43,6 +43,7 @@ class BucketState:
         arrived: those that have one, in their place; None for the others.
         bucket: what the hook was given in this backward.
         running: what it has given.
+        averaged: the result of a hook in Python, before post-hooks.
         native: the gradients on their way to a hook and back, in eager.
         memory: what the hook remembers of it, where that is one of the library's.
     """
@@ -50,6 +51,7 @@ class BucketState:
     __slots__ = (
         "arrived",
         "as_views",
+        "averaged",
         "bucket",
         "device",
         "dtype",
@@ -92,6 +94,7 @@ class BucketState:
         self.pending = len(self.parameters)
         self.arrived: list[Tensor | None] = [None] * len(self.parameters)
         self.running: Running | None = None
+        self.averaged: Tensor | None = None
         self.bucket: GradBucket | None = None
         if not torch.compiler.is_dynamo_compiling():
             self.native.drop_gradients()
@@ -108,6 +111,15 @@ class BucketState:
                 for gradient, parameter in zip(gradients, self.parameters, strict=True)
             ]
         return gradients  # type: ignore[return-value]
+
+    def left_from_before(self) -> list[Tensor | None]:
+        """For each parameter the gradient of an earlier backward, where this one had none."""
+        if self.pending == 0:
+            return [None] * len(self.parameters)
+        return [
+            parameter.grad if arrived is None else None
+            for parameter, arrived in zip(self.parameters, self.arrived, strict=True)
+        ]
 
     def zeros(self, parameter: Tensor) -> Tensor:
         """A gradient of zeros for one of the parameters."""

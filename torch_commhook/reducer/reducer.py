@@ -52,7 +52,7 @@ from torch_commhook.reducer.tracing import (
 from torch_commhook.results import checked_result, hook_on_bucket
 from torch_commhook.running_backward import RunningBackward
 from torch_commhook.step_group import NoAgreement, StepGroup
-from torch_commhook.unsent import keep_unsent, unsent_table
+from torch_commhook.unsent import Late, keep_unsent, unsent_table
 
 _log = logging.getLogger(__name__)
 _engine = torch.autograd.Variable._execution_engine
@@ -265,13 +265,14 @@ class Reducer:
             while self._next < len(self._buckets):
                 bucket = self._buckets[self._next]
                 self._start(bucket, [bucket.zeros(p) for p in bucket.parameters])
-            results = [self._result(bucket) for bucket in self._buckets]
+            for bucket in self._buckets:
+                self._result(bucket)
             used = torch.zeros(len(self._parameters), dtype=torch.uint8)
             if self.group.recovers:
                 self.group.commit(used)
             self._running.memory.advance()
             if self.group.recovers:  # else all ranks use all parameters
-                self._keep_unsent(list(zip(self._buckets, results, strict=True)), used)
+                self._keep_unsent(self._buckets, used, zeros_sent=True)
             if self._is_to_rebuild():
                 self._agreed_order = self._agree_on_order()
         except BaseException as error:
@@ -592,7 +593,7 @@ class Reducer:
             scaled = result if scale == 1.0 else result * scale
             self.write_missing(bucket.members, bucket.pieces(scaled), used)
         if together:
-            self._keep_unsent([(bucket, result) for bucket, result, _ in late], used)
+            self._keep_unsent([bucket for bucket, _, _ in late], used)
             for index, of_bucket in enumerate(traffic):
                 count_bucket(attached.stats, index, count, of_bucket, first=index == 0)
         self._accumulated = False
@@ -639,8 +640,11 @@ class Reducer:
         assert running is not None and bucket.bucket is not None and attached is not None
         value = running.future.wait() if _is_compiling() else self._wait(running)
         result = checked_result(value, bucket.bucket, running.dtype, running.where)
+        bucket.averaged = result
         if running.local is None:
             return result
+        if attached.keeps_error and bucket.pending:
+            bucket.averaged = result.clone()  # post-hooks may write to it
         return attached.stages.after(bucket.bucket, result, running.local, running.where)
 
     def _run_post_accumulate_hooks(self, attached: Attached) -> None:
@@ -701,13 +705,23 @@ class Reducer:
                 else:
                     destinations([parameter])[0].copy_(gradient)
 
-    def _keep_unsent(self, late: Sequence[tuple[BucketState, Tensor]], used: Tensor) -> None:
+    def _keep_unsent(
+        self, buckets: Sequence[BucketState], used: Tensor, *, zeros_sent: bool = False
+    ) -> None:
         """Let the hook remember results that go nowhere, since no rank has used a parameter."""
-        errors, results, table = unsent_table(
-            [(bucket.members, bucket.memory, result) for bucket, result in late]
-        )
+        late = [
+            Late(
+                bucket.members,
+                bucket.memory,
+                bucket.averaged,
+                [None] * len(bucket.members) if zeros_sent else bucket.left_from_before(),
+            )
+            for bucket in buckets
+            if bucket.averaged is not None
+        ]
+        errors, results, gradients, table = unsent_table(late)
         if table:
-            keep_unsent(errors, results, used, table)
+            keep_unsent(errors, results, gradients, used, table)
 
     def _breaks_graph(self) -> bool:
         return _is_compiling() and self._running is not None and not self._running.traceable
@@ -731,7 +745,7 @@ class Reducer:
         for bucket in self._buckets:
             assert bucket.running is not None
             bucket.running.future.start_next()
-        results = raw = [self._result(bucket) for bucket in self._buckets]
+        results = [self._result(bucket) for bucket in self._buckets]
         if attached.scales_steps:
             scale = attached.step_scale(results)
             if scale is not None:
@@ -768,8 +782,7 @@ class Reducer:
         if missing:
             write_missing(self._token, used, missing, numbers, self._key)
             if not attached.keeps_ranks_apart:
-                pairs = zip(self._buckets, raw, strict=True)
-                self._keep_unsent([(b, result) for b, result in pairs if b.pending], used)
+                self._keep_unsent([bucket for bucket in self._buckets if bucket.pending], used)
         self._accumulated = False
         if missing and attached.stages.has_post_accumulate_hooks:
             self._run_post_accumulate_hooks_untraced(attached)
