@@ -494,3 +494,35 @@ def test_damaged_states_are_not_resharded(states: list[Any], message: str) -> No
         reshard_states(states, 2)
     with pytest.raises(ValueError, match="world_size must be from 1 to"):
         reshard_states(states, 2**70)
+
+
+def _of_other_dtypes(rank: int, hook: str) -> float:
+    first = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    handle = attach(first, parse_hook(hook))
+    first(torch.ones(2, 64)).sum().backward()
+    state = handle.state_dict()
+    handle.remove()
+    other = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64).to(torch.bfloat16))
+    handle = attach(other, parse_hook(hook))
+    handle.load_state_dict(state)
+    generator = torch.Generator().manual_seed(rank)
+    wanted, losses = [], []
+    for parameter in other.parameters():
+        gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        losses.append((parameter * gradient).sum().float())
+        wanted.append(gradient / 2)
+        dist.all_reduce(wanted[-1])
+    sum(losses).backward()  # type: ignore[union-attr]
+    handle.remove()
+    return max(
+        float((parameter.grad - mean).abs().max())  # type: ignore[operator]
+        for parameter, mean in zip(other.parameters(), wanted, strict=True)
+        if parameter.dtype == torch.float32
+    )
+
+
+def test_a_state_of_other_dtypes(two_ranks: RankPool) -> None:
+    """Its buckets held what may not share one here, and would have been rounded to bfloat16."""
+    hook = "after(3, error_feedback(blockwise(bits=4)))"
+    for error in two_ranks.run(_of_other_dtypes, hook):
+        assert error < 1e-6

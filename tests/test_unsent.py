@@ -293,3 +293,36 @@ def _joined_ddp(rank: int, hook: str) -> bool:
 @pytest.mark.parametrize("hook", ["clip(1.0)", "error_feedback(blockwise(bits=4))"])
 def test_joining_on_ddp(two_ranks: RankPool, hook: str) -> None:
     assert two_ranks.run(_joined_ddp, hook) == [True, True]
+
+
+def _clipped(rank: int, hook: str, zeroed: bool, mode: Mode) -> tuple[float, bool]:
+    torch._dynamo.reset()
+    model = TwoWeights()
+    made = mode.wrap(model, find_unused_parameters=True)
+    handle = attach(made, parse_hook(hook), **mode.attach_options)
+    forward = _forward(made, mode)
+    weight = model.sometimes.weight
+    for number in range(2):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * number + rank))
+        if zeroed:
+            made.zero_grad()
+        stale = None if weight.grad is None else weight.grad.clone()
+        _step(forward, mode, x, number == 0)
+    handle.remove()
+    assert model.always.weight.grad is not None
+    stays = weight.grad is None if stale is None else torch.equal(weight.grad, stale)
+    return float(model.always.weight.grad.norm()), stays
+
+
+@pytest.mark.parametrize("mode", [EAGER, ON_DDP, TRACED], ids=str)
+@pytest.mark.parametrize("zeroed", [True, False])
+@pytest.mark.parametrize(
+    "hook", ["clip(1.0)", "clip(1.0, policy([('always*', allreduce())], error_feedback(sign())))"]
+)
+def test_clip_takes_the_norm_of_gradients_that_are_written(
+    two_ranks: RankPool, hook: str, zeroed: bool, mode: Mode
+) -> None:
+    """Not of what was left of earlier steps, for a parameter that no rank has used."""
+    for norm, stays in two_ranks.run(_clipped, hook, zeroed, mode):
+        assert norm == pytest.approx(1.0, rel=1e-5)
+        assert stays

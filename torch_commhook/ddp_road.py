@@ -20,7 +20,7 @@ from torch_commhook.bucket import GradBucket
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.metrics import BucketTraffic, count_bucket
 from torch_commhook.parameters import trainable
-from torch_commhook.reducer.buckets import assign_buckets
+from torch_commhook.reducer.buckets import assign_buckets, split_by_kind
 from torch_commhook.results import hook_on_bucket
 from torch_commhook.step_group import StepGroup
 from torch_commhook.unsent import Late, keep_unsent, unsent_table
@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 _DRAIN_SECONDS = 60.0
 #: What autograd says outside of backward.
 _NO_BACKWARD = -1
+
+
+def _used(model: DistributedDataParallel) -> Tensor:
+    """For each parameter whether a rank has used it, once a backward has found that out."""
+    return model.reducer._get_local_used_map().cpu()
 
 
 def _delivery(model: DistributedDataParallel) -> str:
@@ -114,7 +119,12 @@ class DdpRoad:
         by_name = dict(zip(names or (), parameters, strict=False))
         if sorted(by_name) != sorted(name for names in self._loaded for name in names):
             return []
-        return [[by_name[name] for name in names] for names in self._loaded]
+        loaded = [[by_name[name] for name in names] for names in self._loaded]
+        return [  # a model of other dtypes has others
+            [parameters[place] for place in places]
+            for parameters in loaded
+            for places in split_by_kind(parameters)
+        ]
 
     #: What is under way ends with DDP's own reducer.
     is_closing = False
@@ -268,8 +278,7 @@ class DdpRoad:
         if self._results:
             self._keep_unsent()
         if attached.scales_steps:
-            parameters = [p for bucket in self._buckets.values() for p in bucket.parameters()]
-            gradients = [p.grad for p in parameters if p.grad is not None]
+            gradients = self._gradients_of_this_step()
             scale = attached.step_scale(gradients, past)
             if scale is not None:
                 with torch.no_grad():
@@ -277,6 +286,17 @@ class DdpRoad:
         for index, bucket in sorted(self._buckets.items()):
             where = hook_on_bucket(attached.name, index, bucket.bucket_count())
             attached.stages.done(bucket, where)
+
+    def _gradients_of_this_step(self) -> list[Tensor]:
+        """Those that results have been written to; some may be of an earlier backward."""
+        model = self.model()
+        if model is None:
+            return []
+        parameters = [parameter for _, parameter in trainable(model)]
+        if model.find_unused_parameters or model.static_graph:
+            used = _used(model).tolist()
+            parameters = [p for p, yes in zip(parameters, used, strict=True) if yes]
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
     def _leaves_some_out(self, attached: Attached) -> bool:
         """Whether DDP may leave gradients alone for which results hold earlier errors."""
@@ -289,7 +309,7 @@ class DdpRoad:
         model = self.model()
         if model is None:
             return
-        used = model.reducer._get_local_used_map().cpu()  # of all ranks, since they have told
+        used = _used(model)
         if used.all():
             return
         numbers = {id(parameter): i for i, (_, parameter) in enumerate(trainable(model))}

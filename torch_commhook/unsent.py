@@ -113,3 +113,30 @@ def _keep_unsent_fake(
     table: list[int],
 ) -> None:
     return None
+
+
+@torch.library.custom_op("commhook::without_unused", mutates_args=())
+def without_unused(
+    result: Tensor, used: Tensor, members: Sequence[int], lengths: Sequence[int]
+) -> Tensor:
+    """A copy of a bucket's result, with zeros for the parameters that no rank has used.
+
+    Args:
+        result: flat.
+        used: for each parameter of the model, whether any rank has used it.
+        members: the numbers of the bucket's.
+        lengths: how many elements each has.
+    """
+    is_used = used.tolist()
+    copied = result.clone()
+    for number, piece in zip(members, copied.split(list(lengths)), strict=True):
+        if not is_used[number]:
+            piece.zero_()
+    return copied
+
+
+@without_unused.register_fake
+def _without_unused_fake(
+    result: Tensor, used: Tensor, members: Sequence[int], lengths: Sequence[int]
+) -> Tensor:
+    return torch.empty_like(result)

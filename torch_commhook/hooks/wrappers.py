@@ -76,7 +76,8 @@ class error_feedback(Wrapper):  # noqa: N801 (a hook is written as it is called)
 
     Both happen in the pass over memory that encodes. The memory is float32: 4 bytes for each
     element, and as many for each that this rank adds up. A step that fails on some rank may lose
-    what its messages held.
+    what its messages held, and what they did not hold is remembered all the same: a backward that
+    is repeated sends that part twice. Load an earlier state where that matters.
 
     Args:
         hook: one that compresses, or has one inside.

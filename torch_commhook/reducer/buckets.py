@@ -32,6 +32,20 @@ def assign_buckets(
     return dist._compute_bucket_assignment_by_size(list(parameters), limits, list(sparse))[0]
 
 
+def split_by_kind(
+    parameters: Sequence[Tensor], sparse: Sequence[bool] | None = None
+) -> list[list[int]]:
+    """Indices of the parameters that may share a bucket: of one dtype and device each.
+
+    In the order given. A parameter whose gradient is sparse is alone.
+    """
+    kinds: dict[object, list[int]] = {}
+    for i, parameter in enumerate(parameters):
+        alone = sparse is not None and sparse[i]
+        kinds.setdefault(i if alone else (parameter.dtype, parameter.device), []).append(i)
+    return list(kinds.values())
+
+
 class BucketState:
     """One of a reducer's buckets, over the steps.
 

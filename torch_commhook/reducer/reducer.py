@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -36,6 +36,7 @@ from torch_commhook.reducer.buckets import (
     TracedBucket,
     assign_buckets,
     destinations,
+    split_by_kind,
 )
 from torch_commhook.reducer.cpp_run import CppRun
 from torch_commhook.reducer.tracing import (
@@ -52,7 +53,7 @@ from torch_commhook.reducer.tracing import (
 from torch_commhook.results import checked_result, hook_on_bucket
 from torch_commhook.running_backward import RunningBackward
 from torch_commhook.step_group import NoAgreement, StepGroup
-from torch_commhook.unsent import Late, keep_unsent, unsent_table
+from torch_commhook.unsent import Late, keep_unsent, unsent_table, without_unused
 
 _log = logging.getLogger(__name__)
 _engine = torch.autograd.Variable._execution_engine
@@ -189,7 +190,14 @@ class Reducer:
             return
         self._rebuilt = True
         self._arrivals.stop_noting_order()
-        self._form([[numbers[name] for name in names] for names in buckets])
+        assigned = []
+        for names in buckets:  # which may be those of a model of other dtypes
+            members = [numbers[name] for name in names]
+            kinds = split_by_kind(
+                [self._parameters[i] for i in members], [self._sparse[i] for i in members]
+            )
+            assigned += [[members[place] for place in places] for places in kinds]
+        self._form(assigned)
 
     def _form_buckets(self, order: Sequence[int]) -> None:
         order = list(order)
@@ -573,66 +581,71 @@ class Reducer:
 
     def _finish_eager(self) -> None:
         self._begin_step()
+        attached, count = self._running, len(self._buckets)
+        assert attached is not None
         cpp = self._cpp
         if cpp is None:
             late = self._results()
             traffic = [_traffic(bucket) for bucket in self._buckets]
         else:
-            seconds = self.group.timeout.total_seconds()
-            late = [(bucket, result, 1.0) for bucket, result in cpp.results(seconds)]
+            late = cpp.results(self.group.timeout.total_seconds())
             traffic = cpp.traffic()
         used = self._locally_used()
         if self._agreement.recovers:
             self._agreement.commit(used)
-        attached, count = self._running, len(self._buckets)
-        assert attached is not None
+        found = self._step_scale(late, used) if attached.scales_steps else None
+        scale = 1.0 if found is None else float(found)
         together = not attached.keeps_ranks_apart
         if together:
             attached.memory.advance()
-        for bucket, result, scale in late:
+        for bucket, result in late:
+            if bucket.pending == 0:
+                bucket.native.write(result, scale)
+                continue
             scaled = result if scale == 1.0 else result * scale
             self.write_missing(bucket.members, bucket.pieces(scaled), used)
         if together:
-            self._keep_unsent([bucket for bucket, _, _ in late], used)
+            self._keep_unsent([bucket for bucket, _ in late], used)
             for index, of_bucket in enumerate(traffic):
                 count_bucket(attached.stats, index, count, of_bucket, first=index == 0)
         self._accumulated = False
         if self._is_to_rebuild():
             self._agreed_order = self._agree_on_order()
 
-    def _results(self) -> list[tuple[BucketState, Tensor, float]]:
-        """Run the hook on the buckets that are left, and write what it gives into the gradients.
+    def _results(self) -> list[tuple[BucketState, Tensor]]:
+        """Run the hook on the buckets that are left, and write what can be written already.
 
         Returns:
-            The buckets that have parameters without a gradient, the results, and what these are to
-            be scaled by when they are written.
+            The other buckets and their results: where parameters have no gradient, and all where
+            the results are to be scaled.
         """
+        attached = self._running
+        assert attached is not None
         self._start_all()
-        scale = 1.0
-        results: Iterable[Tensor] = map(
-            self._result, self._buckets
-        )  # each is written when it comes
-        if self._scales_steps:
-            all_results = list(results)
-            scale = self._step_scale(all_results)
-            results = all_results
         late = []
-        for bucket, result in zip(self._buckets, results, strict=True):
-            if bucket.pending:
-                late.append((bucket, result, scale))
+        for bucket in self._buckets:
+            result = self._result(bucket)
+            if bucket.pending or attached.scales_steps:
+                late.append((bucket, result))
             else:
-                bucket.native.write(result, scale)
+                bucket.native.write(result, 1.0)  # while others are on their way
         return late
 
-    @property
-    def _scales_steps(self) -> bool:
-        return self._running is not None and self._running.scales_steps
-
-    def _step_scale(self, results: list[Tensor]) -> float:
-        """What the hook scales all results by."""
+    def _step_scale(
+        self, results: Sequence[tuple[BucketState, Tensor]], used: Tensor
+    ) -> Tensor | None:
+        """What the hook scales all results by, for those that go into gradients."""
         assert self._running is not None
-        scale = self._running.step_scale(results)
-        return 1.0 if scale is None else float(scale)
+        applied = []
+        for bucket, result in results:
+            if bucket.pending == 0:
+                applied.append(result)
+            elif bucket.sparse:
+                applied.append(result * used[bucket.members[0]].to(result.device))
+            else:
+                lengths = bucket.layout.lengths
+                applied.append(without_unused(result.view(-1), used, bucket.members, lengths))
+        return self._running.step_scale(applied)
 
     def _result(self, bucket: BucketState) -> Tensor:
         """Wait for what the hook gives, check it, and run the post-hooks."""
@@ -717,7 +730,7 @@ class Reducer:
                 [None] * len(bucket.members) if zeros_sent else bucket.left_from_before(),
             )
             for bucket in buckets
-            if bucket.averaged is not None
+            if bucket.averaged is not None and bucket.pending
         ]
         errors, results, gradients, table = unsent_table(late)
         if table:
@@ -746,19 +759,19 @@ class Reducer:
             assert bucket.running is not None
             bucket.running.future.start_next()
         results = [self._result(bucket) for bucket in self._buckets]
+        used = self._locally_used()
+        if self._agreement.recovers:
+            self._used.copy_(used)
+            used = self._used
+            commit_step(used, results, self.group.name)
         if attached.scales_steps:
-            scale = attached.step_scale(results)
+            scale = self._step_scale(list(zip(self._buckets, results, strict=True)), used)
             if scale is not None:
                 with torch.no_grad():
                     results = [result * scale for result in results]
         for bucket, result in zip(self._buckets, results, strict=True):
             if bucket.pending == 0:
                 bucket.write_traced(result)
-        used = self._locally_used()
-        if self._agreement.recovers:
-            self._used.copy_(used)
-            used = self._used
-            commit_step(used, results, self.group.name)
         if not attached.keeps_ranks_apart:
             buckets = [_traffic(bucket) for bucket in self._buckets]
             if attached.memory.is_empty:
