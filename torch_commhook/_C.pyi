@@ -91,14 +91,19 @@ def broadcast_coalesced(
 ) -> None: ...
 def broadcast_cut(sizes: list[int], element_size: int) -> tuple[int, int] | None: ...
 def broadcast_buckets(bytes: list[int], kinds: list[int], buffer_size: int) -> list[list[int]]: ...
-def exchange_pieces(
-    process_group: torch.distributed.ProcessGroup,
-    inputs: list[Tensor],
-    outputs: list[Tensor],
-    ends: list[int],
-    result: Tensor,
-) -> torch.futures.Future[Tensor]: ...
 def held_work(work: torch.distributed.Work) -> torch.distributed.Work: ...
+
+class Exchanges:
+    def __init__(self, is_second: bool) -> None: ...
+    def start(
+        self,
+        up: torch.distributed.ProcessGroup,
+        down: torch.distributed.ProcessGroup,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        result: Tensor,
+    ) -> torch.futures.Future[Tensor]: ...
+    def stop(self) -> None: ...
 
 class ReducerRun:
     started: int

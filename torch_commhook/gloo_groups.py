@@ -15,6 +15,10 @@ from torch_commhook import _C
 from torch_commhook._dynamo import left_to_python
 
 _seconds: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_firsts: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+_exchanges: weakref.WeakKeyDictionary[Any, tuple[_C.Exchanges, weakref.finalize[..., Any]]] = (
+    weakref.WeakKeyDictionary()
+)
 _providers: weakref.WeakKeyDictionary[Any, Callable[[], Any]] = weakref.WeakKeyDictionary()
 
 
@@ -112,6 +116,12 @@ def destroy_group(group: Any) -> None:
         ):
             table.pop(group, None)
         torch._C._distributed_c10d._unregister_process_group(name)
+    close_connections(group)
+
+
+def close_connections(group: Any) -> None:
+    """Take a group's backends off, so that the other ranks' collectives on it end."""
+    stop_exchanges(group)
     _C.drop_backends(group)
 
 
@@ -148,4 +158,35 @@ def second_group(group: Any) -> Any:
         weakref.finalize(group, destroy_group, found)
     if found is not None:
         _seconds[group] = found
+        _firsts[found] = weakref.ref(group)
     return found
+
+
+def stages_of(group: Any) -> tuple[Any, Any]:
+    """The groups of both stages, of which ``group`` is one; twice the same where it is alone."""
+    second = _seconds.get(group)
+    if second is not None:
+        return group, second
+    first = _firsts[group]() if group in _firsts else None
+    return (group if first is None else first), group
+
+
+# ---- exchanges -----------------------------------------------------------------------------------
+
+
+def exchanges_of(group: Any) -> _C.Exchanges:
+    """Those that are issued on a group."""
+    found = _exchanges.get(group)
+    if found is None:
+        exchanges = _C.Exchanges(group in _firsts)
+        # The thread that waits for them must end before the interpreter does.
+        found = _exchanges[group] = exchanges, weakref.finalize(group, exchanges.stop)
+    return found[0]
+
+
+def stop_exchanges(group: Any) -> None:
+    """Let those that are under way on a group fail; new connections have others."""
+    found = _exchanges.pop(group, None)
+    if found is not None:
+        _, stop = found
+        stop()

@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup
 
-from torch_commhook import _C
 from torch_commhook.collectives import resolve_group
 from torch_commhook.collectives.turns import renew_turns
 from torch_commhook.gloo_groups import (
+    close_connections,
     destroy_group,
     group_name,
     group_store,
@@ -79,7 +79,7 @@ class _Connected:
 
     def take(self, kind: Any, backend: Any) -> None:
         """Communicate through a backend from here on."""
-        _C.drop_backends(self.group)
+        close_connections(self.group)
         self.group._register_backend(torch.device("cpu"), kind, backend)
         self.group._set_group_name(self.name)
 
@@ -275,7 +275,7 @@ class StepGroup:
             # The first counts: who comes later may have failed because of it.
             self._store.compare_set(self._key(self._epoch), "", f"on rank {self.rank}: {reason}")
         for own in self._own:
-            _C.drop_backends(own.group)
+            close_connections(own.group)
 
     def fail_with(self, error: BaseException) -> BaseException:
         """:meth:`fail` because of an error.

@@ -8,7 +8,7 @@
 #include "runtime/bindings.h"
 #include "runtime/broadcast_buckets.h"
 #include "runtime/broadcast_coalesced.h"
-#include "runtime/exchange_pieces.h"
+#include "runtime/exchanges.h"
 
 namespace py = pybind11;
 
@@ -44,16 +44,19 @@ void bind_collectives(py::module_& m) {
         return indices;
       },
       py::arg("bytes"), py::arg("kinds"), py::arg("buffer_size"));
-  m.def(
-      "exchange_pieces",
-      [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::vector<at::Tensor>& inputs,
-         const std::vector<at::Tensor>& outputs, const std::vector<int64_t>& ends,
-         const at::Tensor& result) {
-        return std::make_shared<torch::jit::PythonFutureWrapper>(
-            exchange_pieces(group, inputs, outputs, ends, result));
-      },
-      py::arg("process_group"), py::arg("inputs"), py::arg("outputs"), py::arg("ends"),
-      py::arg("result"), py::call_guard<py::gil_scoped_release>());
+  py::class_<Exchanges, std::shared_ptr<Exchanges>>(m, "Exchanges")
+      .def(py::init<bool>(), py::arg("is_second"))
+      .def(
+          "start",
+          [](Exchanges& self, const Exchanges::Group& up, const Exchanges::Group& down,
+             const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs,
+             const at::Tensor& result) {
+            return std::make_shared<torch::jit::PythonFutureWrapper>(
+                self.start(up, down, inputs, outputs, result));
+          },
+          py::arg("up"), py::arg("down"), py::arg("inputs"), py::arg("outputs"), py::arg("result"),
+          py::call_guard<py::gil_scoped_release>())
+      .def("stop", &Exchanges::stop, py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace commhook

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from torch_commhook._ops import BUCKET_DTYPES
 from torch_commhook.codecs.base import Codec
+from torch_commhook.collectives.exchange import exchange, pays
 from torch_commhook.collectives.futures import then
-from torch_commhook.collectives.pieces import exchange_in_pieces, pays
 from torch_commhook.collectives.plain import (
     all_gather,
     all_reduce,
@@ -339,17 +339,17 @@ class _Call:
             self.meter = None
 
     def start(self, sources: list[Tensor], error: Tensor | None, group: Any) -> Any:
-        exchange = {
+        start = {
             "all_to_all": self._exchange_shards,
             "all_gather": self._gather,
             "all_reduce": self._add_up,
         }.get(self.codec.exchange)
-        if exchange is None:
+        if start is None:
             raise ValueError(
                 "compressed_all_reduce: the codec's exchange must be 'all_to_all', 'all_gather' or "
                 f"'all_reduce', got {self.codec.exchange!r}"
             )
-        return exchange(sources, error, group)
+        return start(sources, error, group)
 
     def _buffer(self, name: str, *shape: int) -> Tensor:
         if self.is_traced:  # by a compiler, which plans memory itself
@@ -391,7 +391,7 @@ class _Call:
 
     def _gather(self, sources: list[Tensor], error: Tensor | None, group: Any) -> Any:
         message = self._encode(sources, error, 1)
-        if self._goes_in_pieces(len(message), group):
+        if self._is_exchanged(len(message), group):
             note_collective(len(message) * (self.world_size - 1))
             gathered = self._buffer("gathered", self.world_size, len(message))
             first = self._gather_into(gathered, message, group)
@@ -420,17 +420,12 @@ class _Call:
         received = self.world_size * self.shard.nbytes
         sizes, own = self.sizes, [self.shard.nbytes] * self.world_size
 
-        def exchange() -> Any:
-            if self._goes_in_pieces(max(sizes), group):
+        def issue() -> Any:
+            if self._is_exchanged(max(sizes), group):
                 note_collective(sum(sizes) - sizes[self.rank], received - sizes[self.rank])
                 shards_of_all = self._buffer("shards", received)
-                return exchange_in_pieces(
-                    message.split(sizes),
-                    shards_of_all.split(own),
-                    max(sizes),
-                    shards_of_all,
-                    group,
-                )
+                by_rank = shards_of_all.split(own)
+                return exchange(message.split(sizes), by_rank, shards_of_all, group)
             return all_to_all(
                 message,
                 input_split_sizes=sizes,
@@ -440,7 +435,7 @@ class _Call:
             )
 
         return two_stages(
-            exchange,
+            issue,
             self._reduce,
             self._issue_gather,
             self._decode,
@@ -480,12 +475,12 @@ class _Call:
             self.codec.decode(message, self.destinations, shards=self.world_size)
         return self._result()
 
-    def _goes_in_pieces(self, longest: int, group: Any) -> bool:
+    def _is_exchanged(self, longest: int, group: Any) -> bool:
         return not self.is_traced and self.device.type == "cpu" and pays(group, longest)
 
     def _gather_into(self, result: Tensor, tensor: Tensor, group: Any) -> Any:
         """In eager, from whatever thread."""
-        if not self._goes_in_pieces(len(tensor), group):
+        if not self._is_exchanged(len(tensor), group):
             return issue_all_gather(tensor, result, group, is_traced=False)
         to_each = [tensor] * self.world_size
-        return exchange_in_pieces(to_each, list(result), len(tensor), result, group)
+        return exchange(to_each, list(result), result, group)

@@ -1,0 +1,45 @@
+"""Exchanges over Gloo that use both directions of a link at once.
+
+Gloo says that it is ready for a message on the connection on which it sends its own, behind that.
+So the two directions of an all-to-all or all-gather of few large messages take turns, and a link
+carries half of what it could. Here messages to higher ranks have connections of their own, and
+their receivers ask for them at once. Among many ranks other connections fill the gaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_commhook.gloo_groups import exchanges_of, is_gloo, stages_of
+
+_LEAST_BYTES = 128 * 1024
+_MOST_RANKS = 4
+
+
+def pays(group: Any, longest: int) -> bool:
+    """Whether :func:`exchange` is faster for messages of up to so many bytes.
+
+    The same on all ranks if they all ask for the same.
+    """
+    return longest > _LEAST_BYTES and 1 < group.size() <= _MOST_RANKS and is_gloo(group)
+
+
+def exchange(
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], result: Tensor, group: Any
+) -> torch.futures.Future[Tensor]:
+    """Send a message to each rank, and get one from each.
+
+    Args:
+        inputs: for each rank what goes there, flat bytes.
+        outputs: for each rank where comes what comes from there, flat bytes.
+        result: what the Future is to hold.
+        group: the process group. All ranks issue the same exchanges on it, in the same order.
+    """
+    rank = group.rank()
+    outputs[rank].copy_(inputs[rank])
+    up, down = stages_of(group)
+    return exchanges_of(group).start(up, down, list(inputs), list(outputs), result)
