@@ -391,15 +391,10 @@ class _Call:
 
     def _gather(self, sources: list[Tensor], error: Tensor | None, group: Any) -> Any:
         message = self._encode(sources, error, 1)
-        if self._is_exchanged(len(message), group):
-            note_collective(len(message) * (self.world_size - 1))
-            gathered = self._buffer("gathered", self.world_size, len(message))
-            first = self._gather_into(gathered, message, group)
-        else:
-            out = None
-            if not self.is_traced:
-                out = self._buffer("gathered", self.world_size, len(message))
-            first = all_gather(message, out=out, group=group)
+        out = None
+        if not self.is_traced:
+            out = self._buffer("gathered", self.world_size, len(message))
+        first = all_gather(message, out=out, group=group)
         wire = on_wire(first, self.meter, self.device)
 
         def finish(done: Any) -> Tensor:

@@ -1,9 +1,9 @@
 """Exchanges over Gloo that use both directions of a link at once.
 
 Gloo says that it is ready for a message on the connection on which it sends its own, behind that.
-So the two directions of an all-to-all or all-gather of few large messages take turns, and a link
-carries half of what it could. Here messages to higher ranks have connections of their own, and
-their receivers ask for them at once. Among many ranks other connections fill the gaps.
+So the two directions of an all-to-all of few large messages take turns, and a link carries half of
+what it could. Here messages to higher ranks have connections of their own, and their receivers ask
+for them at once. Among many ranks other connections fill the gaps.
 """
 
 from __future__ import annotations
