@@ -3,7 +3,8 @@
 A run attaches a hook to a small model in several buckets and makes some steps. Each rank sleeps
 for up to 3 ms, drawn from a seed, before its backward and in each method of a codec: where a hook
 starts and in callbacks, so that first stages end in another order on each rank. The gradients must
-have the same bits on all ranks, and those of the same run without delays. In one run of four a
+have the same bits on all ranks, and those of the same run without delays. Every other run sends
+its messages point to point, as long ones are. In one run of four a
 method raises on one rank at a place that is drawn; that step must fail on all ranks, on this one
 with the error itself, and is made again. What a hook remembers may then be other than without the
 failure, so that such runs are held against the other ranks alone.
@@ -33,6 +34,7 @@ import torch
 import torch.distributed as dist
 from codec_doubles import Around
 from rank_pool import RankPool
+from staged_steps import point_to_point
 from torch import nn
 
 from torch_commhook import PeerError, attach, hooks
@@ -179,7 +181,8 @@ def one_run(rank: int, world_size: int, name: str, seed: int, disturb: bool) -> 
     calls = plan.randrange(2 if name in ("policy", "after") else 3)
     hook = make_hook(name, disturbed)
     model = module()
-    with disturb_low_rank(disturbed):
+    # Every other run with delays takes the way of long messages.
+    with disturb_low_rank(disturbed), point_to_point(disturb and seed % 2 == 0):
         return _steps(rank, seed, model, hook, disturbed, fails_at, fails_on, method, calls)
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
 from torch_commhook.codecs import CODECS
+from torch_commhook.collectives import exchange
 
 BLOCKWISE = CODECS["blockwise"]()
 TOPK = CODECS["topk"]()
@@ -33,3 +37,10 @@ def backward(net: nn.Module, rank: int) -> None:
 def gloo_groups() -> int:
     gc.collect()  # what earlier tests have left
     return len(distributed_c10d._world.pg_map)
+
+
+@contextmanager
+def point_to_point(is_wanted: bool = True) -> Iterator[None]:
+    """Let messages of any length take the way of long ones."""
+    with patch.object(exchange, "_LEAST_BYTES", 0 if is_wanted else exchange._LEAST_BYTES):
+        yield

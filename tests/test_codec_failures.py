@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from codec_doubles import Around
 from rank_pool import RankPool
-from staged_steps import BLOCKWISE, X, backward, gloo_groups, gradients_of, model
+from staged_steps import BLOCKWISE, X, backward, gloo_groups, gradients_of, model, point_to_point
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -46,8 +46,13 @@ class Failure:
                 raise self.error("boo")
 
 
-def _failing_steps(rank: int, kind: str, wrapped: str) -> list[tuple[Any, ...]]:
+def _failing_steps(rank: int, kind: str, wrapped: str, long: bool) -> list[tuple[Any, ...]]:
     """Every stage fails, on each rank, in the first and in another bucket."""
+    with point_to_point(long):
+        return _failing_steps_of(rank, kind, wrapped)
+
+
+def _failing_steps_of(rank: int, kind: str, wrapped: str) -> list[tuple[Any, ...]]:
     world_size = dist.get_world_size()
     net: nn.Module = model()
     options: dict[str, Any] = {"bucket_cap_mb": 0.005}
@@ -84,13 +89,19 @@ def _failing_steps(rank: int, kind: str, wrapped: str) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "kind", "wrapped"),
-    [(2, "ddp", ""), (2, "module", ""), (2, "module", "policy"), (3, "module", "")],
+    ("world_size", "kind", "wrapped", "long"),
+    [
+        (2, "ddp", "", False),
+        (2, "ddp", "", True),
+        (2, "module", "policy", False),
+        (3, "module", "", False),
+        (3, "module", "", True),
+    ],
 )
 def test_a_codec_that_raises(
-    pools: dict[int, RankPool], world_size: int, kind: str, wrapped: str
+    pools: dict[int, RankPool], world_size: int, kind: str, wrapped: str, long: bool
 ) -> None:
-    ranks = pools[world_size].run(_failing_steps, kind, wrapped)
+    ranks = pools[world_size].run(_failing_steps, kind, wrapped, long)
     for rank, happened in enumerate(ranks):
         assert len(happened) == 6 * world_size
         for method, fails, bucket, raised, armed, right, same_groups in happened:
@@ -110,8 +121,13 @@ def _outcome(future: Any) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def _fails_alone(rank: int, codec: Codec, method: str) -> list[str]:
+def _fails_alone(rank: int, codec: Codec, method: str, long: bool) -> list[str]:
     """Called directly, where nobody tells the others."""
+    with point_to_point(long):
+        return _fails_alone_of(rank, codec, method)
+
+
+def _fails_alone_of(rank: int, codec: Codec, method: str) -> list[str]:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1.5))
     failure = Failure()
     around = Around(codec, failure)
@@ -124,11 +140,12 @@ def _fails_alone(rank: int, codec: Codec, method: str) -> list[str]:
     return happened
 
 
+@pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize(("codec", "method"), AFTER_ENCODING, ids=repr)
 def test_a_codec_that_raises_outside_of_a_model(
-    two_ranks: RankPool, codec: Codec, method: str
+    two_ranks: RankPool, codec: Codec, method: str, long: bool
 ) -> None:
-    first, second = two_ranks.run(_fails_alone, codec, method)
+    first, second = two_ranks.run(_fails_alone, codec, method, long)
     if method == "reduce":  # what the other rank waits for never comes, nor anything after it
         assert first[0] == second[0] == "1200.0"
         assert second[1:] == ["OwnError: boo"] * 3

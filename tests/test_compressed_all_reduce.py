@@ -127,6 +127,7 @@ Form = list[tuple[tuple[int, ...], torch.dtype]]
 CASES: dict[str, tuple[Form, str | Form]] = {
     **{f"{n} values": ([((n,), F32)], "new") for n in (0, 1, 2, 7, 255, 256, 257, 1000, 2049)},
     "many values": ([((9000,), F32)], "same"),
+    "long messages": ([((600_000,), F32)], "same"),  # point to point among 2 and 3 ranks
     "several": ([((7, 50), F32), ((), F32), ((0,), F32), ((300,), F32)], "same"),
     "strides": ([((50, 70), F32), ((3, 40, 9), F32)], [((90, 50), F32), ((80,), F32)]),
     "float64": ([((1500,), F64)], "new"),

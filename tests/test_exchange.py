@@ -106,7 +106,8 @@ def _left(rank: int) -> str:
     said = ""
     if rank == 0:
         messages = [torch.zeros(10, dtype=torch.uint8) for _ in range(2)]
-        future = _C.Exchanges(False).start(up, down, messages, messages, torch.ones(1))
+        exchanges = _C.Exchanges(False)
+        future = exchanges.start(up, down, messages, messages, torch.ones(1))
     dist.barrier()
     if rank == 1:
         dist.destroy_process_group(up)
@@ -115,6 +116,9 @@ def _left(rank: int) -> str:
         with pytest.raises(RuntimeError, match="gloo") as error:
             future.wait()
         said = str(error.value)
+        later = exchanges.start(up, down, messages, messages, torch.ones(1))
+        with pytest.raises(RuntimeError, match="gloo"):
+            later.wait()
         dist.destroy_process_group(up)
         dist.destroy_process_group(down)
     return said

@@ -9,12 +9,15 @@
 #include <mutex>
 #include <thread>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <utility>
 #include <vector>
 
 namespace commhook {
 
-// Those that are issued one after another, in the same order on all ranks. A thread waits for them
-// while there are any, completes their Futures in that order, and runs what waits for these.
+// Those that are issued one after another, in the same order on all ranks. For each other rank a
+// thread waits for what goes there and comes from there, while there is anything; so that an
+// exchange fails as soon as one rank is lost. The last of them completes the exchange's Future, and
+// runs what waits for that.
 class Exchanges : public std::enable_shared_from_this<Exchanges> {
  public:
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
@@ -40,20 +43,25 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
  private:
   using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
   struct Exchange {
-    Works works;
     c10::intrusive_ptr<c10::ivalue::Future> done;
     at::Tensor result;
+    size_t missing = 0;  // ranks with which it is not over
+    bool ended = false;
+  };
+  // What goes to one other rank and comes from it.
+  struct Lane {
+    std::deque<std::pair<Works, std::shared_ptr<Exchange>>> under_way;
+    std::thread::id runner;  // that waits for them; none while there are none
   };
 
-  int next_tag();
-  void add(Exchange exchange);
-  void run();
+  int next_tag(int size);
+  void add(std::vector<std::pair<int, Works>> parts, Exchange exchange);
+  void run(Lane& lane);
 
   const bool is_second_;
   std::mutex mutex_;
   std::condition_variable ended_;
-  std::deque<Exchange> under_way_;
-  std::thread::id runner_;  // that waits for them; none while there are none
+  std::vector<Lane> lanes_;  // by rank
   bool stopped_ = false;
   uint32_t count_ = 0;
 };
