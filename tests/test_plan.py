@@ -23,6 +23,12 @@ def test_bytes() -> None:
     assert all(each.compute_seconds >= 0 for each in found)
 
 
+def test_low_rank_factors_are_those_of_matrices_as_models_have_them() -> None:
+    (found,) = measure(["powersgd(rank=2)"], elements=480_000, world_size=2)
+    # 48 matrices of 100 by 100, whose factors are summed over a ring
+    assert found.bytes_sent == 48 * 2 * (100 + 100) * 4
+
+
 def test_gathered_messages_grow_with_the_ranks() -> None:
     two, eight = (
         measure(["topk(0.01)"], elements=100_000, world_size=ranks)[0] for ranks in (2, 8)

@@ -1,9 +1,10 @@
 """``commhook plan``: what each hook would cost over a link, and whether it pays.
 
-What a hook computes is measured here, on a bucket of random gradients; what it sends is counted,
-with ranks that are threads. From that a step is timed: a third of its computing is the forward, the
-rest the backward, which fills the buckets one after the other, and what hooks compute stands on the
-same processor. A bucket goes on the wire once it is full and the one before is through.
+What a hook computes is measured here, on a bucket of random gradients in square matrices, as many
+as models have; what it sends is counted, with ranks that are threads. From that a step is timed: a
+third of its computing is the forward, the rest the backward, which fills the buckets one after the
+other, and what hooks compute stands on the same processor. A bucket goes on the wire once it is
+full and the one before is through.
 
 A hook that changes after some steps is planned as it is then. One that keeps ranks apart for some
 steps sends after the last of them, when there is nothing to hide that behind; what is said of a
@@ -46,6 +47,8 @@ _MOST_BUCKETS = 10_000  # past which one more makes no difference
 _FORWARD = 1 / 3
 #: Of an Ethernet frame what is not headers, its own, IP's and TCP's.
 _PAYLOAD = 1448 / 1514
+#: Matrices of a model: a few in each of some layers. What low-rank factors send depends on it.
+_MATRICES = 48
 #: Elements that are sent between threads to count the bytes, for each rank.
 _MOST_COUNTED = 1 << 18
 _RUNS = 5
@@ -64,7 +67,7 @@ class Measured:
     Attributes:
         hook: as it is written.
         bytes_sent: by each rank.
-        compute_seconds: encoding, adding up and decoding, beyond what a plain all-reduce does.
+        compute_seconds: gathering gradients, encoding, adding up, decoding and writing results.
         overlaps: whether it does so while a backward computes.
     """
 
@@ -109,7 +112,6 @@ def measure(
         HookError: one that fails when it is run.
     """
     bucket = -(-elements // len(bucket_sizes(elements, bucket_cap_mb)))
-    plain = _compute_seconds(parse_hook("allreduce()"), elements, bucket)
     found = []
     for text in hooks:
         hook = parse_hook(text)
@@ -117,8 +119,8 @@ def measure(
             raise HookExpressionError(f"the hook {text!r} is plain DDP: write allreduce()")
         try:
             inner, steps, around = _taken_apart(hook)
-            sent = _bytes_per_element(inner, elements, world_size) * elements
-            computed = max(0.0, _compute_seconds(inner, elements, bucket) - plain)
+            sent = _bytes_sent(inner, elements, world_size)
+            computed = _compute_seconds(inner, elements, bucket)
             computed += sum(_pass_seconds(one, elements, bucket) for one in around)
         except Exception as error:  # a hook may be a user's, and raise anything
             said = " ".join(f"{type(error).__name__}: {error}".split())
@@ -162,7 +164,9 @@ def _outer_step(outer: Any, gradient: Any) -> None:
 
 def _pass_seconds(call: Callable[[Any], object], elements: int, bucket_elements: int) -> float:
     """Of something that goes over all gradients."""
-    gradient = _gradients(min(bucket_elements, _MOST_MEASURED), 1)[0][0]
+    import torch
+
+    gradient = torch.randn(min(bucket_elements, _MOST_MEASURED))
     times = []
     for _ in range(_RUNS + 2):
         begun = time.perf_counter()
@@ -237,22 +241,25 @@ def _step_seconds(compute: float, hook: float, wire: float, buckets: Sequence[in
     return max(computed, through)
 
 
-def _gradients(elements: int, ranks: int) -> list[list[Any]]:
-    """A matrix for each rank, as most gradients are."""
+def _gradients(elements: int, model_elements: int) -> list[Any]:
+    """Random gradients, mostly square matrices, of so many elements of a model."""
     import torch
 
-    rows = max(1, math.isqrt(elements))
-    return [[torch.randn(rows, max(1, elements // rows))] for _ in range(ranks)]
+    side = max(1, math.isqrt(min(elements, model_elements // _MATRICES)))
+    rows, rest = divmod(elements, side)
+    heights = [side] * (rows // side) + [rows % side] * (rows % side > 0)
+    return [torch.randn(height, side) for height in heights] + [torch.randn(rest)] * (rest > 0)
 
 
-def _bytes_per_element(hook: Any, elements: int, world_size: int) -> float:
+def _bytes_sent(hook: Any, elements: int, world_size: int) -> float:
+    """By each rank in a step."""
     from torch_commhook.testing import simulate
 
-    # What low-rank factors send is no share of the elements: count it on a matrix of the model's
+    # What low-rank factors send is no share of the elements: count it on matrices of the model's
     # own size, as far as memory goes.
-    counted = _gradients(min(elements, max(_MOST_COUNTED, (1 << 24) // world_size)), world_size)
-    sent = simulate(hook, counted, steps=2, timeout=600).wire_bytes
-    return sent / counted[0][0].numel()
+    counted = min(elements, max(_MOST_COUNTED, (1 << 24) // world_size))
+    gradients = [_gradients(counted, elements) for _ in range(world_size)]
+    return simulate(hook, gradients, steps=2, timeout=600).wire_bytes * elements / counted
 
 
 def _compute_seconds(hook: Any, elements: int, bucket_elements: int) -> float:
@@ -260,21 +267,24 @@ def _compute_seconds(hook: Any, elements: int, bucket_elements: int) -> float:
     from torch_commhook import GradBucket, run_hook
     from torch_commhook.testing import run_ranks
 
-    gradient = _gradients(min(bucket_elements, _MOST_MEASURED), 1)[0][0]
+    measured = min(bucket_elements, _MOST_MEASURED)
+    gradients = _gradients(measured, elements)
 
     def of_bucket(rank: int) -> float:
         import torch
 
-        parameter = torch.zeros_like(gradient, requires_grad=True)
+        parameters = [torch.zeros_like(gradient, requires_grad=True) for gradient in gradients]
         times = []
         for _ in range(_RUNS + 2):
-            bucket = GradBucket([parameter], [gradient])
+            bucket = GradBucket(parameters, gradients)
             begun = time.perf_counter()
-            run_hook(hook, None, bucket).wait()
+            result = run_hook(hook, None, bucket).wait()
+            for gradient, piece in zip(gradients, bucket.layout().views(result), strict=True):
+                gradient.copy_(piece)
             times.append(time.perf_counter() - begun)
         return statistics.median(times[2:])  # after buffers have been made
 
-    return run_ranks(of_bucket, 1, timeout=600)[0] * elements / gradient.numel()
+    return run_ranks(of_bucket, 1, timeout=600)[0] * elements / measured
 
 
 # ---- the command ---------------------------------------------------------------------------------
