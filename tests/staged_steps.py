@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -44,3 +45,9 @@ def point_to_point(is_wanted: bool = True) -> Iterator[None]:
     """Let messages of any length take the way of long ones."""
     with patch.object(exchange, "_LEAST_BYTES", 0 if is_wanted else exchange._LEAST_BYTES):
         yield
+
+
+def as_long(rank: int, is_wanted: bool, function: Callable[..., Any], *args: Any) -> Any:
+    """What a rank's function gives, under :func:`point_to_point`."""
+    with point_to_point(is_wanted):
+        return function(rank, *args)

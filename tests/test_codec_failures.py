@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from codec_doubles import Around
 from rank_pool import RankPool
-from staged_steps import BLOCKWISE, X, backward, gloo_groups, gradients_of, model, point_to_point
+from staged_steps import BLOCKWISE, X, as_long, backward, gloo_groups, gradients_of, model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -46,13 +46,8 @@ class Failure:
                 raise self.error("boo")
 
 
-def _failing_steps(rank: int, kind: str, wrapped: str, long: bool) -> list[tuple[Any, ...]]:
+def _failing_steps(rank: int, kind: str, wrapped: str) -> list[tuple[Any, ...]]:
     """Every stage fails, on each rank, in the first and in another bucket."""
-    with point_to_point(long):
-        return _failing_steps_of(rank, kind, wrapped)
-
-
-def _failing_steps_of(rank: int, kind: str, wrapped: str) -> list[tuple[Any, ...]]:
     world_size = dist.get_world_size()
     net: nn.Module = model()
     options: dict[str, Any] = {"bucket_cap_mb": 0.005}
@@ -101,7 +96,7 @@ def _failing_steps_of(rank: int, kind: str, wrapped: str) -> list[tuple[Any, ...
 def test_a_codec_that_raises(
     pools: dict[int, RankPool], world_size: int, kind: str, wrapped: str, long: bool
 ) -> None:
-    ranks = pools[world_size].run(_failing_steps, kind, wrapped, long)
+    ranks = pools[world_size].run(as_long, long, _failing_steps, kind, wrapped)
     for rank, happened in enumerate(ranks):
         assert len(happened) == 6 * world_size
         for method, fails, bucket, raised, armed, right in happened:
@@ -121,13 +116,8 @@ def _outcome(future: Any) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def _fails_alone(rank: int, codec: Codec, method: str, long: bool) -> list[str]:
+def _fails_alone(rank: int, codec: Codec, method: str) -> list[str]:
     """Called directly, where nobody tells the others."""
-    with point_to_point(long):
-        return _fails_alone_of(rank, codec, method)
-
-
-def _fails_alone_of(rank: int, codec: Codec, method: str) -> list[str]:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1.5))
     failure = Failure()
     around = Around(codec, failure)
@@ -145,7 +135,7 @@ def _fails_alone_of(rank: int, codec: Codec, method: str) -> list[str]:
 def test_a_codec_that_raises_outside_of_a_model(
     two_ranks: RankPool, codec: Codec, method: str, long: bool
 ) -> None:
-    first, second = two_ranks.run(_fails_alone, codec, method, long)
+    first, second = two_ranks.run(as_long, long, _fails_alone, codec, method)
     if method == "reduce":  # what the other rank waits for never comes, nor anything after it
         assert first[0] == second[0] == "1200.0"
         assert second[1:] == ["OwnError: boo"] * 3

@@ -326,3 +326,36 @@ def test_clip_takes_the_norm_of_gradients_that_are_written(
     for norm, stays in two_ranks.run(_clipped, hook, zeroed, mode):
         assert norm == pytest.approx(1.0, rel=1e-5)
         assert stays
+
+
+class TwoTables(nn.Module):
+    """With sparse gradients, of which the second is used in some steps only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always = nn.Embedding(10, 4, sparse=True)
+        self.sometimes = nn.Embedding(10, 4, sparse=True)
+
+    def forward(self, rows: Tensor, both: bool) -> Tensor:
+        y = self.always(rows)
+        return y + self.sometimes(rows) if both else y
+
+
+def _clipped_rows(rank: int) -> tuple[float, bool]:
+    model = TwoTables()
+    handle = attach(model, parse_hook("clip(1.0)"))
+    rows = torch.tensor([1, 2, 3 + rank])
+    model(rows, True).sum().backward()
+    before = model.sometimes.weight.grad.to_dense()  # type: ignore[union-attr]
+    model.always.weight.grad = None
+    model(rows, False).sum().backward()
+    handle.remove()
+    gradients = [table.weight.grad.to_dense() for table in (model.always, model.sometimes)]  # type: ignore[union-attr]
+    return float(gradients[0].norm()), torch.equal(gradients[1], before)
+
+
+def test_clip_leaves_out_sparse_gradients_of_earlier_steps(two_ranks: RankPool) -> None:
+    for norm, stays in two_ranks.run(_clipped_rows):
+        assert norm == pytest.approx(1.0, rel=1e-5)
+        assert stays

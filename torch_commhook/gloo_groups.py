@@ -179,7 +179,7 @@ def exchanges_of(group: Any) -> _C.Exchanges:
     found = _exchanges.get(group)
     if found is None:
         exchanges = _C.Exchanges(group in _firsts)
-        # The thread that waits for them must end before the interpreter does.
+        # The threads that wait for them must end before the interpreter does.
         found = _exchanges[group] = exchanges, weakref.finalize(group, exchanges.stop)
     return found[0]
 

@@ -54,6 +54,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
     std::thread::id runner;  // that waits for them; none while there are none
   };
 
+  // Of an exchange among so many ranks, which have their lanes from then on.
   int next_tag(int size);
   void add(std::vector<std::pair<int, Works>> parts, Exchange exchange);
   void run(Lane& lane);

@@ -280,7 +280,7 @@ class Reducer:
                 self.group.commit(used)
             self._running.memory.advance()
             if self.group.recovers:  # else all ranks use all parameters
-                self._keep_unsent(self._buckets, used, zeros_sent=True)
+                self._keep_unsent(used, zeros_sent=True)
             if self._is_to_rebuild():
                 self._agreed_order = self._agree_on_order()
         except BaseException as error:
@@ -605,7 +605,7 @@ class Reducer:
             scaled = result if scale == 1.0 else result * scale
             self.write_missing(bucket.members, bucket.pieces(scaled), used)
         if together:
-            self._keep_unsent([bucket for bucket, _ in late], used)
+            self._keep_unsent(used)
             for index, of_bucket in enumerate(traffic):
                 count_bucket(attached.stats, index, count, of_bucket, first=index == 0)
         self._accumulated = False
@@ -718,9 +718,7 @@ class Reducer:
                 else:
                     destinations([parameter])[0].copy_(gradient)
 
-    def _keep_unsent(
-        self, buckets: Sequence[BucketState], used: Tensor, *, zeros_sent: bool = False
-    ) -> None:
+    def _keep_unsent(self, used: Tensor, *, zeros_sent: bool = False) -> None:
         """Let the hook remember results that go nowhere, since no rank has used a parameter."""
         late = [
             Late(
@@ -729,7 +727,7 @@ class Reducer:
                 bucket.averaged,
                 [None] * len(bucket.members) if zeros_sent else bucket.left_from_before(),
             )
-            for bucket in buckets
+            for bucket in self._buckets
             if bucket.averaged is not None and bucket.pending
         ]
         errors, results, gradients, table = unsent_table(late)
@@ -795,7 +793,7 @@ class Reducer:
         if missing:
             write_missing(self._token, used, missing, numbers, self._key)
             if not attached.keeps_ranks_apart:
-                self._keep_unsent([bucket for bucket in self._buckets if bucket.pending], used)
+                self._keep_unsent(used)
         self._accumulated = False
         if missing and attached.stages.has_post_accumulate_hooks:
             self._run_post_accumulate_hooks_untraced(attached)
