@@ -465,9 +465,11 @@ def _gil_calls_while_waiting(rank: int, path: str, seconds: float, use_ddp: bool
 @pytest.mark.parametrize("use_ddp", [False, True])
 def test_waiting_takes_the_gil_seldom(two_ranks: RankPool, comm_hooks: str, use_ddp: bool) -> None:
     quick = two_ranks.run(_gil_calls_while_waiting, comm_hooks, 0.001, use_ddp)
-    slow = two_ranks.run(_gil_calls_while_waiting, comm_hooks, 0.4, use_ddp)
+    slow = two_ranks.run(_gil_calls_while_waiting, comm_hooks, 0.8, use_ddp)
     for few, many in zip(quick, slow, strict=True):
-        assert many <= few + 4  # Ctrl-C is looked for twice a second
+        # Ctrl-C is looked for twice a second, not each time that a wait ends without a result (20
+        # times a second). Without a wait one backward differs from another by up to 5.
+        assert many <= few + 9
 
 
 @pytest.mark.usefixtures("gil_counter")
