@@ -13,25 +13,20 @@ import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_commhook import _ops
+from torch_commhook._ops import flatten, unflatten_into
 from torch_commhook.bucket_layout import BucketLayout
+
+_ops = torch.ops.commhook
 
 #: Directions whose length beside those before them is less than this (squared, relative) are left
 #: out. They are a hundred times what rounding to float32 leaves of a direction that there is not;
 #: and still long enough for the others to come out right in float64.
 _SMALLEST = 1e-9
-
-#: Up to this rank products of factors are added up elementwise on the CPU, which for thin factors
-#: is faster than a matrix product.
-_ELEMENTWISE_RANK = 4
-
-#: Elements for each thread on the CPU that stay in its cache from one operation to the next.
-_BLOCK = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -109,7 +104,6 @@ class Plan:
             self.left_numel += len(group) * self.rank * rows
             self.right_numel += len(group) * self.rank * columns
         self.parameters = self.matrices + len(self.vectors)
-        self._blocks: dict[tuple[int, int], list[Block]] = {}
         self._fresh: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
 
     @classmethod
@@ -167,21 +161,6 @@ class Plan:
             ]
         return found
 
-    def blocks(self, group: Group, device: torch.device) -> list[Block]:
-        """A group in blocks that fit into a processor's cache; on other devices in one."""
-        threads = torch.get_num_threads() if device.type == "cpu" else 0
-        found = self._blocks.get((group.matrices, threads))
-        if found is None:
-            most = _BLOCK * threads if threads else len(group) * group.rows * group.columns
-            at_once = max(1, most // (group.rows * group.columns))
-            rows = max(1, most // group.columns) if at_once == 1 else group.rows
-            parts = [slice(i, min(i + rows, group.rows)) for i in range(0, group.rows, rows)]
-            found = self._blocks[group.matrices, threads] = [
-                Block(slice(i, min(i + at_once, len(group))), parts)
-                for i in range(0, len(group), at_once)
-            ]
-        return found
-
     # ---- views -----------------------------------------------------------------------------------
 
     def stack(self, bucket: Tensor, group: Group) -> Tensor:
@@ -205,18 +184,6 @@ class Plan:
     def split_vectors(self, bucket: Tensor) -> list[Tensor]:
         """The vectors in a tensor like the bucket."""
         return [bucket.narrow(0, offset, length) for _, offset, length in self.vectors]
-
-
-class Block(NamedTuple):
-    """A part of a group.
-
-    Attributes:
-        some: which matrices.
-        parts: their rows, in parts where there is but one matrix.
-    """
-
-    some: slice
-    parts: list[slice]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -270,30 +237,22 @@ def left_factors(
             sums = plan.split_vectors(work)
             shaped = [one.view(vector.shape) for one, vector in zip(sums, vectors, strict=True)]
             torch._foreach_add_(shaped, vectors)
-            _ops.flatten(sums, scale=scale, out=wire[: plan.vector_numel])
+            flatten(sums, scale=scale, out=wire[: plan.vector_numel])
             torch._foreach_zero_(sums)
         else:
-            _ops.flatten(vectors, scale=scale, out=wire[: plan.vector_numel])
+            flatten(vectors, scale=scale, out=wire[: plan.vector_numel])
     left = wire[plan.vector_numel :]
     for group in plan.groups:
         stack, p, right = plan.stack(work, group), plan.left(left, group), plan.right(q, group)
-        if flat is None:
-            matrices = [sources[i].reshape(group.rows, group.columns) for i in group.numbers]
+        if flat is work:
+            _ops.low_rank_left(stack, right, p)
+            continue
+        if flat is not None:
+            matrices = plan.stack(flat, group).unbind()
         else:
-            gradients = plan.stack(flat, group)
-        for some, parts in plan.blocks(group, work.device):
-            for rows in parts:
-                block = stack[some, rows]
-                if flat is work:
-                    pass
-                elif flat is not None:
-                    pieces = gradients[some, rows]
-                    block.add_(pieces) if adds else block.copy_(pieces)
-                else:
-                    of_each = [matrix[rows] for matrix in matrices[some]]
-                    write = torch._foreach_add_ if adds else torch._foreach_copy_
-                    write(block.unbind(), of_each)
-                torch.bmm(right[some], block.transpose(1, 2), out=p[some, :, rows])
+            shape = (group.rows, group.columns)
+            matrices = [sources[i].reshape(shape).contiguous() for i in group.numbers]
+        _ops.low_rank_gather_left(matrices, stack, right, p, adds=adds)
     if scale != 1.0:
         left.mul_(scale)
 
@@ -322,10 +281,7 @@ def right_factors(
     orthonormalize(wire[plan.vector_numel :], plan, left)
     for group in plan.groups:
         stack, p, q = plan.stack(work, group), plan.left(left, group), plan.right(right, group)
-        for some, _ in plan.blocks(group, work.device):
-            torch.bmm(p[some], stack[some], out=q[some])
-            if keeps_error:
-                _subtract_product(stack[some], p[some], q[some])
+        (_ops.low_rank_right_error if keeps_error else _ops.low_rank_right)(stack, p, q)
     if scale != 1.0:
         right.mul_(scale)
 
@@ -354,15 +310,14 @@ def restore(
         keeps_error: whether ``work`` keeps the error.
     """
     if plan.vectors:
-        _ops.unflatten_into(wire[: plan.vector_numel], plan.split_vectors(result))
+        unflatten_into(wire[: plan.vector_numel], plan.split_vectors(result))
     for group, first in zip(plan.groups, plan.fresh(q.dtype, q.device), strict=True):
         stack, p, average = (
             plan.stack(result, group),
             plan.left(left, group),
             plan.right(right, group),
         )
-        for some, _ in plan.blocks(group, work.device):
-            _write_product(p[some], average[some], stack[some])
+        _ops.low_rank_product(p, average, stack)
         factors = plan.right(q, group)
         lengths = torch.linalg.vector_norm(average, dim=2, keepdim=True, dtype=torch.float64)
         is_finite = lengths.isfinite().all(1, keepdim=True)
@@ -372,29 +327,6 @@ def restore(
         factors.copy_(torch.where(is_finite & has_any, renewed, factors))
         if keeps_error:
             _empty(plan.stack(work, group), ~is_finite)
-
-
-def _write_product(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Write ``left' right`` into a stack, where the sum is over the second dimension of both."""
-    if not _is_elementwise(left):
-        torch.bmm(left.transpose(1, 2), right, out=out)
-        return
-    torch.mul(left[:, 0, :, None], right[:, 0, None, :], out=out)
-    for j in range(1, left.shape[1]):
-        out.addcmul_(left[:, j, :, None], right[:, j, None, :])
-
-
-def _subtract_product(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """Subtract ``left' right`` from a stack, as :func:`_write_product`."""
-    if not _is_elementwise(left):
-        out.baddbmm_(left.transpose(1, 2), right, alpha=-1.0)
-        return
-    for j in range(left.shape[1]):
-        out.addcmul_(left[:, j, :, None], right[:, j, None, :], value=-1.0)
-
-
-def _is_elementwise(left: Tensor) -> bool:
-    return left.device.type == "cpu" and left.shape[1] <= _ELEMENTWISE_RANK
 
 
 def _empty(stack: Tensor, which: Tensor) -> None:
@@ -463,7 +395,36 @@ def _eliminate(gram: Tensor) -> Tensor:
     return change
 
 
-# ---- operators for compilers ---------------------------------------------------------------------
+# ---- operators -----------------------------------------------------------------------------------
+
+# What csrc/ops/low_rank computes has no value of its own; compilers see but the three steps below.
+
+
+@torch.library.register_fake("commhook::low_rank_left")
+def _left_fake(matrices: Tensor, right: Tensor, left: Tensor) -> None: ...
+
+
+@torch.library.register_fake("commhook::low_rank_gather_left")
+def _gather_left_fake(
+    gradients: Sequence[Tensor],
+    matrices: Tensor,
+    right: Tensor,
+    left: Tensor,
+    *,
+    adds: bool = False,
+) -> None: ...
+
+
+@torch.library.register_fake("commhook::low_rank_right")
+def _right_fake(matrices: Tensor, left: Tensor, right: Tensor) -> None: ...
+
+
+@torch.library.register_fake("commhook::low_rank_right_error")
+def _right_error_fake(matrices: Tensor, left: Tensor, right: Tensor) -> None: ...
+
+
+@torch.library.register_fake("commhook::low_rank_product")
+def _product_fake(left: Tensor, right: Tensor, matrices: Tensor) -> None: ...
 
 
 @torch.library.custom_op("commhook::powersgd_left", mutates_args=("work",))

@@ -3,7 +3,6 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
-#include <cstring>
 
 #include "ops/cpu/blocks.h"
 #include "ops/cpu/streaming.h"
@@ -12,6 +11,7 @@ namespace commhook::codecs {
 namespace {
 
 static_assert(kMaxBlockSize <= cpu::kMaxBlock);
+static_assert(kMaxBlockSize * static_cast<int64_t>(sizeof(float)) <= cpu::Stream::kMost);
 
 // Below this a thread costs more to wake than it saves.
 constexpr int64_t kGrainElements = 64 * 1024;
@@ -68,70 +68,6 @@ void for_each_range(const BlockLayout& layout, const Run& run) {
                    });
 }
 
-// Bytes on their way past the caches: collected in the first-level cache, from where they go in
-// whole cache lines.
-class Stream {
- public:
-  static constexpr int64_t kMost = kMaxBlockSize * static_cast<int64_t>(sizeof(float));
-
-  // limit: of the bytes that are collected, at most kMost.
-  Stream(const cpu::RowKernels& kernels, int64_t limit) : kernels_(kernels), limit_(limit) {}
-  Stream(const Stream&) = delete;
-  Stream& operator=(const Stream&) = delete;
-  ~Stream() {
-    flush();
-    kernels_.fence();
-  }
-
-  // Where to write the `count` bytes, at most `limit`, that are to go to `to`.
-  void* place(void* to, int64_t count) {
-    auto* const target = static_cast<char*>(to);
-    if (target != line_ + end_) {
-      flush();
-      begin_ = end_ = static_cast<int64_t>(reinterpret_cast<uintptr_t>(target) % kLine);
-      line_ = target - end_;
-    } else if (end_ + count > limit_ + kLine) {
-      send_lines();
-    }
-    void* const place = buffer_ + end_;
-    end_ += count;
-    return place;
-  }
-
- private:
-  static constexpr int64_t kLine = 64;
-
-  // All but a line that is to be continued.
-  void send_lines() {
-    const int64_t whole = end_ / kLine * kLine;
-    if (whole == 0) {
-      return;
-    }
-    const int64_t first = begin_ == 0 ? 0 : kLine;
-    std::memcpy(line_ + begin_, buffer_ + begin_, static_cast<size_t>(first - begin_));
-    kernels_.stream_lines(buffer_ + first, line_ + first, whole - first);
-    std::memcpy(buffer_, buffer_ + whole, static_cast<size_t>(end_ - whole));
-    line_ += whole;
-    begin_ = 0;
-    end_ -= whole;
-  }
-
-  void flush() {
-    send_lines();
-    if (end_ > begin_) {
-      std::memcpy(line_ + begin_, buffer_ + begin_, static_cast<size_t>(end_ - begin_));
-    }
-  }
-
-  const cpu::RowKernels& kernels_;
-  const int64_t limit_;
-  // buffer_[i] goes to line_[i], for i from begin_ to end_.
-  char* line_ = nullptr;
-  int64_t begin_ = 0;
-  int64_t end_ = 0;
-  alignas(kLine) char buffer_[kMost + kLine];
-};
-
 // That are collected before they go.
 constexpr int64_t kStreamedBytes = 4096;
 
@@ -156,7 +92,7 @@ uint8_t* cleared(const at::Tensor& message, const BlockLayout& layout) {
 // the caches.
 void encode_run(const BlockKernels& kernels, const BlockForm& form, const float* values,
                 int64_t count, const Encoding& encoding, int64_t block, float* error,
-                uint8_t* codes, float* parameters, Stream* stream) {
+                uint8_t* codes, float* parameters, cpu::Stream* stream) {
   const int64_t size = form.block_size;
   if (stream == nullptr) {
     return kernels.encode(values, count, size, encoding, block, error, codes, parameters);
@@ -174,7 +110,7 @@ void encode_run(const BlockKernels& kernels, const BlockForm& form, const float*
 }
 
 void decode_run(const BlockKernels& kernels, const BlockForm& form, const uint8_t* codes,
-                const float* parameters, int64_t count, float* values, Stream& stream) {
+                const float* parameters, int64_t count, float* values, cpu::Stream& stream) {
   const int64_t size = form.block_size;
   const int64_t piece = values_in(kStreamedBytes, 32, size);
   for (int64_t i = 0; i < count; i += piece) {
@@ -202,7 +138,7 @@ void encode_on_cpu(const BlockKernels& kernels, at::TensorList tensors, const at
   const bool streamed = lost == nullptr && layout.bytes() >= cpu::streaming_bytes();
   for_each_range(layout, [&](int64_t block, int64_t begin, int64_t end) {
     BlockCursor cursor(layout, block);
-    Stream stream(rows, kStreamedBytes);
+    cpu::Stream stream(rows, kStreamedBytes);
     cpu::for_each_block(
         segments, begin, end, size, rows,
         [&](const float* values, int64_t position, int64_t count) {
@@ -230,7 +166,7 @@ void decode_on_cpu(const BlockKernels& kernels, const at::Tensor& message, at::T
   const bool streamed = cpu::bytes_of(tensors) >= cpu::streaming_bytes();
   for_each_range(layout, [&](int64_t block, int64_t begin, int64_t end) {
     BlockCursor cursor(layout, block);
-    Stream stream(rows, Stream::kMost);
+    cpu::Stream stream(rows, cpu::Stream::kMost);
     cpu::write_each_block(
         segments, begin, end, size, rows,
         [&](float* values, int64_t position, int64_t count, bool in_place) {

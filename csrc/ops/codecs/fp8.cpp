@@ -12,7 +12,7 @@
 #include "ops/codecs/block_codec_cpu.h"
 #include "ops/codecs/block_codec_reference.h"
 #include "ops/codecs/fp8_math.h"
-#include "ops/codecs/mutation.h"
+#include "ops/mutation.h"
 #include "ops/cpu/capability.h"
 
 namespace commhook::fp8 {

@@ -17,7 +17,7 @@
 #include "ops/bucket.h"
 #include "ops/codecs/codec_checks.h"
 #include "ops/codecs/codec_reference.h"
-#include "ops/codecs/mutation.h"
+#include "ops/mutation.h"
 #include "ops/cpu/capability.h"
 
 namespace commhook::randomk {

@@ -1,4 +1,4 @@
-#include "ops/codecs/mutation.h"
+#include "ops/mutation.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>

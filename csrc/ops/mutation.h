@@ -1,4 +1,5 @@
-// Autograd's side of operators of codecs, which write to arguments and have no derivative.
+// Autograd's side of operators of codecs and of low_rank, which write to arguments and have no
+// derivative.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
