@@ -296,20 +296,6 @@ def test_against_a_reference(rank: int, feedback: bool) -> None:
                     assert np.abs(got.numpy() - expected).max() < tolerance * 10
 
 
-def test_matrices_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those that are larger than a cache."""
-    gradients = [[torch.randn(shape) for shape in SHAPES] for _ in range(2)]
-    for hook in (hooks.powersgd(2), hooks.error_feedback(hooks.powersgd(5))):
-        wants = simulate(hook, gradients, steps=3).result
-        for block in (1, 100, 700):
-            monkeypatch.setattr(low_rank, "_BLOCK", block)
-            low_rank.plan_of.cache_clear()
-            results = simulate(hook, gradients, steps=3).result
-            assert all(distance(a, b) < 1e-4 for a, b in zip(results, wants, strict=True))
-        monkeypatch.undo()
-        low_rank.plan_of.cache_clear()
-
-
 def test_the_order_in_a_bucket_and_its_neighbours_do_not_matter() -> None:
     gradients = [[torch.randn(shape) for shape in SHAPES] for _ in range(2)]
     together = simulate(hooks.powersgd(2), gradients, steps=2).result

@@ -248,7 +248,7 @@ def left_factors(
             _ops.low_rank_left(stack, right, p)
             continue
         if flat is not None:
-            matrices = plan.stack(flat, group).unbind()
+            matrices = list(plan.stack(flat, group).unbind())
         else:
             shape = (group.rows, group.columns)
             matrices = [sources[i].reshape(shape).contiguous() for i in group.numbers]
