@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +15,7 @@ from torch import Tensor
 
 from torch_commhook import _C
 from torch_commhook.collectives.exchange import exchange
-from torch_commhook.gloo_groups import second_group
+from torch_commhook.gloo_groups import exchanges_of, second_group
 
 
 def message(source: int, destination: int, length: int, number: int = 0) -> Tensor:
@@ -18,7 +23,9 @@ def message(source: int, destination: int, length: int, number: int = 0) -> Tens
     return torch.randint(256, (length,), generator=generator, dtype=torch.uint8)
 
 
-def _exchange(rank: int, lengths: list[list[int]], two_groups: bool) -> list[Tensor]:
+def _exchange(
+    rank: int, lengths: list[list[int]], two_groups: bool, is_second: bool
+) -> list[Tensor]:
     """``lengths[a][b]`` bytes go from rank a to rank b."""
     size = dist.get_world_size()
     inputs = [message(rank, to, lengths[rank][to]) for to in range(size)]
@@ -26,7 +33,9 @@ def _exchange(rank: int, lengths: list[list[int]], two_groups: bool) -> list[Ten
     result = torch.ones(3)
     up = dist.group.WORLD
     down = dist.new_group() if two_groups else up
-    found = _C.Exchanges(False).start(up, down, inputs, outputs, result).wait()
+    exchanges = _C.Exchanges(up, down, is_second)
+    found = exchanges.start(inputs, outputs, result).wait()
+    exchanges.stop()
     assert found.data_ptr() == result.data_ptr()
     if two_groups:
         dist.barrier()
@@ -34,11 +43,13 @@ def _exchange(rank: int, lengths: list[list[int]], two_groups: bool) -> list[Ten
     return outputs
 
 
-@pytest.mark.parametrize("two_groups", [False, True])
+@pytest.mark.parametrize(("two_groups", "is_second"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("factor", [1, 100_000])
-def test_messages_of_all_lengths(three_ranks: RankPool, factor: int, two_groups: bool) -> None:
+def test_messages_of_all_lengths(
+    three_ranks: RankPool, factor: int, two_groups: bool, is_second: bool
+) -> None:
     lengths = [[factor * n for n in row] for row in ([5, 30, 0], [10, 10, 21], [1, 0, 20])]
-    found = three_ranks.run(_exchange, lengths, two_groups)
+    found = three_ranks.run(_exchange, lengths, two_groups, is_second)
     for rank, outputs in enumerate(found):
         for source, got in enumerate(outputs):
             if source == rank:
@@ -77,9 +88,9 @@ def _stopped(rank: int) -> list[str]:
     up, down = dist.new_group(), dist.new_group()
     said = []
     if rank == 0:  # nobody answers
-        exchanges = _C.Exchanges(False)
+        exchanges = _C.Exchanges(up, down, False)
         messages = [torch.zeros(10, dtype=torch.uint8) for _ in range(2)]
-        futures = [exchanges.start(up, down, messages, messages, torch.ones(1)) for _ in range(3)]
+        futures = [exchanges.start(messages, messages, torch.ones(1)) for _ in range(3)]
         ended: list[bool] = []
         futures[2].add_done_callback(lambda future: ended.append(True))
         exchanges.stop()
@@ -89,7 +100,7 @@ def _stopped(rank: int) -> list[str]:
                 future.wait()
             said.append(str(error.value))
         with pytest.raises(RuntimeError, match="the process group was closed"):
-            exchanges.start(up, down, messages, messages, torch.ones(1))
+            exchanges.start(messages, messages, torch.ones(1))
         exchanges.stop()
     dist.barrier()
     dist.destroy_process_group(up)
@@ -106,8 +117,8 @@ def _left(rank: int) -> str:
     said = ""
     if rank == 0:
         messages = [torch.zeros(10, dtype=torch.uint8) for _ in range(2)]
-        exchanges = _C.Exchanges(False)
-        future = exchanges.start(up, down, messages, messages, torch.ones(1))
+        exchanges = _C.Exchanges(up, down, False)
+        future = exchanges.start(messages, messages, torch.ones(1))
     dist.barrier()
     if rank == 1:
         dist.destroy_process_group(up)
@@ -116,9 +127,10 @@ def _left(rank: int) -> str:
         with pytest.raises(RuntimeError, match="gloo") as error:
             future.wait()
         said = str(error.value)
-        later = exchanges.start(up, down, messages, messages, torch.ones(1))
+        later = exchanges.start(messages, messages, torch.ones(1))
         with pytest.raises(RuntimeError, match="gloo"):
             later.wait()
+        exchanges.stop()
         dist.destroy_process_group(up)
         dist.destroy_process_group(down)
     return said
@@ -128,21 +140,106 @@ def test_a_rank_that_leaves_ends_them(two_ranks: RankPool) -> None:
     assert two_ranks.run(_left, timeout=60)[0]
 
 
+LOST_HALFWAY = """
+import os, signal, sys, threading, time
+import torch, torch.distributed as dist
+from torch_commhook import _C
+
+rank, is_second = int(sys.argv[1]), bool(int(sys.argv[2]))
+store = dist.FileStore(sys.argv[3], 2)
+dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
+up, down = dist.new_group(), dist.new_group()
+exchanges = _C.Exchanges(up, down, is_second)
+nothing = torch.empty(0, dtype=torch.uint8)
+messages = [[nothing] * 2, [nothing] * 2]
+for many in messages:
+    many[1 - rank] = torch.zeros(300_000_000, dtype=torch.uint8)
+dist.barrier()
+future = exchanges.start(*messages, torch.ones(1))
+if rank == 1:
+    time.sleep(0.03)
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    future.wait()
+except RuntimeError as error:
+    assert "gloo" in str(error), error
+    print("it is told", flush=True)
+os._exit(0)  # with connections that are lost
+"""
+
+
+@pytest.mark.parametrize("is_second", [0, 1])
+def test_a_rank_that_is_killed_halfway(tmp_path: Path, is_second: int) -> None:
+    """Gloo tells nothing of a message of which a part is there; its timeout is half an hour."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LOST_HALFWAY, str(rank), str(is_second), tmp_path / "store"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said, _ = ranks[0].communicate(timeout=60)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert said == "it is told\n"
+    assert ranks[1].returncode == -signal.SIGKILL
+
+
+def _from_a_thread_of_gloo(rank: int) -> bool:
+    """A second stage is issued by a thread of the first group's, as its user lets that group go."""
+    right = True
+    for number in range(20):
+        first = dist.new_group()
+        second = second_group(first)
+        exchanges_of(second)
+        length, waiting = 200_000, torch.futures.Future()
+        inputs = [message(rank, to, length, number) for to in range(2)]
+        outputs = [torch.zeros(length, dtype=torch.uint8) for _ in range(2)]
+
+        def issue(done: object, args: tuple = (inputs, outputs, second, waiting)) -> None:
+            inputs, outputs, second, waiting = args
+            exchange(inputs, outputs, torch.ones(1), second).add_done_callback(waiting.set_result)
+
+        work = first.allreduce([torch.ones(1)], dist.AllreduceOptions())
+        work.get_future().add_done_callback(issue)
+        waiting.wait().wait()
+        right = right and all(
+            torch.equal(got, message(source, rank, length, number))
+            for source, got in enumerate(outputs)
+        )
+        del work, issue, second
+        dist.barrier()
+        dist.destroy_process_group(first)
+        del first
+    return right
+
+
+def test_issued_by_a_thread_of_gloo(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_from_a_thread_of_gloo, timeout=60) == [True, True]
+
+
 def test_one_rank_and_nothing_to_send(one_rank: None) -> None:
     nothing, result = torch.empty(0, dtype=torch.uint8), torch.ones(2)
     group = dist.group.WORLD
-    exchanges = _C.Exchanges(False)
-    assert exchanges.start(group, group, [nothing], [nothing], result).wait().sum() == 2
+    for is_second in (False, True):
+        exchanges = _C.Exchanges(group, group, is_second)
+        assert exchanges.start([nothing], [nothing], result).wait().sum() == 2
+        exchanges.stop()
 
 
 def test_what_is_refused(one_rank: None) -> None:
     byte, group, result = torch.zeros(1, dtype=torch.uint8), dist.group.WORLD, torch.ones(1)
-    for arguments, said in (
-        ((None, group, [], [], result), "there must be process groups"),
-        ((group, None, [], [], result), "there must be process groups"),
-        ((group, group, [], [], result), "flat bytes on the CPU for each rank"),
-        ((group, group, [byte], [byte.view(1, 1)], result), "flat bytes"),
-        ((group, group, [torch.zeros(1)], [byte], result), "flat bytes"),
+    for groups in ((None, group), (group, None)):
+        with pytest.raises(ValueError, match="there must be process groups"):
+            _C.Exchanges(*groups, False)
+    for inputs, outputs in (
+        ([], []),
+        ([byte], [byte.view(1, 1)]),
+        ([torch.zeros(1)], [byte]),
     ):
-        with pytest.raises(ValueError, match=said):
-            _C.Exchanges(False).start(*arguments)
+        with pytest.raises(ValueError, match="flat bytes on the CPU for each rank"):
+            _C.Exchanges(group, group, False).start(inputs, outputs, result)

@@ -94,14 +94,14 @@ def broadcast_buckets(bytes: list[int], kinds: list[int], buffer_size: int) -> l
 def held_work(work: torch.distributed.Work) -> torch.distributed.Work: ...
 
 class Exchanges:
-    def __init__(self, is_second: bool) -> None: ...
-    def start(
+    def __init__(
         self,
         up: torch.distributed.ProcessGroup,
         down: torch.distributed.ProcessGroup,
-        inputs: list[Tensor],
-        outputs: list[Tensor],
-        result: Tensor,
+        is_second: bool,
+    ) -> None: ...
+    def start(
+        self, inputs: list[Tensor], outputs: list[Tensor], result: Tensor
     ) -> torch.futures.Future[Tensor]: ...
     def stop(self) -> None: ...
 

@@ -119,10 +119,12 @@ def destroy_group(group: Any) -> None:
     close_connections(group)
 
 
-def close_connections(group: Any) -> None:
-    """Take a group's backends off, so that the other ranks' collectives on it end."""
-    stop_exchanges(group)
-    _C.drop_backends(group)
+def close_connections(*groups: Any) -> None:
+    """Take groups' backends off, so that the other ranks' collectives on them end."""
+    for group in groups:  # of all first, since they take the connections of two
+        stop_exchanges(group)
+    for group in groups:
+        _C.drop_backends(group)
 
 
 # ---- for second stages ---------------------------------------------------------------------------
@@ -162,23 +164,21 @@ def second_group(group: Any) -> Any:
     return found
 
 
-def stages_of(group: Any) -> tuple[Any, Any]:
-    """The groups of both stages, of which ``group`` is one; twice the same where it is alone."""
-    second = _seconds.get(group)
-    if second is not None:
-        return group, second
-    first = _firsts[group]() if group in _firsts else None
-    return (group if first is None else first), group
-
-
 # ---- exchanges -----------------------------------------------------------------------------------
 
 
 def exchanges_of(group: Any) -> _C.Exchanges:
-    """Those that are issued on a group."""
+    """Those that are issued on a group.
+
+    Of the group of second stages they are made before the first of these, since that may be issued
+    by a thread of the first group's, which must not hold it.
+    """
     found = _exchanges.get(group)
     if found is None:
-        exchanges = _C.Exchanges(group in _firsts)
+        is_second = group in _firsts
+        up = _firsts[group]() if is_second else group
+        down = _seconds.get(up, up)  # the same where it is alone
+        exchanges = _C.Exchanges(up, down, is_second)
         # The threads that wait for them must end before the interpreter does.
         found = _exchanges[group] = exchanges, weakref.finalize(group, exchanges.stop)
     return found[0]

@@ -274,8 +274,7 @@ class StepGroup:
         with suppress(RuntimeError):  # the store may have gone with its process, which all see
             # The first counts: who comes later may have failed because of it.
             self._store.compare_set(self._key(self._epoch), "", f"on rank {self.rank}: {reason}")
-        for own in self._own:
-            close_connections(own.group)
+        close_connections(*(own.group for own in self._own))
 
     def fail_with(self, error: BaseException) -> BaseException:
         """:meth:`fail` because of an error.

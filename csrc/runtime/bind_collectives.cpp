@@ -45,16 +45,16 @@ void bind_collectives(py::module_& m) {
       },
       py::arg("bytes"), py::arg("kinds"), py::arg("buffer_size"));
   py::class_<Exchanges, std::shared_ptr<Exchanges>>(m, "Exchanges")
-      .def(py::init<bool>(), py::arg("is_second"))
+      .def(py::init<const Exchanges::Group&, const Exchanges::Group&, bool>(), py::arg("up"),
+           py::arg("down"), py::arg("is_second"))
       .def(
           "start",
-          [](Exchanges& self, const Exchanges::Group& up, const Exchanges::Group& down,
-             const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs,
-             const at::Tensor& result) {
+          [](Exchanges& self, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
+             at::Tensor result) {
             return std::make_shared<torch::jit::PythonFutureWrapper>(
-                self.start(up, down, inputs, outputs, result));
+                self.start(std::move(inputs), std::move(outputs), std::move(result)));
           },
-          py::arg("up"), py::arg("down"), py::arg("inputs"), py::arg("outputs"), py::arg("result"),
+          py::arg("inputs"), py::arg("outputs"), py::arg("result"),
           py::call_guard<py::gil_scoped_release>())
       .def("stop", &Exchanges::stop, py::call_guard<py::gil_scoped_release>());
 }

@@ -2,9 +2,11 @@
 #pragma once
 
 #include <ATen/core/ivalue.h>
+#include <c10/util/intrusive_ptr.h>
 
 #include <condition_variable>
 #include <deque>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -22,28 +24,35 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
  public:
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-  // Two may be under way on the same groups, if only one `is_second`.
-  explicit Exchanges(bool is_second) : is_second_(is_second) {}
+  // Messages to higher ranks take the connections of `up`, those to lower ranks the ones of `down`,
+  // over the same ranks: a connection that carries messages in one direction carries their
+  // receiver's words about them in the other, with no message before them. The groups are not kept.
+  // Two Exchanges may have the same, if only one `is_second`: its messages are issued by a thread
+  // of its own, since start() may be called by one of a group's, which must not hold that group.
+  Exchanges(const Group& up, const Group& down, bool is_second);
 
   // Sends `inputs[r]` to each rank r, and gets `outputs[r]` from it: flat bytes on the CPU. What
-  // goes to this rank itself is for the caller to copy. Messages to higher ranks take the
-  // connections of `up`, those to lower ranks the ones of `down`, over the same ranks: a connection
-  // that carries messages in one direction carries their receiver's words about them in the other,
-  // with no message before them. A Future of `result`, or of what has failed. Called without the
-  // GIL.
-  c10::intrusive_ptr<c10::ivalue::Future> start(const Group& up, const Group& down,
-                                                const std::vector<at::Tensor>& inputs,
-                                                const std::vector<at::Tensor>& outputs,
-                                                const at::Tensor& result);
+  // goes to this rank itself is for the caller to copy. A Future of `result`, or of what has
+  // failed. Called without the GIL.
+  c10::intrusive_ptr<c10::ivalue::Future> start(std::vector<at::Tensor> inputs,
+                                                std::vector<at::Tensor> outputs, at::Tensor result);
 
   // Lets those under way fail, and all that come later. Returns when none is under way and nobody
   // runs what waits for one, but for the caller. Called without the GIL.
   void stop();
 
  private:
-  using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  using Works = std::vector<WorkPtr>;
+  using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+  struct Messages {
+    std::vector<at::Tensor> inputs;
+    std::vector<at::Tensor> outputs;
+    at::Tensor result;
+    FuturePtr done;
+  };
   struct Exchange {
-    c10::intrusive_ptr<c10::ivalue::Future> done;
+    FuturePtr done;
     at::Tensor result;
     size_t missing = 0;  // ranks with which it is not over
     bool ended = false;
@@ -52,17 +61,43 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   struct Lane {
     std::deque<std::pair<Works, std::shared_ptr<Exchange>>> under_way;
     std::thread::id runner;  // that waits for them; none while there are none
+    // A message that never comes. Of one that is halfway there Gloo says nothing when the
+    // connection is lost, of one that has not begun it does.
+    WorkPtr watched;
+    bool is_watched = false;
+    std::thread::id watcher;  // that waits for it
+    std::exception_ptr lost;  // what it has been told
+  };
+  // Of what has been issued.
+  struct Outcome {
+    bool is_over;
+    std::exception_ptr error;
   };
 
-  // Of an exchange among so many ranks, which have their lanes from then on.
-  int next_tag(int size);
-  void add(std::vector<std::pair<int, Works>> parts, Exchange exchange);
+  void issue_all();
+  Outcome issue(const Messages& messages);
+  static void tell(c10::ivalue::Future& done, const Outcome& outcome, const at::Tensor& result);
+  // Whether there was nothing to send.
+  bool post(const Messages& messages);
+  void watch(int rank, const Group& group);
+  void add(std::vector<std::pair<int, Works>> parts, std::shared_ptr<Exchange> exchange);
   void run(Lane& lane);
+  void run_watcher(Lane& lane);
 
+  const c10::weak_intrusive_ptr<c10d::ProcessGroup> up_;
+  const c10::weak_intrusive_ptr<c10d::ProcessGroup> down_;
+  const int size_;
+  const int rank_;
   const bool is_second_;
   std::mutex mutex_;
   std::condition_variable ended_;
   std::vector<Lane> lanes_;  // by rank
+  std::deque<Messages> to_issue_;
+  std::thread::id issuer_;  // that issues them; none while there are none
+  int issuing_ = 0;         // threads that do
+  // Of exchanges that have failed: their other messages may still be on their way, and a connection
+  // whose message has lost its memory can carry no other.
+  std::vector<Works> failed_;
   bool stopped_ = false;
   uint32_t count_ = 0;
 };

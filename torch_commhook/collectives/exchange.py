@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_commhook.gloo_groups import exchanges_of, is_gloo, stages_of
+from torch_commhook.gloo_groups import exchanges_of, is_gloo
 
 _LEAST_BYTES = 128 * 1024
 _MOST_RANKS = 4
@@ -41,5 +41,4 @@ def exchange(
     """
     rank = group.rank()
     outputs[rank].copy_(inputs[rank])
-    up, down = stages_of(group)
-    return exchanges_of(group).start(up, down, list(inputs), list(outputs), result)
+    return exchanges_of(group).start(list(inputs), list(outputs), result)

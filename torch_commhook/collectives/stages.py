@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_commhook.collectives.futures import TracedStages, set_error, then
 from torch_commhook.collectives.turns import turns_of
-from torch_commhook.gloo_groups import second_group
+from torch_commhook.gloo_groups import exchanges_of, second_group
 from torch_commhook.metrics import CallMeter, note_collective
 
 
@@ -52,6 +52,8 @@ def two_stages(
     own_group: Any = None
     if not is_traced and device.type == "cpu" and group.size() > 1:
         own_group = second_group(group)
+        if own_group is not None:
+            exchanges_of(own_group)
     first = issue_first()
     note_collective(second_bytes)  # here, since it may be issued where nobody counts
 

@@ -169,7 +169,7 @@ constexpr int64_t kGroupValues = 256;
 constexpr int64_t kGroup = 32;
 
 // How far ahead values are asked for.
-constexpr int64_t kAhead = 2048;
+constexpr int64_t kAhead = 512;
 
 struct Workspace {
   alignas(64) float compensated[kMaxBlockSize];
