@@ -26,6 +26,7 @@ SHAPES = [
     (1, 5, 2100),
     (1, 260, 1030),
     (4, 17, 200),
+    (2, 16384 + 300, 3),
     (2, 0, 3),
     (2, 3, 0),
     (0, 3, 4),
@@ -145,7 +146,7 @@ def test_against_float64(run: Callable[[Problem], None], dtype: torch.dtype, lev
 
 @pytest.mark.parametrize("run", RUNS)
 def test_the_same_bits_on_all_processors_and_threads(run: Callable[[Problem], None]) -> None:
-    for shape in ((2, 300, 67), (1, 260, 1030), (40, 64, 65)):
+    for shape in ((2, 300, 67), (1, 260, 1030), (40, 64, 65), (2, 40_000, 3)):
         for dtype in (torch.float32, torch.float64):
             found = []
             for level in LEVELS[1:]:

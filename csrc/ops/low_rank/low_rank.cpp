@@ -1,5 +1,5 @@
 // Matrices as products of thin factors: the operators of PowerSGD, and their kernels in plain ATen,
-// which serve other devices than the CPU. What is done with them stands in
+// which serve other devices than the CPU, and high ranks. What is done with them stands in
 // torch_commhook/hooks/low_rank.py.
 #include "ops/low_rank/low_rank.h"
 
@@ -95,6 +95,10 @@ void check_gradients(const char* op, at::TensorList gradients, const at::Tensor&
   }
 }
 
+bool has_kernels(const at::Tensor& matrices, const at::Tensor& left) {
+  return cpu::serve(matrices.device()) && left.size(1) <= kMostRank;
+}
+
 // ---- the operators -----------------------------------------------------------------------------
 
 void multiply_reference(const at::Tensor& matrices, const at::Tensor& right,
@@ -105,7 +109,7 @@ void multiply_reference(const at::Tensor& matrices, const at::Tensor& right,
 
 void low_rank_left(const at::Tensor& matrices, const at::Tensor& right, const at::Tensor& left) {
   check_all("low_rank_left", matrices, left, right);
-  if (cpu::serve(matrices.device())) {
+  if (has_kernels(matrices, left)) {
     return left_on_cpu(matrices, right, left);
   }
   multiply_reference(matrices, right, left);
@@ -119,7 +123,7 @@ void low_rank_gather_left(at::TensorList gradients, const at::Tensor& matrices,
   for (size_t i = 0; i < gradients.size(); ++i) {
     codecs::check_apart(kName, "left", left, "gradients", static_cast<int64_t>(i), gradients[i]);
   }
-  if (cpu::serve(matrices.device())) {
+  if (has_kernels(matrices, left)) {
     return gather_left_on_cpu(gradients, matrices, right, left, adds);
   }
   if (!gradients.empty()) {
@@ -140,7 +144,7 @@ void right_reference(const at::Tensor& matrices, const at::Tensor& left, const a
 
 void low_rank_right(const at::Tensor& matrices, const at::Tensor& left, const at::Tensor& right) {
   check_all("low_rank_right", matrices, left, right);
-  if (cpu::serve(matrices.device())) {
+  if (has_kernels(matrices, left)) {
     return right_on_cpu(matrices, left, right, /*subtracts=*/false);
   }
   right_reference(matrices, left, right);
@@ -149,7 +153,7 @@ void low_rank_right(const at::Tensor& matrices, const at::Tensor& left, const at
 void low_rank_right_error(const at::Tensor& matrices, const at::Tensor& left,
                           const at::Tensor& right) {
   check_all("low_rank_right_error", matrices, left, right);
-  if (cpu::serve(matrices.device())) {
+  if (has_kernels(matrices, left)) {
     return right_on_cpu(matrices, left, right, /*subtracts=*/true);
   }
   right_reference(matrices, left, right);
@@ -158,7 +162,7 @@ void low_rank_right_error(const at::Tensor& matrices, const at::Tensor& left,
 
 void low_rank_product(const at::Tensor& left, const at::Tensor& right, const at::Tensor& matrices) {
   check_all("low_rank_product", matrices, left, right);
-  if (cpu::serve(matrices.device())) {
+  if (has_kernels(matrices, left)) {
     return product_on_cpu(left, right, matrices);
   }
   auto out = matrices;

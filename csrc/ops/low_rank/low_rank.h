@@ -9,6 +9,10 @@
 
 namespace commhook::low_rank {
 
+// Up to this rank the CPU has kernels. Beyond it ATen's products, which use each number that they
+// read many times, are faster than what goes through memory once.
+constexpr int64_t kMostRank = 8;
+
 // left = matrices * right.
 void left_on_cpu(const at::Tensor& matrices, const at::Tensor& right, const at::Tensor& left);
 // matrices = gradients, or += gradients, then as above.

@@ -28,8 +28,11 @@ constexpr int64_t kPieceBytes = 8192;
 // the first-level cache; fewer are slower, since each row lies in a page of memory of its own.
 constexpr int64_t kMostColumns = 1024;
 constexpr int64_t kLeastColumns = 64;
-// Rows after which their sum is added to that of those before.
+// Rows that one thread takes at once, and those after which their sum is added to that of the rows
+// before. Sums are taken so whatever the number of threads.
+constexpr int64_t kMostRows = 16384;
 constexpr int64_t kSummedRows = 256;
+static_assert(kMostRows % kSummedRows == 0);
 
 // Kernels for a number of directions.
 template <typename T>
@@ -138,12 +141,12 @@ void run_left(const Shape& shape, const SourceOf& source_of, T* memory, bool add
   });
 }
 
-// One matrix, or some of its columns.
+// right = the product of some rows and columns of a matrix with `left`, of so many rows in all.
 template <typename T>
-void right_of_columns(const T* matrix, int64_t rows, int64_t columns, int64_t n, const T* left,
-                      T* right, int64_t rank, T* sums) {
+void right_of_part(const T* matrix, int64_t rows, int64_t columns, int64_t n, const T* left,
+                   int64_t left_rows, T* right, int64_t right_columns, int64_t rank, T* sums) {
   for (int64_t j = 0; j < rank; ++j) {
-    std::fill_n(right + j * columns, n, T(0));
+    std::fill_n(right + j * right_columns, n, T(0));
   }
   for (int64_t begin = 0; begin < rows; begin += kSummedRows) {
     const int64_t end = std::min(rows, begin + kSummedRows);
@@ -151,53 +154,96 @@ void right_of_columns(const T* matrix, int64_t rows, int64_t columns, int64_t n,
     int64_t row = begin;
     for (; row + kRows <= end; row += kRows) {
       for_directions<T>(rank, [&](int64_t j, const Directions<T>& kernels) {
-        kernels.add_rows(matrix + row * columns, columns, left + j * rows + row, rows, n,
+        kernels.add_rows(matrix + row * columns, columns, left + j * left_rows + row, left_rows, n,
                          sums + j * n, n);
       });
     }
     for (; row < end; ++row) {
       for_directions<T>(rank, [&](int64_t j, const Directions<T>& kernels) {
-        kernels.add_row(matrix + row * columns, columns, left + j * rows + row, rows, n,
+        kernels.add_row(matrix + row * columns, columns, left + j * left_rows + row, left_rows, n,
                         sums + j * n, n);
       });
     }
     for (int64_t j = 0; j < rank; ++j) {
       for (int64_t c = 0; c < n; ++c) {
-        right[j * columns + c] += sums[j * n + c];
+        right[j * right_columns + c] += sums[j * n + c];
       }
     }
   }
 }
 
+// Of some rows and columns of a matrix, as above.
+template <typename T>
+void subtract_from_part(T* matrix, int64_t rows, int64_t columns, int64_t n, const T* left,
+                        int64_t left_rows, const T* right, int64_t rank) {
+  for (int64_t row = 0; row < rows; ++row) {
+    for_directions<T>(rank, [&](int64_t j, const Directions<T>& kernels) {
+      kernels.subtract(matrix + row * columns, left + j * left_rows + row, left_rows,
+                       right + j * columns, columns, n);
+    });
+  }
+}
+
+// Tall matrices in parts of some rows, too, whose products are added up.
 template <typename T>
 void run_right(const Shape& shape, T* matrices, const T* left, T* right, int64_t rank,
                bool subtracts) {
   const int64_t share = shape.matrices * shape.columns / at::get_num_threads() / kLeastColumns;
-  const int64_t columns = std::clamp(share * kLeastColumns, kLeastColumns, kMostColumns);
-  const int64_t parts = (shape.columns + columns - 1) / columns;
-  const int64_t grain =
-      std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, shape.rows * columns));
-  at::parallel_for(0, shape.matrices * parts, grain, [&](int64_t begin, int64_t end) {
-    std::vector<T> sums(rank * columns);
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t matrix = i / parts;
-      const int64_t first = i % parts * columns;
-      const int64_t n = std::min(columns, shape.columns - first);
-      T* const values = matrices + matrix * shape.distance + first;
-      const T* const p = left + matrix * rank * shape.rows;
-      T* const q = right + matrix * rank * shape.columns + first;
-      right_of_columns(values, shape.rows, shape.columns, n, p, q, rank, sums.data());
-      if (!subtracts) {
-        continue;
+  const int64_t columns = std::min(std::max<int64_t>(1, shape.columns),
+                                   std::clamp(share * kLeastColumns, kLeastColumns, kMostColumns));
+  const int64_t across = (shape.columns + columns - 1) / columns;
+  const int64_t down = std::max<int64_t>(1, (shape.rows + kMostRows - 1) / kMostRows);
+  const int64_t rows = std::min(std::max<int64_t>(1, shape.rows), kMostRows);
+  const int64_t grain = std::max<int64_t>(1, kGrainElements / (rows * columns));
+  const int64_t factor = rank * shape.columns;
+  std::vector<T> partial(down > 1 ? shape.matrices * down * factor : 0);
+
+  // visit(matrix, first row, rows, first column, columns, which part down)
+  const auto for_parts = [&](const auto& visit) {
+    at::parallel_for(0, shape.matrices * down * across, grain, [&](int64_t begin, int64_t end) {
+      std::vector<T> sums(rank * columns);
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t first = i % across * columns;
+        const int64_t part = i / across % down;
+        const int64_t row = part * kMostRows;
+        visit(i / across / down, row, std::min(kMostRows, shape.rows - row), first,
+              std::min(columns, shape.columns - first), part, sums.data());
       }
-      for (int64_t row = 0; row < shape.rows; ++row) {
-        for_directions<T>(rank, [&](int64_t j, const Directions<T>& kernels) {
-          kernels.subtract(values + row * shape.columns, p + j * shape.rows + row, shape.rows,
-                           q + j * shape.columns, shape.columns, n);
-        });
-      }
+    });
+  };
+  const auto subtract = [&](int64_t matrix, int64_t row, int64_t n_rows, int64_t first, int64_t n) {
+    subtract_from_part(matrices + matrix * shape.distance + row * shape.columns + first, n_rows,
+                       shape.columns, n, left + matrix * rank * shape.rows + row, shape.rows,
+                       right + matrix * factor + first, rank);
+  };
+
+  for_parts([&](int64_t matrix, int64_t row, int64_t n_rows, int64_t first, int64_t n, int64_t part,
+                T* sums) {
+    T* const into =
+        down > 1 ? partial.data() + (matrix * down + part) * factor : right + matrix * factor;
+    right_of_part(matrices + matrix * shape.distance + row * shape.columns + first, n_rows,
+                  shape.columns, n, left + matrix * rank * shape.rows + row, shape.rows,
+                  into + first, shape.columns, rank, sums);
+    if (subtracts && down == 1) {  // while they are in a cache
+      subtract(matrix, row, n_rows, first, n);
     }
   });
+  if (down == 1) {
+    return;
+  }
+  for (int64_t matrix = 0; matrix < shape.matrices; ++matrix) {
+    T* const sum = right + matrix * factor;
+    for (int64_t part = 0; part < down; ++part) {
+      const T* const of_part = partial.data() + (matrix * down + part) * factor;
+      for (int64_t i = 0; i < factor; ++i) {
+        sum[i] = part == 0 ? of_part[i] : sum[i] + of_part[i];
+      }
+    }
+  }
+  if (subtracts) {
+    for_parts([&](int64_t matrix, int64_t row, int64_t n_rows, int64_t first, int64_t n, int64_t,
+                  T*) { subtract(matrix, row, n_rows, first, n); });
+  }
 }
 
 template <typename T>
