@@ -176,7 +176,7 @@ def exchanges_of(group: Any) -> _C.Exchanges:
     found = _exchanges.get(group)
     if found is None:
         is_second = group in _firsts
-        up = _firsts[group]() if is_second else group
+        up: Any = _firsts[group]() if is_second else group
         down = _seconds.get(up, up)  # the same where it is alone
         exchanges = _C.Exchanges(up, down, is_second)
         # The threads that wait for them must end before the interpreter does.

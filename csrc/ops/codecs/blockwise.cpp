@@ -11,9 +11,9 @@
 #include "ops/codecs/block_codec_cpu.h"
 #include "ops/codecs/block_codec_reference.h"
 #include "ops/codecs/blockwise_math.h"
-#include "ops/mutation.h"
 #include "ops/codecs/philox.h"
 #include "ops/cpu/capability.h"
+#include "ops/mutation.h"
 
 namespace commhook::blockwise {
 

@@ -12,8 +12,8 @@
 #include "ops/codecs/block_codec_cpu.h"
 #include "ops/codecs/block_codec_reference.h"
 #include "ops/codecs/fp8_math.h"
-#include "ops/mutation.h"
 #include "ops/cpu/capability.h"
+#include "ops/mutation.h"
 
 namespace commhook::fp8 {
 

@@ -16,8 +16,8 @@
 #include "ops/codecs/block_codec_cpu.h"
 #include "ops/codecs/block_codec_reference.h"
 #include "ops/codecs/float_bits.h"
-#include "ops/mutation.h"
 #include "ops/cpu/capability.h"
+#include "ops/mutation.h"
 
 namespace commhook::sign {
 

@@ -18,8 +18,8 @@
 #include "ops/bucket.h"
 #include "ops/codecs/codec_checks.h"
 #include "ops/codecs/codec_reference.h"
-#include "ops/mutation.h"
 #include "ops/cpu/capability.h"
+#include "ops/mutation.h"
 
 namespace commhook::topk {
 
