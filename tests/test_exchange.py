@@ -141,7 +141,7 @@ def test_a_rank_that_leaves_ends_them(two_ranks: RankPool) -> None:
 
 
 LOST_HALFWAY = """
-import os, signal, sys, threading, time
+import os, signal, sys, time
 import torch, torch.distributed as dist
 from torch_commhook import _C
 
@@ -190,7 +190,7 @@ def test_a_rank_that_is_killed_halfway(tmp_path: Path, is_second: int) -> None:
 
 
 def _from_a_thread_of_gloo(rank: int) -> bool:
-    """A second stage is issued by a thread of the first group's, as its user lets that group go."""
+    """A thread of the first group's issues a second stage; then the group goes."""
     right = True
     for number in range(20):
         first = dist.new_group()

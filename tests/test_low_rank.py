@@ -31,6 +31,7 @@ SHAPES = [
     (2, 3, 0),
     (0, 3, 4),
 ]
+GAP = 3  # elements between matrices
 
 
 class Problem:
@@ -43,7 +44,6 @@ class Problem:
         *,
         dtype: torch.dtype = torch.float32,
         of_gradients: torch.dtype | None = None,
-        gap: int = 3,
     ) -> None:
         count, rows, columns = shape
         generator = torch.Generator().manual_seed(rows * 31 + columns * 7 + rank)
@@ -51,10 +51,9 @@ class Problem:
         def random(*size: int) -> Tensor:
             return torch.randn(*size, generator=generator, dtype=torch.float64).to(dtype)
 
-        self.distance = rows * columns + gap
-        self.buffer = torch.full((gap + count * self.distance,), 7.0, dtype=dtype)
-        strides = (self.distance, columns, 1)
-        self.matrices = self.buffer.as_strided(shape, strides, gap)
+        distance = rows * columns + GAP
+        self.buffer = torch.full((GAP + count * distance,), 7.0, dtype=dtype)
+        self.matrices = self.buffer.as_strided(shape, (distance, columns, 1), GAP)
         self.matrices.copy_(random(*shape))
         self.left = random(count, rank, rows)
         self.right = random(count, rank, columns)
@@ -64,7 +63,7 @@ class Problem:
         """What is beside the matrices."""
         beside = torch.ones_like(self.buffer, dtype=torch.bool)
         if self.matrices.numel():
-            of_matrices = beside.as_strided(self.matrices.shape, self.matrices.stride(), 3)
+            of_matrices = beside.as_strided(self.matrices.shape, self.matrices.stride(), GAP)
             of_matrices.fill_(False)
         return self.buffer[beside]
 
@@ -166,7 +165,6 @@ def test_gradients_of_any_dtype(dtype: torch.dtype, of_gradients: torch.dtype, l
     for shape in ((3, 7, 5), (1, 3, 2100)):
         for run in (run_gather, run_gather_adds):
             p = Problem(shape, 5, dtype=dtype, of_gradients=of_gradients)
-            p.gradients = [g + 0 for g in p.gradients]
             m, left, _ = wanted(run, p)
             with cpu_level(level):
                 run(p)

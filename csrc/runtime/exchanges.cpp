@@ -148,7 +148,7 @@ bool Exchanges::post(const Messages& messages) {
                                [](const auto& part) { return part.second.empty(); }),
                 parts.end());
     if (!parts.empty()) {
-      add(parts, exchange);
+      add(parts, exchange);  // a copy: see below
     }
     return parts.empty();
   } catch (...) {

@@ -53,7 +53,7 @@ def two_stages(
     if not is_traced and device.type == "cpu" and group.size() > 1:
         own_group = second_group(group)
         if own_group is not None:
-            exchanges_of(own_group)
+            exchanges_of(own_group)  # here, on a thread that may hold the first group
     first = issue_first()
     note_collective(second_bytes)  # here, since it may be issued where nobody counts
 

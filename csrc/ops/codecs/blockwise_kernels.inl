@@ -168,7 +168,7 @@ inline __attribute__((always_inline)) void quantize_any(const float* p, int64_t 
 constexpr int64_t kGroupValues = 256;
 constexpr int64_t kGroup = 32;
 
-// How far ahead values are asked for.
+// How far ahead values are asked for. Measured: half and twice that are slower.
 constexpr int64_t kAhead = 512;
 
 struct Workspace {

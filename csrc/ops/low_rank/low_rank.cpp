@@ -21,7 +21,7 @@ namespace {
 // ---- checks: each throws an error that names the operator, the argument, its contract and the
 // ---- value
 
-void check_numbers(const char* op, const char* argument, int64_t index, const at::Tensor& tensor) {
+void check_dense(const char* op, const char* argument, int64_t index, const at::Tensor& tensor) {
   TORCH_CHECK_TYPE(tensor.defined() && tensor.layout() == at::kStrided, op, ": ",
                    argument_name(argument, index), " must be dense (torch.strided), got layout ",
                    tensor.defined() ? layout_name(tensor.layout()) : "None");
@@ -31,7 +31,7 @@ void check_numbers(const char* op, const char* argument, int64_t index, const at
 // Dense, of three dimensions, each matrix row-major, none in another.
 void check_matrices(const char* op, const at::Tensor& matrices) {
   constexpr const char* kName = "matrices";
-  check_numbers(op, kName, -1, matrices);
+  check_dense(op, kName, -1, matrices);
   const auto dtype = matrices.scalar_type();
   TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble, op,
                    ": matrices must be of dtype float32 or float64, got ", dtype_name(dtype));
@@ -51,7 +51,7 @@ void check_matrices(const char* op, const at::Tensor& matrices) {
 // Of sizes [matrices, rank, length], contiguous, on the matrices' device, and of their dtype.
 void check_factor(const char* op, const char* argument, const at::Tensor& factor, int64_t rank,
                   int64_t length, const at::Tensor& matrices) {
-  check_numbers(op, argument, -1, factor);
+  check_dense(op, argument, -1, factor);
   TORCH_CHECK_TYPE(factor.scalar_type() == matrices.scalar_type(), op, ": ", argument,
                    " must have the matrices' dtype, ", dtype_name(matrices.scalar_type()), ", got ",
                    dtype_name(factor.scalar_type()));
@@ -83,7 +83,7 @@ void check_gradients(const char* op, at::TensorList gradients, const at::Tensor&
     const auto index = static_cast<int64_t>(i);
     const auto& gradient = gradients[i];
     const auto name = argument_name("gradients", index);
-    check_numbers(op, "gradients", index, gradient);
+    check_dense(op, "gradients", index, gradient);
     TORCH_CHECK_TYPE(is_bucket_dtype(gradient.scalar_type()), op, ": ", name,
                      " must be of dtype float64, float32, float16 or bfloat16, got ",
                      dtype_name(gradient.scalar_type()));

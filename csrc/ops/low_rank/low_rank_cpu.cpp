@@ -22,7 +22,7 @@ constexpr int kRows = 8;    // that are added up at once
 
 // Below this a thread costs more to wake than it saves.
 constexpr int64_t kGrainElements = 64 * 1024;
-// Elements of a row, at most: with one factor of them they stay in the first-level cache.
+// Of a row that is taken at once: with the factors for it, it stays in the first-level cache.
 constexpr int64_t kPieceBytes = 8192;
 // Columns that one thread takes at once, if there are enough for all threads. Their sums stay in
 // the first-level cache; fewer are slower, since each row lies in a page of memory of its own.
@@ -57,10 +57,15 @@ struct Directions {
 #define COMMHOOK_KERNELS "ops/low_rank/low_rank_kernels.inl"
 #include "ops/cpu/for_each_instruction_set.h"
 
+// Those for 1 to kAtOnce directions.
+template <typename T>
+const Directions<T>* all_kernels() {
+  return COMMHOOK_CHOOSE(kDirections<T>);
+}
+
 // Calls visit(first direction, kernels) for all directions.
 template <typename T, typename Visit>
-void for_directions(int64_t rank, const Visit& visit) {
-  const Directions<T>* const all = COMMHOOK_CHOOSE(kDirections<T>);
+void for_directions(const Directions<T>* all, int64_t rank, const Visit& visit) {
   for (int64_t j = 0; j < rank; j += kAtOnce) {
     visit(j, all[std::min<int64_t>(kAtOnce, rank - j) - 1]);
   }
@@ -96,10 +101,11 @@ struct Source {
   cpu::RowKernel convert;  // null: they have the dtype already
 };
 
-// source(matrix): where its values come from. memory: where they go, or null.
+// source_of(matrix): where its values come from. memory: where they go, or null.
 template <typename T, typename SourceOf>
 void run_left(const Shape& shape, const SourceOf& source_of, T* memory, bool adds, const T* right,
               T* left, int64_t rank) {
+  const auto* const all = all_kernels<T>();
   constexpr int64_t kPiece = kPieceBytes / sizeof(T);
   const int64_t grain = std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, shape.columns));
   at::parallel_for(0, shape.matrices * shape.rows, grain, [&](int64_t begin, int64_t end) {
@@ -122,7 +128,7 @@ void run_left(const Shape& shape, const SourceOf& source_of, T* memory, bool add
         T* const to = memory == nullptr
                           ? nullptr
                           : memory + matrix * shape.distance + row * shape.columns + c;
-        for_directions<T>(rank, [&](int64_t j, const Directions<T>& kernels) {
+        for_directions(all, rank, [&](int64_t j, const Directions<T>& kernels) {
           const T* const some = factor + j * shape.columns + c;
           T* const added = sums.data() + j * kLanes<T>;
           if (to == nullptr) {
@@ -141,32 +147,33 @@ void run_left(const Shape& shape, const SourceOf& source_of, T* memory, bool add
   });
 }
 
-// right = the product of some rows and columns of a matrix with `left`, of so many rows in all.
+// right = the product of n columns and some rows of a matrix, and of these rows of `left`.
+// columns, left_rows: of all of them.
 template <typename T>
-void right_of_part(const T* matrix, int64_t rows, int64_t columns, int64_t n, const T* left,
-                   int64_t left_rows, T* right, int64_t right_columns, int64_t rank, T* sums) {
+void right_of_part(const Directions<T>* all, const T* matrix, int64_t rows, int64_t columns,
+                   int64_t n, const T* left, int64_t left_rows, T* right, int64_t rank, T* sums) {
   for (int64_t j = 0; j < rank; ++j) {
-    std::fill_n(right + j * right_columns, n, T(0));
+    std::fill_n(right + j * columns, n, T(0));
   }
   for (int64_t begin = 0; begin < rows; begin += kSummedRows) {
     const int64_t end = std::min(rows, begin + kSummedRows);
     std::fill_n(sums, rank * n, T(0));
     int64_t row = begin;
     for (; row + kRows <= end; row += kRows) {
-      for_directions<T>(rank, [&](int64_t j, const Directions<T>& kernels) {
+      for_directions(all, rank, [&](int64_t j, const Directions<T>& kernels) {
         kernels.add_rows(matrix + row * columns, columns, left + j * left_rows + row, left_rows, n,
                          sums + j * n, n);
       });
     }
     for (; row < end; ++row) {
-      for_directions<T>(rank, [&](int64_t j, const Directions<T>& kernels) {
+      for_directions(all, rank, [&](int64_t j, const Directions<T>& kernels) {
         kernels.add_row(matrix + row * columns, columns, left + j * left_rows + row, left_rows, n,
                         sums + j * n, n);
       });
     }
     for (int64_t j = 0; j < rank; ++j) {
       for (int64_t c = 0; c < n; ++c) {
-        right[j * right_columns + c] += sums[j * n + c];
+        right[j * columns + c] += sums[j * n + c];
       }
     }
   }
@@ -174,10 +181,10 @@ void right_of_part(const T* matrix, int64_t rows, int64_t columns, int64_t n, co
 
 // Of some rows and columns of a matrix, as above.
 template <typename T>
-void subtract_from_part(T* matrix, int64_t rows, int64_t columns, int64_t n, const T* left,
-                        int64_t left_rows, const T* right, int64_t rank) {
+void subtract_from_part(const Directions<T>* all, T* matrix, int64_t rows, int64_t columns,
+                        int64_t n, const T* left, int64_t left_rows, const T* right, int64_t rank) {
   for (int64_t row = 0; row < rows; ++row) {
-    for_directions<T>(rank, [&](int64_t j, const Directions<T>& kernels) {
+    for_directions(all, rank, [&](int64_t j, const Directions<T>& kernels) {
       kernels.subtract(matrix + row * columns, left + j * left_rows + row, left_rows,
                        right + j * columns, columns, n);
     });
@@ -188,6 +195,7 @@ void subtract_from_part(T* matrix, int64_t rows, int64_t columns, int64_t n, con
 template <typename T>
 void run_right(const Shape& shape, T* matrices, const T* left, T* right, int64_t rank,
                bool subtracts) {
+  const auto* const all = all_kernels<T>();
   const int64_t share = shape.matrices * shape.columns / at::get_num_threads() / kLeastColumns;
   const int64_t columns = std::min(std::max<int64_t>(1, shape.columns),
                                    std::clamp(share * kLeastColumns, kLeastColumns, kMostColumns));
@@ -212,18 +220,18 @@ void run_right(const Shape& shape, T* matrices, const T* left, T* right, int64_t
     });
   };
   const auto subtract = [&](int64_t matrix, int64_t row, int64_t n_rows, int64_t first, int64_t n) {
-    subtract_from_part(matrices + matrix * shape.distance + row * shape.columns + first, n_rows,
-                       shape.columns, n, left + matrix * rank * shape.rows + row, shape.rows,
-                       right + matrix * factor + first, rank);
+    subtract_from_part(all, matrices + matrix * shape.distance + row * shape.columns + first,
+                       n_rows, shape.columns, n, left + matrix * rank * shape.rows + row,
+                       shape.rows, right + matrix * factor + first, rank);
   };
 
   for_parts([&](int64_t matrix, int64_t row, int64_t n_rows, int64_t first, int64_t n, int64_t part,
                 T* sums) {
     T* const into =
         down > 1 ? partial.data() + (matrix * down + part) * factor : right + matrix * factor;
-    right_of_part(matrices + matrix * shape.distance + row * shape.columns + first, n_rows,
+    right_of_part(all, matrices + matrix * shape.distance + row * shape.columns + first, n_rows,
                   shape.columns, n, left + matrix * rank * shape.rows + row, shape.rows,
-                  into + first, shape.columns, rank, sums);
+                  into + first, rank, sums);
     if (subtracts && down == 1) {  // while they are in a cache
       subtract(matrix, row, n_rows, first, n);
     }
@@ -249,6 +257,7 @@ void run_right(const Shape& shape, T* matrices, const T* left, T* right, int64_t
 template <typename T>
 void run_product(const Shape& shape, const T* left, const T* right, T* matrices, int64_t rank,
                  bool streamed) {
+  const auto* const all = all_kernels<T>();
   constexpr int64_t kPiece = kPieceBytes / sizeof(T);
   static_assert(kPieceBytes <= cpu::Stream::kMost);
   const auto& rows = cpu::row_kernels(cpu::capability());
@@ -264,7 +273,7 @@ void run_product(const Shape& shape, const T* left, const T* right, T* matrices,
         T* const to = streamed
                           ? static_cast<T*>(stream.place(out, n * static_cast<int64_t>(sizeof(T))))
                           : out;
-        for_directions<T>(rank, [&](int64_t j, const Directions<T>& kernels) {
+        for_directions(all, rank, [&](int64_t j, const Directions<T>& kernels) {
           (j == 0 ? kernels.multiply : kernels.add_product)(
               to, left + (matrix * rank + j) * shape.rows + row, shape.rows,
               right + (matrix * rank + j) * shape.columns + c, shape.columns, n);
