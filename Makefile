@@ -90,11 +90,16 @@ $(VENV)/linters: $(VENV)/built
 	$(PIP) install ruff mypy clang-format
 	touch $@
 
+# What the reference kernels serve on CUDA, too: checks of metadata, copies that NCCL sends, and
+# PowerSGD's products, which are cuBLAS's.
+CUDA_REFERENCE_ONLY = check_hook_result broadcast_coalesced low_rank_left low_rank_gather_left \
+  low_rank_right low_rank_right_error low_rank_product
+
 # The kernels are compiled into a folder of their own, so that the build in place stays.
 cuda-compile:
 	$(MAKE) .venv-cuda/installed VENV=.venv-cuda TORCH=$(CUDA_TORCH)
 	COMMHOOK_CUDA=1 TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX" .venv-cuda/bin/python setup.py --quiet build_ext --build-lib build/cuda
-	.venv-cuda/bin/python cuda/check_build.py build/cuda/torch_commhook/lib --reference-only check_hook_result broadcast_coalesced
+	.venv-cuda/bin/python cuda/check_build.py build/cuda/torch_commhook/lib --reference-only $(CUDA_REFERENCE_ONLY)
 
 # Another torch needs its own build in place, so a copy of the tree is built and tested.
 test-torch:

@@ -64,10 +64,9 @@ def check_block_size(op: str, block_size: int, multiple: int) -> None:
 
 
 def _check_shards(op: str, shards: int) -> None:
-    torch._check_value(
-        1 <= shards <= _MOST_SHARDS,
-        lambda: f"{op}: shards must be at least 1 and at most 2^20, got {shards}",
-    )
+    # Dynamo of torch 2.11 does not trace torch._check_value.
+    if not 1 <= shards <= _MOST_SHARDS:
+        raise ValueError(f"{op}: shards must be at least 1 and at most 2^20, got {shards}")
 
 
 # ---- the codec -----------------------------------------------------------------------------------
