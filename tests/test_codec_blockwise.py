@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from test_ops_reference import LEVELS as KERNELS
+from test_ops_reference import cpu_level
 from torch import Tensor
 
 from torch_commhook.codecs.blockwise import blockwise
@@ -118,6 +120,29 @@ def test_what_is_not_finite_stays_so(bits: int, symmetric: bool, value: float) -
     assert got[:256].isfinite().all() and got[512:].isfinite().all()
     assert torch.equal(error[256:512], before[256:512])
     assert not torch.equal(error[:256], before[:256])
+
+
+@of_each_format
+@pytest.mark.parametrize("scale", [1.0, 1 / 3])
+@pytest.mark.parametrize("block_size", [64, 128, 256])
+def test_blocks_that_need_care_among_others(
+    bits: int, symmetric: bool, scale: float, block_size: int
+) -> None:
+    """Vector kernels take runs of plain blocks, and leave the others to the general ones."""
+    generator = torch.Generator().manual_seed(bits + block_size)
+    values = torch.randn(40 * 256 + 77, generator=generator)
+    care = [float("nan"), -float("nan"), float("inf"), -float("inf"), 1e-40, -0.0]
+    for i, value in enumerate(care):
+        values[1000 * (i + 1) + 37 * i] = value
+    values[7500:8200] = 0.0
+    values[8300:8700] = 3.0
+    values[9000:9300] *= 1e-38
+    form: dict[str, Any] = {"bits": bits, "symmetric": symmetric, "block_size": block_size}
+    with cpu_level("reference"):
+        expected = encode([values], scale=scale, **form)
+    for level in KERNELS:
+        with cpu_level(level):
+            assert torch.equal(encode([values], scale=scale, **form), expected), level
 
 
 def test_denormals() -> None:

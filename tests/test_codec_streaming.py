@@ -9,7 +9,12 @@ from test_ops_streaming import cache_bytes, split
 
 from torch_commhook.codecs import CODECS, Codec
 
-EXAMPLES = [c for name in ("blockwise", "sign", "fp8") for c in CODECS[name].examples()]
+EXAMPLES = [
+    *(c for name in ("blockwise", "sign", "fp8") for c in CODECS[name].examples()),
+    # of which the parameters take more bytes than the codes
+    CODECS["blockwise"](bits=4, block_size=8, symmetric=False),  # type: ignore[call-arg]
+    CODECS["blockwise"](bits=4, block_size=128),  # type: ignore[call-arg]
+]
 
 
 @pytest.mark.parametrize("codec", EXAMPLES, ids=str)

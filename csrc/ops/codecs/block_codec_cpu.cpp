@@ -88,24 +88,48 @@ uint8_t* cleared(const at::Tensor& message, const BlockLayout& layout) {
   return bytes;
 }
 
-// Encodes the values of blocks that follow each other; `stream`: null for codes that are to stay in
-// the caches.
+// The bytes of what describes the blocks of so many values.
+int64_t parameter_bytes(const BlockForm& form, int64_t values) {
+  return (values + form.block_size - 1) / form.block_size * form.parameters *
+         static_cast<int64_t>(sizeof(float));
+}
+
+// The two parts of a message, on their way past the caches.
+struct MessageStreams {
+  MessageStreams(const cpu::RowKernels& rows, const BlockForm& form)
+      : piece(values_in(kStreamedBytes, form.bits, form.block_size)),
+        codes(rows, std::max(kStreamedBytes, form.code_bytes(piece))),
+        parameters(rows, std::max(kStreamedBytes, parameter_bytes(form, piece))) {}
+
+  const int64_t piece;  // so many values at once
+  cpu::Stream codes;
+  cpu::Stream parameters;
+};
+
+// Encodes the values of blocks that follow each other; `streams`: null for a message that is to
+// stay in the caches.
 void encode_run(const BlockKernels& kernels, const BlockForm& form, const float* values,
-                int64_t count, const Encoding& encoding, int64_t block, float* error,
-                uint8_t* codes, float* parameters, cpu::Stream* stream) {
+                int64_t count, Encoding encoding, int64_t block, float* error, uint8_t* codes,
+                float* parameters, MessageStreams* streams) {
   const int64_t size = form.block_size;
-  if (stream == nullptr) {
+  if (streams == nullptr) {
     return kernels.encode(values, count, size, encoding, block, error, codes, parameters);
   }
-  const int64_t piece = values_in(kStreamedBytes, form.bits, size);
+  encoding.is_streamed = kernels.streams != nullptr && kernels.streams(size, encoding) &&
+                         reinterpret_cast<uintptr_t>(codes) % kStreamedAlignment == 0;
+  // Of codes that go by themselves, pieces as large as their parameters allow.
+  const int64_t piece =
+      encoding.is_streamed ? kStreamedBytes / parameter_bytes(form, 1) * size : streams->piece;
   for (int64_t i = 0; i < count; i += piece) {
     const int64_t n = std::min(piece, count - i);
     const int64_t width = form.code_bytes(n);
+    const int64_t described = parameter_bytes(form, n);
+    void* const to = encoding.is_streamed ? codes : streams->codes.place(codes, width);
     kernels.encode(values + i, n, size, encoding, block + i / size,
-                   error == nullptr ? nullptr : error + i,
-                   static_cast<uint8_t*>(stream->place(codes, width)), parameters);
+                   error == nullptr ? nullptr : error + i, static_cast<uint8_t*>(to),
+                   static_cast<float*>(streams->parameters.place(parameters, described)));
     codes += width;
-    parameters += piece / size * form.parameters;
+    parameters += described / static_cast<int64_t>(sizeof(float));
   }
 }
 
@@ -138,7 +162,7 @@ void encode_on_cpu(const BlockKernels& kernels, at::TensorList tensors, const at
   const bool streamed = lost == nullptr && layout.bytes() >= cpu::streaming_bytes();
   for_each_range(layout, [&](int64_t block, int64_t begin, int64_t end) {
     BlockCursor cursor(layout, block);
-    cpu::Stream stream(rows, kStreamedBytes);
+    MessageStreams streams(rows, layout.form());
     cpu::for_each_block(
         segments, begin, end, size, rows,
         [&](const float* values, int64_t position, int64_t count) {
@@ -148,7 +172,7 @@ void encode_on_cpu(const BlockKernels& kernels, at::TensorList tensors, const at
                 encode_run(kernels, layout.form(), values + at, n, encoding, first,
                            lost == nullptr ? nullptr : lost + position + at, bytes + codes,
                            reinterpret_cast<float*>(bytes + parameters),
-                           streamed ? &stream : nullptr);
+                           streamed ? &streams : nullptr);
               });
         });
   });

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <optional>
 
 #include "ops/codecs/block_codec.h"
@@ -13,11 +14,14 @@ namespace commhook::codecs {
 struct Encoding {
   float scale;
   Rounding rounding;
+  bool is_streamed = false;  // codes may go past the caches, and are fenced by the caller
 };
 
 // For `count` values of blocks that follow each other, the last perhaps shorter.
 // encode: into codes and parameters, and what is lost into `error`, if there is one.
 // decode, add: over what is there, or added to it.
+// streams: whether encode writes codes past the caches by itself where it may, for blocks of such a
+// size and codes that are aligned to kStreamedAlignment; null if it never does.
 struct BlockKernels {
   void (*encode)(const float* values, int64_t count, int64_t size, const Encoding& encoding,
                  int64_t block, float* error, uint8_t* codes, float* parameters);
@@ -25,7 +29,10 @@ struct BlockKernels {
                  float* out);
   void (*add)(const uint8_t* codes, const float* parameters, int64_t count, int64_t size,
               float* out);
+  bool (*streams)(int64_t size, const Encoding& encoding) = nullptr;
 };
+
+constexpr uintptr_t kStreamedAlignment = 16;
 
 void encode_on_cpu(const BlockKernels& kernels, at::TensorList tensors, const at::Tensor& message,
                    const BlockLayout& layout, double scale, const std::optional<at::Tensor>& error,

@@ -5,6 +5,10 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#ifdef COMMHOOK_X86_KERNELS
+#include <immintrin.h>
+#endif
+
 #include <limits>
 #include <vector>
 

@@ -182,77 +182,10 @@ struct Workspace {
   float factor[kGroup];
 };
 
-#ifdef __AVX512F__  // with shorter vectors, three reductions are no slower
-#define COMMHOOK_EXTREMES_OF_FOUR 1
-using Lanes = int32_t __attribute__((vector_size(64)));
-
-inline __attribute__((always_inline)) void take_larger(Lanes& a, const Lanes& b) {
-  a = a > b ? a : b;
+template <int kBits, bool kSymmetric>
+constexpr float levels() {
+  return kSymmetric ? (1 << (kBits - 1)) - 1 : (1 << kBits) - 1;
 }
-
-// Integers ordered as floats are by their bits, and back.
-inline __attribute__((always_inline)) Lanes& order(Lanes& bits) {
-  bits ^= (bits >> 31) & 0x7fffffff;
-  return bits;
-}
-
-// The extremes of four blocks of 64 values: alone, each would wait for what is left of its lanes.
-inline __attribute__((always_inline)) void extremes_of_four(const float* p, float* least,
-                                                            float* most) {
-  constexpr int kBlocks = 4;
-  Lanes up[kBlocks];    // the largest
-  Lanes down[kBlocks];  // those of which the bits are all inverted
-  for (int b = 0; b < kBlocks; ++b) {
-    for (int i = 0; i < 4; ++i) {
-      Lanes values;
-      __builtin_memcpy(&values, p + 64 * b + 16 * i, sizeof(values));
-      order(values);
-      const Lanes inverse = ~values;
-      if (i == 0) {
-        up[b] = values;
-        down[b] = inverse;
-      } else {
-        take_larger(up[b], values);
-        take_larger(down[b], inverse);
-      }
-    }
-  }
-  // Two of 16 lanes become one with 8 of each, then 4 of each of four, 2 of each of eight, and one.
-  Lanes eights[kBlocks];
-  for (int b = 0; b < kBlocks; ++b) {
-    eights[b] = __builtin_shufflevector(up[b], down[b], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20,
-                                        21, 22, 23);
-    take_larger(eights[b], __builtin_shufflevector(up[b], down[b], 8, 9, 10, 11, 12, 13, 14, 15, 24,
-                                                   25, 26, 27, 28, 29, 30, 31));
-  }
-  Lanes fours[kBlocks / 2];
-  for (int b = 0; b < kBlocks / 2; ++b) {
-    const Lanes& first = eights[2 * b];
-    const Lanes& second = eights[2 * b + 1];
-    fours[b] = __builtin_shufflevector(first, second, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24,
-                                       25, 26, 27);
-    take_larger(fours[b], __builtin_shufflevector(first, second, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13,
-                                                  14, 15, 28, 29, 30, 31));
-  }
-  Lanes twos = __builtin_shufflevector(fours[0], fours[1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25,
-                                       12, 13, 28, 29);
-  take_larger(twos, __builtin_shufflevector(fours[0], fours[1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11,
-                                            26, 27, 14, 15, 30, 31));
-  const Lanes swapped =
-      __builtin_shufflevector(twos, twos, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-  take_larger(twos, swapped);
-  // Lanes 0 to 7: the largest of blocks 0, 2, 1, 3, each twice; then the inverses of the least.
-  Lanes inverses = ~twos;
-  order(twos);
-  order(inverses);
-  const auto largest = __builtin_shufflevector(twos, twos, 0, 4, 2, 6);
-  const auto smallest = __builtin_shufflevector(inverses, inverses, 8, 12, 10, 14);
-  __builtin_memcpy(most, &largest, sizeof(largest));
-  __builtin_memcpy(least, &smallest, sizeof(smallest));
-}
-#else
-#define COMMHOOK_EXTREMES_OF_FOUR 0
-#endif
 
 // From the extremes what is sent of them: low, of which no zero has a sign, and the range, which is
 // infinite or NaN where a value is.
@@ -260,6 +193,158 @@ inline __attribute__((always_inline)) void measured_range(float& low, float most
   low = low + 0.0f;
   range = most - low + 0.0f;
 }
+
+#if COMMHOOK_VECTOR_BYTES == 64
+// ---- blocks of 64, 128 and 256 values, without random numbers and errors: in runs of 256, each of
+// ---- which is measured while the one before it is quantised. So memory is read without a pause,
+// ---- and nothing waits for the divisions.
+
+constexpr int kRun = 256;
+constexpr int kPart = kRun / 4;
+
+template <bool kLargest>
+inline __attribute__((always_inline)) __m512 extreme(const __m512& a, const __m512& b) {
+  return kLargest ? _mm512_max_ps(a, b) : _mm512_min_ps(a, b);
+}
+
+// What is left of four parts is that of the blocks that they are in, once for each part.
+template <bool kLargest, int kSize>
+inline __attribute__((always_inline)) __m128 extremes_of_blocks(const __m512* parts) {
+  // Of the 16 lanes of a part 8 are left, then 4, 2 and one.
+  __m512 pairs[2];
+  for (int i = 0; i < 2; ++i) {
+    const __m512& a = parts[2 * i];
+    const __m512& b = parts[2 * i + 1];
+    pairs[i] =
+        extreme<kLargest>(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  }
+  __m512 all = extreme<kLargest>(_mm512_shuffle_f32x4(pairs[0], pairs[1], 0x88),
+                                 _mm512_shuffle_f32x4(pairs[0], pairs[1], 0xdd));
+  all = extreme<kLargest>(all, _mm512_permute_ps(all, 0xb1));
+  all = extreme<kLargest>(all, _mm512_permute_ps(all, 0x4e));
+  if constexpr (kSize >= 2 * kPart) {
+    all = extreme<kLargest>(all, _mm512_shuffle_f32x4(all, all, 0xb1));
+  }
+  if constexpr (kSize >= 4 * kPart) {
+    all = extreme<kLargest>(all, _mm512_shuffle_f32x4(all, all, 0x4e));
+  }
+  const __m512i ends = _mm512_setr_epi32(0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12);
+  return _mm512_castps512_ps128(_mm512_permutexvar_ps(ends, all));
+}
+
+template <bool kScaled>
+inline __attribute__((always_inline)) __m512 load_lanes(const float* p, float scale) {
+  const __m512 lanes = _mm512_loadu_ps(p);
+  return kScaled ? _mm512_mul_ps(lanes, _mm512_set1_ps(scale)) : lanes;
+}
+
+// The extremes of a run's parts, in lanes.
+struct Extremes {
+  __m512 most[4];
+  __m512 least[4];
+  __mmask16 is_nan;
+};
+
+// Of symmetric blocks, too: their largest magnitude alone would take no less time.
+template <bool kScaled>
+inline __attribute__((always_inline)) void measure_part(const float* p, float scale,
+                                                        Extremes& extremes, int part) {
+  __m512 v[4];
+  for (int i = 0; i < 4; ++i) {
+    v[i] = load_lanes<kScaled>(p + 16 * i, scale);
+  }
+  extremes.most[part] = extreme<true>(extreme<true>(v[0], v[1]), extreme<true>(v[2], v[3]));
+  extremes.least[part] = extreme<false>(extreme<false>(v[0], v[1]), extreme<false>(v[2], v[3]));
+  extremes.is_nan |= _mm512_cmp_ps_mask(v[0], v[1], _CMP_UNORD_Q);
+  extremes.is_nan |= _mm512_cmp_ps_mask(v[2], v[3], _CMP_UNORD_Q);
+}
+
+// As quantize() does it, of 16 values.
+template <bool kSymmetric, bool kScaled>
+inline __attribute__((always_inline)) __m512i quantize_lanes(const float* p, float scale,
+                                                             const __m512& low,
+                                                             const __m512& factor) {
+  __m512 t = load_lanes<kScaled>(p, scale);
+  t = kSymmetric ? t : _mm512_sub_ps(t, low);
+  return _mm512_castps_si512(_mm512_add_ps(_mm512_mul_ps(t, factor), _mm512_set1_ps(kRound)));
+}
+
+// A quarter of a run's codes. Of four bits, those of 32 values of a block's first half and of as
+// many of its second.
+template <int kBits, bool kSymmetric, bool kScaled, int kSize>
+inline __attribute__((always_inline)) void quantize_part(const float* run, float scale, int part,
+                                                         const __m512& low, const __m512& factor,
+                                                         bool is_streamed, uint8_t* codes) {
+  constexpr int kParts = kSize / kPart;
+  constexpr int kHalf = kSize / 2;
+  const float* const p =
+      run + (kBits == 8 ? part * kPart : part / kParts * kSize + part % kParts * (kPart / 2));
+  for (int i = 0; i < kBits / 2; ++i) {
+    __m512i words = quantize_lanes<kSymmetric, kScaled>(p + 16 * i, scale, low, factor);
+    if constexpr (kBits == 4) {
+      const __m512i high =
+          quantize_lanes<kSymmetric, kScaled>(p + kHalf + 16 * i, scale, low, factor);
+      words = _mm512_or_si512(_mm512_and_si512(words, _mm512_set1_epi32(15)),
+                              _mm512_slli_epi32(high, 4));
+    }
+    auto* const to = reinterpret_cast<__m128i*>(codes + part * (kBits * kPart / 8) + 16 * i);
+    if (is_streamed) {
+      _mm_stream_si128(to, _mm512_cvtepi32_epi8(words));
+    } else {
+      _mm_storeu_si128(to, _mm512_cvtepi32_epi8(words));
+    }
+  }
+}
+
+// Runs up to the first with a block that needs more care, as its values are infinite, NaN, very
+// small, or all one. Returns how many.
+template <int kBits, bool kSymmetric, bool kScaled, int kSize>
+inline int64_t encode_runs(const float* p, int64_t runs, float scale, bool is_streamed,
+                           uint8_t* codes, float* parameters) {
+  const __m128 zero = _mm_setzero_ps();
+  const __m128 count = _mm_set1_ps(levels<kBits, kSymmetric>());
+  Extremes extremes;
+  extremes.is_nan = 0;
+  for (int part = 0; part < 4; ++part) {
+    measure_part<kScaled>(p + part * kPart, scale, extremes, part);
+  }
+  for (int64_t run = 0; run < runs; ++run) {
+    // For each part, of the block that it is in.
+    const __m128 most = extremes_of_blocks<true, kSize>(extremes.most);
+    const __m128 least = extremes_of_blocks<false, kSize>(extremes.least);
+    const __m128 low = kSymmetric ? zero : _mm_add_ps(least, zero);
+    const __m128 range = kSymmetric ? _mm_max_ps(most, _mm_sub_ps(zero, least))
+                                    : _mm_add_ps(_mm_sub_ps(most, low), zero);
+    const auto is_plain = _mm_cmp_ps_mask(range, _mm_set1_ps(0x1p-100f), _CMP_GE_OQ) &
+                          _mm_cmp_ps_mask(range, _mm_set1_ps(float_of(kInfinity)), _CMP_LT_OQ);
+    if (extremes.is_nan != 0 || is_plain != 15) {
+      return run;
+    }
+    alignas(16) float lows[4];
+    alignas(16) float steps[4];
+    alignas(16) float factors[4];
+    _mm_store_ps(lows, low);
+    _mm_store_ps(steps, _mm_div_ps(range, count));
+    _mm_store_ps(factors, _mm_div_ps(count, range));
+    for (int part = 0; part < 4; part += kSize / kPart) {
+      *parameters++ = steps[part];
+      if constexpr (!kSymmetric) {
+        *parameters++ = lows[part];
+      }
+    }
+    const int64_t next = run + 1 < runs ? kRun : 0;  // the last is measured again, to no end
+    for (int part = 0; part < 4; ++part) {
+      measure_part<kScaled>(p + next + part * kPart, scale, extremes, part);
+      quantize_part<kBits, kSymmetric, kScaled, kSize>(p, scale, part, _mm512_set1_ps(lows[part]),
+                                                       _mm512_set1_ps(factors[part]), is_streamed,
+                                                       codes);
+    }
+    p += kRun;
+    codes += kRun * kBits / 8;
+  }
+  return runs;
+}
+#endif
 
 template <bool kSymmetric>
 inline __attribute__((always_inline)) void measure(const float* p, int64_t n, float& low,
@@ -280,27 +365,13 @@ inline __attribute__((always_inline)) void encode_group(const float* values, int
                                                         int64_t size, const Encoding& encoding,
                                                         int64_t block, float* error, uint8_t* codes,
                                                         float* parameters, Workspace& workspace) {
-  constexpr float kLevels = kSymmetric ? (1 << (kBits - 1)) - 1 : (1 << kBits) - 1;
+  constexpr float kLevels = levels<kBits, kSymmetric>();
   constexpr int64_t kParameters = kSymmetric ? 1 : 2;
   const float* const p = compensated(values, n, encoding.scale, error, workspace.compensated);
   const int64_t whole = n / size;
   const int64_t rest = n - whole * size;
-  int64_t measured = 0;
-#if COMMHOOK_EXTREMES_OF_FOUR
-  if constexpr (!kSymmetric && kSize == 64) {
-    for (; measured + 4 <= whole; measured += 4) {
-      float most[4];
-      float* const low = workspace.low + measured;
-      extremes_of_four(p + measured * size, low, most);
-      for (int b = 0; b < 4; ++b) {
-        measured_range(low[b], most[b], workspace.range[measured + b]);
-      }
-    }
-  }
-#endif
-  for (; measured < whole; ++measured) {
-    measure<kSymmetric>(p + measured * size, size, workspace.low[measured],
-                        workspace.range[measured]);
+  for (int64_t b = 0; b < whole; ++b) {
+    measure<kSymmetric>(p + b * size, size, workspace.low[b], workspace.range[b]);
   }
   if (rest > 0) {
     measure<kSymmetric>(p + whole * size, rest, workspace.low[whole], workspace.range[whole]);
@@ -378,6 +449,12 @@ inline void decode_block(const uint8_t* __restrict codes, const float* __restric
   }
 }
 
+// Whether blocks without errors are encoded in runs.
+bool streams(int64_t size, const Encoding& encoding) {
+  return COMMHOOK_VECTOR_BYTES == 64 && (size == 64 || size == 128 || size == 256) &&
+         !encoding.rounding.is_random;
+}
+
 template <int kBits, bool kSymmetric, int kSize>
 void encode_blocks(const float* values, int64_t count, int64_t size_of_block,
                    const Encoding& encoding, int64_t block, float* error, uint8_t* codes,
@@ -389,12 +466,32 @@ void encode_blocks(const float* values, int64_t count, int64_t size_of_block,
                         : size * kGroup > kGroupValues ? kGroupValues / size
                                                        : kGroup;
   const int64_t step = group * size;
+  const int64_t bytes = kBits == 8 ? step : step / 2;
   for (int64_t i = 0; i < count; i += step) {
+#if COMMHOOK_VECTOR_BYTES == 64
+    if constexpr (kSize > 0) {
+      static_assert(kRun == kGroupValues);
+      if (error == nullptr && streams(size, encoding) && count - i >= step) {
+        const auto encode_plain = encoding.scale == 1.0f
+                                      ? encode_runs<kBits, kSymmetric, false, kSize>
+                                      : encode_runs<kBits, kSymmetric, true, kSize>;
+        const int64_t done = encode_plain(values + i, (count - i) / step, encoding.scale,
+                                          encoding.is_streamed, codes, parameters);
+        i += done * step;
+        block += done * group;
+        codes += done * bytes;
+        parameters += done * group * kParameters;
+        if (i == count) {
+          break;
+        }
+      }
+    }
+#endif
     encode_group<kBits, kSymmetric, kSize>(values + i, count - i < step ? count - i : step, size,
                                            encoding, block, error == nullptr ? nullptr : error + i,
                                            codes, parameters, workspace);
     block += group;
-    codes += kBits == 8 ? step : step / 2;
+    codes += bytes;
     parameters += group * kParameters;
   }
 }
@@ -437,9 +534,7 @@ void decode(const uint8_t* codes, const float* parameters, int64_t count, int64_
 
 // [bits: 4, 8][min-max, symmetric]
 constexpr BlockKernels kKernels[2][2] = {
-    {{encode<4, false>, decode<4, false, false>, decode<4, false, true>},
-     {encode<4, true>, decode<4, true, false>, decode<4, true, true>}},
-    {{encode<8, false>, decode<8, false, false>, decode<8, false, true>},
-     {encode<8, true>, decode<8, true, false>, decode<8, true, true>}}};
-
-#undef COMMHOOK_EXTREMES_OF_FOUR
+    {{encode<4, false>, decode<4, false, false>, decode<4, false, true>, streams},
+     {encode<4, true>, decode<4, true, false>, decode<4, true, true>, streams}},
+    {{encode<8, false>, decode<8, false, false>, decode<8, false, true>, streams},
+     {encode<8, true>, decode<8, true, false>, decode<8, true, true>, streams}}};

@@ -5,10 +5,15 @@
 // could be linked into code that runs on others. What the including file has included is inlined;
 // cpu/capability.h must be among it.
 //   COMMHOOK_CHOOSE(name)   kernels_...::name, of the instruction set that capability() says
+//   COMMHOOK_VECTOR_BYTES   in the file of kernels: 16, 32 with AVX2, 64 with AVX-512. (GCC before
+//   13
+//                           does not define __AVX512F__ there.)
 
+#define COMMHOOK_VECTOR_BYTES 16
 namespace kernels_default {
 #include COMMHOOK_KERNELS
 }  // namespace kernels_default
+#undef COMMHOOK_VECTOR_BYTES
 
 #ifdef COMMHOOK_X86_KERNELS
 
@@ -19,9 +24,11 @@ namespace kernels_default {
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c,bmi2,popcnt")
 #endif
+#define COMMHOOK_VECTOR_BYTES 32
 namespace kernels_avx2 {
 #include COMMHOOK_KERNELS
 }  // namespace kernels_avx2
+#undef COMMHOOK_VECTOR_BYTES
 #ifdef __clang__
 #pragma clang attribute pop
 #pragma clang attribute push(                                                        \
@@ -34,9 +41,11 @@ namespace kernels_avx2 {
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c,bmi2,popcnt")
 #pragma GCC target("prefer-vector-width=512")
 #endif
+#define COMMHOOK_VECTOR_BYTES 64
 namespace kernels_avx512 {
 #include COMMHOOK_KERNELS
 }  // namespace kernels_avx512
+#undef COMMHOOK_VECTOR_BYTES
 #ifdef __clang__
 #pragma clang attribute pop
 #else
