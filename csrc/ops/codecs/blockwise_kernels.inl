@@ -449,16 +449,13 @@ inline void decode_block(const uint8_t* __restrict codes, const float* __restric
   }
 }
 
-// Whether blocks without errors are encoded in runs.
-bool streams(int64_t size, const Encoding& encoding) {
-  return COMMHOOK_VECTOR_BYTES == 64 && (size == 64 || size == 128 || size == 256) &&
-         !encoding.rounding.is_random;
-}
-
+// Compiled once for all callers: a copy for each of them is slower with errors.
 template <int kBits, bool kSymmetric, int kSize>
-void encode_blocks(const float* values, int64_t count, int64_t size_of_block,
-                   const Encoding& encoding, int64_t block, float* error, uint8_t* codes,
-                   float* parameters) {
+__attribute__((noinline, noclone)) void encode_blocks(const float* values, int64_t count,
+                                                      int64_t size_of_block,
+                                                      const Encoding& encoding, int64_t block,
+                                                      float* error, uint8_t* codes,
+                                                      float* parameters) {
   constexpr int64_t kParameters = kSymmetric ? 1 : 2;
   Workspace workspace;
   const int64_t size = kSize > 0 ? kSize : size_of_block;
@@ -468,25 +465,6 @@ void encode_blocks(const float* values, int64_t count, int64_t size_of_block,
   const int64_t step = group * size;
   const int64_t bytes = kBits == 8 ? step : step / 2;
   for (int64_t i = 0; i < count; i += step) {
-#if COMMHOOK_VECTOR_BYTES == 64
-    if constexpr (kSize > 0) {
-      static_assert(kRun == kGroupValues);
-      if (error == nullptr && streams(size, encoding) && count - i >= step) {
-        const auto encode_plain = encoding.scale == 1.0f
-                                      ? encode_runs<kBits, kSymmetric, false, kSize>
-                                      : encode_runs<kBits, kSymmetric, true, kSize>;
-        const int64_t done = encode_plain(values + i, (count - i) / step, encoding.scale,
-                                          encoding.is_streamed, codes, parameters);
-        i += done * step;
-        block += done * group;
-        codes += done * bytes;
-        parameters += done * group * kParameters;
-        if (i == count) {
-          break;
-        }
-      }
-    }
-#endif
     encode_group<kBits, kSymmetric, kSize>(values + i, count - i < step ? count - i : step, size,
                                            encoding, block, error == nullptr ? nullptr : error + i,
                                            codes, parameters, workspace);
@@ -496,13 +474,55 @@ void encode_blocks(const float* values, int64_t count, int64_t size_of_block,
   }
 }
 
+// Whether blocks without errors are encoded in runs.
+bool streams(int64_t size, const Encoding& encoding) {
+  return COMMHOOK_VECTOR_BYTES == 64 && (size == 64 || size == 128 || size == 256) &&
+         !encoding.rounding.is_random;
+}
+
+template <int kBits, bool kSymmetric, int kSize>
+void encode_any(const float* values, int64_t count, int64_t size, const Encoding& encoding,
+                int64_t block, float* error, uint8_t* codes, float* parameters) {
+#if COMMHOOK_VECTOR_BYTES == 64
+  if constexpr (kSize > 0) {
+    if (error == nullptr && streams(size, encoding)) {
+      const auto encode_plain = encoding.scale == 1.0f
+                                    ? encode_runs<kBits, kSymmetric, false, kSize>
+                                    : encode_runs<kBits, kSymmetric, true, kSize>;
+      for (int64_t rest = count; rest > 0;) {
+        const int64_t runs = rest / kRun;
+        const int64_t done = runs == 0 ? 0
+                                       : encode_plain(values, runs, encoding.scale,
+                                                      encoding.is_streamed, codes, parameters);
+        const auto advance = [&](int64_t n) {
+          values += n;
+          codes += n * kBits / 8;
+          parameters += n / kSize * (kSymmetric ? 1 : 2);
+          rest -= n;
+        };
+        advance(done * kRun);
+        if (rest > 0) {  // a run with a block that needs care, or part of one
+          const int64_t n = rest < kRun ? rest : kRun;
+          encode_blocks<kBits, kSymmetric, kSize>(values, n, size, encoding, 0, nullptr, codes,
+                                                  parameters);
+          advance(n);
+        }
+      }
+      return;
+    }
+  }
+#endif
+  encode_blocks<kBits, kSymmetric, kSize>(values, count, size, encoding, block, error, codes,
+                                          parameters);
+}
+
 template <int kBits, bool kSymmetric>
 void encode(const float* values, int64_t count, int64_t size, const Encoding& encoding,
             int64_t block, float* error, uint8_t* codes, float* parameters) {
-  const auto run = size == 64    ? encode_blocks<kBits, kSymmetric, 64>
-                   : size == 128 ? encode_blocks<kBits, kSymmetric, 128>
-                   : size == 256 ? encode_blocks<kBits, kSymmetric, 256>
-                                 : encode_blocks<kBits, kSymmetric, 0>;
+  const auto run = size == 64    ? encode_any<kBits, kSymmetric, 64>
+                   : size == 128 ? encode_any<kBits, kSymmetric, 128>
+                   : size == 256 ? encode_any<kBits, kSymmetric, 256>
+                                 : encode_any<kBits, kSymmetric, 0>;
   run(values, count, size, encoding, block, error, codes, parameters);
 }
 
