@@ -5,10 +5,6 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
-#ifdef COMMHOOK_X86_KERNELS
-#include <immintrin.h>
-#endif
-
 #include <limits>
 #include <vector>
 
@@ -18,6 +14,10 @@
 #include "ops/codecs/philox.h"
 #include "ops/cpu/capability.h"
 #include "ops/mutation.h"
+
+#ifdef COMMHOOK_X86_KERNELS
+#include <immintrin.h>
+#endif
 
 namespace commhook::blockwise {
 
