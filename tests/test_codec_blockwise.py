@@ -110,6 +110,17 @@ def test_zeros_and_constants_are_exact(bits: int, symmetric: bool) -> None:
 
 
 @of_each_format
+@pytest.mark.parametrize("value", [1e-35, 1.0, 1e20, 3e38])
+def test_the_error_of_a_constant_is_small(bits: int, symmetric: bool, value: float) -> None:
+    x = torch.full((300,), value)
+    for level in KERNELS:
+        error = torch.zeros_like(x)
+        with cpu_level(level):
+            encode([x], error=error, bits=bits, symmetric=symmetric)
+        assert error.abs().max() <= value * 1e-6, level
+
+
+@of_each_format
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_stays_so(bits: int, symmetric: bool, value: float) -> None:
     x, error = torch.randn(768), torch.randn(768)

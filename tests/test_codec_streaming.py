@@ -17,11 +17,13 @@ EXAMPLES = [
 ]
 
 
+@pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("codec", EXAMPLES, ids=str)
-def test_same_bits_at_any_offset(codec: Codec) -> None:
+def test_same_bits_at_any_offset(codec: Codec, shards: int) -> None:
     numel = cache_bytes() // 4 + 12_345
     values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     values[5], values[numel // 2] = float("nan"), float("inf")
+    values[5000:20_000] = 0.0
     rounding = torch.tensor([1, 2]) if codec.is_random else None
     nbytes = codec.nbytes(numel)
     expected: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -31,8 +33,12 @@ def test_same_bits_at_any_offset(codec: Codec) -> None:
             message = memory[4 * offset : 4 * offset + nbytes]
             out = torch.full((numel + 7,), 7.0)
             with cpu_level(level), threads(count):
-                codec.encode(split(values), message, rounding=rounding)
-                codec.decode(message, split(out[offset : offset + numel]), rounding=rounding)
+                codec.encode(
+                    split(values), message, shards=shards, scale=1 / shards, rounding=rounding
+                )
+                codec.decode(
+                    message, split(out[offset : offset + numel]), shards=shards, rounding=rounding
+                )
             assert (memory[: 4 * offset] == 7).all()
             assert (memory[4 * offset + nbytes :] == 7).all()
             assert (out[:offset] == 7).all()

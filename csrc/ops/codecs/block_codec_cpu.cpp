@@ -94,7 +94,8 @@ int64_t parameter_bytes(const BlockForm& form, int64_t values) {
          static_cast<int64_t>(sizeof(float));
 }
 
-// The two parts of a message, on their way past the caches.
+// The two parts of a message, on their way past the caches. Their end fences what kernels have
+// written past the caches themselves, too.
 struct MessageStreams {
   MessageStreams(const cpu::RowKernels& rows, const BlockForm& form)
       : piece(values_in(kStreamedBytes, form.bits, form.block_size)),
@@ -106,28 +107,32 @@ struct MessageStreams {
   cpu::Stream parameters;
 };
 
-// Encodes the values of blocks that follow each other; `streams`: null for a message that is to
-// stay in the caches.
-void encode_run(const BlockKernels& kernels, const BlockForm& form, const float* values,
-                int64_t count, Encoding encoding, int64_t block, float* error, uint8_t* codes,
-                float* parameters, MessageStreams* streams) {
+// Fewer values, as of tensors that are converted first, come too often for a stream of parameters.
+constexpr int64_t kFewValues = 1024;
+
+// Encodes the values of blocks that follow each other, without errors, past the caches.
+void stream_run(const BlockKernels& kernels, const BlockForm& form, const float* values,
+                int64_t count, Encoding encoding, int64_t block, uint8_t* codes, float* parameters,
+                MessageStreams& streams) {
   const int64_t size = form.block_size;
-  if (streams == nullptr) {
-    return kernels.encode(values, count, size, encoding, block, error, codes, parameters);
+  if (count < kFewValues) {
+    void* const to = streams.codes.place(codes, form.code_bytes(count));
+    return kernels.encode(values, count, size, encoding, block, nullptr, static_cast<uint8_t*>(to),
+                          parameters);
   }
   encoding.is_streamed = kernels.streams != nullptr && kernels.streams(size, encoding) &&
                          reinterpret_cast<uintptr_t>(codes) % kStreamedAlignment == 0;
   // Of codes that go by themselves, pieces as large as their parameters allow.
   const int64_t piece =
-      encoding.is_streamed ? kStreamedBytes / parameter_bytes(form, 1) * size : streams->piece;
+      encoding.is_streamed ? kStreamedBytes / parameter_bytes(form, 1) * size : streams.piece;
   for (int64_t i = 0; i < count; i += piece) {
     const int64_t n = std::min(piece, count - i);
     const int64_t width = form.code_bytes(n);
     const int64_t described = parameter_bytes(form, n);
-    void* const to = encoding.is_streamed ? codes : streams->codes.place(codes, width);
-    kernels.encode(values + i, n, size, encoding, block + i / size,
-                   error == nullptr ? nullptr : error + i, static_cast<uint8_t*>(to),
-                   static_cast<float*>(streams->parameters.place(parameters, described)));
+    void* const to = encoding.is_streamed ? codes : streams.codes.place(codes, width);
+    kernels.encode(values + i, n, size, encoding, block + i / size, nullptr,
+                   static_cast<uint8_t*>(to),
+                   static_cast<float*>(streams.parameters.place(parameters, described)));
     codes += width;
     parameters += described / static_cast<int64_t>(sizeof(float));
   }
@@ -169,10 +174,15 @@ void encode_on_cpu(const BlockKernels& kernels, at::TensorList tensors, const at
           cursor.visit(
               position, count,
               [&](int64_t at, int64_t n, int64_t first, int64_t codes, int64_t parameters) {
-                encode_run(kernels, layout.form(), values + at, n, encoding, first,
-                           lost == nullptr ? nullptr : lost + position + at, bytes + codes,
-                           reinterpret_cast<float*>(bytes + parameters),
-                           streamed ? &streams : nullptr);
+                auto* const to = reinterpret_cast<float*>(bytes + parameters);
+                if (streamed) {
+                  stream_run(kernels, layout.form(), values + at, n, encoding, first, bytes + codes,
+                             to, streams);
+                } else {
+                  kernels.encode(values + at, n, size, encoding, first,
+                                 lost == nullptr ? nullptr : lost + position + at, bytes + codes,
+                                 to);
+                }
               });
         });
   });

@@ -296,8 +296,8 @@ inline __attribute__((always_inline)) void quantize_part(const float* run, float
   }
 }
 
-// Runs up to the first with a block that needs more care, as its values are infinite, NaN, very
-// small, or all one. Returns how many.
+// Runs up to the first with a block that needs more care, as its values are infinite, NaN or very
+// small. Returns how many.
 template <int kBits, bool kSymmetric, bool kScaled, int kSize>
 inline int64_t encode_runs(const float* p, int64_t runs, float scale, bool is_streamed,
                            uint8_t* codes, float* parameters) {
@@ -315,8 +315,9 @@ inline int64_t encode_runs(const float* p, int64_t runs, float scale, bool is_st
     const __m128 low = kSymmetric ? zero : _mm_add_ps(least, zero);
     const __m128 range = kSymmetric ? _mm_max_ps(most, _mm_sub_ps(zero, least))
                                     : _mm_add_ps(_mm_sub_ps(most, low), zero);
-    const auto is_plain = _mm_cmp_ps_mask(range, _mm_set1_ps(0x1p-100f), _CMP_GE_OQ) &
-                          _mm_cmp_ps_mask(range, _mm_set1_ps(float_of(kInfinity)), _CMP_LT_OQ);
+    const auto is_wide = _mm_cmp_ps_mask(range, _mm_set1_ps(0x1p-100f), _CMP_GE_OQ) &
+                         _mm_cmp_ps_mask(range, _mm_set1_ps(float_of(kInfinity)), _CMP_LT_OQ);
+    const auto is_plain = is_wide | _mm_cmp_ps_mask(range, zero, _CMP_EQ_OQ);
     if (extremes.is_nan != 0 || is_plain != 15) {
       return run;
     }
@@ -325,7 +326,7 @@ inline int64_t encode_runs(const float* p, int64_t runs, float scale, bool is_st
     alignas(16) float factors[4];
     _mm_store_ps(lows, low);
     _mm_store_ps(steps, _mm_div_ps(range, count));
-    _mm_store_ps(factors, _mm_div_ps(count, range));
+    _mm_store_ps(factors, _mm_maskz_div_ps(is_wide, count, range));  // 0 where all are one
     for (int part = 0; part < 4; part += kSize / kPart) {
       *parameters++ = steps[part];
       if constexpr (!kSymmetric) {
@@ -449,13 +450,16 @@ inline void decode_block(const uint8_t* __restrict codes, const float* __restric
   }
 }
 
-// Compiled once for all callers: a copy for each of them is slower with errors.
+// Compiled once for all callers: a copy for each of them, as GCC makes, is slower with errors.
+#ifdef __clang__
+#define COMMHOOK_ONCE __attribute__((noinline))
+#else
+#define COMMHOOK_ONCE __attribute__((noinline, noclone))
+#endif
 template <int kBits, bool kSymmetric, int kSize>
-__attribute__((noinline, noclone)) void encode_blocks(const float* values, int64_t count,
-                                                      int64_t size_of_block,
-                                                      const Encoding& encoding, int64_t block,
-                                                      float* error, uint8_t* codes,
-                                                      float* parameters) {
+COMMHOOK_ONCE void encode_blocks(const float* values, int64_t count, int64_t size_of_block,
+                                 const Encoding& encoding, int64_t block, float* error,
+                                 uint8_t* codes, float* parameters) {
   constexpr int64_t kParameters = kSymmetric ? 1 : 2;
   Workspace workspace;
   const int64_t size = kSize > 0 ? kSize : size_of_block;
@@ -485,7 +489,8 @@ void encode_any(const float* values, int64_t count, int64_t size, const Encoding
                 int64_t block, float* error, uint8_t* codes, float* parameters) {
 #if COMMHOOK_VECTOR_BYTES == 64
   if constexpr (kSize > 0) {
-    if (error == nullptr && streams(size, encoding)) {
+    // Short ones, as of tensors that are converted first, are not worth the beginning.
+    if (error == nullptr && streams(size, encoding) && count >= 4 * kRun) {
       const auto encode_plain = encoding.scale == 1.0f
                                     ? encode_runs<kBits, kSymmetric, false, kSize>
                                     : encode_runs<kBits, kSymmetric, true, kSize>;
@@ -558,3 +563,5 @@ constexpr BlockKernels kKernels[2][2] = {
      {encode<4, true>, decode<4, true, false>, decode<4, true, true>, streams}},
     {{encode<8, false>, decode<8, false, false>, decode<8, false, true>, streams},
      {encode<8, true>, decode<8, true, false>, decode<8, true, true>, streams}}};
+
+#undef COMMHOOK_ONCE

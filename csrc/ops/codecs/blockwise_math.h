@@ -29,7 +29,8 @@ struct Quantizer {
 
 // range: max|p| where symmetric, else max - min. Finite.
 COMMHOOK_HOST_DEVICE Quantizer quantizer(float range, float low, float levels) {
-  const float lift = range < 0x1p-100f ? 0x1p64f : 1.0f;
+  const bool is_small = range > 0.0f && range < 0x1p-100f;  // not 0: lifted, large values overflow
+  const float lift = is_small ? 0x1p64f : 1.0f;
   const float lifted = range * lift;
   const float inverse = levels / lifted;  // by no zero where it is taken
   return {range / levels, low * lift, lift, lifted > 0.0f ? inverse : 0.0f};

@@ -5,9 +5,8 @@
 // could be linked into code that runs on others. What the including file has included is inlined;
 // cpu/capability.h must be among it.
 //   COMMHOOK_CHOOSE(name)   kernels_...::name, of the instruction set that capability() says
-//   COMMHOOK_VECTOR_BYTES   in the file of kernels: 16, 32 with AVX2, 64 with AVX-512. (GCC before
-//   13
-//                           does not define __AVX512F__ there.)
+//   COMMHOOK_VECTOR_BYTES   in the file of kernels: 16, with AVX2 32, with AVX-512 64; GCC 12 does
+//                           not define __AVX512F__ there
 
 #define COMMHOOK_VECTOR_BYTES 16
 namespace kernels_default {
