@@ -11,9 +11,9 @@ from torch_commhook.codecs import CODECS, Codec
 
 EXAMPLES = [
     *(c for name in ("blockwise", "sign", "fp8") for c in CODECS[name].examples()),
+    CODECS["blockwise"](bits=4, block_size=128),  # type: ignore[call-arg]
     # of which the parameters take more bytes than the codes
     CODECS["blockwise"](bits=4, block_size=8, symmetric=False),  # type: ignore[call-arg]
-    CODECS["blockwise"](bits=4, block_size=128),  # type: ignore[call-arg]
 ]
 
 

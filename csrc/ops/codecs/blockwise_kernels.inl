@@ -187,13 +187,6 @@ constexpr float levels() {
   return kSymmetric ? (1 << (kBits - 1)) - 1 : (1 << kBits) - 1;
 }
 
-// From the extremes what is sent of them: low, of which no zero has a sign, and the range, which is
-// infinite or NaN where a value is.
-inline __attribute__((always_inline)) void measured_range(float& low, float most, float& range) {
-  low = low + 0.0f;
-  range = most - low + 0.0f;
-}
-
 #if COMMHOOK_VECTOR_BYTES == 64
 // ---- blocks of 64, 128 and 256 values, without random numbers and errors: in runs of 256, each of
 // ---- which is measured while the one before it is quantised. So memory is read without a pause,
@@ -347,6 +340,8 @@ inline int64_t encode_runs(const float* p, int64_t runs, float scale, bool is_st
 }
 #endif
 
+// What is sent of a block's extremes: low, of which no zero has a sign, and the range, which is
+// infinite or NaN where a value is.
 template <bool kSymmetric>
 inline __attribute__((always_inline)) void measure(const float* p, int64_t n, float& low,
                                                    float& range) {
@@ -356,7 +351,8 @@ inline __attribute__((always_inline)) void measure(const float* p, int64_t n, fl
   } else {
     float most;
     extremes(p, n, low, most);
-    measured_range(low, most, range);
+    low = low + 0.0f;
+    range = most - low + 0.0f;
   }
 }
 
