@@ -44,7 +44,7 @@ distributed-suite: $(VENV)/built
 
 bench: $(VENV)/built
 	$(VENV)/bin/python benchmarks/bench_bucket.py $(ARGS)
-	$(VENV)/bin/python benchmarks/bench_codec.py $(ARGS)
+	$(VENV)/bin/python benchmarks/bench_codec.py --processes 5 $(ARGS)
 	$(VENV)/bin/python benchmarks/bench_hook.py $(ARGS)
 	$(VENV)/bin/python benchmarks/bench_modes.py $(ARGS)
 	$(VENV)/bin/python benchmarks/bench_dispatch.py $(ARGS)

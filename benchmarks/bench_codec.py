@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 from bench_bucket import COPY, MANY_SMALL, SHAPES, leading, memory_for_jobs, read_shapes
-from harness import Against, Job, Report, parse, parser
+from harness import Against, Job, Report, parse, parser, run_in_processes
 from torch import Tensor
 
 import torch_commhook._ops as ops
@@ -22,8 +22,9 @@ from torch_commhook.codecs import CODECS, Codec
 TARGETED = ("resnet50", "gpt2")
 AT_LEAST, AT_LEAST_WITH_ERROR = 0.9, 0.85
 MESSAGES = 4  # that are reduced to one
-#: What memory gives to a reader. Encoding does little else, and cannot be faster.
-READ = "plain read"
+#: What memory gives to a reader and to a writer. Encoding does little but read, decoding little but
+#: write, so that neither can be faster.
+READ, WRITE = "plain read", "plain write"
 EXAMPLES = [codec for cls in CODECS.values() for codec in cls.examples()]
 
 
@@ -88,11 +89,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--shapes", nargs="+", choices=SHAPES, default=None)
     options.add_argument("--memory-gib", type=float, metavar="N", help="that may be used")
+    options.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="that measure it all, one after another; medians of them",
+    )
     parsed = parse(options, arguments)
     if parsed.shapes is None:
         parsed.shapes = ["resnet50"] if parsed.quick else [*TARGETED, MANY_SMALL]
     report = Report("bench_codec" if parsed.device == "cpu" else "codec_cuda", parsed)
     report.environment["cpu_capability"] = ops.cpu_capability()
+    if parsed.processes > 1:
+        run_in_processes(report, arguments, parsed.processes)
+        report.finish()
+        return 0
     for name in parsed.shapes:
         shapes = leading(read_shapes(name), memory_for_jobs(parsed) // bytes_per_element())
         tensors = [torch.randn(shape, device=parsed.device) for shape in shapes]
@@ -108,6 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ceilings = [
                 Job(COPY, partial(flat.copy_, other), 8 * numel),
                 Job(READ, partial(check_finite, [other], bad), 4 * numel),
+                Job(WRITE, flat.zero_, 4 * numel),
             ]
             jobs = [job for codec in EXAMPLES for job in jobs_of(codec, tensors, into, error, name)]
             report.run(

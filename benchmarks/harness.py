@@ -11,10 +11,12 @@ import argparse
 import json
 import random
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -269,6 +271,73 @@ class Report:
                 "rows": [asdict(row) for row in self.rows],
             }
             path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+# ---- the same in several processes ---------------------------------------------------------------
+
+
+def merged(runs: Sequence[Sequence[Row]]) -> list[Row]:
+    """One row for each job, of the same jobs measured in several processes.
+
+    Times, speeds and ratios are the medians of the processes'; the least and the greatest ratio
+    stand beside them.
+    """
+    rows = []
+    for same in zip(*runs, strict=True):
+        first = same[0]
+        if any((row.group, row.job) != (first.group, first.job) for row in same):
+            raise ValueError("the processes measured other jobs")
+
+        def middle(name: str, same: Sequence[Row] = same) -> float | None:
+            values = [getattr(row, name) for row in same]
+            return None if None in values else statistics.median(values)
+
+        ratio, holds = middle("ratio"), None
+        details = {
+            name: statistics.median(row.details[name] for row in same) for name in first.details
+        }
+        if ratio is not None:
+            details["least"] = min(row.ratio for row in same)
+            details["most"] = max(row.ratio for row in same)
+        if ratio is not None and first.target is not None:
+            relation, bound = first.target.split()
+            holds = ratio >= float(bound) if relation == ">=" else ratio <= float(bound)
+        rows.append(
+            replace(
+                first,
+                seconds=middle("seconds"),
+                first_quartile=middle("first_quartile"),
+                third_quartile=middle("third_quartile"),
+                samples=sum(row.samples for row in same),
+                cpu_seconds=middle("cpu_seconds"),
+                gigabytes_per_second=middle("gigabytes_per_second"),
+                ratio=ratio,
+                holds=holds,
+                details=details,
+            )
+        )
+    return rows
+
+
+def run_in_processes(report: Report, arguments: Sequence[str] | None, count: int) -> None:
+    """Runs the benchmark ``count`` times, one after another, each in a process of its own.
+
+    How fast memory is depends on where a process's pages lie, and differs between processes by more
+    than between the rounds of one. Each process prints its tables to stderr; ``report`` gets the
+    rows of :func:`merged`.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    runs = []
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(count):
+            out = Path(folder) / f"{i}.json"
+            command = [sys.executable, sys.argv[0], *arguments, "--processes=1", f"--out={out}"]
+            subprocess.run(command, check=True, stdout=sys.stderr)
+            runs.append([Row(**row) for row in json.loads(out.read_text())["rows"]])
+    report.rows += merged(runs)
+    for group in dict.fromkeys(row.group for row in report.rows):
+        same = [row for row in report.rows if row.group == group]
+        print_table(f"{group}, medians of {count} processes", same)
 
 
 # ---- tables --------------------------------------------------------------------------------------
