@@ -141,6 +141,15 @@ void stream_run(const BlockKernels& kernels, const BlockForm& form, const float*
 void decode_run(const BlockKernels& kernels, const BlockForm& form, const uint8_t* codes,
                 const float* parameters, int64_t count, float* values, cpu::Stream& stream) {
   const int64_t size = form.block_size;
+  const int64_t whole = count / size * size;
+  if (kernels.decode_past_caches != nullptr && size % kStreamedValues == 0 &&
+      reinterpret_cast<uintptr_t>(values) % cpu::kCacheLine == 0 &&
+      kernels.decode_past_caches(codes, parameters, whole, size, values)) {
+    codes += form.code_bytes(whole);
+    parameters += whole / size * form.parameters;
+    values += whole;
+    count -= whole;
+  }
   const int64_t piece = values_in(kStreamedBytes, 32, size);
   for (int64_t i = 0; i < count; i += piece) {
     const int64_t n = std::min(piece, count - i);

@@ -22,6 +22,9 @@ struct Encoding {
 // decode, add: over what is there, or added to it.
 // streams: whether encode writes codes past the caches by itself where it may, for blocks of such a
 // size and codes that are aligned to kStreamedAlignment; null if it never does.
+// decode_past_caches: the same for whole blocks of a multiple of kStreamedValues, to where a cache
+// line begins; false, and nothing done, where the instruction set does not; null if none does. The
+// caller fences.
 struct BlockKernels {
   void (*encode)(const float* values, int64_t count, int64_t size, const Encoding& encoding,
                  int64_t block, float* error, uint8_t* codes, float* parameters);
@@ -30,9 +33,12 @@ struct BlockKernels {
   void (*add)(const uint8_t* codes, const float* parameters, int64_t count, int64_t size,
               float* out);
   bool (*streams)(int64_t size, const Encoding& encoding) = nullptr;
+  bool (*decode_past_caches)(const uint8_t* codes, const float* parameters, int64_t count,
+                             int64_t size, float* out) = nullptr;
 };
 
-constexpr uintptr_t kStreamedAlignment = 16;
+constexpr uintptr_t kStreamedAlignment = 32;
+constexpr int64_t kStreamedValues = 32;
 
 void encode_on_cpu(const BlockKernels& kernels, at::TensorList tensors, const at::Tensor& message,
                    const BlockLayout& layout, double scale, const std::optional<at::Tensor>& error,

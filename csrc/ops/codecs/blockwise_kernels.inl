@@ -188,9 +188,10 @@ constexpr float levels() {
 }
 
 #if COMMHOOK_VECTOR_BYTES == 64
-// ---- blocks of 64, 128 and 256 values, without random numbers and errors: in runs of 256, each of
-// ---- which is measured while the one before it is quantised. So memory is read without a pause,
-// ---- and nothing waits for the divisions.
+// ---- blocks of 64, 128 and 256 values, without random numbers and errors: in runs of 256. While
+// ---- one is quantised, the next is described and the one after that is measured. So memory is
+// read
+// ---- without a pause, and nothing waits for the divisions.
 
 constexpr int kRun = 256;
 constexpr int kPart = kRun / 4;
@@ -262,6 +263,14 @@ inline __attribute__((always_inline)) __m512i quantize_lanes(const float* p, flo
   return _mm512_castps_si512(_mm512_add_ps(_mm512_mul_ps(t, factor), _mm512_set1_ps(kRound)));
 }
 
+// The low halves of the 32 words of a and b.
+inline __attribute__((always_inline)) __m512i low_halves(const __m512i& a, const __m512i& b) {
+  alignas(64) static constexpr int16_t kEven[32] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20,
+                                                    22, 24, 26, 28, 30, 32, 34, 36, 38, 40, 42,
+                                                    44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
+  return _mm512_permutex2var_epi16(a, _mm512_load_si512(kEven), b);
+}
+
 // A quarter of a run's codes. Of four bits, those of 32 values of a block's first half and of as
 // many of its second.
 template <int kBits, bool kSymmetric, bool kScaled, int kSize>
@@ -272,66 +281,95 @@ inline __attribute__((always_inline)) void quantize_part(const float* run, float
   constexpr int kHalf = kSize / 2;
   const float* const p =
       run + (kBits == 8 ? part * kPart : part / kParts * kSize + part % kParts * (kPart / 2));
-  for (int i = 0; i < kBits / 2; ++i) {
-    __m512i words = quantize_lanes<kSymmetric, kScaled>(p + 16 * i, scale, low, factor);
-    if constexpr (kBits == 4) {
-      const __m512i high =
-          quantize_lanes<kSymmetric, kScaled>(p + kHalf + 16 * i, scale, low, factor);
-      words = _mm512_or_si512(_mm512_and_si512(words, _mm512_set1_epi32(15)),
-                              _mm512_slli_epi32(high, 4));
-    }
-    auto* const to = reinterpret_cast<__m128i*>(codes + part * (kBits * kPart / 8) + 16 * i);
+  // Of 32 values, whose codes are the low bytes.
+  const auto quantized = [&](const float* from) __attribute__((always_inline)) {
+    return low_halves(quantize_lanes<kSymmetric, kScaled>(from, scale, low, factor),
+                      quantize_lanes<kSymmetric, kScaled>(from + 16, scale, low, factor));
+  };
+  const auto write = [&](const __m512i& halves, uint8_t* to) __attribute__((always_inline)) {
+    auto* const lanes = reinterpret_cast<__m256i*>(to);
     if (is_streamed) {
-      _mm_stream_si128(to, _mm512_cvtepi32_epi8(words));
+      _mm256_stream_si256(lanes, _mm512_cvtepi16_epi8(halves));
     } else {
-      _mm_storeu_si128(to, _mm512_cvtepi32_epi8(words));
+      _mm256_storeu_si256(lanes, _mm512_cvtepi16_epi8(halves));
     }
+  };
+  codes += part * (kBits * kPart / 8);
+  if constexpr (kBits == 4) {
+    constexpr int kAndOr = 0xea;  // (a & b) | c
+    const __m512i high = _mm512_slli_epi16(quantized(p + kHalf), 4);
+    write(_mm512_ternarylogic_epi32(quantized(p), _mm512_set1_epi16(15), high, kAndOr), codes);
+  } else {
+    write(quantized(p), codes);
+    write(quantized(p + 32), codes + 32);
   }
 }
 
-// Runs up to the first with a block that needs more care, as its values are infinite, NaN or very
-// small. Returns how many.
+// Of a run's parts, each what is sent of the block that it is in, and its factor.
+struct Described {
+  alignas(16) float lows[4];
+  alignas(16) float steps[4];
+  alignas(16) float factors[4];
+};
+
+// False where a block needs more care, as its values are infinite, NaN or very small.
+template <int kBits, bool kSymmetric, int kSize>
+inline __attribute__((always_inline)) bool describe(const Extremes& extremes,
+                                                    Described& described) {
+  const __m128 zero = _mm_setzero_ps();
+  const __m128 count = _mm_set1_ps(levels<kBits, kSymmetric>());
+  const __m128 most = extremes_of_blocks<true, kSize>(extremes.most);
+  const __m128 least = extremes_of_blocks<false, kSize>(extremes.least);
+  const __m128 low = kSymmetric ? zero : _mm_add_ps(least, zero);
+  const __m128 range = kSymmetric ? _mm_max_ps(most, _mm_sub_ps(zero, least))
+                                  : _mm_add_ps(_mm_sub_ps(most, low), zero);
+  const auto is_wide = _mm_cmp_ps_mask(range, _mm_set1_ps(0x1p-100f), _CMP_GE_OQ) &
+                       _mm_cmp_ps_mask(range, _mm_set1_ps(float_of(kInfinity)), _CMP_LT_OQ);
+  const auto is_plain = is_wide | _mm_cmp_ps_mask(range, zero, _CMP_EQ_OQ);
+  _mm_store_ps(described.lows, low);
+  _mm_store_ps(described.steps, _mm_div_ps(range, count));
+  _mm_store_ps(described.factors, _mm_maskz_div_ps(is_wide, count, range));  // 0 where all are one
+  return extremes.is_nan == 0 && is_plain == 15;
+}
+
+// Runs up to the first with a block that needs more care. Returns how many.
 template <int kBits, bool kSymmetric, bool kScaled, int kSize>
 inline int64_t encode_runs(const float* p, int64_t runs, float scale, bool is_streamed,
                            uint8_t* codes, float* parameters) {
-  const __m128 zero = _mm_setzero_ps();
-  const __m128 count = _mm_set1_ps(levels<kBits, kSymmetric>());
   Extremes extremes;
   extremes.is_nan = 0;
+  const auto measure_at = [&](const float* run, int part) __attribute__((always_inline)) {
+    measure_part<kScaled>(run + part * kPart, scale, extremes, part);
+  };
+  Described described[2];
   for (int part = 0; part < 4; ++part) {
-    measure_part<kScaled>(p + part * kPart, scale, extremes, part);
+    measure_at(p, part);
+  }
+  if (!describe<kBits, kSymmetric, kSize>(extremes, described[0])) {
+    return 0;
+  }
+  const float* ahead = p + (runs > 1 ? kRun : 0);
+  for (int part = 0; part < 4; ++part) {
+    measure_at(ahead, part);
   }
   for (int64_t run = 0; run < runs; ++run) {
-    // For each part, of the block that it is in.
-    const __m128 most = extremes_of_blocks<true, kSize>(extremes.most);
-    const __m128 least = extremes_of_blocks<false, kSize>(extremes.least);
-    const __m128 low = kSymmetric ? zero : _mm_add_ps(least, zero);
-    const __m128 range = kSymmetric ? _mm_max_ps(most, _mm_sub_ps(zero, least))
-                                    : _mm_add_ps(_mm_sub_ps(most, low), zero);
-    const auto is_wide = _mm_cmp_ps_mask(range, _mm_set1_ps(0x1p-100f), _CMP_GE_OQ) &
-                         _mm_cmp_ps_mask(range, _mm_set1_ps(float_of(kInfinity)), _CMP_LT_OQ);
-    const auto is_plain = is_wide | _mm_cmp_ps_mask(range, zero, _CMP_EQ_OQ);
-    if (extremes.is_nan != 0 || is_plain != 15) {
-      return run;
-    }
-    alignas(16) float lows[4];
-    alignas(16) float steps[4];
-    alignas(16) float factors[4];
-    _mm_store_ps(lows, low);
-    _mm_store_ps(steps, _mm_div_ps(range, count));
-    _mm_store_ps(factors, _mm_maskz_div_ps(is_wide, count, range));  // 0 where all are one
+    const Described& own = described[run % 2];
+    const bool goes_on = describe<kBits, kSymmetric, kSize>(extremes, described[(run + 1) % 2]);
     for (int part = 0; part < 4; part += kSize / kPart) {
-      *parameters++ = steps[part];
+      *parameters++ = own.steps[part];
       if constexpr (!kSymmetric) {
-        *parameters++ = lows[part];
+        *parameters++ = own.lows[part];
       }
     }
-    const int64_t next = run + 1 < runs ? kRun : 0;  // the last is measured again, to no end
+    ahead += run + 2 < runs ? kRun : 0;  // the last is measured again, to no end
     for (int part = 0; part < 4; ++part) {
-      measure_part<kScaled>(p + next + part * kPart, scale, extremes, part);
-      quantize_part<kBits, kSymmetric, kScaled, kSize>(p, scale, part, _mm512_set1_ps(lows[part]),
-                                                       _mm512_set1_ps(factors[part]), is_streamed,
-                                                       codes);
+      measure_at(ahead, part);
+      quantize_part<kBits, kSymmetric, kScaled, kSize>(
+          p, scale, part, _mm512_set1_ps(own.lows[part]), _mm512_set1_ps(own.factors[part]),
+          is_streamed, codes);
+    }
+    if (!goes_on) {
+      return run + 1;
     }
     p += kRun;
     codes += kRun * kBits / 8;
@@ -446,6 +484,46 @@ inline void decode_block(const uint8_t* __restrict codes, const float* __restric
   }
 }
 
+// Whole blocks, of a multiple of 32 values, past the caches to where a cache line begins. False
+// where this instruction set does not do so.
+template <int kBits, bool kSymmetric>
+bool decode_past_caches(const uint8_t* codes, const float* parameters, int64_t count, int64_t size,
+                        float* out) {
+#if COMMHOOK_VECTOR_BYTES == 64
+  constexpr int64_t kParameters = kSymmetric ? 1 : 2;
+  const __m128i sign = _mm_set1_epi8(kSymmetric ? 8 : 0);
+  for (int64_t i = 0; i < count; i += size) {
+    const __m512 step = _mm512_set1_ps(parameters[0]);
+    const __m512 low = _mm512_set1_ps(kSymmetric ? 0.0f : parameters[1]);
+    const auto put = [&](float* to, const __m128i& bytes) __attribute__((always_inline)) {
+      const __m512i words = kSymmetric ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes);
+      const __m512 restored = _mm512_mul_ps(_mm512_cvtepi32_ps(words), step);
+      _mm512_stream_ps(to, kSymmetric ? restored : _mm512_add_ps(low, restored));
+    };
+    const auto nibbles = [&](const __m128i& bytes) __attribute__((always_inline)) {
+      const __m128i own = _mm_and_si128(bytes, _mm_set1_epi8(15));
+      return kSymmetric ? _mm_sub_epi8(_mm_xor_si128(own, sign), sign) : own;
+    };
+    const auto* const from = reinterpret_cast<const __m128i*>(codes);
+    for (int64_t j = 0; j < size * kBits / 8; j += 16) {
+      const __m128i bytes = _mm_loadu_si128(from + j / 16);
+      if constexpr (kBits == 8) {
+        put(out + j, bytes);
+      } else {
+        put(out + j, nibbles(bytes));
+        put(out + size / 2 + j, nibbles(_mm_srli_epi16(bytes, 4)));
+      }
+    }
+    out += size;
+    codes += size * kBits / 8;
+    parameters += kParameters;
+  }
+  return true;
+#else
+  return false;
+#endif
+}
+
 // Compiled once for all callers: a copy for each of them, as GCC makes, is slower with errors.
 #ifdef __clang__
 #define COMMHOOK_ONCE __attribute__((noinline))
@@ -555,9 +633,13 @@ void decode(const uint8_t* codes, const float* parameters, int64_t count, int64_
 
 // [bits: 4, 8][min-max, symmetric]
 constexpr BlockKernels kKernels[2][2] = {
-    {{encode<4, false>, decode<4, false, false>, decode<4, false, true>, streams},
-     {encode<4, true>, decode<4, true, false>, decode<4, true, true>, streams}},
-    {{encode<8, false>, decode<8, false, false>, decode<8, false, true>, streams},
-     {encode<8, true>, decode<8, true, false>, decode<8, true, true>, streams}}};
+    {{encode<4, false>, decode<4, false, false>, decode<4, false, true>, streams,
+      decode_past_caches<4, false>},
+     {encode<4, true>, decode<4, true, false>, decode<4, true, true>, streams,
+      decode_past_caches<4, true>}},
+    {{encode<8, false>, decode<8, false, false>, decode<8, false, true>, streams,
+      decode_past_caches<8, false>},
+     {encode<8, true>, decode<8, true, false>, decode<8, true, true>, streams,
+      decode_past_caches<8, true>}}};
 
 #undef COMMHOOK_ONCE

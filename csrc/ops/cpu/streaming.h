@@ -19,6 +19,8 @@ int64_t streaming_bytes();
 // Of all elements together.
 int64_t bytes_of(at::TensorList tensors);
 
+constexpr int64_t kCacheLine = 64;
+
 // Bytes on their way past the caches: collected in the first-level cache, from where they go in
 // whole cache lines.
 class Stream {
@@ -50,7 +52,7 @@ class Stream {
   }
 
  private:
-  static constexpr int64_t kLine = 64;
+  static constexpr int64_t kLine = kCacheLine;
 
   // All but a line that is to be continued.
   void send_lines() {
