@@ -6,53 +6,42 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 
 import torch
-from harness import Against, Job, Report, parse, parser
-from machine import FOLDER, memory
+from harness import COPY, Against, Job, Report, copies_of, parse, parser, rotated
+from machine import memory
+from model_shapes import MANY_SMALL, ONE_BUCKET, SHAPES, leading, read_shapes
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 import torch_commhook._ops as ops
 
-MANY_SMALL = "1000x64"
-SHAPES = ("resnet50", "gpt2", "bert_large", "llama3_8b_4layers", MANY_SMALL)
 #: The shapes that the targets are set for.
-TARGETED = ("resnet50", "gpt2", MANY_SMALL)
+TARGETED = ("resnet50", "gpt2", ONE_BUCKET, MANY_SMALL)
 
 SCALE = 1 / 8  # the mean over eight ranks
-COPY = "plain copy"
+#: On CUDA, what one launch must gain over several, for many small tensors.
+FEW_LAUNCHES = 2.0
+#: Longer lists take Inductor minutes.
+MOST_COMPILED = 200
 #: Bytes per element of all that one shape needs: tensors, two float32 and two 16-bit buffers,
 #: and what the baselines allocate.
 BYTES_PER_ELEMENT = 4 + 2 * 4 + 2 * 2 + 6
 
 
-def read_shapes(name: str) -> list[tuple[int, ...]]:
-    """The shapes of a model's parameters, in its order."""
-    if name == MANY_SMALL:
-        return [(64,)] * 1000
-    document = json.loads((FOLDER / "shapes" / f"{name}.json").read_text())
-    return [tuple(parameter["shape"]) for parameter in document["parameters"]]
-
-
-def leading(shapes: Sequence[tuple[int, ...]], elements: int) -> list[tuple[int, ...]]:
-    """As many of the shapes, from the first on, as together have at most so many elements."""
-    chosen: list[tuple[int, ...]] = []
-    for shape in shapes:
-        elements -= torch.Size(shape).numel()
-        if elements < 0:
-            break
-        chosen.append(shape)
-    return chosen
-
-
 class Bucket:
     """float32 tensors of the given shapes, each allocated by itself, and persistent buffers."""
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], device: torch.device) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        device: torch.device,
+        compiled: Compiled | None = None,
+    ) -> None:
+        self.device = device
+        self.compiled = compiled
         self.tensors = [torch.randn(shape, device=device) for shape in shapes]
         self.numel = sum(tensor.numel() for tensor in self.tensors)
         self.flat = torch.zeros(self.numel, device=device)
@@ -123,18 +112,32 @@ def narrow_jobs(bucket: Bucket, dtype: torch.dtype, against: Callable[[str], Aga
         for tensor, view in zip(tensors, views, strict=True):
             tensor.copy_(view)
 
+    def foreach_copy_and_cast() -> None:
+        torch._foreach_copy_(views, tensors)
+        narrow.copy_(flat)
+
+    def foreach_chain() -> None:
+        torch._foreach_copy_(narrow_views, torch._foreach_mul(tensors, SCALE))
+
     into, out_of = f"_foreach_copy_ into {short} views", f"_foreach_copy_ out of {short} views"
-    return [
+    copied = f"_foreach_copy_ into views, copy to {short}"
+    chained = f"_foreach_mul, _foreach_copy_ into {short} views"
+    there = against(into)
+    if bucket.device.type == "cuda" and there.baseline == into:  # many small ones
+        there = Against(copied, at_least=None if there.at_least is None else FEW_LAUNCHES)
+    jobs = [
         Job(f"plain copy to {short}", lambda: narrow.copy_(bucket.other), mixed, Against(COPY)),
         Job(into, lambda: torch._foreach_copy_(narrow_views, tensors), mixed, Against(COPY)),
         Job(out_of, lambda: torch._foreach_copy_(tensors, narrow_views), mixed, Against(COPY)),
         Job(f"flatten, to {short}, div_", pytorchs_way_there, mixed, Against(COPY)),
         Job(f"copy_ from {short}, split copies", pytorchs_way_back, mixed, Against(COPY)),
+        Job(copied, foreach_copy_and_cast, mixed, Against(COPY)),
+        Job(chained, foreach_chain, mixed, Against(COPY)),
         Job(
             f"flatten, scale, cast to {short}",
             lambda: ops.flatten(tensors, scale=SCALE, out=narrow),
             mixed,
-            against(into),
+            there,
         ),
         Job(
             f"unflatten, upcast from {short}",
@@ -143,6 +146,41 @@ def narrow_jobs(bucket: Bucket, dtype: torch.dtype, against: Callable[[str], Aga
             against(out_of),
         ),
     ]
+    if bucket.compiled is not None and dtype == torch.bfloat16:
+        compiled = bucket.compiled
+        jobs += [
+            Job(
+                f"compiled: flatten, scale, cast to {short}",
+                lambda: compiled.there(tensors, narrow),
+                mixed,
+                Against(COPY),
+            ),
+            Job(
+                f"compiled: unflatten, upcast from {short}",
+                lambda: compiled.back(narrow, tensors),
+                mixed,
+                Against(COPY),
+            ),
+        ]
+    return jobs
+
+
+class Compiled:
+    """What Inductor makes of plain PyTorch that does the same."""
+
+    def __init__(self) -> None:
+        self.there = torch.compile(self._there, dynamic=False)
+        self.back = torch.compile(self._back, dynamic=False)
+
+    @staticmethod
+    def _there(tensors: list[Tensor], narrow: Tensor) -> None:
+        narrow.copy_(torch.cat([tensor.view(-1) for tensor in tensors]) * SCALE)
+
+    @staticmethod
+    def _back(narrow: Tensor, tensors: list[Tensor]) -> None:
+        pieces = narrow.split([tensor.numel() for tensor in tensors])
+        for tensor, piece in zip(tensors, pieces, strict=True):
+            tensor.copy_(piece.view_as(tensor).float() * SCALE)
 
 
 def memory_for_jobs(options: argparse.Namespace) -> int:
@@ -166,6 +204,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parse(options, arguments)
     if parsed.shapes is None:
         parsed.shapes = ["resnet50", MANY_SMALL] if parsed.quick else list(SHAPES)
+        if parsed.device == "cpu" and not parsed.quick:
+            parsed.shapes.remove(ONE_BUCKET)
     report = Report("bench_bucket" if parsed.device == "cpu" else "bucket_cuda", parsed)
     report.environment["cpu_capability"] = ops.cpu_capability()
     for name in parsed.shapes:
@@ -176,7 +216,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         if len(fitting) < len(shapes):
             report.note(f"{name}: the first {len(fitting)} of {len(shapes)} tensors fit.")
-        bucket = Bucket(fitting, torch.device(parsed.device))
+        device = torch.device(parsed.device)
+        numel = sum(torch.Size(shape).numel() for shape in fitting)
+        compiled = None
+        if device.type == "cuda" and not parsed.quick and len(fitting) <= MOST_COMPILED:
+            compiled = Compiled()
+        count = copies_of(device, 8 * numel)
+        buckets = [Bucket(fitting, device, compiled) for _ in range(count)]
         target = None
         if name in TARGETED:
             target = 1.0 if parsed.device == "cpu" else 0.9
@@ -186,10 +232,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             where = f"{threads} thread{plural}" if parsed.device == "cpu" else "CUDA"
             report.run(
                 f"{name}, {where}",
-                jobs_of(name, bucket, target),
-                f"{name}: {len(fitting)} tensors, {bucket.numel * 4 / 1e6:.1f} MB, {where}",
+                rotated([jobs_of(name, bucket, target) for bucket in buckets]),
+                f"{name}: {len(fitting)} tensors, {numel * 4 / 1e6:.1f} MB, {where}",
             )
-        del bucket
+        del buckets
     report.finish()
     return 0
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from bench_bucket import COPY, MANY_SMALL, SHAPES, leading, memory_for_jobs, read_shapes
-from harness import Against, Job, Report, parse, parser, run_in_processes
+from bench_bucket import memory_for_jobs
+from harness import COPY, Against, Job, Report, copies_of, parse, parser, rotated, run_in_processes
+from model_shapes import MANY_SMALL, ONE_BUCKET, SHAPES, leading, read_shapes
 from torch import Tensor
 
 import torch_commhook._ops as ops
@@ -36,7 +37,11 @@ def bytes_per_element() -> int:
 
 
 def is_targeted(codec: Codec, shapes: str) -> bool:
-    return shapes in TARGETED and isinstance(codec, CODECS["blockwise"]) and not codec.is_random
+    return (
+        shapes in (*TARGETED, ONE_BUCKET)
+        and isinstance(codec, CODECS["blockwise"])
+        and not codec.is_random
+    )
 
 
 def jobs_of(
@@ -85,6 +90,23 @@ def jobs_of(
     return jobs
 
 
+def all_jobs(shapes: Sequence[tuple[int, ...]], name: str, device: str) -> list[Job]:
+    """The jobs of all codecs on tensors of these shapes, with what memory gives before them."""
+    tensors = [torch.randn(shape, device=device) for shape in shapes]
+    into = [torch.empty_like(tensor) for tensor in tensors]
+    numel = sum(tensor.numel() for tensor in tensors)
+    error = torch.zeros(numel, device=device)
+    flat = torch.zeros(numel, device=device)
+    bad = torch.zeros(1, dtype=torch.int64, device=device)
+    other = torch.randn(numel, device=device)
+    return [
+        Job(COPY, partial(flat.copy_, other), 8 * numel),
+        Job(READ, partial(check_finite, [other], bad), 4 * numel),
+        Job(WRITE, flat.zero_, 4 * numel),
+        *(job for codec in EXAMPLES for job in jobs_of(codec, tensors, into, error, name)),
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--shapes", nargs="+", choices=SHAPES, default=None)
@@ -99,6 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parse(options, arguments)
     if parsed.shapes is None:
         parsed.shapes = ["resnet50"] if parsed.quick else [*TARGETED, MANY_SMALL]
+        if parsed.device == "cuda" and not parsed.quick:
+            parsed.shapes.insert(0, ONE_BUCKET)
     report = Report("bench_codec" if parsed.device == "cpu" else "codec_cuda", parsed)
     report.environment["cpu_capability"] = ops.cpu_capability()
     if parsed.processes > 1:
@@ -107,25 +131,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     for name in parsed.shapes:
         shapes = leading(read_shapes(name), memory_for_jobs(parsed) // bytes_per_element())
-        tensors = [torch.randn(shape, device=parsed.device) for shape in shapes]
-        into = [torch.empty_like(tensor) for tensor in tensors]
-        numel = sum(tensor.numel() for tensor in tensors)
-        error = torch.zeros(numel, device=parsed.device)
-        flat = torch.zeros(numel, device=parsed.device)
-        bad = torch.zeros(1, dtype=torch.int64, device=parsed.device)
-        other = torch.randn(numel, device=parsed.device)
+        numel = sum(torch.Size(shape).numel() for shape in shapes)
+        count = copies_of(torch.device(parsed.device), 8 * numel)
+        jobs = rotated([all_jobs(shapes, name, parsed.device) for _ in range(count)])
         for threads in parsed.threads:
             torch.set_num_threads(threads)
-            where = f"{threads} thread{'s' if threads > 1 else ''}"
-            ceilings = [
-                Job(COPY, partial(flat.copy_, other), 8 * numel),
-                Job(READ, partial(check_finite, [other], bad), 4 * numel),
-                Job(WRITE, flat.zero_, 4 * numel),
-            ]
-            jobs = [job for codec in EXAMPLES for job in jobs_of(codec, tensors, into, error, name)]
+            plural = "s" if threads > 1 else ""
+            where = f"{threads} thread{plural}" if parsed.device == "cpu" else "CUDA"
             report.run(
                 f"{name}, {where}",
-                [*ceilings, *jobs],
+                jobs,
                 f"{name}: {len(shapes)} tensors, {numel * 4 / 1e6:.1f} MB, {where}",
             )
     report.finish()

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from bench_bucket import read_shapes
 from harness import Against, Job, Report, measure, parse, parser
+from model_shapes import read_shapes
 from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future
 

@@ -8,6 +8,7 @@ baseline from the same minutes of the same machine. :class:`Report` prints the t
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
@@ -25,6 +26,9 @@ from machine import FOLDER, environment, processors
 #: A sample lasts at least this long, so that short jobs are called several times for one.
 SAMPLE_SECONDS = 2e-3
 MIN_ROUNDS = 5
+
+#: The job that tells what memory gives, where there is one.
+COPY = "plain copy"
 
 
 # ---- what is measured ----------------------------------------------------------------------------
@@ -68,6 +72,31 @@ class Job:
     bytes_moved: int | None = None
     against: Against | None = None
     prepare: Callable[[], object] | None = None
+
+
+def rotated(copies: Sequence[Sequence[Job]]) -> list[Job]:
+    """The same jobs over several copies of their data, which take turns from call to call.
+
+    So no cache serves what the call before has left there.
+    """
+    if len(copies) == 1:
+        return list(copies[0])
+    jobs = []
+    for same in zip(*copies, strict=True):
+        calls = itertools.cycle([job.call for job in same])
+        jobs.append(replace(same[0], call=lambda calls=calls: next(calls)()))
+    return jobs
+
+
+def copies_of(device: torch.device, nbytes: int) -> int:
+    """How many copies of data of so many bytes are more than a device's cache holds.
+
+    On the CPU one: what hooks work on there has just been written.
+    """
+    if device.type != "cuda":
+        return 1
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(1, min(8, -(-4 * cache // max(nbytes, 1))))
 
 
 @dataclass

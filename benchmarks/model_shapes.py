@@ -1,0 +1,35 @@
+"""Shapes of tensors to measure with: those of real models, and of lists that are hard."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+import torch
+from machine import FOLDER
+
+MANY_SMALL = "1000x64"
+#: As many tensors as ResNet-50 has, in one bucket of 25 MiB, which is DDP's default.
+ONE_BUCKET = "161x40704"
+SHAPES = ("resnet50", "gpt2", "bert_large", "llama3_8b_4layers", ONE_BUCKET, MANY_SMALL)
+
+
+def read_shapes(name: str) -> list[tuple[int, ...]]:
+    """The shapes of a model's parameters, in its order."""
+    if match := re.fullmatch(r"(\d+)x(\d+)", name):
+        count, numel = map(int, match.groups())
+        return [(numel,)] * count
+    document = json.loads((FOLDER / "shapes" / f"{name}.json").read_text())
+    return [tuple(parameter["shape"]) for parameter in document["parameters"]]
+
+
+def leading(shapes: Sequence[tuple[int, ...]], elements: int) -> list[tuple[int, ...]]:
+    """As many of the shapes, from the first on, as together have at most so many elements."""
+    chosen: list[tuple[int, ...]] = []
+    for shape in shapes:
+        elements -= torch.Size(shape).numel()
+        if elements < 0:
+            break
+        chosen.append(shape)
+    return chosen

@@ -1,0 +1,119 @@
+"""benchmarks/gpu.py without a GPU, and what the harness makes of several processes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu
+
+    monkeypatch.setattr(gpu, "LOGS", tmp_path)
+    return gpu
+
+
+def row(**values: Any) -> Any:
+    from harness import Row
+
+    blank = dict.fromkeys(Row.__dataclass_fields__)
+    return Row(**{**blank, "group": "a", "job": "b", "details": {}, **values})
+
+
+@pytest.mark.parametrize(
+    ("log", "status", "passed"),
+    [
+        ("========= ERROR SUMMARY: 0 errors", 0, True),
+        ("========= ERROR SUMMARY: 3 errors", 0, False),
+        ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", 0, True),
+        ("========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)", 0, False),
+        ("========= ERROR SUMMARY: 0 errors", 1, False),
+        ("the same as on the CPU", 0, False),  # the tool has said nothing
+        ("========= Error: Device not supported", 255, None),
+    ],
+)
+def test_a_sanitizer_must_have_found_nothing(
+    gpu: ModuleType, log: str, status: int, passed: bool | None
+) -> None:
+    command = gpu.Command("memcheck", ["sh", "-c", f"echo '{log}'; exit {status}"])
+    assert gpu.sanitizer_outcome(command, 20).passed is passed
+
+
+def test_a_command_ends_with_its_time(gpu: ModuleType) -> None:
+    begun = time.monotonic()
+    command = gpu.Command("slow", ["sh", "-c", "echo begun; sleep 60 & sleep 60"])
+    outcome = command.outcome(1)
+    assert time.monotonic() - begun < 30
+    assert outcome.passed is False and "begun" in outcome.text
+
+
+def test_tests_of_a_gpu_are_found(gpu: ModuleType) -> None:
+    assert "tests/test_cuda_bucket.py" in gpu.cuda_tests()
+    assert "tests/test_bucket.py" not in gpu.cuda_tests()
+
+
+def test_the_page_tells_what_was_missed(gpu: ModuleType) -> None:
+    common = {"group": f"{gpu.ONE_BUCKET}, CUDA", "seconds": 1e-5, "gigabytes_per_second": 3000.0}
+    rows = [
+        row(**{**common, "job": gpu.COPY, "cpu_seconds": 5e-6}),
+        row(
+            **{**common, "job": "flatten", "cpu_seconds": 16e-6, "ratio": 0.8},
+            baseline=gpu.COPY,
+            target=">= 0.9",
+            holds=False,
+        ),
+    ]
+    document = {
+        **dict.fromkeys(("card", "driver", "torch", "cuda", "python", "commit"), "x"),
+        "date": "2026-01-01T00:00:00",
+        "parts": [asdict(gpu.Outcome("tests", True, 3.0, "9 passed"))],
+        "benchmarks": {"bucket": {"notes": [], "rows": [asdict(each) for each in rows]}},
+    }
+    text = gpu.page(document)
+    assert "0.800 x plain copy, target >= 0.9" in text
+    assert "16.0 us of the CPU, at most 15" in text
+    assert "9 passed" in text
+
+
+def test_figures_of_several_processes_are_their_medians(gpu: ModuleType) -> None:
+    from harness import merged
+
+    one = row(
+        seconds=1.0,
+        first_quartile=1.0,
+        third_quartile=1.0,
+        samples=3,
+        gigabytes_per_second=8.0,
+        ratio=0.95,
+        target=">= 0.9",
+        holds=True,
+    )
+    runs = [
+        [one],
+        [replace(one, seconds=3.0, ratio=0.8, holds=False)],
+        [replace(one, seconds=2.0, ratio=0.85, holds=False)],
+    ]
+    [result] = merged(runs)
+    assert result.seconds == 2.0 and result.samples == 9
+    assert result.ratio == 0.85 and result.holds is False
+    assert result.details == {"least": 0.8, "most": 0.95}
+    with pytest.raises(ValueError, match="other jobs"):
+        merged([[one], [replace(one, job="c")]])
+
+
+def test_no_gpu_is_an_error(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as raised:
+        gpu.main()
+    assert raised.value.code == 2
