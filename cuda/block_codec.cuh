@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads, 3)
                   const BlockWork work, const int64_t* rounding, float* error, uint8_t* message) {
   const Codec codec;
   Warp warp{static_cast<int>(threadIdx.x) % kWarpSize};
-  const auto tile = tile_of(work.block_size, Codec::kBits);
+  const auto tile = tile_of<Codec>(work.block_size);
   const auto layout = layout_of<Codec>(work);
   const auto key = dither_key<Codec>(rounding);
   float* const values = shared_values(shared_bytes(tile, work.block_size, key.is_random));
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kThreads)
                   const uint8_t* message) {
   const Codec codec;
   Warp warp{static_cast<int>(threadIdx.x) % kWarpSize};
-  const auto tile = tile_of(work.block_size, Codec::kBits);
+  const auto tile = tile_of<Codec>(work.block_size);
   const auto layout = layout_of<Codec>(work);
   float* const values = shared_values(shared_bytes(tile, work.block_size, false));
   for_each_tile(work, tile, [&](int64_t first, const Run& run) {
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kThreads)
                   const int64_t* rounding, float* error, uint8_t* message) {
   const Codec codec;
   Warp warp{static_cast<int>(threadIdx.x) % kWarpSize};
-  const auto tile = tile_of(work.block_size, Codec::kBits);
+  const auto tile = tile_of<Codec>(work.block_size);
   const auto layout = layout_of<Codec>(work);
   const auto key = dither_key<Codec>(rounding);
   float* const values = shared_values(shared_bytes(tile, work.block_size, key.is_random));
@@ -140,11 +140,12 @@ struct BlockGrid {
   size_t shared;
 };
 
-inline BlockGrid grid_of(const codecs::BlockLayout& layout, double scale, bool is_random) {
+template <typename Codec>
+BlockGrid grid_of(const codecs::BlockLayout& layout, double scale, bool is_random) {
   constexpr int kSharedBytes = 48 * 1024;  // that every device gives a block without being asked
   constexpr int64_t kMostTiles = 16;
   const auto size = static_cast<int>(layout.form().block_size);
-  const auto tile = tile_of(size, static_cast<int>(layout.form().bits));
+  const auto tile = tile_of<Codec>(size);
   const int bytes = shared_bytes(tile, size, is_random);
   const int warps = std::clamp(kSharedBytes / bytes, 1, kWarpsPerBlock);
   const int64_t all = (layout.blocks() + tile.blocks - 1) / tile.blocks;
@@ -215,7 +216,7 @@ void encode_blocks(const char* op, at::TensorList tensors, const at::Tensor& mes
   if (layout.blocks() == 0) {
     return;
   }
-  const auto grid = grid_of(layout, scale, codecs::is_there(rounding));
+  const auto grid = grid_of<Codec>(layout, scale, codecs::is_there(rounding));
   const auto stream = c10::cuda::getCurrentCUDAStream();
   with_one_table(sources.segments(), message.options(), [&](const auto& table) {
     constexpr int kCapacity = std::decay_t<decltype(table)>::kCapacity;
@@ -233,7 +234,7 @@ void decode_blocks(const char* op, const at::Tensor& message, at::TensorList ten
   if (layout.blocks() == 0) {
     return;
   }
-  const auto grid = grid_of(layout, 1.0, false);
+  const auto grid = grid_of<Codec>(layout, 1.0, false);
   const auto stream = c10::cuda::getCurrentCUDAStream();
   with_one_table(destinations.segments(), message.options(), [&](const auto& table) {
     constexpr int kCapacity = std::decay_t<decltype(table)>::kCapacity;
@@ -253,7 +254,7 @@ void reduce_blocks(const at::Tensor& messages, const at::Tensor& message,
     return;
   }
   const c10::cuda::CUDAGuard guard(message.device());
-  const auto grid = grid_of(layout, scale, codecs::is_there(rounding));
+  const auto grid = grid_of<Codec>(layout, scale, codecs::is_there(rounding));
   reduce_kernel<Codec>
       <<<grid.blocks, grid.threads, grid.shared, c10::cuda::getCurrentCUDAStream()>>>(
           grid.work, messages.const_data_ptr<uint8_t>(), messages.size(0), seed_of(rounding),

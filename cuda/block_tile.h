@@ -22,55 +22,65 @@
 #include "ops/codecs/float_bits.h"
 #include "ops/codecs/philox.h"
 #include "partition.h"
+#include "quad.h"
 
 namespace commhook::cuda {
 
 // The lanes of a warp share out its blocks: so many lanes to a block, a power of two, each of which
-// then has words of four bytes of the codes to write.
+// then has codes of 16 bytes to move at once, or words of four.
 struct BlockTile {
   int lanes;
   int blocks;  // of the warp at once
 };
 
-COMMHOOK_HOST_DEVICE BlockTile tile_of(int block_size, int bits) {
-  const int words = block_size * bits / 32;
+constexpr int kQuadWords = 4;
+
+// Whether the codes of whole blocks are moved 16 bytes at once. Of a single bit that would be so
+// many values that few warps have room for them.
+template <typename Codec>
+COMMHOOK_HOST_DEVICE bool has_quads(int block_size) {
+  return Codec::kBits >= 4 && block_size * Codec::kBits % (8 * kQuadBytes) == 0;
+}
+
+template <typename Codec>
+COMMHOOK_HOST_DEVICE BlockTile tile_of(int block_size) {
+  const int pieces =
+      block_size * Codec::kBits / 8 / (has_quads<Codec>(block_size) ? kQuadBytes : 4);
   int lanes = 1;
-  while (lanes < words && lanes < kWarpSize) {
+  while (lanes < pieces && lanes < kWarpSize) {
     lanes *= 2;
   }
   return {lanes, kWarpSize / lanes};
 }
 
-// Which of a block's lanes this is, and of how many.
+// Which of a block's lanes this is, and of how many; and of the four words that it takes at once,
+// the first: neighbours of the warp begin with others, so that they ask different banks of the
+// shared memory for their values.
 struct BlockLane {
   int index;
   int count;
+  int first_word;
 };
 
-struct alignas(16) Quad {
-  float values[4];
+COMMHOOK_HOST_DEVICE BlockLane block_lane(const BlockTile& tile, int lane) {
+  return {lane % tile.lanes, tile.lanes, lane / 2 % kQuadWords};
+}
+
+struct alignas(kQuadBytes) QuadWords {
+  uint32_t words[kQuadWords];
 };
 
-COMMHOOK_HOST_DEVICE Quad load_quad(const float* from, bool is_aligned) {
-  if (is_aligned) {
-    return *reinterpret_cast<const Quad*>(from);
-  }
-  return {from[0], from[1], from[2], from[3]};
-}
-
-COMMHOOK_HOST_DEVICE void store_quad(const Quad& quad, float* to, bool is_aligned) {
-  if (is_aligned) {
-    *reinterpret_cast<Quad*>(to) = quad;
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    to[i] = quad.values[i];
-  }
-}
-
-COMMHOOK_HOST_DEVICE bool is_aligned_for_quads(const float* data) {
-  return reinterpret_cast<uintptr_t>(data) % sizeof(Quad) == 0;
+// words[j] becomes words[(j + by) % kQuadWords], in registers: no index of an array may be
+// computed.
+COMMHOOK_HOST_DEVICE void rotate(uint32_t (&words)[kQuadWords], int by) {
+  const uint32_t w[] = {words[0], words[1], words[2], words[3]};
+  const bool one = by & 1;
+  const uint32_t v[] = {one ? w[1] : w[0], one ? w[2] : w[1], one ? w[3] : w[2], one ? w[0] : w[3]};
+  const bool two = by & 2;
+  words[0] = two ? v[2] : v[0];
+  words[1] = two ? v[3] : v[1];
+  words[2] = two ? v[0] : v[2];
+  words[3] = two ? v[1] : v[3];
 }
 
 // p = value * scale + error for a block's values, and `visit(p)` for those of this lane.
@@ -163,11 +173,18 @@ COMMHOOK_HOST_DEVICE bool has_whole_words(int count) {
   return count % (4 * kValuesPerByte<Codec>) == 0;
 }
 
-// Writes a block's codes and what is lost. dithers: null where there are none.
+// Whether these words are as many as fill up vectors of 16 bytes, and aligned for them.
 template <typename Codec>
-COMMHOOK_HOST_DEVICE void write_codes(const Codec& codec, const float* p, const uint16_t* dithers,
+COMMHOOK_HOST_DEVICE bool has_whole_quads(const uint8_t* codes, int count) {
+  return Codec::kBits >= 4 && count % (kQuadBytes * kValuesPerByte<Codec>) == 0 &&
+         is_aligned_for_quads(codes);
+}
+
+// Writes a block's codes, and what is lost over its values. dithers: null where there are none.
+template <typename Codec>
+COMMHOOK_HOST_DEVICE void write_codes(const Codec& codec, float* p, const uint16_t* dithers,
                                       int count, const typename Codec::Quantizer& quantizer,
-                                      float* error, uint8_t* codes, BlockLane lane) {
+                                      bool keeps_lost, uint8_t* codes, BlockLane lane) {
   constexpr int kValues = kValuesPerByte<Codec>;
   const int width = width_of<Codec>(count);
   const auto code_of = [&](int i, float value, float& lost) {
@@ -178,25 +195,39 @@ COMMHOOK_HOST_DEVICE void write_codes(const Codec& codec, const float* p, const 
     lost = value - restored;
     return code;
   };
-  if (has_whole_words<Codec>(count)) {
-    const bool is_aligned = is_aligned_for_quads(error);
-    for (int w = lane.index; w < width / 4; w += lane.count) {
-      uint32_t word = 0;
+  const auto word_of = [&](int w) {
+    uint32_t word = 0;
 #pragma unroll
-      for (int k = 0; k < kValues; ++k) {
-        const int first = k * width + 4 * w;
-        const Quad values = load_quad(p + first, true);
-        Quad lost;
+    for (int k = 0; k < kValues; ++k) {
+      const int first = k * width + 4 * w;
+      const Quad values = load_quad(p + first, true);
+      Quad lost;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          word |= code_of(first + j, values.values[j], lost.values[j])
-                  << (8 * j + Codec::kBits * k);
-        }
-        if (error != nullptr) {
-          store_quad(lost, error + first, is_aligned);
-        }
+      for (int j = 0; j < 4; ++j) {
+        word |= code_of(first + j, values.values[j], lost.values[j]) << (8 * j + Codec::kBits * k);
       }
-      reinterpret_cast<uint32_t*>(codes)[w] = word;
+      if (keeps_lost) {
+        store_quad(lost, p + first, true);
+      }
+    }
+    return word;
+  };
+  if (has_whole_quads<Codec>(codes, count)) {
+    for (int q = lane.index; q < width / kQuadBytes; q += lane.count) {
+      const int begin = lane.first_word;
+      QuadWords quad;
+#pragma unroll
+      for (int j = 0; j < kQuadWords; ++j) {
+        quad.words[j] = word_of(kQuadWords * q + (j + begin) % kQuadWords);
+      }
+      rotate(quad.words, kQuadWords - begin);
+      reinterpret_cast<QuadWords*>(codes)[q] = quad;
+    }
+    return;
+  }
+  if (has_whole_words<Codec>(count)) {
+    for (int w = lane.index; w < width / 4; w += lane.count) {
+      reinterpret_cast<uint32_t*>(codes)[w] = word_of(w);
     }
     return;
   }
@@ -207,8 +238,8 @@ COMMHOOK_HOST_DEVICE void write_codes(const Codec& codec, const float* p, const 
       if (i < count) {
         float lost;
         byte |= code_of(i, p[i], lost) << (Codec::kBits * k);
-        if (error != nullptr) {
-          error[i] = lost;
+        if (keeps_lost) {
+          p[i] = lost;
         }
       }
     }
@@ -216,10 +247,46 @@ COMMHOOK_HOST_DEVICE void write_codes(const Codec& codec, const float* p, const 
   }
 }
 
+// Moves what is lost of a block from where its values were.
+COMMHOOK_HOST_DEVICE void write_lost(const float* lost, int count, float* error, BlockLane lane) {
+  const bool is_aligned = is_aligned_for_quads(error);
+  const int quads = count / 4;
+  for (int q = lane.index; q < quads; q += lane.count) {
+    store_quad(load_quad(lost + 4 * q, true), error + 4 * q, is_aligned);
+  }
+  for (int i = 4 * quads + lane.index; i < count; i += lane.count) {
+    error[i] = lost[i];
+  }
+}
+
 // Bytes that hold nothing, or the codes of a block that cannot be sent.
 COMMHOOK_HOST_DEVICE void write_zeros(uint8_t* bytes, int64_t count, BlockLane lane) {
   for (int64_t i = lane.index; i < count; i += lane.count) {
     bytes[i] = 0;
+  }
+}
+
+// Adds the values of a word's codes, or begins with them.
+template <typename Codec, typename Restore>
+COMMHOOK_HOST_DEVICE void add_word(uint32_t word, const Restore& restore, bool is_first,
+                                   Quad* sums) {
+  constexpr uint32_t kMask = (1u << Codec::kBits) - 1;
+#pragma unroll
+  for (int k = 0; k < kValuesPerByte<Codec>; ++k) {
+#pragma unroll
+    for (int j = 0; j < kQuadValues; ++j) {
+      const float value = restore(word >> (8 * j + Codec::kBits * k) & kMask);
+      sums[k].values[j] = is_first ? value : sums[k].values[j] + value;
+    }
+  }
+}
+
+// Stores the values of the codes in word w of a block.
+template <typename Codec>
+COMMHOOK_HOST_DEVICE void store_word(const Quad* sums, int w, int width, float* values) {
+#pragma unroll
+  for (int k = 0; k < kValuesPerByte<Codec>; ++k) {
+    store_quad(sums[k], values + k * width + 4 * w, true);
   }
 }
 
@@ -235,25 +302,34 @@ COMMHOOK_HOST_DEVICE void read_codes(const Codec& codec, const uint8_t* codes,
   const auto parameters_of = [&](int64_t m) {
     return reinterpret_cast<const float*>(reinterpret_cast<const char*>(parameters) + m * stride);
   };
+  if (has_whole_quads<Codec>(codes, count) && stride % kQuadBytes == 0) {
+    for (int q = lane.index; q < width / kQuadBytes; q += lane.count) {
+      const int begin = lane.first_word;
+      Quad sums[kQuadWords][kValues];
+      for (int64_t m = 0; m < messages; ++m) {
+        QuadWords quad = reinterpret_cast<const QuadWords*>(codes + m * stride)[q];
+        rotate(quad.words, begin);
+        const auto own = codec.restorer(parameters_of(m));
+#pragma unroll
+        for (int j = 0; j < kQuadWords; ++j) {
+          add_word<Codec>(quad.words[j], own, m == 0, sums[j]);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kQuadWords; ++j) {
+        store_word<Codec>(sums[j], kQuadWords * q + (j + begin) % kQuadWords, width, values);
+      }
+    }
+    return;
+  }
   if (has_whole_words<Codec>(count)) {
     for (int w = lane.index; w < width / 4; w += lane.count) {
       Quad sums[kValues];
       for (int64_t m = 0; m < messages; ++m) {
         const uint32_t word = reinterpret_cast<const uint32_t*>(codes + m * stride)[w];
-        const auto own = codec.restorer(parameters_of(m));
-#pragma unroll
-        for (int k = 0; k < kValues; ++k) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const float value = own(word >> (8 * j + Codec::kBits * k) & kMask);
-            sums[k].values[j] = m == 0 ? value : sums[k].values[j] + value;
-          }
-        }
+        add_word<Codec>(word, codec.restorer(parameters_of(m)), m == 0, sums);
       }
-#pragma unroll
-      for (int k = 0; k < kValues; ++k) {
-        store_quad(sums[k], values + k * width + 4 * w, true);
-      }
+      store_word<Codec>(sums, w, width, values);
     }
     return;
   }
@@ -334,7 +410,7 @@ COMMHOOK_HOST_DEVICE void encode_tile(Warp& warp, const Codec& codec,
                                       float* values, float* error, uint8_t* message) {
   const auto size = static_cast<int>(layout.form().block_size);
   auto* const dithers = reinterpret_cast<uint16_t*>(values + values_of(tile, size));
-  const auto lane_of = [&](int lane) { return BlockLane{lane % tile.lanes, tile.lanes}; };
+  const auto lane_of = [&](int lane) { return block_lane(tile, lane); };
   const auto place = [&](int lane) { return place_of<Codec>(layout, first + lane / tile.lanes); };
   typename Codec::Measure measures[Warp::kHeld];
   warp.each([&](int lane, int held) {
@@ -366,13 +442,16 @@ COMMHOOK_HOST_DEVICE void encode_tile(Warp& warp, const Codec& codec,
         }
       });
     }
+    warp.sync();  // before what is lost takes the place of values that others have read
   } else {
     for (int distance = tile.lanes / 2; distance > 0; distance /= 2) {
       warp.take_largest(measures, distance);
     }
   }
+  bool writes_lost[Warp::kHeld];
   warp.each([&](int lane, int held) {
     const auto own = place(lane);
+    writes_lost[held] = false;
     if (own.count == 0) {
       return;
     }
@@ -384,7 +463,8 @@ COMMHOOK_HOST_DEVICE void encode_tile(Warp& warp, const Codec& codec,
       const int64_t offset = own.begin - first * size;
       write_codes(codec, values + offset,
                   Codec::kIsRandom && key.is_random ? dithers + offset : nullptr, own.count,
-                  quantizer, error == nullptr ? nullptr : error + own.begin, codes, among);
+                  quantizer, error != nullptr, codes, among);
+      writes_lost[held] = error != nullptr;
     } else {  // with the error as it was
       write_zeros(codes, width_of<Codec>(own.count), among);
       for (float& parameter : parameters) {
@@ -402,6 +482,16 @@ COMMHOOK_HOST_DEVICE void encode_tile(Warp& warp, const Codec& codec,
     }
   });
   warp.sync();
+  if (error != nullptr) {
+    warp.each([&](int lane, int held) {
+      if (writes_lost[held]) {
+        const auto own = place(lane);
+        write_lost(values + (own.begin - first * size), own.count, error + own.begin,
+                   lane_of(lane));
+      }
+    });
+    warp.sync();
+  }
 }
 
 // Writes a tile's values into `values`: the sums of those of `messages` messages.
@@ -416,7 +506,7 @@ COMMHOOK_HOST_DEVICE void decode_tile(Warp& warp, const Codec& codec,
       read_codes(codec, message + own.codes,
                  reinterpret_cast<const float*>(message + own.parameters), messages, layout.bytes(),
                  own.count, values + (own.begin - first * layout.form().block_size),
-                 BlockLane{lane % tile.lanes, tile.lanes});
+                 block_lane(tile, lane));
     }
   });
   warp.sync();

@@ -7,7 +7,8 @@ Prints a line for each check and exits with 1 if one fails:
 * every operator that takes tensors has a kernel of its own for CUDA (not only the reference kernel,
   which serves all devices);
 * the library holds machine code and PTX for the architectures asked for;
-* no kernel keeps registers on the stack.
+* no kernel keeps registers on the stack or spills them;
+* every kernel that walks over values moves 16 bytes with one instruction, as the disassembly says.
 """
 
 from __future__ import annotations
@@ -26,6 +27,19 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMESPACE = "commhook"
+
+#: Kernels with no walk over values: why they need no vectors.
+WITHOUT_VECTORS = {
+    "flatten_stats_sum_kernel": "adds up one number for each block of threads",
+    "find_bin_kernel": "looks at 2,048 counts",
+    "add_up_parts_kernel": "adds up two numbers for each 4,096 values",
+    "add_entries_kernel": "writes where a message's indices say",
+    "take_entries_kernel": "reads at random places",
+    "put_entries_kernel": "writes at random places",
+    "reduce_kernel<SignBlock>": "reads a bit for each value",
+}
+#: Where the values are what is written: the codes before them are a quarter of that or less.
+STORES = ("decode_kernel",)
 
 
 class Report:
@@ -147,29 +161,73 @@ def check_architectures(report: Report, cuobjdump: Path, library: Path, arch_lis
             report.check(found == files, f"sm_{arch}: {what} of {found} of {files} files")
 
 
+def kernel_of(function: str) -> str:
+    """Its name, with the codec where that is an argument of the template."""
+    kernel = re.search(r"(\w+_kernel)\b", function)
+    if kernel is None:
+        return function
+    codec = re.search(
+        r"_kernel<[\w:]*?(\w+Block)\b", function.replace("(anonymous namespace)::", "")
+    )
+    return f"{kernel.group(1)}<{codec.group(1)}>" if codec else kernel.group(1)
+
+
 def check_resources(report: Report, cuobjdump: Path, library: Path) -> None:
     listing = demangled(output_of(cuobjdump, "--dump-resource-usage", library))
-    usage: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+    usage: dict[tuple[str, str], list[tuple[int, int, int]]] = defaultdict(list)
     arch, function = "", ""
     for line in listing.splitlines():
         if match := re.match(r"\s*arch = (\w+)", line):
             arch = match.group(1)
         elif match := re.match(r"\s*Function (.+):\s*$", line):
             function = match.group(1)
-        elif match := re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", line):
-            registers, stack, local = map(int, match.groups())
-            kernel = re.search(r"(\w+_kernel)\b", function)
-            name = kernel.group(1) if kernel else function
-            usage[name, arch].append((registers, stack + local))
+        elif match := re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", line):
+            registers, stack, shared, local = map(int, match.groups())
+            usage[kernel_of(function), arch].append((registers, stack + local, shared))
     report.check(bool(usage), f"{sum(map(len, usage.values()))} kernels say what they use")
     for (name, arch), variants in sorted(usage.items()):
         registers = [variant[0] for variant in variants]
         stack = max(variant[1] for variant in variants)
+        shared = max(variant[2] for variant in variants)
         report.check(
             stack == 0,
             f"{name} ({arch}): {len(variants)} variants, {min(registers)} to {max(registers)} "
-            f"registers, {'nothing' if stack == 0 else f'up to {stack} bytes'} on the stack",
+            f"registers, {shared} bytes of shared memory, "
+            f"{'nothing' if stack == 0 else f'up to {stack} bytes'} on the stack",
         )
+
+
+def check_vectors(report: Report, cuobjdump: Path, library: Path) -> None:
+    """Counts global loads and stores of 16 bytes, and what is spilled, in the machine code."""
+    found: dict[tuple[str, str], dict[str, int]] = {}
+    arch, counts = "", dict[str, int]()
+    command = [str(cuobjdump), "--dump-sass", str(library)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if match := re.match(r"\s*code for (sm_\w+)", line):
+                arch = match.group(1)
+            elif match := re.match(r"\s*Function : (\S+)", line):
+                counts = found.setdefault((match.group(1), arch), defaultdict(int))
+            elif match := re.search(r"\b(LDG|STG)(?:\.\w+)*\.128\b|\b(LDL|STL)\b", line):
+                counts[match.group(1) or match.group(2)] += 1
+    functions = list(found)
+    names = demangled("\n".join(function for function, _ in functions)).splitlines()
+    variants: dict[tuple[str, str], list[dict[str, int]]] = defaultdict(list)
+    for (function, arch), name in zip(functions, names, strict=True):
+        variants[kernel_of(name), arch].append(found[function, arch])
+    report.check(bool(variants), f"{len(functions)} kernels were disassembled")
+    for (name, arch), all_counts in sorted(variants.items()):
+        spills = max(counts["LDL"] + counts["STL"] for counts in all_counts)
+        report.check(spills == 0, f"{name} ({arch}): {spills or 'no'} instructions that spill")
+        reason = WITHOUT_VECTORS.get(name) or WITHOUT_VECTORS.get(name.partition("<")[0])
+        if reason is not None:
+            print(f"ok    {name} ({arch}): no vectors asked for, since it {reason}")
+            continue
+        kind = "STG" if name.partition("<")[0] in STORES else "LDG"
+        least = min(counts[kind] for counts in all_counts)
+        what = "stores" if kind == "STG" else "loads"
+        report.check(least > 0, f"{name} ({arch}): at least {least} {what} of 16 bytes in each")
 
 
 def main() -> int:
@@ -207,6 +265,7 @@ def main() -> int:
     if cuobjdump is not None:
         check_architectures(report, cuobjdump, library, arguments.arch_list)
         check_resources(report, cuobjdump, library)
+        check_vectors(report, cuobjdump, library)
     print(f"check_build: {report.failures} failures" if report.failures else "check_build: passed")
     return 1 if report.failures else 0
 

@@ -9,6 +9,7 @@
 #include "ops/codecs/codec_checks.h"
 #include "ops/codecs/float_bits.h"
 #include "ops/codecs/randomk.h"
+#include "quad.h"
 
 namespace commhook::cuda {
 namespace {
@@ -18,16 +19,29 @@ namespace {
 __global__ void __launch_bounds__(kThreads)
     compensate_finite_kernel(float* values, int64_t numel, float scale, float* error,
                              int32_t* has_nonfinite) {
-  const int64_t stride = int64_t{gridDim.x} * kThreads;
-  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < numel; i += stride) {
-    float p = values[i] * scale;
+  const bool is_aligned = is_aligned_for_quads(error);
+  const int64_t stride = int64_t{gridDim.x} * kThreads * kQuadValues;
+  for (int64_t first = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kQuadValues; first < numel;
+       first += stride) {
+    Quad p = quad_at(values, first, numel, true);
+    Quad lost = {};
     if (error != nullptr) {
-      p = p + error[i];
+      lost = quad_at(error, first, numel, is_aligned);
     }
-    const bool is_finite = (bits_of(p) & kAbsolute) < kInfinity;
-    values[i] = p;
+    bool is_finite = true;
+#pragma unroll
+    for (int i = 0; i < kQuadValues; ++i) {
+      p.values[i] = p.values[i] * scale;
+      if (error != nullptr) {
+        p.values[i] = p.values[i] + lost.values[i];
+      }
+      const bool is_own = (bits_of(p.values[i]) & kAbsolute) < kInfinity;
+      lost.values[i] = is_own ? p.values[i] : 0.0f;
+      is_finite = is_finite && (is_own || first + i >= numel);
+    }
+    put_quad(p, values, first, numel, true);
     if (error != nullptr) {
-      error[i] = is_finite ? p : 0.0f;
+      put_quad(lost, error, first, numel, is_aligned);
     }
     if (!is_finite) {
       *has_nonfinite = 1;  // all that write here write the same

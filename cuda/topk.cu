@@ -8,6 +8,7 @@
 #include "launch.cuh"
 #include "ops/codecs/codec_checks.h"
 #include "ops/codecs/topk.h"
+#include "quad.h"
 #include "topk_select.h"
 
 namespace commhook::cuda {
@@ -15,20 +16,38 @@ namespace {
 
 // Values of a block of threads, one after the other. Parts that follow each other make a message's
 // indices ascend.
-constexpr int64_t kPartValues = 16 * kThreads;
+constexpr int kPartQuads = 4;  // of a thread
+constexpr int64_t kPartValues = kPartQuads * kQuadValues * kThreads;
+
+// Calls visit(first) for each four values of this thread.
+template <typename Visit>
+__device__ void for_each_quad(int64_t numel, const Visit& visit) {
+  const int64_t stride = int64_t{gridDim.x} * kThreads * kQuadValues;
+  for (int64_t first = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kQuadValues; first < numel;
+       first += stride) {
+    visit(first);
+  }
+}
 
 // p = values * scale + error, in the place of the error or else of the values; null error for none.
 __global__ void __launch_bounds__(kThreads)
     compensate_kernel(float* values, int64_t numel, float scale, float* error) {
-  const int64_t stride = int64_t{gridDim.x} * kThreads;
-  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < numel; i += stride) {
-    const float scaled = values[i] * scale;
+  const bool is_aligned = is_aligned_for_quads(error);
+  for_each_quad(numel, [&](int64_t first) {
+    Quad p = quad_at(values, first, numel, true);
+    Quad lost = {};
     if (error != nullptr) {
-      error[i] = scaled + error[i];
-    } else {
-      values[i] = scaled;
+      lost = quad_at(error, first, numel, is_aligned);
     }
-  }
+#pragma unroll
+    for (int i = 0; i < kQuadValues; ++i) {
+      p.values[i] = p.values[i] * scale;
+      if (error != nullptr) {
+        p.values[i] = p.values[i] + lost.values[i];
+      }
+    }
+    put_quad(p, error != nullptr ? error : values, first, numel, error == nullptr || is_aligned);
+  });
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -40,13 +59,17 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
   const RankState known = *state;
-  const int64_t stride = int64_t{gridDim.x} * kThreads;
-  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < numel; i += stride) {
-    const int bin = bin_of(topk::rank_of(p[i]), level, known);
-    if (bin >= 0) {
-      atomicAdd(own + bin, 1);
+  const bool is_aligned = is_aligned_for_quads(p);
+  for_each_quad(numel, [&](int64_t first) {
+    const Quad quad = quad_at(p, first, numel, is_aligned);
+#pragma unroll
+    for (int i = 0; i < kQuadValues; ++i) {
+      const int bin = first + i < numel ? bin_of(topk::rank_of(quad.values[i]), level, known) : -1;
+      if (bin >= 0) {
+        atomicAdd(own + bin, 1);
+      }
     }
-  }
+  });
   __syncthreads();
   for (int i = threadIdx.x; i < kRankBins; i += kThreads) {
     if (own[i] != 0) {
@@ -85,11 +108,40 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+__device__ RankCounts sum(const RankCounts& a, const RankCounts& b) {
+  return {a.above + b.above, a.equal + b.equal};
+}
+
+// Of the first `count` of four values.
+__device__ RankCounts counts_of(const Quad& quad, int64_t count, int32_t least) {
+  RankCounts counts{0, 0};
+#pragma unroll
+  for (int i = 0; i < kQuadValues; ++i) {
+    const int32_t rank = i < count ? topk::rank_of(quad.values[i]) : -1;
+    counts.above += rank > least ? 1 : 0;
+    counts.equal += rank == least ? 1 : 0;
+  }
+  return counts;
+}
+
 __device__ RankCounts sum_of_warp(RankCounts counts) {
 #pragma unroll
   for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
     counts.above += __shfl_down_sync(0xffffffffu, counts.above, distance);
     counts.equal += __shfl_down_sync(0xffffffffu, counts.equal, distance);
+  }
+  return counts;
+}
+
+// Of this lane and those before it.
+__device__ RankCounts sum_up_to_lane(RankCounts counts, int lane) {
+#pragma unroll
+  for (int distance = 1; distance < kWarpSize; distance *= 2) {
+    const RankCounts before{__shfl_up_sync(0xffffffffu, counts.above, distance),
+                            __shfl_up_sync(0xffffffffu, counts.equal, distance)};
+    if (lane >= distance) {
+      counts = sum(counts, before);
+    }
   }
   return counts;
 }
@@ -100,11 +152,12 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t least = state->prefix;
   const int64_t begin = int64_t{blockIdx.x} * kPartValues;
   const int64_t end = min(numel, begin + kPartValues);
+  const bool is_aligned = is_aligned_for_quads(p);
   RankCounts own{0, 0};
-  for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) {
-    const int32_t rank = topk::rank_of(p[i]);
-    own.above += rank > least ? 1 : 0;
-    own.equal += rank == least ? 1 : 0;
+#pragma unroll
+  for (int step = 0; step < kPartQuads; ++step) {
+    const int64_t first = begin + (step * kThreads + threadIdx.x) * kQuadValues;
+    own = sum(own, counts_of(quad_at(p, first, end, is_aligned), end - first, least));
   }
   own = sum_of_warp(own);
   __shared__ RankCounts of_warp[kWarpsPerBlock];
@@ -156,41 +209,45 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t end = min(numel, begin + kPartValues);
   const int lane = threadIdx.x % kWarpSize;
   const int warp = threadIdx.x / kWarpSize;
-  const uint32_t lanes_before = (1u << lane) - 1;
   // The part's own number of ties is that up to the next one's; no value past its end asks.
   const auto part = part_of_message(before[blockIdx.x], {0, INT32_MAX}, state->wanted);
+  const bool is_aligned = is_aligned_for_quads(p);
   __shared__ RankCounts of_warp[kWarpsPerBlock];
   RankCounts done{0, 0};
-  for (int64_t first = begin; first < end; first += kThreads) {
-    const int64_t i = first + threadIdx.x;
-    const float value = i < end ? p[i] : 0.0f;
-    const int32_t rank = i < end ? topk::rank_of(value) : -1;
-    const uint32_t above = __ballot_sync(0xffffffffu, rank > least);
-    const uint32_t equal = __ballot_sync(0xffffffffu, rank == least);
-    if (lane == 0) {
-      of_warp[warp] = {__popc(above), __popc(equal)};
+  for (int64_t from = begin; from < end; from += kThreads * kQuadValues) {
+    const int64_t first = from + int64_t{threadIdx.x} * kQuadValues;
+    const Quad quad = quad_at(p, first, end, is_aligned);
+    const RankCounts mine = counts_of(quad, end - first, least);
+    const RankCounts up_to = sum_up_to_lane(mine, lane);
+    if (lane == kWarpSize - 1) {
+      of_warp[warp] = up_to;
     }
     __syncthreads();
-    RankCounts own{done.above + __popc(above & lanes_before),
-                   done.equal + __popc(equal & lanes_before)};
+    RankCounts own{done.above + up_to.above - mine.above, done.equal + up_to.equal - mine.equal};
     for (int w = 0; w < kWarpsPerBlock; ++w) {
       if (w < warp) {
-        own.above += of_warp[w].above;
-        own.equal += of_warp[w].equal;
+        own = sum(own, of_warp[w]);
       }
-      done.above += of_warp[w].above;
-      done.equal += of_warp[w].equal;
+      done = sum(done, of_warp[w]);
     }
     __syncthreads();  // before the counts are written anew
-    if (i < end) {
+#pragma unroll
+    for (int i = 0; i < kQuadValues; ++i) {
+      if (first + i >= end) {
+        break;
+      }
+      const float value = quad.values[i];
+      const int32_t rank = topk::rank_of(value);
       const int32_t entry = entry_of(rank, least, own, part);
       if (entry >= 0) {
-        indices[entry] = static_cast<int32_t>(i);
+        indices[entry] = static_cast<int32_t>(first + i);
         values[entry] = topk::sent(value);
       }
       if (error != nullptr && (entry >= 0 || rank >= static_cast<int32_t>(kInfinity))) {
-        error[i] = 0.0f;
+        error[first + i] = 0.0f;
       }
+      own.above += rank > least ? 1 : 0;
+      own.equal += rank == least ? 1 : 0;
     }
   }
 }

@@ -145,7 +145,7 @@ bool encode(const char* codec_name, const Work* given, int count, const void* co
     using Codec = decltype(codec);
     const BlockWork work{given->numel, static_cast<int>(given->shards),
                          static_cast<int>(given->block_size), 1, static_cast<float>(given->scale)};
-    const auto tile = tile_of(work.block_size, Codec::kBits);
+    const auto tile = tile_of<Codec>(work.block_size);
     const auto key = key_of(rounding);
     const auto table = table_of(count, data, numels, dtypes);
     for_each_tile(work, tile, [&](int64_t first, const Run& run) {
@@ -167,7 +167,7 @@ bool decode(const char* codec_name, const Work* given, int count, void* const* d
     using Codec = decltype(codec);
     const BlockWork work{given->numel, static_cast<int>(given->shards),
                          static_cast<int>(given->block_size), 1, 1.0f};
-    const auto tile = tile_of(work.block_size, Codec::kBits);
+    const auto tile = tile_of<Codec>(work.block_size);
     const auto table = table_of(count, data, numels, dtypes);
     for_each_tile(work, tile, [&](int64_t first, const Run& run) {
       Shared shared(shared_bytes(tile, work.block_size, false));
@@ -186,7 +186,7 @@ bool reduce(const char* codec_name, const Work* given, const uint8_t* messages, 
     using Codec = decltype(codec);
     const BlockWork work{given->numel, 1, static_cast<int>(given->block_size), 1,
                          static_cast<float>(given->scale)};
-    const auto tile = tile_of(work.block_size, Codec::kBits);
+    const auto tile = tile_of<Codec>(work.block_size);
     const auto key = key_of(rounding);
     for_each_tile(work, tile, [&](int64_t first, const Run&) {
       Shared shared(shared_bytes(tile, work.block_size, key.is_random));
