@@ -38,6 +38,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("run_hook", &commhook::run_hook, py::arg("hook"), py::arg("state"), py::arg("bucket"));
   m.def("run_average", &commhook::run_average, py::arg("hook"), py::arg("bucket"));
   m.def("as_future", &commhook::as_future, py::arg("returned"), py::arg("where"));
+  m.def(
+      "has_devices",
+      [](const std::shared_ptr<torch::jit::PythonFutureWrapper>& future) {
+        return !future->fut->devices().empty();
+      },
+      py::arg("future"));
   m.def("parse_hook_result", &parse_hook_result, py::arg("value"), py::arg("bucket"));
   m.def("make_grad_bucket", &commhook::make_grad_bucket, py::arg("index"), py::arg("bucket_count"),
         py::arg("buffer"), py::arg("parameters"), py::arg("sparse_grad_indices"));

@@ -21,6 +21,7 @@ from torch_commhook.collectives.plain import (
     resolve_group,
 )
 from torch_commhook.collectives.stages import on_wire, timed, two_stages
+from torch_commhook.collectives.streams import StreamNumber, beside
 from torch_commhook.metrics import CallMeter, note_collective
 
 _LARGEST_FLOAT = int(sys.float_info.max)
@@ -31,6 +32,7 @@ class MessageBuffers:
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
+        self.stream = StreamNumber()  # of the one on which CUDA work uses them
 
     def get(
         self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -79,8 +81,9 @@ def compressed_all_reduce(
     backend's affair: Gloo may end the process.
 
     On the CPU over Gloo no stage waits for another bucket's: the second is issued on a process
-    group of its own, which is made with the first call. Over other groups in Python the call waits
-    for the first stage.
+    group of its own, which is made with the first call. CUDA tensors are encoded, sent and decoded
+    on a stream of their own, so that the current one goes on; over NCCL nothing waits but that
+    stream. Over other groups the call waits for the first stage, with CUDA tensors for all.
 
     A rank that leaves a second stage out, since something raised in its first one, is out of step
     with the others: there that call and all later ones of two stages on this group fail alike, and
@@ -143,7 +146,11 @@ def compressed_all_reduce(
         group,
     )
     with torch.no_grad():
-        return call.start(sources, error, group)
+        if call.is_traced:
+            return call.start(sources, error, group)
+        used = [*sources, *destinations, error, shard_error, rounding]
+        with beside(call.device, call.buffers.stream, used):
+            return call.start(sources, error, group)
 
 
 def check_out(op: str, destinations: Sequence[Tensor], numel: int) -> None:

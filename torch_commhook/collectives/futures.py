@@ -73,10 +73,14 @@ def then(future: Any, callback: Callable[[Any], Tensor], device: torch.device) -
     """``future.then(callback)``, of tensors on a device.
 
     On the CPU what the callback raises keeps its type: PyTorch makes a RuntimeError of it that has
-    its text. On other devices that stays so, since ``then`` is what takes care of streams.
+    its text. On other devices that stays so where the future is not complete, since ``then`` is
+    what takes care of streams. One that is complete at once, such as NCCL's, leaves waiting to the
+    current stream, which then runs the callback's work, too.
     """
-    if isinstance(future, TracedFuture) or device.type != "cpu":
+    if isinstance(future, TracedFuture):
         return future.then(callback)
+    if device.type != "cpu":
+        return _after(future, callback, device) if future.done() else future.then(callback)
     result: torch.futures.Future[Tensor] = torch.futures.Future()
 
     def done(each: Any) -> None:
@@ -88,6 +92,18 @@ def then(future: Any, callback: Callable[[Any], Tensor], device: torch.device) -
             result.set_result(value)
 
     future.add_done_callback(done)
+    return result
+
+
+def _after(future: Any, callback: Callable[[Any], Tensor], device: torch.device) -> Any:
+    result: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device])
+    try:
+        future.wait()
+        value = callback(future)
+    except BaseException as error:
+        set_error(result, error)
+    else:
+        result.set_result(value)
     return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch_commhook.collectives.compressed import (
 )
 from torch_commhook.collectives.futures import then
 from torch_commhook.collectives.plain import all_gather, reduce_scatter, resolve_group
+from torch_commhook.collectives.streams import beside
 from torch_commhook.metrics import CallMeter
 
 
@@ -104,8 +106,11 @@ def hierarchical_all_reduce(
     if buffers is None:
         buffers = MessageBuffers()
     padded, device = (share * ranks,), sources[0].device
-    with torch.no_grad():
-        if torch.compiler.is_compiling():  # which plans memory itself
+    is_traced = torch.compiler.is_compiling()
+    used = [*sources, *destinations, carry, error, shard_error, rounding]
+    stream = nullcontext() if is_traced else beside(device, buffers.stream, used)
+    with torch.no_grad(), stream:
+        if is_traced:  # by a compiler, which plans memory itself
             flat = torch.empty(padded, device=device)
         else:
             flat = buffers.get("flat", padded, torch.float32, device)
@@ -129,13 +134,13 @@ def hierarchical_all_reduce(
                 group=inter_group,
             ).wait()
 
-    def finish(done: Any) -> Tensor:
-        gathered = done.value().view(-1)
-        with torch.no_grad():
-            _ops.unflatten_into(gathered[:numel], destinations)
-        return destinations[0]
+        def finish(done: Any) -> Tensor:
+            gathered = done.value().view(-1)
+            with torch.no_grad():
+                _ops.unflatten_into(gathered[:numel], destinations)
+            return destinations[0]
 
-    return then(all_gather(own, group=intra_group), finish, device)
+        return then(all_gather(own, group=intra_group), finish, device)
 
 
 def share_range(numel: int, *, rank: int, ranks: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook import _C
-from torch_commhook.collectives.futures import TracedFuture, traced
+from torch_commhook.collectives.futures import TracedFuture, set_error, traced
 from torch_commhook.gloo_groups import group_name, is_destroyed
 from torch_commhook.metrics import note_collective, ring_all_reduce_bytes, tensor_bytes
 
@@ -138,7 +138,7 @@ def issue_all_gather(
         return _C.as_future(result.copy_(tensor.unsqueeze(0)), "all_gather")
     work = _all_gather(result.view(-1), flat, group=group, async_op=True)
     # What its Future holds differs between backends: one tensor, or one for each rank.
-    return future_of_work(work, group).then(lambda done: _when_good(done, result))
+    return _on_device(work, group, "all_gather", result).then(lambda done: _when_good(done, result))
 
 
 def all_to_all(
@@ -296,10 +296,30 @@ def _result(op: str, tensor: Tensor, shape: Sequence[int], out: Tensor | None) -
 
 def _future(work: Any, group: Any, method: str, result: Tensor) -> torch.futures.Future[Tensor]:
     where = f"{method} through {_C.type_name(group)}"
+    future = _on_device(work, group, method, result)
     if result.is_complex():  # and what was sent is not
-        return future_of_work(work, group, method).then(lambda done: _when_good(done, result))
+        return future.then(lambda done: _when_good(done, result))
     # A Work's own Future holds a list.
-    return _C.cast_into(future_of_work(work, group, method), result, result.dtype, where)
+    return _C.cast_into(future, result, result.dtype, where)
+
+
+def _on_device(work: Any, group: Any, method: str, result: Tensor) -> Any:
+    """A Work's Future, for which streams wait as they must.
+
+    That of a group that knows nothing of devices, such as Gloo's, tells when the host has done its
+    part, perhaps before copies to the device have ended. ``Work.wait`` takes care of these, but
+    holds up the thread.
+    """
+    future = future_of_work(work, group, method)
+    if not result.is_cuda or _C.has_devices(future):
+        return future
+    try:
+        work.wait()
+    except BaseException as error:
+        failed: torch.futures.Future[Tensor] = torch.futures.Future()
+        set_error(failed, error)
+        return failed
+    return _C.as_future(result, method)
 
 
 def future_of_work(work: Any, group: Any, method: str = "collective") -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch_commhook.bucket import GradBucket
 from torch_commhook.collectives.plain import all_reduce, issue_all_reduce
 from torch_commhook.collectives.stages import timed, two_stages
+from torch_commhook.collectives.streams import beside
 from torch_commhook.hooks.base import Hook, average_scale
 from torch_commhook.hooks.compressed import check_dense
 from torch_commhook.hooks.low_rank import (
@@ -140,7 +141,12 @@ class powersgd(Hook):  # noqa: N801 (a hook is written as it is called)
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         check_dense(self, bucket)
         group = self.group(bucket)
-        return _Call(self, bucket, group).start(bucket, group)
+        call = _Call(self, bucket, group)
+        if call.is_traced:
+            return call.start(bucket, group)
+        used = [*bucket.sources(), call.q, call.error]
+        with beside(call.device, call.memory.buffers.stream, used):
+            return call.start(bucket, group)
 
     def result_dtype(self, bucket: GradBucket) -> torch.dtype:
         return _dtype(bucket.dtype())
