@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_commhook._ops import BUCKET_DTYPES
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.exchange import exchange, pays
-from torch_commhook.collectives.futures import then
+from torch_commhook.collectives.futures import then_beside
 from torch_commhook.collectives.plain import (
     all_gather,
     all_reduce,
@@ -392,7 +392,7 @@ class _Call:
                 self.codec.decode(summed, self.destinations, rounding=self.rounding[0])
             return self._result()
 
-        return then(wire, finish, self.device)
+        return then_beside(wire, finish, self.device)
 
     # ---- messages that everybody gets ------------------------------------------------------------
 
@@ -410,7 +410,7 @@ class _Call:
                 self.codec.decode_sum(messages, self.destinations, scale=self.scale)
             return self._result()
 
-        return then(wire, finish, self.device)
+        return then_beside(wire, finish, self.device)
 
     # ---- messages in shards ----------------------------------------------------------------------
 

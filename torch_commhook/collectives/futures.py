@@ -73,14 +73,10 @@ def then(future: Any, callback: Callable[[Any], Tensor], device: torch.device) -
     """``future.then(callback)``, of tensors on a device.
 
     On the CPU what the callback raises keeps its type: PyTorch makes a RuntimeError of it that has
-    its text. On other devices that stays so where the future is not complete, since ``then`` is
-    what takes care of streams. One that is complete at once, such as NCCL's, leaves waiting to the
-    current stream, which then runs the callback's work, too.
+    its text. On other devices that stays so, since ``then`` is what takes care of streams.
     """
-    if isinstance(future, TracedFuture):
+    if isinstance(future, TracedFuture) or device.type != "cpu":
         return future.then(callback)
-    if device.type != "cpu":
-        return _after(future, callback, device) if future.done() else future.then(callback)
     result: torch.futures.Future[Tensor] = torch.futures.Future()
 
     def done(each: Any) -> None:
@@ -95,7 +91,14 @@ def then(future: Any, callback: Callable[[Any], Tensor], device: torch.device) -
     return result
 
 
-def _after(future: Any, callback: Callable[[Any], Tensor], device: torch.device) -> Any:
+def then_beside(future: Any, callback: Callable[[Any], Tensor], device: torch.device) -> Any:
+    """:func:`then`, inside :func:`torch_commhook.collectives.streams.beside`.
+
+    A future on a device that is complete at once, such as NCCL's, leaves waiting to the stream:
+    here to one that has nothing else to do, and runs the callback's work, too.
+    """
+    if isinstance(future, TracedFuture) or device.type == "cpu" or not future.done():
+        return then(future, callback, device)
     result: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device])
     try:
         future.wait()

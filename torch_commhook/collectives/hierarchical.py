@@ -19,7 +19,7 @@ from torch_commhook.collectives.compressed import (
     listed_tensors,
     shard_range,
 )
-from torch_commhook.collectives.futures import then
+from torch_commhook.collectives.futures import then_beside
 from torch_commhook.collectives.plain import all_gather, reduce_scatter, resolve_group
 from torch_commhook.collectives.streams import beside
 from torch_commhook.metrics import CallMeter
@@ -140,7 +140,7 @@ def hierarchical_all_reduce(
                 _ops.unflatten_into(gathered[:numel], destinations)
             return destinations[0]
 
-        return then(all_gather(own, group=intra_group), finish, device)
+        return then_beside(all_gather(own, group=intra_group), finish, device)
 
 
 def share_range(numel: int, *, rank: int, ranks: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_commhook.collectives.futures import TracedStages, set_error, then
+from torch_commhook.collectives.futures import TracedStages, set_error, then_beside
 from torch_commhook.collectives.turns import turns_of
 from torch_commhook.gloo_groups import exchanges_of, second_group
 from torch_commhook.metrics import CallMeter, note_collective
@@ -75,7 +75,7 @@ def two_stages(
     first = on_wire(first, meter, device)
     if own_group is None:
         second = on_wire(issue_second(send(first.wait()), group), meter, device)
-        return then(second, lambda done: end(done.value()), device)
+        return then_beside(second, lambda done: end(done.value()), device)
 
     # Callbacks do not have the first group: a thread of Gloo's that dropped it last would wait for
     # its own end.
@@ -126,7 +126,7 @@ def on_wire(future: Any, meter: CallMeter | None, device: torch.device) -> Any:
         meter.add("wire", time.perf_counter() - begun)
         return done.value()
 
-    return then(future, ended, device)
+    return then_beside(future, ended, device)
 
 
 class timed:  # noqa: N801 (a context manager)
