@@ -59,8 +59,10 @@ def beside(
     current = torch.cuda.current_stream(device)
     if stream != current:
         stream.wait_stream(current)
-        for tensor in tensors:
-            if tensor is not None and tensor.is_cuda:
+        # Gradients may be views of one bucket.
+        memories = {t.untyped_storage().data_ptr(): t for t in tensors if t is not None}
+        for tensor in memories.values():
+            if tensor.is_cuda:
                 tensor.record_stream(stream)
     with torch.cuda.stream(stream):
         yield
