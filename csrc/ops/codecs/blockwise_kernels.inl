@@ -188,10 +188,9 @@ constexpr float levels() {
 }
 
 #if COMMHOOK_VECTOR_BYTES == 64
-// ---- blocks of 64, 128 and 256 values, without random numbers and errors: in runs of 256. While
-// ---- one is quantised, the next is described and the one after that is measured. So memory is
-// read
-// ---- without a pause, and nothing waits for the divisions.
+// Blocks of 64, 128 and 256 values, without random numbers and errors, are encoded in runs of 256.
+// While one is quantised, the next is described and the one after that is measured. So memory is
+// read without a pause, and nothing waits for the divisions.
 
 constexpr int kRun = 256;
 constexpr int kPart = kRun / 4;
