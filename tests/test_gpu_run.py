@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from dataclasses import asdict, replace
@@ -117,3 +118,37 @@ def test_no_gpu_is_an_error(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(SystemExit) as raised:
         gpu.main()
     assert raised.value.code == 2
+
+
+@pytest.mark.parametrize("tests_pass", [True, False])
+def test_a_part_that_fails_does_not_keep_the_others(
+    gpu: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    tests_pass: bool,
+) -> None:
+    def shell(name: str, text: str) -> Any:
+        return gpu.Command(name, ["sh", "-c", text])
+
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--results", str(tmp_path), "--commit", "abc"])
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu.torch.cuda, "get_device_name", lambda: "A Card 9")
+    monkeypatch.setattr(gpu, "build", lambda seconds: gpu.Outcome("build", True, 1.0, "built"))
+    ending = "echo 9 passed" if tests_pass else "echo 1 failed; exit 1"
+    monkeypatch.setattr(gpu, "begin_tests", lambda: shell("tests", ending))
+    clean = "echo '========= ERROR SUMMARY: 0 errors'"
+    monkeypatch.setattr(gpu, "begin_sanitizers", lambda: [shell("memcheck", clean)])
+    copy = row(job=gpu.COPY, seconds=1e-5, cpu_seconds=1e-6, gigabytes_per_second=3000.0)
+    documents = {"bucket": {"notes": ["a note"], "rows": [asdict(copy)]}}
+    timed = [gpu.Outcome("bench_bucket", True, 1.0, "0 of 0 targets hold")]
+    monkeypatch.setattr(gpu, "run_benchmarks", lambda seconds: (timed, documents))
+
+    assert gpu.main() == (0 if tests_pass else 1)
+    printed = capsys.readouterr().out
+    for name in ("build", "tests", "memcheck", "bench_bucket"):
+        assert name in printed
+    assert ("1 failed" in printed) is not tests_pass
+    [stored] = tmp_path.glob("a-card-9-*.json")
+    assert json.loads(stored.read_text())["commit"] == "abc"
+    assert "a note" in stored.with_suffix(".md").read_text()
