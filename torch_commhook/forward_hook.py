@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 
 class _Listener(Protocol):
@@ -26,6 +27,17 @@ class BeforeForward:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _get_nothing, ()
+
+
+def register_first(module: nn.Module, hook: BeforeForward) -> RemovableHandle:
+    """Have a hook called before the forward pre-hooks that a module has already."""
+    handle = module.register_forward_pre_hook(hook, prepend=True)
+    # An OrderedDict that has been reordered keeps its old order for dict's own methods, by which
+    # Dynamo of torch 2.11 tells hooks apart.
+    hooks = module._forward_pre_hooks
+    for number in list(hooks):
+        hooks[number] = hooks.pop(number)
+    return handle
 
 
 def _nothing(module: nn.Module, args: Any) -> None:

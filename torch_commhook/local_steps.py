@@ -26,7 +26,7 @@ from torch.utils.weak import TensorWeakRef
 from torch_commhook import _C, collectives
 from torch_commhook.attached import Attached, run_average
 from torch_commhook.bucket import GradBucket
-from torch_commhook.forward_hook import BeforeForward
+from torch_commhook.forward_hook import BeforeForward, register_first
 from torch_commhook.hook_states import LOCAL_STEPS, PARAMETERS, check_tensor
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.local_sgd import ANCHOR, local_sgd
@@ -79,7 +79,7 @@ class LocalSteps:
         self._loaded: set[int] = set()  # whose anchors have moved since the last exchange
         self._versions = self._versions_now()
         # First, since what else the model sends before a forward comes after the exchange.
-        self._forward_handle = model.register_forward_pre_hook(BeforeForward(self), prepend=True)
+        self._forward_handle = register_first(model, BeforeForward(self))
         _listen(self)
         self._end = weakref.finalize(model, self._stop)
         self._end.atexit = False
