@@ -430,9 +430,11 @@ COMMHOOK_HOST_DEVICE void encode_tile(Warp& warp, const Codec& codec,
     for (int b = 0; b < tile.blocks; b += kBlocks) {
       float parts[Warp::kHeld];
       warp.each([&](int lane, int held) {
-        const auto other = place_of<Codec>(layout, first + b + lane / kSumParts);
-        parts[held] =
-            sum_of_part(values + (other.begin - first * size), other.count, lane % kSumParts);
+        // Of a tile's only block the second half of the warp has nothing.
+        const int own = b + lane / kSumParts;
+        const auto other = place_of<Codec>(layout, first + own);
+        parts[held] = sum_of_part(values + (other.begin - first * size),
+                                  own < tile.blocks ? other.count : 0, lane % kSumParts);
       });
       warp.template add_up<kSumParts>(parts);
       warp.give(parts, [&](int lane) { return lane / tile.lanes % kBlocks * kSumParts; });

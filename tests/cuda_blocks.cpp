@@ -1,6 +1,10 @@
 // Plays the CUDA kernels of block codecs on the host: every lane of every warp, one after the
 // other. A library for test_cuda_blocks.py, which gives it the memory of CPU tensors.
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <vector>
@@ -57,16 +61,31 @@ struct HostWarp {
   }
 };
 
-// What a warp has of the shared memory. Not zeros: what a kernel does not write, it must not read.
+// What a warp has of the shared memory, which ends at a page that may not be touched: what follows
+// is another warp's. Not zeros: what a kernel does not write, it must not read.
 class Shared {
  public:
-  explicit Shared(int bytes) : memory_(static_cast<size_t>(bytes) / sizeof(Quad)) {
-    std::memset(memory_.data(), 0xff, memory_.size() * sizeof(Quad));
+  explicit Shared(int bytes) {
+    const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    const size_t size = (static_cast<size_t>(bytes) + page - 1) / page * page;
+    mapped_ = size + page;
+    void* const base =
+        mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (base == MAP_FAILED || mprotect(static_cast<char*>(base) + size, page, PROT_NONE) != 0) {
+      std::abort();
+    }
+    base_ = static_cast<char*>(base);
+    begin_ = base_ + size - static_cast<size_t>(bytes);
+    std::memset(begin_, 0xff, static_cast<size_t>(bytes));
   }
-  float* values() { return memory_.data()->values; }
+  Shared(const Shared&) = delete;
+  ~Shared() { munmap(base_, mapped_); }
+  float* values() { return reinterpret_cast<float*>(begin_); }
 
  private:
-  std::vector<Quad> memory_;
+  char* base_;
+  char* begin_;
+  size_t mapped_;
 };
 
 template <typename Visit>
