@@ -26,6 +26,8 @@ from machine import FOLDER, environment, processors
 #: A sample lasts at least this long, so that short jobs are called several times for one.
 SAMPLE_SECONDS = 2e-3
 MIN_ROUNDS = 5
+#: Of data that take turns: many small tensors take longer to make than to measure.
+MOST_COPIES = 100
 
 #: The job that tells what memory gives, where there is one.
 COPY = "plain copy"
@@ -96,7 +98,7 @@ def copies_of(device: torch.device, nbytes: int) -> int:
     if device.type != "cuda":
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
-    return max(1, min(8, -(-4 * cache // max(nbytes, 1))))
+    return max(1, min(MOST_COPIES, -(-4 * cache // max(nbytes, 1))))
 
 
 @dataclass
@@ -275,6 +277,8 @@ class Report:
         rows = rows_of(group, jobs, samples)
         self.rows += rows
         print_table(title, rows)
+        if self.options.out is not None:  # what is measured is not lost if the next job fails
+            self._store()
 
     def finish(self) -> None:
         """Says which targets were missed, and stores the results."""
@@ -284,6 +288,10 @@ class Report:
             print(f"{len(checked) - len(missed)} of {len(checked)} targets hold.")
         for row in missed:
             print(f"  missed: {row.group}, {row.job}: {row.ratio:.3f}, target {row.target}")
+        self._store()
+
+    def _store(self) -> None:
+        """Whole, or not at all: a reader may come at any time."""
         path = self.options.out
         if path is None and not self.options.quick:
             path = FOLDER / "results" / f"{self.name}.json"
@@ -299,7 +307,9 @@ class Report:
                 "notes": self.notes,
                 "rows": [asdict(row) for row in self.rows],
             }
-            path.write_text(json.dumps(document, indent=1) + "\n")
+            part = path.with_name(f"{path.name}.part")
+            part.write_text(json.dumps(document, indent=1) + "\n")
+            part.replace(path)
 
 
 # ---- the same in several processes ---------------------------------------------------------------

@@ -47,7 +47,8 @@ COMMHOOK_HOST_DEVICE Run run_of(int64_t block, int warp, int run, int64_t total)
 }
 
 // A row, split at the addresses that are aligned for vectors: `head` elements before the first,
-// `vectors`, and `tail` elements after the last. Each edge is shorter than a vector.
+// `vectors`, and `tail` elements after the last. The head is shorter than a vector, and so is the
+// tail, if no vector was left to it.
 struct RowSplit {
   int head;
   int vectors;
@@ -63,12 +64,22 @@ COMMHOOK_HOST_DEVICE RowSplit split_row(int misaligned, int count) {
   return {head, vectors, count - head - vectors * kWidth};
 }
 
+// The same, but with the last vector in the tail where more elements are read past it than the tail
+// has: `beyond` of them.
+template <int kWidth>
+COMMHOOK_HOST_DEVICE RowSplit without_overread(const RowSplit& split, int beyond) {
+  if (split.vectors == 0 || beyond <= split.tail) {
+    return split;
+  }
+  return {split.head, split.vectors - 1, split.tail + kWidth};
+}
+
 // The element of head or tail that a lane moves, -1 for none. Both edges take a single step of the
 // warp: the head its first half, the tail its second.
 template <int kWidth>
 COMMHOOK_HOST_DEVICE int edge_element(const RowSplit& split, int lane) {
   constexpr int kHalf = kWarpSize / 2;
-  static_assert(kWidth <= kHalf);
+  static_assert(2 * kWidth <= kHalf);  // of which the tail has one less at most
   if (lane < split.head) {
     return lane;
   }

@@ -125,8 +125,9 @@ COMMHOOK_HOST_DEVICE void copy_vectors(const From* source, To* destination, int 
 
 // One lane's part of destination[i] = source[i] * scale. Vectors are of 16 bytes on the side of the
 // wider dtype and of as many elements on the other. Those of the destination are aligned; where the
-// source's then are not, each is put together from two aligned ones, which may reach over the row's
-// ends, but never out of the aligned 16 bytes around an element of the row.
+// source's then are not, each is put together from two aligned ones. The first may reach over the
+// row's beginning, within the aligned 16 bytes around its first element; none reaches over its end,
+// where the memory may end, too.
 template <typename From, typename To, typename Meter>
 COMMHOOK_HOST_DEVICE void copy_row(const From* source, To* destination, int count, double scale,
                                    int lane, Meter& meter) {
@@ -134,7 +135,12 @@ COMMHOOK_HOST_DEVICE void copy_row(const From* source, To* destination, int coun
   const auto factor = static_cast<Scaling<From, To>>(scale);
 
   const auto past = reinterpret_cast<uintptr_t>(destination) % (kWidth * sizeof(To));
-  const auto split = split_row<kWidth>(static_cast<int>(past / sizeof(To)), count);
+  auto split = split_row<kWidth>(static_cast<int>(past / sizeof(To)), count);
+  const auto shift =
+      static_cast<int>(reinterpret_cast<uintptr_t>(source + split.head) % (kWidth * sizeof(From)));
+  if (shift != 0) {
+    split = without_overread<kWidth>(split, kWidth - shift / static_cast<int>(sizeof(From)));
+  }
   const int edge = edge_element<kWidth>(split, lane);
   From at_edge{};
   if (edge >= 0) {
@@ -142,8 +148,6 @@ COMMHOOK_HOST_DEVICE void copy_row(const From* source, To* destination, int coun
   }
 
   source += split.head;
-  const auto shift =
-      static_cast<int>(reinterpret_cast<uintptr_t>(source) % (kWidth * sizeof(From)));
   if (shift == 0) {
     copy_vectors<From, To, kWidth, false>(source, destination + split.head, split.vectors, 0,
                                           factor, lane, meter);

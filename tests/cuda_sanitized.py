@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # compute-sanitizer may change it
 
@@ -20,44 +21,58 @@ from test_cuda_bucket import on_device
 
 import torch_commhook._ops as ops
 from torch_commhook._check_ops import check_finite
+from torch_commhook.codecs import CODECS
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 #: Some more than one table of a kernel's arguments holds, and some of them empty.
-LISTS = ([0, 1, 31, 4097, 70_001], [i % 7 for i in range(250)], [9] * 1900)
+LISTS = ([0, 1, 31, 4097, 70_001], [i % 7 for i in range(250)])
+LONG = [9] * 1900
 ROUNDS = 3
 
 
+def apart(lengths: list[int], dtype: torch.dtype) -> list[Tensor]:
+    """Tensors in one memory, at all alignments."""
+    memory = torch.zeros(sum(lengths) + len(lengths), dtype=dtype).cuda()
+    pieces = memory.split([length + 1 for length in lengths])
+    return [piece[:length] for piece, length in zip(pieces, lengths, strict=True)]
+
+
+def check_bucket(lengths: list[int], dtype: torch.dtype, target: torch.dtype) -> None:
+    """Flatten, statistics, and back."""
+    values = torch.randn(sum(lengths)).to(dtype)
+    tensors, copies = list(values.split(lengths)), apart(lengths, dtype)
+    torch._foreach_copy_(copies, tensors)
+    want = ops.flatten(tensors, scale=0.5, dtype=target)
+    got = ops.flatten(copies, scale=0.5, dtype=target)
+    assert torch.equal(got.cpu(), want)
+    stats = ops.flatten_stats(copies, scale=0.5, dtype=target)
+    assert torch.equal(stats.buffer.cpu(), want)
+    back = apart(lengths, dtype)
+    ops.unflatten_into(got, back, scale=2.0)
+    right = [torch.zeros_like(tensor) for tensor in tensors]
+    ops.unflatten_into(want, right, scale=2.0)
+    assert torch.equal(torch.cat(back).cpu(), torch.cat(right))
+
+
 def check_buckets() -> None:
-    """Flatten, statistics, back, and the check, between all dtypes, at odd offsets."""
+    """Between all dtypes, at odd offsets, and the check of values."""
     for lengths in LISTS:
         for dtype in DTYPES:
-            tensors = [torch.randn(length).to(dtype) for length in lengths]
-            memory = torch.zeros(sum(lengths) + len(lengths), dtype=dtype).cuda()
-            copies, at = [], 0
-            for tensor in tensors:  # at all alignments
-                copies.append(memory[at : at + len(tensor)].copy_(tensor))
-                at += len(tensor) + 1
             for target in DTYPES:
-                want = ops.flatten(tensors, scale=0.5, dtype=target)
-                got = ops.flatten(copies, scale=0.5, dtype=target)
-                assert torch.equal(got.cpu(), want)
-                stats = ops.flatten_stats(copies, scale=0.5, dtype=target)
-                assert torch.equal(stats.buffer.cpu(), want)
-                back = [torch.zeros_like(copy) for copy in copies]
-                ops.unflatten_into(got, back, scale=2.0)
-                right = [torch.zeros_like(tensor) for tensor in tensors]
-                ops.unflatten_into(want, right, scale=2.0)
-                assert all(torch.equal(a.cpu(), b) for a, b in zip(back, right, strict=True))
+                check_bucket(lengths, dtype, target)
+            copies = apart(lengths, dtype)
             bad = torch.zeros(1, dtype=torch.int64).cuda()
             copies[-1][-1:] = float("inf")
             check_finite(copies, bad)
             assert bad.item() == 1
+    check_bucket(LONG, torch.float32, torch.bfloat16)
 
 
 def check_codecs() -> None:
     """What every codec writes, on tensors of all kinds."""
     rng = random.Random(0)
-    for codec in EXAMPLES:
+    large = [CODECS["sign"](block_size=1024), CODECS["blockwise"](block_size=4096)]  # type: ignore[call-arg]
+    for codec in [*EXAMPLES, *large]:
         for shards in range(1, ROUNDS + 1):
             tensors = [*some_tensors(rng), torch.randn(3001)]
             error = torch.randn(sum(tensor.numel() for tensor in tensors)) * 1e-3

@@ -14,7 +14,7 @@ from cuda_kernels import kernels_of
 from test_codecs import everything, of_each_codec, rounding_for, same, some_tensors
 from test_cuda_bucket import on_device
 
-from torch_commhook.codecs import Codec
+from torch_commhook.codecs import CODECS, Codec
 
 pytestmark = pytest.mark.cuda
 
@@ -32,6 +32,19 @@ def test_the_bits_of_the_cpu(codec: Codec) -> None:
         device_error = None if error is None else error.cuda()
         got = everything(codec, on_device(tensors), shards, scale, device_error)
         assert all(same(a.cpu(), b) for a, b in zip(got, right, strict=True)), (shards, scale)
+
+
+@pytest.mark.parametrize("block_size", [8, 32, 64, 544, 1024, 4096])
+@pytest.mark.parametrize("name", ["blockwise", "fp8", "sign"])
+def test_blocks_of_all_sizes(name: str, block_size: int) -> None:
+    if name == "sign" and block_size < 32:
+        pytest.skip("has no such blocks")
+    codec = CODECS[name](block_size=block_size)  # type: ignore[call-arg]
+    tensors = [torch.randn(3 * 4096 + 17), torch.randn(100).half()]
+    error = torch.randn(sum(tensor.numel() for tensor in tensors)) * 1e-3
+    right = everything(codec, tensors, 2, 0.5, error)
+    got = everything(codec, on_device(tensors), 2, 0.5, error.cuda())
+    assert all(same(a.cpu(), b) for a, b in zip(got, right, strict=True))
 
 
 @of_each_codec

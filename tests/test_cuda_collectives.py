@@ -64,7 +64,7 @@ def _summed(codec: Codec, device: str) -> list[Tensor]:
     return [tensor.cpu() for tensor in (out, *kept)]
 
 
-def _sums_on_both(number: int) -> None:
+def _sums_on_both(rank: int, number: int) -> None:
     codec = EXAMPLES[number]
     for got, right in zip(_summed(codec, "cuda"), _summed(codec, "cpu"), strict=True):
         assert same(got, right), codec
@@ -92,9 +92,9 @@ def _trained(expression: str, device: str) -> list[Tensor]:
     return [parameter.detach().cpu() for parameter in model.parameters()]
 
 
-def _trains_alike(expression: str) -> None:
+def _trains_alike(rank: int, expression: str) -> None:
     for got, right in zip(_trained(expression, "cuda"), _trained(expression, "cpu"), strict=True):
-        torch.testing.assert_close(got, right, rtol=2e-3, atol=2e-4)
+        torch.testing.assert_close(got, right, rtol=2e-3, atol=2e-3)  # a code may flip
 
 
 @pytest.mark.parametrize("expression", HOOKS)

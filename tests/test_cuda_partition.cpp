@@ -35,11 +35,20 @@ int64_t below(int64_t n) { return static_cast<int64_t>(generator() % static_cast
     }                                                                   \
   } while (0)
 
-// Memory between two pages that may not be touched. The kernels read whole granules of 16 bytes
-// around a row's ends: never one that the row is not part of.
+// Memory between two pages that may not be touched, or, if exact, memory whose last byte is the
+// last that may be: AddressSanitizer sees others. The kernels read whole granules of 16 bytes
+// around a row's beginning: never one that the row is not part of.
 class Fenced {
  public:
-  explicit Fenced(size_t bytes) {
+  explicit Fenced(size_t bytes, bool is_exact = false) {
+    if (is_exact) {
+      void* memory = nullptr;
+      EXPECT(posix_memalign(&memory, 256, bytes) == 0, "%zu bytes", bytes);
+      base_ = begin_ = static_cast<char*>(memory);
+      size_ = bytes;
+      mapped_ = 0;
+      return;
+    }
     const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
     size_ = (bytes + page - 1) / page * page;
     mapped_ = size_ + 2 * page;
@@ -50,7 +59,13 @@ class Fenced {
     EXPECT(mprotect(begin_, size_, PROT_READ | PROT_WRITE) == 0, "%zu bytes", size_);
   }
   Fenced(const Fenced&) = delete;
-  ~Fenced() { munmap(base_, mapped_); }
+  ~Fenced() {
+    if (mapped_ == 0) {
+      std::free(base_);
+    } else {
+      munmap(base_, mapped_);
+    }
+  }
 
   char* begin() const { return begin_; }
   size_t size() const { return size_; }
@@ -124,11 +139,17 @@ struct Tensors {
 
   void add(Dtype dtype, int64_t numel) {
     const auto size = static_cast<int64_t>(size_of(dtype));
-    memory.push_back(std::make_unique<Fenced>(static_cast<size_t>(numel * size + 64)));
+    int64_t place = below(16);
+    if (below(2) == 0) {
+      memory.push_back(std::make_unique<Fenced>(
+          static_cast<size_t>(std::max<int64_t>(1, (place + numel) * size)), true));
+    } else {
+      memory.push_back(std::make_unique<Fenced>(static_cast<size_t>(numel * size + 64)));
+      const auto room = (static_cast<int64_t>(memory.back()->size()) - numel * size) / size;
+      const int64_t choice = below(3);
+      place = choice == 0 ? 0 : choice == 1 ? room : std::min(room, place);
+    }
     const auto& fenced = *memory.back();
-    const auto room = (static_cast<int64_t>(fenced.size()) - numel * size) / size;
-    const int64_t choice = below(3);
-    const int64_t place = choice == 0 ? 0 : choice == 1 ? room : below(std::min<int64_t>(room, 16));
     data.push_back(fenced.begin() + place * size);
     dtypes.push_back(dtype);
     numels.push_back(numel);

@@ -25,7 +25,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "-Werror",
         "-Wno-unknown-pragmas",
         # A vector at an address that is not aligned for it ends the program.
-        "-fsanitize=alignment,bounds,shift,signed-integer-overflow",
+        "-fsanitize=address,alignment,bounds,shift,signed-integer-overflow",
         "-fsanitize-undefined-trap-on-error",
         f"-I{ROOT / 'cuda'}",
         f"-I{ROOT / 'csrc'}",
