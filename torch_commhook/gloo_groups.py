@@ -22,13 +22,13 @@ _exchanges: weakref.WeakKeyDictionary[Any, tuple[_C.Exchanges, weakref.finalize[
 _providers: weakref.WeakKeyDictionary[Any, Callable[[], Any]] = weakref.WeakKeyDictionary()
 
 
-def is_gloo(group: Any) -> bool:
-    """Whether a group is PyTorch's own, with Gloo for the CPU."""
+def is_gloo(group: Any, device: str = "cpu") -> bool:
+    """Whether a group is PyTorch's own, with Gloo for the tensors of a device."""
     if type(group) is not dist.ProcessGroup or not dist.is_gloo_available():
         return False
     try:
-        backend = group._get_backend(torch.device("cpu"))
-    except RuntimeError:  # none for the CPU
+        backend = group._get_backend(torch.device(device))
+    except RuntimeError:  # none for it
         return False
     return type(backend) is dist.ProcessGroupGloo
 

@@ -39,22 +39,34 @@ class CallMeter:
 
     Attributes:
         seconds: by stage, of ``STAGES``.
-        squares: of what this rank's own message has lost and of what it was to hold, when they were
-            measured last.
     """
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(STAGES, 0.0)
-        self.squares: tuple[float, float] | None = None
+        self._squares: torch.Tensor | None = None
         self._calls = 0
 
     @property
     def relative_error(self) -> float | None:
         """What was lost of what was to be held, as lengths of vectors, when last measured."""
-        if self.squares is None:
+        squares = self.squares
+        if squares is None:
             return None
-        lost, values = self.squares
+        lost, values = squares
         return math.sqrt(lost / values) if values else 0.0
+
+    @property
+    def squares(self) -> tuple[float, float] | None:
+        """Of the lengths of what this rank's own message has lost and of what it was to hold, when
+        they were measured last. Waits for the device."""
+        if self._squares is None:
+            return None
+        lost, values = self._squares.tolist()
+        return lost, values
+
+    def note_squares(self, lost: torch.Tensor, values: torch.Tensor) -> None:
+        """Note the squares of two lengths, float64 of one element each. Waits for no device."""
+        self._squares = torch.stack([lost, values])
 
     def add(self, stage: str, seconds: float) -> None:
         """Note how long a stage took."""
@@ -86,7 +98,7 @@ class CallMeter:
             else:  # what is sent is the gradient with the error of the steps before
                 lost, values = error, own + error
             norms = [torch.linalg.vector_norm(v, dtype=torch.float64) for v in (lost, values)]
-            self.squares = norms[0].item() ** 2, norms[1].item() ** 2
+            self.note_squares(norms[0].square(), norms[1].square())
 
 
 #: Measuring an error takes a few passes over the values.
@@ -132,7 +144,7 @@ class BucketStats:
         self.encode_seconds = seconds["encode"]
         self.wire_seconds = seconds["wire"]
         self.decode_seconds = seconds["decode"]
-        squares = [m.squares for m in meters if m.squares is not None]
+        squares = [found for found in (m.squares for m in meters) if found is not None]
         if squares:
             lost, values = (sum(both) for both in zip(*squares, strict=True))
             self.relative_error = math.sqrt(lost / values) if values else 0.0

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_commhook import _C
 from torch_commhook.collectives.futures import TracedFuture, set_error, traced
-from torch_commhook.gloo_groups import group_name, is_destroyed
+from torch_commhook.gloo_groups import group_name, is_destroyed, is_gloo
 from torch_commhook.metrics import note_collective, ring_all_reduce_bytes, tensor_bytes
 
 # Their names change with torch; the old ones warn.
@@ -226,7 +226,8 @@ def reduce_scatter(tensor: Tensor, *, group: Any = None) -> torch.futures.Future
         )
     if world_size == 1:
         return _C.as_future(tensor.clone(), "reduce_scatter")
-    if tensor.device.type == "cpu":  # Gloo's has no Future: as much traffic, in fixed order
+    # Gloo's has no Future: as much traffic, in fixed order.
+    if tensor.device.type == "cpu" or is_gloo(group, tensor.device.type):
         shares = tensor.new_empty((world_size, rows, *tensor.shape[1:]))
         splits = [rows] * world_size
         work = dist.all_to_all_single(
@@ -237,7 +238,8 @@ def reduce_scatter(tensor: Tensor, *, group: Any = None) -> torch.futures.Future
             group=group,
             async_op=True,
         )
-        return future_of_work(work, group).then(lambda done: _sum(_when_good(done, shares)))
+        future = _on_device(work, group, "all_to_all_single", shares)
+        return future.then(lambda done: _sum(_when_good(done, shares)))
     result = tensor.new_empty((rows, *tensor.shape[1:]))
     work = _reduce_scatter(result, tensor, group=group, async_op=True)
     return _future(work, group, "reduce_scatter_tensor", result)

@@ -265,19 +265,19 @@ class _Call:
                 keeps_error=self.keeps_error,
             )
         if self.meter is not None and self.meter.is_due():
-            self.meter.squares = self._squares(right)
+            self.meter.note_squares(*self._squares(right))
         return right
 
-    def _squares(self, right: Tensor) -> tuple[float, float]:
+    def _squares(self, right: Tensor) -> tuple[Tensor, Tensor]:
         """Of what this rank's own product has lost of its matrices, and of these."""
         plan = plan_of(self.text)
         lengths = [torch.linalg.vector_norm(plan.stack(self.work, g)) for g in plan.groups]
-        work = torch.stack(lengths).double().square().sum().item()
+        work = torch.stack(lengths).double().square().sum()
         # P is orthonormal, so that a product is as long as its right factor.
-        product = torch.linalg.vector_norm(right).item() ** 2 / self.scale**2
+        product = torch.linalg.vector_norm(right).double().square() / self.scale**2
         if self.keeps_error:
             return work, work + product
-        return max(work - product, 0.0), work
+        return (work - product).clamp(min=0.0), work
 
     def _restore(self, right: Tensor) -> Tensor:
         if self.is_traced:
