@@ -4,12 +4,11 @@
 
 #include <algorithm>
 
-#include "flat.h"
+#include "flat.cuh"
 #include "launch.cuh"
 #include "ops/codecs/codec_checks.h"
 #include "ops/codecs/float_bits.h"
 #include "ops/codecs/randomk.h"
-#include "quad.h"
 
 namespace commhook::cuda {
 namespace {
@@ -20,21 +19,12 @@ __global__ void __launch_bounds__(kThreads)
     compensate_finite_kernel(float* values, int64_t numel, float scale, float* error,
                              int32_t* has_nonfinite) {
   const bool is_aligned = is_aligned_for_quads(error);
-  const int64_t stride = int64_t{gridDim.x} * kThreads * kQuadValues;
-  for (int64_t first = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kQuadValues; first < numel;
-       first += stride) {
-    Quad p = quad_at(values, first, numel, true);
-    Quad lost = {};
-    if (error != nullptr) {
-      lost = quad_at(error, first, numel, is_aligned);
-    }
+  for_each_quad(numel, [&](int64_t first) {
+    const Quad p = compensated_quad(values, scale, error, first, numel);
+    Quad lost;
     bool is_finite = true;
 #pragma unroll
     for (int i = 0; i < kQuadValues; ++i) {
-      p.values[i] = p.values[i] * scale;
-      if (error != nullptr) {
-        p.values[i] = p.values[i] + lost.values[i];
-      }
       const bool is_own = (bits_of(p.values[i]) & kAbsolute) < kInfinity;
       lost.values[i] = is_own ? p.values[i] : 0.0f;
       is_finite = is_finite && (is_own || first + i >= numel);
@@ -46,7 +36,7 @@ __global__ void __launch_bounds__(kThreads)
     if (!is_finite) {
       *has_nonfinite = 1;  // all that write here write the same
     }
-  }
+  });
 }
 
 // What the indices follow from, the same for all threads of a block.

@@ -1,7 +1,7 @@
 // What sign does with a block, for cuda/block_tile.h.
 #pragma once
 
-#include "block_tile.h"
+#include "block_codes.h"
 #include "ops/codecs/float_bits.h"
 #include "ops/host_device.h"
 

@@ -4,11 +4,10 @@
 
 #include <algorithm>
 
-#include "flat.h"
+#include "flat.cuh"
 #include "launch.cuh"
 #include "ops/codecs/codec_checks.h"
 #include "ops/codecs/topk.h"
-#include "quad.h"
 #include "topk_select.h"
 
 namespace commhook::cuda {
@@ -19,34 +18,13 @@ namespace {
 constexpr int kPartQuads = 4;  // of a thread
 constexpr int64_t kPartValues = kPartQuads * kQuadValues * kThreads;
 
-// Calls visit(first) for each four values of this thread.
-template <typename Visit>
-__device__ void for_each_quad(int64_t numel, const Visit& visit) {
-  const int64_t stride = int64_t{gridDim.x} * kThreads * kQuadValues;
-  for (int64_t first = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kQuadValues; first < numel;
-       first += stride) {
-    visit(first);
-  }
-}
-
 // p = values * scale + error, in the place of the error or else of the values; null error for none.
 __global__ void __launch_bounds__(kThreads)
     compensate_kernel(float* values, int64_t numel, float scale, float* error) {
-  const bool is_aligned = is_aligned_for_quads(error);
+  float* const to = error != nullptr ? error : values;
+  const bool is_aligned = is_aligned_for_quads(to);
   for_each_quad(numel, [&](int64_t first) {
-    Quad p = quad_at(values, first, numel, true);
-    Quad lost = {};
-    if (error != nullptr) {
-      lost = quad_at(error, first, numel, is_aligned);
-    }
-#pragma unroll
-    for (int i = 0; i < kQuadValues; ++i) {
-      p.values[i] = p.values[i] * scale;
-      if (error != nullptr) {
-        p.values[i] = p.values[i] + lost.values[i];
-      }
-    }
-    put_quad(p, error != nullptr ? error : values, first, numel, error == nullptr || is_aligned);
+    put_quad(compensated_quad(values, scale, error, first, numel), to, first, numel, is_aligned);
   });
 }
 
