@@ -230,7 +230,8 @@ def run_benchmarks(seconds: float) -> tuple[list[Outcome], dict[str, Any]]:
             documents[name] = json.loads(out.read_text())
             rows = [row for row in documents[name]["rows"] if row["holds"] is not None]
             held = sum(row["holds"] for row in rows)
-            outcome.text = f"{held} of {len(rows)} targets hold"
+            counted = f"{held} of {len(rows)} targets hold"
+            outcome.text = counted if outcome.passed else f"{counted}; {outcome.text}"
         else:
             outcome.passed = False
         outcomes.append(outcome)

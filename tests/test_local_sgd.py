@@ -38,7 +38,6 @@ from torch.optim import optimizer as torch_optimizer
 from torch_commhook import GradBucket, PeerError, attach, hooks, reshard_states
 from torch_commhook.attach import HookHandle
 from torch_commhook.codecs import CODECS
-from torch_commhook.forward_hook import BeforeForward, register_first
 from torch_commhook.hooks import Hook, compressed, error_feedback, local_sgd, outer_sgd
 from torch_commhook.process_group import RecordingProcessGroup
 from torch_commhook.testing import run_ranks, simulate
@@ -855,29 +854,6 @@ COMPILED = [
     Mode("module", "compile"),
     Mode("module", "context", fullgraph=True),
 ]
-
-
-def test_forward_hooks_have_one_order() -> None:
-    """Dynamo of torch 2.11 takes that of the underlying dict."""
-    module = nn.Linear(2, 2)
-    called: list[str] = []
-
-    class Named(BeforeForward):
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def __call__(self, module: nn.Module, args: Any) -> None:
-            called.append(self.name)
-
-    module.register_forward_pre_hook(Named("second"))
-    module.register_forward_pre_hook(Named("third"))
-    handle = register_first(module, Named("first"))
-    present = module._forward_pre_hooks
-    assert list(dict.keys(present)) == list(present)
-    module(torch.zeros(1, 2))
-    handle.remove()
-    module(torch.zeros(1, 2))
-    assert called == ["first", "second", "third", "second", "third"]
 
 
 @pytest.mark.parametrize("mode", COMPILED, ids=str)

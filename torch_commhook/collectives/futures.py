@@ -103,7 +103,7 @@ def then_beside(future: Any, callback: Callable[[Any], Tensor], device: torch.de
     try:
         future.wait()
         value = callback(future)
-    except BaseException as error:
+    except Exception as error:
         set_error(result, error)
     else:
         result.set_result(value)

@@ -317,7 +317,7 @@ def _on_device(work: Any, group: Any, method: str, result: Tensor) -> Any:
         return future
     try:
         work.wait()
-    except BaseException as error:
+    except Exception as error:
         failed: torch.futures.Future[Tensor] = torch.futures.Future()
         set_error(failed, error)
         return failed

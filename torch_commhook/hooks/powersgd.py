@@ -144,7 +144,7 @@ class powersgd(Hook):  # noqa: N801 (a hook is written as it is called)
         call = _Call(self, bucket, group)
         if call.is_traced:
             return call.start(bucket, group)
-        used = [*bucket.sources(), call.q, call.error]
+        used = (*bucket.sources(), call.q, call.error)
         with beside(call.device, call.memory.buffers.stream, used):
             return call.start(bucket, group)
 
