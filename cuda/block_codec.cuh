@@ -1,5 +1,5 @@
 // The kernels of codecs that send values in blocks, and how they are launched. What is a codec's
-// own stands in its *_block.h, what a warp does in block_tile.h.
+// own stands in its *_block.h, what a warp does in block_tile.cuh.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "block_tile.h"
+#include "block_tile.cuh"
 #include "bucket_launch.h"
 #include "launch.cuh"
 #include "ops/codecs/block_codec.h"
@@ -16,37 +16,6 @@
 #include "sources.h"
 
 namespace commhook::cuda {
-
-// Lanes that are threads.
-struct Warp {
-  static constexpr int kHeld = 1;
-  int lane;
-
-  template <typename Call>
-  __device__ void each(const Call& call) const {
-    call(lane, 0);
-  }
-  __device__ void sync() const { __syncwarp(); }
-  template <typename Measure>
-  __device__ void take_largest(Measure (&measures)[1], int distance) const {
-#pragma unroll
-    for (int32_t& word : measures[0].words) {
-      const int32_t other = __shfl_xor_sync(0xffffffffu, word, distance);
-      word = other > word ? other : word;
-    }
-  }
-  template <int kParts>
-  __device__ void add_up(float (&parts)[1]) const {
-#pragma unroll
-    for (int distance = kParts / 2; distance > 0; distance /= 2) {
-      parts[0] += __shfl_xor_sync(0xffffffffu, parts[0], distance);
-    }
-  }
-  template <typename Source>
-  __device__ void give(float (&parts)[1], const Source& source) const {
-    parts[0] = __shfl_sync(0xffffffffu, parts[0], source(lane));
-  }
-};
 
 // rounding: seed and step, or null.
 template <typename Codec>
@@ -59,19 +28,21 @@ __device__ DitherKey dither_key(const int64_t* rounding) {
           static_cast<uint32_t>(rounding[1])};
 }
 
-// Calls visit(first block, elements) for each tile of this thread's warp.
+// Calls visit(first block, elements) for each tile of this thread's warp. The elements' positions
+// count from the launch's first one, of `total`.
 template <typename Visit>
-__device__ void for_each_tile(const BlockWork& work, const BlockTile& tile, const Visit& visit) {
+__device__ void for_each_tile(const BlockWork& work, const BlockTile& tile, int64_t total,
+                              const Visit& visit) {
   const int warps = static_cast<int>(blockDim.x) / kWarpSize;
   const int64_t values = values_of(tile, work.block_size);
   int64_t index =
       (int64_t{blockIdx.x} * warps + static_cast<int>(threadIdx.x) / kWarpSize) * work.tiles;
   for (int i = 0; i < work.tiles; ++i, ++index) {
     const int64_t begin = index * values;
-    if (begin >= work.numel) {
+    if (begin >= total) {
       return;
     }
-    visit(index * tile.blocks, Run{begin, min(work.numel, begin + values)});
+    visit((work.first + index) * tile.blocks, Run{begin, min(total, begin + values)});
   }
 }
 
@@ -87,16 +58,16 @@ __global__ void __launch_bounds__(kThreads, 3)
     encode_kernel(const __grid_constant__ TensorTable<const void, kCapacity> table,
                   const BlockWork work, const int64_t* rounding, float* error, uint8_t* message) {
   const Codec codec;
-  Warp warp{static_cast<int>(threadIdx.x) % kWarpSize};
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const auto tile = tile_of<Codec>(work.block_size);
   const auto layout = layout_of<Codec>(work);
   const auto key = dither_key<Codec>(rounding);
   float* const values = shared_values(shared_bytes(tile, work.block_size, key.is_random));
-  for_each_tile(work, tile, [&](int64_t first, const Run& run) {
+  for_each_tile(work, tile, table.total, [&](int64_t first, const Run& run) {
     NoMeasure meter;
-    flatten_run(table, values - run.begin, 1.0, run, warp.lane, meter);
-    warp.sync();
-    encode_tile(warp, codec, layout, tile, first, work.scale, key, values, error, message);
+    flatten_run(table, values - run.begin, 1.0, run, lane, meter);
+    __syncwarp();
+    encode_tile(codec, layout, tile, first, lane, work.scale, key, values, error, message);
   });
 }
 
@@ -105,14 +76,14 @@ __global__ void __launch_bounds__(kThreads)
     decode_kernel(const __grid_constant__ TensorTable<void, kCapacity> table, const BlockWork work,
                   const uint8_t* message) {
   const Codec codec;
-  Warp warp{static_cast<int>(threadIdx.x) % kWarpSize};
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const auto tile = tile_of<Codec>(work.block_size);
   const auto layout = layout_of<Codec>(work);
   float* const values = shared_values(shared_bytes(tile, work.block_size, false));
-  for_each_tile(work, tile, [&](int64_t first, const Run& run) {
-    decode_tile(warp, codec, layout, tile, first, message, 1, values);
-    unflatten_run(table, values - run.begin, 1.0, run, warp.lane);
-    warp.sync();
+  for_each_tile(work, tile, table.total, [&](int64_t first, const Run& run) {
+    decode_tile(codec, layout, tile, first, lane, message, 1, values);
+    unflatten_run(table, values - run.begin, 1.0, run, lane);
+    __syncwarp();
   });
 }
 
@@ -121,18 +92,19 @@ __global__ void __launch_bounds__(kThreads)
     reduce_kernel(const BlockWork work, const uint8_t* messages, int64_t count,
                   const int64_t* rounding, float* error, uint8_t* message) {
   const Codec codec;
-  Warp warp{static_cast<int>(threadIdx.x) % kWarpSize};
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const auto tile = tile_of<Codec>(work.block_size);
   const auto layout = layout_of<Codec>(work);
   const auto key = dither_key<Codec>(rounding);
   float* const values = shared_values(shared_bytes(tile, work.block_size, key.is_random));
-  for_each_tile(work, tile, [&](int64_t first, const Run&) {
-    decode_tile(warp, codec, layout, tile, first, messages, count, values);
-    encode_tile(warp, codec, layout, tile, first, work.scale, key, values, error, message);
+  for_each_tile(work, tile, work.numel, [&](int64_t first, const Run&) {
+    decode_tile(codec, layout, tile, first, lane, messages, count, values);
+    encode_tile(codec, layout, tile, first, lane, work.scale, key, values, error, message);
   });
 }
 
-// The shape of a launch over the blocks of a layout.
+// The shape of a launch over the blocks of a layout, or over `total` of its elements from the tile
+// `first` on.
 struct BlockGrid {
   BlockWork work;
   unsigned blocks;
@@ -141,47 +113,70 @@ struct BlockGrid {
 };
 
 template <typename Codec>
-BlockGrid grid_of(const codecs::BlockLayout& layout, double scale, bool is_random) {
+BlockGrid grid_of(const codecs::BlockLayout& layout, int64_t first, int64_t total, double scale,
+                  bool is_random) {
   constexpr int kSharedBytes = 48 * 1024;  // that every device gives a block without being asked
   constexpr int64_t kMostTiles = 16;
   const auto size = static_cast<int>(layout.form().block_size);
   const auto tile = tile_of<Codec>(size);
   const int bytes = shared_bytes(tile, size, is_random);
   const int warps = std::clamp(kSharedBytes / bytes, 1, kWarpsPerBlock);
-  const int64_t all = (layout.blocks() + tile.blocks - 1) / tile.blocks;
+  const int64_t values = values_of(tile, size);
+  const int64_t all = (total + values - 1) / values;
   const int64_t wave = int64_t{at::cuda::getCurrentDeviceProperties()->multiProcessorCount} *
                        kWarpsPerMultiprocessor;
   const int64_t tiles = std::clamp<int64_t>(all / wave, 1, kMostTiles);
   const int64_t blocks = (all + tiles * warps - 1) / (tiles * warps);
   TORCH_CHECK(blocks <= std::numeric_limits<int>::max(), "block codec: too many elements, ",
               layout.numel());
-  return {{layout.numel(), static_cast<int>(layout.shards()), size, static_cast<int>(tiles),
+  return {{layout.numel(), first, static_cast<int>(layout.shards()), size, static_cast<int>(tiles),
            static_cast<float>(scale)},
           static_cast<unsigned>(blocks),
           static_cast<unsigned>(warps * kWarpSize),
           static_cast<size_t>(warps) * static_cast<size_t>(bytes)};
 }
 
-// Calls launch(table) with a table of all segments. Lists longer than any are moved through one
-// flat tensor, with `options`.
+template <typename Codec>
+int64_t tile_values(const codecs::BlockLayout& layout) {
+  const auto size = static_cast<int>(layout.form().block_size);
+  return values_of(tile_of<Codec>(size), size);
+}
+
+// Calls launch(table, first tile) for tables of whole tiles, of `values` each, that together hold
+// all segments. False, and nothing is launched, where a tile has more tensors than a table.
+template <int kCapacity, typename Data, typename Launch>
+bool with_tables_of(c10::ArrayRef<Segment<Data>> segments, int64_t values, const Launch& launch) {
+  TensorTable<Data, kCapacity> table;
+  if (segments.size() <= kCapacity) {
+    fill_table(table, segments.data(), segments.size());
+    launch(table, 0);
+    return true;
+  }
+  const auto windows = windows_of(segments.data(), segments.size(), kCapacity, values);
+  for (const auto& window : windows) {
+    fill_table(table, window.segments.data(), window.segments.size());
+    launch(table, window.first / values);
+  }
+  return !windows.empty();
+}
+
+// The same for the fewest tables. Where none will do, the elements are moved through one flat
+// tensor, with `options`.
 template <typename Data, typename Launch>
-void with_one_table(c10::ArrayRef<Segment<Data>> segments, const at::TensorOptions& options,
-                    const Launch& launch) {
-  const auto with = [&](auto table, c10::ArrayRef<Segment<Data>> all) {
-    fill_table(table, all.data(), all.size());
-    launch(table);
-  };
-  if (segments.size() <= kShortTable) {
-    return with(TensorTable<Data, kShortTable>{}, segments);
-  }
+void with_tables(c10::ArrayRef<Segment<Data>> segments, int64_t values,
+                 const at::TensorOptions& options, const Launch& launch) {
+  const auto count = segments.size();
+  bool is_done = false;
 #if CUDART_VERSION >= 12010
-  if (segments.size() <= kMediumTable && has_large_arguments()) {
-    return with(TensorTable<Data, kMediumTable>{}, segments);
-  }
-  if (segments.size() <= kLongTable && has_large_arguments()) {
-    return with(TensorTable<Data, kLongTable>{}, segments);
+  if (count > kMediumTable && has_large_arguments()) {
+    is_done = with_tables_of<kLongTable>(segments, values, launch);
+  } else if (count > kShortTable && has_large_arguments()) {
+    is_done = with_tables_of<kMediumTable>(segments, values, launch);
   }
 #endif
+  if (is_done || with_tables_of<kShortTable>(segments, values, launch)) {
+    return;
+  }
   int64_t total = 0;
   for (const auto& segment : segments) {
     total += segment.numel;
@@ -190,9 +185,9 @@ void with_one_table(c10::ArrayRef<Segment<Data>> segments, const at::TensorOptio
   const Segment<Data> whole{flat.mutable_data_ptr(), total, Dtype::kFloat};
   if constexpr (std::is_const_v<Data>) {
     launch_flatten(segments, 1.0, flat);
-    with(TensorTable<Data, kShortTable>{}, whole);
+    with_tables_of<kShortTable>(c10::ArrayRef<Segment<Data>>(whole), values, launch);
   } else {
-    with(TensorTable<Data, kShortTable>{}, whole);
+    with_tables_of<kShortTable>(c10::ArrayRef<Segment<Data>>(whole), values, launch);
     launch_unflatten_into(flat, segments, 1.0);
   }
 }
@@ -216,14 +211,17 @@ void encode_blocks(const char* op, at::TensorList tensors, const at::Tensor& mes
   if (layout.blocks() == 0) {
     return;
   }
-  const auto grid = grid_of<Codec>(layout, scale, codecs::is_there(rounding));
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  with_one_table(sources.segments(), message.options(), [&](const auto& table) {
-    constexpr int kCapacity = std::decay_t<decltype(table)>::kCapacity;
-    encode_kernel<Codec, kCapacity><<<grid.blocks, grid.threads, grid.shared, stream>>>(
-        table, grid.work, seed_of(rounding), data_of(error), message.mutable_data_ptr<uint8_t>());
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
-  });
+  with_tables(sources.segments(), tile_values<Codec>(layout), message.options(),
+              [&](const auto& table, int64_t first) {
+                constexpr int kCapacity = std::decay_t<decltype(table)>::kCapacity;
+                const auto grid =
+                    grid_of<Codec>(layout, first, table.total, scale, codecs::is_there(rounding));
+                encode_kernel<Codec, kCapacity><<<grid.blocks, grid.threads, grid.shared, stream>>>(
+                    table, grid.work, seed_of(rounding), data_of(error),
+                    message.mutable_data_ptr<uint8_t>());
+                C10_CUDA_KERNEL_LAUNCH_CHECK();
+              });
 }
 
 template <typename Codec>
@@ -234,14 +232,15 @@ void decode_blocks(const char* op, const at::Tensor& message, at::TensorList ten
   if (layout.blocks() == 0) {
     return;
   }
-  const auto grid = grid_of<Codec>(layout, 1.0, false);
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  with_one_table(destinations.segments(), message.options(), [&](const auto& table) {
-    constexpr int kCapacity = std::decay_t<decltype(table)>::kCapacity;
-    decode_kernel<Codec, kCapacity><<<grid.blocks, grid.threads, grid.shared, stream>>>(
-        table, grid.work, message.const_data_ptr<uint8_t>());
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
-  });
+  with_tables(destinations.segments(), tile_values<Codec>(layout), message.options(),
+              [&](const auto& table, int64_t first) {
+                constexpr int kCapacity = std::decay_t<decltype(table)>::kCapacity;
+                const auto grid = grid_of<Codec>(layout, first, table.total, 1.0, false);
+                decode_kernel<Codec, kCapacity><<<grid.blocks, grid.threads, grid.shared, stream>>>(
+                    table, grid.work, message.const_data_ptr<uint8_t>());
+                C10_CUDA_KERNEL_LAUNCH_CHECK();
+              });
   destinations.finish();
 }
 
@@ -254,7 +253,7 @@ void reduce_blocks(const at::Tensor& messages, const at::Tensor& message,
     return;
   }
   const c10::cuda::CUDAGuard guard(message.device());
-  const auto grid = grid_of<Codec>(layout, scale, codecs::is_there(rounding));
+  const auto grid = grid_of<Codec>(layout, 0, layout.numel(), scale, codecs::is_there(rounding));
   reduce_kernel<Codec>
       <<<grid.blocks, grid.threads, grid.shared, c10::cuda::getCurrentCUDAStream()>>>(
           grid.work, messages.const_data_ptr<uint8_t>(), messages.size(0), seed_of(rounding),

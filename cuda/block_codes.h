@@ -1,5 +1,5 @@
 // What the lanes of a block do with its values and codes, which lie in shared memory and in a
-// message. What they need of each other stands in block_tile.h, with what a codec must say.
+// message. What they need of each other stands in block_tile.cuh, with what a codec must say.
 #pragma once
 
 #include "ops/codecs/blockwise_math.h"

@@ -1,4 +1,4 @@
-// What block quantisation does with a block, for cuda/block_tile.h.
+// What block quantisation does with a block, for cuda/block_tile.cuh.
 #pragma once
 
 #include "ops/codecs/blockwise_math.h"

@@ -1,4 +1,4 @@
-// What fp8 does with a block, for cuda/block_tile.h.
+// What fp8 does with a block, for cuda/block_tile.cuh.
 #pragma once
 
 #include "blockwise_block.h"

@@ -1,4 +1,4 @@
-// What sign does with a block, for cuda/block_tile.h.
+// What sign does with a block, for cuda/block_tile.cuh.
 #pragma once
 
 #include "block_codes.h"

@@ -2,8 +2,12 @@
 // copy to the device, no pinned memory and no synchronisation, and a CUDA graph keeps its own copy.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
+#include <utility>
+#include <vector>
 
 #include "partition.h"
 
@@ -67,6 +71,56 @@ int fill_table(Table& table, const Segment<typename Table::Data>* segments, size
   }
   table.slice_first[slices] = static_cast<uint16_t>(size - 1);
   return size;
+}
+
+inline int64_t bytes_of(Dtype dtype) {
+  return dtype == Dtype::kDouble ? 8 : dtype == Dtype::kFloat ? 4 : 2;
+}
+
+// Segments of which one table holds the elements from `first` on.
+template <typename Data>
+struct Window {
+  int64_t first;
+  std::vector<Segment<Data>> segments;
+};
+
+// All segments, none of them empty, in windows of at most `capacity`. The elements of each but the
+// last are a multiple of `multiple`: the segment at its end is cut. None where so many segments
+// have fewer.
+template <typename Data>
+std::vector<Window<Data>> windows_of(const Segment<Data>* segments, size_t count, size_t capacity,
+                                     int64_t multiple) {
+  using Byte = std::conditional_t<std::is_const_v<Data>, const char, char>;
+  std::vector<Window<Data>> windows;
+  int64_t first = 0;
+  int64_t start = 0;  // position of the segment i
+  for (size_t i = 0; i < count;) {
+    int64_t end = start;
+    size_t next = i;
+    while (next < count && next - i < capacity) {
+      end += segments[next++].numel;
+    }
+    const int64_t stop = next == count ? end : end - end % multiple;
+    if (stop <= first) {
+      return {};
+    }
+    Window<Data> window{first, {}};
+    while (start < stop) {
+      const auto& whole = segments[i];
+      const int64_t from = std::max(first, start);
+      const int64_t to = std::min(stop, start + whole.numel);
+      auto* const data = static_cast<Byte*>(whole.data) + (from - start) * bytes_of(whole.dtype);
+      window.segments.push_back({data, to - from, whole.dtype});
+      if (to < start + whole.numel) {
+        break;  // the rest is the next window's
+      }
+      start += whole.numel;
+      ++i;
+    }
+    windows.push_back(std::move(window));
+    first = stop;
+  }
+  return windows;
 }
 
 // The tensor that holds a position below the table's total.

@@ -16,6 +16,7 @@ import torch._functorch.config
 import torch._inductor.config
 import torch.distributed as dist
 from gil_calls import CannotCountError, build
+from kernel_device import cuda_kernels, kernel_device  # noqa: F401  (fixtures)
 from rank_pool import RankPool, collect_less
 from torch._dynamo.utils import counters
 from torch.distributed import distributed_c10d

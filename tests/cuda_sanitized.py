@@ -16,8 +16,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # compute-sanitizer may change it
 
+from kernel_device import DEVICE
 from test_codecs import EXAMPLES, everything, same, some_tensors
-from test_cuda_bucket import on_device
 
 import torch_commhook._ops as ops
 from torch_commhook._check_ops import check_finite
@@ -77,7 +77,7 @@ def check_codecs() -> None:
             tensors = [*some_tensors(rng), torch.randn(3001)]
             error = torch.randn(sum(tensor.numel() for tensor in tensors)) * 1e-3
             right = everything(codec, tensors, shards, 0.5, error)
-            got = everything(codec, on_device(tensors), shards, 0.5, error.cuda())
+            got = everything(codec, DEVICE.copy(tensors), shards, 0.5, error.cuda())
             assert all(same(a.cpu(), b) for a, b in zip(got, right, strict=True)), codec
 
 

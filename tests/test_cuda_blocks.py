@@ -1,15 +1,14 @@
-"""The CUDA kernels of block codecs, played on the host: they give the bits of the CPU's."""
+"""The CUDA kernels of block codecs on random cases: they give the bits of the CPU's."""
 
 from __future__ import annotations
 
-import ctypes
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from host_library import compile_host_library
+from kernel_device import KernelDevice
 from torch import Tensor
 
 from torch_commhook import codecs
@@ -25,37 +24,6 @@ CODECS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8 e5m2": ("fp8", {"format": "e5m2"}),
     "sign": ("sign", {}),
 }
-
-
-class Work(ctypes.Structure):
-    _fields_ = (
-        ("numel", ctypes.c_int64),
-        ("shards", ctypes.c_int64),
-        ("block_size", ctypes.c_int64),
-        ("scale", ctypes.c_double),
-    )
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    found = compile_host_library("cuda_blocks.cpp", tmp_path_factory.mktemp("cuda_blocks"))
-    for name in ("encode", "decode", "reduce"):
-        getattr(found, name).restype = ctypes.c_bool
-    return found
-
-
-def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
-
-
-def _list(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    count = len(tensors)
-    return (
-        count,
-        (ctypes.c_void_p * count)(*(tensor.data_ptr() for tensor in tensors)),
-        (ctypes.c_int64 * count)(*(tensor.numel() for tensor in tensors)),
-        (ctypes.c_int * count)(*(DTYPES.index(tensor.dtype) for tensor in tensors)),
-    )
 
 
 class Case:
@@ -79,6 +47,7 @@ class Case:
             else None
         )
         self.error = self.float32(self.numel) if draw.random() < 0.5 else None
+        self.factors = [1 + draw.random() for _ in range(draw.randint(1, 4))]
 
     def dtypes(self) -> list[torch.dtype]:
         choice = self.draw.choice([DTYPES, [torch.float32]])
@@ -109,70 +78,59 @@ class Case:
         )
         return torch.full((form.nbytes(self.numel, shards),), fill, dtype=torch.uint8)
 
-    def work(self, shards: int, scale: float) -> Any:
-        return ctypes.byref(Work(self.numel, shards, self.block_size, scale))
+    def results(self, device: KernelDevice | None) -> dict[str, Tensor]:
+        """What all operators write, with the CPU's kernels or those of a device."""
 
-    def given(self) -> dict[str, Any]:
-        return {} if self.rounding is None else {"rounding": self.rounding}
+        def there(*tensors: Tensor) -> list[Tensor]:
+            return list(tensors) if device is None else device.copy(tensors)
+
+        tensors = there(*self.tensors)
+        rounding = {} if self.rounding is None else {"rounding": there(self.rounding)[0]}
+        settings = {**self.settings, "shards": self.shards}
+        # A copy in a memory of the same offset is as badly aligned.
+        errors = [None, None] if self.error is None else there(*[self.error] * 2)
+        if device is None:
+            errors = [None if error is None else error.clone() for error in errors]
+        (message,) = there(self.message(self.shards, 0xAA if device is None else 0x55))
+        self.operator("encode")(
+            tensors, message, **settings, scale=self.scale, error=errors[0], **rounding
+        )
+        decoded = there(*(torch.full_like(tensor, 7) for tensor in self.tensors))
+        self.operator("decode")(message, decoded, **settings)
+
+        messages = torch.stack(there(*(self.message(1, 0) for _ in self.factors)))
+        for factor, each in zip(self.factors, messages, strict=True):
+            values = [tensor * factor for tensor in tensors]
+            self.operator("encode")(values, each, **self.settings)
+        (reduced,) = there(self.message(1, 0xAA if device is None else 0x55))
+        self.operator("reduce")(
+            messages,
+            reduced,
+            self.numel,
+            **self.settings,
+            scale=0.25,
+            error=errors[1],
+            **rounding,
+        )
+        results = {"message": message, "messages": messages, "reduced": reduced}
+        results |= {f"error {i}": error for i, error in enumerate(errors) if error is not None}
+        results |= {f"decoded {i}": tensor for i, tensor in enumerate(decoded)}
+        return {name: tensor.cpu() for name, tensor in results.items()}
 
 
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
+def _same(one: Tensor, other: Tensor) -> bool:
     both_nan = one.isnan() & other.isnan() if one.is_floating_point() else torch.tensor(False)
     integers = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[one.element_size()]
     return bool((both_nan | (one.view(integers) == other.view(integers))).all())
 
 
 @pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("seed", range(60))
-def test_the_bits_of_the_cpu(library: ctypes.CDLL, name: str, seed: int) -> None:
-    case = Case(name, seed)
-    errors = [None if case.error is None else case.error.clone() for _ in range(2)]
-    if case.error is not None:  # as badly aligned as it was
-        errors[1] = case.error
-    own, other = case.message(case.shards, 0xAA), case.message(case.shards, 0x55)
-    settings = {**case.settings, "shards": case.shards}
-    case.operator("encode")(
-        case.tensors, own, **settings, scale=case.scale, error=errors[0], **case.given()
-    )
-    assert library.encode(
-        name.encode(),
-        case.work(case.shards, case.scale),
-        *_list(case.tensors),
-        _pointer(case.rounding),
-        _pointer(errors[1]),
-        _pointer(other),
-    )
-    assert torch.equal(own, other)
-    assert _same(*errors)
-
-    decoded = [[torch.full_like(tensor, 7) for tensor in case.tensors] for _ in range(2)]
-    case.operator("decode")(own, decoded[0], **settings)
-    assert library.decode(
-        name.encode(), case.work(case.shards, 1.0), *_list(decoded[1]), _pointer(own)
-    )
-    assert all(map(_same, *decoded))
-
-    messages = torch.stack([case.message(1, 0) for _ in range(case.draw.randint(1, 4))])
-    for message in messages:
-        values = [tensor * (1 + case.draw.random()) for tensor in case.tensors]
-        case.operator("encode")(values, message, **case.settings)
-    errors = [None if case.error is None else torch.randn(case.numel) for _ in range(2)]
-    if errors[0] is not None and errors[1] is not None:
-        errors[1].copy_(errors[0])
-    own, other = case.message(1, 0xAA), case.message(1, 0x55)
-    case.operator("reduce")(
-        messages, own, case.numel, **case.settings, scale=0.25, error=errors[0], **case.given()
-    )
-    assert library.reduce(
-        name.encode(),
-        case.work(1, 0.25),
-        _pointer(messages),
-        ctypes.c_int64(len(messages)),
-        _pointer(case.rounding),
-        _pointer(errors[1]),
-        _pointer(other),
-    )
-    assert torch.equal(own, other)
-    assert _same(*errors)
+@pytest.mark.parametrize("seeds", [range(first, first + 10) for first in range(0, 60, 10)], ids=str)
+def test_the_bits_of_the_cpu(name: str, seeds: range, kernel_device: KernelDevice) -> None:
+    for seed in seeds:
+        case = Case(name, seed)
+        right = case.results(None)
+        with kernel_device.kernels():
+            got = case.results(kernel_device)
+        different = [result for result in right if not _same(right[result], got[result])]
+        assert not different, f"seed {seed}"

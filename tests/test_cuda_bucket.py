@@ -1,7 +1,7 @@
 """What the bucket operators' CUDA kernels compute, bit by bit.
 
-Streams, graphs, launches and refusals stand in test_cuda_launch.py; the index arithmetic, which
-needs no GPU, in test_cuda_partition.py.
+On a GPU, and the same kernels on the host. Streams, graphs, launches and refusals stand in
+test_cuda_launch.py, the index arithmetic in test_cuda_partition.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from kernel_device import DEVICE
 from test_ops_reference import (
     DTYPES,
     PAIRS,
@@ -27,24 +28,11 @@ from torch import Tensor
 
 import torch_commhook._ops as ops
 
-pytestmark = pytest.mark.cuda
+pytestmark = pytest.mark.usefixtures("cuda_kernels")
 
-DEVICE = "cuda"
 SCALES = (1.0, 1 / 3)
 #: Lengths of lists around the capacities of the kernels' tables, and beyond the longest.
 COUNTS = (1, 2, 215, 216, 217, 895, 896, 897, 1879, 1880, 1881, 4000)
-
-
-def on_device(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies with the same strides and offsets in storages of the same size."""
-    copies = []
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        bytes_ = torch.empty(0, dtype=torch.uint8).set_(storage).to(DEVICE)
-        copy = torch.empty(0, dtype=tensor.dtype, device=DEVICE)
-        copy.set_(bytes_.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-        copies.append(copy)
-    return copies
 
 
 def total(tensors: Sequence[Tensor]) -> int:
@@ -54,11 +42,11 @@ def total(tensors: Sequence[Tensor]) -> int:
 def assert_flattens(tensors: Sequence[Tensor], scale: float, dtype: torch.dtype) -> None:
     """Tries the three operators that read tensors, with CPU tensors copied to the device."""
     expected = expected_flatten(tensors, scale, dtype)
-    copies = on_device(tensors)
+    copies = DEVICE.copy(tensors)
     context = f"{tensors[0].dtype} to {dtype} by {scale}"
     assert_same_bits(ops.flatten(copies, scale=scale, dtype=dtype).cpu(), expected, context)
 
-    memory = torch.full((expected.numel() + 8,), 7.0, dtype=dtype, device=DEVICE)
+    memory = torch.full((expected.numel() + 8,), 7.0, dtype=dtype, device=DEVICE.name)
     for offset in (0, 1, 5):
         out = memory[offset : offset + expected.numel()]
         assert ops.flatten(copies, scale=scale, out=out) is out
@@ -81,7 +69,7 @@ def assert_unflattens(buffer: Tensor, tensors: Sequence[Tensor], scale: float) -
     """Tries the two operators that write tensors, with CPU tensors copied to the device."""
     expected = expected_unflatten(buffer, tensors, scale)
     context = f"from {buffer.dtype} by {scale}"
-    source, copies = buffer.to(DEVICE), on_device(tensors)
+    source, copies = buffer.to(DEVICE.name), DEVICE.copy(tensors)
     for new, right, model in zip(
         ops.unflatten(source, copies, scale=scale), expected, tensors, strict=True
     ):
@@ -93,7 +81,7 @@ def assert_unflattens(buffer: Tensor, tensors: Sequence[Tensor], scale: float) -
 
 def assert_unflattens_into(buffer: Tensor, tensors: Sequence[Tensor], scale: float) -> None:
     expected = expected_unflatten(buffer, tensors, scale)
-    source, copies = buffer.to(DEVICE), on_device(tensors)
+    source, copies = buffer.to(DEVICE.name), DEVICE.copy(tensors)
     assert ops.unflatten_into(source, copies, scale=scale) is None
     # All that lies around and between the elements of a destination must stay.
     for tensor, right in zip(tensors, expected, strict=True):
@@ -153,8 +141,8 @@ def test_any_number_of_tensors(count):
 
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda dtype: str(dtype)[6:])
 def test_every_relative_alignment(source, target):
-    values, memory = maker(source)(700), torch.empty(700, dtype=target, device=DEVICE)
-    (copy,) = on_device([values])
+    values, memory = maker(source)(700), torch.empty(700, dtype=target, device=DEVICE.name)
+    (copy,) = DEVICE.copy([values])
     for first in range(9):
         for offset in range(9):
             for count in (5, 64, 640):
@@ -172,29 +160,29 @@ def test_every_relative_alignment(source, target):
 
 
 def test_interleaved_destinations():
-    memory = torch.zeros(12, device=DEVICE)
-    ops.unflatten_into(torch.arange(12.0, device=DEVICE), [memory[::2], memory[1::2]])
+    memory = torch.zeros(12, device=DEVICE.name)
+    ops.unflatten_into(torch.arange(12.0, device=DEVICE.name), [memory[::2], memory[1::2]])
     assert memory.tolist() == [i // 2 + 6 * (i % 2) for i in range(12)]
-    gap = torch.zeros(9, device=DEVICE)
-    ops.unflatten_into(torch.arange(1.0, 6.0, device=DEVICE), [gap[::4], gap[1:3]])
+    gap = torch.zeros(9, device=DEVICE.name)
+    ops.unflatten_into(torch.arange(1.0, 6.0, device=DEVICE.name), [gap[::4], gap[1:3]])
     assert gap.tolist() == [1, 4, 5, 0, 2, 0, 0, 0, 3]
 
 
 def test_of_nothing():
-    empty = torch.empty(0, device=DEVICE)
+    empty = torch.empty(0, device=DEVICE.name)
     assert ops.unflatten(empty, []) == []
     ops.unflatten_into(empty, [])
-    assert ops.flatten([empty], out=torch.empty(2, 0, device=DEVICE)).shape == (2, 0)
+    assert ops.flatten([empty], out=torch.empty(2, 0, device=DEVICE.name)).shape == (2, 0)
     stats = ops.flatten_stats([empty, empty])
     assert stats.sum_of_squares == 0 and stats.nonfinite_count == 0
 
 
 def test_more_than_2_31_elements():
     count = (1 << 31) + 12345
-    if DEVICE == "cpu" or torch.cuda.mem_get_info()[0] < 8 * count:
+    if DEVICE.name == "cpu" or torch.cuda.mem_get_info()[0] < 8 * count:
         pytest.skip("needs 16 GiB of free GPU memory")
-    large = torch.empty(count, dtype=torch.bfloat16, device=DEVICE).uniform_(-1, 1)
-    small = torch.ones(7, dtype=torch.bfloat16, device=DEVICE)
+    large = torch.empty(count, dtype=torch.bfloat16, device=DEVICE.name).uniform_(-1, 1)
+    small = torch.ones(7, dtype=torch.bfloat16, device=DEVICE.name)
     out = ops.flatten([small, large, small])
     assert torch.equal(out[7 : 7 + count], large)
     assert (out[:7] == 1).all() and (out[7 + count :] == 1).all()
@@ -210,12 +198,12 @@ def test_more_than_2_31_elements():
 @pytest.mark.parametrize("dtype", ROUNDED)
 def test_rounding(dtype):
     given, rounded = (torch.tensor(column) for column in zip(*ROUNDED[dtype], strict=True))
-    for actual in there_and_back(given.to(DEVICE), dtype):
+    for actual in there_and_back(given.to(DEVICE.name), dtype):
         assert_same_bits(actual.cpu(), rounded.to(dtype), dtype)
     source = float32_patterns()
     for scale in (1.0, 0.7):
         expected = expected_flatten([source], scale, dtype)
-        for actual in there_and_back(source.to(DEVICE), dtype, scale):
+        for actual in there_and_back(source.to(DEVICE.name), dtype, scale):
             assert_same_bits(actual.cpu(), expected, f"{dtype} by {scale}")
 
 
@@ -225,7 +213,7 @@ def test_every_16_bit_value(source):
     for target in DTYPES:
         for scale in (1.0, 0.7, 1e30):
             expected = expected_flatten([values], scale, target)
-            for actual in there_and_back(values.to(DEVICE), target, scale):
+            for actual in there_and_back(values.to(DEVICE.name), target, scale):
                 assert_same_bits(actual.cpu(), expected, f"{source} to {target} by {scale}")
 
 
@@ -237,7 +225,7 @@ def test_float64():
     for values in (source, near_one, near_one * 1e-42):
         for target in DTYPES:
             expected = expected_flatten([values], 1.0, target)
-            for actual in there_and_back(values.to(DEVICE), target):
+            for actual in there_and_back(values.to(DEVICE.name), target):
                 assert_same_bits(actual.cpu(), expected, target)
 
 
@@ -246,7 +234,7 @@ def test_any_scale(scale):
     for source, target in PAIRS:
         tensors = make("mixed", source)
         expected = expected_flatten(tensors, scale, target)
-        actual = ops.flatten(on_device(tensors), scale=scale, dtype=target)
+        actual = ops.flatten(DEVICE.copy(tensors), scale=scale, dtype=target)
         assert_same_bits(actual.cpu(), expected, f"{source} to {target}")
 
 
@@ -260,7 +248,7 @@ def test_flatten_stats_counts_what_is_not_finite_in_the_buffer():
             tensor[i % 7 :: 11] = float("nan")
             tensor[i % 5 :: 13] = float("-inf")
             tensor[i % 3 :: 17] = torch.finfo(source).max  # finite only in some dtypes
-        stats = ops.flatten_stats(on_device(tensors), dtype=target)
+        stats = ops.flatten_stats(DEVICE.copy(tensors), dtype=target)
         expected = expected_flatten(tensors, 1.0, target)
         assert_same_bits(stats.buffer.cpu(), expected, f"{source} to {target}")
         assert stats.nonfinite_count == (~expected.isfinite()).sum()
@@ -268,16 +256,16 @@ def test_flatten_stats_counts_what_is_not_finite_in_the_buffer():
 
 
 def test_flatten_stats_sums_before_the_cast_in_float64():
-    stats = ops.flatten_stats([torch.full((3,), 1e5, device=DEVICE)], dtype=torch.float16)
+    stats = ops.flatten_stats([torch.full((3,), 1e5, device=DEVICE.name)], dtype=torch.float16)
     assert stats.nonfinite_count == 3 and stats.sum_of_squares == 3e10
     tensors = [torch.tensor([2.0**20]), torch.full((1 << 17,), 2.0**-6)]
-    assert ops.flatten_stats(on_device(tensors)).sum_of_squares == 2.0**40 + 2.0**5
+    assert ops.flatten_stats(DEVICE.copy(tensors)).sum_of_squares == 2.0**40 + 2.0**5
 
 
 @pytest.mark.parametrize("count", [3, 500, 4000])
 def test_flatten_stats_is_repeatable(count):
     new = maker(torch.float32)
-    tensors = on_device([new(1 + 997 * i % 5000) for i in range(count)])
+    tensors = DEVICE.copy([new(1 + 997 * i % 5000) for i in range(count)])
     once = ops.flatten_stats(tensors, scale=1 / 3, dtype=torch.bfloat16)
     for _ in range(5):
         again = ops.flatten_stats(tensors, scale=1 / 3, dtype=torch.bfloat16)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cuda_kernels import kernels_of
+from kernel_device import DEVICE
 from test_ops_errors import check_that_devices_must_agree
 from test_ops_reference import assert_same_bits, make
 
 import torch_commhook._ops as ops
 
-pytestmark = pytest.mark.cuda
+on_gpu = pytest.mark.cuda
 
 commhook = torch.ops.commhook
 MANY = 1000
@@ -23,6 +23,7 @@ def ones(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cuda") 
 # ---- streams -------------------------------------------------------------------------------------
 
 
+@on_gpu
 def test_the_current_stream_is_used():
     tensors = [torch.zeros(1000, device="cuda"), torch.zeros(30, 50, device="cuda").t()]
     out = torch.zeros(2500, device="cuda")
@@ -41,6 +42,7 @@ def test_the_current_stream_is_used():
     assert stats.sum_of_squares == 9 * 2500
 
 
+@on_gpu
 def test_nothing_waits_for_the_device():
     tensors = [ones(7, 9).t(), *(ones(64) for _ in range(MANY))]
     out = torch.empty(sum(tensor.numel() for tensor in tensors), device="cuda")
@@ -64,6 +66,7 @@ def test_nothing_waits_for_the_device():
 # ---- graphs --------------------------------------------------------------------------------------
 
 
+@on_gpu
 @pytest.mark.parametrize("count", [3, MANY, 4000])
 def test_graphs(count):
     tensors = [torch.zeros(1 + i % 90, device="cuda") for i in range(count)]
@@ -94,6 +97,7 @@ def test_graphs(count):
         assert stats.sum_of_squares == 4 * value * value * total and stats.nonfinite_count == 0
 
 
+@on_gpu
 def test_a_steady_step_allocates_nothing():
     tensors = [ones(64) for _ in range(4000)]
     out = torch.empty(64 * 4000, device="cuda", dtype=torch.half)
@@ -108,17 +112,20 @@ def test_a_steady_step_allocates_nothing():
     assert allocations() == before
 
 
-def test_one_launch_for_many_tensors():
-    tensors = [ones(64, dtype=(torch.float32, torch.bfloat16)[i % 2]) for i in range(MANY)]
-    out = torch.empty(64 * MANY, device="cuda", dtype=torch.half)
+@pytest.mark.usefixtures("cuda_kernels")
+@pytest.mark.parametrize(("count", "launches"), [(1, 1), (161, 1), (1000, 1), (1880, 1), (1881, 2)])
+def test_one_launch_for_many_tensors(count: int, launches: int):
+    dtypes = (torch.float32, torch.bfloat16)
+    tensors = [ones(64, dtype=dtypes[i % 2], device=DEVICE.name) for i in range(count)]
+    out = torch.empty(64 * count, device=DEVICE.name, dtype=torch.half)
 
     def there_and_back() -> None:
         ops.flatten(tensors, out=out)
         ops.unflatten_into(out, tensors)
 
-    names = kernels_of(there_and_back)
-    assert sum("::flatten_kernel" in name for name in names) == 1, names
-    assert sum("::unflatten_into_kernel" in name for name in names) == 1, names
+    names = DEVICE.kernels_of(there_and_back)
+    assert sum("unflatten_into_kernel" in name for name in names) == launches, names
+    assert len(names) == 2 * launches, names
 
 
 # ---- the rest of PyTorch -------------------------------------------------------------------------
@@ -126,6 +133,7 @@ def test_one_launch_for_many_tensors():
 CHECKED = ("flatten", "flatten.out", "flatten_stats", "unflatten", "unflatten_into")
 
 
+@on_gpu
 @pytest.mark.parametrize("name", ["zero_dimensional", "some_empty", "strided", "channels_last"])
 @pytest.mark.parametrize("operator", CHECKED)
 def test_opcheck(operator, name):
@@ -146,6 +154,7 @@ def test_opcheck(operator, name):
     torch.library.opcheck(op, args, {"scale": 0.5, **kwargs})
 
 
+@on_gpu
 def test_gradients():
     tensors = [
         tensor.cuda()[:2, :3].requires_grad_()
@@ -156,6 +165,7 @@ def test_gradients():
     assert torch.autograd.gradcheck(lambda *t: ops.flatten_stats(t, scale=0.7)[:2], tensors)
 
 
+@on_gpu
 def test_a_lazy_copy_leaves_the_original():
     original = torch.zeros(100, device="cuda")
     copy = torch._lazy_clone(original)
@@ -163,6 +173,7 @@ def test_a_lazy_copy_leaves_the_original():
     assert (copy == 1).all() and (original == 0).all()
 
 
+@on_gpu
 def test_a_lazily_negated_tensor():
     values = torch.randn(40, 2, device="cuda")
     imaginary = torch.view_as_complex(values).conj().imag
@@ -173,6 +184,7 @@ def test_a_lazily_negated_tensor():
 # ---- devices and refusals ------------------------------------------------------------------------
 
 
+@on_gpu
 def test_the_device_of_the_tensors_is_used():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
@@ -185,11 +197,13 @@ def test_the_device_of_the_tensors_is_used():
     assert all((tensor == 2).all() for tensor in tensors)
 
 
+@on_gpu
 @pytest.mark.parametrize(("device", "other"), [("cpu", "cuda"), ("cuda", "cpu")])
 def test_tensors_of_several_devices(device, other):
     check_that_devices_must_agree(device, other)
 
 
+@on_gpu
 def test_shared_memory():
     memory = ones(8)
     with pytest.raises(ValueError, match=r"^flatten: out must share no memory with the tensors"):
@@ -199,6 +213,7 @@ def test_shared_memory():
     assert (memory == 1).all()
 
 
+@on_gpu
 def test_foreign_memory_that_is_not_aligned_for_its_dtype():
     memory = torch.zeros(64, dtype=torch.uint8, device="cuda")
 

@@ -1,42 +1,43 @@
-"""What topk sends from CUDA, played on the host: the entries that the CPU sends."""
+"""What topk sends from CUDA: the entries that the CPU sends, of random values."""
 
 from __future__ import annotations
 
-import ctypes
 import random
 
 import pytest
 import torch
-from host_library import compile_host_library
+from kernel_device import KernelDevice
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return compile_host_library("cuda_topk.cpp", tmp_path_factory.mktemp("cuda_topk"))
-
-
-@pytest.mark.parametrize("seed", range(100))
-def test_the_entries_of_the_cpu(library: ctypes.CDLL, seed: int) -> None:
-    draw = random.Random(seed)
-    torch.manual_seed(seed)
-    numel = draw.choice([1, 2, 100, 1000, 5000])
+def values(draw: random.Random) -> torch.Tensor:
+    numel = draw.choice([1, 2, 100, 1000, 5000, 20_000])
     p = torch.randn(numel) * 10.0 ** draw.randint(-44, 30)
     if draw.random() < 0.3:  # many of one magnitude
         p = p.sign() * draw.choice([0.0, 1.0, 2.0**-149])
     if draw.random() < 0.3:
         places = torch.randint(numel, (draw.randint(1, 50),))
         p[places] = draw.choice([torch.nan, torch.inf, -torch.inf, 0.0])
-    count = draw.choice([1, numel, max(1, numel // 10), draw.randint(1, numel)])
-    message = torch.empty(8 * count, dtype=torch.uint8)
-    torch.ops.commhook.topk_encode([p], message)
-    indices, values = torch.full((count,), -1, dtype=torch.int32), torch.zeros(count)
-    library.select_entries(
-        ctypes.c_void_p(p.data_ptr()),
-        ctypes.c_int64(numel),
-        ctypes.c_int64(count),
-        ctypes.c_int64(draw.choice([1, 7, 256, 4096])),
-        ctypes.c_void_p(indices.data_ptr()),
-        ctypes.c_void_p(values.data_ptr()),
-    )
-    assert torch.equal(indices, message[: 4 * count].view(torch.int32))
-    assert torch.equal(values.view(torch.int32), message[4 * count :].view(torch.int32))
+    return p
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(first, first + 20) for first in range(0, 100, 20)], ids=str
+)
+def test_the_entries_of_the_cpu(seeds: range, kernel_device: KernelDevice) -> None:
+    for seed in seeds:
+        draw = random.Random(seed)
+        torch.manual_seed(seed)
+        p = values(draw)
+        numel = p.numel()
+        count = draw.choice([1, numel, max(1, numel // 10), draw.randint(1, numel)])
+        error = torch.zeros_like(p) if draw.random() < 0.5 else None
+        message = torch.empty(8 * count, dtype=torch.uint8)
+        own, other = kernel_device.copy([p, message])
+        own_error = None if error is None else kernel_device.copy([error])[0]
+        torch.ops.commhook.topk_encode([p], message, error=error)
+        with kernel_device.kernels():
+            torch.ops.commhook.topk_encode([own], other, error=own_error)
+        assert torch.equal(other.cpu(), message), f"seed {seed}"
+        if error is not None and own_error is not None:
+            bits = [each.cpu().view(torch.int32) for each in (error, own_error)]
+            assert torch.equal(*bits), f"seed {seed}"

@@ -1,8 +1,9 @@
 // What the bucket operators' kernels share: the checks of their arguments and the reference
-// kernels.
+// kernels. Checks are exported, here and in codecs: kernels of a library of their own call them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/macros/Export.h>
 
 #include <optional>
 #include <tuple>
@@ -18,7 +19,7 @@ inline at::ScalarType scaling_dtype(at::ScalarType from, at::ScalarType to) {
 }
 
 // Sum of the tensors' elements.
-int64_t total_numel(at::TensorList tensors);
+C10_EXPORT int64_t total_numel(at::TensorList tensors);
 
 // Each check throws an error that names the operator, the argument, its contract and the value.
 
@@ -26,20 +27,21 @@ int64_t total_numel(at::TensorList tensors);
 void check_buffer_dtype(const char* op, std::optional<at::ScalarType> dtype);
 // tensors: dense, of a bucket dtype, all on one device. Returns that of the buffer: `dtype`, or the
 // tensors' own.
-at::ScalarType check_flatten(const char* op, at::TensorList tensors,
-                             std::optional<at::ScalarType> dtype);
+C10_EXPORT at::ScalarType check_flatten(const char* op, at::TensorList tensors,
+                                        std::optional<at::ScalarType> dtype);
 // Beyond check_flatten: out is contiguous, of a bucket dtype, of the tensors' device and total
 // length, and shares no memory with them.
-void check_flatten_out(const char* op, at::TensorList tensors, const at::Tensor& out);
+C10_EXPORT void check_flatten_out(const char* op, at::TensorList tensors, const at::Tensor& out);
 // buffer: dense, contiguous, of a bucket dtype; tensors (named `argument`): dense, of bucket
 // dtypes, on the buffer's device, and of its length in total.
-void check_unflatten(const char* op, const at::Tensor& buffer, at::TensorList tensors,
-                     const char* argument);
+C10_EXPORT void check_unflatten(const char* op, const at::Tensor& buffer, at::TensorList tensors,
+                                const char* argument);
 // tensors, which are to be written: no element is reached twice, or lies in what is read.
 void check_destinations(const char* op, const at::Tensor& source, const char* source_name,
                         at::TensorList tensors);
 // Both.
-void check_unflatten_into(const char* op, const at::Tensor& buffer, at::TensorList tensors);
+C10_EXPORT void check_unflatten_into(const char* op, const at::Tensor& buffer,
+                                     at::TensorList tensors);
 
 // The reference kernels: plain ATen, every device. The first two can be differentiated through.
 namespace reference {
@@ -55,6 +57,6 @@ void unflatten_into(const at::Tensor& buffer, at::TensorList tensors, double sca
 
 // Uninitialised tensors with the shapes, dtypes and device of `like`, and, where those are dense,
 // the strides.
-std::vector<at::Tensor> empty_like(at::TensorList like);
+C10_EXPORT std::vector<at::Tensor> empty_like(at::TensorList like);
 
 }  // namespace commhook

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/macros/Export.h>
 
 #include <vector>
 
@@ -9,7 +10,7 @@ namespace commhook {
 
 // Throws an error that names the operator, the argument, its contract and the value.
 // tensors: dense or sparse, on the device of count; count: dense, of int64, one element.
-void check_finite_arguments(at::TensorList tensors, const at::Tensor& count);
+C10_EXPORT void check_finite_arguments(at::TensorList tensors, const at::Tensor& count);
 
 // The tensors, apart by how they are checked.
 struct Checked {
@@ -18,11 +19,11 @@ struct Checked {
   std::vector<at::Tensor> rows;
   std::vector<at::Tensor> others;
 };
-Checked split_by_dtype(at::TensorList tensors);
+C10_EXPORT Checked split_by_dtype(at::TensorList tensors);
 
 namespace reference {
 // Plain ATen, every device. Waits for none.
-void check_finite(at::TensorList tensors, const at::Tensor& count);
+C10_EXPORT void check_finite(at::TensorList tensors, const at::Tensor& count);
 }  // namespace reference
 
 }  // namespace commhook

@@ -40,6 +40,17 @@ OPERATOR_TESTS = [
     "tests/test_bucket.py",
     "tests/test_ops_errors.py",
     "tests/test_ops_values.py",
+    "tests/test_ops_direct.py",
+]
+
+#: CUDA kernels on the host: what they read or write past a tensor.
+KERNEL_TESTS = [
+    "tests/test_cuda_bucket.py::test_mixed_dtypes",
+    "tests/test_cuda_bucket.py::test_every_relative_alignment",
+    "tests/test_cuda_check.py::test_every_alignment",
+    "tests/test_cuda_blocks.py",
+    "tests/test_cuda_topk.py",
+    "tests/test_cuda_codecs.py::test_the_bits_of_the_cpu",
 ]
 
 #: What runs a second time to look for leaks. That takes the whole stack of each allocation, and
@@ -106,7 +117,7 @@ def address(arguments: list[str]) -> bool:
     )
     leaks = options(log_path=log, fast_unwind_on_malloc=0, malloc_context_size=40)
     suppressions = options(suppressions=HERE / "leak.supp", print_suppressions=0)
-    tests = selected([*TESTS, *OPERATOR_TESTS], arguments)
+    tests = selected([*TESTS, *OPERATOR_TESTS, *KERNEL_TESTS], arguments)
     if not run_tests(tests, ASAN_OPTIONS=errors, **environment):
         return False
     tests = selected([*LEAK_TESTS, "-k", "not compiled"], arguments)

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/macros/Export.h>
 
 #include <cstdint>
 #include <optional>
@@ -20,17 +21,17 @@ void check_block_size(const char* op, int64_t block_size, int64_t multiple);
 // tensors: as flatten takes them. message: contiguous bytes, as many as the layout has. error: flat
 // float32, as many as the tensors have; none is taken as well. rounding: two int64, seed and step;
 // none is to the nearest. All on one device, with no memory shared.
-BlockLayout check_encode(const char* op, at::TensorList tensors, const at::Tensor& message,
-                         const BlockForm& form, int64_t shards,
-                         const std::optional<at::Tensor>& error,
-                         const std::optional<at::Tensor>& rounding);
+C10_EXPORT BlockLayout check_encode(const char* op, at::TensorList tensors,
+                                    const at::Tensor& message, const BlockForm& form,
+                                    int64_t shards, const std::optional<at::Tensor>& error,
+                                    const std::optional<at::Tensor>& rounding);
 // tensors: as unflatten_into takes them.
-BlockLayout check_decode(const char* op, const at::Tensor& message, at::TensorList tensors,
-                         const BlockForm& form, int64_t shards);
+C10_EXPORT BlockLayout check_decode(const char* op, const at::Tensor& message,
+                                    at::TensorList tensors, const BlockForm& form, int64_t shards);
 // messages: [messages, bytes of one of `numel` values in one shard]. message: one such.
-BlockLayout check_reduce(const char* op, const at::Tensor& messages, const at::Tensor& message,
-                         const BlockForm& form, int64_t numel,
-                         const std::optional<at::Tensor>& error,
-                         const std::optional<at::Tensor>& rounding);
+C10_EXPORT BlockLayout check_reduce(const char* op, const at::Tensor& messages,
+                                    const at::Tensor& message, const BlockForm& form, int64_t numel,
+                                    const std::optional<at::Tensor>& error,
+                                    const std::optional<at::Tensor>& rounding);
 
 }  // namespace commhook::codecs

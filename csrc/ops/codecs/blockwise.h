@@ -15,6 +15,6 @@ struct Format {
 };
 
 // Throws an error that names the operator `op`.
-Format check_format(const char* op, int64_t bits, int64_t block_size, bool is_symmetric);
+C10_EXPORT Format check_format(const char* op, int64_t bits, int64_t block_size, bool is_symmetric);
 
 }  // namespace commhook::blockwise

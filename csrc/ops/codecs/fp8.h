@@ -13,6 +13,6 @@ struct Format {
 };
 
 // Throws an error that names the operator `op`.
-Format check_format(const char* op, std::string_view format, int64_t block_size);
+C10_EXPORT Format check_format(const char* op, std::string_view format, int64_t block_size);
 
 }  // namespace commhook::fp8

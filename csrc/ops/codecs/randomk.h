@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/macros/Export.h>
 
 #include <cstdint>
 #include <optional>
@@ -17,9 +18,11 @@ constexpr int64_t kBytesOfEntry = sizeof(float);
 // returns the number of all values.
 
 // scale: multiplied by what makes the message unbiased, where it is to be.
-int64_t check_encode(at::TensorList tensors, const at::Tensor& message, const at::Tensor& rounding,
-                     bool unbiased, const std::optional<at::Tensor>& error, double& scale);
-int64_t check_decode(const at::Tensor& message, at::TensorList tensors, const at::Tensor& rounding);
+C10_EXPORT int64_t check_encode(at::TensorList tensors, const at::Tensor& message,
+                                const at::Tensor& rounding, bool unbiased,
+                                const std::optional<at::Tensor>& error, double& scale);
+C10_EXPORT int64_t check_decode(const at::Tensor& message, at::TensorList tensors,
+                                const at::Tensor& rounding);
 
 void encode_on_cpu(at::TensorList tensors, const at::Tensor& message, const Draw& draw,
                    double scale, const std::optional<at::Tensor>& error);

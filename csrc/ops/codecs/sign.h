@@ -6,6 +6,6 @@
 namespace commhook::sign {
 
 // Throws an error that names the operator `op`.
-codecs::BlockForm check_form(const char* op, int64_t block_size);
+C10_EXPORT codecs::BlockForm check_form(const char* op, int64_t block_size);
 
 }  // namespace commhook::sign

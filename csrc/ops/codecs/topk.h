@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/macros/Export.h>
 
 #include <cstdint>
 #include <optional>
@@ -16,11 +17,11 @@ constexpr int64_t kBytesOfEntry = sizeof(int32_t) + sizeof(float);
 // Each throws an error that names the operator, the argument, its contract and the value.
 
 // Returns the number of all values.
-int64_t check_encode(at::TensorList tensors, const at::Tensor& message,
-                     const std::optional<at::Tensor>& error);
-void check_decode(const at::Tensor& message, at::TensorList tensors);
+C10_EXPORT int64_t check_encode(at::TensorList tensors, const at::Tensor& message,
+                                const std::optional<at::Tensor>& error);
+C10_EXPORT void check_decode(const at::Tensor& message, at::TensorList tensors);
 // messages: [messages, bytes].
-void check_decode_sum(const at::Tensor& messages, at::TensorList tensors);
+C10_EXPORT void check_decode_sum(const at::Tensor& messages, at::TensorList tensors);
 // Throws where a message's indices are not ascending, or one is none of a value.
 void check_indices(const char* op, bool are_good, int64_t numel);
 

@@ -12,9 +12,6 @@
 //   code(value, dither, is random, quantizer, restored)
 //   restorer(parameters)
 //                       a function of codes
-//
-// A Warp holds lanes: on the device one, in each thread; a test on the host holds all and plays
-// them one after the other. each(call) calls call(lane, index of what is held for it).
 #pragma once
 
 #include "block_codes.h"
@@ -22,6 +19,8 @@
 #include "partition.h"
 
 namespace commhook::cuda {
+
+constexpr unsigned kAllLanes = 0xffffffffu;
 
 // The lanes of a warp share out its blocks: so many lanes to a block, a power of two, each of which
 // then has codes of 16 bytes to move at once, or words of four.
@@ -54,7 +53,8 @@ COMMHOOK_HOST_DEVICE BlockLane block_lane(const BlockTile& tile, int lane) {
 
 // Of one launch.
 struct BlockWork {
-  int64_t numel;
+  int64_t numel;  // of all launches
+  int64_t first;  // tile
   int shards;
   int block_size;
   int tiles;  // of a warp, one after the other
@@ -105,71 +105,78 @@ COMMHOOK_HOST_DEVICE BlockPlace place_of(const codecs::BlockLayout& layout, int6
               before * Codec::kParameters * static_cast<int64_t>(sizeof(float))};
 }
 
-// Encodes a tile's values, which lie in `values`, beginning with those of block `first`.
-template <typename Codec, typename Warp>
-COMMHOOK_HOST_DEVICE void encode_tile(Warp& warp, const Codec& codec,
-                                      const codecs::BlockLayout& layout, const BlockTile& tile,
-                                      int64_t first, float scale, const DitherKey& key,
-                                      float* values, float* error, uint8_t* message) {
-  const auto size = static_cast<int>(layout.form().block_size);
-  auto* const dithers = reinterpret_cast<uint16_t*>(values + values_of(tile, size));
-  const auto lane_of = [&](int lane) { return block_lane(tile, lane); };
-  const auto place = [&](int lane) { return place_of<Codec>(layout, first + lane / tile.lanes); };
-  typename Codec::Measure measures[Warp::kHeld];
-  warp.each([&](int lane, int held) {
-    const auto own = place(lane);
-    const int64_t offset = own.begin - first * size;
-    compensate(values + offset, own.count, scale, error == nullptr ? nullptr : error + own.begin,
-               lane_of(lane), [&](float value) { measures[held].add(value); });
-    if constexpr (Codec::kIsRandom) {
-      if (key.is_random) {
-        draw_dithers(key, own.block, own.count, dithers + offset, lane_of(lane));
-      }
+// Of the sums of magnitudes of a tile's blocks, in `values`, the one of this lane's block.
+template <typename Codec>
+__device__ float sum_of_magnitudes(const codecs::BlockLayout& layout, const BlockTile& tile,
+                                   int64_t first, int lane, const float* values) {
+  constexpr int kBlocks = kWarpSize / kSumParts;  // at once
+  const int64_t begin = first * layout.form().block_size;
+  float sum = 0.0f;
+  for (int b = 0; b < tile.blocks; b += kBlocks) {
+    // Of a tile's only block the second half of the warp has nothing.
+    const int block = b + lane / kSumParts;
+    const auto place = place_of<Codec>(layout, first + block);
+    float part = sum_of_part(values + (place.begin - begin), block < tile.blocks ? place.count : 0,
+                             lane % kSumParts);
+#pragma unroll
+    for (int distance = kSumParts / 2; distance > 0; distance /= 2) {
+      part += __shfl_xor_sync(kAllLanes, part, distance);
     }
-  });
-  warp.sync();
-  if constexpr (Codec::kSums) {
-    constexpr int kBlocks = kWarpSize / kSumParts;  // at once
-    for (int b = 0; b < tile.blocks; b += kBlocks) {
-      float parts[Warp::kHeld];
-      warp.each([&](int lane, int held) {
-        // Of a tile's only block the second half of the warp has nothing.
-        const int own = b + lane / kSumParts;
-        const auto other = place_of<Codec>(layout, first + own);
-        parts[held] = sum_of_part(values + (other.begin - first * size),
-                                  own < tile.blocks ? other.count : 0, lane % kSumParts);
-      });
-      warp.template add_up<kSumParts>(parts);
-      warp.give(parts, [&](int lane) { return lane / tile.lanes % kBlocks * kSumParts; });
-      warp.each([&](int lane, int held) {
-        if (lane / tile.lanes / kBlocks * kBlocks == b) {
-          measures[held].sum = parts[held];
-        }
-      });
-    }
-    warp.sync();  // before what is lost takes the place of values that others have read
-  } else {
-    for (int distance = tile.lanes / 2; distance > 0; distance /= 2) {
-      warp.take_largest(measures, distance);
+    const int own = lane / tile.lanes;
+    part = __shfl_sync(kAllLanes, part, own % kBlocks * kSumParts);
+    if (own / kBlocks * kBlocks == b) {
+      sum = part;
     }
   }
-  bool writes_lost[Warp::kHeld];
-  warp.each([&](int lane, int held) {
-    const auto own = place(lane);
-    writes_lost[held] = false;
-    if (own.count == 0) {
-      return;
+  return sum;
+}
+
+// Leaves each lane with what all lanes of its block have measured.
+template <typename Measure>
+__device__ void take_largest(const BlockTile& tile, Measure& measure) {
+  for (int distance = tile.lanes / 2; distance > 0; distance /= 2) {
+#pragma unroll
+    for (int32_t& word : measure.words) {
+      const int32_t other = __shfl_xor_sync(kAllLanes, word, distance);
+      word = other > word ? other : word;
     }
-    const auto among = lane_of(lane);
+  }
+}
+
+// Encodes a tile's values, which lie in `values`, beginning with those of block `first`.
+template <typename Codec>
+__device__ void encode_tile(const Codec& codec, const codecs::BlockLayout& layout,
+                            const BlockTile& tile, int64_t first, int lane, float scale,
+                            const DitherKey& key, float* values, float* error, uint8_t* message) {
+  const auto size = static_cast<int>(layout.form().block_size);
+  const auto among = block_lane(tile, lane);
+  const auto own = place_of<Codec>(layout, first + lane / tile.lanes);
+  const int64_t offset = own.begin - first * size;
+  float* const p = values + offset;
+  float* const own_error = error == nullptr ? nullptr : error + own.begin;
+  auto* const dithers = reinterpret_cast<uint16_t*>(values + values_of(tile, size)) + offset;
+  const bool is_random = Codec::kIsRandom && key.is_random;
+  typename Codec::Measure measure;
+  compensate(p, own.count, scale, own_error, among, [&](float value) { measure.add(value); });
+  if (is_random) {
+    draw_dithers(key, own.block, own.count, dithers, among);
+  }
+  __syncwarp();
+  if constexpr (Codec::kSums) {
+    measure.sum = sum_of_magnitudes<Codec>(layout, tile, first, lane, values);
+    __syncwarp();  // before what is lost takes the place of values that others have read
+  } else {
+    take_largest(tile, measure);
+  }
+  bool writes_lost = false;
+  if (own.count > 0) {
     uint8_t* const codes = message + own.codes;
     float parameters[Codec::kParameters];
     typename Codec::Quantizer quantizer;
-    if (codec.quantizer(measures[held], own.count, parameters, quantizer)) {
-      const int64_t offset = own.begin - first * size;
-      write_codes(codec, values + offset,
-                  Codec::kIsRandom && key.is_random ? dithers + offset : nullptr, own.count,
-                  quantizer, error != nullptr, codes, among);
-      writes_lost[held] = error != nullptr;
+    if (codec.quantizer(measure, own.count, parameters, quantizer)) {
+      writes_lost = error != nullptr;
+      write_codes(codec, p, is_random ? dithers : nullptr, own.count, quantizer, writes_lost, codes,
+                  among);
     } else {  // with the error as it was
       write_zeros(codes, width_of<Codec>(own.count), among);
       for (float& parameter : parameters) {
@@ -185,36 +192,28 @@ COMMHOOK_HOST_DEVICE void encode_tile(Warp& warp, const Codec& codec,
       const auto fill = layout.fill();
       write_zeros(message + fill.begin, fill.end - fill.begin, among);
     }
-  });
-  warp.sync();
+  }
+  __syncwarp();
   if (error != nullptr) {
-    warp.each([&](int lane, int held) {
-      if (writes_lost[held]) {
-        const auto own = place(lane);
-        write_lost(values + (own.begin - first * size), own.count, error + own.begin,
-                   lane_of(lane));
-      }
-    });
-    warp.sync();
+    if (writes_lost) {
+      write_lost(p, own.count, own_error, among);
+    }
+    __syncwarp();
   }
 }
 
 // Writes a tile's values into `values`: the sums of those of `messages` messages.
-template <typename Codec, typename Warp>
-COMMHOOK_HOST_DEVICE void decode_tile(Warp& warp, const Codec& codec,
-                                      const codecs::BlockLayout& layout, const BlockTile& tile,
-                                      int64_t first, const uint8_t* message, int64_t messages,
-                                      float* values) {
-  warp.each([&](int lane, int) {
-    const auto own = place_of<Codec>(layout, first + lane / tile.lanes);
-    if (own.count > 0) {
-      read_codes(codec, message + own.codes,
-                 reinterpret_cast<const float*>(message + own.parameters), messages, layout.bytes(),
-                 own.count, values + (own.begin - first * layout.form().block_size),
-                 block_lane(tile, lane));
-    }
-  });
-  warp.sync();
+template <typename Codec>
+__device__ void decode_tile(const Codec& codec, const codecs::BlockLayout& layout,
+                            const BlockTile& tile, int64_t first, int lane, const uint8_t* message,
+                            int64_t messages, float* values) {
+  const auto own = place_of<Codec>(layout, first + lane / tile.lanes);
+  if (own.count > 0) {
+    read_codes(codec, message + own.codes, reinterpret_cast<const float*>(message + own.parameters),
+               messages, layout.bytes(), own.count,
+               values + (own.begin - first * layout.form().block_size), block_lane(tile, lane));
+  }
+  __syncwarp();
 }
 
 }  // namespace commhook::cuda

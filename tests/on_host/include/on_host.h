@@ -1,0 +1,126 @@
+// CUDA kernels on the host: a block's threads are coroutines of one thread of the host. Each goes
+// on until a barrier, a warp as far as the block's next one; which goes first is drawn anew, so
+// that a missing barrier shows. Shared memory begins with bytes of no meaning in each block, and
+// threads that wait for others that do not come are an error, not a hang.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <type_traits>
+
+#define __host__
+#define __device__
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+#define CUDART_VERSION 12010
+
+struct Dim {
+  unsigned x;
+};
+// Of the thread that runs.
+extern Dim threadIdx;
+extern Dim blockIdx;
+extern Dim blockDim;
+extern Dim gridDim;
+
+namespace on_host {
+
+constexpr int kLanes = 32;
+
+// Runs the kernel, that is `thread` once for each thread of each block, and returns.
+void launch(const char* name, unsigned blocks, unsigned threads, size_t shared_bytes, int stream,
+            std::function<void()> thread);
+
+// The block's memory, of as many bytes as the launch asked for.
+void* dynamic_memory();
+// Fills a block's variable with bytes of no meaning when its first thread comes by.
+void begin_static(void* memory, size_t bytes);
+
+void wait_for_block();
+void wait_for_warp(uint32_t lanes);
+
+// What another lane of the warp gives. Every lane of `lanes` must call it.
+void exchange(uint32_t lanes, const void* given, void* taken, size_t bytes, int from);
+
+template <typename T>
+T shuffled(uint32_t lanes, const T& value, int from) {
+  static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= 8);
+  T taken;
+  exchange(lanes, &value, &taken, sizeof(T), from);
+  return taken;
+}
+
+inline int lane() { return static_cast<int>(threadIdx.x) % kLanes; }
+
+}  // namespace on_host
+
+inline void __syncthreads() { on_host::wait_for_block(); }
+inline void __syncwarp(uint32_t lanes = 0xffffffffu) { on_host::wait_for_warp(lanes); }
+
+template <typename T>
+T __shfl_sync(uint32_t lanes, T value, int from) {
+  return on_host::shuffled(lanes, value, from % on_host::kLanes);
+}
+template <typename T>
+T __shfl_xor_sync(uint32_t lanes, T value, int mask) {
+  return on_host::shuffled(lanes, value, on_host::lane() ^ mask);
+}
+template <typename T>
+T __shfl_up_sync(uint32_t lanes, T value, int distance) {
+  const int from = on_host::lane() - distance;
+  return on_host::shuffled(lanes, value, from < 0 ? on_host::lane() : from);
+}
+template <typename T>
+T __shfl_down_sync(uint32_t lanes, T value, int distance) {
+  const int from = on_host::lane() + distance;
+  return on_host::shuffled(lanes, value, from >= on_host::kLanes ? on_host::lane() : from);
+}
+
+template <typename T>
+T atomicAdd(T* to, T value) {
+  const T before = *to;
+  *to = before + value;
+  return before;
+}
+
+template <typename T>
+T min(T a, T b) {
+  return b < a ? b : a;
+}
+
+// ---- the host's side -------------------------------------------------------------------------
+
+#define C10_CUDA_KERNEL_LAUNCH_CHECK()
+#define C10_CUDA_CHECK(call) (call)
+
+inline int cudaDriverGetVersion(int* version) {
+  *version = CUDART_VERSION;
+  return 0;
+}
+
+namespace on_host {
+struct Properties {
+  int multiProcessorCount;
+};
+struct Guard {
+  template <typename Device>
+  explicit Guard(const Device&) {}
+};
+}  // namespace on_host
+
+namespace at::cuda {
+// Few, so that small tensors give a warp more than one run or tile.
+inline const on_host::Properties* getCurrentDeviceProperties() {
+  static const on_host::Properties properties{2};
+  return &properties;
+}
+}  // namespace at::cuda
+
+namespace c10::cuda {
+using CUDAGuard = on_host::Guard;
+inline int getCurrentCUDAStream() { return 0; }
+}  // namespace c10::cuda

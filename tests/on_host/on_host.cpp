@@ -1,0 +1,236 @@
+#include "on_host.h"
+
+#include <c10/util/Exception.h>
+#include <setjmp.h>
+#include <torch/library.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <random>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+Dim threadIdx;
+Dim blockIdx;
+Dim blockDim;
+Dim gridDim;
+
+namespace on_host {
+namespace {
+
+constexpr size_t kStackBytes = 256 * 1024;
+constexpr int kNoMeaning = 0xa5;
+
+// What AddressSanitizer must know of a stack that is left for another.
+struct Stack {
+  const void* bottom = nullptr;
+  size_t bytes = 0;
+  void* fake = nullptr;
+};
+
+#ifdef __SANITIZE_ADDRESS__
+void leave_stack(Stack& from, const Stack& to) {
+  __sanitizer_start_switch_fiber(&from.fake, to.bottom, to.bytes);
+}
+void come_to_stack(const Stack& now, Stack* from) {
+  __sanitizer_finish_switch_fiber(now.fake, from == nullptr ? nullptr : &from->bottom,
+                                  from == nullptr ? nullptr : &from->bytes);
+}
+#else
+void leave_stack(Stack&, const Stack&) {}
+void come_to_stack(const Stack&, Stack*) {}
+#endif
+
+enum class Wait { kNone, kBlock, kWarp, kEnd };
+
+struct Thread {
+  std::unique_ptr<char[]> memory;
+  Stack stack;
+  ucontext_t start;
+  jmp_buf here;
+  bool has_started = false;
+  Wait wait = Wait::kEnd;
+  uint32_t lanes = 0;        // that a warp's barrier waits for
+  alignas(8) char given[8];  // to other lanes
+};
+
+// One launch at a time.
+std::mutex mutex;
+std::mt19937 rng(0);
+std::vector<std::unique_ptr<Thread>> threads;
+std::vector<std::string> launched;  // and not yet told of
+Thread* running = nullptr;
+jmp_buf scheduler;
+Stack scheduler_stack;
+std::function<void()> kernel;
+std::unique_ptr<char[]> memory;   // of a block, as much as the launch asked for
+std::unordered_set<void*> begun;  // variables of the block
+
+[[gnu::noinline]] void leave() {
+  if (_setjmp(running->here) == 0) {
+    leave_stack(running->stack, scheduler_stack);
+    _longjmp(scheduler, 1);
+  }
+  come_to_stack(running->stack, nullptr);
+}
+
+void run_kernels() {
+  come_to_stack({}, &scheduler_stack);
+  for (;;) {
+    kernel();
+    running->wait = Wait::kEnd;
+    leave();
+  }
+}
+
+[[gnu::noinline]] void enter(Thread* thread) {
+  running = thread;
+  if (_setjmp(scheduler) == 0) {
+    leave_stack(scheduler_stack, thread->stack);
+    if (thread->has_started) {
+      _longjmp(thread->here, 1);
+    }
+    thread->has_started = true;
+    setcontext(&thread->start);
+  }
+  come_to_stack(scheduler_stack, nullptr);
+}
+
+void make_threads(size_t count) {
+  while (threads.size() < count) {
+    auto thread = std::make_unique<Thread>();
+    thread->memory = std::make_unique<char[]>(kStackBytes);
+    thread->stack = {thread->memory.get(), kStackBytes, nullptr};
+    getcontext(&thread->start);
+    thread->start.uc_stack.ss_sp = thread->memory.get();
+    thread->start.uc_stack.ss_size = kStackBytes;
+    thread->start.uc_link = nullptr;
+    makecontext(&thread->start, run_kernels, 0);
+    threads.push_back(std::move(thread));
+  }
+}
+
+bool all_wait(unsigned first, unsigned count, Wait wait) {
+  return std::all_of(threads.begin() + first, threads.begin() + first + count,
+                     [wait](const auto& thread) { return thread->wait == wait; });
+}
+
+// The lanes of a warp whose barrier has all for which it waits.
+std::vector<unsigned> released_lanes(unsigned first) {
+  std::vector<unsigned> released;
+  for (unsigned own = first; own < first + kLanes; ++own) {
+    bool is_complete = threads[own]->wait == Wait::kWarp;
+    for (unsigned lane = 0; lane < kLanes && is_complete; ++lane) {
+      const auto& other = *threads[first + lane];
+      is_complete = (threads[own]->lanes >> lane & 1) == 0 ||
+                    (other.wait == Wait::kWarp && other.lanes == threads[own]->lanes);
+    }
+    if (is_complete) {
+      released.push_back(own);
+    }
+  }
+  return released;
+}
+
+// As far as it comes before the block's next barrier, however far the other warps are.
+void run_warp(unsigned first) {
+  std::vector<unsigned> ready(kLanes);
+  std::iota(ready.begin(), ready.end(), first);
+  while (!ready.empty()) {
+    std::shuffle(ready.begin(), ready.end(), rng);
+    for (const unsigned i : ready) {
+      threads[i]->wait = Wait::kNone;
+      threadIdx.x = i;
+      enter(threads[i].get());
+    }
+    ready = released_lanes(first);
+  }
+}
+
+void run_block(unsigned count, size_t shared_bytes) {
+  std::memset(memory.get(), kNoMeaning, shared_bytes);
+  begun.clear();
+  std::vector<unsigned> warps(count / kLanes);
+  std::iota(warps.begin(), warps.end(), 0);
+  do {
+    std::shuffle(warps.begin(), warps.end(), rng);
+    for (const unsigned warp : warps) {
+      run_warp(warp * kLanes);
+    }
+  } while (all_wait(0, count, Wait::kBlock));
+  if (!all_wait(0, count, Wait::kEnd)) {
+    threads.clear();
+    TORCH_CHECK(false, "on_host: threads wait at a barrier for others that do not come");
+  }
+}
+
+void wait_as(Wait wait) {
+  running->wait = wait;
+  leave();
+}
+
+}  // namespace
+
+void launch(const char* name, unsigned blocks, unsigned count, size_t shared_bytes, int /*stream*/,
+            std::function<void()> thread) {
+  TORCH_CHECK(blocks > 0 && count > 0 && count <= 1024 && count % kLanes == 0,
+              "on_host: no launch of ", blocks, " blocks of ", count, " threads");
+  TORCH_CHECK(shared_bytes <= 48 * 1024, "on_host: no block has ", shared_bytes, " bytes");
+  const std::lock_guard<std::mutex> lock(mutex);
+  launched.emplace_back(name);
+  make_threads(count);
+  kernel = std::move(thread);
+  memory = std::make_unique<char[]>(shared_bytes);
+  blockDim.x = count;
+  gridDim.x = blocks;
+  std::vector<unsigned> order(blocks);
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), rng);
+  for (const unsigned block : order) {
+    blockIdx.x = block;
+    run_block(count, shared_bytes);
+  }
+  kernel = nullptr;
+}
+
+void* dynamic_memory() { return memory.get(); }
+
+void begin_static(void* variable, size_t bytes) {
+  if (begun.insert(variable).second) {
+    std::memset(variable, kNoMeaning, bytes);
+  }
+}
+
+// The names of the kernels that were launched since the last call.
+std::vector<std::string> take_launched() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return std::exchange(launched, {});
+}
+
+TORCH_LIBRARY_FRAGMENT(commhook_on_host, m) { m.def("take_launched() -> str[]", take_launched); }
+
+void wait_for_block() { wait_as(Wait::kBlock); }
+
+void wait_for_warp(uint32_t lanes) {
+  running->lanes = lanes;
+  wait_as(Wait::kWarp);
+}
+
+void exchange(uint32_t lanes, const void* given, void* taken, size_t bytes, int from) {
+  std::memcpy(running->given, given, bytes);
+  wait_for_warp(lanes);
+  const auto source = threadIdx.x / kLanes * kLanes + static_cast<unsigned>(from);
+  std::memcpy(taken, threads[source]->given, bytes);
+  wait_for_warp(lanes);
+}
+
+}  // namespace on_host
