@@ -8,11 +8,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
+import plain
 import torch
 from harness import COPY, Against, Job, Report, copies_of, parse, parser, rotated
 from machine import memory
 from model_shapes import MANY_SMALL, ONE_BUCKET, SHAPES, leading, read_shapes
+from plain import compiled_or_none
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
@@ -36,10 +39,8 @@ class Bucket:
         self,
         shapes: Sequence[tuple[int, ...]],
         device: torch.device,
-        compiled: Compiled | None = None,
     ) -> None:
         self.device = device
-        self.compiled = compiled
         self.tensors = [torch.randn(shape, device=device) for shape in shapes]
         self.numel = sum(tensor.numel() for tensor in self.tensors)
         self.flat = torch.zeros(self.numel, device=device)
@@ -144,60 +145,32 @@ def narrow_jobs(bucket: Bucket, dtype: torch.dtype, against: Callable[[str], Aga
             against(out_of),
         ),
     ]
-    if bucket.compiled is not None and dtype == torch.bfloat16:
-        compiled = bucket.compiled
-        jobs += [
-            Job(
-                f"compiled: flatten, scale, cast to {short}",
-                lambda: compiled.there(tensors, narrow),
-                mixed,
-                Against(COPY),
-            ),
-            Job(
-                f"compiled: unflatten, upcast from {short}",
-                lambda: compiled.back(narrow, tensors),
-                mixed,
-                Against(COPY),
-            ),
-        ]
     return jobs
 
 
-class Compiled:
-    """What Inductor makes of plain PyTorch that does the same."""
+def compiled_jobs(bucket: Bucket, report: Report) -> Callable[[Bucket], list[Job]]:
+    """The jobs of what Inductor makes of plain PyTorch, for buckets of these shapes."""
+    narrow = bucket.narrow[torch.bfloat16]
+    there = compiled_or_none(report, plain.flatten, bucket.tensors, SCALE, narrow)
+    back = compiled_or_none(report, plain.unflatten, narrow, SCALE, bucket.tensors)
 
-    def __init__(self) -> None:
-        self.there = torch.compile(self._there, dynamic=False)
-        self.back = torch.compile(self._back, dynamic=False)
+    def jobs_of_copy(copy: Bucket) -> list[Job]:
+        moved = 6 * copy.numel
+        narrow = copy.narrow[torch.bfloat16]
+        jobs = []
+        if there is not None:
+            call = partial(there, copy.tensors, SCALE, narrow)
+            jobs.append(
+                Job("compiled: flatten, scale, cast to bfloat16", call, moved, Against(COPY))
+            )
+        if back is not None:
+            call = partial(back, narrow, SCALE, copy.tensors)
+            jobs.append(
+                Job("compiled: unflatten, upcast from bfloat16", call, moved, Against(COPY))
+            )
+        return jobs
 
-    @staticmethod
-    def _there(tensors: list[Tensor], narrow: Tensor) -> None:
-        narrow.copy_(torch.cat([tensor.view(-1) for tensor in tensors]) * SCALE)
-
-    @staticmethod
-    def _back(narrow: Tensor, tensors: list[Tensor]) -> None:
-        pieces = narrow.split([tensor.numel() for tensor in tensors])
-        for tensor, piece in zip(tensors, pieces, strict=True):
-            tensor.copy_(piece.view_as(tensor).float() * SCALE)
-
-
-def compiled_or_none(
-    shapes: Sequence[tuple[int, ...]], device: torch.device, report: Report
-) -> Compiled | None:
-    """Compiles for these shapes; a note says where Inductor cannot."""
-    compiled = Compiled()
-    tensors = [torch.ones(shape, device=device) for shape in shapes]
-    narrow = torch.zeros(
-        sum(tensor.numel() for tensor in tensors), dtype=torch.bfloat16, device=device
-    )
-    try:
-        compiled.there(tensors, narrow)
-        compiled.back(narrow, tensors)
-    except Exception as error:
-        first = str(error).splitlines()[0] if str(error) else ""
-        report.note(f"Not compiled: {type(error).__name__}: {first}")
-        return None
-    return compiled
+    return jobs_of_copy
 
 
 def memory_for_jobs(options: argparse.Namespace) -> int:
@@ -236,11 +209,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             report.note(f"{name}: the first {len(fitting)} of {len(shapes)} tensors fit.")
         device = torch.device(parsed.device)
         numel = sum(torch.Size(shape).numel() for shape in fitting)
+        count = copies_of(device, 8 * numel)
+        buckets = [Bucket(fitting, device) for _ in range(count)]
         compiled = None
         if device.type == "cuda" and not parsed.quick and name == ONE_BUCKET:
-            compiled = compiled_or_none(fitting, device, report)
-        count = copies_of(device, 8 * numel)
-        buckets = [Bucket(fitting, device, compiled) for _ in range(count)]
+            compiled = compiled_jobs(buckets[0], report)
         target = None
         if name in TARGETED:
             target = 1.0 if parsed.device == "cpu" else 0.9
@@ -250,7 +223,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             where = f"{threads} thread{plural}" if parsed.device == "cpu" else "CUDA"
             report.run(
                 f"{name}, {where}",
-                rotated([jobs_of(name, bucket, target) for bucket in buckets]),
+                rotated(
+                    [
+                        jobs_of(name, bucket, target) + (compiled(bucket) if compiled else [])
+                        for bucket in buckets
+                    ]
+                ),
                 f"{name}: {len(fitting)} tensors, {numel * 4 / 1e6:.1f} MB, {where}",
             )
         del buckets

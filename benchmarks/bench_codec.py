@@ -9,10 +9,12 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import plain
 import torch
 from bench_bucket import memory_for_jobs
 from harness import COPY, Against, Job, Report, copies_of, parse, parser, rotated, run_in_processes
 from model_shapes import MANY_SMALL, ONE_BUCKET, SHAPES, leading, read_shapes
+from plain import compiled_or_none
 from torch import Tensor
 
 import torch_commhook._ops as ops
@@ -90,10 +92,40 @@ def jobs_of(
     return jobs
 
 
-def all_jobs(shapes: Sequence[tuple[int, ...]], name: str, device: str) -> list[Job]:
-    """The jobs of all codecs on tensors of these shapes, with what memory gives before them."""
-    tensors = [torch.randn(shape, device=device) for shape in shapes]
-    into = [torch.empty_like(tensor) for tensor in tensors]
+class PlainQuantizer:
+    """8 bits and one scale for each block, in plain PyTorch and as Inductor compiles it."""
+
+    def __init__(self, tensors: list[Tensor], into: list[Tensor], report: Report) -> None:
+        codes, steps = self.codes_of(tensors)
+        self.encode = compiled_or_none(report, plain.quantize, tensors, codes, steps)
+        self.decode = compiled_or_none(report, plain.dequantize, codes, steps, into)
+
+    @staticmethod
+    def codes_of(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
+        numel, device = sum(tensor.numel() for tensor in tensors), tensors[0].device
+        blocks = -(-numel // plain.BLOCK)
+        codes = torch.zeros(blocks, plain.BLOCK, dtype=torch.int8, device=device)
+        return codes, torch.zeros(blocks, device=device)
+
+    def jobs(self, tensors: list[Tensor], into: list[Tensor]) -> list[Job]:
+        codes, steps = self.codes_of(tensors)
+        moved = 4 * sum(tensor.numel() for tensor in tensors) + codes.nbytes + steps.nbytes
+        calls = {
+            "plain PyTorch: encode": partial(plain.quantize, tensors, codes, steps),
+            "plain PyTorch: decode": partial(plain.dequantize, codes, steps, into),
+        }
+        if self.encode is not None:
+            calls["compiled: encode"] = partial(self.encode, tensors, codes, steps)
+        if self.decode is not None:
+            calls["compiled: decode"] = partial(self.decode, codes, steps, into)
+        return [Job(name, call, moved, Against(COPY)) for name, call in calls.items()]
+
+
+def all_jobs(
+    tensors: list[Tensor], into: list[Tensor], name: str, quantizer: PlainQuantizer | None
+) -> list[Job]:
+    """The jobs of all codecs on these tensors, with what memory gives before them."""
+    device = tensors[0].device
     numel = sum(tensor.numel() for tensor in tensors)
     error = torch.zeros(numel, device=device)
     flat = torch.zeros(numel, device=device)
@@ -104,6 +136,7 @@ def all_jobs(shapes: Sequence[tuple[int, ...]], name: str, device: str) -> list[
         Job(READ, partial(check_finite, [other], bad), 4 * numel),
         Job(WRITE, flat.zero_, 4 * numel),
         *(job for codec in EXAMPLES for job in jobs_of(codec, tensors, into, error, name)),
+        *([] if quantizer is None else quantizer.jobs(tensors, into)),
     ]
 
 
@@ -133,7 +166,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shapes = leading(read_shapes(name), memory_for_jobs(parsed) // bytes_per_element())
         numel = sum(torch.Size(shape).numel() for shape in shapes)
         count = copies_of(torch.device(parsed.device), 8 * numel)
-        jobs = rotated([all_jobs(shapes, name, parsed.device) for _ in range(count)])
+        copies = [
+            [[torch.randn(shape, device=parsed.device) for shape in shapes] for _ in range(2)]
+            for _ in range(count)
+        ]
+        quantizer = None
+        if parsed.device == "cuda" and not parsed.quick and name == ONE_BUCKET:
+            quantizer = PlainQuantizer(*copies[0], report)
+        jobs = rotated([all_jobs(*copy, name, quantizer) for copy in copies])
         for threads in parsed.threads:
             torch.set_num_threads(threads)
             plural = "s" if threads > 1 else ""
