@@ -18,6 +18,8 @@ from torch_commhook._native import load_ops
 
 load_ops()
 
+from torch_commhook._runtime import _C  # noqa: E402  (which needs the operators)
+
 _ops = torch.ops.commhook
 
 #: The dtypes that a bucket's tensors and buffers may have.
@@ -156,6 +158,8 @@ def flatten(
         return _ops.flatten(tensors, scale=scale, dtype=dtype)
     if dtype is not None and dtype != out.dtype:
         raise TypeError(f"flatten: dtype must be that of out, {out.dtype}, or None, got {dtype}")
+    if not torch.compiler.is_compiling() and _C.flatten_out(tensors, scale, out):
+        return out
     return _ops.flatten.out(tensors, scale=scale, out=out)
 
 
@@ -277,7 +281,8 @@ def unflatten_into(buffer: Tensor, tensors: Sequence[Tensor], *, scale: float = 
         ValueError: lengths or devices differ, ``buffer`` is not contiguous, or memory is shared.
         RuntimeError: a tensor requires grad while gradients are recorded.
     """
-    _ops.unflatten_into(buffer, tensors, scale=scale)
+    if torch.compiler.is_compiling() or not _C.unflatten_into(buffer, tensors, scale):
+        _ops.unflatten_into(buffer, tensors, scale=scale)
 
 
 @torch.library.register_fake("commhook::unflatten_into")

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/forward_grad.h>
 
 #include <cstdint>
 #include <string>
@@ -26,6 +27,16 @@ inline void check_not_recorded(const char* op, const char* argument, int64_t ind
               tensor.is_leaf() ? "leaf" : "non-leaf", " tensor that does; ", remedy);
 }
 
+inline void check_not_recorded(const char* op, const char* argument, at::TensorList tensors,
+                               const char* remedy) {
+  if (!at::GradMode::is_enabled()) {
+    return;
+  }
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    check_not_recorded(op, argument, static_cast<int64_t>(i), tensors[i], remedy);
+  }
+}
+
 // The operators have no forward-mode derivatives, which would otherwise be lost without a word.
 inline void check_no_forward_gradient(const char* op, const char* argument, int64_t index,
                                       const at::Tensor& tensor) {
@@ -38,6 +49,10 @@ inline void check_no_forward_gradient(const char* op, const char* argument, int6
 
 inline void check_no_forward_gradient(const char* op, const char* argument,
                                       at::TensorList tensors) {
+  // Outside of torch.autograd.forward_ad no tensor has one, and none needs to be asked.
+  if (torch::autograd::ForwardADLevel::try_get_by_idx(0) == nullptr) {
+    return;
+  }
   for (size_t i = 0; i < tensors.size(); ++i) {
     check_no_forward_gradient(op, argument, static_cast<int64_t>(i), tensors[i]);
   }

@@ -27,22 +27,22 @@ using Stats = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 // ---- the operators, called again below autograd -------------------------------------------
 
-at::Tensor call_flatten(at::TensorList tensors, double scale, Dtype dtype) {
+const auto& flatten_op() {
   static const auto op =
       ops::find_op<at::Tensor(at::TensorList, double, Dtype)>("commhook::flatten");
-  return op.call(tensors, scale, dtype);
+  return op;
 }
 
-Stats call_flatten_stats(at::TensorList tensors, double scale, Dtype dtype) {
+const auto& flatten_stats_op() {
   static const auto op =
       ops::find_op<Stats(at::TensorList, double, Dtype)>("commhook::flatten_stats");
-  return op.call(tensors, scale, dtype);
+  return op;
 }
 
-variable_list call_unflatten(const at::Tensor& buffer, at::TensorList like, double scale) {
+const auto& unflatten_op() {
   static const auto op =
       ops::find_op<variable_list(const at::Tensor&, at::TensorList, double)>("commhook::unflatten");
-  return op.call(buffer, like, scale);
+  return op;
 }
 
 // ---- what the three share -----------------------------------------------------------------
@@ -111,17 +111,17 @@ struct Flatten : Function<Flatten> {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->saved_data["scale"] = scale;
     save_shapes(ctx, tensors);
-    return call_flatten(tensors, scale, dtype);
+    return flatten_op().call(tensors, scale, dtype);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
     const auto like = tensors_of_saved_shapes(ctx, gradients[0]);
     const auto scale = ctx->saved_data["scale"].toDouble();
-    return padded(call_unflatten(gradients[0].contiguous(), like, scale), 2);
+    return padded(unflatten_op().call(gradients[0].contiguous(), like, scale), 2);
   }
 };
 
-at::Tensor flatten(at::TensorList tensors, double scale, Dtype dtype) {
+at::Tensor flatten(c10::DispatchKeySet keys, at::TensorList tensors, double scale, Dtype dtype) {
   check_buffer_dtype("flatten", dtype);
   if (in_functorch()) {
     return reference::flatten(tensors, scale, dtype);
@@ -131,7 +131,7 @@ at::Tensor flatten(at::TensorList tensors, double scale, Dtype dtype) {
     return Flatten::apply(tensors, scale, dtype);
   }
   at::AutoDispatchBelowADInplaceOrView guard;
-  return call_flatten(tensors, scale, dtype);
+  return flatten_op().redispatch(keys & c10::after_ADInplaceOrView_keyset, tensors, scale, dtype);
 }
 
 // ---- flatten_stats ------------------------------------------------------------------------
@@ -145,7 +145,7 @@ struct FlattenStats : Function<FlattenStats> {
     ctx->saved_data["scale"] = scale;
     ctx->save_for_backward(tensors.vec());
     ctx->set_materialize_grads(false);
-    auto [buffer, sum_of_squares, nonfinite_count] = call_flatten_stats(tensors, scale, dtype);
+    auto [buffer, sum_of_squares, nonfinite_count] = flatten_stats_op().call(tensors, scale, dtype);
     return {buffer, sum_of_squares, nonfinite_count};
   }
 
@@ -154,7 +154,7 @@ struct FlattenStats : Function<FlattenStats> {
     const auto scale = ctx->saved_data["scale"].toDouble();
     variable_list results(tensors.size());
     if (gradients[0].defined()) {
-      results = call_unflatten(gradients[0].contiguous(), tensors, scale);
+      results = unflatten_op().call(gradients[0].contiguous(), tensors, scale);
     }
     if (gradients[1].defined()) {
       // d(sum (scale x)^2)/dx = 2 scale^2 x, in float64 as the sum is.
@@ -168,7 +168,7 @@ struct FlattenStats : Function<FlattenStats> {
   }
 };
 
-Stats flatten_stats(at::TensorList tensors, double scale, Dtype dtype) {
+Stats flatten_stats(c10::DispatchKeySet keys, at::TensorList tensors, double scale, Dtype dtype) {
   check_buffer_dtype("flatten_stats", dtype);
   if (in_functorch()) {
     return reference::flatten_stats(tensors, scale, dtype);
@@ -179,7 +179,8 @@ Stats flatten_stats(at::TensorList tensors, double scale, Dtype dtype) {
     return {outputs[0], outputs[1], outputs[2]};
   }
   at::AutoDispatchBelowADInplaceOrView guard;
-  return call_flatten_stats(tensors, scale, dtype);
+  return flatten_stats_op().redispatch(keys & c10::after_ADInplaceOrView_keyset, tensors, scale,
+                                       dtype);
 }
 
 // ---- unflatten ----------------------------------------------------------------------------
@@ -198,12 +199,13 @@ struct Unflatten : Function<Unflatten> {
     ctx->saved_data["scale"] = scale;
     ctx->saved_data["shape"] = buffer.sym_sizes();
     ctx->saved_data["dtype"] = static_cast<int64_t>(buffer.scalar_type());
-    return call_unflatten(buffer, like.tensors, scale);
+    return unflatten_op().call(buffer, like.tensors, scale);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
-    const auto flat = call_flatten(gradients, ctx->saved_data["scale"].toDouble(),
-                                   static_cast<at::ScalarType>(ctx->saved_data["dtype"].toInt()));
+    const auto flat =
+        flatten_op().call(gradients, ctx->saved_data["scale"].toDouble(),
+                          static_cast<at::ScalarType>(ctx->saved_data["dtype"].toInt()));
     return padded({flat.view_symint(ctx->saved_data["shape"].toSymIntVector())}, 2);
   }
 };
@@ -223,7 +225,8 @@ variable_list composed_unflatten(const at::Tensor& buffer, at::TensorList like, 
   return tensors;
 }
 
-variable_list unflatten(const at::Tensor& buffer, at::TensorList like, double scale) {
+variable_list unflatten(c10::DispatchKeySet keys, const at::Tensor& buffer, at::TensorList like,
+                        double scale) {
   if (in_functorch()) {
     return composed_unflatten(buffer, like, scale);
   }
@@ -232,7 +235,7 @@ variable_list unflatten(const at::Tensor& buffer, at::TensorList like, double sc
     return Unflatten::apply(buffer, Unflatten::Like{like}, scale);
   }
   at::AutoDispatchBelowADInplaceOrView guard;
-  return call_unflatten(buffer, like, scale);
+  return unflatten_op().redispatch(keys & c10::after_ADInplaceOrView_keyset, buffer, like, scale);
 }
 
 TORCH_LIBRARY_IMPL(commhook, Autograd, m) {

@@ -25,48 +25,50 @@ const auto& unflatten_into_op() {
   return op;
 }
 
-at::Tensor& check_flatten_out_grad(at::TensorList tensors, double scale, at::Tensor& out) {
+// The keys that follow are the dispatcher's, less those that are done: reading them off the tensors
+// again would take as long as all checks.
+
+at::Tensor& check_flatten_out_grad(c10::DispatchKeySet keys, at::TensorList tensors, double scale,
+                                   at::Tensor& out) {
   check_not_recorded("flatten", "out", -1, out, kUseNoGrad);
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    check_not_recorded("flatten", "tensors", static_cast<int64_t>(i), tensors[i],
-                       "without out= the operator is differentiable");
-  }
+  check_not_recorded("flatten", "tensors", tensors, "without out= the operator is differentiable");
   check_no_forward_gradient("flatten", "out", -1, out);
   check_no_forward_gradient("flatten", "tensors", tensors);
   at::AutoDispatchBelowAutograd guard;
-  return flatten_out_op().call(tensors, scale, out);
+  return flatten_out_op().redispatch(keys & c10::after_autograd_keyset, tensors, scale, out);
 }
 
-void check_unflatten_into_grad(const at::Tensor& buffer, at::TensorList tensors, double scale) {
+void check_unflatten_into_grad(c10::DispatchKeySet keys, const at::Tensor& buffer,
+                               at::TensorList tensors, double scale) {
   check_not_recorded("unflatten_into", "buffer", -1, buffer, "unflatten() is differentiable");
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    check_not_recorded("unflatten_into", "tensors", static_cast<int64_t>(i), tensors[i],
-                       kUseNoGrad);
-  }
+  check_not_recorded("unflatten_into", "tensors", tensors, kUseNoGrad);
   check_no_forward_gradient("unflatten_into", "buffer", -1, buffer);
   check_no_forward_gradient("unflatten_into", "tensors", tensors);
   at::AutoDispatchBelowAutograd guard;
-  unflatten_into_op().call(buffer, tensors, scale);
+  unflatten_into_op().redispatch(keys & c10::after_autograd_keyset, buffer, tensors, scale);
 }
 
 // A key of its own, since inference mode leaves autograd's out and still writes normal tensors.
-at::Tensor& flatten_out_versioned(at::TensorList tensors, double scale, at::Tensor& out) {
+at::Tensor& flatten_out_versioned(c10::DispatchKeySet keys, at::TensorList tensors, double scale,
+                                  at::Tensor& out) {
   check_has_version("flatten", "out", -1, out);
   {
     at::AutoDispatchBelowADInplaceOrView guard;
-    flatten_out_op().call(tensors, scale, out);
+    flatten_out_op().redispatch(keys & c10::after_ADInplaceOrView_keyset, tensors, scale, out);
   }
   torch::autograd::increment_version(out);
   return out;
 }
 
-void unflatten_into_versioned(const at::Tensor& buffer, at::TensorList tensors, double scale) {
+void unflatten_into_versioned(c10::DispatchKeySet keys, const at::Tensor& buffer,
+                              at::TensorList tensors, double scale) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     check_has_version("unflatten_into", "tensors", static_cast<int64_t>(i), tensors[i]);
   }
   {
     at::AutoDispatchBelowADInplaceOrView guard;
-    unflatten_into_op().call(buffer, tensors, scale);
+    unflatten_into_op().redispatch(keys & c10::after_ADInplaceOrView_keyset, buffer, tensors,
+                                   scale);
   }
   for (const auto& tensor : tensors) {
     torch::autograd::increment_version(tensor);

@@ -6,6 +6,7 @@
 namespace commhook {
 
 void bind_autograd_hooks(pybind11::module_& m);
+void bind_bucket(pybind11::module_& m);
 void bind_collectives(pybind11::module_& m);
 void bind_cpp_hooks(pybind11::module_& m);
 void bind_process_group(pybind11::module_& m);

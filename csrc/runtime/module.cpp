@@ -58,6 +58,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("cast_into", &commhook::cast_into, py::arg("returned"), py::arg("destination"),
         py::arg("dtype"), py::arg("where"));
   commhook::bind_autograd_hooks(m);
+  commhook::bind_bucket(m);
   commhook::bind_collectives(m);
   commhook::bind_cpp_hooks(m);
   commhook::bind_process_group(m);
