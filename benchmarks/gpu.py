@@ -132,9 +132,15 @@ def build(seconds: float) -> Outcome:
 
 
 def cuda_tests() -> list[str]:
-    """The files with tests that need a GPU: others need packages that may not be there."""
+    """The files with tests marked ``cuda``: others need packages that may not be there."""
     files = sorted((ROOT / "tests").glob("test_*.py"))
-    return [str(file.relative_to(ROOT)) for file in files if "pytest.mark.cuda" in file.read_text()]
+    # A mark of their own, or the fixtures of tests/kernel_device.py, which have it.
+    signs = ("pytest.mark.cuda", "from kernel_device import")
+    return [
+        str(file.relative_to(ROOT))
+        for file in files
+        if any(sign in file.read_text() for sign in signs)
+    ]
 
 
 def begin_tests() -> Command:

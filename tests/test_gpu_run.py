@@ -58,9 +58,13 @@ def test_a_command_ends_with_its_time(gpu: ModuleType) -> None:
     assert outcome.passed is False and "begun" in outcome.text
 
 
-def test_tests_of_a_gpu_are_found(gpu: ModuleType) -> None:
-    assert "tests/test_cuda_bucket.py" in gpu.cuda_tests()
-    assert "tests/test_bucket.py" not in gpu.cuda_tests()
+def test_tests_of_a_gpu_are_found(gpu: ModuleType, request: pytest.FixtureRequest) -> None:
+    found = gpu.cuda_tests()
+    assert {"tests/test_cuda_bucket.py", "tests/test_cuda_collectives.py"} <= set(found)
+    assert "tests/test_bucket.py" not in found
+    # All that were collected, where all of the tests run.
+    items = [item for item in request.session.items if item.get_closest_marker("cuda")]
+    assert {f"tests/{item.path.name}" for item in items} <= set(found)
 
 
 def test_the_page_tells_what_was_missed(gpu: ModuleType) -> None:
