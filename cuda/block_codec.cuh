@@ -123,9 +123,7 @@ BlockGrid grid_of(const codecs::BlockLayout& layout, int64_t first, int64_t tota
   const int warps = std::clamp(kSharedBytes / bytes, 1, kWarpsPerBlock);
   const int64_t values = values_of(tile, size);
   const int64_t all = (total + values - 1) / values;
-  const int64_t wave = int64_t{at::cuda::getCurrentDeviceProperties()->multiProcessorCount} *
-                       kWarpsPerMultiprocessor;
-  const int64_t tiles = std::clamp<int64_t>(all / wave, 1, kMostTiles);
+  const int64_t tiles = std::clamp<int64_t>(all / warps_of_a_wave(), 1, kMostTiles);
   const int64_t blocks = (all + tiles * warps - 1) / (tiles * warps);
   TORCH_CHECK(blocks <= std::numeric_limits<int>::max(), "block codec: too many elements, ",
               layout.numel());

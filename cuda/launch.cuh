@@ -39,8 +39,14 @@ struct Grid {
   int run;  // elements of a warp
 };
 
+// Those that the device has room for at once.
+inline int64_t warps_of_a_wave() {
+  const auto* device = at::cuda::getCurrentDeviceProperties();
+  return int64_t{device->multiProcessorCount} * (device->maxThreadsPerMultiProcessor / kWarpSize);
+}
+
 inline Grid grid_of(int64_t total) {
-  const int run = run_length(total, at::cuda::getCurrentDeviceProperties()->multiProcessorCount);
+  const int run = run_length(total, warps_of_a_wave());
   const int64_t blocks = block_count(total, run);
   TORCH_CHECK(blocks <= std::numeric_limits<int>::max(), "bucket: tensors must hold at most ",
               int64_t{std::numeric_limits<int>::max()} * kWarpsPerBlock * run,

@@ -17,11 +17,10 @@ constexpr int kWarpsPerBlock = kThreads / kWarpSize;
 // multiprocessor, the longest repays a warp's search for its first tensor many times over.
 constexpr int kMinRun = 64;
 constexpr int kMaxRun = 4096;
-constexpr int kWarpsPerMultiprocessor = 64;
 
-// The shortest run with which one wave of warps moves `total` elements, within the bounds.
-inline int run_length(int64_t total, int multiprocessors) {
-  const int64_t warps = int64_t{multiprocessors} * kWarpsPerMultiprocessor;
+// The shortest run with which so many warps, one wave of them, move `total` elements, within the
+// bounds.
+inline int run_length(int64_t total, int64_t warps) {
   int run = kMinRun;
   while (run < kMaxRun && total > warps * run) {
     run *= 2;

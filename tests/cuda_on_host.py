@@ -11,7 +11,7 @@ import fcntl
 import hashlib
 import os
 import re
-import shutil
+import shlex
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cpp_compiler import NoCompilerError, cpp_compiler
 
 import torch_commhook
 
@@ -75,23 +76,25 @@ def for_the_host(text: str) -> str:
 def sources() -> dict[str, str]:
     """All files that are compiled, headers among them, by their paths in the tree."""
     files = {}
-    for folder in ("cuda", "csrc/ops", "csrc/include"):
+    for folder, kinds in KINDS.items():
         for path in sorted((ROOT / folder).rglob("*")):
-            if path.suffix in KINDS[folder]:
+            if path.suffix in kinds:
                 files[str(path.relative_to(ROOT))] = for_the_host(path.read_text())
     for path in sorted(HERE.rglob("*.*")):
         files[str(path.relative_to(HERE))] = path.read_text()
     return files
 
 
-def compile_library(folder: Path, files: dict[str, str], operators: Path, compiler: str) -> None:
+def compile_library(
+    folder: Path, files: dict[str, str], operators: Path, compiler: list[str]
+) -> None:
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     torch_root = Path(torch.__file__).parent
     common = [
-        compiler,
+        *compiler,
         *FLAGS,
         *(f"-I{folder / name}" for name in ("include", "cuda", "csrc", "csrc/include")),
         f"-isystem{torch_root / 'include'}",
@@ -103,7 +106,8 @@ def compile_library(folder: Path, files: dict[str, str], operators: Path, compil
     def run(*arguments: str) -> None:
         command = [*common, *arguments]
         built = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert built.returncode == 0, built.stderr[-5000:]
+        if built.returncode != 0:
+            raise RuntimeError(f"{shlex.join(command)}\n{built.stderr[-5000:]}")
 
     header = folder / "all.h"
     header.write_text(
@@ -129,11 +133,26 @@ def compile_library(folder: Path, files: dict[str, str], operators: Path, compil
 
 
 @cache
+def failure_to_load() -> Exception | None:
+    """Load the library; one that does not build is not built again for every test."""
+    try:
+        load()
+    except Exception as error:
+        return error
+    return None
+
+
 def load_cuda_on_host() -> None:
     """Build the library, unless it is there, and load it; skips without a compiler."""
-    compiler = os.environ.get("CXX") or shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler was found (c++, or the variable CXX)")
+    failure = failure_to_load()
+    if isinstance(failure, NoCompilerError):
+        pytest.skip(str(failure))
+    if failure is not None:
+        raise RuntimeError(f"the CUDA kernels do not build for the host: {failure}")
+
+
+def load() -> None:
+    compiler = cpp_compiler()
     files = sources()
     # By its path, it is the library that is loaded already.
     operators = next((Path(torch_commhook.__file__).parent / "lib").glob("_ops*.so"))
@@ -169,9 +188,13 @@ def overload_of(namespace: str, name: str) -> torch._ops.OpOverload:
 
 
 @contextmanager
-def cuda_kernels_on_host() -> Iterator[None]:
-    """``torch.ops.commhook`` with the CUDA kernels for CPU tensors."""
+def cuda_kernels_on_host(warps: int) -> Iterator[None]:
+    """``torch.ops.commhook`` with the CUDA kernels for CPU tensors.
+
+    The device has room for so many warps at once: fewer than 64, or a multiple of that.
+    """
     load_cuda_on_host()
+    getattr(torch.ops, NAMESPACE).set_warps(warps)
     library = torch.library.Library("commhook", "IMPL")
     for name in overloads():
         library.impl(name, overload_of(NAMESPACE, name), "CPU", allow_override=True)

@@ -21,12 +21,14 @@ from test_codecs import EXAMPLES, everything, same, some_tensors
 
 import torch_commhook._ops as ops
 from torch_commhook._check_ops import check_finite
-from torch_commhook.codecs import CODECS
+from torch_commhook.codecs import CODECS, Codec
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 #: Some more than one table of a kernel's arguments holds, and some of them empty.
 LISTS = ([0, 1, 31, 4097, 70_001], [i % 7 for i in range(250)])
 LONG = [9] * 1900
+#: More values than a GPU's warps take in two tiles of blocks each.
+LARGE = 20_000_000
 ROUNDS = 3
 
 
@@ -68,17 +70,23 @@ def check_buckets() -> None:
     check_bucket(LONG, torch.float32, torch.bfloat16)
 
 
+def check_codec(codec: Codec, tensors: list[Tensor], shards: int) -> None:
+    error = torch.randn(sum(tensor.numel() for tensor in tensors)) * 1e-3
+    right = everything(codec, tensors, shards, 0.5, error)
+    got = everything(codec, DEVICE.copy(tensors), shards, 0.5, error.cuda())
+    assert all(same(a.cpu(), b) for a, b in zip(got, right, strict=True)), codec
+
+
 def check_codecs() -> None:
     """What every codec writes, on tensors of all kinds."""
     rng = random.Random(0)
     large = [CODECS["sign"](block_size=1024), CODECS["blockwise"](block_size=4096)]  # type: ignore[call-arg]
     for codec in [*EXAMPLES, *large]:
         for shards in range(1, ROUNDS + 1):
-            tensors = [*some_tensors(rng), torch.randn(3001)]
-            error = torch.randn(sum(tensor.numel() for tensor in tensors)) * 1e-3
-            right = everything(codec, tensors, shards, 0.5, error)
-            got = everything(codec, DEVICE.copy(tensors), shards, 0.5, error.cuda())
-            assert all(same(a.cpu(), b) for a, b in zip(got, right, strict=True)), codec
+            check_codec(codec, [*some_tensors(rng), torch.randn(3001)], shards)
+        check_codec(codec, [torch.randn(length) for length in LONG], 2)
+    for name in ("sign", "fp8", "blockwise"):
+        check_codec(CODECS[name](), [torch.randn(LARGE)], 2)
 
 
 def main() -> int:

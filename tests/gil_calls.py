@@ -24,7 +24,6 @@ import functools
 import hashlib
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -32,6 +31,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
+
+from cpp_compiler import NoCompilerError, cpp_compiler
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FOLDER = Path(__file__).resolve().parents[1] / "build"
@@ -144,12 +145,13 @@ def build() -> Path:
     path = FOLDER / f"gil_calls-{machine}-{hashlib.sha256(source).hexdigest()[:16]}.so"
     if path.exists():
         return path
-    compiler = os.environ.get("CXX") or shutil.which("c++")
-    if compiler is None:
-        raise CannotCountError("gil calls: no C++ compiler was found (c++, or the variable CXX)")
+    try:
+        compiler = cpp_compiler()
+    except NoCompilerError as error:
+        raise CannotCountError(f"gil calls: {error}") from None
     FOLDER.mkdir(exist_ok=True)
     made = path.with_suffix(f".{os.getpid()}")  # ranks may build at the same time
-    command = [compiler, "-std=c++17", "-O1", "-Wall", "-Werror", "-shared", "-fPIC"]
+    command = [*compiler, "-std=c++17", "-O1", "-Wall", "-Werror", "-shared", "-fPIC"]
     command += [str(SOURCE), "-o", str(made), "-ldl"]
     try:
         built = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -19,9 +19,12 @@ class KernelDevice:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def kernels(self) -> AbstractContextManager[None]:
-        """Within it, ``torch.ops.commhook`` has the CUDA kernels for tensors of this device."""
-        return nullcontext() if self.name == "cuda" else cuda_kernels_on_host()
+    def kernels(self, warps: int = 128) -> AbstractContextManager[None]:
+        """Within it, ``torch.ops.commhook`` has the CUDA kernels for tensors of this device.
+
+        On the host the device has room for so many warps at once.
+        """
+        return nullcontext() if self.name == "cuda" else cuda_kernels_on_host(warps)
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copies on it, with the same strides and offsets in storages of the same size."""

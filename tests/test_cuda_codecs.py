@@ -1,7 +1,7 @@
 """Codecs on CUDA: the bits of the CPU, on a GPU and with the same kernels on the host; streams and
 graphs, and that nothing waits for the device.
 
-What a warp does with its blocks is tried lane by lane in test_cuda_blocks.py, what topk sends in
+Random settings of the codecs of blocks are tried in test_cuda_blocks.py, what topk sends in
 test_cuda_topk.py.
 """
 
@@ -25,9 +25,10 @@ def assert_the_bits_of_the_cpu(
     shards: int,
     scale: float,
     error: Tensor | None,
+    warps: int = 128,
 ) -> None:
     right = everything(codec, tensors, shards, scale, error)
-    with device.kernels():
+    with device.kernels(warps):
         device_error = None if error is None else device.copy([error])[0]
         got = everything(codec, device.copy(tensors), shards, scale, device_error)
     assert all(same(a.cpu(), b) for a, b in zip(got, right, strict=True)), (shards, scale)
@@ -42,7 +43,8 @@ def test_the_bits_of_the_cpu(codec: Codec, kernel_device: KernelDevice) -> None:
         numel = sum(tensor.numel() for tensor in tensors)
         shards, scale = rng.choice([1, 2, 3, 8]), rng.choice([1.0, 0.5, 1 / 3])
         error = torch.randn(numel) * 1e-3 if rng.random() < 0.5 else None
-        assert_the_bits_of_the_cpu(kernel_device, codec, tensors, shards, scale, error)
+        warps = rng.choice([1, 5, 128])
+        assert_the_bits_of_the_cpu(kernel_device, codec, tensors, shards, scale, error, warps)
 
 
 @pytest.mark.parametrize("block_size", [8, 32, 64, 544, 1024, 4096])
@@ -75,11 +77,12 @@ def test_a_block_of_more_tensors_than_a_table(name: str, kernel_device: KernelDe
 
 @of_each_codec
 def test_large_tensors(codec: Codec, kernel_device: KernelDevice) -> None:
+    """More than one tile for each warp, also where a GPU has room for 10,000 of them."""
     torch.manual_seed(0)
-    n = 1000 if kernel_device.name == "cuda" else 200  # the host takes its time
+    n = 2000 if kernel_device.name == "cuda" else 200  # the host takes its time
     tensors = [torch.randn(3 * n * n + 1), torch.randn(n, 2 * n).t(), torch.randn(7).half()]
     error = torch.zeros(sum(tensor.numel() for tensor in tensors))
-    assert_the_bits_of_the_cpu(kernel_device, codec, tensors, 3, 1.0, error)
+    assert_the_bits_of_the_cpu(kernel_device, codec, tensors, 3, 1.0, error, warps=64)
 
 
 @pytest.mark.cuda

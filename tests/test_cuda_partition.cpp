@@ -216,8 +216,8 @@ bool same(const T& a, const T& b) {
 
 // Runs play(run, lane) for all lanes of a launch over the table.
 template <typename Play>
-void launch(int64_t total, int multiprocessors, const Play& play) {
-  const int run = run_length(total, multiprocessors);
+void launch(int64_t total, int warps, const Play& play) {
+  const int run = run_length(total, warps);
   EXPECT(run >= kMinRun && run <= kMaxRun && (run & (run - 1)) == 0, "run %d", run);
   const int64_t blocks = block_count(total, run);
   int64_t next = 0;
@@ -274,7 +274,7 @@ void check_flatten(int count, int dtype) {
     }
   }
   const double scale = kScales[below(4)];
-  const int multiprocessors = 1 + static_cast<int>(below(140));
+  const int warps = 1 + static_cast<int>(below(9000));
   const Buffer<To> buffer(tensors.total);
   const auto segments = tensors.segments<const void>();
 
@@ -291,7 +291,7 @@ void check_flatten(int count, int dtype) {
   for (size_t first = 0; first < segments.size();) {
     first +=
         static_cast<size_t>(fill_table(table, segments.data() + first, segments.size() - first));
-    launch(table.total, multiprocessors, [&](Run run, int lane) {
+    launch(table.total, warps, [&](Run run, int lane) {
       Counter meter;
       flatten_run(table, buffer.data + offset, scale, run, lane, meter);
       sum_of_squares += meter.sum_of_squares;
@@ -338,14 +338,14 @@ void check_count_nonfinite(int count, int dtype) {
       }
     });
   }
-  const int multiprocessors = 1 + static_cast<int>(below(140));
+  const int warps = 1 + static_cast<int>(below(9000));
   const auto segments = tensors.segments<const void>();
   TensorTable<const void, kCapacity> table;
   int64_t counted = 0;
   for (size_t first = 0; first < segments.size();) {
     first +=
         static_cast<size_t>(fill_table(table, segments.data() + first, segments.size() - first));
-    launch(table.total, multiprocessors,
+    launch(table.total, warps,
            [&](Run run, int lane) { counted += count_nonfinite_of_run(table, run, lane); });
   }
   EXPECT(counted == nonfinite, "%lld, not %lld", static_cast<long long>(counted),
@@ -359,7 +359,7 @@ void check_unflatten(int count, int dtype) {
     std::memset(memory->begin(), 0x5a, memory->size());
   }
   const double scale = kScales[below(4)];
-  const int multiprocessors = 1 + static_cast<int>(below(140));
+  const int warps = 1 + static_cast<int>(below(9000));
   const Buffer<From> buffer(tensors.total);
   for (int64_t i = 0; i < tensors.total; ++i) {
     write_value(buffer.data + i, kDtypeOf<From>, random_value());
@@ -370,7 +370,7 @@ void check_unflatten(int count, int dtype) {
   for (size_t first = 0; first < segments.size();) {
     first +=
         static_cast<size_t>(fill_table(table, segments.data() + first, segments.size() - first));
-    launch(table.total, multiprocessors, [&](Run run, int lane) {
+    launch(table.total, warps, [&](Run run, int lane) {
       unflatten_run(table, buffer.data + offset, scale, run, lane);
     });
     offset += table.total;
@@ -443,15 +443,15 @@ void check_search(int64_t largest) {
 void check_blocks() {
   for (int shift = 0; shift < 42; ++shift) {
     const int64_t total = (int64_t{1} << shift) + below(int64_t{1} << shift);
-    for (const int multiprocessors : {1, 7, 108, 132, 256}) {
-      const int run = run_length(total, multiprocessors);
+    for (const int warps : {1, 64, 448, 6912, 8448}) {
+      const int run = run_length(total, warps);
       const int64_t blocks = block_count(total, run);
       EXPECT((blocks - 1) * kWarpsPerBlock * run < total && blocks * kWarpsPerBlock * run >= total,
              "%lld blocks of runs of %d for %lld", static_cast<long long>(blocks), run,
              static_cast<long long>(total));
       if (run < kMaxRun) {
-        EXPECT((total + run - 1) / run <= int64_t{multiprocessors} * kWarpsPerMultiprocessor,
-               "more than a wave for %lld", static_cast<long long>(total));
+        EXPECT((total + run - 1) / run <= warps, "more than a wave for %lld",
+               static_cast<long long>(total));
       }
     }
   }

@@ -1,24 +1,24 @@
 """The CUDA kernels' index arithmetic, tried on the host: no GPU and no CUDA toolkit is needed."""
 
-import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from cpp_compiler import NoCompilerError, cpp_compiler
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = os.environ.get("CXX") or shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler was found (c++, or the variable CXX)")
+    try:
+        compiler = cpp_compiler()
+    except NoCompilerError as error:
+        pytest.skip(str(error))
     path = tmp_path_factory.mktemp("cuda_partition") / "program"
     command = [
-        compiler,
+        *compiler,
         "-std=c++20",
         "-O1",
         "-Wall",

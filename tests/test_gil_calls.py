@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 import gil_calls
 import pytest
 import torch
+from cpp_compiler import cpp_compiler
 from gil_calls import CannotCountError, count_gil_calls
 
 pytestmark = pytest.mark.usefixtures("gil_counter")
@@ -173,8 +173,8 @@ class TestWaysToLink:
     )
     def test_counted_and_put_back(self, tmp_path: Path, options: list[str], function: str) -> None:
         library = tmp_path / "takes.so"
-        compiler = os.environ.get("CXX") or "c++"
-        command = [compiler, "-x", "c++", "-", "-shared", "-fPIC", *options, "-o", str(library)]
+        command = [*cpp_compiler(), "-x", "c++", "-", "-shared", "-fPIC", *options]
+        command += ["-o", str(library)]
         subprocess.run(command, input=TAKES, text=True, timeout=300, check=True)
 
         def protections() -> list[str]:

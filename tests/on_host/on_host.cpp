@@ -25,6 +25,9 @@ Dim blockDim;
 Dim gridDim;
 
 namespace on_host {
+
+Properties properties{2, 2048};
+
 namespace {
 
 constexpr size_t kStackBytes = 256 * 1024;
@@ -50,7 +53,7 @@ void leave_stack(Stack&, const Stack&) {}
 void come_to_stack(const Stack&, Stack*) {}
 #endif
 
-enum class Wait { kNone, kBlock, kWarp, kEnd };
+enum class Wait { kNone, kBlock, kWarp, kLane, kWrong, kEnd };
 
 struct Thread {
   std::unique_ptr<char[]> memory;
@@ -59,8 +62,10 @@ struct Thread {
   jmp_buf here;
   bool has_started = false;
   Wait wait = Wait::kEnd;
-  uint32_t lanes = 0;        // that a warp's barrier waits for
-  alignas(8) char given[8];  // to other lanes
+  uint32_t lanes = 0;           // that a warp's barrier waits for
+  std::vector<uint64_t> given;  // to other lanes, in this block
+  const Thread* source = nullptr;
+  size_t number = 0;  // of what the source must have given
 };
 
 // One launch at a time.
@@ -124,10 +129,16 @@ bool all_wait(unsigned first, unsigned count, Wait wait) {
                      [wait](const auto& thread) { return thread->wait == wait; });
 }
 
-// The lanes of a warp whose barrier has all for which it waits.
+// The lanes of a warp that have all for which they wait.
 std::vector<unsigned> released_lanes(unsigned first) {
   std::vector<unsigned> released;
   for (unsigned own = first; own < first + kLanes; ++own) {
+    if (threads[own]->wait == Wait::kLane) {
+      if (threads[own]->source->given.size() > threads[own]->number) {
+        released.push_back(own);
+      }
+      continue;
+    }
     bool is_complete = threads[own]->wait == Wait::kWarp;
     for (unsigned lane = 0; lane < kLanes && is_complete; ++lane) {
       const auto& other = *threads[first + lane];
@@ -159,6 +170,9 @@ void run_warp(unsigned first) {
 void run_block(unsigned count, size_t shared_bytes) {
   std::memset(memory.get(), kNoMeaning, shared_bytes);
   begun.clear();
+  for (unsigned i = 0; i < count; ++i) {
+    threads[i]->given.clear();
+  }
   std::vector<unsigned> warps(count / kLanes);
   std::iota(warps.begin(), warps.end(), 0);
   do {
@@ -167,9 +181,16 @@ void run_block(unsigned count, size_t shared_bytes) {
       run_warp(warp * kLanes);
     }
   } while (all_wait(0, count, Wait::kBlock));
+  const bool is_wrong = std::any_of(threads.begin(), threads.begin() + count,
+                                    [](const auto& each) { return each->wait == Wait::kWrong; });
   if (!all_wait(0, count, Wait::kEnd)) {
-    threads.clear();
-    TORCH_CHECK(false, "on_host: threads wait at a barrier for others that do not come");
+    threads.clear();  // with what they wait for
+    TORCH_CHECK(!is_wrong, "on_host: a shuffle must be one of all lanes of the warp");
+    TORCH_CHECK(false, "on_host: threads wait for others that do not come");
+  }
+  for (unsigned i = 0; i < count; ++i) {
+    TORCH_CHECK(threads[i]->given.size() == threads[i / kLanes * kLanes]->given.size(),
+                "on_host: lanes of a warp have left out a shuffle");
   }
 }
 
@@ -216,7 +237,20 @@ std::vector<std::string> take_launched() {
   return std::exchange(launched, {});
 }
 
-TORCH_LIBRARY_FRAGMENT(commhook_on_host, m) { m.def("take_launched() -> str[]", take_launched); }
+// From here on the device has room for so many warps at once.
+void set_warps(int64_t warps) {
+  constexpr int64_t kMost = 64;  // of a multiprocessor
+  TORCH_CHECK(warps >= 1 && (warps < kMost || warps % kMost == 0),
+              "on_host: no device has room for ", warps, " warps");
+  const auto multiprocessors = std::max<int64_t>(warps / kMost, 1);
+  properties = {static_cast<int>(multiprocessors),
+                static_cast<int>(warps / multiprocessors * kLanes)};
+}
+
+TORCH_LIBRARY_FRAGMENT(commhook_on_host, m) {
+  m.def("take_launched() -> str[]", take_launched);
+  m.def("set_warps(int warps) -> ()", set_warps);
+}
 
 void wait_for_block() { wait_as(Wait::kBlock); }
 
@@ -226,11 +260,18 @@ void wait_for_warp(uint32_t lanes) {
 }
 
 void exchange(uint32_t lanes, const void* given, void* taken, size_t bytes, int from) {
-  std::memcpy(running->given, given, bytes);
-  wait_for_warp(lanes);
-  const auto source = threadIdx.x / kLanes * kLanes + static_cast<unsigned>(from);
-  std::memcpy(taken, threads[source]->given, bytes);
-  wait_for_warp(lanes);
+  if (~lanes != 0) {
+    wait_as(Wait::kWrong);
+  }
+  const size_t number = running->given.size();
+  std::memcpy(&running->given.emplace_back(), given, bytes);
+  const Thread* source = threads[threadIdx.x / kLanes * kLanes + static_cast<unsigned>(from)].get();
+  if (source->given.size() <= number) {
+    running->source = source;
+    running->number = number;
+    wait_as(Wait::kLane);
+  }
+  std::memcpy(taken, &source->given[number], bytes);
 }
 
 }  // namespace on_host

@@ -51,6 +51,8 @@ KERNEL_TESTS = [
     "tests/test_cuda_blocks.py",
     "tests/test_cuda_topk.py",
     "tests/test_cuda_codecs.py::test_the_bits_of_the_cpu",
+    "tests/test_cuda_codecs.py::test_many_tensors",
+    "tests/test_cuda_codecs.py::test_a_block_of_more_tensors_than_a_table",
 ]
 
 #: What runs a second time to look for leaks. That takes the whole stack of each allocation, and

@@ -1,6 +1,7 @@
 // CUDA kernels on the host: a block's threads are coroutines of one thread of the host. Each goes
 // on until a barrier, a warp as far as the block's next one; which goes first is drawn anew, so
-// that a missing barrier shows. Shared memory begins with bytes of no meaning in each block, and
+// that a missing barrier shows. A shuffle waits for the lane that it takes from and for no other,
+// as it is no barrier for memory. Shared memory begins with bytes of no meaning in each block, and
 // threads that wait for others that do not come are an error, not a hang.
 #pragma once
 
@@ -43,7 +44,8 @@ void begin_static(void* memory, size_t bytes);
 void wait_for_block();
 void wait_for_warp(uint32_t lanes);
 
-// What another lane of the warp gives. Every lane of `lanes` must call it.
+// What another lane of the warp gives in its call of the same number. All lanes must call it, as
+// often: no kernel shuffles among a part of a warp.
 void exchange(uint32_t lanes, const void* given, void* taken, size_t bytes, int from);
 
 template <typename T>
@@ -105,7 +107,10 @@ inline int cudaDriverGetVersion(int* version) {
 namespace on_host {
 struct Properties {
   int multiProcessorCount;
+  int maxThreadsPerMultiProcessor;
 };
+// Of the device that is played (set_warps).
+extern Properties properties;
 struct Guard {
   template <typename Device>
   explicit Guard(const Device&) {}
@@ -113,11 +118,7 @@ struct Guard {
 }  // namespace on_host
 
 namespace at::cuda {
-// Few, so that small tensors give a warp more than one run or tile.
-inline const on_host::Properties* getCurrentDeviceProperties() {
-  static const on_host::Properties properties{2};
-  return &properties;
-}
+inline const on_host::Properties* getCurrentDeviceProperties() { return &on_host::properties; }
 }  // namespace at::cuda
 
 namespace c10::cuda {
