@@ -37,12 +37,23 @@ WITHOUT_VECTORS = {
     "add_entries_kernel": "writes where a message's indices say",
     "take_entries_kernel": "reads at random places",
     "put_entries_kernel": "writes at random places",
+}
+#: Kernels that write values or what codecs remember, and must do that 16 bytes at once, too.
+WRITING = (
+    "flatten_kernel",
+    "flatten_stats_kernel",
+    "unflatten_into_kernel",
+    "decode_kernel",
+    "compensate_kernel",
+    "compensate_finite_kernel",
+    "encode_kernel",
+    "reduce_kernel",
+)
+#: Of these, what reads so little that it needs no vectors for it.
+READING_LITTLE = {
+    "decode_kernel<SignBlock>": "reads a bit for each value",
     "reduce_kernel<SignBlock>": "reads a bit for each value",
 }
-#: Kernels that write the values, and must do that 16 bytes at once, too.
-WRITING = ("flatten_kernel", "flatten_stats_kernel", "unflatten_into_kernel", "decode_kernel")
-#: Of these, what reads so little that it needs no vectors for it.
-READING_LITTLE = {"decode_kernel<SignBlock>": "reads a bit for each value"}
 
 
 class Report:
