@@ -33,9 +33,9 @@ ROUNDS = 3
 
 
 def apart(lengths: list[int], dtype: torch.dtype) -> list[Tensor]:
-    """Tensors in one memory, at all alignments."""
-    memory = torch.zeros(sum(lengths) + len(lengths), dtype=dtype).cuda()
-    pieces = memory.split([length + 1 for length in lengths])
+    """Tensors in one memory, at all alignments, the last one at its end."""
+    memory = torch.zeros(sum(lengths) + len(lengths) - 1, dtype=dtype).cuda()
+    pieces = memory.split([length + 1 for length in lengths[:-1]] + lengths[-1:])
     return [piece[:length] for piece, length in zip(pieces, lengths, strict=True)]
 
 

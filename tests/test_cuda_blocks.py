@@ -54,9 +54,9 @@ class Case:
         return [self.draw.choice(choice) for _ in range(self.draw.randint(1, 12))]
 
     def float32(self, numel: int) -> Tensor:
-        """At any address that is a multiple of four."""
-        memory = torch.randn(numel + 3, generator=self.generator)
-        return memory[self.draw.randrange(4) :][:numel]
+        """At any address that is a multiple of four, up to the end of their memory."""
+        first = self.draw.randrange(4)
+        return torch.randn(first + numel, generator=self.generator)[first:]
 
     def values(self, dtype: torch.dtype) -> Tensor:
         numel = self.draw.choice([0, 1, 7, 64, 255, 256, 1000, 3000])

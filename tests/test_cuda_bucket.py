@@ -159,6 +159,26 @@ def test_every_relative_alignment(source, target):
                 assert (memory[:offset] == 7).all() and (memory[offset + count :] == 7).all()
 
 
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda dtype: str(dtype)[6:])
+def test_rows_that_end_with_their_memory(source, target):
+    """What reads or writes past them is found by memcheck and AddressSanitizer."""
+
+    def memory(values, first):
+        whole = torch.empty(first + values.numel(), dtype=values.dtype, device=DEVICE.name)
+        whole[first:] = values
+        return whole[first:]
+
+    for first in range(9):
+        for count in (1, 5, 64, 655):
+            values = maker(source)(count)
+            expected = expected_flatten([values], 0.7, target)
+            given, out = memory(values, first), memory(torch.zeros_like(expected), count % 4)
+            ops.flatten([given], scale=0.7, out=out)
+            assert_same_bits(out.cpu(), expected, f"{count} elements at {first}")
+            ops.unflatten_into(given, [out.zero_()], scale=0.7)
+            assert_same_bits(out.cpu(), expected, f"{count} elements at {first}")
+
+
 def test_interleaved_destinations():
     memory = torch.zeros(12, device=DEVICE.name)
     ops.unflatten_into(torch.arange(12.0, device=DEVICE.name), [memory[::2], memory[1::2]])
