@@ -49,7 +49,7 @@ def compiled_or_none(
     compiled = torch.compile(function, dynamic=False)
     try:
         compiled(*arguments)
-    except Exception as error:
+    except RuntimeError as error:
         first = str(error).splitlines()[0] if str(error) else ""
         report.note(f"{function.__name__} is not compiled: {type(error).__name__}: {first}")
         return None

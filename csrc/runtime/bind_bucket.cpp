@@ -36,34 +36,33 @@ std::optional<std::vector<at::Tensor>> plain_tensors(py::handle values) {
   return tensors;
 }
 
-// Each is false, and nothing is done, where torch.ops must be asked.
-
-bool flatten_out(py::handle values, py::handle scale, py::handle out) {
-  if (!PyFloat_CheckExact(scale.ptr()) || !is_plain(out)) {
+// Calls run(tensors, scale, flat tensor). False, and nothing is done, where torch.ops must be
+// asked.
+template <typename Run>
+bool run_on_plain(py::handle values, py::handle scale, py::handle flat, const Run& run) {
+  if (!PyFloat_CheckExact(scale.ptr()) || !is_plain(flat)) {
     return false;
   }
   const auto tensors = plain_tensors(values);
   if (!tensors) {
     return false;
   }
-  at::Tensor buffer = THPVariable_Unpack(out.ptr());
+  const double factor = PyFloat_AS_DOUBLE(scale.ptr());
+  at::Tensor buffer = THPVariable_Unpack(flat.ptr());
   const py::gil_scoped_release no_gil;
-  ops::flatten_out(*tensors, PyFloat_AS_DOUBLE(scale.ptr()), buffer);
+  run(*tensors, factor, buffer);
   return true;
 }
 
-bool unflatten_into(py::handle source, py::handle values, py::handle scale) {
-  if (!PyFloat_CheckExact(scale.ptr()) || !is_plain(source)) {
-    return false;
-  }
-  const auto tensors = plain_tensors(values);
-  if (!tensors) {
-    return false;
-  }
-  const at::Tensor buffer = THPVariable_Unpack(source.ptr());
-  const py::gil_scoped_release no_gil;
-  ops::unflatten_into(buffer, *tensors, PyFloat_AS_DOUBLE(scale.ptr()));
-  return true;
+bool flatten_out(py::handle tensors, py::handle scale, py::handle out) {
+  return run_on_plain(tensors, scale, out, ops::flatten_out);
+}
+
+bool unflatten_into(py::handle buffer, py::handle tensors, py::handle scale) {
+  return run_on_plain(tensors, scale, buffer,
+                      [](at::TensorList into, double factor, const at::Tensor& source) {
+                        ops::unflatten_into(source, into, factor);
+                      });
 }
 
 }  // namespace
