@@ -59,7 +59,7 @@ def test_blocks_of_all_sizes(name: str, block_size: int, kernel_device: KernelDe
 
 
 @of_each_codec
-@pytest.mark.parametrize("count", [1, 300, 2500])
+@pytest.mark.parametrize("count", [1, 300, 1000, 2500])
 def test_many_tensors(codec: Codec, count: int, kernel_device: KernelDevice) -> None:
     """More than one table of a kernel's arguments holds."""
     torch.manual_seed(count)
