@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,55 @@ def _delivery(model: DistributedDataParallel) -> str:
     return "buffer" if model.gradient_as_bucket_view else "write"
 
 
+def _overwrites_unused(model: DistributedDataParallel) -> bool:
+    """Whether DDP writes results into gradients of parameters that no rank has used."""
+    return model.find_unused_parameters and model.gradient_as_bucket_view
+
+
+class _Kept:
+    """Gradients that DDP is about to overwrite, in one step."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._reducer = weakref.ref(model.reducer)
+        self._numbers = {id(parameter): i for i, (_, parameter) in enumerate(trainable(model))}
+        self._members: dict[int, list[int]] = {}  # of each bucket
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # gradient, and what was in it
+
+    def keep(self, index: int, parameters: Sequence[Tensor], *, rebuilt: bool) -> None:
+        """Copy the gradients of a full bucket that this rank has not used."""
+        reducer = self._reducer()
+        if rebuilt or index not in self._members:
+            self._members[index] = [self._numbers[id(parameter)] for parameter in parameters]
+        if reducer is None:
+            return
+        used = _C.locally_used(reducer)[self._members[index]].tolist()
+        for number, parameter, is_used in zip(
+            self._members[index], parameters, used, strict=True
+        ):
+            if not is_used and parameter.grad is not None:
+                self._kept[number] = parameter.grad, parameter.grad.detach().clone()
+
+    def before(self, number: int, now: Tensor | None) -> Tensor | None:
+        """A parameter's gradient as it was before DDP may have overwritten it."""
+        return self._kept[number][1] if number in self._kept else now
+
+    def put_back(self, used: Tensor) -> None:
+        """Restore those that no rank has used."""
+        is_used = used.tolist()
+        with torch.no_grad():
+            for number, (gradient, before) in self._kept.items():
+                if not is_used[number]:
+                    gradient.copy_(before)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._kept.clear()
+
+    def __bool__(self) -> bool:
+        return bool(self._kept)
+
+
 class DdpRoad:
     """What stands between DDP's reducer and the hook that is attached at the moment.
 
@@ -67,6 +116,8 @@ class DdpRoad:
         self._buckets: dict[int, GradBucket] = {}
         # Give the results, where they may have to be kept.
         self._results: dict[int, Callable[[], Tensor]] = {}
+        # Gradients that this rank has not used, as they were: DDP overwrites those that are views.
+        self._kept = _Kept(model) if _overwrites_unused(model) else None
         self._loaded: list[list[str]] = []  # names, of the buckets of a memory that was loaded
         # The model's reducer owns this; a handle that outlives the model keeps nothing of it.
         buckets = self._buckets
@@ -77,6 +128,7 @@ class DdpRoad:
         _C.register_ddp_hook(
             model.reducer,
             self,
+            model.gradient_as_bucket_view,
             self._group.timeout.total_seconds(),
             _DRAIN_SECONDS,
         )
@@ -212,6 +264,8 @@ class DdpRoad:
             bucket._memory = attached.memory_of(bucket.parameters(), index)
         count = bucket.bucket_count()
         where = hook_on_bucket(attached.name, index, count)
+        if self._kept is not None:
+            self._kept.keep(index, bucket.parameters(), rebuilt=rebuilt)
         running = attached.start(bucket, where)
         leaves_some_out = self._leaves_some_out(attached)
         if leaves_some_out:
@@ -256,17 +310,18 @@ class DdpRoad:
                 count_bucket(attached.stats, index, len(sent or ()), traffic, first=index == 0)
             if torch._C._current_graph_task_id() == _NO_BACKWARD:
                 # In join(), where a rank without inputs takes part and has no gradients.
-                self._results.clear()
+                self._forget_results()
             elif sent is None and (
                 attached.scales_steps
                 or attached.stages.has_post_accumulate_hooks
                 or self._leaves_some_out(attached)
+                or self._kept
             ):
                 # Once the reducer has written the last gradients.
                 engine = torch.autograd.Variable._execution_engine
                 engine.queue_callback(partial(self._gradients_written, attached, past))
             return
-        self._results.clear()
+        self._forget_results()
         raised = self._group.fail_with(error)
         if raised is not error:  # which comes out of backward() by itself
             raise raised
@@ -277,6 +332,9 @@ class DdpRoad:
     ) -> None:
         if self._results:
             self._keep_unsent()
+        model = self.model()
+        if self._kept and model is not None:  # last, since results may lie where gradients do
+            self._kept.put_back(_used(model))
         if attached.scales_steps:
             gradients = self._gradients_of_this_step()
             scale = attached.step_scale(gradients, past)
@@ -303,6 +361,11 @@ class DdpRoad:
         model = self.model()
         return attached.keeps_error and model is not None and model.find_unused_parameters
 
+    def _forget_results(self) -> None:
+        self._results.clear()
+        if self._kept is not None:
+            self._kept.clear()
+
     def _keep_unsent(self) -> None:
         """Let the hook remember such results."""
         results, self._results = self._results, {}
@@ -319,6 +382,8 @@ class DdpRoad:
             parameters = bucket.parameters()
             members = [numbers[id(parameter)] for parameter in parameters]
             sent = [parameter.grad for parameter in parameters]
+            if self._kept:
+                sent = [self._kept.before(i, now) for i, now in zip(members, sent, strict=True)]
             late.append(Late(members, bucket._memory, result(), sent))
         errors, values, gradients, table = unsent_table(late)
         if table:

@@ -16,7 +16,8 @@ void bind_reducer(py::module_& m) {
   py::class_<ReducerBucket, std::shared_ptr<ReducerBucket>>(m, "ReducerBucket")
       .def(py::init<std::vector<at::Tensor>, bool, bool>(), py::arg("parameters"),
            py::arg("is_sparse"), py::arg("as_views"))
-      .def("take_gradients", &ReducerBucket::take_gradients, py::arg("others") = py::none(), no_gil)
+      .def("take_gradients", &ReducerBucket::take_gradients, py::arg("others") = py::none(),
+           py::arg("apart") = false, no_gil)
       .def("gradients", &ReducerBucket::gradients)
       .def("drop_gradients", &ReducerBucket::drop_gradients)
       .def("gather", &ReducerBucket::gather, py::arg("scale"), no_gil)

@@ -66,7 +66,31 @@ void write_gradients(const at::Tensor& result, const std::vector<at::Tensor>& pa
   unflatten_into(result, gradients);
 }
 
+// PyTorch has no public way to what a reducer knows of unused parameters.
+struct ReducerAccess : c10d::Reducer {
+  static at::Tensor& used(c10d::Reducer& reducer) {
+    return reducer.*(&ReducerAccess::local_used_map_);
+  }
+
+  // After a step that has failed the reducer would take what was used in it for used in the next
+  // one. The ranks' sum of it may still be under way, into a tensor that nobody reads any more.
+  static void forget_used(c10d::Reducer& reducer) {
+    if (used(reducer).defined()) {
+      used(reducer).zero_();
+      auto& of_all_ranks = reducer.*(&ReducerAccess::local_used_map_dev_);
+      of_all_ranks = at::empty_like(of_all_ranks);
+      reducer.*(&ReducerAccess::local_used_map_reduced_) = false;
+    }
+  }
+};
+
 }  // namespace
+
+at::Tensor locally_used(c10d::Reducer& reducer) {
+  const auto& used = ReducerAccess::used(reducer);
+  TORCH_CHECK(used.defined(), "locally_used: the reducer must look for unused parameters");
+  return used;
+}
 
 bool DdpHook::begins_backward(int64_t index, const at::Tensor& parameter) const {
   // Within one backward a parameter comes once, and buckets come in order, though with the index 0
@@ -117,6 +141,9 @@ c10::intrusive_ptr<Future> DdpHook::start(c10d::GradBucket& bucket, Running& run
       } catch (py::error_already_set& error) {
         std::rethrow_exception(persistent(error));
       }
+    }
+    if (as_views_ && running.in_backward) {
+      check_views(running, index);
     }
     return cpp_hook_ ? start_cpp(bucket, running) : start_python(bucket, running);
   } catch (py::error_already_set& error) {  // of a process group in Python, say
@@ -375,6 +402,7 @@ at::Tensor DdpHook::parseHookResult(const c10::IValue& result) {
   running->failure = nullptr;
   running_.clear();
   failure_ = nullptr;
+  ReducerAccess::forget_used(reducer_);
   std::rethrow_exception(error);
 }
 
@@ -400,6 +428,23 @@ void DdpHook::drain(double seconds, const Running* late) const {
   }
 }
 
+// A gradient that a user has moved (`p.grad.data = ...`, `module.to(...)`) has moved DDP's own view
+// with it: DDP would send what lies in the bucket since then, and write where nobody looks.
+void DdpHook::check_views(const Running& running, int64_t index) const {
+  if (running.buffer.layout() != at::kStrided) {
+    return;
+  }
+  for (size_t i = 0; i < running.parameters.size(); ++i) {
+    const auto& gradient = running.parameters[i].grad();
+    TORCH_CHECK(!gradient.defined() || gradient.is_alias_of(running.buffer),
+                "torch_commhook: gradient ", i, " of bucket ", index, ", of shape ",
+                gradient.sizes(),
+                ", has left the memory of DistributedDataParallel's bucket, in which "
+                "gradient_as_bucket_view=True keeps it; convert the module, and replace what is in "
+                ".grad, before it is wrapped");
+  }
+}
+
 at::Tensor DdpHook::deliver(const Running& running, const at::Tensor& result) const {
   const at::Tensor& buffer = running.buffer;
   if (buffer.layout() != at::kStrided) {
@@ -420,10 +465,10 @@ at::Tensor DdpHook::deliver(const Running& running, const at::Tensor& result) co
   return buffer;
 }
 
-void register_ddp_hook(c10d::Reducer& reducer, py::object road, double timeout_seconds,
-                       double drain_seconds) {
+void register_ddp_hook(c10d::Reducer& reducer, py::object road, bool as_views,
+                       double timeout_seconds, double drain_seconds) {
   reducer.register_comm_hook(
-      std::make_unique<DdpHook>(reducer, std::move(road), timeout_seconds, drain_seconds));
+      std::make_unique<DdpHook>(reducer, std::move(road), as_views, timeout_seconds, drain_seconds));
 }
 
 }  // namespace commhook

@@ -23,8 +23,13 @@
 namespace commhook {
 
 // Registers a DdpHook with a reducer, for life: a reducer takes one hook. `road` is the listener.
-void register_ddp_hook(c10d::Reducer& reducer, pybind11::object road, double timeout_seconds,
-                       double drain_seconds);
+// `as_views`: the reducer keeps gradients in its buckets.
+void register_ddp_hook(c10d::Reducer& reducer, pybind11::object road, bool as_views,
+                       double timeout_seconds, double drain_seconds);
+
+// For each parameter of a reducer that looks for unused ones, whether this rank has used it since
+// the last step: int32, on the CPU. Later in the step it holds what all ranks have used.
+at::Tensor locally_used(c10d::Reducer& reducer);
 
 class DdpHook : public c10d::CommHookInterface {
  public:
@@ -52,10 +57,11 @@ class DdpHook : public c10d::CommHookInterface {
   //
   // `timeout_seconds` is how long a Future may take, `drain_seconds` how long a bucket that failed
   // waits for those in flight: what their collectives write must not come into the next step.
-  DdpHook(c10d::Reducer& reducer, pybind11::object road, double timeout_seconds,
+  DdpHook(c10d::Reducer& reducer, pybind11::object road, bool as_views, double timeout_seconds,
           double drain_seconds)
       : reducer_(reducer),
         road_(std::move(road)),
+        as_views_(as_views),
         timeout_seconds_(timeout_seconds),
         drain_seconds_(drain_seconds) {}
 
@@ -77,6 +83,7 @@ class DdpHook : public c10d::CommHookInterface {
   void await(Running& running);
   void end_shadow();
   void drain(double seconds, const Running* late) const;
+  void check_views(const Running& running, int64_t index) const;
   bool begins_backward(int64_t index, const at::Tensor& parameter) const;
 
   // A bucket of the running backward. Shared with the callback of the hook's Future.
@@ -104,6 +111,7 @@ class DdpHook : public c10d::CommHookInterface {
 
   c10d::Reducer& reducer_;  // which owns this
   PyRef road_;
+  const bool as_views_;
   std::optional<Delivery> delivery_;
   double timeout_seconds_;
   double drain_seconds_;

@@ -52,7 +52,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "sparse_grad_indices", [](c10d::GradBucket& bucket) { return bucket.getSparseGradIndices(); },
       py::arg("bucket"));
   m.def("register_ddp_hook", &commhook::register_ddp_hook, py::arg("reducer"), py::arg("road"),
-        py::arg("timeout_seconds"), py::arg("drain_seconds"));
+        py::arg("as_views"), py::arg("timeout_seconds"), py::arg("drain_seconds"));
+  m.def("locally_used", &commhook::locally_used, py::arg("reducer"));
   m.def("prefer_huge_pages", &commhook::preferHugePages, py::arg("tensor"),
         py::call_guard<py::gil_scoped_release>());
   m.def("cast_into", &commhook::cast_into, py::arg("returned"), py::arg("destination"),

@@ -12,24 +12,50 @@
 #include "runtime/unflatten.h"
 
 namespace commhook {
+namespace {
 
-ReducerBucket::ReducerBucket(std::vector<at::Tensor> parameters, bool is_sparse, bool as_views)
-    : parameters_(std::move(parameters)), layout_(parameters_), is_sparse_(is_sparse) {
-  TORCH_CHECK_VALUE(!parameters_.empty(), "ReducerBucket: parameters must not be empty");
-  if (as_views && !is_sparse) {
-    views_ = layout_.views(storage());
-  }
+// Whether a gradient is these elements of memory, in this order.
+bool lies_there(const at::Tensor& gradient, const at::Tensor& view) {
+  return gradient.layout() == at::kStrided && gradient.device() == view.device() &&
+         is_same_memory(gradient, view) && gradient.sizes() == view.sizes() &&
+         gradient.strides() == view.strides();
 }
 
-const at::Tensor& ReducerBucket::storage() {
+}  // namespace
+
+ReducerBucket::ReducerBucket(std::vector<at::Tensor> parameters, bool is_sparse, bool as_views)
+    : parameters_(std::move(parameters)),
+      layout_(parameters_),
+      is_sparse_(is_sparse),
+      as_views_(as_views && !is_sparse) {
+  TORCH_CHECK_VALUE(!parameters_.empty(), "ReducerBucket: parameters must not be empty");
+}
+
+at::Tensor ReducerBucket::allocate() const {
+  const auto& like = parameters_.front();
+  auto memory = at::empty({layout_.numel()},
+                          at::TensorOptions().dtype(like.scalar_type()).device(like.device()));
+  preferHugePages(memory);
+  return memory;
+}
+
+at::Tensor ReducerBucket::storage() {
   const std::lock_guard lock(mutex_);
-  if (!storage_.defined()) {
-    const auto& like = parameters_.front();
-    storage_ = at::empty({layout_.numel()},
-                         at::TensorOptions().dtype(like.scalar_type()).device(like.device()));
-    preferHugePages(storage_);
+  auto& storage = apart_ ? apart_storage_ : storage_;
+  // A gradient that is a view of it can free it, as in `p.grad.untyped_storage().resize_(0)`.
+  if (!storage.defined() || storage.storage().nbytes() < storage.nbytes()) {
+    storage = allocate();
+    if (as_views_ && !apart_) {
+      views_ = layout_.views(storage);
+    }
   }
-  return storage_;
+  return storage;
+}
+
+std::vector<at::Tensor> ReducerBucket::views() {
+  storage();
+  const std::lock_guard lock(mutex_);
+  return views_;
 }
 
 at::Tensor ReducerBucket::zeros(const at::Tensor& parameter) const {
@@ -42,7 +68,7 @@ at::Tensor ReducerBucket::zeros(const at::Tensor& parameter) const {
                                at::empty(value_sizes, parameter.options()), parameter.sizes());
 }
 
-void ReducerBucket::take_gradients(std::optional<std::vector<at::Tensor>> others) {
+void ReducerBucket::take_gradients(std::optional<std::vector<at::Tensor>> others, bool apart) {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> gradients;
   if (others) {
@@ -56,6 +82,7 @@ void ReducerBucket::take_gradients(std::optional<std::vector<at::Tensor>> others
   }
   const std::lock_guard lock(mutex_);
   gradients_.swap(gradients);
+  apart_ = apart && as_views_;
 }
 
 std::vector<at::Tensor> ReducerBucket::gradients() const {
@@ -84,10 +111,10 @@ std::vector<at::Tensor> ReducerBucket::ordered_gradients() const {
 at::Tensor ReducerBucket::gather(double scale) {
   const at::NoGradGuard no_grad;
   auto gradients = taken_gradients();
-  at::Tensor buffer = storage();
-  if (!views_.empty()) {
+  if (as_views_ && !apart_) {
     return gather_views(gradients, scale);
   }
+  at::Tensor buffer = storage();
   if (!buffer.is_complex()) {
     return ops::flatten_out(layout_.in_memory_order(std::move(gradients)), scale, buffer);
   }
@@ -106,18 +133,20 @@ at::Tensor ReducerBucket::flatten(double scale, std::optional<at::ScalarType> dt
 }
 
 at::Tensor ReducerBucket::gather_views(const std::vector<at::Tensor>& gradients, double scale) {
+  const auto buffer = storage();
+  const auto views = this->views();
   std::vector<at::Tensor> to;
   std::vector<at::Tensor> from;
-  for (size_t i = 0; i < views_.size(); ++i) {
-    if (!is_same_memory(views_[i], gradients[i]) || views_[i].strides() != gradients[i].strides()) {
-      to.push_back(views_[i]);
+  for (size_t i = 0; i < views.size(); ++i) {
+    if (!lies_there(gradients[i], views[i])) {
+      to.push_back(views[i]);
       from.push_back(gradients[i]);
     }
   }
   if (!to.empty()) {
     at::_foreach_copy_(to, from);
   }
-  return scale == 1.0 ? storage_ : storage_.mul_(scale);
+  return scale == 1.0 ? buffer : buffer.mul_(scale);
 }
 
 void ReducerBucket::write(const at::Tensor& result, double scale) {
@@ -126,22 +155,25 @@ void ReducerBucket::write(const at::Tensor& result, double scale) {
     parameters_.front().mutable_grad() = scale == 1.0 ? result : result.mul(scale);
     return;
   }
-  if (!views_.empty()) {
-    const bool is_there = is_same_memory(result, storage_);
+  if (as_views_) {
+    const auto buffer = storage();
+    const bool is_there = is_same_memory(result, buffer);
     if (is_there || result.is_complex()) {
       if (!is_there) {
-        storage_.copy_(result);
+        buffer.copy_(result);
       }
       if (scale != 1.0) {
-        storage_.mul_(scale);
+        buffer.mul_(scale);
       }
     } else {
-      unflatten_into(result, {storage_}, scale);
+      unflatten_into(result, {buffer}, scale);
     }
-    for (size_t i = 0; i < views_.size(); ++i) {
+    const auto views = this->views();
+    for (size_t i = 0; i < views.size(); ++i) {
       auto& gradient = parameters_[i].mutable_grad();
-      if (!gradient.is_same(views_[i])) {
-        gradient = views_[i];
+      if (!gradient.defined() || !lies_there(gradient, views[i])) {
+        // A tensor of its own: what moves the gradient (`p.grad.data = ...`) must not move the view.
+        gradient = views[i].detach();
       }
     }
     return;

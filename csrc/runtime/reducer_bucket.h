@@ -21,8 +21,11 @@ class ReducerBucket : public GradientSource {
   const BucketLayout& layout() const override { return layout_; }
   bool is_sparse() const { return is_sparse_; }
 
-  // The gradients that the parameters have now, zeros for those that have none; or others.
-  void take_gradients(std::optional<std::vector<at::Tensor>> others = std::nullopt);
+  // The gradients that the parameters have now, zeros for those that have none; or others. With
+  // `apart`, gather() leaves the memory alone that gradients are views of: some of them may have to
+  // stay as they are.
+  void take_gradients(std::optional<std::vector<at::Tensor>> others = std::nullopt,
+                      bool apart = false);
   std::vector<at::Tensor> gradients() const;
   void drop_gradients();
 
@@ -32,8 +35,8 @@ class ReducerBucket : public GradientSource {
   at::Tensor flatten(double scale, std::optional<at::ScalarType> dtype,
                      std::optional<at::Tensor> out) const;
 
-  // Brings a result into the gradients of all parameters, scaled and cast on the way; what a
-  // backward has left without one gets one.
+  // Writes a result into the gradients of all parameters, scaled and cast on the way. A parameter
+  // without a gradient gets one. With `as_views`, gradients are views of the bucket from then on.
   void write(const at::Tensor& result, double scale = 1.0);
 
  private:
@@ -41,16 +44,22 @@ class ReducerBucket : public GradientSource {
   at::Tensor gather_views(const std::vector<at::Tensor>& gradients, double scale);
   std::vector<at::Tensor> taken_gradients() const;  // throws where there are none
   // The memory of the bucket's buffer, which stays from step to step.
-  const at::Tensor& storage();
+  at::Tensor storage();
+  at::Tensor allocate() const;
+  // The gradients' places in the storage.
+  std::vector<at::Tensor> views();
 
   const std::vector<at::Tensor> parameters_;
   const BucketLayout layout_;
   const bool is_sparse_;
+  const bool as_views_;
   // A backward in another thread, which must not be, must not crash.
   mutable std::mutex mutex_;
   at::Tensor storage_;
-  std::vector<at::Tensor> views_;  // of the storage, where gradients are to stay there
+  at::Tensor apart_storage_;       // for steps that leave the storage alone
+  std::vector<at::Tensor> views_;  // of the storage; no gradient is one of these tensors itself
   std::vector<at::Tensor> gradients_;
+  bool apart_ = false;
 };
 
 }  // namespace commhook

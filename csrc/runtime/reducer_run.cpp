@@ -14,6 +14,7 @@ ReducerRun::ReducerRun(std::shared_ptr<const CppHook> hook,
       buckets_(std::move(buckets)),
       groups_(std::move(groups)),
       full_(buckets_.size()),
+      late_(buckets_.size()),
       runs_(buckets_.size()) {
   TORCH_CHECK_VALUE(groups_.size() == buckets_.size(), "ReducerRun: there are ", buckets_.size(),
                     " buckets, got ", groups_.size(), " groups");
@@ -28,16 +29,17 @@ void ReducerRun::full(int64_t bucket) {
   starting_ = true;
   while (next_ < full_.size() && full_[next_]) {
     const auto index = next_++;
+    const bool is_late = late_[index];
     lock.unlock();
-    start(index);
+    start(index, is_late);
     lock.lock();
   }
   starting_ = false;
 }
 
-void ReducerRun::start(size_t index) {
+void ReducerRun::start(size_t index, bool is_late) {
   auto& source = *buckets_[index];
-  source.take_gradients();
+  source.take_gradients(std::nullopt, is_late);
   std::optional<CppRun> run;
   if (source.is_sparse()) {
     const auto gradients = source.gradients();
@@ -61,6 +63,12 @@ int64_t ReducerRun::started() const {
 }
 
 std::vector<at::Tensor> ReducerRun::finish(const std::vector<int64_t>& late, double seconds) {
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto index : late) {
+      late_.at(index) = true;
+    }
+  }
   for (auto index = started(); index < static_cast<int64_t>(buckets_.size()); ++index) {
     full(index);
   }

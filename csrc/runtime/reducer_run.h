@@ -39,13 +39,15 @@ class ReducerRun {
   std::vector<std::optional<int64_t>> bytes_sent() const;
 
  private:
-  void start(size_t index);
+  // `is_late`: some of its parameters have no gradient in this backward.
+  void start(size_t index, bool is_late);
 
   const std::shared_ptr<const CppHook> hook_;
   const std::vector<std::shared_ptr<ReducerBucket>> buckets_;
   const std::vector<ProcessGroupPtr> groups_;
   mutable std::mutex mutex_;  // not held while the hook runs
   std::vector<char> full_;
+  std::vector<char> late_;
   size_t next_ = 0;
   bool starting_ = false;
   std::vector<std::optional<CppRun>> runs_;

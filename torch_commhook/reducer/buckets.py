@@ -58,6 +58,7 @@ class BucketState:
         bucket: what the hook was given in this backward.
         running: what it has given.
         averaged: the result of a hook in Python, before post-hooks.
+        is_apart: whether gradients that are views must stay as they are until the result is there.
         native: the gradients on their way to a hook and back, in eager.
         memory: what the hook remembers of it, where that is one of the library's.
     """
@@ -70,6 +71,7 @@ class BucketState:
         "device",
         "dtype",
         "index",
+        "is_apart",
         "layout",
         "members",
         "memory",
@@ -110,6 +112,7 @@ class BucketState:
         self.running: Running | None = None
         self.averaged: Tensor | None = None
         self.bucket: GradBucket | None = None
+        self.is_apart = False
         if not torch.compiler.is_dynamo_compiling():
             self.native.drop_gradients()
 
@@ -241,8 +244,10 @@ class ReducerBucket(_BucketOfState):
             self._gathered = True
 
     def result_buffer(self) -> Tensor | None:
-        # Where gradients are views of the buffer, nothing is gathered.
-        return self.buffer() if self._state.as_views else super().result_buffer()
+        # Where all gradients are views of the buffer, nothing is gathered.
+        state = self._state
+        is_there = state.as_views and not state.is_apart
+        return self.buffer() if is_there else super().result_buffer()
 
     def _gradients_as_they_lie(self) -> Sequence[Tensor]:
         return self._state.native.gradients()

@@ -525,7 +525,9 @@ class Reducer:
             except Exception:
                 self._leave_trace()
             return
-        bucket.native.take_gradients(gradients)
+        # A parameter that no rank uses keeps its gradient; so do those of a rank that has joined.
+        bucket.is_apart = bucket.pending > 0
+        bucket.native.take_gradients(gradients, bucket.is_apart)
         bucket.bucket = ReducerBucket(bucket, count, group)
         if bucket.sparse:
             self._check_layouts(bucket)
