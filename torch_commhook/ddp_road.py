@@ -17,6 +17,7 @@ from torch_commhook import _C
 from torch_commhook._dynamo import left_to_python
 from torch_commhook.attached import Attached
 from torch_commhook.bucket import GradBucket
+from torch_commhook.forward_hook import BeforeForward
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.metrics import BucketTraffic, count_bucket
 from torch_commhook.parameters import trainable
@@ -24,6 +25,7 @@ from torch_commhook.reducer.buckets import assign_buckets, split_by_kind
 from torch_commhook.results import hook_on_bucket
 from torch_commhook.step_group import StepGroup
 from torch_commhook.unsent import Late, keep_unsent, unsent_table
+from torch_commhook.watched_parameters import WatchedParameters
 
 if TYPE_CHECKING:
     from torch_commhook.reducer.road import ReducerRoad
@@ -121,7 +123,14 @@ class DdpRoad:
         self._loaded: list[list[str]] = []  # names, of the buckets of a memory that was loaded
         # The model's reducer owns this; a handle that outlives the model keeps nothing of it.
         buckets = self._buckets
-        self.model = weakref.ref(model, lambda _: buckets.clear())
+        named = trainable(model)
+        watched = self._watched = WatchedParameters(model, named, in_ddp=not model.mixed_precision)
+
+        def model_is_gone(_: object) -> None:
+            buckets.clear()
+            watched.clear()
+
+        self.model = weakref.ref(model, model_is_gone)
 
         if model.logger is not None:  # for DDP's own statistics
             model.logger._set_comm_hook_name("torch_commhook")
@@ -133,8 +142,9 @@ class DdpRoad:
             _DRAIN_SECONDS,
         )
         road = weakref.ref(self)
-        parameters = [parameter for _, parameter in trainable(model)]
+        parameters = [parameter for _, parameter in named]
         _C.call_before_capture(parameters, left_to_python(lambda: _give_way(road)))
+        self._forward_handle = model.register_forward_pre_hook(BeforeForward(self))
 
     @property
     def group(self) -> StepGroup:
@@ -215,6 +225,14 @@ class DdpRoad:
         """Let buckets ask for the hook's memory anew."""
         for bucket in self._buckets.values():
             bucket._memory = None
+
+    def before_forward(self, module: torch.nn.Module) -> None:
+        """Called by the model before its own forward."""
+        if torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled():
+            return
+        change = self._watched.change() if self._attached is not None else None
+        if change is not None:
+            raise self._group.fail_with(RuntimeError(change))
 
     # ---- called by the reducer's hook (csrc/runtime/ddp_hook.h) ----------------------------------
 
@@ -414,6 +432,8 @@ class DdpRoad:
             )
         model.reducer._remove_autograd_hooks()
         model._use_python_reducer = True
+        self._forward_handle.remove()
+        self._watched.clear()
         self.successor = ReducerRoad.of_ddp(model, trainable(model), self._group)
         self.successor.attached, self.attached = self.attached, None
         return True

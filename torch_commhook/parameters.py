@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,9 +22,7 @@ def trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
             backward.
         TypeError: one is a DTensor.
     """
-    ignored: Any = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
-    if isinstance(model, DistributedDataParallel):
-        ignored = {f"module.{name}" for name in model.parameters_to_ignore}
+    ignored = ignored_names(model)
     parameters: list[tuple[str, Tensor]] = [
         (name, parameter)
         for name, parameter in model.named_parameters()
@@ -55,6 +53,13 @@ def trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
                 "HookHandle.register_post_accumulate_hook"
             )
     return parameters
+
+
+def ignored_names(model: nn.Module) -> Collection[str]:
+    """The names of the parameters that DDP is told to ignore."""
+    if isinstance(model, DistributedDataParallel):
+        return {f"module.{name}" for name in model.parameters_to_ignore}
+    return getattr(model, "_ddp_params_and_buffers_to_ignore", ())
 
 
 def check_not_in_ddp(parameters: Sequence[tuple[str, Tensor]]) -> None:

@@ -45,6 +45,7 @@ from torch_commhook.reducer.tracing import (
     count_step,
     expected_hooks,
     note_backward,
+    parameters_changed,
     prepare_tracing,
     reducers,
     start_traced,
@@ -91,6 +92,7 @@ class Reducer:
         sparse: names of the parameters whose gradients are sparse.
         as_views: gradients stay in the buckets' memory, as views of it.
         should_sync: asked at the beginning of each backward.
+        change_of_parameters: says what has happened to the parameters since, if anything.
         on_step: told of the beginning (True) and the end of each step that is not traced.
         on_closed: called when nothing of it is on the parameters any more.
 
@@ -99,6 +101,7 @@ class Reducer:
         group: the ranks.
         device: of the first parameter.
         hooks: those on the parameters that compiled autograd calls.
+        key: by which compiled code finds it in ``reducers``.
     """
 
     def __init__(
@@ -110,6 +113,7 @@ class Reducer:
         sparse: frozenset[str] = frozenset(),
         as_views: bool = False,
         should_sync: Callable[[], bool] = lambda: True,
+        change_of_parameters: Callable[[], str | None] = lambda: None,
         on_step: Callable[[bool], None] = lambda begins: None,
         on_closed: Callable[[], None] = lambda: None,
     ) -> None:
@@ -122,12 +126,13 @@ class Reducer:
         self._capacity_bytes = capacity_bytes
         self._as_views = as_views
         self._should_sync = should_sync
+        self.change_of_parameters = change_of_parameters
         self._on_step = on_step
         self._on_closed = on_closed
         self._handles: list[RemovableHandle] = []
         self.hooks: set[Callable[..., None]] = set()
-        self._key = id(self)
-        reducers[self._key] = self
+        self.key = id(self)
+        reducers[self.key] = self
 
         # What compiled code does to these is seen from outside, so that it is done.
         self._token = torch.zeros(1)
@@ -440,7 +445,7 @@ class Reducer:
 
     def _begin_known(self) -> None:
         """Begin a backward of compiled autograd."""
-        expected = expected_hooks(self._key)
+        expected = expected_hooks(self.key)
         if not expected:
             raise RuntimeError(_NOT_NESTED)
         self._begin()
@@ -460,7 +465,11 @@ class Reducer:
             return
         if not _is_compiling():
             self._begin_step()
-        elif self._running.traceable and self._agreement.recovers:
+        elif not self._running.traceable:
+            return
+        elif parameters_changed(self.key):
+            self._leave_trace()
+        elif self._agreement.recovers:
             prepare_tracing(self.group.name)
             begin_step(self._token, self.group.name)
             self._begun = True
@@ -470,7 +479,7 @@ class Reducer:
         attached = self._running
         assert attached is not None
         if _is_compiling():
-            note_backward(self._token, self._key)
+            note_backward(self._token, self.key)
         else:
             assert attached.local_steps is not None
             attached.local_steps.note_backward()
@@ -557,7 +566,7 @@ class Reducer:
 
     @torch.compiler.disable
     def _leave_trace(self) -> None:
-        """A hook raised while it was traced: break the graph, so that Python runs it again."""
+        """Something is wrong while it is traced: break the graph, so that Python tells of it."""
         raise AssertionError("this is traced, and never run")
 
     # ---- the end of backward ---------------------------------------------------------------------
@@ -777,7 +786,7 @@ class Reducer:
             if attached.memory.is_empty:
                 attached.traced_steps.add(buckets)
             else:
-                count_step(self._token, results, as_text(buckets), self._key)
+                count_step(self._token, results, as_text(buckets), self.key)
         numbers: list[int] = []
         missing: list[Tensor] = []
         for bucket, result in zip(self._buckets, results, strict=True):
@@ -793,7 +802,7 @@ class Reducer:
                     with torch.no_grad():
                         destinations([arrived])[0].copy_(piece)
         if missing:
-            write_missing(self._token, used, missing, numbers, self._key)
+            write_missing(self._token, used, missing, numbers, self.key)
             if not attached.keeps_ranks_apart:
                 self._keep_unsent(used)
         self._accumulated = False

@@ -21,7 +21,9 @@ from torch_commhook.forward_hook import BeforeForward
 from torch_commhook.parameters import check_not_in_ddp
 from torch_commhook.reducer.join import ReducerJoinable
 from torch_commhook.reducer.reducer import Reducer
+from torch_commhook.reducer.tracing import parameters_changed
 from torch_commhook.step_group import StepGroup
+from torch_commhook.watched_parameters import WatchedParameters
 
 _BROADCAST_BYTES = 250 << 20  # in flight, as in DDP
 
@@ -54,12 +56,8 @@ class ReducerRoad:
         self._group = group
         if init_sync and self._group.size > 1:
             self.broadcast_from(0)
-        trainable = {id(parameter) for _, parameter in parameters}
-        self._frozen = [
-            (name, parameter)
-            for name, parameter in model.named_parameters()
-            if id(parameter) not in trainable and not parameter.requires_grad
-        ]
+        self._watched = WatchedParameters(model, parameters, in_ddp=False)
+        self._seen_in_forward = False  # the parameters, since the last step
         self._sync = True
         self._sync_of_forward: bool | None = None
         self._first = parameters[:1]
@@ -72,6 +70,7 @@ class ReducerRoad:
             sparse=_sparse_names(model),
             as_views=gradient_as_bucket_view,
             should_sync=self._should_sync,
+            change_of_parameters=self._watched.change,
             on_step=self._on_step,
             on_closed=self._reducer_closed,
         )
@@ -204,7 +203,7 @@ class ReducerRoad:
     def _reducer_closed(self) -> None:
         self._end.detach()
         self._first.clear()
-        self._frozen.clear()
+        self._watched.clear()
         self._group.close()
         _fuse_again(self)
         ddp = self._ddp
@@ -227,6 +226,12 @@ class ReducerRoad:
         """Called by the model before its own forward."""
         if not torch.is_grad_enabled():
             return
+        if torch.compiler.is_dynamo_compiling():
+            if parameters_changed(self.reducer.key):
+                self._check_parameters_untraced()
+        else:
+            self._check_parameters()
+            self._seen_in_forward = self._watched.is_sure
         sync = self._sync_of_forward = self._wants_sync()
         # As in DDP: the forward after one that synchronises, whether or not it does so itself.
         send, self._buffers_changed = self._buffers_changed, sync
@@ -243,15 +248,22 @@ class ReducerRoad:
         if begins:
             if not isinstance(self.model(), DistributedDataParallel):
                 check_not_in_ddp(self._first)
-            for name, parameter in self._frozen:
-                if parameter.requires_grad:
-                    raise RuntimeError(
-                        f"torch_commhook: parameter '{name}' did not require grad when the hook "
-                        "was attached, and does now; remove() the hook and attach it again"
-                    )
+            if not self._seen_in_forward:
+                self._check_parameters()
             self._joinable.notify()  # where the model's own forward was not called
         else:
+            self._seen_in_forward = False
             self._joinable.step_ended()
+
+    def _check_parameters(self) -> None:
+        change = self._watched.change()
+        if change is not None:
+            # The other ranks may have nothing to say of theirs.
+            raise self._group.fail_with(RuntimeError(change))
+
+    @torch.compiler.disable
+    def _check_parameters_untraced(self) -> None:
+        self._check_parameters()
 
     def _send_buffers(self, module: nn.Module, joined: bool = False) -> None:
         source = 0

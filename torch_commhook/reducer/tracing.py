@@ -49,6 +49,15 @@ def expected_hooks(key: int) -> int:
     return 0
 
 
+@torch.compiler.assume_constant_result
+def parameters_changed(key: int) -> bool:
+    """Whether something has happened to a reducer's parameters since its hook was attached.
+
+    A constant: compiled code is for parameters that were what they were when it was traced.
+    """
+    return reducers[key].change_of_parameters() is not None
+
+
 def start_traced(attached: Attached, bucket: GradBucket, where: str) -> Running:
     """:meth:`Attached.start` while a compiler traces.
 

@@ -1,0 +1,24 @@
+"""A few of the histories that ``make balance`` runs, with which error feedback must lose nothing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from balance import HISTORIES, ROADS, TABLE, cases, out_of_balance
+from rank_pool import RankPool
+
+#: In ``make test``, one in ten of them compiled. Each is another pair of a hook and a road.
+SOME = cases(50)
+
+
+@pytest.mark.parametrize("case", SOME, ids=lambda case: " ".join(map(str, case)))
+def test_history(two_ranks: RankPool, case: tuple[str, object, int]) -> None:
+    assert out_of_balance(two_ranks, case) == []
+
+
+def test_the_stored_run_is_whole() -> None:
+    stored = json.loads(TABLE.read_text())
+    assert sum(stored["histories"].values()) == HISTORIES
+    assert set(stored["histories"]) == set(map(str, ROADS))
+    assert stored["out_of_balance"] == []

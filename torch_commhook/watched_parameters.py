@@ -1,0 +1,125 @@
+"""Whether a model still has the parameters that a hook was attached to."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_commhook import _C
+from torch_commhook.parameters import ignored_names
+
+_FUNCTIONAL_FILE = torch.nn.utils.stateless.__file__
+
+
+class WatchedParameters:
+    """The parameters of a model, as they were when a hook was attached.
+
+    Gradients of a parameter that came later would silently stay each rank's own; buckets do not fit
+    one that has been converted.
+
+    Args:
+        model: whose parameters these are.
+        parameters: names and parameters whose gradients the hook averages.
+        in_ddp: whether DDP's own reducer calls the hook.
+
+    Attributes:
+        is_sure: whether the last call of :meth:`change` saw the model's own parameters.
+    """
+
+    def __init__(
+        self, model: nn.Module, parameters: Sequence[tuple[str, Tensor]], *, in_ddp: bool
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._names = [name for name, _ in parameters]
+        self._averaged = {id(parameter) for _, parameter in parameters}
+        self._forms = _C.ParameterForms([parameter for _, parameter in parameters], in_ddp)
+        self._frozen = [
+            (name, parameter)
+            for name, parameter in model.named_parameters()
+            if id(parameter) not in self._averaged and not parameter.requires_grad
+        ]
+        self._members = _members(model)
+        self.is_sure = False
+        self._way_out = (
+            "wrap the module in a new DistributedDataParallel"
+            if in_ddp
+            else "remove() the hook and attach it again"
+        )
+
+    def clear(self) -> None:
+        """Watch no longer, and hold no parameter."""
+        self._names.clear()
+        self._averaged.clear()
+        self._forms.clear()
+        self._frozen.clear()
+        self._members = ()
+
+    def change(self) -> str | None:
+        """What has happened to the parameters, as an error says it; None if nothing."""
+        model = self._model()
+        self.is_sure = True
+        if model is None or not self._names:
+            return None
+        changed = self._forms.change()
+        if changed is not None:
+            number, what = changed
+            return (
+                f"torch_commhook: parameter '{self._names[number]}' {what}; convert or move a "
+                "model before it is wrapped and before a hook is attached"
+            )
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                return (
+                    f"torch_commhook: parameter '{name}' did not require grad when the hook was "
+                    f"attached, and does now; {self._way_out}"
+                )
+        members = _members(model)
+        if members == self._members:
+            return None
+        self.is_sure = not _is_in_functional_call()
+        if not self.is_sure:
+            return None
+        ignored = ignored_names(model)
+        for name, parameter in model.named_parameters():
+            if (
+                parameter.requires_grad
+                and id(parameter) not in self._averaged
+                and name not in ignored
+            ):
+                return (
+                    f"torch_commhook: parameter '{name}' was not in the model when the hook was "
+                    f"attached, so that nobody averages its gradient; {self._way_out}"
+                )
+        self._members = members
+        return None
+
+
+def _members(model: nn.Module) -> tuple[int, ...]:
+    """The ids of all parameters, module by module."""
+    # Twice as quick as named_parameters(), which makes names, and called in every step.
+    found: list[int] = []
+    seen: set[int] = set()
+    waiting: list[Any] = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is None or id(module) in seen:
+            continue
+        seen.add(id(module))
+        found.extend(map(id, module._parameters.values()))
+        waiting.extend(module._modules.values())
+    return tuple(found)
+
+
+def _is_in_functional_call() -> bool:
+    """Whether ``torch.func.functional_call`` has put other tensors in the parameters' place."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == _FUNCTIONAL_FILE:
+            return True
+        frame = frame.f_back
+    return False
