@@ -19,6 +19,7 @@
 #   make soak             memory over a million cycles of each kind of autograd hook; five minutes
 #   make soak-hooks       200 runs of each hook in stages, with delays and failures; half an hour
 #   make error-feedback   what error feedback is for, in runs of 20,000 steps; ten minutes
+#   make balance          1,000 random histories with error feedback, which loses nothing; an hour
 #   make results          docs/results.md, from what the long runs have stored
 # Settings: PYTHON, TORCH, ARGS (passed on to the command).
 
@@ -32,7 +33,7 @@ VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip --quiet --disable-pip-version-check
 NATIVE = setup.py $(shell find csrc cuda -type f)
 
-.PHONY: train test distributed-suite lint format bench bench-loss bench-link bench-plan bench-throttle results cuda-compile gpu test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks error-feedback clean
+.PHONY: train test distributed-suite lint format bench bench-loss bench-link bench-plan bench-throttle results cuda-compile gpu test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/built
@@ -133,6 +134,9 @@ soak: $(VENV)/built
 
 soak-hooks: $(VENV)/built
 	$(VENV)/bin/python tests/soak_hooks.py $(ARGS)
+
+balance: $(VENV)/built
+	$(VENV)/bin/python tests/balance.py $(ARGS)
 
 error-feedback: $(VENV)/built
 	$(VENV)/bin/python tests/error_feedback_runs.py $(ARGS)

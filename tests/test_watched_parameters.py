@@ -96,6 +96,7 @@ def test_a_module(change: Callable[[Net], None], run: str) -> None:
     for _ in range(2):
         _step(model, model, run)
     change(model)
+    model.zero_grad()
     with pytest.raises(RuntimeError) as raised:
         _step(model, model, run)
     assert CHANGES[change].format("") in str(raised.value)
