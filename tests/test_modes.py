@@ -95,7 +95,9 @@ COMPRESSING = {
     "error_feedback(sign())": 2.0,
     "error_feedback(topk(0.1))": 2.0,
     "error_feedback(randomk(0.1))": 2.0,
-    "clip(1.0, cast())": math.inf,
+    "clip(0.003, cast())": math.inf,
+    "clip(0.003)": math.inf,
+    "clip(0.003, error_feedback(blockwise(bits=4)))": math.inf,
     "policy([('0.*', allreduce()), ('4.*', sign())], error_feedback(blockwise(bits=4)))": 2.0,
     "adaptive(20000)": 0.5,
 }
@@ -252,6 +254,17 @@ def test_eager_gives_the_mean(
         for got, want in zip(result["gradients"], expected, strict=True):
             for a, b in zip(got, want, strict=True):
                 assert (a - b).abs().max() <= 2 * rounding * b.abs().max()
+
+
+@pytest.mark.parametrize("hook", [hook for hook in HOOKS if hook.startswith("clip")])
+def test_every_clip_of_these_bites(
+    eager: Callable[..., list[dict[str, Any]]], expected: list[list[torch.Tensor]], hook: str
+) -> None:
+    for result in eager(hook):
+        for got, whole in zip(result["gradients"], expected, strict=True):
+            norm = torch.cat([gradient.view(-1) for gradient in got]).norm().item()
+            assert norm == pytest.approx(0.003, rel=1e-3)
+            assert torch.cat([gradient.view(-1) for gradient in whole]).norm() > 2 * norm
 
 
 @pytest.mark.parametrize("hook", ["futures", "object"])

@@ -22,7 +22,7 @@ from torch_commhook.hooks.mean import allreduce
 from torch_commhook.metrics import BucketTraffic, count_bucket
 from torch_commhook.parameters import trainable
 from torch_commhook.reducer.buckets import assign_buckets, split_by_kind
-from torch_commhook.results import hook_on_bucket
+from torch_commhook.results import checked_result, hook_on_bucket, scaled_result
 from torch_commhook.step_group import StepGroup
 from torch_commhook.unsent import Late, keep_unsent, unsent_table
 from torch_commhook.watched_parameters import WatchedParameters
@@ -120,6 +120,8 @@ class DdpRoad:
         self._results: dict[int, Callable[[], Tensor]] = {}
         # Gradients that this rank has not used, as they were: DDP overwrites those that are views.
         self._kept = _Kept(model) if _overwrites_unused(model) else None
+        # Of other dtypes than the gradients: scaled first, and rounded to those then.
+        self._unrounded: dict[int, Callable[[], Tensor]] = {}
         self._loaded: list[list[str]] = []  # names, of the buckets of a memory that was loaded
         # The model's reducer owns this; a handle that outlives the model keeps nothing of it.
         buckets = self._buckets
@@ -293,6 +295,10 @@ class DdpRoad:
         self._is_first = False
         local = running.local
         if local is None:
+            if attached.scales_steps and running.dtype != bucket.dtype():
+                self._unrounded[index] = lambda: checked_result(
+                    running.future.wait(), bucket, running.dtype, where
+                )
             return attached.name, running.future, running.dtype, None
 
         def after(result: Tensor) -> Tensor:
@@ -354,17 +360,40 @@ class DdpRoad:
         if self._kept and model is not None:  # last, since results may lie where gradients do
             self._kept.put_back(_used(model))
         if attached.scales_steps:
-            gradients = self._gradients_of_this_step()
-            scale = attached.step_scale(gradients, past)
-            if scale is not None:
-                with torch.no_grad():
-                    torch._foreach_mul_(gradients, scale)
+            self._scale_gradients(attached, past)
         for index, bucket in sorted(self._buckets.items()):
             where = hook_on_bucket(attached.name, index, bucket.bucket_count())
             attached.stages.done(bucket, where)
 
-    def _gradients_of_this_step(self) -> list[Tensor]:
-        """Those that results have been written to; some may be of an earlier backward."""
+    def _scale_gradients(self, attached: Attached, past: Mapping[int, bool] | None) -> None:
+        """Scale what has been written, as our own reducer does on the way into the gradients."""
+        unrounded, self._unrounded = self._unrounded, {}
+        results: dict[int, Tensor] = {}
+        for index, result in unrounded.items():
+            bucket = self._buckets[index]
+            pieces = bucket.pieces(result())
+            results.update(zip(map(id, bucket.parameters()), pieces, strict=True))
+        parameters = self._parameters_of_this_step()
+        if not parameters:
+            return
+        values = [results.get(id(parameter), parameter.grad) for parameter in parameters]
+        scale = attached.step_scale(values, past)
+        if scale is None:
+            return
+        with torch.no_grad():
+            as_written = []
+            for parameter, value in zip(parameters, values, strict=True):
+                if value is not parameter.grad:
+                    parameter.grad.copy_(scaled_result(value, scale, parameter.dtype))
+                elif value.layout is torch.strided:
+                    as_written.append(value)
+                else:  # whose product in place rounds the factor, too
+                    parameter.grad = scaled_result(value, scale, parameter.dtype)
+            if as_written:
+                torch._foreach_mul_(as_written, scale)
+
+    def _parameters_of_this_step(self) -> list[Any]:
+        """Those whose gradients results have been written to; others may have earlier ones."""
         model = self.model()
         if model is None:
             return []
@@ -372,7 +401,7 @@ class DdpRoad:
         if model.find_unused_parameters or model.static_graph:
             used = _used(model).tolist()
             parameters = [p for p, yes in zip(parameters, used, strict=True) if yes]
-        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return [parameter for parameter in parameters if parameter.grad is not None]
 
     def _leaves_some_out(self, attached: Attached) -> bool:
         """Whether DDP may leave gradients alone for which results hold earlier errors."""
@@ -381,6 +410,7 @@ class DdpRoad:
 
     def _forget_results(self) -> None:
         self._results.clear()
+        self._unrounded.clear()
         if self._kept is not None:
             self._kept.clear()
 

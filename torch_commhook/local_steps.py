@@ -33,7 +33,7 @@ from torch_commhook.hooks.local_sgd import ANCHOR, local_sgd
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory import BucketMemory
 from torch_commhook.metrics import BucketTraffic, count_bucket
-from torch_commhook.results import checked_result, hook_on_bucket
+from torch_commhook.results import checked_result, hook_on_bucket, scaled_result
 from torch_commhook.step_group import StepGroup
 
 if TYPE_CHECKING:
@@ -268,7 +268,10 @@ class LocalSteps:
             results = [_result(one, group) for one in started]
             scale = hook.step_scale(results, attached.memory.past) if hook.scales_steps else None
             if scale is not None:
-                results = [result * scale for result in results]
+                results = [
+                    scaled_result(result, scale, memory.dtype)
+                    for memory, result in zip(memories, results, strict=True)
+                ]
             group.end()
         except BaseException as error:
             _drain(started)

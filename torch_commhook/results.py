@@ -58,6 +58,26 @@ def checked_result(value: object, bucket: GradBucket, dtype: torch.dtype, where:
     return result.reshape(-1)
 
 
+def scaled_result(result: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """A result times a step's factor, for gradients of a dtype.
+
+    As ``unflatten_into`` scales: in float32, or in float64 where the result or the gradients are of
+    that, so that nothing is rounded to 16 bits but the gradients.
+
+    Args:
+        result: of a hook.
+        scale: what :meth:`Hook.step_scale` has given.
+        dtype: of the gradients.
+    """
+    wide = torch.promote_types(torch.promote_types(result.dtype, dtype), torch.float32)
+    if isinstance(scale, Tensor):
+        double = wide in (torch.float64, torch.complex128)
+        scale = scale.to(result.device, torch.float64 if double else torch.float32)
+    scaled = result.to(wide) * scale
+    # A sparse result becomes the gradient as it is.
+    return scaled if result.layout is torch.strided else scaled.to(dtype)
+
+
 def _tensor_in(value: object, where: str) -> Tensor:
     if isinstance(value, Tensor):
         return value

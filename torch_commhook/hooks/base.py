@@ -104,7 +104,7 @@ class Hook(ABC):
             past: whether so many steps had been done before it (:class:`BucketMemory`).
 
         Returns:
-            A float32 tensor of one number; None for 1.
+            A tensor of one number, float32, or float64 where results are of that; None for 1.
         """
         return None
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from torch_commhook._ops import flatten_stats
 from torch_commhook.bucket import GradBucket
 from torch_commhook.hooks.base import Hook, of_hooks_inside
 from torch_commhook.hooks.mean import allreduce
@@ -220,9 +221,11 @@ class clip(Wrapper):  # noqa: N801
     """Scale a step's averaged gradients so that their norm is at most ``max_norm``.
 
     The norm is that of all gradients together, as ``torch.nn.utils.clip_grad_norm_`` takes it, and
-    the factor is the same: ``min(1, max_norm / (norm + 1e-6))``. It is taken of the results as they
-    come, and where our own reducer brings them into the gradients, it is applied on the way there:
-    no pass over memory of its own. All ranks have the same results, so that nothing is sent for it.
+    the factor is the same: ``min(1, max_norm / (norm + 1e-6))``. The norm is added up in float64,
+    and the factor is applied in float32, or in float64 where a result is of that. It is taken of
+    the results as they come, and where our own reducer brings them into the gradients, it is
+    applied on the way there: no pass over memory of its own. All ranks have the same results, so
+    that nothing is sent for it.
 
     Only for hooks that are attached (:func:`torch_commhook.attach`): a hook by itself never sees
     all buckets of a step.
@@ -251,11 +254,10 @@ class clip(Wrapper):  # noqa: N801
     scales_steps = True
 
     def step_scale(self, results: Sequence[Tensor], past: Mapping[int, bool]) -> Tensor | None:
-        norms = [_norm(result) for result in results]
-        device, wide = norms[0].device, any(one.dtype == torch.float64 for one in norms)
+        norm = (total_norm if torch.compiler.is_compiling() else _total_norm)(list(results))
+        wide = any(result.dtype in (torch.float64, torch.complex128) for result in results)
         dtype = torch.float64 if wide else torch.float32
-        norm = torch.linalg.vector_norm(torch.stack([one.to(device, dtype) for one in norms]))
-        scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
+        scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0).to(dtype)
         inner = self.hook.step_scale(results, past)
         return scale if inner is None else torch.minimum(scale, inner)
 
@@ -265,11 +267,43 @@ class clip(Wrapper):  # noqa: N801
         return f"clip({text}{'' if self._is_plain else f', {self.hook}'})"
 
 
-def _norm(result: Tensor) -> Tensor:
-    """In float32, or float64 where the result is of that."""
-    if result.layout is not torch.strided:
-        result = result.coalesce().values()
-    if result.is_complex():
-        result = torch.view_as_real(result)
-    wide = result.dtype == torch.float64
-    return torch.linalg.vector_norm(result, dtype=torch.float64 if wide else torch.float32)
+#: Elements whose copy stays in a cache of the CPU.
+_CHUNK = 1 << 18
+
+
+def _total_norm(results: list[Tensor]) -> Tensor:
+    """The norm of all results together: float64, 0-dimensional, on the first one's device.
+
+    Added up in float64: however the elements are divided into buckets, which are others in compiled
+    code and in DDP, the norm is the same once it has been rounded to float32.
+    """
+    squares = [flatten_stats(batch).sum_of_squares for batch in _batches(results)]
+    device = squares[0].device
+    return torch.stack([square.to(device) for square in squares]).sum().sqrt()
+
+
+def _batches(results: list[Tensor]) -> Iterator[list[Tensor]]:
+    """The numbers of all results, those of one dtype and device that lie in a cache together."""
+    batch: list[Tensor] = []
+    for result in results:
+        if result.layout is not torch.strided:
+            result = result.coalesce().values()
+        if result.is_complex():
+            result = torch.view_as_real(result)
+        flat = result.reshape(-1)
+        for piece in flat.split(_CHUNK) if flat.device.type == "cpu" else (flat,):
+            kind = piece.dtype, piece.device
+            is_full = piece.numel() + sum(each.numel() for each in batch) > _CHUNK
+            if batch and (is_full or kind != (batch[0].dtype, batch[0].device)):
+                yield batch
+                batch = []
+            batch.append(piece)
+    yield batch
+
+
+total_norm = torch.library.custom_op("commhook::total_norm", _total_norm, mutates_args=())
+
+
+@total_norm.register_fake
+def _total_norm_fake(results: list[Tensor]) -> Tensor:
+    return results[0].new_empty((), dtype=torch.float64)

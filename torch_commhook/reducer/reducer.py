@@ -51,7 +51,7 @@ from torch_commhook.reducer.tracing import (
     start_traced,
     write_missing,
 )
-from torch_commhook.results import checked_result, hook_on_bucket
+from torch_commhook.results import checked_result, hook_on_bucket, scaled_result
 from torch_commhook.running_backward import RunningBackward
 from torch_commhook.step_group import NoAgreement, StepGroup
 from torch_commhook.unsent import Late, keep_unsent, unsent_table, without_unused
@@ -610,11 +610,14 @@ class Reducer:
         if together:
             attached.memory.advance()
         for bucket, result in late:
-            if bucket.pending == 0:
+            if bucket.pending == 0 and not bucket.sparse:
                 bucket.native.write(result, scale)
                 continue
-            scaled = result if scale == 1.0 else result * scale
-            self.write_missing(bucket.members, bucket.pieces(scaled), used)
+            scaled = result if scale == 1.0 else scaled_result(result, scale, bucket.dtype)
+            if bucket.pending == 0:
+                bucket.native.write(scaled, 1.0)
+            else:
+                self.write_missing(bucket.members, bucket.pieces(scaled), used)
         if together:
             self._keep_unsent(used)
             for index, of_bucket in enumerate(traffic):
@@ -777,7 +780,10 @@ class Reducer:
             scale = self._step_scale(list(zip(self._buckets, results, strict=True)), used)
             if scale is not None:
                 with torch.no_grad():
-                    results = [result * scale for result in results]
+                    results = [
+                        scaled_result(result, scale, bucket.dtype)
+                        for bucket, result in zip(self._buckets, results, strict=True)
+                    ]
         for bucket, result in zip(self._buckets, results, strict=True):
             if bucket.pending == 0:
                 bucket.write_traced(result)
