@@ -216,7 +216,7 @@ class LocalSteps:
         own = [float(id(parameter) in self._loaded) for parameter in parameters]
         device = parameters[0].device
         counts = collectives.all_reduce(
-            torch.tensor(own, device=device), group=group.group_for(device)
+            torch.tensor(own, dtype=torch.float32, device=device), group=group.group_for(device)
         ).wait()
         moved = zip(parameters, counts.tolist(), strict=True)
         elsewhere = {id(parameter) for parameter, count in moved if count} - self._loaded
@@ -299,7 +299,7 @@ class LocalSteps:
         device = self._living()[0].device
         has_stepped = self.done > 0 or bool(self._stepped) or written
         is_apart = has_stepped or any(map(self.hook.is_ahead, self._memories()))
-        has = torch.tensor([float(is_apart)], device=device)
+        has = torch.tensor([float(is_apart)], dtype=torch.float32, device=device)
         total = collectives.all_reduce(has, group=group.group_for(device)).wait()
         return bool(total.item())
 

@@ -102,7 +102,9 @@ class BucketMemory:
         """A number in float32 for each of the bucket's elements; zeros at first."""
         flat = self.tensors.get(name)
         if flat is None:
-            flat = self.tensors[name] = torch.zeros(self.numel, device=self.device)
+            flat = self.tensors[name] = torch.zeros(
+                self.numel, dtype=torch.float32, device=self.device
+            )
             for parameter, piece in zip(self.parameters, self.layout.views(flat), strict=True):
                 self._owner.adopt(parameter, name, piece)
         return flat
@@ -122,7 +124,7 @@ class BucketMemory:
                 return name
         others = sum(known == kind for known, _ in self._shards.values())
         name = f"{kind} {others + 1}" if others else kind
-        self.tensors[name] = torch.zeros(end - begin, device=self.device)
+        self.tensors[name] = torch.zeros(end - begin, dtype=torch.float32, device=self.device)
         self._shards[name] = kind, place
         self.factors[name] = factor
         self._owner.adopt_shard(self, name, kind)
@@ -497,7 +499,9 @@ class HookMemory:
                 whole = own.setdefault(kind, {})
                 for parameter in memory.parameters:
                     if self._names[parameter] not in whole:
-                        flat = torch.zeros(parameter.numel(), device=parameter.device)
+                        flat = torch.zeros(
+                            parameter.numel(), dtype=torch.float32, device=parameter.device
+                        )
                         whole[self._names[parameter]] = flat
                 for parameter, first, start, count in memory.shard_pieces(name):
                     flat = whole[self._names[parameter]]

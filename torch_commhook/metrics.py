@@ -90,7 +90,9 @@ class CallMeter:
         if not self.is_due():
             return
         with torch.no_grad():
-            own = torch.empty(sum(t.numel() for t in sources), device=message.device)
+            own = torch.empty(
+                sum(t.numel() for t in sources), dtype=torch.float32, device=message.device
+            )
             codec.decode(message, [own], shards=shards, rounding=rounding)
             if error is None:
                 values = torch.cat([tensor.reshape(-1).float() for tensor in sources])
@@ -228,7 +230,7 @@ class TracedSteps:
     """Counts steps in compiled code, where a plain number would be a constant."""
 
     def __init__(self) -> None:
-        self.steps = torch.zeros((), dtype=torch.int64)
+        self.steps = torch.zeros((), dtype=torch.int64, device="cpu")
         self.buckets: list[BucketTraffic] = []
 
     def add(self, buckets: list[BucketTraffic]) -> None:

@@ -228,7 +228,7 @@ class StepGroup:
     def end(self) -> None:
         """End a step that went well on this rank, as :meth:`commit`, where ranks agree at all."""
         if self.recovers:
-            self.commit(torch.zeros(1, dtype=torch.uint8))
+            self.commit(torch.zeros(1, dtype=torch.uint8, device="cpu"))
 
     def commit(self, used: Tensor) -> None:
         """End a step that went well on this rank, and wait until it has on all.

@@ -96,7 +96,9 @@ def keep_unsent(
         if is_used[number]:
             continue
         result = results[source]
-        unsent = torch.empty_strided(result.shape, result.stride(), device=result.device)
+        unsent = torch.empty_strided(
+            result.shape, result.stride(), dtype=torch.float32, device=result.device
+        )
         unsent.copy_(result)
         if gradient != _NOTHING:
             unsent -= gradients[gradient]

@@ -149,7 +149,7 @@ def _is_rank_state(state: object) -> bool:
     if not isinstance(state.get("optimizer", {}), Mapping):
         return False
     try:
-        torch.Generator().set_state(state["rng"])
+        torch.Generator("cpu").set_state(state["rng"])
     except (RuntimeError, TypeError):
         return False
     return True
@@ -180,7 +180,7 @@ def _check_optimizer(states: Mapping[int, Any], parameters: Sequence[Tensor]) ->
         raise CheckpointError(
             f"its optimizer must have the state of {len(parameters)} parameters, got {len(states)}"
         )
-    step = torch.zeros(())
+    step = torch.zeros((), dtype=torch.float32, device="cpu")
     for index, parameter in enumerate(parameters):
         expected = {"step": step, "exp_avg": parameter, "exp_avg_sq": parameter}
         if not isinstance(states[index], Mapping):

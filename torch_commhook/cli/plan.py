@@ -166,7 +166,7 @@ def _pass_seconds(call: Callable[[Any], object], elements: int, bucket_elements:
     """Of something that goes over all gradients."""
     import torch
 
-    gradient = torch.randn(min(bucket_elements, _MOST_MEASURED))
+    gradient = torch.randn(min(bucket_elements, _MOST_MEASURED), dtype=torch.float32, device="cpu")
     times = []
     for _ in range(_RUNS + 2):
         begun = time.perf_counter()
@@ -248,7 +248,8 @@ def _gradients(elements: int, model_elements: int) -> list[Any]:
     side = max(1, math.isqrt(min(elements, model_elements // _MATRICES)))
     rows, rest = divmod(elements, side)
     heights = [side] * (rows // side) + [rows % side] * (rows % side > 0)
-    return [torch.randn(height, side) for height in heights] + [torch.randn(rest)] * (rest > 0)
+    shapes = [(height, side) for height in heights] + [(rest,)] * (rest > 0)
+    return [torch.randn(shape, dtype=torch.float32, device="cpu") for shape in shapes]
 
 
 def _bytes_sent(hook: Any, elements: int, world_size: int) -> float:

@@ -133,8 +133,10 @@ def training_batch(
 
     # A hash, so that neighbouring steps and ranks get generators that have nothing in common.
     digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    starts = torch.randint(data.train.numel() - seq, (batch,), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    starts = torch.randint(
+        data.train.numel() - seq, (batch,), generator=generator, dtype=torch.int64, device="cpu"
+    )
     return _windows(data.train, starts, seq)
 
 
@@ -149,12 +151,13 @@ def held_out_windows(data: TextData, *, rank: int, world_size: int, seq: int) ->
 
     last_start = data.held_out.numel() - seq - 1
     if last_start < 0:
-        return torch.empty(0, seq + 1, dtype=torch.int64)
-    starts = torch.linspace(0, last_start, _HELD_OUT_WINDOWS, dtype=torch.float64).long().unique()
+        return torch.empty(0, seq + 1, dtype=torch.int64, device="cpu")
+    starts = torch.linspace(0, last_start, _HELD_OUT_WINDOWS, dtype=torch.float64, device="cpu")
+    starts = starts.long().unique()
     return _windows(data.held_out, starts[rank::world_size], seq)
 
 
 def _windows(text: Tensor, starts: Tensor, seq: int) -> Tensor:
     import torch
 
-    return text[starts[:, None] + torch.arange(seq + 1)].long()
+    return text[starts[:, None] + torch.arange(seq + 1, dtype=torch.int64, device="cpu")].long()

@@ -46,7 +46,7 @@ class World:
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self.start_mean(torch.zeros(()))()
+        self.start_mean(torch.zeros((), dtype=torch.float32, device="cpu"))()
 
 
 def join_world(options: TrainOptions, place: Place) -> World:

@@ -200,7 +200,7 @@ class Codec(ABC):
         self.encode([total], message, scale=scale, error=error, rounding=rounding)
 
     def _sum_of(self, messages: Tensor, numel: int, rounding: Tensor | None = None) -> Tensor:
-        total = torch.empty(numel, device=messages.device)
+        total = torch.empty(numel, dtype=torch.float32, device=messages.device)
         if numel == 0:  # of which the messages may have no bytes to look at
             return total
         self.decode(messages[0], [total], rounding=rounding)

@@ -111,7 +111,7 @@ def hierarchical_all_reduce(
     stream = nullcontext() if is_traced else beside(device, buffers.stream, used)
     with torch.no_grad(), stream:
         if is_traced:  # by a compiler, which plans memory itself
-            flat = torch.empty(padded, device=device)
+            flat = torch.empty(padded, dtype=torch.float32, device=device)
         else:
             flat = buffers.get("flat", padded, torch.float32, device)
         _ops.flatten(sources, out=flat[:numel])

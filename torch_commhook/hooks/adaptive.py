@@ -71,7 +71,9 @@ class adaptive(Hook):  # noqa: N801 (a hook is written as it is called)
         if memory.steps != 1 and memory.steps % self.every != 0:
             return
         buckets = memory.buckets()
-        lost = torch.tensor([self._lost(bucket) for bucket in buckets], dtype=torch.float64)
+        lost = torch.tensor(
+            [self._lost(bucket) for bucket in buckets], dtype=torch.float64, device="cpu"
+        )
         if memory.world_size > 1:
             lost = all_reduce(lost.to(_wire_device(memory)), group=memory.group).wait().cpu()
         self._settle(buckets, lost.tolist(), memory.world_size)

@@ -149,8 +149,10 @@ class Plan:
 
         It follows from the seed and the columns alone.
         """
-        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + columns) % 2**63)
-        return torch.randn(self.rank, columns, generator=generator)
+        generator = torch.Generator("cpu").manual_seed((self.seed * 1_000_003 + columns) % 2**63)
+        return torch.randn(
+            self.rank, columns, generator=generator, dtype=torch.float32, device="cpu"
+        )
 
     def fresh(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
         """:meth:`first_right` for each group."""

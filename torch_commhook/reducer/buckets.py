@@ -144,7 +144,14 @@ class BucketState:
             return torch.zeros_like(parameter)
         rows = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
         values = parameter.new_empty(0, *parameter.shape[1:])
-        return torch.sparse_coo_tensor(rows, values, parameter.shape, check_invariants=False)
+        return torch.sparse_coo_tensor(
+            rows,
+            values,
+            parameter.shape,
+            dtype=parameter.dtype,
+            device=parameter.device,
+            check_invariants=False,
+        )
 
     def pieces(self, result: Tensor) -> list[Tensor]:
         """What each parameter gets of a result, as views of it."""

@@ -42,7 +42,9 @@ class ReducerJoinable(Joinable):
     def common_rank(self, candidate: bool) -> int:
         """The highest of the ranks that are candidates."""
         road = self.road
-        rank = torch.tensor([road.rank if candidate else -1], device=self.join_device)
+        rank = torch.tensor(
+            [road.rank if candidate else -1], dtype=torch.int64, device=self.join_device
+        )
         dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=self.join_process_group)
         return int(rank.item())
 

@@ -135,8 +135,8 @@ class Reducer:
         reducers[self.key] = self
 
         # What compiled code does to these is seen from outside, so that it is done.
-        self._token = torch.zeros(1)
-        self._used = torch.zeros(len(self._parameters), dtype=torch.uint8)
+        self._token = torch.zeros(1, dtype=torch.float32, device="cpu")
+        self._used = torch.zeros(len(self._parameters), dtype=torch.uint8, device="cpu")
 
         self._idle = True
         self._closes = False  # at the end of this backward
@@ -280,7 +280,7 @@ class Reducer:
                 self._start(bucket, [bucket.zeros(p) for p in bucket.parameters])
             for bucket in self._buckets:
                 self._result(bucket)
-            used = torch.zeros(len(self._parameters), dtype=torch.uint8)
+            used = torch.zeros(len(self._parameters), dtype=torch.uint8, device="cpu")
             if self.group.recovers:
                 self.group.commit(used)
             self._running.memory.advance()
@@ -715,7 +715,7 @@ class Reducer:
                 "(requires_grad_(False)) before the hook is attached, or let the loss depend on "
                 "them"
             )
-        return torch.tensor(used, dtype=torch.uint8)
+        return torch.tensor(used, dtype=torch.uint8, device="cpu")
 
     def write_missing(
         self, numbers: Sequence[int], gradients: Sequence[Tensor], used: Tensor
@@ -841,7 +841,7 @@ class Reducer:
         order = list(dict.fromkeys([*arrived, *reversed(range(len(self._parameters)))]))
         if self.group.size > 1:
             device = "cpu" if self.group.recovers else self.device
-            agreed = torch.tensor(order, device=device)
+            agreed = torch.tensor(order, dtype=torch.int64, device=device)
             collectives.broadcast(agreed, group=self.group.group).wait()
             order = agreed.tolist()
         return order

@@ -95,7 +95,7 @@ codecs::reference::Blocks quantized(const at::Tensor& p, const Format& format,
   const auto all_levels = at::full_like(range, levels);
   const auto step = divided(range, all_levels);
   const auto is_small = range.gt(0).logical_and(range.lt(0x1p-100));
-  const auto lift = at::where(is_small, 0x1p64, 1.0).to(at::kFloat);
+  const auto lift = at::where(is_small, at::full_like(range, 0x1p64), 1.0);
   const auto lifted = range * lift;
   const auto factor = at::where(lifted.gt(0), divided(all_levels, lifted), 0.0);
   auto t = (p * lift - low * lift) * factor;

@@ -54,7 +54,7 @@ codecs::reference::Blocks quantized(const at::Tensor& p, const Format& format,
   range = at::where(is_good, range, 0.0);
   const auto all_largest = at::full_like(range, largest);  // a plain number CUDA would invert
   const auto step = at::div(range, all_largest);
-  const auto lift = at::where(range.lt(0x1p-100), 0x1p64, 1.0).to(at::kFloat);
+  const auto lift = at::where(range.lt(0x1p-100), at::full_like(range, 0x1p64), 1.0);
   const auto lifted = range * lift;
   const auto factor = at::where(lifted.gt(0), at::div(all_largest, lifted), 0.0);
   const auto scaled = at::where(is_good, (p * lift * factor).clamp(-largest, largest), 0.0);

@@ -72,7 +72,7 @@ def can_reduce(name: str, dtype: torch.dtype) -> bool:
     function = pairwise(name, dtype)
     if function is None:
         return False
-    one = torch.empty(1, dtype=dtype)
+    one = torch.empty(1, dtype=dtype, device="cpu")
     try:
         return function(one, one).dtype == dtype
     except (RuntimeError, TypeError):
