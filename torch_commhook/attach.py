@@ -42,6 +42,9 @@ _DEFAULTS: dict[str, Any] = {
     "init_sync": True,
 }
 
+#: What is made inside of ``torch.inference_mode()`` could be written nowhere else.
+_OUTSIDE = torch.inference_mode(False)
+
 _roads: weakref.WeakKeyDictionary[torch.nn.Module, DdpRoad | ReducerRoad] = (
     weakref.WeakKeyDictionary()
 )
@@ -92,6 +95,7 @@ class HookHandle:
             if not road.is_alive and not road.is_closing:
                 _roads.pop(model, None)
 
+    @_OUTSIDE
     def replace(self, hook: Callable[..., Any], *, state: object = None) -> None:
         """Put another hook in this one's place, from the next backward on.
 
@@ -227,6 +231,7 @@ class HookHandle:
             )
         return self._road.join()
 
+    @_OUTSIDE
     def synchronize(self) -> None:
         """Bring ranks together that the hook keeps apart: all have the same parameters then.
 
@@ -258,6 +263,7 @@ class HookHandle:
 
     # ---- what the hook remembers -----------------------------------------------------------------
 
+    @_OUTSIDE
     def state_dict(self) -> dict[str, Any]:
         """What the hook remembers on this rank, to go on from later.
 
@@ -277,6 +283,7 @@ class HookHandle:
             return local_steps.state_dict()
         return {} if memory.is_empty else memory.state_dict()
 
+    @_OUTSIDE
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`state_dict` gave on this rank.
 
@@ -323,6 +330,7 @@ class HookHandle:
         return f"HookHandle({self._attached.name}, {where})"
 
 
+@_OUTSIDE
 def attach(
     model: torch.nn.Module,
     hook: Callable[..., Any],

@@ -368,6 +368,9 @@ class GradBucket:
         return buffer
 
     def _buffer_of(self, gradients: list[Tensor | None], buffer: Tensor | None) -> Tensor:
+        if buffer is None and torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # or a hook could not write to it elsewhere
+                return self._buffer_of(gradients, buffer)
         if len(gradients) != len(self._parameters):
             raise ValueError(
                 f"GradBucket: gradients must be {len(self._parameters)}, one for each parameter, "

@@ -442,6 +442,7 @@ class DdpRoad:
         """Whether the model still exists."""
         return self.model() is not None
 
+    @torch.inference_mode(False)
     def give_way(self) -> bool:
         """Let our own reducer take over for good, where a hook is attached.
 

@@ -175,6 +175,7 @@ def check_tensor(
         raise _unfit(f"{what} must hold finite numbers, got others")
 
 
+@torch.inference_mode(False)  # inside, states would be no use elsewhere
 def reshard_states(states: Sequence[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
     """States for another number of ranks, from those of all ranks.
 

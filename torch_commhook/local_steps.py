@@ -232,6 +232,7 @@ class LocalSteps:
             self._look_for_anchor()
         self.exchange(at_the_end=True)
 
+    @torch.inference_mode(False)  # under which an optimizer may step
     @torch.no_grad()
     def exchange(self, *, at_the_end: bool = False) -> None:
         """Bring the ranks together. All come here at the same point.

@@ -222,7 +222,8 @@ class BucketMemory:
             step = self._owner.steps
             seeds = _mixed(seed, self.index, rank), _mixed(seed, self.index, -1 - self.rank)
             rows = [[seed, step] for seed in seeds]
-            rounding = torch.tensor(rows, dtype=torch.int64, device=self.device)
+            with torch.inference_mode(False):
+                rounding = torch.tensor(rows, dtype=torch.int64, device=self.device)
             self.roundings[name] = rounding
         return rounding
 
@@ -385,7 +386,7 @@ class HookMemory:
             known = memory.parameters
             if len(known) == len(parameters) and all(map(operator.is_, known, parameters)):
                 return memory
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             wanted = {id(parameter) for parameter in parameters}
             for first, old in list(self._buckets.items()):
                 if any(id(parameter) in wanted for parameter in old.parameters):

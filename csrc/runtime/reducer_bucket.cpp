@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 #include <utility>
@@ -33,6 +34,7 @@ ReducerBucket::ReducerBucket(std::vector<at::Tensor> parameters, bool is_sparse,
 
 at::Tensor ReducerBucket::allocate() const {
   const auto& like = parameters_.front();
+  const c10::InferenceMode outside(false);  // or no other step could write to it
   auto memory = at::empty({layout_.numel()},
                           at::TensorOptions().dtype(like.scalar_type()).device(like.device()));
   preferHugePages(memory);

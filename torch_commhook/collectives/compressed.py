@@ -45,7 +45,8 @@ class MessageBuffers:
             or buffer.dtype != dtype
             or buffer.device != device
         ):
-            buffer = self._buffers[name] = torch.empty(shape, dtype=dtype, device=device)
+            with torch.inference_mode(False):  # or no other call could write to it
+                buffer = self._buffers[name] = torch.empty(shape, dtype=dtype, device=device)
         return buffer
 
     def __reduce__(self) -> tuple[type[MessageBuffers], tuple[()]]:

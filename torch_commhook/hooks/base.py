@@ -320,7 +320,8 @@ class Workspaces:
         ):
             for parameter in bucket.parameters():
                 self._buffers.pop(parameter, None)
-            buffer = torch.empty(numel, dtype=dtype, device=device)
+            with torch.inference_mode(False):  # or no other step could write to it
+                buffer = torch.empty(numel, dtype=dtype, device=device)
             _C.prefer_huge_pages(buffer)
             self._buffers[key] = buffer
         return buffer

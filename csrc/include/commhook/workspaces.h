@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
 
 #include <iterator>
 #include <mutex>
@@ -32,6 +33,7 @@ class Workspaces {
     for (const auto& parameter : parameters) {
       buffers_.erase(key(parameter));
     }
+    const c10::InferenceMode outside(false);  // or no other step could write to it
     at::Tensor buffer =
         at::empty({bucket.numel()}, at::TensorOptions().dtype(dtype).device(bucket.device()));
     preferHugePages(buffer);
