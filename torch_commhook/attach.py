@@ -375,13 +375,14 @@ def attach(
     divide by all ranks, as with ``divide_by_initial_world_size=True``.
 
     Raises:
-        TypeError: no module, or :func:`torch_commhook.check_hook` refuses the hook.
+        TypeError: no module, or :func:`torch_commhook.check_hook` refuses the hook; a parameter is
+            a DTensor, or FullyShardedDataParallel has flattened it.
         ValueError: an annotation of the hook says that it is none; a setting that DDP has itself;
             no parameter requires grad; a parameter is on the meta device, or has an optimizer in
             backward.
         RuntimeError: a hook is attached already, or to another model with one of the parameters, or
-            was registered with DDP itself; the ranks' parameters differ; torch.distributed is not
-            initialized.
+            was registered with DDP itself; replicate() was applied to a module; the ranks'
+            parameters differ; torch.distributed is not initialized.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"attach: model must be a torch.nn.Module, got {_C.type_name(model)}")

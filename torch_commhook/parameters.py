@@ -8,10 +8,16 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed._composable.contract import _get_registry
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_commhook import _C
+
+_WHOLE = "attach takes models whose parameters are whole on each rank"
+
+#: An attribute of the parameters that FullyShardedDataParallel has flattened.
+FLATTENED = "_fsdp_flattened"
 
 
 def trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -20,8 +26,17 @@ def trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
     Raises:
         ValueError: there are none, one has no memory yet, or is stepped by an optimizer in
             backward.
-        TypeError: one is a DTensor.
+        TypeError: one is a DTensor, or FullyShardedDataParallel has flattened one.
+        RuntimeError: replicate() was applied to a part of the model.
     """
+    _check_not_replicated(model)
+    if any(_is_flattened(module) for module in model.modules()) or any(
+        FLATTENED in vars(parameter) for parameter in model.parameters()
+    ):
+        raise TypeError(
+            f"attach: the parameters of {_C.type_name(model)} are flattened by "
+            f"FullyShardedDataParallel, which communicates their gradients itself; {_WHOLE}"
+        )
     ignored = ignored_names(model)
     parameters: list[tuple[str, Tensor]] = [
         (name, parameter)
@@ -41,10 +56,10 @@ def trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
                 f"attach: parameter '{name}' is not initialised; run the model once before "
                 "attaching"
             )
-        if hasattr(parameter, "device_mesh"):
+        if hasattr(parameter, "device_mesh") or _is_gathered(model, name):
             raise TypeError(
                 f"attach: parameter '{name}' is a DTensor, whose gradients its own sharding "
-                "communicates; attach takes models whose parameters are whole on each rank"
+                f"communicates; {_WHOLE}"
             )
         if hasattr(parameter, "_in_backward_optimizers"):
             raise ValueError(
@@ -62,8 +77,85 @@ def ignored_names(model: nn.Module) -> Collection[str]:
     return getattr(model, "_ddp_params_and_buffers_to_ignore", ())
 
 
-def check_not_in_ddp(parameters: Sequence[tuple[str, Tensor]]) -> None:
+def why_replaced(model: nn.Module, name: str, parameter: Tensor) -> str | None:
+    """Say which sharding has taken a parameter's place, or None where none has.
+
+    Args:
+        model: the model.
+        name: the parameter's name in it when the hook was attached.
+        parameter: the one that was there.
+    """
+    sharding = _sharding(model, name, parameter)
+    if sharding is None:
+        return None
+    return f"{sharding} has been applied since the hook was attached; {_WHOLE}; remove() the hook"
+
+
+def _is_flattened(module: nn.Module) -> bool:
+    """Whether FullyShardedDataParallel has put its parameters into a flat one of its own."""
+    # Of those that stay its parameters, FLATTENED tells.
+    return getattr(module, "_fsdp_use_orig_params", True) is False
+
+
+def _path(model: nn.Module, name: str) -> list[nn.Module]:
+    """The modules from a model to the one that has a parameter, as far as they are there."""
+    modules = [model]
+    for part in name.split(".")[:-1]:
+        module = getattr(modules[-1], part, None)
+        if not isinstance(module, nn.Module):
+            break
+        modules.append(module)
+    return modules
+
+
+def _composables(module: nn.Module) -> Any:
+    """The functions of torch.distributed that were applied to a module, by name."""
+    return _get_registry(module) or {}
+
+
+def _sharding(model: nn.Module, name: str, parameter: Tensor) -> str | None:
+    modules = _path(model, name)
+    if FLATTENED in vars(parameter) or any(map(_is_flattened, modules)):
+        return "FullyShardedDataParallel"
+    for module in modules:
+        for function in ("fully_shard", "replicate"):
+            if function in _composables(module):
+                return f"{function}()"
+    if getattr(modules[-1], "_is_fsdp_managed_module", False):  # by one around the model
+        return "fully_shard()"
+    now = getattr(modules[-1], name.rpartition(".")[2], None)
+    return "a sharding by DTensor" if hasattr(now, "device_mesh") else None
+
+
+def _is_gathered(model: nn.Module, name: str) -> bool:
+    """Whether a parameter is whole only until ``fully_shard`` shards it again."""
+    for module in _path(model, name):
+        reshard = getattr(module, "reshard", None)
+        if "fully_shard" in _composables(module) and reshard is not None:
+            reshard()  # parameters that it was told to ignore stay as they are
+    return hasattr(model.get_parameter(name), "device_mesh")
+
+
+def _check_not_replicated(model: nn.Module) -> None:
+    """Refuse replicate(), whose DDP is made in the first forward and averages gradients, too."""
+    for name, module in model.named_modules():
+        # The newer replicate() is a fully_shard(), and makes DTensors.
+        if "replicate" in _composables(module) and not hasattr(module, "reshard"):
+            place = f"its module '{name}'" if name else _C.type_name(module)
+            raise RuntimeError(
+                f"attach: replicate() was applied to {place}, whose gradients a "
+                "DistributedDataParallel averages from the first forward on; call "
+                "module.register_comm_hook(None, hook), or attach the hook to a model without "
+                "replicate()"
+            )
+
+
+def check_not_in_ddp(parameters: Sequence[tuple[str, Tensor]], *, attached: bool = False) -> None:
     """Refuse parameters whose gradients DDP averages, which would come after and undo the hook.
+
+    Args:
+        parameters: names and parameters.
+        attached: whether a hook is attached to them already.
 
     Raises:
         RuntimeError: there is one.
@@ -75,6 +167,12 @@ def check_not_in_ddp(parameters: Sequence[tuple[str, Tensor]]) -> None:
             == DistributedDataParallel.__module__
             for hook in hooks.values()
         ):
+            if attached:
+                raise RuntimeError(
+                    f"torch_commhook: the gradient of parameter '{name}' is averaged by a "
+                    "DistributedDataParallel, too, which was made after the hook was attached, or "
+                    "by replicate(); remove() the hook, and attach it to that DDP"
+                )
             raise RuntimeError(
                 f"attach: the gradient of parameter '{name}' is averaged by a "
                 "DistributedDataParallel already; attach the hook to that"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_commhook import _C
-from torch_commhook.parameters import ignored_names
+from torch_commhook.parameters import ignored_names, why_replaced
 
 _FUNCTIONAL_FILE = torch.nn.utils.stateless.__file__
 
@@ -35,7 +35,7 @@ class WatchedParameters:
         self, model: nn.Module, parameters: Sequence[tuple[str, Tensor]], *, in_ddp: bool
     ) -> None:
         self._model = weakref.ref(model)
-        self._names = [name for name, _ in parameters]
+        self._parameters = list(parameters)
         self._averaged = {id(parameter) for _, parameter in parameters}
         self._forms = _C.ParameterForms([parameter for _, parameter in parameters], in_ddp)
         self._frozen = [
@@ -53,7 +53,7 @@ class WatchedParameters:
 
     def clear(self) -> None:
         """Watch no longer, and hold no parameter."""
-        self._names.clear()
+        self._parameters.clear()
         self._averaged.clear()
         self._forms.clear()
         self._frozen.clear()
@@ -63,14 +63,15 @@ class WatchedParameters:
         """What has happened to the parameters, as an error says it; None if nothing."""
         model = self._model()
         self.is_sure = True
-        if model is None or not self._names:
+        if model is None or not self._parameters:
             return None
         changed = self._forms.change()
         if changed is not None:
             number, what = changed
-            return (
-                f"torch_commhook: parameter '{self._names[number]}' {what}; convert or move a "
-                "model before it is wrapped and before a hook is attached"
+            name, _ = self._parameters[number]
+            return self._sharded(model) or (
+                f"torch_commhook: parameter '{name}' {what}; convert or move a model before it is "
+                "wrapped and before a hook is attached"
             )
         for name, parameter in self._frozen:
             if parameter.requires_grad:
@@ -84,6 +85,9 @@ class WatchedParameters:
         self.is_sure = not _is_in_functional_call()
         if not self.is_sure:
             return None
+        sharded = self._sharded(model)
+        if sharded is not None:
+            return sharded
         ignored = ignored_names(model)
         for name, parameter in model.named_parameters():
             if (
@@ -96,6 +100,13 @@ class WatchedParameters:
                     f"attached, so that nobody averages its gradient; {self._way_out}"
                 )
         self._members = members
+        return None
+
+    def _sharded(self, model: nn.Module) -> str | None:
+        for name, parameter in self._parameters:
+            why = why_replaced(model, name, parameter)
+            if why is not None:
+                return f"torch_commhook: parameter '{name}' was replaced: {why}"
         return None
 
 

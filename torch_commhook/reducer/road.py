@@ -60,7 +60,7 @@ class ReducerRoad:
         self._seen_in_forward = False  # the parameters, since the last step
         self._sync = True
         self._sync_of_forward: bool | None = None
-        self._first = parameters[:1]
+        self._to_check = parameters  # whether DDP has them; the first alone after one step
         self._buffers_changed = True
         self._broadcast_buffers = broadcast_buffers and self._group.size > 1
         self.reducer = Reducer(
@@ -174,7 +174,12 @@ class ReducerRoad:
         model = self.model()
         assert model is not None
         tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
-        tensors = [tensor for tensor in tensors if tensor.is_leaf and tensor.numel()]
+        # Of frozen parameters that are DTensors each rank has its own part.
+        tensors = [
+            tensor
+            for tensor in tensors
+            if tensor.is_leaf and tensor.numel() and not hasattr(tensor, "device_mesh")
+        ]
         if tensors:
             dist._broadcast_coalesced(self._group.parent, tensors, _BROADCAST_BYTES, rank)
 
@@ -202,7 +207,7 @@ class ReducerRoad:
 
     def _reducer_closed(self) -> None:
         self._end.detach()
-        self._first.clear()
+        self._to_check = []
         self._watched.clear()
         self._group.close()
         _fuse_again(self)
@@ -247,7 +252,8 @@ class ReducerRoad:
         """Called around each backward that synchronises, where it is not traced."""
         if begins:
             if not isinstance(self.model(), DistributedDataParallel):
-                check_not_in_ddp(self._first)
+                check_not_in_ddp(self._to_check, attached=True)
+                self._to_check = self._to_check[:1]
             if not self._seen_in_forward:
                 self._check_parameters()
             self._joinable.notify()  # where the model's own forward was not called

@@ -1,0 +1,239 @@
+"""attach() and models whose gradients something else communicates: FSDP, DTensor, replicate()."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import nn
+from torch.distributed._composable import replicate_with_fsdp
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from torch_commhook import attach, hooks
+from torch_commhook.parameters import why_replaced
+from torch_commhook.testing import run_ranks
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+
+def _step(model: nn.Module, rank: int = 0) -> None:
+    model(torch.full((2, 4), rank + 1.0)).sum().backward()
+
+
+def _flattened(model: nn.Module, strategy: str, use_orig_params: bool) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is not the newest, says PyTorch
+        return FullyShardedDataParallel(
+            model,
+            sharding_strategy=ShardingStrategy[strategy],
+            use_orig_params=use_orig_params,
+            device_id=torch.device("cpu"),
+        )
+
+
+def _message(kind: type[Exception], function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__}")  # pytest's own would end a rank's process
+
+
+# ---- refused by attach ---------------------------------------------------------------------------
+
+PLACES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "it": lambda model: model,
+    "around it": lambda model: nn.Sequential(nn.Linear(4, 4), model),
+    "inside it": lambda model: model.module[0],
+}
+
+
+def _attach_flattened(rank: int, place: str, strategy: str, use_orig_params: bool) -> str:
+    model = PLACES[place](_flattened(_net(), strategy, use_orig_params))
+    return _message(TypeError, lambda: attach(model, hooks.allreduce()))
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "FULL_SHARD"])
+@pytest.mark.parametrize("place", PLACES)
+def test_flattened(two_ranks: RankPool, place: str, strategy: str, use_orig_params: bool) -> None:
+    for message in two_ranks.run(_attach_flattened, place, strategy, use_orig_params):
+        assert "flattened by FullyShardedDataParallel" in message
+        assert "whole on each rank" in message
+
+
+def _attach_gathered(rank: int) -> str:
+    model = _net()
+    fully_shard(model)
+    model(torch.ones(2, 4))  # after which the parameters are whole until backward
+    return _message(TypeError, lambda: attach(model, hooks.allreduce()))
+
+
+def test_fully_shard_between_forward_and_backward() -> None:
+    for message in run_ranks(_attach_gathered, 2):
+        assert "parameter '0.weight' is a DTensor" in message
+
+
+def _attach_to_ignored(rank: int) -> list[float]:
+    model = _net()
+    model[0].requires_grad_(False)
+    fully_shard(model, ignored_params=set(model[2].parameters()))
+    model(torch.ones(2, 4))
+    attach(model, hooks.allreduce())
+    _step(model, rank)
+    return model[2].weight.grad.flatten().tolist()
+
+
+def test_parameters_that_fully_shard_ignores() -> None:
+    first, second = run_ranks(_attach_to_ignored, 2)
+    assert first == second and any(first)
+
+
+def _attach_replicated(rank: int, place: str, stepped: bool) -> str:
+    model = replicate(_net())
+    if stepped:
+        _step(model, rank)
+    if place == "around it":
+        model = nn.Sequential(nn.Linear(4, 4), model)
+    return _message(RuntimeError, lambda: attach(model, hooks.allreduce()))
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("place", ["it", "around it"])
+def test_replicate(place: str, stepped: bool) -> None:
+    for message in run_ranks(_attach_replicated, 2, place, stepped):
+        assert "attach: replicate() was applied to" in message
+        assert "register_comm_hook(None, hook)" in message
+
+
+def _hook_of_replicate(rank: int) -> list[float]:
+    model = replicate(_net())
+    model.register_comm_hook(None, hooks.allreduce())
+    _step(model, rank)
+    return model[0].weight.grad.flatten().tolist()
+
+
+def test_replicate_takes_a_hook_itself() -> None:
+    first, second = run_ranks(_hook_of_replicate, 2)
+    assert first == second and any(first)
+
+
+# ---- applied after attach ------------------------------------------------------------------------
+
+
+def _shard(model: nn.Module) -> nn.Module:
+    fully_shard(model)
+    return model
+
+
+def _shard_one(model: nn.Module) -> nn.Module:
+    fully_shard(model[2])
+    return model
+
+
+def _replicate_newer(model: nn.Module) -> nn.Module:
+    replicate_with_fsdp.replicate(model)
+    return model
+
+
+def _parallelize(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2,))
+    parallelize_module(model, mesh, {"0": ColwiseParallel()})
+    return model
+
+
+LATER: dict[str, tuple[Callable[[nn.Module], nn.Module], str, str]] = {
+    "fully_shard": (_shard, "0.weight", "fully_shard()"),
+    "fully_shard of a part": (_shard_one, "2.weight", "fully_shard()"),
+    "replicate as fully_shard": (_replicate_newer, "0.weight", "replicate()"),
+    "parallelize_module": (_parallelize, "0.weight", "a sharding by DTensor"),
+    **{
+        f"FSDP1, {strategy}, {orig}": (
+            lambda model, strategy=strategy, orig=orig: _flattened(model, strategy, orig),
+            "0.weight",
+            "FullyShardedDataParallel",
+        )
+        for strategy in ("NO_SHARD", "FULL_SHARD")
+        for orig in (False, True)
+    },
+}
+
+
+def _applied_later(rank: int, name: str) -> tuple[str, str | None, bool]:
+    apply, parameter_name, _ = LATER[name]
+    model = _net()
+    parameter = model.get_parameter(parameter_name)
+    assert why_replaced(model, parameter_name, parameter) is None
+    handle = attach(model, hooks.allreduce())
+    outer = apply(model)
+    message = _message(RuntimeError, lambda: _step(outer, rank))
+    handle.remove()
+    if name != "parallelize_module":  # the rest of this one wants other shapes
+        _step(outer, rank)
+    return message, why_replaced(model, parameter_name, parameter), handle.is_attached
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_applied_after_attach(two_ranks: RankPool, name: str) -> None:
+    _, parameter, sharding = LATER[name]
+    for message, why, is_attached in two_ranks.run(_applied_later, name):
+        assert f"parameter '{parameter}'" in message
+        assert message.endswith(
+            f"{sharding} has been applied since the hook was attached; attach takes models whose "
+            "parameters are whole on each rank; remove() the hook"
+        )
+        assert why is not None and why in message
+        assert not is_attached
+
+
+def _flattened_part_later(rank: int, use_orig_params: bool) -> str:
+    model = _net()
+    attach(model, hooks.allreduce())
+    model[2] = _flattened(model[2], "FULL_SHARD", use_orig_params)
+    return _message(RuntimeError, lambda: _step(model, rank))
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_part_flattened_after_attach(two_ranks: RankPool, use_orig_params: bool) -> None:
+    for message in two_ranks.run(_flattened_part_later, use_orig_params):
+        assert "parameter '2.weight' was replaced: FullyShardedDataParallel has been" in message
+
+
+def test_a_parameter_that_no_sharding_has_replaced() -> None:
+    model = _net()
+    parameter = model[0].weight
+    model[0].weight = nn.Parameter(torch.ones(4, 4))
+    assert why_replaced(model, "0.weight", parameter) is None
+    del model[0]
+    assert why_replaced(model, "5.weight", parameter) is None
+
+
+def _averaged_later(rank: int, around: str) -> str:
+    model = _net()
+    handle = attach(model, hooks.allreduce())
+    if around == "DDP":
+        model[2] = DDP(model[2])
+    else:
+        replicate(model[2] if around == "replicate, a part" else model)
+    message = _message(RuntimeError, lambda: _step(model, rank))
+    handle.remove()
+    return message
+
+
+@pytest.mark.parametrize("around", ["DDP", "replicate", "replicate, a part"])
+def test_averaged_after_attach(around: str) -> None:
+    place = "0.weight" if around == "replicate" else "2.weight"
+    for message in run_ranks(_averaged_later, 2, around):
+        assert f"parameter '{place}' is averaged by a DistributedDataParallel, too" in message
+        assert "remove() the hook" in message
