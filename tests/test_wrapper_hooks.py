@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch_commhook import GradBucket, attach, codecs, hooks, process_group
 from torch_commhook.cli.hook_expression import parse_hook
 from torch_commhook.collectives import hierarchical_all_reduce
+from torch_commhook.process_group import WrapperProcessGroup
 from torch_commhook.testing import run_ranks, simulate
 
 
@@ -503,7 +504,8 @@ def test_groups_of_hierarchical_hooks_are_checked() -> None:
         groups = _nodes(2, 2)
         alone = [dist.new_group([other]) for other in range(4)][rank]
         message = "must have this rank alone in common"
-        for inter in (groups["intra_group"], dist.group.WORLD):
+        world = dist.group.WORLD
+        for inter in (groups["intra_group"], world, WrapperProcessGroup(world)):
             with pytest.raises(ValueError, match=message):
                 hooks.hierarchical(
                     codecs.sign(), intra_group=groups["intra_group"], inter_group=inter
@@ -519,10 +521,15 @@ def test_groups_of_hierarchical_hooks_are_checked() -> None:
     run_ranks(on_rank, 4)
 
 
-def test_groups_of_hierarchical_hooks_must_be_rows_and_columns() -> None:
+def _as_it_is(group: Any) -> Any:
+    return group
+
+
+@pytest.mark.parametrize("around", [_as_it_is, WrapperProcessGroup])
+def test_groups_of_hierarchical_hooks_must_be_rows_and_columns(around: Any) -> None:
     def crossed(rank: int) -> None:
         made = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 3], [1, 2])]
-        intra, inter = made[rank // 2], made[2 if rank in (0, 3) else 3]
+        intra, inter = around(made[rank // 2]), around(made[2 if rank in (0, 3) else 3])
         hook = hooks.hierarchical(codecs.sign(), intra_group=intra, inter_group=inter)
         with pytest.raises(ValueError, match="must have the ranks with one place in their nodes"):
             attach(nn.Linear(3, 2), hooks.clip(1.0, hook))
@@ -531,7 +538,7 @@ def test_groups_of_hierarchical_hooks_must_be_rows_and_columns() -> None:
         halves = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
         alone = [dist.new_group([other]) for other in range(4)][rank]
         hook = hooks.hierarchical(
-            codecs.sign(), intra_group=alone, inter_group=halves[2 + rank % 2]
+            codecs.sign(), intra_group=around(alone), inter_group=around(halves[2 + rank % 2])
         )
         with pytest.raises(ValueError, match=r"of the model alone, \[.*\], got \[.*\] too"):
             attach(nn.Linear(3, 2), hook, process_group=halves[rank // 2])

@@ -55,6 +55,16 @@ def group_name(group: Any) -> str:
         return f"group {id(group):x}"
 
 
+def group_ranks(group: Any) -> list[int] | None:
+    """The global ranks of a group, or of the one that it is around; None where nobody knows."""
+    while isinstance(group, dist.ProcessGroup):
+        known = distributed_c10d._world.pg_group_ranks.get(group)
+        if known is not None:
+            return list(known)
+        group = getattr(group, "parent", None)
+    return None
+
+
 def is_destroyed(group: Any) -> bool:
     """Whether ``torch.distributed`` has known a group of its own, and knows it no longer."""
     if type(group) is not dist.ProcessGroup or group in distributed_c10d._world.pg_map:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from torch_commhook.agreement import gather
 from torch_commhook.bucket import GradBucket
@@ -18,6 +16,7 @@ from torch_commhook.collectives.hierarchical import (
     share_range,
 )
 from torch_commhook.collectives.plain import resolve_group
+from torch_commhook.gloo_groups import group_ranks
 from torch_commhook.hooks.base import Hook, result_tensor
 from torch_commhook.hooks.compressed import check_dense, rounding_of
 from torch_commhook.memory import BucketMemory
@@ -71,12 +70,9 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
 
     def _check_groups(self) -> None:
         """Refuse groups with more than this rank in common, where it is known who is in them."""
-        known = distributed_c10d._world.pg_group_ranks
-        if self.intra_group not in known or self.inter_group not in known:
+        nodes, places = group_ranks(self.intra_group), group_ranks(self.inter_group)
+        if nodes is None or places is None:
             return
-        nodes, places = (
-            dist.get_process_group_ranks(group) for group in (self.intra_group, self.inter_group)
-        )
         both = sorted(set(nodes) & set(places))
         if len(both) > 1:
             raise ValueError(
@@ -85,13 +81,10 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
             )
 
     def check_ranks(self, group: Any) -> None:
-        known = distributed_c10d._world.pg_group_ranks
-        own = (self.intra_group, self.inter_group)
-        ranks = [dist.get_process_group_ranks(g) if g in known else None for g in own]
-        every = gather(group, ranks)
-        if every is None or any(None in groups for groups in every):
+        every = gather(group, [group_ranks(self.intra_group), group_ranks(self.inter_group)])
+        of_model = group_ranks(group)
+        if every is None or of_model is None or any(None in groups for groups in every):
             return
-        of_model = dist.get_process_group_ranks(group)
         groups_of = dict(zip(of_model, every, strict=True))
         for rank, (node, places) in groups_of.items():
             others = sorted({*node, *places} - set(of_model))

@@ -7,6 +7,8 @@ from datetime import timedelta
 from types import FunctionType
 from typing import Any
 
+from torch.distributed import distributed_c10d
+
 from torch_commhook import _C
 from torch_commhook._dynamo import left_to_python
 from torch_commhook.process_group.group_hooks import (
@@ -44,6 +46,16 @@ class ProcessGroup(_C.ProcessGroup):
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         take_over(cls, ProcessGroup, _C.process_group_methods(), called_by_cpp)
+
+    def __repr__(self) -> str:
+        text = super().__repr__()
+        if self in distributed_c10d._world.pg_map:
+            return text
+        # PyTorch looks groups up in its tables, and has the group alone in many an error.
+        return (
+            f"<{text.strip('<>')}, which torch.distributed does not know; "
+            "torch_commhook.process_group.register(group, name) makes it known>"
+        )
 
     @property
     def _hooks(self) -> GroupHooks:

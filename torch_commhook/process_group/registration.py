@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from torch_commhook import _C
+from torch_commhook.gloo_groups import group_ranks
 
 
 def register(
@@ -32,7 +33,9 @@ def register(
         name: for a class, of lower-case letters, digits and underscores. For a group, one that no
             other has.
         devices: for a class: the device type that it serves, or several.
-        ranks: for a group: the global rank of each of its ranks; by default 0, 1, 2 and so on.
+        ranks: for a group: the global rank of each of its ranks. By default those of the group
+            that it is a :class:`WrapperProcessGroup` around; of a group of your own 0, 1, 2 and so
+            on, so that one over other ranks needs them.
 
     Raises:
         TypeError: neither a class nor a group; a name that is no string.
@@ -89,7 +92,8 @@ def _register_group(group: dist.ProcessGroup, name: str, ranks: Sequence[int] | 
             f"register: the group is known already, as {world.pg_names[group]!r}; "
             "torch.distributed.destroy_process_group(group) forgets it"
         )
-    ranks = range(group.size()) if ranks is None else ranks
+    if ranks is None:
+        ranks = group_ranks(group) or range(group.size())
     if not isinstance(ranks, Sequence) or any(not isinstance(rank, int) for rank in ranks):
         raise TypeError(f"register: ranks must be a list of ints or None, got {ranks!r}")
     if any(rank < 0 for rank in ranks):

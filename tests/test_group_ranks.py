@@ -1,0 +1,101 @@
+"""The global ranks of groups in Python, and what is said of groups that PyTorch does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch.distributed.device_mesh import DeviceMesh
+
+from torch_commhook import ProcessGroup
+from torch_commhook.process_group import (
+    CompressedProcessGroup,
+    FaultyProcessGroup,
+    RecordingProcessGroup,
+    WrapperProcessGroup,
+    register,
+)
+from torch_commhook.testing import run_ranks
+
+AROUND: dict[str, Callable[[Any], Any]] = {
+    "a group": RecordingProcessGroup,
+    "a wrapper": lambda group: FaultyProcessGroup(WrapperProcessGroup(group), []),
+    "a wrapper that is known": lambda group: CompressedProcessGroup(_known(group), torch.bfloat16),
+}
+
+
+def _known(group: Any) -> Any:
+    wrapper = WrapperProcessGroup(group)
+    register(wrapper, "around")
+    return wrapper
+
+
+def _mesh_of_odd_ranks(rank: int, around: str) -> tuple[list[int], list[int], list[float]] | None:
+    group = dist.new_group([1, 3])
+    if rank not in (1, 3):
+        return None
+    wrapper = AROUND[around](group)
+    register(wrapper, "odd")
+    mesh = DeviceMesh.from_group(wrapper, "cpu")
+    x = torch.full((2,), float(rank))
+    dist.broadcast(x, src=3, group=wrapper)
+    return mesh.mesh.tolist(), dist.get_process_group_ranks(wrapper), x.tolist()
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_those_of_the_group_inside(around: str) -> None:
+    for found in run_ranks(_mesh_of_odd_ranks, 4, around)[1::2]:
+        assert found == ([1, 3], [1, 3], [3.0, 3.0])
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_those_that_are_given() -> None:
+    made = ProcessGroup(0, 2)
+    register(made, "made", ranks=[5, 2])
+    around = WrapperProcessGroup(made)
+    register(around, "around")
+    chosen = WrapperProcessGroup(made)
+    register(chosen, "chosen", ranks=[1, 0])
+    unknown = WrapperProcessGroup(ProcessGroup(0, 2))
+    register(unknown, "unknown")
+    groups = (made, around, chosen, unknown)
+    ranks = [[5, 2], [5, 2], [1, 0], [0, 1]]
+    assert [dist.get_process_group_ranks(group) for group in groups] == ranks
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+ASKED: dict[str, Callable[[Any], Any]] = {
+    "a mesh": lambda group: DeviceMesh.from_group(group, "cpu"),
+    "a mesh of several": lambda group: DeviceMesh.from_group(
+        [group, group], "cpu", torch.zeros(1, 1), mesh_dim_names=("a", "b")
+    ),
+    "ranks": dist.get_process_group_ranks,
+    "own rank": dist.get_rank,
+    "backend": dist.get_backend,
+    "source": lambda group: dist.broadcast(torch.ones(1), src=0, group=group),
+    "functional": lambda group: functional.all_reduce(torch.ones(1), "sum", group),
+}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("asked", ASKED)
+def test_a_group_that_is_not_registered(asked: str) -> None:
+    group = CompressedProcessGroup(dist.group.WORLD, torch.bfloat16)
+    with pytest.raises((KeyError, ValueError, RuntimeError), match=r"process_group\.register"):
+        ASKED[asked](group)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_how_a_group_prints() -> None:
+    group = WrapperProcessGroup(dist.group.WORLD)
+    assert "process_group.register(group, name)" in repr(group)
+    register(group, "printed")
+    assert repr(group).startswith("<torch_commhook.process_group.wrapper.WrapperProcessGroup obj")
+    assert "register" not in repr(group)
+    dist.destroy_process_group(group)
+    assert "register" in repr(group)
