@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from modes import TRACED_MODES, Mode
 from rank_pool import RankPool
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from torch_commhook import GradBucket, attach, hooks
+from torch_commhook.process_group import WrapperProcessGroup
+from torch_commhook.testing import run_ranks
 
 WIDTH = 24
 
@@ -104,6 +107,42 @@ def test_gradients_are_the_mean_of_the_ranks_that_have_one(
         if mode.compiles_backward:
             # Calling backward in a compiled function is one, of the forward.
             assert [reason for reason in breaks if "Tensor.backward()" not in reason] == []
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_over_a_simulated_group(set_to_none: bool) -> None:
+    for wrong, _ in run_ranks(_against_the_mean, 2, Mode("module", "eager"), set_to_none):
+        assert wrong == []
+
+
+def _joined(rank: int) -> list[list[float]]:
+    """Rank 1 has fewer inputs, and neither rank uses the last layer then."""
+    model = Skipping()
+    handle = attach(model, hooks.allreduce())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with handle.join():
+        for number in range(3 - rank):
+            optimizer.zero_grad()
+            model.skip = (4,) if number else ()
+            model(batch(rank, number)).square().sum().backward()
+            optimizer.step()
+    return [parameter.flatten().tolist() for parameter in model.parameters()]
+
+
+def test_uneven_inputs_over_a_simulated_group(two_ranks: RankPool) -> None:
+    assert run_ranks(_joined, 2) == two_ranks.run(_joined)
+
+
+def _over_a_wrapper(rank: int) -> None:
+    model = Skipping()
+    attach(model, hooks.allreduce(), process_group=WrapperProcessGroup(dist.group.WORLD))
+    model.skip = (4,)
+    with pytest.raises(RuntimeError, match=r"\['layers\.4\.weight'\] got no gradient, and over"):
+        model(batch(rank, 0)).square().sum().backward()
+
+
+def test_a_group_over_which_ranks_do_not_tell() -> None:
+    run_ranks(_over_a_wrapper, 2)
 
 
 def _rotating(rank: int) -> list[str]:

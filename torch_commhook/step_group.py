@@ -134,6 +134,11 @@ class StepGroup:
         """Whether ranks agree on each step, and can go on after one that failed."""
         return self._store is not None
 
+    @property
+    def shares_used(self) -> bool:
+        """Whether ranks tell each other at the end of a step which parameters they have used."""
+        return self.recovers or getattr(self.parent, "_commhook_shares_used", False)
+
     def group_for(self, device: torch.device) -> Any:
         """What hooks communicate through for tensors on a device."""
         return self.group if device.type == "cpu" else self.parent
@@ -245,6 +250,8 @@ class StepGroup:
                 options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
                 self.group.allreduce([used], options).wait()
             except RuntimeError as error:
+                if not self.recovers:
+                    raise
                 explained = self.explain(error)
                 self.fail(str(error))
                 raise explained from error
@@ -404,6 +411,7 @@ class NoAgreement:
 
     size = 1
     recovers = False
+    shares_used = False
 
     def begin(self) -> None:
         """Nothing."""

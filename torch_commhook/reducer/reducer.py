@@ -281,10 +281,10 @@ class Reducer:
             for bucket in self._buckets:
                 self._result(bucket)
             used = torch.zeros(len(self._parameters), dtype=torch.uint8, device="cpu")
-            if self.group.recovers:
+            if self.group.shares_used:
                 self.group.commit(used)
             self._running.memory.advance()
-            if self.group.recovers:  # else all ranks use all parameters
+            if self.group.shares_used:  # else all ranks use all parameters
                 self._keep_unsent(used, zeros_sent=True)
             if self._is_to_rebuild():
                 self._agreed_order = self._agree_on_order()
@@ -602,7 +602,7 @@ class Reducer:
             late = cpp.results(self.group.timeout.total_seconds())
             traffic = cpp.traffic()
         used = self._locally_used()
-        if self._agreement.recovers:
+        if self._agreement.shares_used:
             self._agreement.commit(used)
         found = self._step_scale(late, used) if attached.scales_steps else None
         scale = 1.0 if found is None else float(found)
@@ -707,7 +707,7 @@ class Reducer:
             ):
                 if arrived is None and not (self._accumulated and parameter.grad is not None):
                     used[number] = 0
-        if not self._agreement.recovers and self._agreement.size > 1 and 0 in used:
+        if not self._agreement.shares_used and self._agreement.size > 1 and 0 in used:
             names = [name for name, yes in zip(self._names, used, strict=True) if not yes]
             raise RuntimeError(
                 f"torch_commhook: parameters {names} got no gradient, and over this process group "
@@ -772,7 +772,7 @@ class Reducer:
             bucket.running.future.start_next()
         results = [self._result(bucket) for bucket in self._buckets]
         used = self._locally_used()
-        if self._agreement.recovers:
+        if self._agreement.shares_used:
             self._used.copy_(used)
             used = self._used
             commit_step(used, results, self.group.name)

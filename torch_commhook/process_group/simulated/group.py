@@ -55,6 +55,9 @@ class SimulatedProcessGroup(ProcessGroup):
         DeadlockError: by whoever waits, where no rank can go on.
     """
 
+    #: As over Gloo, `attach` takes models of which ranks use other parameters.
+    _commhook_shares_used = True
+
     def __init__(self, link: Link, rank: int) -> None:
         super().__init__(rank, len(link.members))
         self._link = link
