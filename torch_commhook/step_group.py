@@ -101,6 +101,7 @@ class StepGroup:
     Attributes:
         group: what hooks communicate through. After a step that failed its connections are others.
         timeout: how long a collective may take.
+        shares_used: whether ranks tell each other at a step's end which parameters they have used.
     """
 
     def __init__(self, parent: Any = None) -> None:
@@ -120,6 +121,8 @@ class StepGroup:
         self.name = f"{group_name(self.parent)}/commhook{count}"
         self._store = group_store(self.parent) if self.size > 1 and is_gloo(self.parent) else None
         self.group: Any = self.parent
+        # Compilers must not ask the parent.
+        self.shares_used = self.recovers or hasattr(self.parent, "_commhook_shares_used")
         self._own: list[_Connected] = []
         self._stand_ins: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         # Gloo's threads must end before the interpreter does.
@@ -133,11 +136,6 @@ class StepGroup:
     def recovers(self) -> bool:
         """Whether ranks agree on each step, and can go on after one that failed."""
         return self._store is not None
-
-    @property
-    def shares_used(self) -> bool:
-        """Whether ranks tell each other at the end of a step which parameters they have used."""
-        return self.recovers or getattr(self.parent, "_commhook_shares_used", False)
 
     def group_for(self, device: torch.device) -> Any:
         """What hooks communicate through for tensors on a device."""
