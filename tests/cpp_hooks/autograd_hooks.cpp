@@ -13,6 +13,12 @@ commhook::TensorHook scale(double factor) {
 }
 COMMHOOK_REGISTER_AUTOGRAD_HOOK(scale, "scale", commhook::Option<double>("factor"));
 
+// As docs/cpp_hooks.md has it.
+commhook::TensorHook clip(double limit) {
+  return [limit](const at::Tensor& grad) { return grad.clamp(-limit, limit); };
+}
+COMMHOOK_REGISTER_AUTOGRAD_HOOK(clip, "clip", commhook::Option<double>("limit").above(0));
+
 commhook::PreHook scale_all(double factor) {
   return [factor](const Tensors& grads) {
     Tensors scaled;
