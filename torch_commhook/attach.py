@@ -27,7 +27,7 @@ from torch_commhook.hooks.base import Hook
 from torch_commhook.memory import HookMemory
 from torch_commhook.metrics import HookStats
 from torch_commhook.parameters import check_not_in_ddp, claim, release, trainable
-from torch_commhook.step_group import StepGroup
+from torch_commhook.step_group import StepGroup, check_is_free
 
 if TYPE_CHECKING:
     from torch_commhook.reducer.road import ReducerRoad
@@ -427,6 +427,7 @@ def attach(
         _check_capacity(settings["bucket_cap_mb"])
     claim(parameters, model, partial(_attached_to, weakref.ref(model)))
     group: Any = model.process_group if is_ddp else resolve_group(process_group)
+    check_is_free(group)
     check_agreement(group, parameters, _shared(model, hook, settings))
     prefix = "module." if is_ddp else ""  # a model's states and patterns are the same in DDP
     names = [(name.removeprefix(prefix), parameter) for name, parameter in parameters]

@@ -94,6 +94,7 @@ class Attached:
             group: of the model.
             device: of its gradients.
         """
+        group.hook_changes()
         self.memory.group = group.group_for(device)
         if not isinstance(self.hook, Hook):
             return

@@ -23,7 +23,7 @@ from torch_commhook.metrics import BucketTraffic, count_bucket
 from torch_commhook.parameters import trainable
 from torch_commhook.reducer.buckets import assign_buckets, split_by_kind
 from torch_commhook.results import checked_result, hook_on_bucket, scaled_result
-from torch_commhook.step_group import StepGroup
+from torch_commhook.step_group import StepGroup, check_is_free
 from torch_commhook.unsent import Late, keep_unsent, unsent_table
 from torch_commhook.watched_parameters import WatchedParameters
 
@@ -249,6 +249,7 @@ class DdpRoad:
         attached = self._running = self.attached
         self._is_first = True
         if attached is None:
+            check_is_free(self._group.parent)
             return None
         if attached.local_steps is not None:
             attached.local_steps.note_backward()

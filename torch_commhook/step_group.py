@@ -8,7 +8,9 @@ make a new group at the beginning of the next. Groups that hooks were given are 
 for each there is one of the library's own over the same ranks, which goes the same way.
 
 Other backends have no such way: their hooks use the model's group, and what fails there is found by
-the group's own timeout.
+the group's own timeout. So it is with tensors on a device that the model's group reaches through
+another backend, and with groups of other backends that hooks were given. Collectives of the step
+that failed may still be under way there, and the next ones would meet them: there is no next step.
 """
 
 from __future__ import annotations
@@ -87,6 +89,8 @@ class _Connected:
 _log = logging.getLogger(__name__)
 _counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _siblings: weakref.WeakKeyDictionary[Any, weakref.WeakSet[StepGroup]] = weakref.WeakKeyDictionary()
+#: Collectives of a step that failed may still be under way on these.
+_lost: weakref.WeakSet[Any] = weakref.WeakSet()
 groups_by_name: weakref.WeakValueDictionary[str, StepGroup] = weakref.WeakValueDictionary()
 
 
@@ -125,6 +129,8 @@ class StepGroup:
         self.shares_used = self.recovers or hasattr(self.parent, "_commhook_shares_used")
         self._own: list[_Connected] = []
         self._stand_ins: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        # What the hook communicates through beside its own: nobody can make their connections anew.
+        self._outside: weakref.WeakSet[Any] = weakref.WeakSet()
         # Gloo's threads must end before the interpreter does.
         self._end = weakref.finalize(self, _destroy, self._own)
         if self.recovers:
@@ -134,12 +140,24 @@ class StepGroup:
 
     @property
     def recovers(self) -> bool:
-        """Whether ranks agree on each step, and can go on after one that failed."""
+        """Whether ranks agree on each step, and connect anew after one that failed."""
         return self._store is not None
 
     def group_for(self, device: torch.device) -> Any:
         """What hooks communicate through for tensors on a device."""
-        return self.group if device.type == "cpu" else self.parent
+        group = self.group if device.type == "cpu" else self.parent
+        self._note_outside(group)
+        return group
+
+    def _note_outside(self, group: Any) -> None:
+        is_own = self.recovers and group is self.group
+        # What a compiler traces was noted when the hook was attached.
+        if not is_own and not torch.compiler.is_compiling() and group.size() > 1:
+            self._outside.add(group)
+
+    def hook_changes(self) -> None:
+        """Another hook is attached, which may communicate through other groups."""
+        self._outside.clear()
 
     def stand_in(self, group: Any, device: torch.device) -> Any:
         """What hooks communicate through instead of a group that they were given.
@@ -156,6 +174,7 @@ class StepGroup:
             and such as have ranks that do not take part here.
         """
         if not (self.recovers and device.type == "cpu" and is_gloo(group) and self._has(group)):
+            self._note_outside(group)
             return group
         found = self._stand_ins.get(group)
         if found is None:
@@ -172,7 +191,8 @@ class StepGroup:
         """Begin a step. After one that failed, wait for the other ranks and connect anew.
 
         Raises:
-            RuntimeError: some ranks do not come within the group's timeout.
+            RuntimeError: some ranks do not come within the group's timeout; the step that failed
+                has communicated through a group that cannot be connected anew.
             PeerError: a rank has come, and failed again since.
         """
         if self._open:  # the last step was left by an exception that nobody told of
@@ -187,8 +207,10 @@ class StepGroup:
             explained = self.explain("")
             self.fail(str(explained))
             raise explained
+        for group in self._outside:
+            check_is_free(group)
         self.connect()
-        self._open = self.recovers
+        self._open = self.size > 1
 
     def connect(self) -> None:
         """Connect anew where the last step failed; all ranks do.
@@ -229,12 +251,13 @@ class StepGroup:
                 own.take(dist.ProcessGroup.BackendType.CUSTOM, fake)
 
     def end(self) -> None:
-        """End a step that went well on this rank, as :meth:`commit`, where ranks agree at all."""
+        """End a step that went well on this rank; wait for the others where that finds failures."""
         if self.recovers:
             self.commit(torch.zeros(1, dtype=torch.uint8, device="cpu"))
+        self._open = False
 
     def commit(self, used: Tensor) -> None:
-        """End a step that went well on this rank, and wait until it has on all.
+        """End a step that went well on this rank, and wait until it has on all, where ranks agree.
 
         Args:
             used: uint8, of the same shape on all ranks. Becomes the maximum over the ranks.
@@ -242,7 +265,7 @@ class StepGroup:
         Raises:
             PeerError: it did not, on another rank.
         """
-        if self.size > 1:
+        if self.shares_used and self.size > 1:
             try:
                 options = dist.AllreduceOptions()
                 options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
@@ -271,9 +294,11 @@ class StepGroup:
         return [group for group in _siblings.get(self.parent, ()) if group is not self]
 
     def _fail(self, reason: str) -> None:
+        if self._open:
+            _lost.update(self._outside)
+        self._open = False
         if not self.recovers or self._broken:
             return
-        self._open = False
         self._broken = True
         assert self._store is not None
         with suppress(RuntimeError):  # the store may have gone with its process, which all see
@@ -402,6 +427,21 @@ class StepGroup:
     def _store_of(self, connections: str) -> dist.Store:
         assert self._store is not None
         return dist.PrefixStore(f"{self.name}/{connections}", self._store)
+
+
+def check_is_free(group: Any) -> None:
+    """Refuse a group on which collectives of a step that failed may still be under way.
+
+    Raises:
+        RuntimeError: one failed.
+    """
+    if group in _lost:
+        raise RuntimeError(
+            f"torch_commhook: a step that communicated through process group "
+            f"{group_name(group)!r} failed, and its collectives may still be under way there, "
+            "where later ones would meet them. Only groups of Gloo, with tensors on the CPU, "
+            "can go on: start the processes anew, or make a new process group on all ranks"
+        )
 
 
 class NoAgreement:

@@ -76,6 +76,7 @@ std::vector<at::Tensor> ReducerRun::finish(const std::vector<int64_t>& late, dou
   for (size_t index = 0; index < buckets_.size(); ++index) {
     const auto& run = *runs_[index];
     wait_for_result(*run.future, run.spec.where, seconds);
+    run.future->wait();  // a Future of a device is complete before the device is
     const auto result = run.result();
     if (std::find(late.begin(), late.end(), static_cast<int64_t>(index)) == late.end()) {
       buckets_[index]->write(result);

@@ -281,8 +281,7 @@ class Reducer:
             for bucket in self._buckets:
                 self._result(bucket)
             used = torch.zeros(len(self._parameters), dtype=torch.uint8, device="cpu")
-            if self.group.shares_used:
-                self.group.commit(used)
+            self.group.commit(used)
             self._running.memory.advance()
             if self.group.shares_used:  # else all ranks use all parameters
                 self._keep_unsent(used, zeros_sent=True)
@@ -469,7 +468,7 @@ class Reducer:
             return
         elif parameters_changed(self.key):
             self._leave_trace()
-        elif self._agreement.recovers:
+        elif self._agreement.size > 1:
             prepare_tracing(self.group.name)
             begin_step(self._token, self.group.name)
             self._begun = True
@@ -602,8 +601,7 @@ class Reducer:
             late = cpp.results(self.group.timeout.total_seconds())
             traffic = cpp.traffic()
         used = self._locally_used()
-        if self._agreement.shares_used:
-            self._agreement.commit(used)
+        self._agreement.commit(used)
         found = self._step_scale(late, used) if attached.scales_steps else None
         scale = 1.0 if found is None else float(found)
         together = not attached.keeps_ranks_apart
@@ -772,7 +770,7 @@ class Reducer:
             bucket.running.future.start_next()
         results = [self._result(bucket) for bucket in self._buckets]
         used = self._locally_used()
-        if self._agreement.shares_used:
+        if self._agreement.size > 1:
             self._used.copy_(used)
             used = self._used
             commit_step(used, results, self.group.name)

@@ -22,7 +22,7 @@ from torch_commhook.parameters import check_not_in_ddp
 from torch_commhook.reducer.join import ReducerJoinable
 from torch_commhook.reducer.reducer import Reducer
 from torch_commhook.reducer.tracing import parameters_changed
-from torch_commhook.step_group import StepGroup
+from torch_commhook.step_group import StepGroup, check_is_free
 from torch_commhook.watched_parameters import WatchedParameters
 
 _BROADCAST_BYTES = 250 << 20  # in flight, as in DDP
@@ -280,6 +280,7 @@ class ReducerRoad:
             if buffer.layout is torch.strided and buffer.numel():
                 by_dtype.setdefault(buffer.dtype, []).append(buffer)
         for buffers in by_dtype.values():
+            check_is_free(self._group.parent)
             with torch.no_grad():
                 flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
                 sent = collectives.broadcast(flat, src=source, group=self._group.parent).wait()
