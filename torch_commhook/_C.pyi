@@ -103,6 +103,7 @@ class Exchanges:
         up: torch.distributed.ProcessGroup,
         down: torch.distributed.ProcessGroup,
         is_second: bool,
+        names: list[int] = ...,
     ) -> None: ...
     def start(
         self, inputs: list[Tensor], outputs: list[Tensor], result: Tensor

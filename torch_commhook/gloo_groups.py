@@ -188,7 +188,8 @@ def exchanges_of(group: Any) -> _C.Exchanges:
         is_second = group in _firsts
         up: Any = _firsts[group]() if is_second else group
         down = _seconds.get(up, up)  # the same where it is alone
-        exchanges = _C.Exchanges(up, down, is_second)
+        names = list(distributed_c10d._world.pg_group_ranks.get(group, ()))
+        exchanges = _C.Exchanges(up, down, is_second, names)
         # The threads that wait for them must end before the interpreter does.
         found = _exchanges[group] = exchanges, weakref.finalize(group, exchanges.stop)
     return found[0]

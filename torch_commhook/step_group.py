@@ -16,6 +16,7 @@ that failed may still be under way there, and the next ones would meet them: the
 from __future__ import annotations
 
 import logging
+import re
 import time
 import weakref
 from collections.abc import Sequence
@@ -85,6 +86,12 @@ class _Connected:
         self.group._register_backend(torch.device("cpu"), kind, backend)
         self.group._set_group_name(self.name)
 
+
+#: What Gloo says of a connection that another rank has closed, or that was lost with its process.
+_CONNECTION_LOST = re.compile(
+    r"closed by peer|reset by peer|Broken pipe|Socket closed|pair closure|group was closed"
+)
+_EXCHANGE_WITH = re.compile(r"exchange: with rank (\d+): ")
 
 _log = logging.getLogger(__name__)
 _counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -273,6 +280,8 @@ class StepGroup:
             except RuntimeError as error:
                 if not self.recovers:
                     raise
+                if _is_lost(error):
+                    raise self._fail_with_lost(error) from error
                 explained = self.explain(error)
                 self.fail(str(error))
                 raise explained from error
@@ -285,6 +294,9 @@ class StepGroup:
         backward, and this rank may have left it before it came to them: all ranks, who do the same,
         then begin the next step with all of them anew.
         """
+        self._fail_all(f"on rank {self.rank}: {reason}")
+
+    def _fail_all(self, reason: str) -> None:
         if not self._broken:
             self._fail(reason)
             for sibling in self._others():
@@ -303,7 +315,7 @@ class StepGroup:
         assert self._store is not None
         with suppress(RuntimeError):  # the store may have gone with its process, which all see
             # The first counts: who comes later may have failed because of it.
-            self._store.compare_set(self._key(self._epoch), "", f"on rank {self.rank}: {reason}")
+            self._store.compare_set(self._key(self._epoch), "", reason)
         close_connections(*(own.group for own in self._own))
 
     def fail_with(self, error: BaseException) -> BaseException:
@@ -312,20 +324,37 @@ class StepGroup:
         Returns:
             What to raise: the error itself, or a :class:`PeerError` where another rank is at fault.
         """
-        explained = self.explain(error) if self._ended_by_peer(error) else None
+        if self.recovers and isinstance(error, RuntimeError):
+            if _is_lost(error):
+                return self._fail_with_lost(error)
+            if "gloo" in str(error) and self._reason(self._epoch) is not None:
+                explained = self.explain(error)
+                self.fail(str(error))
+                explained.__cause__ = error
+                return explained
         self.fail(f"{type(error).__name__}: {error}")
-        if explained is None:
-            return error
+        return error
+
+    def _fail_with_lost(self, error: RuntimeError) -> PeerError:
+        """:meth:`fail` because of a connection that was lost; gives what to raise.
+
+        A rank that closes its connections says why before it does. Where none has said anything, a
+        process has ended.
+        """
+        rank = _EXCHANGE_WITH.search(str(error))
+        who = "another rank"
+        if rank is not None:
+            who = f"rank {dist.get_group_rank(self.parent, int(rank[1]))}"
+        reason = (
+            f"since the process of {who} ended, or left it without saying why, as rank {self.rank} "
+            f"saw: {error}"
+        )
+        self._fail_all(reason)  # the first reason that a rank has given stays
+        explained = PeerError(
+            f"torch_commhook: this step failed {self._reason(self._epoch) or reason}"
+        )
         explained.__cause__ = error
         return explained
-
-    def _ended_by_peer(self, error: BaseException) -> bool:
-        """Whether an error is that of a collective, which another rank has left or ended."""
-        return (
-            isinstance(error, RuntimeError)
-            and "gloo" in str(error)
-            and self._reason(self._epoch) is not None
-        )
 
     def explain(self, error: BaseException | str) -> PeerError:
         """What to raise for an error in a collective, with what the rank at fault has told."""
@@ -427,6 +456,11 @@ class StepGroup:
     def _store_of(self, connections: str) -> dist.Store:
         assert self._store is not None
         return dist.PrefixStore(f"{self.name}/{connections}", self._store)
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Whether an error is that of a collective over Gloo whose connection was lost."""
+    return "gloo" in str(error) and _CONNECTION_LOST.search(str(error)) is not None
 
 
 def check_is_free(group: Any) -> None:

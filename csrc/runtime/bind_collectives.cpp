@@ -45,8 +45,9 @@ void bind_collectives(py::module_& m) {
       },
       py::arg("bytes"), py::arg("kinds"), py::arg("buffer_size"));
   py::class_<Exchanges, std::shared_ptr<Exchanges>>(m, "Exchanges")
-      .def(py::init<const Exchanges::Group&, const Exchanges::Group&, bool>(), py::arg("up"),
-           py::arg("down"), py::arg("is_second"))
+      .def(py::init<const Exchanges::Group&, const Exchanges::Group&, bool, std::vector<int64_t>>(),
+           py::arg("up"), py::arg("down"), py::arg("is_second"),
+           py::arg("names") = std::vector<int64_t>())
       .def(
           "start",
           [](Exchanges& self, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <stdexcept>
 #include <utility>
 
 using c10::ivalue::Future;
@@ -24,15 +25,9 @@ bool are_messages(const std::vector<at::Tensor>& messages, int64_t size) {
          });
 }
 
-std::exception_ptr wait_for(const std::vector<c10::intrusive_ptr<c10d::Work>>& works) {
-  try {
-    for (const auto& work : works) {
-      TORCH_CHECK(work->wait(), kStopped);
-    }
-  } catch (...) {
-    return std::current_exception();
-  }
-  return nullptr;
+// Whether all went well; false where they were aborted. Throws what failed.
+bool wait_for(const std::vector<c10::intrusive_ptr<c10d::Work>>& works) {
+  return std::all_of(works.begin(), works.end(), [](const auto& work) { return work->wait(); });
 }
 
 const Exchanges::Group& checked(const Exchanges::Group& group) {
@@ -42,13 +37,17 @@ const Exchanges::Group& checked(const Exchanges::Group& group) {
 
 }  // namespace
 
-Exchanges::Exchanges(const Group& up, const Group& down, bool is_second)
+Exchanges::Exchanges(const Group& up, const Group& down, bool is_second, std::vector<int64_t> names)
     : up_(checked(up)),
       down_(checked(down)),
       size_(up->getSize()),
       rank_(up->getRank()),
       is_second_(is_second),
+      names_(std::move(names)),
       lanes_(size_) {
+  TORCH_CHECK_VALUE(names_.empty() || static_cast<int64_t>(names_.size()) == size_,
+                    "exchange: there must be a name for each of ", size_, " ranks, got ",
+                    names_.size());
   TORCH_CHECK_VALUE(down->getSize() == size_ && down->getRank() == rank_,
                     "exchange: both process groups must have the same ranks");
 }
@@ -187,7 +186,7 @@ void Exchanges::run_watcher(Lane& lane) {
   try {
     watched->wait(std::chrono::duration_cast<std::chrono::milliseconds>(kEver));
   } catch (...) {
-    lost = std::current_exception();
+    lost = named(lane, std::current_exception());
   }
   lock.lock();
   lane.lost = lost;
@@ -225,7 +224,14 @@ void Exchanges::run(Lane& lane) {
   while (!lane.under_way.empty()) {
     Works works = lane.under_way.front().first;  // stop() finds them in their place
     lock.unlock();
-    std::exception_ptr error = wait_for(works);
+    std::exception_ptr error;
+    try {
+      if (!wait_for(works)) {
+        error = std::make_exception_ptr(std::runtime_error(kStopped));
+      }
+    } catch (...) {
+      error = named(lane, std::current_exception());
+    }
     lock.lock();
     auto exchange = std::move(lane.under_way.front().second);
     lane.under_way.pop_front();
@@ -248,6 +254,21 @@ void Exchanges::run(Lane& lane) {
   }
   lane.runner = {};
   ended_.notify_all();
+}
+
+std::exception_ptr Exchanges::named(const Lane& lane, const std::exception_ptr& error) const {
+  const auto rank = static_cast<size_t>(&lane - lanes_.data());
+  const auto where = c10::str("exchange: with rank ",
+                              names_.empty() ? static_cast<int64_t>(rank) : names_[rank], ": ");
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& raised) {
+    return std::make_exception_ptr(std::runtime_error(where + raised.what_without_backtrace()));
+  } catch (const std::exception& raised) {
+    return std::make_exception_ptr(std::runtime_error(where + raised.what()));
+  } catch (...) {
+    return error;
+  }
 }
 
 void Exchanges::stop() {

@@ -29,7 +29,8 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // receiver's words about them in the other, with no message before them. The groups are not kept.
   // Two Exchanges may have the same, if only one `is_second`: its messages are issued by a thread
   // of its own, since start() may be called by one of a group's, which must not hold that group.
-  Exchanges(const Group& up, const Group& down, bool is_second);
+  // `names` are what errors call the ranks; none for their places in the groups.
+  Exchanges(const Group& up, const Group& down, bool is_second, std::vector<int64_t> names = {});
 
   // Sends `inputs[r]` to each rank r, and gets `outputs[r]` from it: flat bytes on the CPU. What
   // goes to this rank itself is for the caller to copy. A Future of `result`, or of what has
@@ -83,12 +84,15 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   void add(std::vector<std::pair<int, Works>> parts, std::shared_ptr<Exchange> exchange);
   void run(Lane& lane);
   void run_watcher(Lane& lane);
+  // An error of messages with the rank of a lane, which it names.
+  std::exception_ptr named(const Lane& lane, const std::exception_ptr& error) const;
 
   const c10::weak_intrusive_ptr<c10d::ProcessGroup> up_;
   const c10::weak_intrusive_ptr<c10d::ProcessGroup> down_;
   const int size_;
   const int rank_;
   const bool is_second_;
+  const std::vector<int64_t> names_;
   std::mutex mutex_;
   std::condition_variable ended_;
   std::vector<Lane> lanes_;  // by rank

@@ -43,6 +43,12 @@ inline c10::intrusive_ptr<c10::ivalue::Future> allReduce(GradBucket& bucket, at:
   TORCH_CHECK(work, "allReduce: the process group gave no Work");
   auto future = work->getFuture();
   TORCH_CHECK(future, "allReduce: the process group's Work gave no Future");
+  if (!tensor.device().is_cpu() && future->devices().empty()) {
+    // A group that knows nothing of devices, such as Gloo's, tells when the host has done its part,
+    // perhaps before copies to the device have ended. wait() has streams wait for these.
+    work->wait();
+    return completedFuture(std::move(tensor));
+  }
   if (!complex) {
     return future;
   }
