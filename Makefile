@@ -96,7 +96,7 @@ $(VENV)/linters: $(VENV)/built
 # What the reference kernels serve on CUDA, too: checks of metadata, copies that NCCL sends, and
 # PowerSGD's products, which are cuBLAS's.
 CUDA_REFERENCE_ONLY = check_hook_result broadcast_coalesced low_rank_left low_rank_gather_left \
-  low_rank_right low_rank_right_error low_rank_product
+  low_rank_right low_rank_right_error low_rank_product sum_rows
 
 # The kernels are compiled into a folder of their own, so that the build in place stays.
 cuda-compile:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from rank_pool import RankPool
 from test_codecs import EXAMPLES, of_each_codec, same
+from test_modes import CastInTwoStages
 from torch import Tensor, nn
 
 import torch_commhook
@@ -25,6 +26,7 @@ NUMEL = 10_001
 HOOKS = [
     "allreduce()",
     "cast(bfloat16)",
+    "CastInTwoStages()",
     "error_feedback(blockwise(bits=4))",
     "error_feedback(topk(density=0.1))",
     "powersgd(rank=2)",
@@ -78,7 +80,8 @@ def test_two_ranks_get_the_sums_of_the_cpu(two_ranks: RankPool, codec: Codec) ->
 def _trained(expression: str, device: str) -> list[Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 20)).to(device)
-    hook = eval(expression, {**vars(hooks), "bfloat16": torch.bfloat16})
+    names = {"bfloat16": torch.bfloat16, "CastInTwoStages": CastInTwoStages}
+    hook = eval(expression, {**vars(hooks), **names})
     handle = torch_commhook.attach(model, hook, bucket_cap_mb=0.005)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(4):

@@ -66,6 +66,13 @@ def traced(state: object, bucket: GradBucket) -> torch.Tensor:
     return collectives.all_reduce(bucket.buffer() / group.size(), group=group).wait()
 
 
+class CastInTwoStages(hooks.cast):
+    """What :class:`hooks.cast` does among many ranks."""
+
+    def has_stages_among(self, ranks: int) -> bool:
+        return ranks > 1
+
+
 def between_nodes() -> hooks.Hook:
     """Each rank is a node."""
     alone, everybody = dist.new_subgroups(1)[0], dist.new_group()
@@ -78,6 +85,7 @@ HOOKS: dict[str, tuple[Callable[[], Any], float]] = {
     "allreduce()": (hooks.allreduce, 1e-6),
     "cast(bfloat16)": (lambda: hooks.cast(torch.bfloat16), 2.0**-7),
     "cast(float16)": (lambda: hooks.cast(torch.float16), 2.0**-10),
+    "cast in two stages": (CastInTwoStages, 2.0**-7),
     "futures": (lambda: with_futures, 1e-6),
     "object": (Object, 1e-6),
     "traced": (lambda: traced, 1e-6),
@@ -111,7 +119,7 @@ HOOKS.update(
 EVERYWHERE = (
     set(HOOKS)
     - set(list(COMPRESSING)[2:])
-    - {"cast(float16)", "object", "hierarchical", "cast(process_group)"}
+    - {"cast(float16)", "cast in two stages", "object", "hierarchical", "cast(process_group)"}
 )
 SOMEWHERE = [
     Mode("ddp", "eager"),

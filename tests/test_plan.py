@@ -23,6 +23,12 @@ def test_bytes() -> None:
     assert all(each.compute_seconds >= 0 for each in found)
 
 
+@pytest.mark.parametrize(("ranks", "bytes_each"), [(7, 24 / 7), (8, 3.5), (64, 3.9375)])
+def test_a_cast_sends_its_formula(ranks: int, bytes_each: float) -> None:
+    (found,) = measure(["cast()"], elements=20_000, world_size=ranks)
+    assert found.bytes_sent / 20_000 == pytest.approx(bytes_each, rel=2e-3)  # and padding
+
+
 def test_low_rank_factors_are_those_of_matrices_as_models_have_them() -> None:
     (found,) = measure(["powersgd(rank=2)"], elements=480_000, world_size=2)
     # 48 matrices of 100 by 100, whose factors are summed over a ring

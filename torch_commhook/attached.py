@@ -101,9 +101,10 @@ class Attached:
         self.memory.on_step = self.hook.step_counted
         for own in self.hook.own_groups():
             self.memory.stand_ins[group_name(own)] = group.stand_in(own, device)
-        if self.hook.has_stages:
+        if self.hook.has_stages_among(self.memory.group.size()):
             group.prepare_second_stage()
-            for stand_in in self.memory.stand_ins.values():
+        for stand_in in self.memory.stand_ins.values():
+            if self.hook.has_stages_among(stand_in.size()):
                 second_group(stand_in)
 
     @property

@@ -16,7 +16,7 @@ class AllReduce : public CommHookInterface {
   }
 };
 
-// As hooks.cast(dtype).
+// As hooks.cast(dtype) among fewer than 8 ranks: one all-reduce, which adds up in dtype.
 class Cast : public CommHookInterface {
  public:
   explicit Cast(at::ScalarType dtype) : dtype_(dtype) {}

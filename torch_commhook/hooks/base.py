@@ -58,7 +58,8 @@ class Hook(ABC):
     #: Whether something is settled for all buckets of a step together.
     settles_buckets: bool = False
 
-    #: Whether collectives follow one another, for which some process groups need a second one.
+    #: Whether collectives follow one another, for which some process groups need a second one;
+    #: where that depends on the number of ranks, :meth:`has_stages_among` tells.
     has_stages: bool = False
 
     #: Whether each rank steps on gradients of its own for a while, so that parameters differ
@@ -74,6 +75,10 @@ class Hook(ABC):
     def hooks_inside(self) -> "Sequence[Hook]":
         """The hooks that do this one's work, if others do."""
         return ()
+
+    def has_stages_among(self, ranks: int) -> bool:
+        """:attr:`has_stages`, where the average is over so many ranks."""
+        return self.has_stages or any(hook.has_stages_among(ranks) for hook in self.hooks_inside())
 
     def check_ranks(self, group: Any) -> None:
         """Refuse process groups of the hook's own that do not fit a model's.
@@ -301,15 +306,18 @@ class Workspaces:
     def __init__(self) -> None:
         self._buffers = WeakIdKeyDictionary()
 
-    def get(self, bucket: GradBucket, dtype: torch.dtype) -> Tensor | None:
-        """A flat buffer as long as the bucket, of ``dtype``, on its device.
+    def get(
+        self, bucket: GradBucket, dtype: torch.dtype, numel: int | None = None
+    ) -> Tensor | None:
+        """A flat buffer of so many elements (the bucket's), of ``dtype``, on its device.
 
         Its contents are those that the last step left, or undefined. None while a compiler traces,
         which plans memory itself.
         """
         if torch.compiler.is_compiling():
             return None
-        numel, device = bucket.numel(), bucket.device()
+        numel = bucket.numel() if numel is None else numel
+        device = bucket.device()
         key = bucket.first_parameter()
         buffer = self._buffers.get(key)
         if (

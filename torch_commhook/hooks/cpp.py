@@ -23,7 +23,8 @@ class cpp(Hook):  # noqa: N801 (a hook is written as it is called)
     ``cpp("allreduce")``
         as :class:`allreduce`.
     ``cpp("cast", dtype=torch.bfloat16)``
-        as :class:`cast`.
+        as :class:`cast` among fewer than 8 ranks. It adds up in ``dtype`` at any number of ranks,
+        so that its error grows with them.
 
     :func:`torch_commhook.load_cpp_hooks` takes in others.
 
