@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,12 +17,15 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Partial
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from torch_commhook import gloo_groups
 from torch_commhook.process_group import (
     CompressedProcessGroup,
     ProcessGroup,
     RecordingProcessGroup,
+    Work,
     register,
 )
+from torch_commhook.testing import run_ranks
 
 SUM, AVG, MAX = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX
 
@@ -160,11 +165,193 @@ def test_what_passes_as_it_is(tensor: torch.Tensor, op: Any) -> None:
     assert group.compressed == 0
 
 
+# ---- among many ranks ----------------------------------------------------------------------------
+
+#: Sizes that no number of ranks divides, and those of a rank's share.
+SIZES = (37, 501)
+SHARES = (3, 17)
+CALLS = {
+    "allreduce": ("reduce", 1),
+    "allreduce_coalesced": ("reduce", 2),
+    "reduce_scatter_single": ("scatter", 1),
+    "reduce_scatter": ("lists", 1),
+    "reduce_scatter_coalesced": ("lists", 2),
+    "reduce_scatter_single_coalesced": ("scatter", 2),
+}
+
+
+def _given(rank: int, ranks: int, kind: str, count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    sizes = SIZES if kind == "reduce" else [ranks * share for share in SHARES]
+    # All of one sign: none of the sum cancels, so that an error of it is one of its own size.
+    return [0.5 + torch.rand(size, generator=generator) for size in sizes[:count]]
+
+
+def _call_on(rank: int, name: str, op: Any, codec: torch.dtype) -> tuple[list[torch.Tensor], int]:
+    kind, count = CALLS[name]
+    parent = dist.group.WORLD
+    assert parent is not None
+    group = CompressedProcessGroup(parent, codec, min_numel=0)
+    tensors = _given(rank, group.size(), kind, count)
+    if name == "allreduce":
+        work = group.allreduce(tensors, reduce_options(op))
+    elif name == "allreduce_coalesced":
+        work = group.allreduce_coalesced(tensors, options(dist.AllreduceCoalescedOptions, op))
+    else:
+        inputs: list[Any] = tensors
+        tensors = [torch.empty(len(each) // group.size()) for each in inputs]
+        if kind == "lists":
+            inputs = [list(each.chunk(group.size())) for each in inputs]
+            work = group.reduce_scatter(tensors, inputs, scatter_options(op))
+        elif name == "reduce_scatter_single":
+            work = group.reduce_scatter_single(tensors[0], inputs[0], scatter_options(op))
+        else:
+            work = group.reduce_scatter_single_coalesced(tensors, inputs, scatter_options(op))
+    assert work.wait() and work.is_completed() and work.is_success()
+    return tensors, group.compressed
+
+
+@pytest.mark.parametrize("codec", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize("name", CALLS)
+def test_the_error_does_not_grow_with_the_ranks(name: str, ranks: int, codec: torch.dtype) -> None:
+    kind, count = CALLS[name]
+    given = [_given(rank, ranks, kind, count) for rank in range(ranks)]
+    sums = [torch.stack(each).double().sum(0) for each in zip(*given, strict=True)]
+    roundoff = 2.0**-8 if codec == torch.bfloat16 else 2.0**-11
+    for op, factor in ((SUM, 1), (AVG, ranks)):
+        results = run_ranks(_call_on, ranks, name, op, codec)
+        for rank, (tensors, compressed) in enumerate(results):
+            assert compressed == 1
+            for i, (got, exact) in enumerate(zip(tensors, sums, strict=True)):
+                if kind == "reduce":  # whose sum is rounded, too
+                    assert torch.equal(got, results[0][0][i])
+                    torch.testing.assert_close(
+                        got.double(), exact / factor, rtol=2 * roundoff, atol=0
+                    )
+                else:
+                    exact = exact.chunk(ranks)[rank]
+                    torch.testing.assert_close(got.double(), exact / factor, rtol=roundoff, atol=0)
+
+
+def _uneven(rank: int) -> torch.Tensor:
+    parent = dist.group.WORLD
+    assert parent is not None
+    group = CompressedProcessGroup(parent, min_numel=0)
+    parts = [torch.full((place,), rank + 10.0 * place) for place in range(8)]
+    output = torch.empty(rank, dtype=torch.float64)
+    group.reduce_scatter([output], [parts], scatter_options()).get_future().wait()
+    return output
+
+
+def test_lists_of_uneven_parts() -> None:
+    for rank, output in enumerate(run_ranks(_uneven, 8)):
+        assert output.tolist() == [28.0 + 80.0 * rank] * rank
+
+
+class EightAlike(ProcessGroup):
+    """Eight ranks that hold the same, whose works know nothing but to be waited for."""
+
+    class Done(Work):
+        def wait(self, timeout: Any) -> bool:
+            return True
+
+    def __init__(self) -> None:
+        super().__init__(0, 8)
+        self.called: list[tuple[str, Any]] = []
+
+    def all_to_all_single(self, output: Any, input: Any, outs: Any, ins: Any, opts: Any) -> Any:
+        self.called.append(("all_to_all_single", opts.timeout))
+        output.copy_(input.view(8, -1)[0].repeat(8))
+        return self.Done()
+
+    def all_gather_single(self, output: Any, input: Any, opts: Any) -> Any:
+        self.called.append(("all_gather_single", opts.timeout))
+        output.copy_(input.repeat(8))
+        return self.Done()
+
+
+def test_works_that_have_no_future() -> None:
+    parent = EightAlike()
+    group = CompressedProcessGroup(parent, min_numel=0)
+    x = torch.ones(16)
+    given = reduce_options(SUM)
+    given.timeout = timedelta(seconds=7)
+    assert group.allreduce([x], given).wait() and x.tolist() == [8.0] * 16
+    output = torch.empty(2)
+    assert group.reduce_scatter_single(output, x, scatter_options(AVG)).wait()
+    assert output.tolist() == [8.0] * 2
+    names = ["all_to_all_single", "all_gather_single", "all_to_all_single"]
+    assert [name for name, _ in parent.called] == names
+    assert [timeout for _, timeout in parent.called[:2]] == [timedelta(seconds=7)] * 2
+
+
+def _several_at_once(rank: int) -> list[Any]:
+    """On Gloo, waited for in another order than that of the calls, and by another one on a rank."""
+    found: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch_commhook.process_group.compressed.LEAST_RANKS", 2)
+        group = CompressedProcessGroup(dist.group.WORLD, min_numel=0)
+        tensors = [torch.full((1001 * (9 - i),), rank + i + 1.0) for i in range(9)]
+        works = [group.allreduce([tensor], reduce_options()) for tensor in tensors]
+        output = torch.empty(3)
+        works.append(group.reduce_scatter_single(output, torch.ones(6), scatter_options()))
+        futures = [work.get_future() for work in works[3:6]]
+        for work in works if rank else reversed(works):
+            assert work.wait() and work.is_success()
+        found += [tensor.unique().tolist() for tensor in [*tensors, output]]
+        found.append([future.wait()[0] is tensors[i + 3] for i, future in enumerate(futures)])
+        found.append(gloo_groups.second_group(dist.group.WORLD) is not None)
+        empty = torch.empty(0)
+        group.allreduce([empty], reduce_options()).wait()
+    return found
+
+
+def test_several_at_once_over_gloo(two_ranks: RankPool) -> None:
+    sums = [[2.0 * i + 3.0] for i in range(9)]
+    assert two_ranks.run(_several_at_once) == [[*sums, [2.0], [True] * 3, True]] * 2
+
+
+def _errors_on_gloo(rank: int) -> list[str]:
+    """A rank that fails between the stages of an all-reduce."""
+    ranks = dist.new_group(timeout=timedelta(seconds=3))
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch_commhook.process_group.compressed.LEAST_RANKS", 2)
+        if rank == 0:
+            patch.setattr("torch_commhook.process_group.compressed.sum_rows", _fail)
+        group = CompressedProcessGroup(ranks, min_numel=0)
+        work = group.allreduce([torch.ones(9)], reduce_options())
+        try:
+            work.wait()
+        except Exception as error:
+            found.append(str(error).splitlines()[0])
+        found.append(type(work.exception()).__name__)
+    return found
+
+
+def _fail(*arguments: Any) -> Any:
+    raise ArithmeticError("between the stages")
+
+
+def test_a_rank_that_fails_between_the_stages(two_ranks: RankPool) -> None:
+    (own, *first), (other, *second) = two_ranks.run(_errors_on_gloo)
+    assert "between the stages" in own
+    assert re.search("(?i)timed? ?out", other)
+    assert first and second and "NoneType" not in first + second
+
+
 def test_bad_arguments() -> None:
     with pytest.raises(TypeError, match=r"codec must be torch\.bfloat16 or torch\.float16, got"):
         CompressedProcessGroup(Twice(), torch.float32)
     with pytest.raises(ValueError, match="min_numel must be an int of at least 0, got -1"):
         CompressedProcessGroup(Twice(), min_numel=-1)
+
+
+def _train_in_float32(rank: int, kind: str) -> tuple[list[float], list[float], int, int]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch_commhook.process_group.compressed.LEAST_RANKS", 2)
+        return _train(rank, kind)
 
 
 def _train(rank: int, kind: str) -> tuple[list[float], list[float], int, int]:
@@ -188,8 +375,10 @@ def _train(rank: int, kind: str) -> tuple[list[float], list[float], int, int]:
             fully_shard(model, mesh=mesh)
         counted.clear()
         model(batch(rank)).square().sum().backward()
-        operation = "allreduce" if kind == "ddp" else "reduce_scatter_single"
-        sent.append(counted.counters[operation].bytes_sent)
+        operations = ["allreduce"] if kind == "ddp" else ["reduce_scatter_single"]
+        if "all_to_all_single" in counted.counters:
+            operations = ["all_to_all_single"] + ["all_gather_single"] * (kind == "ddp")
+        sent.append(sum(counted.counters[name].bytes_sent for name in operations))
         gradients = gradients_of(model)
         if kind != "ddp":
             gradients = [gradient.full_tensor() for gradient in gradients]
@@ -199,9 +388,10 @@ def _train(rank: int, kind: str) -> tuple[list[float], list[float], int, int]:
     return *found, *sent
 
 
+@pytest.mark.parametrize("train", [_train, _train_in_float32])
 @pytest.mark.parametrize("kind", ["ddp", "fully_shard"])
-def test_models_send_half(two_ranks: RankPool, kind: str) -> None:
-    for plain, compressed, bytes_plain, bytes_compressed in two_ranks.run(_train, kind):
+def test_models_send_half(two_ranks: RankPool, kind: str, train: Any) -> None:
+    for plain, compressed, bytes_plain, bytes_compressed in two_ranks.run(train, kind):
         assert bytes_compressed == bytes_plain / 2
         plain, compressed = torch.tensor(plain), torch.tensor(compressed)
         error = (plain - compressed).norm() / plain.norm()

@@ -82,17 +82,28 @@ def two_stages(
     def issue(tensor: Tensor) -> Any:
         return on_wire(issue_second(tensor, own_group), meter, device)
 
-    return _staged(first, send, issue, end, own_group)
+    return staged(first, send, issue, end, own_group)
 
 
-def _staged(
+def staged(
     first: Any,
     send: Callable[[Tensor], Tensor],
     issue: Callable[[Tensor], Any],
     end: Callable[[Tensor], Tensor],
     group: Any,
 ) -> Any:
-    """The stages one after another, each issued by the thread that ended the one before."""
+    """Two stages one after another, each issued by the thread that ended the one before.
+
+    Args:
+        first: a Future of the first, which has been issued.
+        send: what the second sends, made of what the first gives.
+        issue: starts the second on ``group``, in turn, and returns its Future.
+        end: the result, made of what the second gives.
+        group: of the second stages.
+
+    Returns:
+        A Future of what ``end`` gives.
+    """
     result: Any = torch.futures.Future()
     turn = turns_of(group).announce(lambda error: set_error(result, error))
 

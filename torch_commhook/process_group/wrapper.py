@@ -40,7 +40,8 @@ def _bindings() -> dict[str, str]:
     return known
 
 
-_BINDINGS = _bindings()
+#: What each method is called in the torch at hand.
+BINDINGS = _bindings()
 
 
 class WrapperProcessGroup(ProcessGroup):
@@ -109,7 +110,7 @@ class WrapperProcessGroup(ProcessGroup):
 
     def _run(self, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         arguments = self.change_arguments(operation, arguments)
-        call = getattr(self.parent, _BINDINGS[operation])
+        call = getattr(self.parent, BINDINGS[operation])
         around = self.context(operation, arguments)
         if around is None:
             work = call(*arguments, **keywords)
@@ -132,7 +133,7 @@ def _collective(operation: str) -> Any:
 
 def _other(name: str) -> Any:
     def method(self: WrapperProcessGroup, *arguments: Any, **keywords: Any) -> Any:
-        return getattr(self.parent, _BINDINGS[name])(*arguments, **keywords)
+        return getattr(self.parent, BINDINGS[name])(*arguments, **keywords)
 
     method.__name__ = name
     method.__qualname__ = f"WrapperProcessGroup.{name}"
@@ -140,6 +141,6 @@ def _other(name: str) -> Any:
 
 
 for _names in _C.process_group_methods().values():
-    if _names[0] in _BINDINGS and _names[0] in COLLECTIVES.union(_OTHERS):
+    if _names[0] in BINDINGS and _names[0] in COLLECTIVES.union(_OTHERS):
         _make = _collective if _names[0] in COLLECTIVES else _other
         have_all_names(WrapperProcessGroup, _names, called_by_cpp(_make(_names[0]), _names[0]))
