@@ -265,6 +265,20 @@ def test_compiled_with(kind: str) -> None:
         assert differing(gradients_of(model), want) == []
 
 
+def test_several_models_are_compiled_as_one_graph_each() -> None:
+    torch._dynamo.reset()
+    for _ in range(3):
+        model = nn.Linear(24, 24)
+        model(batch(0)).sum().backward()
+        want = gradients_of(model)
+        model.zero_grad()
+        attach(model, hooks.error_feedback(hooks.topk(1.0)))
+        compiler = torch.compile(backend="aot_eager", fullgraph=True)
+        with torch._dynamo.compiled_autograd._enable(compiler):
+            model(batch(0)).sum().backward()
+        assert differing(gradients_of(model), want) == []
+
+
 def test_a_gradient_of_another_layout() -> None:
     model = nn.ParameterDict({"table": torch.randn(10, 4)})
     attach(model, hooks.allreduce())

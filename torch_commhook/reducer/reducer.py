@@ -131,7 +131,7 @@ class Reducer:
         self._on_closed = on_closed
         self._handles: list[RemovableHandle] = []
         self.hooks: set[Callable[..., None]] = set()
-        self.key = id(self)
+        self.key = str(id(self))
         reducers[self.key] = self
 
         # What compiled code does to these is seen from outside, so that it is done.

@@ -21,8 +21,8 @@ from torch_commhook.step_group import groups_by_name
 if TYPE_CHECKING:
     from torch_commhook.reducer.reducer import Reducer
 
-#: By ``id(reducer)``, for compiled code.
-reducers: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
+#: By a key of theirs, for compiled code. Text, since Dynamo makes variables of numbers that change.
+reducers: weakref.WeakValueDictionary[str, Reducer] = weakref.WeakValueDictionary()
 
 # Compiled autograd calls hooks through this: where a graph is broken at one, it would be compiled
 # with the hook in it.
@@ -30,7 +30,7 @@ left_to_python(call_hook, with_callees=False)
 
 
 @torch.compiler.assume_constant_result
-def expected_hooks(key: int) -> int:
+def expected_hooks(key: str) -> int:
     """How many of a reducer's hooks the compiled backward around this call will call.
 
     Compiled autograd collects the hooks of a backward before it runs it, and passes them on to the
@@ -50,7 +50,7 @@ def expected_hooks(key: int) -> int:
 
 
 @torch.compiler.assume_constant_result
-def parameters_changed(key: int) -> bool:
+def parameters_changed(key: str) -> bool:
     """Whether something has happened to a reducer's parameters since its hook was attached.
 
     A constant: compiled code is for parameters that were what they were when it was traced.
@@ -107,7 +107,7 @@ def commit_step(used: Tensor, results: list[Tensor], name: str) -> None:
 
 
 @torch.library.custom_op("commhook::count_step", mutates_args=("token",))
-def count_step(token: Tensor, results: list[Tensor], traffic: str, key: int) -> None:
+def count_step(token: Tensor, results: list[Tensor], traffic: str, key: str) -> None:
     """:meth:`HookMemory.advance` of the hook that is attached, once ``results`` are there.
 
     Its traffic is that of this code, as :func:`torch_commhook.metrics.as_text` gives it: what a
@@ -122,7 +122,7 @@ def count_step(token: Tensor, results: list[Tensor], traffic: str, key: int) -> 
 
 
 @torch.library.custom_op("commhook::note_backward", mutates_args=("token",))
-def note_backward(token: Tensor, key: int) -> None:
+def note_backward(token: Tensor, key: str) -> None:
     """:meth:`LocalSteps.note_backward` of the hook that is attached."""
     attached = reducers[key].attached
     if attached is not None and attached.local_steps is not None:
@@ -131,7 +131,7 @@ def note_backward(token: Tensor, key: int) -> None:
 
 @torch.library.custom_op("commhook::write_missing", mutates_args=("token",))
 def write_missing(
-    token: Tensor, used: Tensor, gradients: list[Tensor], numbers: list[int], key: int
+    token: Tensor, used: Tensor, gradients: list[Tensor], numbers: list[int], key: str
 ) -> None:
     """:meth:`Reducer.write_missing`.
 
@@ -152,18 +152,18 @@ def _commit_step_fake(used: Tensor, results: list[Tensor], name: str) -> None:
 
 
 @count_step.register_fake
-def _count_step_fake(token: Tensor, results: list[Tensor], traffic: str, key: int) -> None:
+def _count_step_fake(token: Tensor, results: list[Tensor], traffic: str, key: str) -> None:
     return None
 
 
 @note_backward.register_fake
-def _note_backward_fake(token: Tensor, key: int) -> None:
+def _note_backward_fake(token: Tensor, key: str) -> None:
     return None
 
 
 @write_missing.register_fake
 def _write_missing_fake(
-    token: Tensor, used: Tensor, gradients: list[Tensor], numbers: list[int], key: int
+    token: Tensor, used: Tensor, gradients: list[Tensor], numbers: list[int], key: str
 ) -> None:
     return None
 
