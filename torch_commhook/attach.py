@@ -24,6 +24,7 @@ from torch_commhook.ddp_road import DdpRoad
 from torch_commhook.hook_states import LOCAL_STEPS
 from torch_commhook.hooks import __name__ as hooks_module
 from torch_commhook.hooks.base import Hook
+from torch_commhook.loss_scale import check_scaler, scale_of, watch, watch_no_more
 from torch_commhook.memory import HookMemory
 from torch_commhook.metrics import HookStats
 from torch_commhook.parameters import check_not_in_ddp, claim, release, trainable
@@ -85,6 +86,7 @@ class HookHandle:
         """
         if not self.is_attached:
             return
+        watch_no_more(self._attached)
         if self._attached.local_steps is not None:
             self._attached.local_steps.close()
         road = self._road
@@ -100,7 +102,7 @@ class HookHandle:
         """Put another hook in this one's place, from the next backward on.
 
         Statistics begin anew, and the new hook remembers nothing: what the old one had not sent
-        goes with it. All ranks must do so between the same two steps.
+        goes with it. The scaler stays. All ranks must do so between the same two steps.
 
         Raises:
             RuntimeError: the handle's hook is not attached any more.
@@ -130,6 +132,7 @@ class HookHandle:
                 replacement.local_steps.close()
             self._attached = self._road.attached = before
             raise
+        watch_no_more(before)
         if before.local_steps is not None:
             before.local_steps.close()
 
@@ -150,6 +153,8 @@ class HookHandle:
         except Exception as raised:
             error = raised
         agree(group, op, error, {})
+        if self._attached.minds_scale and not self._attached.follows_scale:
+            watch(self._attached)
 
     def _begin_local_steps(self) -> None:
         model = self._road.model()
@@ -336,6 +341,7 @@ def attach(
     hook: Callable[..., Any],
     *,
     state: object = None,
+    scaler: Any = None,
     process_group: Any = None,
     bucket_cap_mb: float | None = None,
     gradient_as_bucket_view: bool | None = None,
@@ -356,6 +362,12 @@ def attach(
             :class:`torch_commhook.GradBucket`, and should communicate through
             ``bucket.process_group()``.
         state: passed to a callable of your own as its first argument.
+        scaler: the ``torch.amp.GradScaler`` that scales the loss, or another object with its
+            ``get_scale()``. What the hook remembers as lost then stays in proportion to the
+            gradients when the scale changes, and ``clip`` takes the norm of gradients that are not
+            scaled. All ranks must give one, with the same scale, or none. Asked at the beginning of
+            each backward that synchronises, for hooks to which it matters; on CUDA that waits for
+            the device.
         process_group: the ranks, for a module; None for the default group.
         bucket_cap_mb: capacity of a bucket in MiB, for a module; 25 by default.
         gradient_as_bucket_view: for a module: gradients stay in the buckets' memory, as views of
@@ -375,9 +387,10 @@ def attach(
     divide by all ranks, as with ``divide_by_initial_world_size=True``.
 
     Raises:
-        TypeError: no module, or :func:`torch_commhook.check_hook` refuses the hook; a parameter is
-            a DTensor, or FullyShardedDataParallel has flattened it.
-        ValueError: an annotation of the hook says that it is none; a setting that DDP has itself;
+        TypeError: no module, no scaler, or :func:`torch_commhook.check_hook` refuses the hook; a
+            parameter is a DTensor, or FullyShardedDataParallel has flattened it.
+        ValueError: an annotation of the hook says that it is none; a scale that is not positive and
+            finite (in a later ``backward()`` too); a setting that DDP has itself;
             no parameter requires grad; a parameter is on the meta device, or has an optimizer in
             backward.
         RuntimeError: a hook is attached already, or to another model with one of the parameters, or
@@ -389,7 +402,10 @@ def attach(
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("attach: model must not be a ScriptModule, which takes no Python hooks")
     model = getattr(model, "_orig_mod", model)  # of one that is compiled
+    if scaler is not None:
+        check_scaler(scaler)
     memory = HookMemory()
+    memory.scaler = scaler
     attached = Attached.checked(hook, state, memory)
     road = _roads.get(model)
     if road is not None:
@@ -428,7 +444,9 @@ def attach(
     claim(parameters, model, partial(_attached_to, weakref.ref(model)))
     group: Any = model.process_group if is_ddp else resolve_group(process_group)
     check_is_free(group)
-    check_agreement(group, parameters, _shared(model, hook, settings))
+    shared = _shared(model, hook, settings)
+    shared["the scaler's scale"] = None if scaler is None else scale_of(scaler)
+    check_agreement(group, parameters, shared)
     prefix = "module." if is_ddp else ""  # a model's states and patterns are the same in DDP
     names = [(name.removeprefix(prefix), parameter) for name, parameter in parameters]
     memory.know(names, rank=group.rank(), world_size=group.size())

@@ -17,6 +17,7 @@ from torch_commhook.collectives import resolve_group
 from torch_commhook.gloo_groups import group_name, second_group
 from torch_commhook.hooks.base import Hook, checked_result_dtype
 from torch_commhook.hooks.cpp import cpp
+from torch_commhook.loss_scale import scale_of
 from torch_commhook.memory import BucketMemory, HookMemory
 from torch_commhook.metrics import BucketTraffic, HookStats, TracedSteps, WireMeter, counting
 
@@ -99,6 +100,8 @@ class Attached:
         if not isinstance(self.hook, Hook):
             return
         self.memory.on_step = self.hook.step_counted
+        if self.follows_scale:
+            self.memory.keep_scale_on(device)
         for own in self.hook.own_groups():
             self.memory.stand_ins[group_name(own)] = group.stand_in(own, device)
         if self.hook.has_stages_among(self.memory.group.size()):
@@ -122,8 +125,40 @@ class Attached:
             past: as there; None while the step has not been counted.
         """
         past = self.memory.past if past is None else past
+        loss_scale = self.memory.loss_scale
+        # A hook of one's own may know nothing of scalers.
+        known = {} if loss_scale is None else {"loss_scale": loss_scale}
         with torch.no_grad():
-            return self.hook.step_scale(results, past)  # type: ignore[attr-defined]
+            return self.hook.step_scale(results, past, **known)  # type: ignore[attr-defined]
+
+    @property
+    def minds_scale(self) -> bool:
+        """Whether it matters what gradients are scaled by: to what is remembered, or to norms."""
+        return (self.keeps_error or self.scales_steps) and not self.keeps_ranks_apart
+
+    @property
+    def follows_scale(self) -> bool:
+        """Whether it matters, and is known."""
+        return self.minds_scale and self.memory.scaler is not None
+
+    def look_at_scale(self, *, in_join: bool, has_joined: bool = False) -> None:
+        """Ask for the scale of the gradients that are to be sent, before the first bucket is.
+
+        Args:
+            in_join: whether there may be ranks that have run out of inputs. All ranks then come
+                here at the same point.
+            has_joined: whether this is one of them, whose scaler knows nothing of this step.
+
+        Raises:
+            ValueError: it is not positive and finite.
+        """
+        if not self.follows_scale:
+            return
+        scale = None if has_joined else scale_of(self.memory.scaler)
+        if in_join:
+            scale = self.memory.common_scale(scale)
+        if scale is not None:
+            self.memory.take_scale(scale)
 
     @property
     def keeps_ranks_apart(self) -> bool:

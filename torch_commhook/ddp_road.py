@@ -255,6 +255,11 @@ class DdpRoad:
             attached.local_steps.note_backward()
             return None
         self._group.begin()
+        model = self.model()
+        attached.look_at_scale(
+            in_join=model is not None and model._join_config.enable,
+            has_joined=torch._C._current_graph_task_id() == _NO_BACKWARD,
+        )
         native = attached.cpp_hook
         if native is None:
             return None

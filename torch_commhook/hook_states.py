@@ -20,8 +20,11 @@ LOCAL_STEPS = "local_steps"
 #: What a rank's own parameters are kept as, where ranks are apart.
 PARAMETERS = "local_sgd_parameter"
 
+#: What has been lost of a parameter's gradients, and is to be sent.
+ERROR = "error"
+
 #: Memories of a part of the elements, and where they belong when another rank has that part.
-FOLDED_INTO = {"shard_error": "error", "node_error": "error", "node_shard_error": "error"}
+FOLDED_INTO = {"shard_error": ERROR, "node_error": ERROR, "node_shard_error": ERROR}
 
 
 _MOST_RANKS = 1 << 20

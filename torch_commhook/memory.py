@@ -18,8 +18,9 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from torch_commhook.bucket_layout import BucketLayout
 from torch_commhook.collectives.compressed import MessageBuffers
+from torch_commhook.collectives.plain import all_reduce
 from torch_commhook.gloo_groups import group_name
-from torch_commhook.hook_states import FOLDED_INTO, VERSION, Known, checked_state
+from torch_commhook.hook_states import ERROR, FOLDED_INTO, VERSION, Known, checked_state
 from torch_commhook.metrics import CallMeter
 
 
@@ -99,7 +100,10 @@ class BucketMemory:
         return self._owner.stand_in(group)
 
     def flat(self, name: str) -> Tensor:
-        """A number in float32 for each of the bucket's elements; zeros at first."""
+        """A number in float32 for each of the bucket's elements; zeros at first.
+
+        Where a ``GradScaler`` changes its scale, ``"error"`` is multiplied accordingly.
+        """
         flat = self.tensors.get(name)
         if flat is None:
             flat = self.tensors[name] = torch.zeros(
@@ -334,6 +338,9 @@ class HookMemory:
         is_begun: whether a bucket has been asked for, where nobody else tells of steps.
         past: see :class:`BucketMemory`.
         choices: by name, what may be settled for a bucket.
+        scaler: scales the gradients, where one does.
+        scale: what errors are multiplied by: the scaler's scale when they were written.
+        loss_scale: the same as a tensor, where a scaler is followed.
     """
 
     def __init__(self) -> None:
@@ -353,6 +360,9 @@ class HookMemory:
         self._loaded_shards = WeakIdKeyDictionary()
         self._choices = WeakIdKeyDictionary()
         self.choices: dict[str, tuple[int, ...]] = {}
+        self.scaler: Any = None
+        self.scale = 1.0
+        self.loss_scale: Tensor | None = None
 
     def stand_in(self, group: Any) -> Any:
         """What is to be used instead of a group that a hook was given, or the group itself."""
@@ -369,7 +379,12 @@ class HookMemory:
         other = HookMemory()
         names = [(name, parameter) for parameter, name in self._names.items()]
         other.know(names, rank=self.rank, world_size=self.world_size)
+        other.scaler = self.scaler
         return other
+
+    def has_any(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether some of the parameters are the model's."""
+        return any(parameter in self._names for parameter in parameters)
 
     # ---- buckets ---------------------------------------------------------------------------------
 
@@ -412,6 +427,48 @@ class HookMemory:
             memory.advance()
         if self.on_step is not None:
             self.on_step(self)
+
+    # ---- the gradients' scale --------------------------------------------------------------------
+
+    def keep_scale_on(self, device: torch.device) -> None:
+        """Have a tensor for the scale, before a compiler asks for it.
+
+        Args:
+            device: of the gradients.
+        """
+        with torch.inference_mode(False):
+            self.loss_scale = torch.full((), self.scale, dtype=torch.float32, device=device)
+
+    def common_scale(self, scale: float | None) -> float:
+        """The scale of the ranks that have one. All ranks must call this."""
+        own = [0.0, 0.0] if scale is None else [scale, 1.0]
+        device = None if self.loss_scale is None else self.loss_scale.device
+        summed = torch.tensor(own, dtype=torch.float64, device=device)
+        total, count = all_reduce(summed, group=self.group).wait().tolist()
+        return total / count
+
+    @torch.no_grad()
+    def take_scale(self, scale: float) -> None:
+        """Bring what is remembered as lost into the units of gradients of this scale.
+
+        Before the first bucket of a step, and outside of compiled code.
+        """
+        if scale == self.scale:
+            return
+        factor = scale / self.scale
+        errors = [pieces[ERROR] for pieces in self._pieces.values() if ERROR in pieces]
+        for memory in self._leaves():
+            errors += [memory.tensors[name] for name in memory._shards]
+        for loaded in self._loaded_shards.values():
+            errors += loaded.values()
+        for error in errors:
+            _multiply(error, factor)
+        self._note_scale(scale)
+
+    def _note_scale(self, scale: float) -> None:
+        self.scale = scale
+        if self.loss_scale is not None:
+            self.loss_scale.fill_(scale)
 
     # ---- pieces ----------------------------------------------------------------------------------
 
@@ -507,6 +564,10 @@ class HookMemory:
                 for parameter, first, start, count in memory.shard_pieces(name):
                     flat = whole[self._names[parameter]]
                     flat[first : first + count] += memory.tensors[name][start : start + count]
+        for kind, tensors in own.items():
+            if kind == ERROR or kind in FOLDED_INTO:
+                for tensor in tensors.values():
+                    _multiply(tensor, 1.0 / self.scale)
         choices: dict[str, dict[str, int]] = {}
         for parameter, numbers in self._choices.items():
             for name, number in numbers.items():
@@ -552,6 +613,7 @@ class HookMemory:
             for name, number in numbers.items():
                 self.adopt_choice(by_name[name], kind, number)
         self.steps = state["steps"]
+        self._note_scale(1.0)  # a state is of gradients that are not scaled
         for step in self.past:
             self.past[step] = self.steps >= step
         for kind, tensors in own.items():
@@ -580,6 +642,13 @@ class HookMemory:
 
     def __reduce__(self) -> tuple[type[HookMemory], tuple[()]]:
         return HookMemory, ()
+
+
+def _multiply(error: Tensor, factor: float) -> None:
+    """Multiply what is remembered as lost, which stays finite."""
+    if factor != 1.0:
+        most = torch.finfo(error.dtype).max
+        error.mul_(min(factor, most)).clamp_(-most, most)
 
 
 def _in_memory_order(piece: Tensor, parameter: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "runtime/hook_result.h"
@@ -17,7 +18,8 @@ constexpr int kNoTask = -2;  // -1 is the engine's, outside of backward
 
 Arrivals::Arrivals(py::object listener, int64_t parameter_count)
     : listener_(std::make_shared<const PyRef>(std::move(listener))),
-      parameter_count_(parameter_count) {
+      parameter_count_(parameter_count),
+      taken_in_(std::max<int64_t>(parameter_count, 0)) {
   TORCH_CHECK_VALUE(parameter_count >= 0, "Arrivals: parameter_count must not be negative, got ",
                     parameter_count);
   assign(std::vector<int64_t>(parameter_count));
@@ -122,6 +124,36 @@ void Arrivals::count_in_this_backward(bool tell_full, std::shared_ptr<ReducerRun
   run_.swap(run);
   task_ = torch::autograd::get_current_graph_task_id();
   tell_full_ = tell_full;
+}
+
+void Arrivals::capture(int64_t number) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!tell_capture_) {
+      return;
+    }
+    // One that comes again is of another backward: the one before did not run to its end.
+    const bool begins = !capturing_ || taken_in_[number];
+    if (begins) {
+      taken_in_.assign(taken_in_.size(), false);
+    }
+    capturing_ = true;
+    taken_in_[number] = true;
+    if (!begins) {
+      return;
+    }
+  }
+  call("before_capture");
+}
+
+void Arrivals::tell_capture(bool tell) {
+  const std::lock_guard lock(mutex_);
+  tell_capture_ = tell;
+}
+
+void Arrivals::captured() {
+  const std::lock_guard lock(mutex_);
+  capturing_ = false;
 }
 
 void Arrivals::reset() {

@@ -21,7 +21,8 @@ class Arrivals {
   //     count_in_this_backward();
   //   bucket_full(bucket): its last gradient came, where that has asked to be told;
   //   came_again(number): a second gradient for a parameter of such a bucket;
-  //   start_failed(error): what a C++ hook raised when a bucket was full.
+  //   start_failed(error): what a C++ hook raised when a bucket was full;
+  //   before_capture(): compiled autograd takes in a backward, where that is to be told.
   // What they raise comes out of backward().
   Arrivals(pybind11::object listener, int64_t parameter_count);
 
@@ -36,6 +37,15 @@ class Arrivals {
   // Count in the backward that this thread runs, and tell of full buckets: the listener, or `run`
   // where there is one.
   void count_in_this_backward(bool tell_full, std::shared_ptr<ReducerRun> run);
+
+  // Compiled autograd takes in a backward in which the parameter has a gradient. Needs the GIL.
+  void capture(int64_t number);
+
+  // Whether the listener is to be told of that, once for each backward.
+  void tell_capture(bool tell);
+
+  // What compiled autograd has taken in has run: the next parameter is one of another backward.
+  void captured();
 
   // Wait for the gradients of the next backward.
   void reset();
@@ -74,6 +84,9 @@ class Arrivals {
   int task_;                      // the autograd engine's number of the backward
   bool tell_full_ = false;
   std::shared_ptr<ReducerRun> run_;
+  bool tell_capture_ = false;
+  bool capturing_ = false;
+  std::vector<char> taken_in_;  // whether each parameter is part of the backward that is captured
   bool note_order_ = true;
   std::vector<int64_t> order_;
 };

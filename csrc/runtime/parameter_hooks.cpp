@@ -50,6 +50,7 @@ class ParameterHooks : public PostAccumulateGradHook {
     each_traced(list_->snapshot(),
                 [&](c10::SafePyObject hook) { args.add_post_acc_grad_hook(std::move(hook)); });
     if (const auto counting = this->counting()) {
+      counting->arrivals->capture(counting->number);
       const auto dict = py::reinterpret_borrow<py::dict>(held_->dict.get());
       const py::int_ key(counting->own_key);
       if (dict.size() > 1 && dict.contains(key)) {  // comes last here too

@@ -101,12 +101,19 @@ class Hook(ABC):
         formed anew.
         """
 
-    def step_scale(self, results: Sequence[Tensor], past: "Mapping[int, bool]") -> Tensor | None:
+    def step_scale(
+        self,
+        results: Sequence[Tensor],
+        past: "Mapping[int, bool]",
+        loss_scale: Tensor | None = None,
+    ) -> Tensor | None:
         """A factor for a step's results, before they are written.
 
         Args:
             results: flat tensors, one for each bucket, the same on all ranks.
             past: whether so many steps had been done before it (:class:`BucketMemory`).
+            loss_scale: what the results are multiplied by, a float32 tensor of one number. Only
+                given where :func:`torch_commhook.attach` was told of a ``GradScaler``.
 
         Returns:
             A tensor of one number, float32, or float64 where results are of that; None for 1.

@@ -59,8 +59,13 @@ class Wrapper(Hook):
     def result_dtype(self, bucket: GradBucket) -> torch.dtype:
         return self.hook.result_dtype(bucket)
 
-    def step_scale(self, results: Sequence[Tensor], past: Mapping[int, bool]) -> Tensor | None:
-        return self.hook.step_scale(results, past)
+    def step_scale(
+        self,
+        results: Sequence[Tensor],
+        past: Mapping[int, bool],
+        loss_scale: Tensor | None = None,
+    ) -> Tensor | None:
+        return self.hook.step_scale(results, past, **_known(loss_scale))
 
     def step_counted(self, memory: HookMemory) -> None:
         self.hook.step_counted(memory)
@@ -78,7 +83,8 @@ class error_feedback(Wrapper):  # noqa: N801 (a hook is written as it is called)
     Both happen in the pass over memory that encodes. The memory is float32: 4 bytes for each
     element, and as many for each that this rank adds up. A step that fails on some rank may lose
     what its messages held, and what they did not hold is remembered all the same: a backward that
-    is repeated sends that part twice. Load an earlier state where that matters.
+    is repeated sends that part twice. Load an earlier state where that matters. Under a
+    ``GradScaler`` the hook must know it: ``attach(model, hook, scaler=scaler)``.
 
     Args:
         hook: one that compresses, or has one inside.
@@ -206,8 +212,13 @@ class after(Wrapper):  # noqa: N801
     def result_dtype(self, bucket: GradBucket) -> torch.dtype:
         return self._current(bucket).result_dtype(bucket)
 
-    def step_scale(self, results: Sequence[Tensor], past: Mapping[int, bool]) -> Tensor | None:
-        return self._current_of(past).step_scale(results, past)
+    def step_scale(
+        self,
+        results: Sequence[Tensor],
+        past: Mapping[int, bool],
+        loss_scale: Tensor | None = None,
+    ) -> Tensor | None:
+        return self._current_of(past).step_scale(results, past, **_known(loss_scale))
 
     def step_counted(self, memory: HookMemory) -> None:
         self._current_of(memory.past).step_counted(memory)
@@ -228,7 +239,8 @@ class clip(Wrapper):  # noqa: N801
     that nothing is sent for it.
 
     Only for hooks that are attached (:func:`torch_commhook.attach`): a hook by itself never sees
-    all buckets of a step.
+    all buckets of a step. Where that was told of a ``GradScaler``, the norm is that of unscaled
+    gradients.
 
     Args:
         max_norm: a positive number.
@@ -253,12 +265,19 @@ class clip(Wrapper):  # noqa: N801
 
     scales_steps = True
 
-    def step_scale(self, results: Sequence[Tensor], past: Mapping[int, bool]) -> Tensor | None:
+    def step_scale(
+        self,
+        results: Sequence[Tensor],
+        past: Mapping[int, bool],
+        loss_scale: Tensor | None = None,
+    ) -> Tensor | None:
         norm = (total_norm if torch.compiler.is_compiling() else _total_norm)(list(results))
+        if loss_scale is not None:
+            norm = norm / loss_scale.to(norm.device, norm.dtype)
         wide = any(result.dtype in (torch.float64, torch.complex128) for result in results)
         dtype = torch.float64 if wide else torch.float32
         scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0).to(dtype)
-        inner = self.hook.step_scale(results, past)
+        inner = self.hook.step_scale(results, past, **_known(loss_scale))
         return scale if inner is None else torch.minimum(scale, inner)
 
     def __repr__(self) -> str:
@@ -307,3 +326,8 @@ total_norm = torch.library.custom_op("commhook::total_norm", _total_norm, mutate
 @total_norm.register_fake
 def _total_norm_fake(results: list[Tensor]) -> Tensor:
     return results[0].new_empty((), dtype=torch.float64)
+
+
+def _known(loss_scale: Tensor | None) -> dict[str, Tensor]:
+    """What :meth:`Hook.step_scale` is given of it: a hook of one's own may not know of it."""
+    return {} if loss_scale is None else {"loss_scale": loss_scale}

@@ -25,6 +25,11 @@ class ReducerJoinable(Joinable):
         """Whether a join context is around."""
         return self._join_config.enable
 
+    @property
+    def is_notified(self) -> bool:
+        """Whether the ranks that have joined know of this step."""
+        return self.enabled and self._notified
+
     def notify(self) -> None:
         """Tell the ranks that have joined of a step, once."""
         if self.enabled and not self._notified:

@@ -93,6 +93,7 @@ class Reducer:
         as_views: gradients stay in the buckets' memory, as views of it.
         should_sync: asked at the beginning of each backward.
         change_of_parameters: says what has happened to the parameters since, if anything.
+        in_join: whether ranks that have run out of inputs may take part in the step.
         on_step: told of the beginning (True) and the end of each step that is not traced.
         on_closed: called when nothing of it is on the parameters any more.
 
@@ -114,6 +115,7 @@ class Reducer:
         as_views: bool = False,
         should_sync: Callable[[], bool] = lambda: True,
         change_of_parameters: Callable[[], str | None] = lambda: None,
+        in_join: Callable[[], bool] = lambda: False,
         on_step: Callable[[bool], None] = lambda begins: None,
         on_closed: Callable[[], None] = lambda: None,
     ) -> None:
@@ -127,6 +129,7 @@ class Reducer:
         self._as_views = as_views
         self._should_sync = should_sync
         self.change_of_parameters = change_of_parameters
+        self._in_join = in_join
         self._on_step = on_step
         self._on_closed = on_closed
         self._handles: list[RemovableHandle] = []
@@ -170,6 +173,7 @@ class Reducer:
         self._attached = attached
         if attached is not None:
             attached.join(self.group, self.device)
+        self._arrivals.tell_capture(attached is not None and attached.follows_scale)
         self._prepare_memory()
 
     # ---- buckets ---------------------------------------------------------------------------------
@@ -275,6 +279,7 @@ class Reducer:
             return
         try:
             self._begin_step()
+            self._running.look_at_scale(in_join=True, has_joined=True)
             while self._next < len(self._buckets):
                 bucket = self._buckets[self._next]
                 self._start(bucket, [bucket.zeros(p) for p in bucket.parameters])
@@ -376,6 +381,8 @@ class Reducer:
             self._reset()  # other threads may have written to it, though they should not
             self._begin()
             try:
+                if self._running is not None:
+                    self._running.look_at_scale(in_join=self._in_join())
                 self._cpp = CppRun.of(self._running, self.group, self._buckets, self._check_layouts)
             except BaseException as error:
                 self._abort(error)
@@ -388,6 +395,19 @@ class Reducer:
         )
         begun = self._begun_count
         _engine.queue_callback(left_to_python(lambda: self._end_of_backward(nested, begun)))
+
+    @left_to_python
+    def before_capture(self) -> None:
+        """Compiled autograd takes in a backward.
+
+        The last that Python sees of it: the compiler knows what is remembered as tensors alone.
+        """
+        if self.attached is not None:
+            self.attached.look_at_scale(in_join=self._in_join())
+
+    def captured(self) -> None:
+        """That backward has run."""
+        self._arrivals.captured()
 
     @left_to_python
     def bucket_full(self, index: int) -> None:
@@ -787,7 +807,7 @@ class Reducer:
                 bucket.write_traced(result)
         if not attached.keeps_ranks_apart:
             buckets = [_traffic(bucket) for bucket in self._buckets]
-            if attached.memory.is_empty:
+            if attached.memory.is_empty and not attached.follows_scale:
                 attached.traced_steps.add(buckets)
             else:
                 count_step(self._token, results, as_text(buckets), self.key)

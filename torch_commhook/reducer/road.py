@@ -71,6 +71,7 @@ class ReducerRoad:
             as_views=gradient_as_bucket_view,
             should_sync=self._should_sync,
             change_of_parameters=self._watched.change,
+            in_join=self._in_join,
             on_step=self._on_step,
             on_closed=self._reducer_closed,
         )
@@ -226,6 +227,10 @@ class ReducerRoad:
         decided, self._sync_of_forward = self._sync_of_forward, None  # for one backward
         # None where the model's own forward was not called.
         return self._wants_sync() if decided is None else decided
+
+    def _in_join(self) -> bool:
+        """Whether ranks that have joined know of the step under way."""
+        return self._joinable.is_notified
 
     def before_forward(self, module: nn.Module) -> None:
         """Called by the model before its own forward."""

@@ -113,7 +113,9 @@ def count_step(token: Tensor, results: list[Tensor], traffic: str, key: str) -> 
     Its traffic is that of this code, as :func:`torch_commhook.metrics.as_text` gives it: what a
     hook sends may change from step to step, and with it the code.
     """
-    attached = reducers[key].attached
+    reducer = reducers[key]
+    reducer.captured()
+    attached = reducer.attached
     if attached is not None:
         attached.memory.advance()
         buckets = from_text(traffic)

@@ -1,0 +1,499 @@
+"""Hooks under a GradScaler: what is remembered and clipped follows the scale of the gradients."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankPool
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from torch_commhook import attach, codecs, hooks, loss_scale, reshard_states
+from torch_commhook.cli.hook_expression import parse_hook
+from torch_commhook.testing import run_ranks
+
+SCALES = (65536.0, 65536.0, 4096.0, 4096.0, 8192.0, 8192.0)
+CODECS = (
+    "error_feedback(sign())",
+    "error_feedback(topk(0.05))",
+    "error_feedback(powersgd(rank=2))",
+    "error_feedback(blockwise(bits=4))",
+)
+OTHERS = (
+    "policy([('dim <= 1', allreduce()), ('0.*', error_feedback(topk(0.1)))])",
+    "adaptive(20000, every=2)",
+    "after(3, error_feedback(sign()), before=error_feedback(blockwise(4, 64)))",
+)
+EAGER = ("module", "views", "ddp")
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 48), nn.Tanh())
+
+
+def attached(road: str, hook: Any, **options: Any) -> tuple[nn.Module, Any]:
+    if road == "ddp":
+        model = DDP(net(), bucket_cap_mb=0.01)
+        return model, attach(model, hook, **options)
+    options |= {"gradient_as_bucket_view": road == "views", "bucket_cap_mb": 0.01}
+    model = net()
+    return model, attach(model, hook, **options)
+
+
+def batch(rank: int, number: int) -> Tensor:
+    return torch.randn(4, 48, generator=torch.Generator().manual_seed(100 * number + rank))
+
+
+def backward_of(road: str) -> AbstractContextManager[Any]:
+    if road != "compiled":
+        return nullcontext()
+    compiler = torch.compile(fullgraph=True, backend="aot_eager")
+    return torch._dynamo.compiled_autograd._enable(compiler)
+
+
+def gradients(model: nn.Module, scale: float) -> list[Tensor]:
+    return [parameter.grad / scale for parameter in model.parameters()]
+
+
+class Steps:
+    """Backward passes whose loss is scaled."""
+
+    def __init__(self, road: str, hook: Any, rank: int, *, scaled: bool, told: bool) -> None:
+        self.road, self.rank, self.number = road, rank, 0
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALES[0], enabled=scaled)
+        self.model, self.handle = attached(road, hook, scaler=self.scaler if told else None)
+
+    def __call__(self, scale: float) -> list[Tensor]:
+        """The next one's gradients, in their true size."""
+        self.model.zero_grad(set_to_none=False)  # as views have it
+        loss = self.model(batch(self.rank, self.number)).square().sum()
+        if self.number:
+            self.scaler.update(scale)  # between the forward and the backward
+        scaled = self.scaler.scale(loss)
+        self.number += 1
+        with backward_of(self.road):
+            scaled.backward()
+        return gradients(self.model, self.scaler.get_scale())
+
+
+def _same(found: Any, wanted: Any) -> bool:
+    if isinstance(wanted, dict):
+        return found.keys() == wanted.keys() and all(_same(found[k], wanted[k]) for k in wanted)
+    if isinstance(wanted, (list, tuple)):
+        return len(found) == len(wanted) and all(map(_same, found, wanted))
+    if isinstance(wanted, Tensor):
+        return torch.equal(found, wanted)
+    return found == wanted
+
+
+def _differing(rank: int, hook: Any, road: str, told: bool = True) -> list[str]:
+    """In what a run with a scaler differs from one in eager without."""
+    run = Steps(road, hook, rank, scaled=True, told=told)
+    plain_road = "module" if road == "compiled" else road
+    plain = Steps(plain_road, hook, rank, scaled=False, told=False)
+    found = []
+    for number, scale in enumerate(SCALES):
+        if not _same(run(scale), plain(scale)):
+            found.append(f"gradients of step {number}")
+    if not _same(run.handle.state_dict(), plain.handle.state_dict()):
+        found.append("state")
+    run.handle.remove()
+    plain.handle.remove()
+    return found
+
+
+# ---- what is remembered --------------------------------------------------------------------------
+
+
+def _eager(rank: int, hook: str, road: str) -> list[str]:
+    return _differing(rank, parse_hook(hook), road)
+
+
+@pytest.mark.parametrize("road", EAGER)
+@pytest.mark.parametrize("hook", CODECS + OTHERS)
+def test_a_scale_that_changes_changes_no_bit(two_ranks: RankPool, hook: str, road: str) -> None:
+    assert two_ranks.run(_eager, hook, road) == [[], []]
+
+
+def _compiled(rank: int, hook: str) -> list[str]:
+    torch._dynamo.reset()
+    return _differing(rank, parse_hook(hook), "compiled")
+
+
+@pytest.mark.parametrize("hook", [*CODECS[:3], "clip(0.5, error_feedback(blockwise(bits=4)))"])
+def test_nor_in_compiled_autograd(two_ranks: RankPool, hook: str) -> None:
+    assert two_ranks.run(_compiled, hook, timeout=120) == [[], []]
+
+
+def _untold(rank: int, hook: str) -> list[str]:
+    return _differing(rank, parse_hook(hook), "module", told=False)
+
+
+@pytest.mark.parametrize("hook", CODECS)
+def test_a_scaler_that_nobody_told_of_would_show(two_ranks: RankPool, hook: str) -> None:
+    wrong = [f"gradients of step {number}" for number in (2, 3, 4, 5)]
+    assert two_ranks.run(_untold, hook) == [[*wrong, "state"]] * 2
+
+
+def _taken_over(rank: int) -> list[bool]:
+    """DDP's C++ reducer gives way in the third step, in which the scale falls."""
+    torch._dynamo.reset()
+    hook = parse_hook("error_feedback(topk(0.05))")
+    run = Steps("ddp", hook, rank, scaled=True, told=True)
+    plain = Steps("ddp", hook, rank, scaled=False, told=False)
+    found = []
+    for number, scale in enumerate(SCALES):
+        run.road = plain.road = "compiled" if number > 1 else "ddp"
+        found.append(_same(run(scale), plain(scale)))
+    return [*found, _same(run.handle.state_dict(), plain.handle.state_dict())]
+
+
+def test_where_ddp_gives_way(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_taken_over) == [[True] * 7] * 2
+
+
+def _hierarchical(rank: int) -> list[str]:
+    nodes = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    places = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    groups = {"intra_group": nodes[rank // 2], "inter_group": places[rank % 2]}
+    hook = hooks.error_feedback(hooks.hierarchical(codecs.blockwise(4), **groups))
+    return _differing(rank, hook, "module")
+
+
+def test_what_nodes_remember_follows_the_scale() -> None:
+    assert run_ranks(_hierarchical, 4) == [[]] * 4
+
+
+def _balance(rank: int, hook: str, road: str) -> float:
+    """What was delivered and is remembered, less what was given, relative to that."""
+    run = Steps(road, parse_hook(hook), rank, scaled=True, told=True)
+    delivered = [run(scale) for scale in SCALES]
+    names = [name.removeprefix("module.") for name, _ in run.model.named_parameters()]
+    states = [None] * 2
+    dist.all_gather_object(states, run.handle.state_dict())
+    left = reshard_states(states, 1)[0]["rank0"].get("error", {})
+    run.handle.remove()
+    given = [torch.zeros_like(p) for p in net().parameters()]
+    for number in range(len(SCALES)):
+        for other in range(2):
+            model = net()
+            model(batch(other, number)).square().sum().backward()
+            for total, parameter in zip(given, model.parameters(), strict=True):
+                total += parameter.grad / 2
+    lost = [
+        sum(pieces) + left.get(name, 0.0) - wanted
+        for name, wanted, *pieces in zip(names, given, *delivered, strict=True)
+    ]
+    norms = [torch.cat([t.view(-1) for t in ts]).norm() for ts in (lost, given)]
+    return float(norms[0] / norms[1])
+
+
+@pytest.mark.parametrize("road", ["module", "ddp"])
+@pytest.mark.parametrize("hook", CODECS)
+def test_nothing_is_lost(two_ranks: RankPool, hook: str, road: str) -> None:
+    assert max(two_ranks.run(_balance, hook, road)) < 1e-5
+
+
+def _in_halves(rank: int, hook: str, scaled_later: bool) -> list[bool]:
+    """Steps with a scaler, and the rest under another one that begins elsewhere, or none."""
+    plain = Steps("module", parse_hook(hook), rank, scaled=False, told=False)
+    first = Steps("module", parse_hook(hook), rank, scaled=True, told=True)
+    second = Steps("module", parse_hook(hook), rank, scaled=scaled_later, told=scaled_later)
+    for scale in SCALES[:3]:
+        plain(scale)
+        first(scale)
+    second.number = 3
+    second.handle.load_state_dict(first.handle.state_dict())
+    loaded = _same(second.handle.state_dict(), plain.handle.state_dict())
+    second.scaler.scale(torch.zeros(()))  # which makes its scale
+    same = [_same(second(scale), plain(scale)) for scale in (2.0**5, 2.0**7)]
+    return [loaded, *same]
+
+
+@pytest.mark.parametrize("scaled_later", [True, False], ids=["another", "none"])
+@pytest.mark.parametrize("hook", CODECS)
+def test_a_state_is_of_no_scale(two_ranks: RankPool, hook: str, scaled_later: bool) -> None:
+    assert two_ranks.run(_in_halves, hook, scaled_later) == [[True] * 3] * 2
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_scale_of_one_after_a_state_was_loaded() -> None:
+    scaler = Counted(8.0)
+    hook = parse_hook("clip(0.5, error_feedback(blockwise()))")
+    model, handle = attached("module", hook, scaler=scaler)
+    for scale in (8.0, 1.0):
+        scaler.scale = scale
+        model.zero_grad()
+        (scale * model(batch(0, 0)).square().sum()).backward()
+        norm = torch.cat([g.view(-1) for g in gradients(model, scale)]).norm()
+        handle.load_state_dict(handle.state_dict())
+    handle.remove()
+    assert (norm - 0.5).abs() < 1e-3
+
+
+def _skipped(rank: int, scaled: bool) -> list[Tensor]:
+    """Training in which one rank's gradients are infinite in the third step."""
+    run = Steps("module", parse_hook("error_feedback(sign())"), rank, scaled=scaled, told=scaled)
+    optimizer = torch.optim.SGD(run.model.parameters(), lr=0.01)
+    for number in range(6):
+        optimizer.zero_grad()
+        loss = run.model(batch(rank, number)).square().sum()
+        run.scaler.scale(loss * (math.inf if number == 2 and rank == 1 else 1.0)).backward()
+        if scaled or number != 2:
+            run.scaler.step(optimizer)
+        run.scaler.update()
+    assert run.scaler.get_scale() == (SCALES[0] / 2 if scaled else 1.0)
+    run.handle.remove()
+    return [p.detach() for p in run.model.parameters()]
+
+
+def test_training_in_which_the_scaler_skips_a_step(two_ranks: RankPool) -> None:
+    scaled, plain = two_ranks.run(_skipped, True), two_ranks.run(_skipped, False)
+    assert all(_same(*both) for both in zip(scaled, plain, strict=True))
+
+
+def _replaced(rank: int) -> bool:
+    hook = parse_hook("error_feedback(topk(0.05))")
+    run = Steps("module", parse_hook("cast(float16)"), rank, scaled=True, told=True)
+    plain = Steps("module", hook, rank, scaled=False, told=False)
+    run.handle.replace(hook)
+    return all([_same(run(scale), plain(scale)) for scale in SCALES])
+
+
+def test_a_hook_that_replaces_another_knows_the_scaler(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_replaced) == [True, True]
+
+
+def _local(rank: int) -> bool:
+    """Distances between parameters have no scale."""
+    states = []
+    for told in (True, False):
+        hook = hooks.local_sgd(2, hook=parse_hook("clip(0.1, error_feedback(topk(0.05)))"))
+        run = Steps("module", hook, rank, scaled=True, told=told)
+        optimizer = torch.optim.SGD(run.model.parameters(), lr=0.01)
+        for scale in SCALES:
+            run(scale)
+            run.scaler.step(optimizer)
+        states.append(run.handle.state_dict())
+        run.handle.remove()
+    assert any(error.any() for error in states[0][f"rank{rank}"]["error"].values())
+    return _same(*states)
+
+
+def test_what_local_sgd_remembers_has_no_scale(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_local) == [True, True]
+
+
+def _joined(rank: int, road: str) -> Tensor:
+    """Rank 0 has run out of inputs when the scale falls. What all ranks have yet to send."""
+    run = Steps(road, parse_hook("error_feedback(topk(0.05))"), rank, scaled=True, told=True)
+    delivered = []
+    with run.handle.join():
+        for scale in SCALES if rank else SCALES[:2]:
+            delivered.append(run(scale))
+    plain = Steps(road, parse_hook("error_feedback(topk(0.05))"), rank, scaled=False, told=False)
+    with plain.handle.join():
+        for number, scale in enumerate(SCALES if rank else SCALES[:2]):
+            assert _same(plain(scale), delivered[number]), number
+    return _same(run.handle.state_dict(), plain.handle.state_dict())
+
+
+@pytest.mark.parametrize("road", ["module", "ddp"])
+def test_a_rank_that_has_joined_takes_the_others_scale(two_ranks: RankPool, road: str) -> None:
+    assert two_ranks.run(_joined, road) == [True, True]
+
+
+# ---- norms ---------------------------------------------------------------------------------------
+
+
+def _clipped(rank: int, hook: str, road: str) -> tuple[list[str], bool]:
+    torch._dynamo.reset()
+    bites = Steps("module", parse_hook(hook), rank, scaled=False, told=False)
+    norm = torch.cat([g.view(-1) for g in bites(1.0)]).norm()
+    return _differing(rank, parse_hook(hook), road), bool((norm - 0.5).abs() < 1e-3)
+
+
+@pytest.mark.parametrize("road", [*EAGER, "compiled"])
+def test_clip_takes_the_norm_of_unscaled_gradients(two_ranks: RankPool, road: str) -> None:
+    assert two_ranks.run(_clipped, "clip(0.5)", road) == [([], True)] * 2
+
+
+# ---- the scaler ----------------------------------------------------------------------------------
+
+
+class Counted:
+    """A scaler of one's own."""
+
+    def __init__(self, scale: Any) -> None:
+        self.scale, self.asked = scale, 0
+
+    def get_scale(self) -> Any:
+        self.asked += 1
+        return self.scale
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("road", ["module", "ddp", "compiled"])
+def test_it_is_asked_once_in_each_backward(road: str) -> None:
+    torch._dynamo.reset()
+    scaler = Counted(4.0)
+    model, handle = attached(road, parse_hook("error_feedback(sign())"), scaler=scaler)
+    found = []
+    for number in range(3):
+        scaler.asked = 0
+        with backward_of(road):
+            model(batch(0, number)).sum().backward()
+        found.append(scaler.asked)
+    handle.remove()
+    assert found == [1, 1, 1]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_it_is_not_asked_for_hooks_that_remember_nothing() -> None:
+    scaler = Counted(4.0)
+    model, handle = attached("module", hooks.cast(), scaler=scaler)
+    scaler.asked = 0
+    model(batch(0, 0)).sum().backward()
+    handle.remove()
+    assert scaler.asked == 0
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("road", ["module", "ddp", "compiled"])
+def test_a_scale_that_is_none_ends_the_backward(road: str) -> None:
+    torch._dynamo.reset()
+    scaler = Counted(1.0)
+    model, handle = attached(road, parse_hook("error_feedback(sign())"), scaler=scaler)
+    for scale in (math.nan, 4.0):
+        scaler.scale = scale
+        refused = pytest.raises(ValueError, match="positive, finite scale, got nan")
+        with refused if scale != scale else nullcontext(), backward_of(road):
+            model(batch(0, 0)).sum().backward()
+    handle.remove()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("scaler", "error", "said"),
+    [
+        (2.0, TypeError, r"scaler must be a torch.amp.GradScaler, .*, got float"),
+        (torch.amp.GradScaler, TypeError, r"scaler must be a torch.amp.GradScaler, .*, got type"),
+        (Counted("x"), TypeError, r"scaler must give a number as its scale, got str"),
+        (Counted(0.0), ValueError, r"scaler must have a positive, finite scale, got 0.0"),
+        (Counted(-1.0), ValueError, r"scaler must have a positive, finite scale, got -1.0"),
+        (Counted(math.inf), ValueError, r"scaler must have a positive, finite scale, got inf"),
+        (Counted(1e300), ValueError, r"scaler must have a positive, finite scale, got 1e\+300"),
+    ],
+    ids=str,
+)
+def test_what_is_no_scaler_is_refused(scaler: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        attached("module", hooks.allreduce(), scaler=scaler)
+
+
+def _unlike(rank: int, scales: tuple[float | None, float | None]) -> str:
+    scaler = None if scales[rank] is None else Counted(scales[rank])
+    with pytest.raises(RuntimeError) as raised:
+        attached("module", hooks.allreduce(), scaler=scaler)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("scales", [(4.0, 2.0), (4.0, None)], ids=str)
+def test_ranks_must_have_one_scale(
+    two_ranks: RankPool, scales: tuple[float | None, float | None]
+) -> None:
+    said = "the scaler's scale must be the same on all ranks: rank 0 has 4.0, rank 1 has"
+    assert all(said in text for text in two_ranks.run(_unlike, scales))
+
+
+# ---- scalers that a hook was not told of ---------------------------------------------------------
+
+
+def trained(road: str, hook: str, *, scaled: bool, told: bool, steps: int = 3) -> None:
+    """Training, with a schedule, which wraps the optimizer's step."""
+    run = Steps(road, parse_hook(hook), 0, scaled=scaled, told=told)
+    optimizer = torch.optim.AdamW(run.model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for number in range(steps):
+        optimizer.zero_grad()
+        run.scaler.scale(run.model(batch(0, number)).square().sum()).backward()
+        run.scaler.step(optimizer)
+        run.scaler.update()
+        schedule.step()
+    run.handle.remove()
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.message for r in caplog.records if "attach(model, hook, scaler=scaler)" in r.message]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("road", ["module", "ddp"])
+@pytest.mark.parametrize("hook", ["error_feedback(sign())", "clip(0.5)"])
+def test_a_scaler_that_nobody_told_of_is_said_once(
+    caplog: pytest.LogCaptureFixture, hook: str, road: str
+) -> None:
+    trained(road, hook, scaled=True, told=False)
+    (said,) = warnings(caplog)
+    assert f"'{hook}' was not told of the GradScaler" in said
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("hook", "scaled", "told", "steps"),
+    [
+        ("error_feedback(sign())", True, True, 3),
+        ("error_feedback(sign())", False, False, 100),  # whose sizes vary as they will
+        ("blockwise()", True, False, 3),
+    ],
+    ids=["told", "no scaler", "nothing to follow"],
+)
+def test_else_nothing_is_said(
+    caplog: pytest.LogCaptureFixture, hook: str, scaled: bool, told: bool, steps: int
+) -> None:
+    trained("module", hook, scaled=scaled, told=told, steps=steps)
+    assert warnings(caplog) == []
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_nothing_is_said_of_another_models_scaler(caplog: pytest.LogCaptureFixture) -> None:
+    _model, handle = attached("module", parse_hook("error_feedback(sign())"))
+    trained("module", "allreduce()", scaled=True, told=False)
+    handle.remove()
+    assert warnings(caplog) == []
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_nobody_looks_for_scalers_once_hooks_are_gone() -> None:
+    _, handle = attached("module", parse_hook("error_feedback(sign())"))
+    assert loss_scale._handles
+    handle.remove()
+    assert not loss_scale._handles
+
+
+def _graphs_of_step(hook: str) -> int:
+    """How many graphs an optimizer's step becomes."""
+    torch._dynamo.reset()
+    found = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        found.append(graph)
+        return graph
+
+    model, handle = attached("module", parse_hook(hook))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model(batch(0, 0)).sum().backward()
+    torch.compile(optimizer.step, backend=backend)()
+    handle.remove()
+    return len(found)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_who_looks_for_scalers_breaks_no_graph() -> None:
+    assert _graphs_of_step("error_feedback(sign())") == _graphs_of_step("sign()") > 0

@@ -1,0 +1,120 @@
+"""The scale of mixed precision, by which gradients are multiplied when they come to a hook."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.amp import GradScaler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from torch_commhook import _C
+from torch_commhook._dynamo import left_to_python
+
+if TYPE_CHECKING:
+    from torch_commhook.attached import Attached
+
+_log = logging.getLogger(__name__)
+
+_LARGEST = torch.finfo(torch.float32).max
+
+#: Of the scaler's methods, one of which calls an optimizer's ``step()``.
+_STEPS = frozenset(
+    method.__code__
+    for method in (GradScaler.step, getattr(GradScaler, "_maybe_opt_step", None))
+    if method is not None
+)
+#: Between those and the optimizer's hooks: what wraps ``step()``, such as a scheduler.
+_MOST_FRAMES = 16
+
+
+def check_scaler(scaler: Any) -> None:
+    """Refuse what cannot tell by what gradients are multiplied.
+
+    Raises:
+        TypeError: it is no ``torch.amp.GradScaler``, nor has its ``get_scale()``.
+        ValueError: its scale is not positive and finite.
+    """
+    if isinstance(scaler, type) or not callable(getattr(scaler, "get_scale", None)):
+        raise TypeError(
+            "attach: scaler must be a torch.amp.GradScaler, or have its get_scale(), got "
+            f"{_C.type_name(scaler)}"
+        )
+    scale_of(scaler)
+
+
+def scale_of(scaler: Any) -> float:
+    """What the next gradients are multiplied by. Waits for the device where that holds the scale.
+
+    Raises:
+        TypeError: ``get_scale()`` gives no number.
+        ValueError: the scale is not positive and finite.
+    """
+    given = scaler.get_scale()
+    try:
+        scale = float(given)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"attach: scaler must give a number as its scale, got {_C.type_name(given)}"
+        ) from error
+    if not 0.0 < scale <= _LARGEST:
+        raise ValueError(f"attach: scaler must have a positive, finite scale, got {scale}")
+    return scale
+
+
+# ---- scalers that a hook was not told of ---------------------------------------------------------
+# Gradients do not tell: their size changes by powers of two in ordinary training, and a scaler's
+# usual step of two is less than that. But who uses a scaler has it call the optimizer's step(), so
+# that a hook on all optimizers finds it among its callers. It costs a microsecond in a step.
+
+_watched: weakref.WeakSet[Attached] = weakref.WeakSet()
+_handles: list[Any] = []
+
+
+def watch(attached: Attached) -> None:
+    """Say once, in the log, where a scaler turns up that the hook was not told of."""
+    _watched.add(attached)
+    if not _handles:
+        _handles.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def watch_no_more(attached: Attached) -> None:
+    """Look for scalers no more, where a hook is taken off."""
+    _watched.discard(attached)
+    if not _watched:
+        while _handles:
+            _handles.pop().remove()
+
+
+@left_to_python
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    # A compiler that traces step() would break its graph at this.
+    if torch.compiler.is_compiling() or not _scaler_calls():
+        return
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    for attached in list(_watched):
+        if attached.memory.has_any(own):
+            _watched.discard(attached)  # the hook here stays: optimizers iterate over theirs
+            _log.warning(
+                "hook '%s' was not told of the GradScaler that scales its gradients: %s; use "
+                "attach(model, hook, scaler=scaler)",
+                attached.name,
+                "what it remembers as lost is out of proportion to them when the scale changes"
+                if attached.keeps_error
+                else "it takes the norm of scaled ones",
+            )
+
+
+def _scaler_calls() -> bool:
+    """Whether a scaler is calling the optimizer's step()."""
+    frame: Any = sys._getframe(2)
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            return False
+        if frame.f_code in _STEPS:
+            return bool(frame.f_locals["self"].is_enabled())
+        frame = frame.f_back
+    return False
