@@ -21,7 +21,7 @@ from torch_commhook.attached import Attached
 from torch_commhook.bucket import GradBucket
 from torch_commhook.collectives import resolve_group
 from torch_commhook.ddp_road import DdpRoad
-from torch_commhook.hook_states import LOCAL_STEPS
+from torch_commhook.hook_states import LOCAL_STEPS, form_of
 from torch_commhook.hooks import __name__ as hooks_module
 from torch_commhook.hooks.base import Hook
 from torch_commhook.loss_scale import check_scaler, scale_of, watch, watch_no_more
@@ -298,7 +298,7 @@ class HookHandle:
 
         Raises:
             RuntimeError: the handle's hook is not attached any more; the ranks' states are of
-                different steps, or one is refused on another rank.
+                different steps or buckets, or one is refused on another rank.
             ValueError: no such state, or one of other parameters, of another number of ranks, or of
                 a hook that remembers other things.
 
@@ -314,12 +314,13 @@ class HookHandle:
         error = None
         try:
             if local_steps is not None:
-                go_on = partial(local_steps.take_state, local_steps.check_state(state))
-            elif state != {} or not memory.is_empty:
-                go_on = partial(self._take_state, memory.check_state(state))
-            if go_on is not None:
-                keys = ("steps", "choices", LOCAL_STEPS)
-                settings = {f"the state's {key}": state.get(key) for key in keys}
+                apart = local_steps.check_state(state)
+                go_on = partial(local_steps.take_state, apart)
+                settings = _shared_of_state(apart.rest, apart.position)
+            elif not (isinstance(state, dict) and not state and memory.is_empty):
+                checked = memory.check_state(state)
+                go_on = partial(self._take_state, checked)
+                settings = _shared_of_state(checked, None)
         except Exception as refused:
             error = refused
         agree(self._road.group.parent, "HookHandle.load_state_dict", error, settings)
@@ -490,6 +491,12 @@ def _shared(
     for name in ("bucket_cap_mb", "broadcast_buffers", "init_sync"):
         shared[name] = settings[name]
     return shared
+
+
+def _shared_of_state(state: dict[str, Any], position: dict[str, Any] | None) -> dict[str, object]:
+    """What of a checked state all ranks must load alike: plain values, since they are sent."""
+    shared = {"steps": state["steps"], "choices": state["choices"], LOCAL_STEPS: position}
+    return {f"the state's {key}": value for key, value in {**shared, **form_of(state)}.items()}
 
 
 def _printed(hook: object) -> str:

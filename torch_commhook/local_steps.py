@@ -27,13 +27,14 @@ from torch_commhook import _C, collectives
 from torch_commhook.attached import Attached, run_average
 from torch_commhook.bucket import GradBucket
 from torch_commhook.forward_hook import BeforeForward, register_first
-from torch_commhook.hook_states import LOCAL_STEPS, PARAMETERS, check_tensor
+from torch_commhook.hook_states import LOCAL_STEPS, PARAMETERS, checked_position, unfit
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.local_sgd import ANCHOR, local_sgd
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory import BucketMemory
 from torch_commhook.metrics import BucketTraffic, count_bucket
 from torch_commhook.results import checked_result, hook_on_bucket, scaled_result
+from torch_commhook.state_values import check_tensor, shown
 from torch_commhook.step_group import StepGroup
 
 if TYPE_CHECKING:
@@ -334,7 +335,7 @@ class LocalSteps:
         names = self._attached.memory.names_of(self._living()) or []
         missing = sorted(set(names) - set(rest["shared"].get(ANCHOR, {})))
         if missing:  # each rank would take its own parameters for it
-            raise ValueError(f"load_state_dict: its '{ANCHOR}' lacks {missing}")
+            raise unfit(f"its '{ANCHOR}' lacks {missing}")
         return Checked(parameters, position, rest)
 
     @torch.no_grad()
@@ -356,43 +357,38 @@ class LocalSteps:
     ) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Any], dict[str, Any]]:
         """What is this rank's of the parameters, where in a round it is, and the rest."""
         if not isinstance(state, dict) or LOCAL_STEPS not in state:
-            raise ValueError(
-                f"load_state_dict: the state must be one of a hook that keeps ranks apart, such as "
-                f"'{self._attached.name}', got another"
+            raise unfit(
+                f"the state must be one of a hook that keeps ranks apart, such as "
+                f"'{self._attached.name}', got one without '{LOCAL_STEPS}'"
             )
-        position = state[LOCAL_STEPS]
-        done: Any = position.get("done") if isinstance(position, dict) else None
-        is_open: Any = position.get("is_open") if isinstance(position, dict) else None
-        is_number = isinstance(done, int) and not isinstance(done, bool) and done >= 0
-        if not is_number or not isinstance(is_open, bool):
-            raise ValueError(
-                f"load_state_dict: its {LOCAL_STEPS} must be a number of steps, done, and a bool, "
-                f"is_open, got {position!r}"
-            )
+        position = checked_position(state, "its ", unfit)
         key = f"rank{self._attached.memory.rank}"
         pieces = state.get(key)
         if not isinstance(pieces, dict):  # of which the memory tells
             return [], position, state
         rest = {**state, key: {kind: pieces[kind] for kind in pieces if kind != PARAMETERS}}
         values = pieces.get(PARAMETERS, {})
-        if not isinstance(values, dict) or (not values and done + is_open > 0):
-            raise ValueError(
-                f"load_state_dict: the state must have the rank's parameters, by name, got "
-                f"{type(values).__qualname__ if values else 'none'}"
-            )
+        is_apart = position["done"] > 0 or position["is_open"]
+        if not isinstance(values, dict) or (not values and is_apart):
+            got = "none" if isinstance(values, dict) else shown(values)
+            raise unfit(f"its '{PARAMETERS}' must have the rank's parameters, by name, got {got}")
         own = []
         parameters = self._living()
         names = self._attached.memory.names_of(parameters) or []
         for name, parameter in zip(names, parameters, strict=True) if values else ():
-            value = values.get(name)
-            if not isinstance(value, Tensor):
-                raise ValueError(
-                    f"load_state_dict: the state must have parameter '{name}' of shape "
+            if name not in values:
+                raise unfit(
+                    f"the state must have parameter '{name}' of shape "
                     f"{tuple(parameter.shape)}, got none"
                 )
             # Where training has diverged, a state has what became of it.
-            check_tensor(
-                f"parameter '{name}'", value, parameter.shape, parameter.dtype, is_finite=False
+            value = check_tensor(
+                f"'{PARAMETERS}' of parameter '{name}'",
+                values[name],
+                parameter.shape,
+                parameter.dtype,
+                unfit,
+                is_finite=False,
             )
             own.append((parameter, value))
         return own, position, rest
