@@ -105,6 +105,21 @@ def test_an_expression_builds_the_hook(text: str, expected: object) -> None:
         ("part", "is only a part of a hook"),
         ("cast(bfloat16); 1", "is not a hook expression"),
         ("(" * 500, "is not a hook expression"),
+        (f"blockwise({'-' * 1500}1)", "must have at most 50 levels"),
+        (f"blockwise({'-' * 9000}1)", ""),
+        (f"blockwise(sizes={'[' * 90}1{']' * 90})", "must have at most 50 levels"),
+        (f"blockwise(a{'.a' * 60})", "must have at most 50 levels"),
+        (f"blockwise(a{'.a' * 4000})", ""),
+        (f"blockwise{'()' * 60}", "must have at most 50 levels"),
+        (f"{'error_feedback(' * 60}allreduce(){')' * 60}", "must have at most 50 levels"),
+        (f"cast('{'x' * 9000}')", "is refused by cast: TypeError: cast: dtype must be"),
+        (f"blockwise({'x' * 9000})", "is neither a dtype nor a hook"),
+        (f"{'x' * 9000}()", "names the unknown hook 'xxx"),
+        (f"blockwise({'1 + ' * 40}1)", "must not contain '1 + 1"),
+        (f"cast('{'x' * 100_000}')", "must have at most 10000 characters"),
+        (f"blockwise({'9' * 1_000_000})", "must have at most 10000 characters"),
+        (f"blockwise({'9' * 9000})", "is not a hook expression"),
+        (f"cast(0x{'f' * 9000})", "is refused by cast: TypeError: cast: dtype must be"),
     ],
 )
 def test_a_wrong_expression_is_named_with_what_there_is(text: str, message: str) -> None:
@@ -113,6 +128,7 @@ def test_a_wrong_expression_is_named_with_what_there_is(text: str, message: str)
     assert message in str(caught.value)
     assert "allreduce, blockwise, cast, error_feedback" in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 2000
 
 
 def test_the_library_offers_its_hooks() -> None:
@@ -177,3 +193,12 @@ def test_checking_a_file_does_not_run_it(tmp_path: Path) -> None:
     file.write_text("def my_hook(:\n")
     with pytest.raises(HookExpressionError, match="can't be read as Python: SyntaxError"):
         check_hook(f"{file}:my_hook")
+
+
+def test_a_file_that_cannot_be_looked_at_is_named(tmp_path: Path) -> None:
+    with pytest.raises(HookExpressionError, match=r"the file can't be read: File name too long"):
+        check_hook(f"{'x' * 5000}.py:hook")
+    deep = tmp_path / "deep.py"
+    deep.write_text(f"x = {'-' * 100_000}1")
+    with pytest.raises(HookExpressionError, match=r"deep\.py can't be read as Python: "):
+        check_hook(f"{deep}:x")

@@ -31,6 +31,12 @@ _NOT_WRITABLE_HOOKS = {
 #: Parts of hooks.
 _PARTS = ("outer_sgd",)
 
+#: No hook needs more, and Python's own limits end in errors of other kinds.
+_MOST_CHARACTERS = 10_000
+_MOST_LEVELS = 50
+#: Of an expression, or a part of one, in an error.
+_MOST_SHOWN = 200
+
 
 class HookExpressionError(ValueError):
     """A hook expression that can't be read, in one sentence that says what can."""
@@ -97,17 +103,28 @@ class _Builder:
         self.names = public_names(hooks)
 
     def build(self) -> Any:
+        if len(self.text) > _MOST_CHARACTERS:
+            raise self._error(f"must have at most {_MOST_CHARACTERS} characters")
         try:
             node = ast.parse(self.text, mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise self._error("is not a hook expression") from error
         if not isinstance(node, (ast.Name, ast.Call)):
             raise self._error("is not a hook expression")
+        self._check_depth(node)
         # A bare name is a call without arguments.
         hook = self._call(node, [], {}) if isinstance(node, ast.Name) else self._value(node)
         if not callable(hook):
             raise self._error("is only a part of a hook")
         return hook
+
+    def _check_depth(self, tree: ast.expr) -> None:
+        level: list[ast.AST] = [tree]
+        for _ in range(_MOST_LEVELS):
+            level = [inner for node in level for inner in ast.iter_child_nodes(node)]
+            if not level:
+                return
+        raise self._error(f"must have at most {_MOST_LEVELS} levels")
 
     def _value(self, node: ast.expr) -> Any:
         if isinstance(node, ast.Call):
@@ -127,7 +144,7 @@ class _Builder:
             return items if isinstance(node, ast.List) else tuple(items)
         if isinstance(node, (ast.Name, ast.Attribute)):
             return self._dtype(node)
-        raise self._error(f"must not contain {ast.unparse(node)!r}")
+        raise self._error(f"must not contain {_shortened(ast.unparse(node))!r}")
 
     def _call(self, function: ast.expr, arguments: list[Any], keywords: dict[str, Any]) -> Any:
         name = ast.unparse(function)
@@ -160,20 +177,26 @@ class _Builder:
             return value
         if name in self.names:  # a wrapper's inner hook may be a bare name too
             return self._call(node, [], {})
-        raise self._error(f"has the argument {name!r}, which is neither a dtype nor a hook")
+        raise self._error(
+            f"has the argument {_shortened(name)!r}, which is neither a dtype nor a hook"
+        )
 
     def _unknown(self, name: str) -> HookExpressionError:
         close = difflib.get_close_matches(name, self.names, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
-        return self._error(f"names the unknown hook {name!r}{hint}")
+        return self._error(f"names the unknown hook {_shortened(name)!r}{hint}")
 
     def _error(self, what: str) -> HookExpressionError:
         no_hooks = (*_NOT_WRITABLE_HOOKS, *_PARTS)
         names = ", ".join(name for name in self.names if name not in no_hooks)
         return HookExpressionError(
-            f"hook {self.text!r} {what}; a hook is one of {names}, as in cast(bfloat16), or "
-            f"{NO_HOOK}, or FILE.py:NAME"
+            f"hook {_shortened(self.text)!r} {what}; a hook is one of {names}, as in "
+            f"cast(bfloat16), or {NO_HOOK}, or FILE.py:NAME"
         )
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def _bound(
@@ -196,9 +219,15 @@ def _split_file_reference(text: str) -> tuple[Path, str]:
     path, separator, name = text.rpartition(":")
     if not separator or not path.endswith(".py") or not name.isidentifier():
         raise HookExpressionError(
-            f"hook {text!r} must be FILE.py:NAME, where NAME is an object of that file"
+            f"hook {_shortened(text)!r} must be FILE.py:NAME, where NAME is an object of that file"
         )
-    if not Path(path).is_file():
+    try:
+        is_there = Path(path).is_file()
+    except OSError as error:  # a name that is too long, or a folder that nobody may look into
+        raise HookExpressionError(
+            f"hook {_shortened(text)!r}: the file can't be read: {error.strerror}"
+        ) from error
+    if not is_there:
         raise HookExpressionError(f"hook {text!r}: there is no file {path}")
     return Path(path), name
 
@@ -227,7 +256,7 @@ def _load_from_file(text: str) -> Any:
 def _check_file_defines(text: str, path: Path, name: str) -> None:
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
-    except (SyntaxError, ValueError, OSError) as error:
+    except (SyntaxError, ValueError, OSError, RecursionError, MemoryError) as error:
         raise HookExpressionError(f"{path} can't be read as Python: {_one_line(error)}") from error
     bound: set[str] = set()
     coroutine_functions: set[str] = set()
