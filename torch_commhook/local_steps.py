@@ -82,7 +82,7 @@ class LocalSteps:
         # First, since what else the model sends before a forward comes after the exchange.
         self._forward_handle = register_first(model, BeforeForward(self))
         _listen(self)
-        self._end = weakref.finalize(model, self._stop)
+        self._end = weakref.finalize(model, self._model_gone)
         self._end.atexit = False
 
     @property
@@ -99,15 +99,23 @@ class LocalSteps:
 
     def close(self) -> None:
         """Count no more."""
+        self._end.detach()
+        self._warn_if_apart("was taken off")
+        self._stop()
+
+    def _model_gone(self) -> None:
+        self._warn_if_apart("lost its model")
+        self._stop()
+
+    def _warn_if_apart(self, what: str) -> None:
         if self.done:
             _log.warning(
-                "hook '%s' was taken off %d steps after the ranks were together last: their "
-                "parameters differ; HookHandle.synchronize() brings them together",
+                "hook '%s' %s %d steps after the ranks were together last: their parameters "
+                "differ; HookHandle.synchronize() brings them together",
                 self._attached.name,
+                what,
                 self.done,
             )
-        self._end.detach()
-        self._stop()
 
     def _stop(self) -> None:
         self._forward_handle.remove()
