@@ -1,11 +1,11 @@
 """Random histories of training, in which error feedback must lose nothing.
 
-A history is some steps with one hook on one road: which parameters each rank uses, micro-batches
-under ``no_sync()``, ``zero_grad`` in both forms or not at all, a hook that fails on one rank, states
-that are saved and loaded. The loss is linear in the parameters, so that each rank knows the gradient
-that it gives. Of each parameter, the sum of the averages that were delivered plus the error memory of
-all ranks must equal the sum of the averages that were given. A parameter that no rank has used keeps
-its gradient.
+A history is some steps with one hook on one road. It draws which parameters each rank uses,
+micro-batches under ``no_sync()``, both forms of ``zero_grad`` or none, a hook that fails on one
+rank, and states that are saved and loaded. The loss is linear in the parameters: each rank knows
+the gradient that it gives. For each parameter, the sum of the delivered averages plus the error
+memory of all ranks must equal the sum of the averages that were given. A parameter that no rank has
+used keeps its gradient.
 
 ``make balance`` runs 1,000 histories and writes ``balance.json`` beside this file; it exits with 1
 where one is out of balance. ``test_balance.py`` runs a few.
@@ -104,9 +104,7 @@ class Road:
     compiled: bool = False
 
     def __str__(self) -> str:
-        return (
-            f"{self.model}{' views' if self.views else ''}{' compiled' if self.compiled else ''}"
-        )
+        return f"{self.model}{' views' if self.views else ''}{' compiled' if self.compiled else ''}"
 
     def wrap(self, module: nn.Module) -> nn.Module:
         if self.model == "module":
@@ -123,9 +121,7 @@ class Road:
     def attach(self, model: nn.Module, hook: hooks.Hook) -> HookHandle:
         if self.model != "module":
             return attach(model, hook)
-        return attach(
-            model, hook, bucket_cap_mb=BUCKET_CAP_MB, gradient_as_bucket_view=self.views
-        )
+        return attach(model, hook, bucket_cap_mb=BUCKET_CAP_MB, gradient_as_bucket_view=self.views)
 
 
 ROADS = [

@@ -1,4 +1,4 @@
-"""A few of the histories that ``make balance`` runs, with which error feedback must lose nothing."""
+"""A few of the histories that ``make balance`` runs: error feedback must lose nothing."""
 
 from __future__ import annotations
 

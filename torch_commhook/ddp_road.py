@@ -72,9 +72,7 @@ class _Kept:
         if reducer is None:
             return
         used = _C.locally_used(reducer)[self._members[index]].tolist()
-        for number, parameter, is_used in zip(
-            self._members[index], parameters, used, strict=True
-        ):
+        for number, parameter, is_used in zip(self._members[index], parameters, used, strict=True):
             if not is_used and parameter.grad is not None:
                 self._kept[number] = parameter.grad, parameter.grad.detach().clone()
 
