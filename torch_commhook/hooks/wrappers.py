@@ -286,8 +286,9 @@ class clip(Wrapper):  # noqa: N801
         return f"clip({text}{'' if self._is_plain else f', {self.hook}'})"
 
 
-#: Elements whose copy stays in a cache of the CPU.
+#: Elements whose copy stays in a cache of the CPU, and so many that other devices take at a time.
 _CHUNK = 1 << 18
+_DEVICE_CHUNK = 1 << 24
 
 
 def _total_norm(results: list[Tensor]) -> Tensor:
@@ -304,19 +305,22 @@ def _total_norm(results: list[Tensor]) -> Tensor:
 def _batches(results: list[Tensor]) -> Iterator[list[Tensor]]:
     """The numbers of all results, those of one dtype and device that lie in a cache together."""
     batch: list[Tensor] = []
+    room = 0
     for result in results:
         if result.layout is not torch.strided:
             result = result.coalesce().values()
         if result.is_complex():
             result = torch.view_as_real(result)
-        flat = result.reshape(-1)
-        for piece in flat.split(_CHUNK) if flat.device.type == "cpu" else (flat,):
+        most = _CHUNK if result.device.type == "cpu" else _DEVICE_CHUNK
+        for piece in result.reshape(-1).split(most):
             kind = piece.dtype, piece.device
-            is_full = piece.numel() + sum(each.numel() for each in batch) > _CHUNK
-            if batch and (is_full or kind != (batch[0].dtype, batch[0].device)):
+            if batch and (piece.numel() > room or kind != (batch[0].dtype, batch[0].device)):
                 yield batch
                 batch = []
+            if not batch:
+                room = most
             batch.append(piece)
+            room -= piece.numel()
     yield batch
 
 
