@@ -5,6 +5,7 @@
 #include "ops/codecs/blockwise_math.h"
 #include "ops/codecs/float_bits.h"
 #include "ops/codecs/philox.h"
+#include "ops/codecs/sign_math.h"
 #include "quad.h"
 
 namespace commhook::cuda {
@@ -75,14 +76,16 @@ constexpr int kSumParts = 16;
 
 struct SumOfMagnitudes {
   float sum = 0.0f;
+  bool is_lowered = false;  // see sign_math.h
 
   COMMHOOK_HOST_DEVICE void add(float) {}  // see sum_of_part
 };
 
+template <bool kLowered>
 COMMHOOK_HOST_DEVICE float sum_of_part(const float* p, int count, int part) {
   float sum = 0.0f;
   for (int i = part; i < count; i += kSumParts) {
-    sum += float_of(bits_of(p[i]) & kAbsolute);
+    sum += sign::magnitude_of<kLowered>(p[i]);
   }
   return sum;
 }

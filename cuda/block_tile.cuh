@@ -106,7 +106,7 @@ COMMHOOK_HOST_DEVICE BlockPlace place_of(const codecs::BlockLayout& layout, int6
 }
 
 // Of the sums of magnitudes of a tile's blocks, in `values`, the one of this lane's block.
-template <typename Codec>
+template <typename Codec, bool kLowered>
 __device__ float sum_of_magnitudes(const codecs::BlockLayout& layout, const BlockTile& tile,
                                    int64_t first, int lane, const float* values) {
   constexpr int kBlocks = kWarpSize / kSumParts;  // at once
@@ -116,8 +116,8 @@ __device__ float sum_of_magnitudes(const codecs::BlockLayout& layout, const Bloc
     // Of a tile's only block the second half of the warp has nothing.
     const int block = b + lane / kSumParts;
     const auto place = place_of<Codec>(layout, first + block);
-    float part = sum_of_part(values + (place.begin - begin), block < tile.blocks ? place.count : 0,
-                             lane % kSumParts);
+    float part = sum_of_part<kLowered>(values + (place.begin - begin),
+                                       block < tile.blocks ? place.count : 0, lane % kSumParts);
 #pragma unroll
     for (int distance = kSumParts / 2; distance > 0; distance /= 2) {
       part += __shfl_xor_sync(kAllLanes, part, distance);
@@ -163,7 +163,12 @@ __device__ void encode_tile(const Codec& codec, const codecs::BlockLayout& layou
   }
   __syncwarp();
   if constexpr (Codec::kSums) {
-    measure.sum = sum_of_magnitudes<Codec>(layout, tile, first, lane, values);
+    measure.sum = sum_of_magnitudes<Codec, false>(layout, tile, first, lane, values);
+    const bool is_infinite = bits_of(measure.sum) >= kInfinity;
+    if (__any_sync(kAllLanes, is_infinite)) {
+      const float lowered = sum_of_magnitudes<Codec, true>(layout, tile, first, lane, values);
+      measure = is_infinite ? SumOfMagnitudes{lowered, true} : measure;
+    }
     __syncwarp();  // before what is lost takes the place of values that others have read
   } else {
     take_largest(tile, measure);

@@ -3,6 +3,7 @@
 
 #include "block_codes.h"
 #include "ops/codecs/float_bits.h"
+#include "ops/codecs/sign_math.h"
 #include "ops/host_device.h"
 
 namespace commhook::cuda {
@@ -24,7 +25,8 @@ struct SignBlock {
     if (bits_of(measure.sum) >= kInfinity) {
       return false;
     }
-    parameters[0] = measure.sum / static_cast<float>(count);
+    parameters[0] =
+        sign::mean_magnitude(measure.sum, static_cast<float>(count), measure.is_lowered);
     result.magnitude = bits_of(parameters[0]);
     return true;
   }

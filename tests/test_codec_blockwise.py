@@ -120,6 +120,51 @@ def test_the_error_of_a_constant_is_small(bits: int, symmetric: bool, value: flo
         assert error.abs().max() <= value * 1e-6, level
 
 
+LARGEST = torch.finfo(torch.float32).max
+
+
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [
+        (0.0, LARGEST),
+        (-1.0, LARGEST),
+        (3 * 2.0**103, LARGEST),  # high - low is rounded up, by half of LARGEST's last bit
+        (0.2 * LARGEST, LARGEST),
+        (0.999 * LARGEST, LARGEST),
+        (-LARGEST, 0.0),
+        (-0.5 * LARGEST, 0.5 * LARGEST),
+    ],
+)
+@of_each_format
+@pytest.mark.parametrize("level", KERNELS)
+def test_the_largest_numbers_come_back_finite(
+    bits: int, symmetric: bool, low: float, high: float, level: str
+) -> None:
+    x, error = torch.rand(300) * (0.99 * (high - low)) + low, torch.zeros(300)
+    x[7], x[11] = high, low
+    with cpu_level(level):
+        got = restore(x, error=error, bits=bits, symmetric=symmetric)
+    assert got.isfinite().all()
+    assert torch.equal(error, x - got)
+    step = steps_of(x[:256].double(), bits, symmetric, 256).item()
+    assert error[:256].abs().max() <= 0.51 * step
+
+
+@of_each_format
+@pytest.mark.parametrize("level", KERNELS)
+def test_random_rounding_of_the_largest_numbers(bits: int, symmetric: bool, level: str) -> None:
+    """All of which one step more than the largest q would come back as an infinity."""
+    largest = torch.tensor(LARGEST).view(torch.int32).item()
+    values = torch.arange(largest - (1 << 17) + 1, largest + 1, dtype=torch.int32)
+    x = -values.view(torch.float32).repeat_interleave(8)
+    error = torch.zeros_like(x)
+    options: dict[str, Any] = {"bits": bits, "symmetric": symmetric, "block_size": 8}
+    with cpu_level(level):
+        got = restore(x, error=error, rounding=torch.tensor([1, 2]), **options)
+    assert got.isfinite().all()
+    assert error.isfinite().all()
+
+
 @of_each_format
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_stays_so(bits: int, symmetric: bool, value: float) -> None:
@@ -142,7 +187,7 @@ def test_blocks_that_need_care_among_others(
     """Vector kernels take runs of plain blocks, and leave the others to the general ones."""
     generator = torch.Generator().manual_seed(bits + block_size)
     values = torch.randn(40 * 256 + 77, generator=generator)
-    care = [float("nan"), -float("nan"), float("inf"), -float("inf"), 1e-40, -0.0]
+    care = [torch.nan, -torch.nan, torch.inf, -torch.inf, 1e-40, -0.0, LARGEST]
     for i, value in enumerate(care):
         values[1000 * (i + 1) + 37 * i] = value
     values[7500:8200] = 0.0

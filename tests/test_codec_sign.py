@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from test_ops_reference import LEVELS, cpu_level
 from torch import Tensor
 
 from torch_commhook.codecs import CODECS
@@ -35,6 +36,20 @@ def test_error_on_a_gaussian() -> None:
     x = torch.randn(1 << 20)
     error = (restore(x, 4096) - x).square().sum() / x.square().sum()
     assert error.item() == pytest.approx(1 - 2 / math.pi, rel=0.01)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("block_size", [32, 1024, 4096])
+def test_magnitudes_whose_sum_is_beyond_float32(block_size: int, level: str) -> None:
+    largest = torch.finfo(torch.float32).max
+    x = torch.rand(block_size * 5) * largest
+    x[:block_size] = largest
+    x[block_size:].mul_(torch.randn(block_size * 4).sign())
+    with cpu_level(level):
+        got = restore(x, block_size).view(5, -1).double()
+    blocks = x.view(5, -1).double()
+    magnitude = blocks.abs().mean(1, keepdim=True)
+    torch.testing.assert_close(got, blocks.sign() * magnitude, rtol=1e-6, atol=0)
 
 
 def test_bytes() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_ops_reference import LEVELS, cpu_level
 from torch import Tensor
 
 from torch_commhook._ops import cpu_capability
@@ -17,6 +18,7 @@ EXAMPLES = [example for cls in CODECS.values() for example in cls.examples()]
 #: Those whose messages are exchanged in shards; of others there is one, and ranks add up messages.
 SHARDED = [codec for codec in EXAMPLES if codec.exchange == "all_to_all"]
 WHOLE = [codec for codec in EXAMPLES if codec.exchange != "all_to_all"]
+LARGEST = torch.finfo(torch.float32).max
 of_each_codec = pytest.mark.parametrize("codec", EXAMPLES, ids=repr)
 of_each_sharded = pytest.mark.parametrize("codec", SHARDED, ids=repr)
 of_each_whole = pytest.mark.parametrize("codec", WHOLE, ids=repr)
@@ -197,6 +199,29 @@ def test_what_is_not_finite_does_not_become_a_number(codec: Codec, value: float)
     assert error is None or error.isfinite().all()  # or it would stay so
 
 
+def largest_numbers(draw: random.Random, numel: int) -> Tensor:
+    """Some values at or a little below the end of float32, among others, often of one sign."""
+    x = torch.randn(numel) * 10.0 ** draw.choice([0, 30, 37])
+    for _ in range(draw.choice([1, 2, numel])):
+        value = LARGEST * (1 - draw.choice([0, 1, 2, 100, 10**6]) * 2.0**-24)
+        x[draw.randrange(numel)] = value * draw.choice([1, 1, 0.99, 0.5, 0.25, -1])
+    return x.abs() * draw.choice([1, -1]) if draw.random() < 0.5 else x
+
+
+@of_each_with_error
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_largest_numbers_leave_a_finite_error(codec: Codec, level: str) -> None:
+    draw = random.Random(repr(codec))
+    torch.manual_seed(0)
+    with cpu_level(level):
+        for step in range(60):
+            error = torch.zeros(600)
+            x, rounding = largest_numbers(draw, 600), rounding_for(codec, step)
+            got = restore(codec, x, error=error, rounding=rounding)
+            assert error.isfinite().all(), step
+            assert not got.isinf().any(), step
+
+
 @pytest.mark.parametrize("codec", [codec for codec in EXAMPLES if codec.is_random], ids=repr)
 def test_random_numbers_are_asked_for(codec: Codec) -> None:
     x = torch.randn(600)
@@ -224,7 +249,7 @@ def some_tensors(rng: random.Random) -> list[Tensor]:
         x = torch.randn(shape) * 10 ** rng.uniform(-40, 30)
         if rng.random() < 0.1 and x.numel():
             x.view(-1)[rng.randrange(x.numel())] = rng.choice(
-                [float("nan"), float("inf"), 1e-42, -0.0]
+                [float("nan"), float("inf"), LARGEST, 1e-42, -0.0]
             )
         if rng.random() < 0.1:
             x = -torch.zeros(shape)

@@ -125,6 +125,25 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("name", CODECS)
+def test_the_largest_numbers(name: str, kernel_device: KernelDevice) -> None:
+    for seed in range(20):
+        case = Case(name, seed)
+        case.scale = 1.0
+        for tensor in case.tensors:
+            if tensor.numel():
+                places = torch.randint(tensor.numel(), (3,), generator=case.generator)
+                factor = case.draw.choice([1.0, 0.9999, 0.25])
+                tensor.view(-1)[places] = torch.finfo(tensor.dtype).max * factor
+        right = case.results(None)
+        with kernel_device.kernels():
+            got = case.results(kernel_device)
+        different = [result for result in right if not _same(right[result], got[result])]
+        assert not different, f"seed {seed}"
+        errors = [tensor for result, tensor in got.items() if result.startswith("error")]
+        assert all(error.isfinite().all() for error in errors), f"seed {seed}"
+
+
+@pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("seeds", [range(first, first + 10) for first in range(0, 60, 10)], ids=str)
 def test_the_bits_of_the_cpu(name: str, seeds: range, kernel_device: KernelDevice) -> None:
     for seed in seeds:

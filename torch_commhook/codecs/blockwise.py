@@ -39,7 +39,7 @@ class blockwise(BlockCodec):  # noqa: N801 (a codec is written as it is called)
     than a step, and by nothing on average, with numbers that follow from seed, step and a value's
     place alone (Philox4x32-10, 16 bits for each value; the step's lowest 32 bits count). A block of
     zeros comes back as zeros. A block with an infinity or NaN in it comes back as NaN, and its
-    error stays as it was.
+    error stays as it was; so does one that is not symmetric, if ``max - min`` is beyond float32.
 
     Bytes for each value: ``bits / 8 + 4 / block_size``, and ``4 / block_size`` more where it is not
     symmetric.

@@ -60,8 +60,9 @@ class randomk(SparseCodec):  # noqa: N801 (a codec is written as it is called)
     else is error. ``unbiased`` scales what is sent by ``d / k``: then C(x) is x on average, and the
     square of what it is off by is ``(d / k - 1) |x|^2``, which no error can hold.
 
-    Where any value is infinite or NaN, everything that is sent is NaN, whether that value would
-    have been sent or not, and stays in the error as well; that value itself leaves no error.
+    Where any value is infinite or NaN, after the scaling by ``d / k`` if there is one, everything
+    that is sent is NaN, whether that value would have been sent or not, and stays in the error as
+    well; that value itself leaves no error.
 
     Bytes for each value that is sent: 4.
 

@@ -29,8 +29,8 @@ class sign(BlockCodec):  # noqa: N801 (a codec is written as it is called)
 
     With p the values of a block of d, the squared error is ``|p|^2 - |p|_1^2 / d``, which no other
     magnitude betters: of Gaussian values, 1 - 2 / pi of their square. A block with an infinity or
-    NaN in it, or whose magnitudes add up to more than float32 holds, comes back as NaN, and its
-    error stays as it was. Without error feedback a sum of signs can be stuck.
+    NaN in it comes back as NaN, and its error stays as it was. Without error feedback a sum of
+    signs can be stuck.
 
     Bytes for each value: ``1 / 8 + 4 / block_size``.
 

@@ -8,6 +8,7 @@
 
 #include "ops/bucket.h"
 #include "ops/codecs/block_codec.h"
+#include "ops/codecs/blockwise_math.h"
 #include "ops/codecs/codec_reference.h"
 
 namespace commhook::codecs::reference {
@@ -50,6 +51,12 @@ inline Blocks place_of(const at::Tensor& message, const BlockLayout& layout, int
               .view({blocks, width}),
           flat.narrow(0, base + layout.offset_of_parameters(shard) + before * each, blocks * each)
               .view({blocks, each})};
+}
+
+// What step and factor of each block are multiplied by: see blockwise::quantizer.
+inline at::Tensor narrowing(const at::Tensor& step, const at::Tensor& low, double levels) {
+  const auto is_finite = (low + step * levels).isfinite();
+  return at::where(is_finite, 1.0, static_cast<double>(blockwise::kNarrowing)).to(at::kFloat);
 }
 
 // quantize(values [blocks, n], first block, error) gives Blocks, and writes what is lost into

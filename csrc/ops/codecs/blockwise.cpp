@@ -93,11 +93,13 @@ codecs::reference::Blocks quantized(const at::Tensor& p, const Format& format,
   }
   range = at::where(is_good, range, 0.0);
   const auto all_levels = at::full_like(range, levels);
-  const auto step = divided(range, all_levels);
+  auto step = divided(range, all_levels);
+  const auto narrowing = codecs::reference::narrowing(step, low, levels);
+  step = step * narrowing;
   const auto is_small = range.gt(0).logical_and(range.lt(0x1p-100));
   const auto lift = at::where(is_small, at::full_like(range, 0x1p64), 1.0);
   const auto lifted = range * lift;
-  const auto factor = at::where(lifted.gt(0), divided(all_levels, lifted), 0.0);
+  const auto factor = at::where(lifted.gt(0), divided(all_levels, lifted) * narrowing, 0.0);
   auto t = (p * lift - low * lift) * factor;
   if (dithers.defined()) {
     t = (t + dithers).clamp_max(levels);

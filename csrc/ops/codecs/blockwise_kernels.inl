@@ -311,7 +311,7 @@ struct Described {
   alignas(16) float factors[4];
 };
 
-// False where a block needs more care, as its values are infinite, NaN or very small.
+// False where a block needs more care, as its values are infinite, NaN, very large or very small.
 template <int kBits, bool kSymmetric, int kSize>
 inline __attribute__((always_inline)) bool describe(const Extremes& extremes,
                                                     Described& described) {
@@ -322,9 +322,11 @@ inline __attribute__((always_inline)) bool describe(const Extremes& extremes,
   const __m128 low = kSymmetric ? zero : _mm_add_ps(least, zero);
   const __m128 range = kSymmetric ? _mm_max_ps(most, _mm_sub_ps(zero, least))
                                   : _mm_add_ps(_mm_sub_ps(most, low), zero);
-  const auto is_wide = _mm_cmp_ps_mask(range, _mm_set1_ps(0x1p-100f), _CMP_GE_OQ) &
-                       _mm_cmp_ps_mask(range, _mm_set1_ps(float_of(kInfinity)), _CMP_LT_OQ);
-  const auto is_plain = is_wide | _mm_cmp_ps_mask(range, zero, _CMP_EQ_OQ);
+  const auto is_wide = _mm_cmp_ps_mask(range, _mm_set1_ps(0x1p-100f), _CMP_GE_OQ);
+  // Below this, no q comes back as an infinity.
+  const auto is_moderate =
+      _mm_cmp_ps_mask(_mm_max_ps(range, most), _mm_set1_ps(0x1p127f), _CMP_LT_OQ);
+  const auto is_plain = (is_wide | _mm_cmp_ps_mask(range, zero, _CMP_EQ_OQ)) & is_moderate;
   _mm_store_ps(described.lows, low);
   _mm_store_ps(described.steps, _mm_div_ps(range, count));
   _mm_store_ps(described.factors, _mm_maskz_div_ps(is_wide, count, range));  // 0 where all are one

@@ -22,5 +22,6 @@ COMMHOOK_HOST_DEVICE float float_of(uint32_t bits) {
 constexpr uint32_t kAbsolute = 0x7fffffffu;
 constexpr uint32_t kInfinity = 0x7f800000u;
 constexpr uint32_t kNaN = 0x7fc00000u;
+constexpr float kLargestFinite = 0x1.fffffep127f;
 
 }  // namespace commhook

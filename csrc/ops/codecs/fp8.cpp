@@ -53,10 +53,12 @@ codecs::reference::Blocks quantized(const at::Tensor& p, const Format& format,
   const auto is_good = range.isfinite();
   range = at::where(is_good, range, 0.0);
   const auto all_largest = at::full_like(range, largest);  // a plain number CUDA would invert
-  const auto step = at::div(range, all_largest);
+  auto step = at::div(range, all_largest);
+  const auto narrowing = codecs::reference::narrowing(step, at::zeros_like(step), largest);
+  step = step * narrowing;
   const auto lift = at::where(range.lt(0x1p-100), at::full_like(range, 0x1p64), 1.0);
   const auto lifted = range * lift;
-  const auto factor = at::where(lifted.gt(0), at::div(all_largest, lifted), 0.0);
+  const auto factor = at::where(lifted.gt(0), at::div(all_largest, lifted) * narrowing, 0.0);
   const auto scaled = at::where(is_good, (p * lift * factor).clamp(-largest, largest), 0.0);
   const auto q = scaled.to(dtype_of(format));
   if (error.defined()) {

@@ -3,8 +3,9 @@
 // torch_commhook/codecs/sign.py.
 //
 // A block of values p is sent as a bit for each, set where p is negative, and s = sum|p| / count in
-// float32: p ~ s or -s. Bits: that of value b * width + c is bit b of byte c, of `width` bytes. The
-// sum is taken in 16 lanes, value i in lane i mod 16, which are then added in halves.
+// float32: p ~ s or -s. A block with an infinity or NaN has a NaN for s. Bits: that of value b *
+// width + c is bit b of byte c, of `width` bytes. The sum is taken in 16 lanes, value i in lane i
+// mod 16, which are then added in halves.
 #include "ops/codecs/sign.h"
 
 #include <ATen/ATen.h>
@@ -16,6 +17,7 @@
 #include "ops/codecs/block_codec_cpu.h"
 #include "ops/codecs/block_codec_reference.h"
 #include "ops/codecs/float_bits.h"
+#include "ops/codecs/sign_math.h"
 #include "ops/cpu/capability.h"
 #include "ops/mutation.h"
 
@@ -62,8 +64,12 @@ codecs::reference::Blocks quantized(const at::Tensor& p, const at::Tensor& error
   const int64_t n = p.size(1);
   const int64_t width = (n + 7) / 8;
   const auto sum = sums_of_magnitudes(p);
-  const auto is_good = sum.isfinite();
-  const auto magnitude = at::div(sum, at::full_like(sum, static_cast<double>(n)));
+  const auto lowered = sums_of_magnitudes(p * static_cast<double>(kLowering));
+  const auto is_good = lowered.isfinite();
+  const auto count = at::full_like(sum, static_cast<double>(n));
+  const auto mean = (at::div(lowered, count) / static_cast<double>(kLowering))
+                        .clamp_max(static_cast<double>(kLargestFinite));
+  const auto magnitude = at::where(sum.isfinite(), at::div(sum, count), mean);
   const auto is_negative = at::signbit(p).logical_and(is_good);
   if (error.defined()) {
     const auto restored = at::where(is_negative, -magnitude, magnitude);

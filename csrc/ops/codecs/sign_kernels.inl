@@ -2,16 +2,17 @@
 // which compilers turn into vectors.
 #include "ops/codecs/block_codec_kernels.inl"
 
+template <bool kLowered>
 inline float sum_of_magnitudes(const float* __restrict p, int64_t n) {
   float lanes[kLanes] = {};
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
     for (int64_t lane = 0; lane < kLanes; ++lane) {
-      lanes[lane] += float_of(bits_of(p[i + lane]) & kAbsolute);
+      lanes[lane] += magnitude_of<kLowered>(p[i + lane]);
     }
   }
   for (int64_t lane = 0; i + lane < n; ++lane) {
-    lanes[lane] += float_of(bits_of(p[i + lane]) & kAbsolute);
+    lanes[lane] += magnitude_of<kLowered>(p[i + lane]);
   }
   for (int64_t half = kLanes / 2; half > 0; half /= 2) {
     for (int64_t lane = 0; lane < half; ++lane) {
@@ -55,13 +56,17 @@ inline void encode_block(const float* values, int64_t n, const Encoding& encodin
                          uint8_t* codes, float* parameters) {
   alignas(64) float buffer[kMaxBlockSize];
   const float* const p = compensated(values, n, encoding.scale, error, buffer);
-  const float sum = sum_of_magnitudes(p, n);
+  float sum = sum_of_magnitudes<false>(p, n);
+  const bool is_lowered = bits_of(sum) >= kInfinity;
+  if (is_lowered) {
+    sum = sum_of_magnitudes<true>(p, n);
+  }
   if (bits_of(sum) >= kInfinity) {
     parameters[0] = float_of(kNaN);
     __builtin_memset(codes, 0, (n + 7) / 8);
     return;  // with the error as it was
   }
-  const float magnitude = sum / static_cast<float>(n);
+  const float magnitude = mean_magnitude(sum, static_cast<float>(n), is_lowered);
   parameters[0] = magnitude;
   pack(p, n, codes);
   if (error != nullptr) {

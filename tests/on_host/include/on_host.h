@@ -82,6 +82,14 @@ T __shfl_down_sync(uint32_t lanes, T value, int distance) {
   return on_host::shuffled(lanes, value, from >= on_host::kLanes ? on_host::lane() : from);
 }
 
+inline bool __any_sync(uint32_t lanes, bool value) {
+  bool any = false;
+  for (int lane = 0; lane < on_host::kLanes; ++lane) {
+    any = __shfl_sync(lanes, value, lane) || any;
+  }
+  return any;
+}
+
 template <typename T>
 T atomicAdd(T* to, T value) {
   const T before = *to;
