@@ -433,6 +433,31 @@ def test_factors_that_overflow() -> None:
     assert torch.equal(ranks.result(1)[0], want.result()[0])
 
 
+def test_the_largest_numbers_leave_a_finite_error() -> None:
+    """Factors that are finite can leave what is not."""
+    largest = torch.finfo(torch.float32).max
+    good = [[torch.randn(30, 20)] for _ in range(2)]
+    steps = []
+    for _ in range(10):
+        large = copy.deepcopy(good)
+        for gradient in large:
+            places = torch.randint(600, (20,))
+            gradient[0].view(-1)[places] = largest * torch.randn(20).sign()
+        steps += [large, good]
+    ranks = Ranks(hooks.error_feedback(hooks.powersgd(1)), steps)
+    assert all(error[0].isfinite().all() for errors in ranks.errors for error in errors)
+    assert ranks.result()[0].isfinite().all()
+
+
+def test_float64_beyond_float32_leaves_a_finite_error() -> None:
+    good = [[torch.randn(30, 20, dtype=torch.float64), torch.randn(3).double()] for _ in range(2)]
+    large = copy.deepcopy(good)
+    large[0][0].mul_(1e100)
+    ranks = Ranks(hooks.error_feedback(hooks.powersgd(1)), [large, good])
+    assert all(error[0].isfinite().all() for errors in ranks.errors for error in errors)
+    assert ranks.result()[0].isfinite().all()
+
+
 def test_sums_that_would_overflow() -> None:
     """The mean is finite, and the sum is not."""
     first = torch.from_numpy(first_factors([(40, 30)], 1)[0]).flatten().float()

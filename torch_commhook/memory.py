@@ -139,7 +139,7 @@ class BucketMemory:
         for name in names:
             kind, (begin, end) = self._shards[name]
             shard = self.tensors[name]
-            self.tensors[FOLDED_INTO[kind]][begin:end].add_(shard, alpha=self.factors[name])
+            _add_finite(self.tensors[FOLDED_INTO[kind]][begin:end], shard, self.factors[name])
             shard.zero_()
 
     def fold_all(self) -> None:
@@ -319,7 +319,8 @@ class BucketMemory:
                 piece = self._owner.piece(parameter, FOLDED_INTO[kind])
                 if piece is not None:
                     flat = _in_memory_order(piece, parameter)
-                    flat[first : first + count] += self.factors[name] * shard[start : start + count]
+                    lost = shard[start : start + count]
+                    _add_finite(flat[first : first + count], lost, self.factors[name])
         self._shards.clear()
         for part in self.parts.values():
             part.dissolve()
@@ -527,7 +528,7 @@ class HookMemory:
             piece = self.piece(parameter, FOLDED_INTO[kind])
             if loaded is not None and piece is not None:
                 flat = _in_memory_order(piece, parameter)
-                flat += memory.factors[name] * loaded
+                _add_finite(flat, loaded, memory.factors[name])
 
     def _fold_what_is_left(self, parameters: Sequence[Tensor]) -> None:
         """Put what was loaded of shards where it belongs, where the hook has no such shards."""
@@ -536,7 +537,7 @@ class HookMemory:
                 piece = self.piece(parameter, FOLDED_INTO[kind])
                 if piece is not None:
                     factor = 1 if kind == "node_error" else self.world_size
-                    _in_memory_order(piece, parameter).add_(loaded, alpha=factor)
+                    _add_finite(_in_memory_order(piece, parameter), loaded, factor)
 
     # ---- state -----------------------------------------------------------------------------------
 
@@ -654,6 +655,12 @@ def _multiply(error: Tensor, factor: float) -> None:
 def _in_memory_order(piece: Tensor, parameter: Tensor) -> Tensor:
     """A parameter's piece as a flat view, in the order of a bucket."""
     return BucketLayout([parameter])._permute([piece])[0].view(-1)
+
+
+def _add_finite(errors: Tensor, lost: Tensor, factor: int) -> None:
+    """Add ``factor * lost`` to errors in place; an overflow becomes the largest number."""
+    limits = torch.finfo(errors.dtype)
+    errors.add_(lost, alpha=factor).clamp_(limits.min, limits.max)
 
 
 def _mixed(*numbers: int) -> int:

@@ -103,7 +103,8 @@ def keep_unsent(
         if gradient != _NOTHING:
             unsent -= gradients[gradient]
         flat = unsent.as_strided((length,), (1,))
-        errors[which][begin : begin + length] += flat.nan_to_num_(0.0, 0.0, 0.0)
+        own = errors[which][begin : begin + length]
+        own.add_(flat.nan_to_num_(0.0, 0.0, 0.0)).nan_to_num_()  # the sum may overflow
 
 
 @keep_unsent.register_fake

@@ -276,7 +276,8 @@ def right_factors(
         wire: what :func:`left_factors` has written, added up.
         left: written: P, orthonormal. Of ``left_numel`` elements. Zeros for directions that the
             matrix does not have; NaN for a matrix that is not finite.
-        right: written; of ``right_numel`` elements.
+        right: written; of ``right_numel`` elements. Where errors are kept, NaN for elements so
+            large that what the product leaves may be infinite.
         scale: factor of what is on the wire.
         keeps_error: whether ``work`` is to keep the error.
     """
@@ -284,6 +285,10 @@ def right_factors(
     for group in plan.groups:
         stack, p, q = plan.stack(work, group), plan.left(left, group), plan.right(right, group)
         (_ops.low_rank_right_error if keeps_error else _ops.low_rank_right)(stack, p, q)
+    if keeps_error:
+        # Below this, a product changes no value by so much that it overflows.
+        limits = torch.finfo(right.dtype)
+        right.masked_fill_(right.abs() > limits.max * limits.eps / 8, torch.nan)
     if scale != 1.0:
         right.mul_(scale)
 

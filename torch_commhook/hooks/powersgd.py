@@ -52,7 +52,8 @@ class powersgd(Hook):  # noqa: N801 (a hook is written as it is called)
     Q is the same on all ranks, and part of the state. It is kept with columns of length 1. A step
     of zeros leaves it as it is; columns that the gradients had no use for begin anew. Where a
     gradient is not finite on some rank, that parameter's result is not finite on any, its errors
-    are forgotten, and its Q stays as it was.
+    are forgotten, and its Q stays as it was. With error feedback the same happens where Q reaches
+    a quarter of the last bit of the dtype's largest number, 5e30 in float32.
 
     All is computed in float32, and sent so; of float64 gradients in float64. All ranks get the same
     bits, where they have processors of one kind and the same number of threads. Eager and compiled
@@ -298,7 +299,8 @@ class _Call:
                     keeps_error=self.keeps_error,
                 )
         if self.error is not None and self.error is not self.work:
-            self.error.copy_(self.work)
+            # Of float64 what is beyond float32 is forgotten: errors must stay finite.
+            self.error.copy_(self.work).nan_to_num_(0.0, 0.0, 0.0)
         return result
 
     def _result(self, bucket: GradBucket) -> Tensor:
