@@ -258,12 +258,19 @@ def as_text(buckets: Sequence[BucketTraffic]) -> str:
 
 @lru_cache(maxsize=256)
 def from_text(text: str) -> tuple[BucketTraffic, ...]:
-    """What :func:`as_text` was given."""
+    """What :func:`as_text` was given.
+
+    Raises:
+        ValueError: another text.
+    """
     found = []
     for one in text.split(";"):
-        numel, dtype, *counts = one.split(",")
+        numel, dtype, *counts = one.split(",") if one.count(",") == 3 else ("", "")
+        kind = getattr(torch, dtype, None)
+        if not isinstance(kind, torch.dtype):
+            raise ValueError(f"from_text: text must be what as_text gives, got {one!r}")
         sent, received = (None if count == "None" else int(count) for count in counts)
-        found.append(BucketTraffic(int(numel), getattr(torch, dtype), sent, received))
+        found.append(BucketTraffic(int(numel), kind, sent, received))
     return tuple(found)
 
 

@@ -11,7 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_commhook._ops import BUCKET_DTYPES
 from torch_commhook.memory import BucketMemory
+from torch_commhook.tensor_checks import check_dense, check_flat, check_used, span_of
 
 _ROW = 6
 _NOTHING = -1
@@ -89,8 +91,12 @@ def keep_unsent(
         gradients: of parameters' shapes.
         used: for each parameter, whether any rank has used it.
         table: as :func:`unsent_table` gives it.
+
+    Raises:
+        TypeError, ValueError: a tensor of another kind, or a table that does not fit.
     """
-    is_used = used.tolist()
+    is_used = check_used("keep_unsent", used, table[::_ROW], "parameters in table")
+    _check_unsent(errors, results, gradients, table)
     for start in range(0, len(table), _ROW):
         number, which, begin, length, source, gradient = table[start : start + _ROW]
         if is_used[number]:
@@ -105,6 +111,44 @@ def keep_unsent(
         flat = unsent.as_strided((length,), (1,))
         own = errors[which][begin : begin + length]
         own.add_(flat.nan_to_num_(0.0, 0.0, 0.0)).nan_to_num_()  # the sum may overflow
+
+
+def _check_unsent(
+    errors: Sequence[Tensor],
+    results: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    table: Sequence[int],
+) -> None:
+    op = "keep_unsent"
+    for i, error in enumerate(errors):
+        check_flat(op, f"errors[{i}]", error, (torch.float32,))
+    for name, tensors in (("results", results), ("gradients", gradients)):
+        for i, tensor in enumerate(tensors):
+            check_dense(op, f"{name}[{i}]", tensor, BUCKET_DTYPES)
+    if len(table) % _ROW:
+        raise ValueError(
+            f"{op}: table must hold rows of {_ROW} numbers, got {len(table)} numbers in all"
+        )
+    for start in range(0, len(table), _ROW):
+        _, which, begin, length, source, gradient = row = table[start : start + _ROW]
+        if not (
+            0 <= which < len(errors)
+            and 0 <= begin <= begin + length <= len(errors[which])
+            and 0 <= source < len(results)
+            and length == results[source].numel() == (span_of(results[source]) if length else 0)
+            and (
+                gradient == _NOTHING
+                or (
+                    0 <= gradient < len(gradients)
+                    and gradients[gradient].shape == results[source].shape
+                )
+            )
+        ):
+            raise ValueError(
+                f"{op}: table must hold rows of a parameter, of its error, where that begins, its "
+                f"elements, as many as its result has without gaps, its result, and its gradient "
+                f"of the same shape or {_NOTHING}, got {list(row)}"
+            )
 
 
 @keep_unsent.register_fake
@@ -129,8 +173,22 @@ def without_unused(
         used: for each parameter of the model, whether any rank has used it.
         members: the numbers of the bucket's.
         lengths: how many elements each has.
+
+    Raises:
+        TypeError, ValueError: a tensor of another kind, or lengths that do not fit.
     """
-    is_used = used.tolist()
+    op = "without_unused"
+    check_flat(op, "result", result, BUCKET_DTYPES)
+    is_used = check_used(op, used, members, "members")
+    if (
+        len(lengths) != len(members)
+        or any(length < 0 for length in lengths)
+        or sum(lengths) != len(result)
+    ):
+        raise ValueError(
+            f"{op}: lengths must be a number for each of {len(members)} members, and add up to the "
+            f"{len(result)} elements of result, got {list(lengths)}"
+        )
     copied = result.clone()
     for number, piece in zip(members, copied.split(list(lengths)), strict=True):
         if not is_used[number]:

@@ -23,6 +23,7 @@ from torch_commhook.collectives.plain import (
 from torch_commhook.collectives.stages import on_wire, timed, two_stages
 from torch_commhook.collectives.streams import StreamNumber, beside
 from torch_commhook.metrics import CallMeter, note_collective
+from torch_commhook.tensor_checks import check_flat
 
 _LARGEST_FLOAT = int(sys.float_info.max)
 
@@ -292,12 +293,19 @@ def listed_tensors(op: str, name: str, tensors: Tensor | Sequence[Tensor]) -> li
 @torch.library.custom_op("commhook::floats_of_bytes", mutates_args=())
 def floats_of_bytes(message: Tensor) -> Tensor:
     """The float32 numbers in a message."""
+    check_flat("floats_of_bytes", "message", message, (torch.uint8,))
+    if len(message) % 4 or message.storage_offset() % 4:
+        raise ValueError(
+            f"floats_of_bytes: message must hold 4 bytes for each number and begin at a multiple "
+            f"of 4, got {len(message)} bytes from {message.storage_offset()} on"
+        )
     return message.view(torch.float32).clone()
 
 
 @torch.library.custom_op("commhook::bytes_of_floats", mutates_args=())
 def bytes_of_floats(values: Tensor) -> Tensor:
     """A message of float32 numbers."""
+    check_flat("bytes_of_floats", "values", values, (torch.float32,))
     return values.view(torch.uint8).clone()
 
 

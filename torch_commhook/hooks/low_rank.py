@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_commhook._ops import flatten, unflatten_into
+from torch_commhook._ops import BUCKET_DTYPES, flatten, unflatten_into
 from torch_commhook.bucket_layout import BucketLayout
+from torch_commhook.tensor_checks import check_dense, check_flat
 
 _ops = torch.ops.commhook
 
@@ -138,6 +139,27 @@ class Plan:
             group = latest[rows, columns] = [rows, columns, offset, 0, [number]]
             groups.append(group)
         return plan_of(json.dumps([rank, seed, layout.numel, groups, vectors]))
+
+    @functools.cached_property
+    def fits(self) -> bool:
+        """Whether all lies in the bucket, and each parameter is one matrix or vector."""
+        ends = [offset + length for _, offset, length in self.vectors]
+        starts = [offset for _, offset, length in self.vectors if length >= 0]
+        for group in self.groups:
+            if min(group.rows, group.columns, len(group)) < 1:
+                return False
+            starts.append(group.offset)
+            last = group.offset + group.distance * (len(group) - 1)
+            starts.append(last)
+            ends += [end + group.rows * group.columns for end in (group.offset, last)]
+        numbers = sorted([*self.numbers, *(number for number, _, _ in self.vectors)])
+        return (
+            self.rank >= 1
+            and len(starts) == len(ends)
+            and min(starts, default=0) >= 0
+            and max(ends, default=0) <= self.numel
+            and numbers == list(range(self.parameters))
+        )
 
     @property
     def numbers(self) -> list[int]:
@@ -434,12 +456,56 @@ def _right_error_fake(matrices: Tensor, left: Tensor, right: Tensor) -> None: ..
 def _product_fake(left: Tensor, right: Tensor, matrices: Tensor) -> None: ...
 
 
+_DTYPES = (torch.float32, torch.float64)
+
+
+def _checked_plan(op: str, text: str) -> Plan:
+    """The plan with a text.
+
+    Raises:
+        ValueError: it is none, or has something outside of its bucket.
+    """
+    try:
+        plan = plan_of(text)
+        fits = plan.fits
+    except (TypeError, ValueError) as error:  # of no plan's form; among them what json raises
+        raise ValueError(f"{op}: plan must be the text of a Plan, got {text[:100]!r}") from error
+    if not fits:
+        raise ValueError(f"{op}: plan must lie in its bucket, got {text[:100]!r}")
+    return plan
+
+
+def _check_factors(op: str, plan: Plan, work: Tensor, **others: tuple[Tensor, int]) -> None:
+    """Refuse tensors that are not flat, of a dtype of factors, and as long as the plan says."""
+    check_flat(op, "work", work, _DTYPES, plan.numel)
+    for name, (tensor, numel) in others.items():
+        check_flat(op, name, tensor, (work.dtype,), numel)
+
+
+def _check_sources(op: str, plan: Plan, sources: Sequence[Tensor]) -> None:
+    for i, source in enumerate(sources):
+        check_dense(op, f"sources[{i}]", source, BUCKET_DTYPES)
+    if flat_source(sources) is not None and len(sources[0]) == plan.numel:
+        return
+    lengths = {number: length for number, _, length in plan.vectors}
+    for group in plan.groups:
+        lengths |= dict.fromkeys(group.numbers, group.rows * group.columns)
+    found = [source.numel() for source in sources]
+    if found != [lengths[number] for number in range(plan.parameters)]:
+        raise ValueError(
+            f"{op}: sources must be the bucket's buffer of {plan.numel} elements or the plan's "
+            f"{plan.parameters} gradients, got tensors of {found} elements"
+        )
+
+
 @torch.library.custom_op("commhook::powersgd_left", mutates_args=("work",))
 def powersgd_left(
     sources: list[Tensor], work: Tensor, q: Tensor, plan: str, scale: float, adds: bool
 ) -> Tensor:
     """:func:`left_factors`; returns what goes on the wire."""
-    found = plan_of(plan)
+    found = _checked_plan("powersgd_left", plan)
+    _check_sources("powersgd_left", found, sources)
+    _check_factors("powersgd_left", found, work, q=(q, found.right_numel))
     wire = q.new_empty(found.vector_numel + found.left_numel)
     left_factors(sources, work, q, found, wire, scale=scale, adds=adds)
     return wire
@@ -458,7 +524,10 @@ def powersgd_right(
     work: Tensor, wire: Tensor, plan: str, scale: float, keeps_error: bool
 ) -> tuple[Tensor, Tensor]:
     """:func:`right_factors`; returns P, and what goes on the wire."""
-    found = plan_of(plan)
+    found = _checked_plan("powersgd_right", plan)
+    _check_factors(
+        "powersgd_right", found, work, wire=(wire, found.vector_numel + found.left_numel)
+    )
     left, right = work.new_empty(found.left_numel), work.new_empty(found.right_numel)
     right_factors(work, wire, found, left, right, scale=scale, keeps_error=keeps_error)
     return left, right
@@ -483,7 +552,16 @@ def powersgd_restore(
     keeps_error: bool,
 ) -> Tensor:
     """:func:`restore`; returns the bucket's average."""
-    found = plan_of(plan)
+    found = _checked_plan("powersgd_restore", plan)
+    _check_factors(
+        "powersgd_restore",
+        found,
+        work,
+        q=(q, found.right_numel),
+        wire=(wire, found.vector_numel + found.left_numel),
+        left=(left, found.left_numel),
+        right=(right, found.right_numel),
+    )
     result = q.new_empty(found.numel)
     restore(q, work, wire, left, right, found, result, keeps_error=keeps_error)
     return result

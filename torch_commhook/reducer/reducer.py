@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_commhook import _C, collectives
 from torch_commhook._dynamo import left_to_python
+from torch_commhook._ops import BUCKET_DTYPES
 from torch_commhook.attached import Attached, Running
 from torch_commhook.metrics import BucketTraffic, as_text, count_bucket
 from torch_commhook.reducer.buckets import (
@@ -54,6 +55,7 @@ from torch_commhook.reducer.tracing import (
 from torch_commhook.results import checked_result, hook_on_bucket, scaled_result
 from torch_commhook.running_backward import RunningBackward
 from torch_commhook.step_group import NoAgreement, StepGroup
+from torch_commhook.tensor_checks import check_dense
 from torch_commhook.unsent import Late, keep_unsent, unsent_table, without_unused
 
 _log = logging.getLogger(__name__)
@@ -749,6 +751,32 @@ class Reducer:
                     parameter.grad = gradient
                 else:
                     destinations([parameter])[0].copy_(gradient)
+
+    def check_gradients(self, op: str, numbers: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        """Refuse gradients that are not of some parameters, one for each.
+
+        Raises:
+            TypeError, ValueError: a number of no parameter, or a gradient of another kind or shape.
+        """
+        if len(numbers) != len(gradients):
+            raise ValueError(
+                f"{op}: numbers must be as many as gradients, {len(gradients)}, got {len(numbers)}"
+            )
+        for number, gradient in zip(numbers, gradients, strict=True):
+            if not 0 <= number < len(self._parameters):
+                raise ValueError(
+                    f"{op}: numbers must be from 0 to {len(self._parameters) - 1}, got {number}"
+                )
+            name = f"the gradient of parameter {number}"
+            if not self._sparse[number]:
+                check_dense(op, name, gradient, BUCKET_DTYPES)
+            elif gradient.layout is not torch.sparse_coo:
+                raise TypeError(f"{op}: {name} must be sparse, got layout {gradient.layout}")
+            shape = self._parameters[number].shape
+            if gradient.shape != shape:
+                raise ValueError(
+                    f"{op}: {name} must be of sizes {list(shape)}, got {list(gradient.shape)}"
+                )
 
     def _keep_unsent(self, used: Tensor, *, zeros_sent: bool = False) -> None:
         """Let the hook remember results that go nowhere, since no rank has used a parameter."""

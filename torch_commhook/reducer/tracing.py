@@ -16,7 +16,8 @@ from torch_commhook.bucket import GradBucket
 from torch_commhook.collectives import TracedFuture
 from torch_commhook.hooks.base import Hook
 from torch_commhook.metrics import TRACED_METER, count_bucket, from_text
-from torch_commhook.step_group import groups_by_name
+from torch_commhook.step_group import StepGroup, groups_by_name
+from torch_commhook.tensor_checks import check_flat, check_used
 
 if TYPE_CHECKING:
     from torch_commhook.reducer.reducer import Reducer
@@ -94,16 +95,32 @@ def start_traced(attached: Attached, bucket: GradBucket, where: str) -> Running:
 # longer than the step: a compiler leaves out what nobody sees.
 
 
+def _group(op: str, name: str) -> StepGroup:
+    group = groups_by_name.get(name)
+    if group is None:
+        raise ValueError(f"{op}: name must be that of a group that steps run over, got {name!r}")
+    return group
+
+
+def _reducer(op: str, key: int) -> Reducer:
+    reducer = reducers.get(key)
+    if reducer is None:
+        raise ValueError(f"{op}: key must be that of a reducer, got {key}")
+    return reducer
+
+
 @torch.library.custom_op("commhook::begin_step", mutates_args=("token",))
 def begin_step(token: Tensor, name: str) -> None:
     """:meth:`StepGroup.begin` of the group with a name."""
-    groups_by_name[name].begin()
+    _group("begin_step", name).begin()
 
 
 @torch.library.custom_op("commhook::commit_step", mutates_args=("used",))
 def commit_step(used: Tensor, results: list[Tensor], name: str) -> None:
     """:meth:`StepGroup.commit` of the group with a name, once ``results`` are there."""
-    groups_by_name[name].commit(used)
+    group = _group("commit_step", name)
+    check_flat("commit_step", "used", used, (torch.uint8,))
+    group.commit(used)
 
 
 @torch.library.custom_op("commhook::count_step", mutates_args=("token",))
@@ -113,12 +130,12 @@ def count_step(token: Tensor, results: list[Tensor], traffic: str, key: str) -> 
     Its traffic is that of this code, as :func:`torch_commhook.metrics.as_text` gives it: what a
     hook sends may change from step to step, and with it the code.
     """
-    reducer = reducers[key]
+    reducer = _reducer("count_step", key)
     reducer.captured()
     attached = reducer.attached
     if attached is not None:
-        attached.memory.advance()
         buckets = from_text(traffic)
+        attached.memory.advance()
         for index, bucket in enumerate(buckets):
             count_bucket(attached.stats, index, len(buckets), bucket, first=index == 0)
 
@@ -126,7 +143,7 @@ def count_step(token: Tensor, results: list[Tensor], traffic: str, key: str) -> 
 @torch.library.custom_op("commhook::note_backward", mutates_args=("token",))
 def note_backward(token: Tensor, key: str) -> None:
     """:meth:`LocalSteps.note_backward` of the hook that is attached."""
-    attached = reducers[key].attached
+    attached = _reducer("note_backward", key).attached
     if attached is not None and attached.local_steps is not None:
         attached.local_steps.note_backward()
 
@@ -139,8 +156,14 @@ def write_missing(
 
     Whether a parameter without a gradient gets one depends on the other ranks: no compiler can
     know. The compiled graph has nothing to do with these parameters, so that it may happen unseen.
+
+    Raises:
+        TypeError, ValueError: gradients or numbers that do not fit the reducer's parameters.
     """
-    reducers[key].write_missing(numbers, gradients, used)
+    reducer = _reducer("write_missing", key)
+    check_used("write_missing", used, numbers, "numbers")
+    reducer.check_gradients("write_missing", numbers, gradients)
+    reducer.write_missing(numbers, gradients, used)
 
 
 @begin_step.register_fake

@@ -1,0 +1,277 @@
+"""Operators that are written in Python, called with what they can't take: errors, and no crash.
+
+The calls are made in a process of their own, which one that is not refused may end.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torch_commhook import attach, hooks
+from torch_commhook.attach import HookHandle
+from torch_commhook.bucket_layout import BucketLayout
+from torch_commhook.collectives.compressed import bytes_of_floats, floats_of_bytes
+from torch_commhook.hooks import low_rank
+from torch_commhook.reducer import tracing
+from torch_commhook.testing import run_ranks
+from torch_commhook.unsent import keep_unsent, without_unused
+
+Arguments = dict[str, Any]
+PLAN = low_rank.Plan.of(BucketLayout([torch.zeros(20, 12), torch.zeros(7)]), 1, 0, 0.5)
+WIRE = PLAN.vector_numel + PLAN.left_numel
+
+
+def freed(tensor: Tensor) -> Tensor:
+    tensor = tensor.clone()
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+#: What a tensor is replaced with.
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "quantized": lambda x: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8),
+    "freed": freed,
+    "sparse": lambda x: x.to_sparse(),
+    "complex": lambda x: x.to(torch.complex64),
+    "short": lambda x: x.reshape(-1)[: x.numel() // 2 - 1].clone(),
+}
+
+
+def used() -> Tensor:
+    return torch.zeros(2, dtype=torch.uint8)
+
+
+def good_calls() -> dict[str, tuple[Any, Arguments]]:
+    """Operators that hold only tensors and numbers, and arguments that they take."""
+    work, q, wire = torch.randn(PLAN.numel), torch.randn(PLAN.right_numel), torch.randn(WIRE)
+    left, right = torch.randn(PLAN.left_numel), torch.randn(PLAN.right_numel)
+    sources, plan = [torch.randn(20, 12), torch.randn(7)], PLAN.text
+    return {
+        "floats_of_bytes": (floats_of_bytes, {"message": torch.zeros(64, dtype=torch.uint8)}),
+        "bytes_of_floats": (bytes_of_floats, {"values": torch.randn(16)}),
+        "without_unused": (
+            without_unused,
+            {"result": torch.randn(30), "used": used(), "members": [0, 1], "lengths": [20, 10]},
+        ),
+        "keep_unsent": (
+            keep_unsent,
+            {
+                "errors": [torch.zeros(30)],
+                "results": [torch.randn(4, 5)],
+                "gradients": [torch.randn(4, 5)],
+                "used": used(),
+                "table": [1, 0, 3, 20, 0, 0],
+            },
+        ),
+        "powersgd_left": (
+            low_rank.powersgd_left,
+            {"sources": sources, "work": work, "q": q, "plan": plan, "scale": 0.5, "adds": True},
+        ),
+        "powersgd_right": (
+            low_rank.powersgd_right,
+            {"work": work, "wire": wire, "plan": plan, "scale": 0.5, "keeps_error": True},
+        ),
+        "powersgd_restore": (
+            low_rank.powersgd_restore,
+            {
+                "q": q,
+                "work": work,
+                "wire": wire,
+                "left": left,
+                "right": right,
+                "plan": plan,
+                "keeps_error": True,
+            },
+        ),
+    }
+
+
+#: Other arguments that do not fit: of an operator, the argument's name, and what it is given.
+OTHERS: list[tuple[str, str, Any]] = [
+    ("floats_of_bytes", "message", torch.zeros(2, 32, dtype=torch.uint8)),
+    ("floats_of_bytes", "message", torch.zeros(66, dtype=torch.uint8)[2:]),
+    ("bytes_of_floats", "values", torch.zeros(32)[::2]),
+    ("without_unused", "members", [0, 2]),
+    ("without_unused", "members", [0, -1]),
+    ("without_unused", "members", [0]),
+    ("without_unused", "lengths", [20, 11]),
+    ("without_unused", "lengths", [40, -10]),
+    ("keep_unsent", "table", [0, 0, 3, 20, 0]),
+    ("keep_unsent", "table", [2, 0, 3, 20, 0, 0]),
+    ("keep_unsent", "table", [0, 1, 3, 20, 0, 0]),
+    ("keep_unsent", "table", [0, 0, 11, 20, 0, 0]),
+    ("keep_unsent", "table", [0, 0, -1, 20, 0, 0]),
+    ("keep_unsent", "table", [0, 0, 3, 19, 0, 0]),
+    ("keep_unsent", "table", [0, 0, 3, 1 << 60, 0, 0]),
+    ("keep_unsent", "table", [0, 0, 3, 20, 1, 0]),
+    ("keep_unsent", "table", [0, 0, 3, 20, 0, 1]),
+    ("keep_unsent", "table", [0, 0, 3, 20, 0, -2]),
+    ("keep_unsent", "results", [torch.randn(4, 1).expand(4, 5)]),
+    ("powersgd_left", "sources", []),
+    ("powersgd_left", "sources", [torch.randn(20, 12)]),
+    *(
+        ("powersgd_left", "plan", plan)
+        for plan in (
+            "",
+            "null",
+            "[]",
+            "[1, 0, 247, [[20, 12, -1, 0, [0]]], [[1, 240, 7]]]",
+            "[1, 0, 247, [[20, 12, 0, 1000, [0, 2]]], [[1, 240, 7]]]",
+            "[1, 0, 247, [[20, 12, 0, 0, [5]]], [[1, 240, 7]]]",
+            "[1, 0, 247, [[-20, -12, 0, 0, [0]]], [[1, 240, 7]]]",
+            "[1, 0, 247, [[20, 12, 0, 0, [0]]], [[1, 241, 7]]]",
+            "[0, 0, 247, [[20, 12, 0, 0, [0]]], [[1, 240, 7]]]",
+        )
+    ),
+]
+
+
+def hostile_calls() -> Iterator[tuple[str, str, Callable[[], Arguments]]]:
+    """A name for each call, the operator, and what makes its arguments."""
+    for operator, (_, arguments) in good_calls().items():
+        for name, value in arguments.items():
+            for kind, make in KINDS.items():
+                if (operator, name, kind) == ("bytes_of_floats", "values", "short"):
+                    continue  # any number of values will do
+                if isinstance(value, Tensor):
+                    change = partial(make, value)
+                elif isinstance(value, list) and isinstance(value[0], Tensor):
+                    change = partial(_last_made, make, value)
+                else:
+                    continue
+                changed = partial(_with, arguments, name, change)
+                yield f"{operator} {name} {kind}", operator, changed
+    for i, (operator, name, value) in enumerate(OTHERS):
+        changed = partial(_with, good_calls()[operator][1], name, partial(copy.copy, value))
+        yield f"{operator} {name} {i}", operator, changed
+
+
+def _last_made(make: Callable[[Tensor], Tensor], tensors: list[Tensor]) -> list[Tensor]:
+    return [*tensors[:-1], make(tensors[-1])]
+
+
+def _with(arguments: Arguments, name: str, make: Callable[[], Any]) -> Arguments:
+    return {**arguments, name: make()}
+
+
+NAMES = [name for name, *_ in hostile_calls()]
+
+
+def outcome(call: Callable[..., object], arguments: Arguments) -> str:
+    try:
+        call(**arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "taken"
+
+
+@cache
+def outcomes() -> dict[str, str]:
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, __file__], capture_output=True, text=True, timeout=120, env=environment
+    )
+    found = dict(json.loads(line) for line in done.stdout.splitlines())
+    return {"": f"the process ended with {done.returncode}", **found}
+
+
+@pytest.mark.parametrize("operator", good_calls())
+def test_good_arguments_are_taken(operator: str) -> None:
+    call, arguments = good_calls()[operator]
+    assert outcome(call, arguments) == "taken"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_refused(name: str) -> None:
+    got = outcomes().get(name, outcomes()[""])
+    operator = name.split()[0]
+    assert got.startswith((f"ValueError: {operator}: ", f"TypeError: {operator}: ")), got
+
+
+def test_names_and_keys_of_nothing() -> None:
+    token, result = torch.zeros(1), torch.zeros(1)
+    for call in (
+        lambda: tracing.begin_step(token, "nothing"),
+        lambda: tracing.commit_step(used(), [result], "nothing"),
+        lambda: tracing.count_step(token, [result], "", -1),
+        lambda: tracing.note_backward(token, -1),
+        lambda: tracing.write_missing(token, used(), [result], [0], -1),
+    ):
+        with pytest.raises(ValueError, match=r"_(step|backward|missing): (name|key) must be"):
+            call()
+
+
+#: Arguments of write_missing that do not fit, made when they are used: no test may print them.
+MISSING: dict[str, Callable[[], Arguments]] = {
+    "used must be of dtype": lambda: {"used": used().float()},
+    "numbers must be numbers from 0 to 0": lambda: {"used": used()[:1].clone()},
+    "numbers must be as many as gradients, 2, got 1": lambda: {"numbers": [0]},
+    "numbers must be numbers from 0 to 1": lambda: {"numbers": [0, 2]},
+    "parameter 1 must have a storage of 12": lambda: {
+        "gradients": [torch.randn(3, 4), freed(torch.randn(3))]
+    },
+    "must be of sizes [3], got [4]": lambda: {"gradients": [torch.randn(3, 4), torch.randn(4)]},
+    "must be dense": lambda: {"gradients": [torch.randn(3, 4).to_sparse(), torch.randn(3)]},
+}
+
+
+def _key_of(handle: HookHandle) -> int:
+    """Of the reducer of a module that a hook is attached to."""
+    (key,) = (key for key, one in tracing.reducers.items() if one.attached is handle._attached)
+    return key
+
+
+def _write_missing(rank: int, expected: str | None) -> str:
+    model = nn.Linear(4, 3)
+    handle = attach(model, hooks.allreduce())
+    key = _key_of(handle)
+    arguments = {
+        "token": torch.zeros(1),
+        "used": used(),
+        "gradients": [torch.randn(3, 4), torch.randn(3)],
+        "numbers": [0, 1],
+        "key": key,
+    }
+    model(torch.randn(2, 4)).sum().backward()
+    changed = {} if expected is None else MISSING[expected]()
+    got = outcome(tracing.write_missing, {**arguments, **changed})
+    handle.remove()
+    return got
+
+
+def test_write_missing_takes_what_fits() -> None:
+    assert run_ranks(_write_missing, 1, None) == ["taken"]
+
+
+@pytest.mark.parametrize("expected", MISSING)
+def test_write_missing_refuses(expected: str) -> None:
+    (got,) = run_ranks(_write_missing, 1, expected)
+    assert got.partition(": ")[2].startswith("write_missing: ") and expected in got
+
+
+def test_traffic_that_is_no_text_of_it_counts_no_step() -> None:
+    def count(rank: int) -> None:
+        handle = attach(nn.Linear(4, 3), hooks.error_feedback(hooks.sign()))
+        key = _key_of(handle)
+        with pytest.raises(ValueError, match="from_text: text must be what as_text gives, got"):
+            tracing.count_step(torch.zeros(1), [], "1,load,2,3", key)
+        assert handle.stats().steps == 0 and handle.state_dict()["steps"] == 0
+        handle.remove()
+
+    run_ranks(count, 1)
+
+
+if __name__ == "__main__":
+    for name, operator, arguments in hostile_calls():
+        print(json.dumps([name, outcome(good_calls()[operator][0], arguments())]), flush=True)
