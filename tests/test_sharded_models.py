@@ -197,6 +197,27 @@ def test_applied_after_attach(two_ranks: RankPool, name: str) -> None:
         assert not is_attached
 
 
+def _applied_to_compiled(rank: int, name: str, compiled_first: bool) -> str:
+    torch._dynamo.reset()
+    model = _net()
+    attach(model, hooks.allreduce())
+    compiled = torch.compile(model, backend="aot_eager")
+    if compiled_first:
+        _step(compiled, rank)
+    LATER[name][0](model)
+    return _message(RuntimeError, lambda: _step(compiled, rank))
+
+
+@pytest.mark.parametrize("compiled_first", [False, True])
+@pytest.mark.parametrize("name", ["fully_shard", "fully_shard of a part"])
+def test_applied_after_attach_compiled(
+    two_ranks: RankPool, name: str, compiled_first: bool
+) -> None:
+    _, parameter, sharding = LATER[name]
+    for message in two_ranks.run(_applied_to_compiled, name, compiled_first):
+        assert f"parameter '{parameter}' was replaced: {sharding} has been applied" in message
+
+
 def _flattened_part_later(rank: int, use_orig_params: bool) -> str:
     model = _net()
     attach(model, hooks.allreduce())

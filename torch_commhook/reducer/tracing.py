@@ -102,10 +102,10 @@ def _group(op: str, name: str) -> StepGroup:
     return group
 
 
-def _reducer(op: str, key: int) -> Reducer:
+def _reducer(op: str, key: str) -> Reducer:
     reducer = reducers.get(key)
     if reducer is None:
-        raise ValueError(f"{op}: key must be that of a reducer, got {key}")
+        raise ValueError(f"{op}: key must be that of a reducer, got {key!r}")
     return reducer
 
 
