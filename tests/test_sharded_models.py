@@ -242,6 +242,10 @@ def test_a_parameter_that_no_sharding_has_replaced() -> None:
 
 def _averaged_later(rank: int, around: str) -> str:
     model = _net()
+    if around == "replicate, before":  # its DDP is made in the first forward
+        replicate(model)
+        attach(model[0], hooks.allreduce())
+        return _message(RuntimeError, lambda: _step(model, rank))
     handle = attach(model, hooks.allreduce())
     if around == "DDP":
         model[2] = DDP(model[2])
@@ -252,9 +256,16 @@ def _averaged_later(rank: int, around: str) -> str:
     return message
 
 
-@pytest.mark.parametrize("around", ["DDP", "replicate", "replicate, a part"])
-def test_averaged_after_attach(around: str) -> None:
-    place = "0.weight" if around == "replicate" else "2.weight"
+@pytest.mark.parametrize(
+    ("around", "place"),
+    [
+        ("DDP", "2.weight"),
+        ("replicate", "0.weight"),
+        ("replicate, a part", "2.weight"),
+        ("replicate, before", "weight"),
+    ],
+)
+def test_averaged_after_attach(around: str, place: str) -> None:
     for message in run_ranks(_averaged_later, 2, around):
         assert f"parameter '{place}' is averaged by a DistributedDataParallel, too" in message
         assert "remove() the hook" in message
