@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -12,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from train_processes import LIMIT_SECONDS, TINY, TrainProcess, start_train
+from train_processes import LIMIT_SECONDS, TINY, TrainProcess, read_metrics, start_train
 
 from torch_commhook.cli import launcher, rank_process
 from torch_commhook.cli.launcher import launch
@@ -196,9 +198,64 @@ def test_only_the_steps_of_this_run_are_claimed(
 
     thread = _when_running(tmp_path, 2, interrupt)
     body = f"{tell}rank == 0 and pathlib.Path('told').touch()\nlinger()"
-    assert launch(_command(tmp_path, body), 2, out, 1) == 130
+    assert launch(_command(tmp_path, body), 2, out, 1, timeout=0.2) == 130
     thread.join()
     assert (f"; the steps so far are in {out}" in capfd.readouterr().err) == steps
+
+
+_TOLD = (
+    "rank == 0 and rank_process.tell_first_step()\n"
+    "pathlib.Path(f'ready-{rank}').touch()\n"
+    "folder = pathlib.Path(os.environ['COMMHOOK_LAUNCHER_FOLDER'])\n"
+)
+
+
+def _launch_and_signal(tmp_path: Path, body: str, number: signal.Signals, timeout: float) -> int:
+    """The exit code, where a signal comes once both ranks are ready."""
+
+    def send(pids: list[int]) -> None:
+        _wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2, "the ranks are not ready")
+        os.kill(os.getpid(), number)
+
+    thread = _when_running(tmp_path, 2, send)
+    code = launch(_command(tmp_path, _TOLD + body), 2, tmp_path / "out", 1, timeout=timeout)
+    thread.join()
+    return code
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_ranks_end_their_step(
+    number: signal.Signals, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = (
+        "while not rank_process.is_asked_to_stop(): time.sleep(0.01)\n"
+        "pathlib.Path(f'saved-{rank}').touch()"
+    )
+    assert _launch_and_signal(tmp_path, body, number, LIMIT_SECONDS) == 128 + number
+    assert (tmp_path / "saved-0").exists() and (tmp_path / "saved-1").exists()
+    assert capfd.readouterr().err.endswith(f"the steps so far are in {tmp_path / 'out'}\n")
+
+
+def test_a_rank_that_does_not_stop_is_not_waited_for(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = "rank == 1 and linger()"
+    assert _launch_and_signal(tmp_path, body, signal.SIGINT, 0.5) == 130
+    _assert_were_ended(tmp_path, 2)
+    assert capfd.readouterr().err.endswith(", without checkpoint and summary of the last one\n")
+
+
+def test_a_rank_that_fails_while_it_stops_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = (
+        "while not rank_process.is_asked_to_stop(): time.sleep(0.01)\n"
+        "rank == 0 and rank_process.fail(OSError('no space'), rank)\nlinger()"
+    )
+    assert _launch_and_signal(tmp_path, body, signal.SIGINT, LIMIT_SECONDS) == 130
+    _assert_were_ended(tmp_path, 2)
+    assert capfd.readouterr().err.endswith("; rank 0 failed: OSError: no space\n")
+    assert "no space" in (tmp_path / "out" / "rank0.log").read_text()
 
 
 def test_a_machine_without_room_for_a_rank_is_one_message(
@@ -354,9 +411,34 @@ def test_ctrl_c_ends_a_training_run(tmp_path: Path) -> None:
         os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: to all of them
         assert run.wait() == 130
         run.assert_all_end()
-        assert run.stderr.count("\n") == 1
-        ended = "commhook train: interrupted (Ctrl-C), all 2 ranks ended; the steps so far are in "
-        assert run.stderr.startswith(ended)
+        asked, ended = run.stderr.splitlines()
+        assert asked.startswith("commhook train: interrupted (Ctrl-C): the ranks end their step")
+        out = tmp_path / "out"
+        assert ended == (
+            "commhook train: interrupted (Ctrl-C), all 2 ranks ended; the steps so far are in "
+            f"{out}"
+        )
+        steps = len(read_metrics(out / "metrics.jsonl"))
+        assert f"interrupted at step {steps} of 1000000\n" in run.stdout
+        (row,) = json.loads((out / "summary.json").read_text())["runs"]
+        assert (row["steps"], row["is_interrupted"]) == (steps, True)
+        assert (row["held_out_loss"], row["checkpoint"]) == (None, None)
+        has_matplotlib = importlib.util.find_spec("matplotlib") is not None
+        assert (out / "loss.png").exists() == has_matplotlib
+
+
+def test_a_second_ctrl_c_does_not_wait_for_a_rank_that_is_stuck(tmp_path: Path) -> None:
+    with start_train(*_LONG, "--save", "c.pt", folder=tmp_path) as run:
+        run.wait_for_steps(tmp_path / "out" / "metrics.jsonl", 2)
+        os.kill(run.rank_pid(1), signal.SIGSTOP)
+        os.kill(run.process.pid, signal.SIGINT)
+        _wait_for(lambda: "once more ends them" in run.stderr, "the first one was not taken")
+        assert run.process.poll() is None
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert run.wait() == 130
+        run.assert_all_end()
+        assert run.stderr.endswith(", without checkpoint and summary of the last one\n")
+        assert not (tmp_path / "c.pt").exists()
 
 
 def test_a_killed_rank_ends_a_training_run(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -164,6 +165,51 @@ def test_ranks_that_are_apart_go_on_as_they_were(tmp_path: Path) -> None:
     sent = [line["bytes_sent"] for line in lines]
     assert sent[2] == 0 < sent[3] == sent[6] and sent[7] == sent[9] == 2 * sent[3]
     assert lines[7]["fp32_bytes"] > 20 * sent[7]
+
+
+@processes
+@pytest.mark.parametrize(
+    ("hook", "to_all"),
+    [
+        ("error_feedback(blockwise(bits=4))", True),
+        ("local_sgd(4, outer=outer_sgd(1.0, 0.0), hook=error_feedback(blockwise(bits=4)))", False),
+    ],
+)
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
+    hook: str, to_all: bool, tmp_path: Path
+) -> None:
+    folders = [tmp_path / name for name in ("interrupted", "resumed", "straight")]
+    for folder in folders:
+        folder.mkdir()
+    own = ("--steps", "100000", "--log-every", "100000", "--bucket-cap-mb", "0.02", "--hook", hook)
+    with start_train(*own, "--save", "c-{step}.pt", folder=folders[0]) as run:
+        run.wait_for_steps(folders[0] / "out" / "metrics.jsonl", 3)
+        if to_all:  # as a terminal does
+            os.killpg(run.process.pid, signal.SIGINT)
+        else:
+            os.kill(run.process.pid, signal.SIGINT)
+        assert run.wait() == 130
+        run.assert_all_end()
+        assert "Traceback" not in run.stderr
+    lines = read_metrics(folders[0] / "out" / "metrics.jsonl")
+    step = int(lines[-1]["step"])
+    assert step == len(lines) < 100000
+    (saved,) = folders[0].glob("c-*.pt")
+    assert saved.name == f"c-{step}.pt"
+    assert f"interrupted at step {step} of 100000\ncheckpoint: {saved.name}\n" in run.stdout
+    (row,) = json.loads((folders[0] / "out" / "summary.json").read_text())["runs"]
+    assert (row["steps"], row["is_interrupted"], row["checkpoint"]) == (step, True, saved.name)
+    until = ("--stop-after", str(step + 6), "--save", "last.pt")
+    with start_train("--resume", saved, *until, folder=folders[1]) as run:
+        assert run.wait() == 0, run.stderr
+    with start_train(*own, *until, folder=folders[2]) as run:
+        assert run.wait() == 0, run.stderr
+    got, expected = (read_checkpoint(folder / "last.pt") for folder in folders[1:])
+    _assert_same_weights(expected, got)
+    again = read_metrics(folders[1] / "out" / "metrics.jsonl")
+    straight = read_metrics(folders[2] / "out" / "metrics.jsonl")
+    losses = [line["loss"] for line in (*lines, *again)]
+    assert losses == [line["loss"] for line in straight]
 
 
 @processes

@@ -6,6 +6,7 @@ they end themselves when the launcher is gone (``rank_process``).
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -23,6 +24,8 @@ from torch_commhook.cli.outputs import log_name
 from torch_commhook.cli.rank_process import (
     LAUNCHER_FOLDER,
     LAUNCHER_PID,
+    Failure,
+    ask_to_stop,
     read_failure,
     show_cursor,
     told_first_step,
@@ -31,6 +34,8 @@ from torch_commhook.cli.rank_process import (
 _POLL_SECONDS = 0.05
 #: After the first rank ended: time for others that ended of the same cause to be seen.
 _SETTLE_SECONDS = 0.3
+#: The most that ranks get for their last step, a checkpoint and the results after a signal.
+_STOP_SECONDS = 60.0
 #: From SIGTERM to SIGKILL.
 _GRACE_SECONDS = 2.0
 _LOG_LINES = 5
@@ -48,8 +53,18 @@ class Rank:
     log: Path
 
 
-def launch(command: Sequence[str], ranks: int, out: Path, threads: int) -> int:
+def launch(
+    command: Sequence[str],
+    ranks: int,
+    out: Path,
+    threads: int,
+    *,
+    timeout: float = _STOP_SECONDS,
+) -> int:
     """Run ``command`` in ``ranks`` processes of this machine, to their end.
+
+    A signal asks ranks that have done a step to stop after the one that they are in, and to write
+    what they have reached. A second signal, or a minute, ends them at once.
 
     Args:
         command: the program and its arguments; each process gets its place by RANK, LOCAL_RANK,
@@ -57,6 +72,7 @@ def launch(command: Sequence[str], ranks: int, out: Path, threads: int) -> int:
         ranks: how many.
         out: the folder of the results; the stderr of a rank that wrote any is kept there.
         threads: of each rank.
+        timeout: of the ranks' collectives, in seconds; they are not waited for longer.
 
     Returns:
         The exit code: 0 where every rank's is 0, 128 + n after signal n, else 1. What went wrong
@@ -77,6 +93,13 @@ def launch(command: Sequence[str], ranks: int, out: Path, threads: int) -> int:
                     _say(f"rank {number} of {ranks} can't be started: {error}; the others ended")
                     return 1
             ended = _wait(started, received)
+            if received and told_first_step(folder):
+                ask_to_stop(folder)
+                _say(
+                    f"{_what_came(received)}: the ranks end their step and save what they have; "
+                    "once more ends them at once"
+                )
+                ended = _wait(started, received, seconds=min(timeout, _STOP_SECONDS))
             _end_all(started)
             return _report(started, ended, received, folder, out)
         finally:
@@ -149,14 +172,20 @@ def _caught_signals() -> Iterator[list[int]]:
 # ---- waiting and ending --------------------------------------------------------------------------
 
 
-def _wait(ranks: Sequence[Rank], received: list[int]) -> dict[int, int]:
+def _wait(ranks: Sequence[Rank], received: list[int], seconds: float = math.inf) -> dict[int, int]:
     """Wait until all ranks have ended, or the first has failed, or a signal came.
+
+    Args:
+        ranks: that are waited for.
+        received: the signals so far; one more ends the wait.
+        seconds: the most to wait.
 
     Returns:
         Rank number to exit code (negative: the signal), of those that ended of themselves.
     """
+    before, end = len(received), time.monotonic() + seconds
     deadline: float | None = None
-    while not received:
+    while len(received) == before and time.monotonic() < end:
         codes = {rank.number: rank.process.poll() for rank in ranks}
         ended = {number: code for number, code in codes.items() if code is not None}
         if len(ended) == len(ranks):
@@ -189,15 +218,20 @@ def _end_all(ranks: Sequence[Rank]) -> None:
 def _report(
     ranks: Sequence[Rank], ended: dict[int, int], received: list[int], folder: Path, out: Path
 ) -> int:
+    failed = {number: code for number, code in ended.items() if code != 0}
     if received:
-        name = signal.Signals(received[0]).name
-        what = "interrupted (Ctrl-C)" if received[0] == signal.SIGINT else f"stopped by {name}"
+        what = _what_came(received)
         kept = f"; the steps so far are in {out}" if told_first_step(folder) else ""
         which = f"all {len(ranks)} ranks" if len(ranks) != 1 else "the rank"
+        if kept and len(ended) < len(ranks):
+            kept += ", without checkpoint and summary of the last one"
+        if failed:
+            _keep_logs(ranks, out)
+            number = _first_cause(failed, folder)
+            kept += f"; rank {number} {_how_it_ended(failed[number], read_failure(folder, number))}"
         _say(f"{what}, {which} ended{kept}")
         add_no_line()  # more of the same signal may be on their way
         return 128 + received[0]
-    failed = {number: code for number, code in ended.items() if code != 0}
     logs = _keep_logs(ranks, out)
     if not failed:
         for number, log in sorted(logs.items()):
@@ -205,17 +239,7 @@ def _report(
         return 0
     number = _first_cause(failed, folder)
     code, failure = failed[number], read_failure(folder, number)
-    if code < 0:
-        text = f"was killed by {_signal_name(-code)}"
-        if -code == signal.SIGKILL:
-            text += " (if nobody did that: did the machine run out of memory?)"
-    elif failure is None:
-        text = f"ended with exit code {code}"
-    elif failure.peer:
-        text = f"lost another rank: {failure.summary}"
-    else:
-        text = f"failed: {failure.summary}"
-    message = f"rank {number} {text}"
+    message = f"rank {number} {_how_it_ended(code, failure)}"
     others = len(ranks) - 1
     if others:
         message += f"; the other {others} ended too" if others > 1 else "; the other ended too"
@@ -225,6 +249,22 @@ def _report(
         message += f"\n  full output: {logs[number]}"
     _say(message)
     return 1
+
+
+def _what_came(received: Sequence[int]) -> str:
+    name = signal.Signals(received[0]).name
+    return "interrupted (Ctrl-C)" if received[0] == signal.SIGINT else f"stopped by {name}"
+
+
+def _how_it_ended(code: int, failure: Failure | None) -> str:
+    """What is said of a rank that failed, after its number."""
+    if code == -signal.SIGKILL:
+        return "was killed by SIGKILL (9) (if nobody did that: did the machine run out of memory?)"
+    if code < 0:
+        return f"was killed by {_signal_name(-code)}"
+    if failure is None:
+        return f"ended with exit code {code}"
+    return f"lost another rank: {failure.summary}" if failure.peer else f"failed: {failure.summary}"
 
 
 def _first_cause(failed: dict[int, int], folder: Path) -> int:

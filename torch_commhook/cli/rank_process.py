@@ -170,7 +170,7 @@ def fail(error: BaseException, rank: int) -> NoReturn:
 
 
 def tell_first_step() -> None:
-    """Tell the launcher that this run has results of its own."""
+    """Tell the launcher that this run has results of its own, and looks for its wish to stop."""
     folder = os.environ.get(LAUNCHER_FOLDER)
     if folder is not None:
         try:
@@ -182,6 +182,21 @@ def tell_first_step() -> None:
 def told_first_step(folder: Path) -> bool:
     """Whether a rank has called :func:`tell_first_step`."""
     return _first_step_path(folder).exists()
+
+
+def ask_to_stop(folder: Path) -> None:
+    """Ask the ranks of a launcher's folder to end the run after the step that they are in."""
+    _stop_path(folder).touch()
+
+
+def is_asked_to_stop() -> bool:
+    """Whether the launcher has called :func:`ask_to_stop`."""
+    folder = os.environ.get(LAUNCHER_FOLDER)
+    return folder is not None and _stop_path(Path(folder)).exists()
+
+
+def _stop_path(folder: Path) -> Path:
+    return folder / "stop"
 
 
 def _first_step_path(folder: Path) -> Path:

@@ -56,6 +56,8 @@ class RunResult:
         bytes_per_step: sent by rank 0 for gradients; None where the hook doesn't tell.
         fp32_bytes_per_step: of a ring all-reduce of fp32 gradients.
         records: the steps.
+        is_interrupted: whether it was ended before its last step.
+        checkpoint: the latest that was written, None where none was.
     """
 
     hook: str
@@ -67,6 +69,8 @@ class RunResult:
     bytes_per_step: float | None
     fp32_bytes_per_step: float
     records: tuple[StepRecord, ...]
+    is_interrupted: bool = False
+    checkpoint: str | None = None
 
     @property
     def fp32_ratio(self) -> float | None:

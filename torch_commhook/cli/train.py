@@ -38,7 +38,9 @@ def main(argv: Sequence[str]) -> int:
     options = parse_options(argv)
     _print_notes(options)
     command = [sys.executable, "-m", "torch_commhook", "train", *argv, "--out", str(options.out)]
-    return launch(command, options.config.ranks, options.out, options.threads)
+    return launch(
+        command, options.config.ranks, options.out, options.threads, timeout=options.timeout
+    )
 
 
 def _run_rank(argv: Sequence[str], place: Place) -> NoReturn:

@@ -25,6 +25,9 @@ def build_parser() -> argparse.ArgumentParser:
             "the world that is there."
         ),
         epilog=(
+            "Ctrl-C and SIGTERM end the run after the step that it is in, with the checkpoint of "
+            "--save, the picture and the summary; a second one ends it at once. Under torchrun "
+            "the first does. "
             "Exit codes: 0 done, 1 a rank failed, 2 wrong arguments, 130 Ctrl-C, 143 SIGTERM. "
             "An option of the model, the training or the data that isn't given with --resume is "
             "taken from the checkpoint."

@@ -24,9 +24,18 @@ from torch_commhook.cli.checkpoint import (
 )
 from torch_commhook.cli.hook_expression import NO_HOOK, parse_hook
 from torch_commhook.cli.loss_plot import HOW_TO_GET_MATPLOTLIB, draw_loss
-from torch_commhook.cli.outputs import METRICS, PLAIN_METRICS, PLOT, SUMMARY, checkpoint_path
+from torch_commhook.cli.outputs import (
+    METRICS,
+    PLAIN_METRICS,
+    PLOT,
+    SUMMARY,
+    OutputError,
+    check_apart,
+    check_checkpoint,
+    checkpoint_path,
+)
 from torch_commhook.cli.place import Place
-from torch_commhook.cli.rank_process import tell_first_step
+from torch_commhook.cli.rank_process import is_asked_to_stop, tell_first_step
 from torch_commhook.cli.report import (
     Reporter,
     RunResult,
@@ -77,7 +86,7 @@ def train_rank(options: TrainOptions, place: Place) -> None:
     if world.rank == 0:
         _print_start(options, world, data, checkpoint)
     results = [_train_once(options, world, data, checkpoint, main_run=True)]
-    if options.compare:
+    if options.compare and not results[0].is_interrupted:
         plain = replace(options, config=replace(config, hook=NO_HOOK), save=None, save_every=None)
         results.append(_train_once(plain, world, data, checkpoint, main_run=False))
     world.barrier()  # rank 0 may still have been writing: nobody leaves before
@@ -124,6 +133,7 @@ def _train_once(
     first_step, last_step = run.step, options.last_step
     fp32_bytes = fp32_bytes_per_step(run.model.parameter_count(), world.size)
     records: list[StepRecord] = []
+    saved: Path | None = None
     reporter = None
     if world.rank == 0:
         name = METRICS if main_run else PLAIN_METRICS
@@ -133,7 +143,7 @@ def _train_once(
     try:
         while run.step < last_step:
             started = time.perf_counter()
-            loss, lr = train_step(run, config, world, data)
+            loss, lr, is_asked = train_step(run, config, world, data)
             run.seconds += time.perf_counter() - started
             record = StepRecord(
                 step=run.step,
@@ -153,17 +163,28 @@ def _train_once(
                 raise LossNotFiniteError(
                     f"the loss is {loss} at step {run.step}: --lr {config.lr:g} may be too high"
                 )
-            if options.saves_at(run.step):
-                _save(run, options, world, data, record.bytes_sent)
+            if options.saves_at(run.step) or (is_asked and options.save is not None):
+                saved = _save(run, options, world, data, record.bytes_sent)
+            if is_asked:
+                break
     finally:
         if reporter is not None:
             reporter.close()
-    if run.handle is not None:  # what is evaluated is one model
-        run.handle.synchronize()
-    result = _result(run, config, world, data, records, first_step, fp32_bytes, checkpoint)
-    if run.handle is not None:
+    is_interrupted = run.step < last_step
+    held_out_loss = None
+    if not is_interrupted:
+        if run.handle is not None:  # what is evaluated is one model
+            run.handle.synchronize()
+        held_out_loss = _held_out_loss(run.model, world, data, config.seq)
+    result = _result(run, config, records, first_step, fp32_bytes, checkpoint)
+    if run.handle is not None and not is_interrupted:  # else the ranks may be apart
         run.handle.remove()
-    return result
+    return replace(
+        result,
+        held_out_loss=held_out_loss,
+        is_interrupted=is_interrupted,
+        checkpoint=None if saved is None else str(saved),
+    )
 
 
 def prepare(
@@ -261,8 +282,15 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     return config.lr * cosine * min(1.0, step / warm_up)
 
 
-def train_step(run: Run, config: TrainConfig, world: World, data: TextData) -> tuple[float, float]:
-    """One step of training; returns the mean loss over the ranks and the learning rate."""
+def train_step(
+    run: Run, config: TrainConfig, world: World, data: TextData
+) -> tuple[float, float, bool]:
+    """One step of training.
+
+    Returns:
+        The mean loss over the ranks, the learning rate, and whether the run is to end here: the
+        same on all ranks, whenever each of them was asked to.
+    """
     run.step += 1
     lr = learning_rate(config, run.step)
     for group in run.optimizer.param_groups:
@@ -271,12 +299,14 @@ def train_step(run: Run, config: TrainConfig, world: World, data: TextData) -> t
         data, seed=config.seed, step=run.step, rank=world.rank, batch=config.batch, seq=config.seq
     ).to(world.device)
     loss: Tensor = run.ddp(windows[:, :-1], windows[:, 1:])
-    mean_loss = world.start_mean(loss)  # before the gradients: their step need not wait for it
+    # Before the gradients: their step need not wait for it.
+    mean_loss = world.start_mean(loss, flag=is_asked_to_stop())
     loss.backward()
     nn.utils.clip_grad_norm_(run.model.parameters(), _GRADIENT_NORM)
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
-    return mean_loss(), lr
+    mean = mean_loss()
+    return mean.value, lr, mean.flag
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
@@ -284,7 +314,8 @@ def train_step(run: Run, config: TrainConfig, world: World, data: TextData) -> t
 
 def _save(
     run: Run, options: TrainOptions, world: World, data: TextData, bytes_sent: int | None
-) -> None:
+) -> Path | None:
+    """Write a checkpoint of this step, on rank 0; returns where."""
     hook_state = run.handle.state_dict() if hasattr(run.handle, "state_dict") else None
     state = {"hook": to_cpu(hook_state), "rng": torch.get_rng_state()}
     if run.ranks_are_apart:
@@ -292,9 +323,17 @@ def _save(
     states: list[Any] | None = [None] * world.size if world.rank == 0 else None
     dist.gather_object(state, states)
     if states is None or options.save is None:
-        return
+        return None
+    path = checkpoint_path(options.save, run.step)
+    if not options.saves_at(run.step):  # an interrupt's, of which nobody knew before
+        try:
+            check_checkpoint(path)
+            check_apart(options.save, run.step, run.step.__eq__, options.out, world.size)
+        except OutputError as error:
+            print(f"no checkpoint: {error}", flush=True)
+            return None
     write_checkpoint(
-        checkpoint_path(options.save, run.step),
+        path,
         Checkpoint(
             config=options.config.to_plain(),
             step=run.step,
@@ -306,6 +345,7 @@ def _save(
             seconds=run.seconds,
         ),
     )
+    return path
 
 
 # ---- the end of a run ----------------------------------------------------------------------------
@@ -314,21 +354,23 @@ def _save(
 @torch.no_grad()
 def _held_out_loss(model: nn.Module, world: World, data: TextData, seq: int) -> float | None:
     windows = held_out_windows(data, rank=world.rank, world_size=world.size, seq=seq)
-    total = torch.zeros(2, dtype=torch.float64, device=world.device)  # the sum, and its windows
+    # The sum, its windows, and how many ranks were asked to stop.
+    total = torch.zeros(3, dtype=torch.float64, device=world.device)
     for part in windows.split(_EVALUATION_BATCH):
+        if is_asked_to_stop():
+            total[2] = 1
+            break
         if len(part) > 0:
             part = part.to(world.device)
             total[0] += model(part[:, :-1], part[:, 1:]).double() * len(part)
             total[1] += len(part)
     dist.all_reduce(total)
-    return None if total[1] == 0 else (total[0] / total[1]).item()
+    return None if total[1] == 0 or total[2] > 0 else (total[0] / total[1]).item()
 
 
 def _result(
     run: Run,
     config: TrainConfig,
-    world: World,
-    data: TextData,
     records: list[StepRecord],
     first_step: int,
     fp32_bytes: int,
@@ -343,7 +385,7 @@ def _result(
         steps=steps,
         final_loss=sum(final) / len(final),
         final_steps=len(final),
-        held_out_loss=_held_out_loss(run.model, world, data, config.seq),
+        held_out_loss=None,
         steps_per_second=steps / seconds,
         bytes_per_step=None if sent is None or before is None else (sent - before) / steps,
         fp32_bytes_per_step=fp32_bytes,
@@ -380,6 +422,10 @@ def _print_end(options: TrainOptions, results: list[RunResult]) -> None:
     print(format_final_loss(results[0]), flush=True)
     if not draw_loss(out / PLOT, results):
         print(HOW_TO_GET_MATPLOTLIB)
-    if options.save is not None:
-        print(f"checkpoint: {checkpoint_path(options.save, options.last_step)}")
+    last = results[-1]
+    if last.is_interrupted:
+        which = f" of the run with hook {last.hook}" if len(results) > 1 else ""
+        print(f"interrupted at step {last.records[-1].step} of {options.last_step}{which}")
+    if results[0].checkpoint is not None:
+        print(f"checkpoint: {results[0].checkpoint}")
     print(f"results: {out}", flush=True)

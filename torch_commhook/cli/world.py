@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,13 @@ import torch.distributed as dist
 from torch_commhook.cli.place import Place
 from torch_commhook.cli.rank_process import LAUNCHER_FOLDER
 from torch_commhook.cli.train_options import TrainOptions
+
+
+class _Mean(NamedTuple):
+    """A mean over the ranks, and whether one of them has set its flag."""
+
+    value: float
+    flag: bool
 
 
 @dataclass(frozen=True)
@@ -32,15 +40,23 @@ class World:
     device: torch.device
     backend: str
 
-    def start_mean(self, value: torch.Tensor) -> Callable[[], float]:
-        """The mean over the ranks of a scalar, which travels until it is asked for."""
-        total = value.detach().to(self.device, torch.float64, copy=True)
+    def start_mean(self, value: torch.Tensor, flag: bool = False) -> Callable[[], _Mean]:
+        """The mean over the ranks of a scalar, which travels until it is asked for.
+
+        Args:
+            value: of this rank.
+            flag: of this rank; the other ranks are told whether one has set it.
+        """
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        total[0] = value.detach()
+        total[1] = float(flag)
         work = dist.all_reduce(total, async_op=True)
         assert work is not None
 
-        def mean() -> float:
+        def mean() -> _Mean:
             work.wait()
-            return total.item() / self.size
+            both, flags = total.tolist()
+            return _Mean(both / self.size, flags > 0)
 
         return mean
 
