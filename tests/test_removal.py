@@ -6,6 +6,8 @@ import gc
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import GradBucket, attach, hooks
+from torch_commhook.cli.hook_expression import parse_hook
 
 HOOKS: dict[str, Any] = {
     "python": hooks.allreduce,
@@ -124,6 +127,101 @@ def test_a_removed_handle_keeps_no_parameters(hook: str, failed: bool) -> None:
     gc.collect()
     assert [reference() is None for reference in left] == [True] * len(left)
     assert handle.stats().steps == 1
+
+
+MEMORIES = [
+    "allreduce()",
+    "error_feedback(blockwise(bits=4))",
+    "error_feedback(powersgd(rank=2))",
+    "adaptive(20000)",
+    "policy()",
+    "local_sgd(2)",
+    "local_sgd(2, hook=error_feedback(blockwise()), error_reset=True)",
+]
+
+
+@pytest.fixture
+def swapping() -> Iterator[None]:
+    """Conversions of a module's parameters go through ``torch.utils.swap_tensors``."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def flat(state: dict[str, Any], *above: str) -> dict[tuple[str, ...], Any]:
+    """The values of a state, by the keys that lead to them; numbers of tensors as lists."""
+    found: dict[tuple[str, ...], Any] = {}
+    for key, value in state.items():
+        if isinstance(value, dict):
+            found |= flat(value, *above, key)
+        else:
+            plain = value.tolist() if isinstance(value, torch.Tensor) else value
+            found[(*above, key)] = plain
+    return found
+
+
+def stepped(model: nn.Module, inner: nn.Module) -> None:
+    model(batch(0)).sum().backward()
+    torch.optim.SGD(inner.parameters(), lr=0.01).step()
+    inner.zero_grad()
+    torch.ones(2, requires_grad=True).sum().backward()  # PyTorch drops what the last one has left
+
+
+@pytest.mark.usefixtures("one_rank", "swapping")
+@by_model
+@pytest.mark.parametrize("hook", MEMORIES)
+def test_a_removed_handle_has_its_state_and_no_parameters(hook: str, use_ddp: bool) -> None:
+    inner = Net()
+    model, handle = attached(inner, use_ddp, parse_hook(hook))
+    for _ in range(2):
+        stepped(model, inner)
+    before, steps = flat(handle.state_dict()), handle.stats().steps
+    handle.remove()
+    assert flat(handle.state_dict()) == before
+    del model  # a DDP itself keeps the parameters
+    gc.collect()
+    assert not any(weakref.getweakrefcount(parameter) for parameter in inner.parameters())
+    inner.to(torch.float64)  # raises where something refers to the parameters
+    assert (handle.stats().steps, handle.is_attached) == (steps, False)
+    after = flat(handle.state_dict())
+    if use_ddp:  # which is gone, and with it the way to the parameters of ``local_sgd``
+        before = {key: value for key, value in before.items() if "local_sgd_parameter" not in key}
+        after = {key: value for key, value in after.items() if "local_sgd_parameter" not in key}
+    assert after == before
+
+
+@pytest.mark.usefixtures("one_rank", "swapping")
+@by_model
+@pytest.mark.parametrize("fails", [False, True], ids=["well", "failed"])
+def test_a_handle_that_is_removed_in_a_backward_lets_parameters_go_after_it(
+    fails: bool, use_ddp: bool
+) -> None:
+    """Until then the hook goes on with what it remembers."""
+    inner = Net()
+    model, handle = attached(inner, use_ddp, parse_hook("error_feedback(blockwise(bits=4))"))
+    for _ in range(2):  # DDP forms its buckets anew after the first
+        stepped(model, inner)
+    state = flat(handle.state_dict())
+
+    def remove(gradients: Any) -> None:
+        handle.remove()
+        if fails:
+            raise ValueError("boom")
+
+    handle.register_prehook(remove)
+    with pytest.raises(ValueError, match="boom") if fails else nullcontext():
+        stepped(model, inner)
+    inner.zero_grad()
+    torch.ones(2, requires_grad=True).sum().backward()
+    found = flat(handle.state_dict())
+    assert found.keys() == state.keys()
+    assert found[("steps",)] == (2 if fails else 3)
+    if not fails:
+        errors = [key for key in state if "error" in key]
+        assert errors and any(found[key] != state[key] for key in errors)
+    del model
+    gc.collect()
+    inner.to(torch.float64)
 
 
 class Hooked(nn.Linear):

@@ -91,6 +91,7 @@ class HookHandle:
             self._attached.local_steps.close()
         road = self._road
         road.attached = None
+        road.after_backward(self._attached.let_go)
         model = road.model()
         if model is not None:
             release(model)

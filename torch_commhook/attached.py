@@ -110,6 +110,12 @@ class Attached:
             if self.hook.has_stages_among(stand_in.size()):
                 second_group(stand_in)
 
+    def let_go(self) -> None:
+        """Keep no parameter of the model; what is remembered of them stays."""
+        if self.local_steps is not None:
+            self.local_steps.let_go()
+        self.memory.let_go()
+
     @property
     def scales_steps(self) -> bool:
         """Whether :meth:`Hook.step_scale` is to be asked."""

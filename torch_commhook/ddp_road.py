@@ -112,6 +112,7 @@ class DdpRoad:
         self._attached: Attached | None = None
         self._running: Attached | None = None  # in this backward
         self._is_first = True  # the next bucket of it
+        self._then: list[Callable[[], None]] = []
         self._plain = allreduce()
         self._buckets: dict[int, GradBucket] = {}
         # Give the results, where they may have to be kept.
@@ -199,6 +200,8 @@ class DdpRoad:
     @attached.setter
     def attached(self, attached: Attached | None) -> None:
         self._attached = attached
+        if attached is None and self._running is not None:
+            return  # the backward goes on with what the hook remembers, until end_step
         self._forget_memory()
         if attached is not None:
             attached.join(self._group, self._device)
@@ -247,6 +250,9 @@ class DdpRoad:
         attached = self._running = self.attached
         self._is_first = True
         if attached is None:
+            if self._then:  # the backward before was left by an exception
+                self._forget_memory()
+                self._do_then()
             check_is_free(self._group.parent)
             return None
         if attached.local_steps is not None:
@@ -324,6 +330,7 @@ class DdpRoad:
             return
         if self._attached is None:
             self._forget_memory()
+            self._do_then()
         if attached.keeps_ranks_apart:  # an error comes out of backward() by itself
             if error is None and attached.stages.has_post_accumulate_hooks:
                 engine = torch.autograd.Variable._execution_engine
@@ -440,6 +447,16 @@ class DdpRoad:
         errors, values, gradients, table = unsent_table(late)
         if table:
             keep_unsent(errors, values, gradients, used, table)
+
+    def after_backward(self, then: Callable[[], None]) -> None:
+        """Call ``then`` where no backward that the last hook is in is under way any more."""
+        self._then.append(then)
+        if self._running is None:
+            self._do_then()
+
+    def _do_then(self) -> None:
+        while self._then:
+            self._then.pop()()
 
     @property
     def is_alive(self) -> bool:

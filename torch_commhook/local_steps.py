@@ -77,6 +77,7 @@ class LocalSteps:
         parameters = [parameter for memory in self._memories() for parameter in memory.parameters]
         self._parameters = [TensorWeakRef(parameter) for parameter in parameters]
         self._ids = frozenset(map(id, parameters))
+        self._left: list[str] | None = None  # names of parameters that were let go
         self._loaded: set[int] = set()  # whose anchors have moved since the last exchange
         self._versions = self._versions_now()
         # First, since what else the model sends before a forward comes after the exchange.
@@ -116,6 +117,25 @@ class LocalSteps:
                 what,
                 self.done,
             )
+
+    def let_go(self) -> None:
+        """Keep no parameter; :meth:`state_dict` finds them by their names from here on."""
+        self._left = list(self._by_name())
+        self._parameters.clear()
+
+    def _by_name(self) -> dict[str, Tensor]:
+        """The parameters that there are."""
+        if self._left is None:
+            parameters = self._living()
+            names = self._attached.memory.names_of(parameters)
+            assert names is not None
+            return dict(zip(names, parameters, strict=True))
+        model = self._model()
+        if model is None:
+            return {}
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        every = dict(inner.named_parameters())
+        return {name: every[name] for name in self._left if name in every}
 
     def _stop(self) -> None:
         self._forward_handle.remove()
@@ -317,18 +337,14 @@ class LocalSteps:
 
     def state_dict(self) -> dict[str, Any]:
         """What the hook remembers, with the rank's parameters."""
-        if self._is_at_rest:
+        if self._is_at_rest and self._left is None:
             self._look_for_anchor()
         memory = self._attached.memory
         state = memory.state_dict()
         state[LOCAL_STEPS] = {"done": self.done, "is_open": self.is_open}
-        parameters = self._living()
-        names = memory.names_of(parameters)
-        assert names is not None
         # At rest too, so that what a state has is always the same.
         state[f"rank{memory.rank}"][PARAMETERS] = {
-            name: parameter.detach().clone()
-            for name, parameter in zip(names, parameters, strict=True)
+            name: parameter.detach().clone() for name, parameter in self._by_name().items()
         }
         return state
 

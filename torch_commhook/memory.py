@@ -8,7 +8,7 @@ parameter's piece is known; a new bucket begins with the pieces of its parameter
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -268,6 +268,12 @@ class BucketMemory:
             self.choose(name, self._owner.choice_of(self.parameters[0], name, default))
         return self.choices[name]
 
+    def let_go(self, stand_ins: Mapping[int, Tensor]) -> None:
+        """:meth:`HookMemory.let_go`, with what stands for each parameter, by its id."""
+        self._parameters = [TensorWeakRef(stand_ins[id(p)]) for p in self.parameters]
+        for part in self.parts.values():
+            part.let_go(stand_ins)
+
     def belongs_to(self, owner: HookMemory) -> bool:
         """Whether this is part of a hook's memory."""
         return self._owner is owner
@@ -364,6 +370,7 @@ class HookMemory:
         self.scaler: Any = None
         self.scale = 1.0
         self.loss_scale: Tensor | None = None
+        self._stand_ins: list[Tensor] = []  # for parameters that were let go
 
     def stand_in(self, group: Any) -> Any:
         """What is to be used instead of a group that a hook was given, or the group itself."""
@@ -386,6 +393,24 @@ class HookMemory:
     def has_any(self, parameters: Sequence[Tensor]) -> bool:
         """Whether some of the parameters are the model's."""
         return any(parameter in self._names for parameter in parameters)
+
+    def let_go(self) -> None:
+        """Keep what is remembered, and no parameter: a weak reference is in swap_tensors' way.
+
+        A tensor of one element, expanded, stands for each of them from here on.
+        """
+        stand_ins = {
+            id(p): torch.empty((), dtype=p.dtype, device=p.device).expand(p.shape)
+            for p in self._names
+        }
+        for memory in self._buckets.values():
+            memory.let_go(stand_ins)
+        for table in ("_names", "_buckets", "_pieces", "_shared", "_loaded_shards", "_choices"):
+            kept = WeakIdKeyDictionary()
+            for parameter, value in getattr(self, table).items():
+                kept[stand_ins[id(parameter)]] = value
+            setattr(self, table, kept)
+        self._stand_ins = list(stand_ins.values())
 
     # ---- buckets ---------------------------------------------------------------------------------
 

@@ -176,6 +176,8 @@ class Reducer:
         if attached is not None:
             attached.join(self.group, self.device)
         self._arrivals.tell_capture(attached is not None and attached.follows_scale)
+        if attached is None and self._is_under_way():
+            return  # which goes on with what the hook remembers, and closes this
         self._prepare_memory()
 
     # ---- buckets ---------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,6 +61,7 @@ class ReducerRoad:
         self._sync = True
         self._sync_of_forward: bool | None = None
         self._to_check = parameters  # whether DDP has them; the first alone after one step
+        self._then: list[Callable[[], None]] = []
         self._buffers_changed = True
         self._broadcast_buffers = broadcast_buffers and self._group.size > 1
         self.reducer = Reducer(
@@ -206,8 +207,17 @@ class ReducerRoad:
         """Whether its last backward is still under way."""
         return self._closed and not self.reducer.is_closed
 
+    def after_backward(self, then: Callable[[], None]) -> None:
+        """Call ``then`` where no backward that the last hook is in is under way any more."""
+        if self.is_closing:
+            self._then.append(then)
+        else:
+            then()
+
     def _reducer_closed(self) -> None:
         self._end.detach()
+        while self._then:
+            self._then.pop()()
         self._to_check = []
         self._watched.clear()
         self._group.close()
