@@ -100,6 +100,45 @@ def test_another_one_waits_for_the_end() -> None:
     attach(model, hooks.cast()).remove()
 
 
+REPLACED = [
+    ("error_feedback(blockwise(bits=4))", "error_feedback(powersgd(rank=1))"),
+    ("adaptive(20000)", "allreduce()"),
+    ("policy()", "sign()"),
+    ("allreduce()", "error_feedback(topk(0.1))"),
+]
+
+
+@pytest.mark.usefixtures("one_rank")
+@by_model
+@pytest.mark.parametrize(("first", "second"), REPLACED)
+def test_a_backward_goes_on_with_the_hook_that_is_replaced_in_it(
+    first: str, second: str, use_ddp: bool
+) -> None:
+    found = []
+    for replaces in (False, True):
+        torch.manual_seed(0)
+        model, handle = attached(Net(), use_ddp, parse_hook(first))
+        for _ in range(2):
+            model.zero_grad()
+            model(batch(0)).sum().backward()
+
+        def replace(gradients: Any, of: Any = handle, replaces: bool = replaces) -> None:
+            if replaces and repr(of.hook) == repr(parse_hook(first)):
+                of.replace(parse_hook(second))
+
+        handle.register_prehook(replace)
+        model.zero_grad()
+        model(batch(0)).sum().backward()
+        found.append(gradients_of(model))
+        if replaces:
+            model(batch(0)).sum().backward()
+            assert handle.stats().steps == 1
+            steps = 0 if second in ("allreduce()", "sign()") else 1
+            assert handle.state_dict().get("steps", 0) == steps
+        handle.remove()
+    assert differing(*found) == []
+
+
 # ---- what stays ----------------------------------------------------------------------------------
 
 

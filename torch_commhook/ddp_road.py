@@ -200,9 +200,8 @@ class DdpRoad:
     @attached.setter
     def attached(self, attached: Attached | None) -> None:
         self._attached = attached
-        if attached is None and self._running is not None:
-            return  # the backward goes on with what the hook remembers, until end_step
-        self._forget_memory()
+        if self._running is None:  # else that backward goes on with what its own hook remembers
+            self._forget_memory()
         if attached is not None:
             attached.join(self._group, self._device)
             self._prepare_memory(self.parameter_buckets())

@@ -145,6 +145,7 @@ class Reducer:
 
         self._idle = True
         self._closes = False  # at the end of this backward
+        self._memory_is_old = False  # the buckets', of the hook of this backward
         self._begun_count = 0  # how many backward passes have begun
         self._task: int | None = None  # the backward that is being counted
         self._outermost: int | None = None
@@ -176,9 +177,10 @@ class Reducer:
         if attached is not None:
             attached.join(self.group, self.device)
         self._arrivals.tell_capture(attached is not None and attached.follows_scale)
-        if attached is None and self._is_under_way():
-            return  # which goes on with what the hook remembers, and closes this
-        self._prepare_memory()
+        if self._is_under_way():  # that backward goes on with what its own hook remembers
+            self._memory_is_old = True
+        else:
+            self._prepare_memory()
 
     # ---- buckets ---------------------------------------------------------------------------------
 
@@ -189,6 +191,12 @@ class Reducer:
             bucket.memory = (
                 None if attached is None else attached.memory_of(bucket.parameters, bucket.index)
             )
+
+    @left_to_python
+    def _renew_memory(self) -> None:
+        """After the backward in which another hook was attached."""
+        self._memory_is_old = False
+        self._prepare_memory()
 
     def memory_loaded(self, buckets: list[list[str]]) -> None:
         """The hook's memory has been read from elsewhere, where these were the buckets."""
@@ -937,6 +945,8 @@ class Reducer:
         self._next = 0
         self._starting = False
         self._running = self._cpp = None
+        if self._memory_is_old:
+            self._renew_memory()
         if not _is_compiling():
             self._arrivals.reset()
         # Last: another thread that begins meanwhile would be half forgotten, and still be running.
