@@ -23,7 +23,7 @@ from torch_commhook.cli.checkpoint import (
 )
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.train_options import parse_options
-from torch_commhook.cli.train_rank import _make_optimizer, _restore
+from torch_commhook.cli.train_rank import Run, _make_optimizer, _restore, _save
 from torch_commhook.cli.transformer import ByteTransformer
 from torch_commhook.cli.world import World
 
@@ -96,6 +96,26 @@ def test_to_cpu_copies_tensors_in_any_nesting() -> None:
     assert torch.equal(copied["a"][0], torch.ones(2))
     assert torch.equal(copied["a"][1][0], torch.ones(2))
     assert copied["a"][1][1] == 3 and copied["b"] is None
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_interrupt_writes_no_checkpoint_in_the_place_of_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which steps are saved is known before a run, and checked then, but for an interrupt's."""
+    monkeypatch.chdir(tmp_path)
+    options = parse_options(["--out", "at-3", "--save", "at-{step}/loss.png", "--ranks", "1"])
+    model, optimizer = _model_and_optimizer()
+    run = Run(model, types.SimpleNamespace(), optimizer, None)  # type: ignore[arg-type]
+    data = types.SimpleNamespace(fingerprint="00")
+    world = World(0, 1, torch.device("cpu"), "gloo")
+    for run.step in (3, 4):
+        saved = _save(run, options, world, data, None)  # type: ignore[arg-type]
+        path = Path(f"at-{run.step}") / "loss.png"
+        assert (saved, path.exists()) == ((None, False) if run.step == 3 else (path, True))
+    assert capsys.readouterr().out == (
+        "no checkpoint: at-3/loss.png collides with at-3/loss.png, which the run itself writes\n"
+    )
 
 
 # ---- going on from one ---------------------------------------------------------------------------
