@@ -1,8 +1,7 @@
 """The documents' examples in Python run, and do what the text around them says.
 
-The blocks of a page run one after another, with the names that those before have made. What the
-text takes for granted (a model, a loop's data) comes from ``BEFORE``; what it promises is in
-``AFTER``.
+The blocks of a page run in order and share their names. ``BEFORE`` gives a block the objects that
+the text assumes (a model, a data loader); ``AFTER`` checks what the text promises.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def _step(model: nn.Module) -> list[float]:
     return gradient.tolist()
 
 
-# ---- what the text takes for granted -------------------------------------------------------------
+# ---- what the text assumes -----------------------------------------------------------------------
 
 
 def _a_model(names: Names) -> None:
@@ -120,7 +119,7 @@ BEFORE: dict[str, Callable[[Names], None]] = {
 }
 
 
-# ---- what it promises ----------------------------------------------------------------------------
+# ---- what the text promises ----------------------------------------------------------------------
 
 
 def _the_hook_averages(names: Names) -> None:

@@ -56,7 +56,7 @@ def group_name(group: Any) -> str:
 
 
 def group_ranks(group: Any) -> list[int] | None:
-    """The global ranks of a group, or of the one that it is around; None where nobody knows."""
+    """The global ranks of a group, or of the group that it wraps; None where none is known."""
     while isinstance(group, dist.ProcessGroup):
         known = distributed_c10d._world.pg_group_ranks.get(group)
         if known is not None:

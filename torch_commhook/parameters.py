@@ -78,12 +78,12 @@ def ignored_names(model: nn.Module) -> Collection[str]:
 
 
 def why_replaced(model: nn.Module, name: str, parameter: Tensor) -> str | None:
-    """Say which sharding has taken a parameter's place, or None where none has.
+    """Name the sharding that has replaced a parameter, in a sentence; None where there is none.
 
     Args:
         model: the model.
         name: the parameter's name in it when the hook was attached.
-        parameter: the one that was there.
+        parameter: the one that had this name then.
     """
     sharding = _sharding(model, name, parameter)
     if sharding is None:
@@ -92,8 +92,8 @@ def why_replaced(model: nn.Module, name: str, parameter: Tensor) -> str | None:
 
 
 def _is_flattened(module: nn.Module) -> bool:
-    """Whether FullyShardedDataParallel has put its parameters into a flat one of its own."""
-    # Of those that stay its parameters, FLATTENED tells.
+    """Whether FullyShardedDataParallel has replaced a module's parameters by a flat one."""
+    # With use_orig_params=True they stay the module's, and carry FLATTENED.
     return getattr(module, "_fsdp_use_orig_params", True) is False
 
 
@@ -109,7 +109,7 @@ def _path(model: nn.Module, name: str) -> list[nn.Module]:
 
 
 def _composables(module: nn.Module) -> Any:
-    """The functions of torch.distributed that were applied to a module, by name."""
+    """The composable functions, such as fully_shard, that were applied to a module, by name."""
     return _get_registry(module) or {}
 
 
@@ -121,7 +121,7 @@ def _sharding(model: nn.Module, name: str, parameter: Tensor) -> str | None:
         for function in ("fully_shard", "replicate"):
             if function in _composables(module):
                 return f"{function}()"
-    if getattr(modules[-1], "_is_fsdp_managed_module", False):  # by one around the model
+    if getattr(modules[-1], "_is_fsdp_managed_module", False):  # applied around the model
         return "fully_shard()"
     now = getattr(modules[-1], name.rpartition(".")[2], None)
     return "a sharding by DTensor" if hasattr(now, "device_mesh") else None
@@ -132,7 +132,7 @@ def _is_gathered(model: nn.Module, name: str) -> bool:
     for module in _path(model, name):
         reshard = getattr(module, "reshard", None)
         if "fully_shard" in _composables(module) and reshard is not None:
-            reshard()  # parameters that it was told to ignore stay as they are
+            reshard()  # leaves the parameters in its ignored_params as they are
     return hasattr(model.get_parameter(name), "device_mesh")
 
 

@@ -51,7 +51,7 @@ class ProcessGroup(_C.ProcessGroup):
         text = super().__repr__()
         if self in distributed_c10d._world.pg_map:
             return text
-        # PyTorch looks groups up in its tables, and has the group alone in many an error.
+        # Where PyTorch fails to look a group up, the group is all that its error says.
         return (
             f"<{text.strip('<>')}, which torch.distributed does not know; "
             "torch_commhook.process_group.register(group, name) makes it known>"

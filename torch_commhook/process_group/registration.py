@@ -33,9 +33,9 @@ def register(
         name: for a class, of lower-case letters, digits and underscores. For a group, one that no
             other has.
         devices: for a class: the device type that it serves, or several.
-        ranks: for a group: the global rank of each of its ranks. By default those of the group
-            that it is a :class:`WrapperProcessGroup` around; of a group of your own 0, 1, 2 and so
-            on, so that one over other ranks needs them.
+        ranks: for a group: the global rank of each of its ranks. By default those of the
+            group inside a :class:`WrapperProcessGroup`, and 0, 1, 2 and so on for a group of your
+            own; give them where that has other ranks.
 
     Raises:
         TypeError: neither a class nor a group; a name that is no string.

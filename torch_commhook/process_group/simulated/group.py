@@ -55,7 +55,7 @@ class SimulatedProcessGroup(ProcessGroup):
         DeadlockError: by whoever waits, where no rank can go on.
     """
 
-    #: With ``attach`` ranks may use other parameters than each other, as over Gloo.
+    #: ``attach`` lets ranks use different parameters, as over Gloo.
     _commhook_shares_used = True
 
     def __init__(self, link: Link, rank: int) -> None:
