@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -387,6 +387,53 @@ def _pairs(own: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
 
 def test_join(two_ranks: RankPool) -> None:
     assert two_ranks.run(_join) == [[True] * 7] * 2
+
+
+def _compiling() -> Any:
+    compiler = torch.compile(backend="aot_eager", fullgraph=True)
+    return torch._dynamo.compiled_autograd._enable(compiler)
+
+
+def _joined_gradients(rank: int, compiled: bool) -> list[Tensor]:
+    """Those of each step. Rank 1 has three inputs more."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Linear(24, 24)
+    handle = attach(model, hooks.allreduce())
+    found = []
+    with handle.join():
+        for number in range(1 + 3 * rank):
+            model.zero_grad()
+            with _compiling() if compiled else nullcontext():
+                model(batch(rank, number)).sum().backward()
+            found += [p.grad.clone() for p in model.parameters()]
+    handle.remove()
+    return found
+
+
+def test_join_in_compiled_autograd(two_ranks: RankPool) -> None:
+    eager = two_ranks.run(_joined_gradients, False)
+    compiled = two_ranks.run(_joined_gradients, True)
+    for one, other in zip(eager, compiled, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def _compiled_in_join_of_ddp(rank: int) -> str:
+    torch._dynamo.reset()
+    ddp = DDP(nn.Linear(24, 24))
+    attach(ddp, hooks.allreduce())
+    loss = ddp(batch(rank)).sum()
+    ddp._join_config = ddp._join_config._replace(enable=True)  # as inside its join()
+    with pytest.raises(RuntimeError) as raised, _compiling():
+        loss.backward()
+    return str(raised.value)
+
+
+def test_a_ddp_does_not_give_way_inside_its_join(two_ranks: RankPool) -> None:
+    assert all(
+        "must not be compiled autograd's" in said
+        for said in two_ranks.run(_compiled_in_join_of_ddp)
+    )
 
 
 def _order(rank: int) -> tuple[list[list[str]], list[list[str]]]:

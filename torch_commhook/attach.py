@@ -24,7 +24,7 @@ from torch_commhook.ddp_road import DdpRoad
 from torch_commhook.hook_states import LOCAL_STEPS, form_of
 from torch_commhook.hooks import __name__ as hooks_module
 from torch_commhook.hooks.base import Hook
-from torch_commhook.loss_scale import check_scaler, scale_of, watch, watch_no_more
+from torch_commhook.loss_scale import checked_scale, watch, watch_no_more
 from torch_commhook.memory import HookMemory
 from torch_commhook.metrics import HookStats
 from torch_commhook.parameters import check_not_in_ddp, claim, release, trainable
@@ -404,8 +404,7 @@ def attach(
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("attach: model must not be a ScriptModule, which takes no Python hooks")
     model = getattr(model, "_orig_mod", model)  # of one that is compiled
-    if scaler is not None:
-        check_scaler(scaler)
+    scale = None if scaler is None else checked_scale(scaler)
     memory = HookMemory()
     memory.scaler = scaler
     attached = Attached.checked(hook, state, memory)
@@ -447,7 +446,7 @@ def attach(
     group: Any = model.process_group if is_ddp else resolve_group(process_group)
     check_is_free(group)
     shared = _shared(model, hook, settings)
-    shared["the scaler's scale"] = None if scaler is None else scale_of(scaler)
+    shared["the scaler's scale"] = scale
     check_agreement(group, parameters, shared)
     prefix = "module." if is_ddp else ""  # a model's states and patterns are the same in DDP
     names = [(name.removeprefix(prefix), parameter) for name, parameter in parameters]

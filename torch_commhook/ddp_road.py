@@ -481,6 +481,11 @@ class DdpRoad:
                 "torch_commhook: the first backward() of a DistributedDataParallel with "
                 "static_graph=True must not be compiled autograd's; run one eager step first"
             )
+        if model._join_config.enable:
+            raise RuntimeError(
+                "torch_commhook: inside join() of a DistributedDataParallel backward() must not be "
+                "compiled autograd's; run one compiled step before, and then join() its handle"
+            )
         model.reducer._remove_autograd_hooks()
         model._use_python_reducer = True
         self._forward_handle.remove()

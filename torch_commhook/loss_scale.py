@@ -31,8 +31,8 @@ _STEPS = frozenset(
 _MOST_FRAMES = 16
 
 
-def check_scaler(scaler: Any) -> None:
-    """Refuse what cannot tell by what gradients are multiplied.
+def checked_scale(scaler: Any) -> float:
+    """:func:`scale_of` for what a user gives.
 
     Raises:
         TypeError: it is no ``torch.amp.GradScaler``, nor has its ``get_scale()``.
@@ -43,7 +43,7 @@ def check_scaler(scaler: Any) -> None:
             "attach: scaler must be a torch.amp.GradScaler, or have its get_scale(), got "
             f"{_C.type_name(scaler)}"
         )
-    scale_of(scaler)
+    return scale_of(scaler)
 
 
 def scale_of(scaler: Any) -> float:

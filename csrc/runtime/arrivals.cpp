@@ -129,9 +129,6 @@ void Arrivals::count_in_this_backward(bool tell_full, std::shared_ptr<ReducerRun
 void Arrivals::capture(int64_t number) {
   {
     const std::lock_guard lock(mutex_);
-    if (!tell_capture_) {
-      return;
-    }
     // One that comes again is of another backward: the one before did not run to its end.
     const bool begins = !capturing_ || taken_in_[number];
     if (begins) {
@@ -144,11 +141,6 @@ void Arrivals::capture(int64_t number) {
     }
   }
   call("before_capture");
-}
-
-void Arrivals::tell_capture(bool tell) {
-  const std::lock_guard lock(mutex_);
-  tell_capture_ = tell;
 }
 
 void Arrivals::captured() {

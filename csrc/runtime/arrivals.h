@@ -22,7 +22,7 @@ class Arrivals {
   //   bucket_full(bucket): its last gradient came, where that has asked to be told;
   //   came_again(number): a second gradient for a parameter of such a bucket;
   //   start_failed(error): what a C++ hook raised when a bucket was full;
-  //   before_capture(): compiled autograd takes in a backward, where that is to be told.
+  //   before_capture(): compiled autograd takes in a backward.
   // What they raise comes out of backward().
   Arrivals(pybind11::object listener, int64_t parameter_count);
 
@@ -40,9 +40,6 @@ class Arrivals {
 
   // Compiled autograd takes in a backward in which the parameter has a gradient. Needs the GIL.
   void capture(int64_t number);
-
-  // Whether the listener is to be told of that, once for each backward.
-  void tell_capture(bool tell);
 
   // What compiled autograd has taken in has run: the next parameter is one of another backward.
   void captured();
@@ -84,7 +81,6 @@ class Arrivals {
   int task_;                      // the autograd engine's number of the backward
   bool tell_full_ = false;
   std::shared_ptr<ReducerRun> run_;
-  bool tell_capture_ = false;
   bool capturing_ = false;
   std::vector<char> taken_in_;  // whether each parameter is part of the backward that is captured
   bool note_order_ = true;

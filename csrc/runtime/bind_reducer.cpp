@@ -38,7 +38,6 @@ void bind_reducer(py::module_& m) {
       .def("assign", &Arrivals::assign, py::arg("bucket_of"))
       .def("count_in_this_backward", &Arrivals::count_in_this_backward, py::arg("tell_full"),
            py::arg("run") = py::none())
-      .def("tell_capture", &Arrivals::tell_capture, py::arg("tell"))
       .def("captured", &Arrivals::captured)
       .def("reset", &Arrivals::reset)
       .def("close", &Arrivals::close)

@@ -97,6 +97,7 @@ class Reducer:
         change_of_parameters: says what has happened to the parameters since, if anything.
         in_join: whether ranks that have run out of inputs may take part in the step.
         on_step: told of the beginning (True) and the end of each step that is not traced.
+        on_captured: told of each backward that compiled autograd takes in.
         on_closed: called when nothing of it is on the parameters any more.
 
     Attributes:
@@ -119,6 +120,7 @@ class Reducer:
         change_of_parameters: Callable[[], str | None] = lambda: None,
         in_join: Callable[[], bool] = lambda: False,
         on_step: Callable[[bool], None] = lambda begins: None,
+        on_captured: Callable[[], None] = lambda: None,
         on_closed: Callable[[], None] = lambda: None,
     ) -> None:
         self._attached: Attached | None = None
@@ -133,6 +135,7 @@ class Reducer:
         self.change_of_parameters = change_of_parameters
         self._in_join = in_join
         self._on_step = on_step
+        self._on_captured = on_captured
         self._on_closed = on_closed
         self._handles: list[RemovableHandle] = []
         self.hooks: set[Callable[..., None]] = set()
@@ -176,7 +179,6 @@ class Reducer:
         self._attached = attached
         if attached is not None:
             attached.join(self.group, self.device)
-        self._arrivals.tell_capture(attached is not None and attached.follows_scale)
         if self._is_under_way():  # that backward goes on with what its own hook remembers
             self._memory_is_old = True
         else:
@@ -416,6 +418,7 @@ class Reducer:
         """
         if self.attached is not None:
             self.attached.look_at_scale(in_join=self._in_join())
+        self._on_captured()
 
     def captured(self) -> None:
         """That backward has run."""
@@ -886,8 +889,9 @@ class Reducer:
         """
         attached = self._running
         assert attached is not None
-        # Ranks that are apart have nothing to agree through.
-        is_free = not attached.is_lossy and not attached.keeps_ranks_apart
+        # Ranks that are apart have nothing to agree through, and one that has joined does not know
+        # whether the others' backward is compiled.
+        is_free = not (attached.is_lossy or attached.keeps_ranks_apart or self._in_join())
         return not self._rebuilt and self._task != _COMPILED and is_free
 
     def _agree_on_order(self) -> list[int]:

@@ -64,6 +64,7 @@ class ReducerRoad:
         self._then: list[Callable[[], None]] = []
         self._buffers_changed = True
         self._broadcast_buffers = broadcast_buffers and self._group.size > 1
+        self._joinable = ReducerJoinable(self)
         self.reducer = Reducer(
             parameters,
             self._group,
@@ -74,9 +75,9 @@ class ReducerRoad:
             change_of_parameters=self._watched.change,
             in_join=self._in_join,
             on_step=self._on_step,
+            on_captured=self._joinable.step_ended,  # which a compiled backward does not tell of
             on_closed=self._reducer_closed,
         )
-        self._joinable = ReducerJoinable(self)
         self._forward_handle = model.register_forward_pre_hook(BeforeForward(self))
         if isinstance(model, DistributedDataParallel):
             for handle in model._accum_grad_hooks:  # DDP's own, which would average again
