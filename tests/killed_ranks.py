@@ -54,7 +54,8 @@ def _store(kind: str, folder: Path, rank: int, size: int) -> dist.Store:
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
     optimizer.zero_grad()
-    model(torch.full((4, 64), rank + 1.0)).square().sum().backward()
+    width = next(model.parameters()).shape[0]
+    model(torch.full((4, width), rank + 1.0)).square().sum().backward()
     optimizer.step()
 
 
@@ -63,10 +64,12 @@ def _survive(case: dict[str, Any], folder: Path, rank: int) -> list[str]:
     store = _store(case["store"], folder, rank, size)
     dist.init_process_group("gloo", rank=rank, world_size=size, store=store, timeout=TIMEOUT)
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
-    options: dict[str, Any] = {"bucket_cap_mb": 0.02}
+    width = case["width"]
+    model: nn.Module = nn.Sequential(*(nn.Linear(width, width) for _ in range(6)))
+    capacity = 4 * width * width / (1 << 20)
+    options: dict[str, Any] = {"bucket_cap_mb": capacity}
     if case["model"] == "ddp":
-        model, options = DistributedDataParallel(model, bucket_cap_mb=0.02), {}
+        model, options = DistributedDataParallel(model, bucket_cap_mb=capacity), {}
     handle = attach(model, HOOKS[case["hook"]](), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     _step(model, optimizer, rank)

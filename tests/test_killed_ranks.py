@@ -12,10 +12,20 @@ from typing import Any
 import pytest
 
 WHEN = ("before", "in a bucket", "at the end")
-CASES = [
-    {"hook": hook, "model": model, "when": when, "size": size, "victim": victim, "store": store}
+#: Of a layer whose messages are large enough for connections of their own, which name the rank.
+WIDE = 1024
+CASES: list[dict[str, Any]] = [
+    {
+        "hook": hook,
+        "model": model,
+        "when": when,
+        "size": size,
+        "victim": victim,
+        "store": store,
+        "width": 64,
+    }
     for hook, model, size, victim, store in (
-        ("allreduce", "module", 4, 2, "file"),
+        ("allreduce", "module", 4, 1, "file"),
         ("allreduce", "ddp", 4, 0, "tcp"),
         ("blockwise", "module", 4, 1, "file"),
         ("blockwise", "ddp", 3, 0, "file"),
@@ -26,6 +36,10 @@ CASES = [
     )
     for when in WHEN
     if (hook, when) != ("local_sgd", "in a bucket")
+]
+CASES += [
+    {**CASES[0], "hook": "blockwise", "when": "in a bucket", "size": size, "width": WIDE}
+    for size in (2, 3)
 ]
 
 
@@ -59,3 +73,5 @@ def test_a_rank_that_is_killed(
         assert kind == "PeerError", message
         blamed = re.findall(r"on rank (\d)|process of rank (\d)", message)
         assert {int(a or b) for a, b in blamed} <= {case["victim"]}, message
+        if case["width"] == WIDE:
+            assert f"the process of rank {case['victim']} ended" in message

@@ -14,6 +14,7 @@ from torch_commhook._runtime import check_hook, hook_name, run_hook
 from torch_commhook.bucket import GradBucket
 from torch_commhook.bucket_stages import BucketStages
 from torch_commhook.collectives import resolve_group
+from torch_commhook.collectives.futures import driven
 from torch_commhook.gloo_groups import group_name, second_group
 from torch_commhook.hooks.base import Hook, checked_result_dtype
 from torch_commhook.hooks.cpp import cpp
@@ -219,7 +220,7 @@ class Attached:
             return run_average(self.hook, bucket)
         meter = WireMeter()
         with counting(meter):
-            result = run_hook(self.hook, self.state, bucket)
+            result = driven(run_hook(self.hook, self.state, bucket))
         return result, bucket.dtype(), meter.traffic(bucket.numel(), bucket.dtype())
 
 
@@ -229,7 +230,7 @@ def run_average(hook: Hook, bucket: GradBucket) -> tuple[Any, torch.dtype, Bucke
     with counting(meter):
         # Bringing the result into the gradients casts it: no pass of its own for that.
         dtype = checked_result_dtype(hook, bucket)
-        result = _C.run_average(hook, bucket)
+        result = driven(_C.run_average(hook, bucket))
     return result, dtype, meter.traffic(bucket.numel(), bucket.dtype())
 
 

@@ -51,7 +51,7 @@ def group_name(group: Any) -> str:
     """A group's name, or something like one."""
     try:
         return group.group_name
-    except RuntimeError:  # one that was made by hand has none
+    except (RuntimeError, ValueError):  # one that was made by hand has none; torchft's say so, too
         return f"group {id(group):x}"
 
 

@@ -341,13 +341,15 @@ class StepGroup:
         A rank that closes its connections says why before it does. Where none has said anything, a
         process has ended.
         """
-        rank = _EXCHANGE_WITH.search(str(error))
-        who = "another rank"
-        if rank is not None:
-            who = f"rank {dist.get_group_rank(self.parent, int(rank[1]))}"
+        found = _EXCHANGE_WITH.search(str(error))
+        if found is not None:
+            lost: int | None = dist.get_group_rank(self.parent, int(found[1]))
+        else:
+            lost = 1 - self.rank if self.size == 2 else None
+        who = "another rank" if lost is None else f"rank {lost}"
         reason = (
-            f"since the process of {who} ended, or left it without saying why, as rank {self.rank} "
-            f"saw: {error}"
+            f"since the process of {who} ended, or left the others without saying why, as rank "
+            f"{self.rank} saw: {error}"
         )
         self._fail_all(reason)  # the first reason that a rank has given stays
         explained = PeerError(

@@ -112,6 +112,15 @@ void Exchanges::tell(Future& done, const Outcome& outcome, const at::Tensor& res
   }
 }
 
+template <typename Call>
+Exchanges::WorkPtr Exchanges::with(int rank, const Call& call) const {
+  try {
+    return call();
+  } catch (...) {
+    std::rethrow_exception(named(lanes_[rank], std::current_exception()));
+  }
+}
+
 bool Exchanges::post(const Messages& messages) {
   const Group up = up_.lock();
   const Group down = down_.lock();
@@ -134,13 +143,14 @@ bool Exchanges::post(const Messages& messages) {
       watch(from, group);
       std::vector<at::Tensor> received{messages.outputs[from]};
       if (received[0].numel() != 0) {
-        parts.back().second.push_back(group->recv(received, from, tag));
+        parts.back().second.push_back(with(from, [&] { return group->recv(received, from, tag); }));
       }
     }
     for (auto& [to, works] : parts) {
       std::vector<at::Tensor> sent{messages.inputs[to]};
       if (sent[0].numel() != 0) {
-        works.push_back((rank_ < to ? up : down)->send(sent, to, tag));
+        works.push_back(
+            with(to, [&, to = to] { return (rank_ < to ? up : down)->send(sent, to, tag); }));
       }
     }
     parts.erase(std::remove_if(parts.begin(), parts.end(),
@@ -169,7 +179,8 @@ void Exchanges::watch(int rank, const Group& group) {
     }
   }
   std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
-  auto watched = group->recv(nothing, rank, static_cast<int>(kFirstTag - 1 - (is_second_ ? 1 : 0)));
+  const int tag = static_cast<int>(kFirstTag - 1 - (is_second_ ? 1 : 0));
+  auto watched = with(rank, [&] { return group->recv(nothing, rank, tag); });
   const std::lock_guard lock(mutex_);
   TORCH_CHECK(!stopped_, kStopped);  // meanwhile
   lane.watched = std::move(watched);

@@ -84,6 +84,9 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   void add(std::vector<std::pair<int, Works>> parts, std::shared_ptr<Exchange> exchange);
   void run(Lane& lane);
   void run_watcher(Lane& lane);
+  // What `call` gives, which issues a message to or from a rank. What it throws names the rank.
+  template <typename Call>
+  WorkPtr with(int rank, const Call& call) const;
   // An error of messages with the rank of a lane, which it names.
   std::exception_ptr named(const Lane& lane, const std::exception_ptr& error) const;
 

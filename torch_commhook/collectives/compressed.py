@@ -17,6 +17,7 @@ from torch_commhook.collectives.plain import (
     all_gather,
     all_reduce,
     all_to_all,
+    check_place,
     issue_all_gather,
     resolve_group,
 )
@@ -123,6 +124,8 @@ def compressed_all_reduce(
     destinations = listed_tensors("compressed_all_reduce", "out", out)
     check_out("compressed_all_reduce", destinations, numel)
     group = resolve_group(group)
+    if codec.exchange == "all_to_all":
+        check_place("compressed_all_reduce", group)
     check_memory(
         "compressed_all_reduce",
         codec,

@@ -69,6 +69,31 @@ def traced(tensor: Tensor) -> TracedFuture:
     return TracedFuture(lambda: torch.ops._c10d_functional.wait_tensor(tensor))
 
 
+def is_driven_by_wait(future: Any) -> bool:
+    """Whether a Future may complete only when it is waited for.
+
+    Such as torchft's, which is of a class with a ``wait()`` of its own; callbacks never run.
+    """
+    if not isinstance(future, torch._C.Future):
+        return False
+    of_wait = next(cls for cls in type(future).__mro__ if "wait" in vars(cls))
+    return of_wait not in (torch._C.Future, torch.futures.Future)
+
+
+def driven(result: Any) -> Any:
+    """What a hook gave; of a Future that :func:`is_driven_by_wait`, the outcome, waited for."""
+    if not is_driven_by_wait(result):
+        return result
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    try:
+        value = result.wait()
+    except Exception as error:
+        set_error(future, error)
+    else:
+        future.set_result(value)
+    return future
+
+
 def then(future: Any, callback: Callable[[Any], Tensor], device: torch.device) -> Any:
     """``future.then(callback)``, of tensors on a device.
 

@@ -20,7 +20,12 @@ from torch_commhook.collectives.compressed import (
     shard_range,
 )
 from torch_commhook.collectives.futures import then_beside
-from torch_commhook.collectives.plain import all_gather, reduce_scatter, resolve_group
+from torch_commhook.collectives.plain import (
+    all_gather,
+    check_place,
+    reduce_scatter,
+    resolve_group,
+)
 from torch_commhook.collectives.streams import beside
 from torch_commhook.metrics import CallMeter
 
@@ -74,6 +79,8 @@ def hierarchical_all_reduce(
             "hierarchical_all_reduce: intra_group and inter_group must have this rank alone in "
             "common, got the same group"
         )
+    for group in (intra_group, inter_group):
+        check_place("hierarchical_all_reduce", group)
     numel = sum(tensor.numel() for tensor in sources)
     if out is None:
         out = sources[0].new_empty(numel)

@@ -10,7 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook import _C
-from torch_commhook.collectives.futures import TracedFuture, set_error, traced
+from torch_commhook.collectives.futures import (
+    TracedFuture,
+    is_driven_by_wait,
+    set_error,
+    traced,
+)
 from torch_commhook.gloo_groups import group_name, is_destroyed, is_gloo
 from torch_commhook.metrics import note_collective, ring_all_reduce_bytes, tensor_bytes
 
@@ -45,6 +50,33 @@ def resolve_group(group: Any = None) -> Any:
     if is_destroyed(group):
         raise ValueError(f"torch_commhook: process group {group_name(group)!r} has been destroyed")
     return group
+
+
+def check_place(op: str, group: Any) -> None:
+    """Refuse a group that does not tell which of its ranks this is: shards go by that.
+
+    torchft's groups are made as rank 0 of 1 on every rank, and tell another size later.
+
+    Raises:
+        ValueError: its class has a ``size()`` of its own and no ``rank()``, or its rank is none of
+            its ranks.
+    """
+    if torch.compiler.is_compiling() or type(group) is dist.ProcessGroup or group.size() == 1:
+        return
+    classes = type(group).__mro__
+    of_size = next(cls for cls in classes if "size" in vars(cls))
+    of_rank = next(cls for cls in classes if "rank" in vars(cls))
+    if of_size is not of_rank and issubclass(of_size, of_rank):
+        raise ValueError(
+            f"{op}: the process group must tell its rank, of which each has a shard; class "
+            f"{of_size.__qualname__} has a size() of its own, and no rank(). Codecs whose messages "
+            "all ranks get (topk, randomk) and hooks such as allreduce() need none"
+        )
+    if not 0 <= group.rank() < group.size():
+        raise ValueError(
+            f"{op}: the process group's rank must be below its size, {group.size()}, got "
+            f"{group.rank()}"
+        )
 
 
 def all_reduce(tensor: Tensor, *, group: Any = None) -> torch.futures.Future[Tensor]:
@@ -310,10 +342,11 @@ def _on_device(work: Any, group: Any, method: str, result: Tensor) -> Any:
 
     That of a group that knows nothing of devices, such as Gloo's, tells when the host has done its
     part, perhaps before copies to the device have ended. ``Work.wait`` takes care of these, but
-    holds up the thread.
+    holds up the thread. So it is with a Future that completes only when its Work is waited for.
     """
     future = future_of_work(work, group, method)
-    if not result.is_cuda or _C.has_devices(future):
+    is_complete_by_itself = not is_driven_by_wait(future)
+    if is_complete_by_itself and (not result.is_cuda or _C.has_devices(future)):
         return future
     try:
         work.wait()

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_commhook.bucket import GradBucket
 from torch_commhook.codecs.base import CODECS, Codec
 from torch_commhook.collectives.compressed import compressed_all_reduce, shard_range
-from torch_commhook.collectives.plain import resolve_group
+from torch_commhook.collectives.plain import check_place, resolve_group
 from torch_commhook.hooks.base import Hook, average_scale, result_tensor
 from torch_commhook.memory import BucketMemory
 from torch_commhook.metrics import ring_all_reduce_bytes
@@ -62,6 +62,11 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
     @property
     def has_stages(self) -> bool:  # type: ignore[override]
         return self.codec.exchange == "all_to_all"
+
+    def check_ranks(self, group: Any) -> None:
+        if self.has_stages:
+            own = self.process_group
+            check_place(str(self), group if own is None else resolve_group(own))
 
     def prepare(self, memory: BucketMemory) -> None:
         codec = self.codec

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_commhook import _C
+from torch_commhook.collectives.futures import is_driven_by_wait
 from torch_commhook.process_group.timers import Timers
 from torch_commhook.process_group.work import WrapperWork
 
@@ -49,6 +50,8 @@ def on_completion(work: Any, tensors: Sequence[Tensor], done: Done) -> Any:
             f"{_C.type_name(work)}.get_future: must return a torch.futures.Future, got "
             f"{_C.type_name(future)}"
         )
+    if is_driven_by_wait(future):
+        return _ObservedWork(work, done)
     _C.on_completion(future, done)
     return work
 
