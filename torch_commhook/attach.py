@@ -383,7 +383,9 @@ def attach(
 
     An exception that the hook raises comes out of ``backward()`` with its type and traceback, and
     the next backward works. On Gloo the other ranks get a :class:`PeerError` in the same step; over
-    other backends they wait for the group's timeout.
+    other backends they wait for the group's timeout. With tensors on another device than the CPU,
+    or over groups of other backends, the next backward raises a RuntimeError: collectives of the
+    step that failed may still be under way there.
 
     Under ``model.join()`` a rank that has run out of inputs adds zeros, and hooks of this library
     divide by all ranks, as with ``divide_by_initial_world_size=True``.
@@ -397,7 +399,8 @@ def attach(
             backward.
         RuntimeError: a hook is attached already, or to another model with one of the parameters, or
             was registered with DDP itself; replicate() was applied to a module; the ranks'
-            parameters differ; torch.distributed is not initialized.
+            parameters differ; a step over the group has failed, whose collectives may still be
+            under way; torch.distributed is not initialized.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"attach: model must be a torch.nn.Module, got {_C.type_name(model)}")

@@ -114,7 +114,8 @@ def compressed_all_reduce(
         A Future of ``out``, or of the first of its tensors where it is a list.
 
     Raises:
-        TypeError, ValueError: tensors, codec or memory that do not fit, as ``Codec.encode``.
+        TypeError, ValueError: tensors, codec or memory that do not fit, as ``Codec.encode``; a
+            group that does not tell its rank, for a codec with shards.
         RuntimeError: torch.distributed is not initialized; what the backend raises.
     """
     sources = listed_tensors("compressed_all_reduce", "tensors", tensors)
