@@ -89,7 +89,7 @@ class _Connected:
 
 #: What Gloo says of a connection that another rank has closed, or that was lost with its process.
 _CONNECTION_LOST = re.compile(
-    r"closed by peer|reset by peer|Broken pipe|Socket closed|pair closure|group was closed"
+    r"closed by peer|reset by peer|Broken pipe|Socket closed|pair closure"
 )
 _EXCHANGE_WITH = re.compile(r"exchange: with rank (\d+): ")
 
@@ -341,11 +341,11 @@ class StepGroup:
         A rank that closes its connections says why before it does. Where none has said anything, a
         process has ended.
         """
+        ranks = dist.get_process_group_ranks(self.parent)
+        lost = 1 - self.rank if self.size == 2 else None
         found = _EXCHANGE_WITH.search(str(error))
-        if found is not None:
-            lost: int | None = dist.get_group_rank(self.parent, int(found[1]))
-        else:
-            lost = 1 - self.rank if self.size == 2 else None
+        if found is not None and int(found[1]) in ranks:
+            lost = ranks.index(int(found[1]))
         who = "another rank" if lost is None else f"rank {lost}"
         reason = (
             f"since the process of {who} ended, or left the others without saying why, as rank "
