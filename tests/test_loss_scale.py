@@ -390,7 +390,7 @@ def test_a_scale_that_is_none_ends_the_backward(road: str) -> None:
         (Counted(math.inf), ValueError, r"scaler must have a positive, finite scale, got inf"),
         (Counted(1e300), ValueError, r"scaler must have a positive, finite scale, got 1e\+300"),
     ],
-    ids=str,
+    ids=["number", "class", "text", "zero", "negative", "infinite", "beyond float32"],
 )
 def test_what_is_no_scaler_is_refused(scaler: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
