@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -195,3 +197,33 @@ def test_post_accumulate_hooks_see_them(two_ranks: RankPool, mode: Mode) -> None
     first, second = two_ranks.run(_post_accumulate, mode)
     assert first == pytest.approx(second)
     assert first == pytest.approx(two_ranks.run(_post_accumulate, Mode("module", "eager"))[0])
+
+
+class Complex(nn.Module):
+    """Two complex weights, of which the second may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(3, dtype=torch.complex64) for _ in range(2))
+        self.used = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((x * weight).abs().sum() for weight in self.weights[: self.used])
+
+
+def _complex(rank: int, hook: hooks.Hook, compiled: bool) -> list[bool]:
+    torch._dynamo.reset()
+    model = Complex()
+    attach(model, hook)
+    model.used = 2 - rank
+    loss = model(torch.ones(3))
+    compiler = torch.compile(backend="aot_eager")
+    with torch._dynamo.compiled_autograd._enable(compiler) if compiled else nullcontext():
+        loss.backward()
+    return [bool(weight.grad.real.gt(0).all()) for weight in model.weights]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("hook", [hooks.allreduce(), hooks.clip(0.1)], ids=str)
+def test_complex_parameters(two_ranks: RankPool, hook: hooks.Hook, compiled: bool) -> None:
+    assert two_ranks.run(_complex, hook, compiled) == [[True, True]] * 2

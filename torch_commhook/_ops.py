@@ -26,6 +26,9 @@ _ops = torch.ops.commhook
 BUCKET_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _DTYPE_NAMES = "float64, float32, float16 or bfloat16"
 
+#: Those that gradients may have; the operators on buckets take no complex ones.
+GRADIENT_DTYPES = (*BUCKET_DTYPES, torch.complex64, torch.complex128)
+
 
 class FlattenStats(NamedTuple):
     """What :func:`flatten_stats` returns."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_commhook._ops import BUCKET_DTYPES
+from torch_commhook._ops import BUCKET_DTYPES, GRADIENT_DTYPES
 from torch_commhook.memory import BucketMemory
 from torch_commhook.tensor_checks import check_dense, check_flat, check_used, span_of
 
@@ -178,7 +178,7 @@ def without_unused(
         TypeError, ValueError: a tensor of another kind, or lengths that do not fit.
     """
     op = "without_unused"
-    check_flat(op, "result", result, BUCKET_DTYPES)
+    check_flat(op, "result", result, GRADIENT_DTYPES)
     is_used = check_used(op, used, members, "members")
     if (
         len(lengths) != len(members)

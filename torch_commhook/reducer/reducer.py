@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_commhook import _C, collectives
 from torch_commhook._dynamo import left_to_python
-from torch_commhook._ops import BUCKET_DTYPES
+from torch_commhook._ops import GRADIENT_DTYPES
 from torch_commhook.attached import Attached, Running
 from torch_commhook.metrics import BucketTraffic, as_text, count_bucket
 from torch_commhook.reducer.buckets import (
@@ -782,7 +782,7 @@ class Reducer:
                 )
             name = f"the gradient of parameter {number}"
             if not self._sparse[number]:
-                check_dense(op, name, gradient, BUCKET_DTYPES)
+                check_dense(op, name, gradient, GRADIENT_DTYPES)
             elif gradient.layout is not torch.sparse_coo:
                 raise TypeError(f"{op}: {name} must be sparse, got layout {gradient.layout}")
             shape = self._parameters[number].shape
