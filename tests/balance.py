@@ -333,7 +333,9 @@ def run_history(rank: int, name: str, road: Road, seed: int) -> list[str]:
 def out_of_balance(pool: RankPool, case: tuple[str, Road, int]) -> list[str]:
     """What is wrong with one history on any rank."""
     try:
-        return sorted({each for found in pool.run(run_history, *case) for each in found})
+        return sorted(
+            {each for found in pool.run(run_history, *case, timeout=180) for each in found}
+        )
     except (RankError, TimeoutError) as error:  # the next call starts new ranks
         return [str(error)]
 
