@@ -154,7 +154,7 @@ def run_ranks_restores() -> Iterator[None]:
 def no_hook_on_optimizers_left() -> Iterator[None]:
     """What listens to all optimizers goes with the last hook that counts their steps."""
     yield
-    if torch_optimizer._global_optimizer_post_hooks:
+    if torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks:
         gc.collect()
     assert not torch_optimizer._global_optimizer_pre_hooks
     assert not torch_optimizer._global_optimizer_post_hooks

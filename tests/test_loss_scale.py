@@ -497,3 +497,11 @@ def _graphs_of_step(hook: str) -> int:
 @pytest.mark.usefixtures("one_rank")
 def test_who_looks_for_scalers_breaks_no_graph() -> None:
     assert _graphs_of_step("error_feedback(sign())") == _graphs_of_step("sign()") > 0
+
+
+@pytest.mark.usefixtures("one_rank", "no_hook_on_optimizers_left")
+def test_a_model_that_goes_away_leaves_no_hook_on_optimizers() -> None:
+    model = nn.Linear(2, 2)
+    handle = attach(model, parse_hook("error_feedback(sign())"))
+    model(torch.ones(1, 2)).sum().backward()
+    del model, handle

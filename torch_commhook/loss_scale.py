@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_OPTIMIZER_FILE = register_optimizer_step_pre_hook.__code__.co_filename
+
 _LARGEST = torch.finfo(torch.float32).max
 
 #: Of the scaler's methods, one of which calls an optimizer's ``step()``.
@@ -76,7 +78,10 @@ _handles: list[Any] = []
 
 def watch(attached: Attached) -> None:
     """Say once, in the log, where a scaler turns up that the hook was not told of."""
-    _watched.add(attached)
+    if attached not in _watched:
+        _watched.add(attached)
+        # Of a model that goes away with its hook on.
+        weakref.finalize(attached, _end).atexit = False
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_before_step))
 
@@ -84,9 +89,25 @@ def watch(attached: Attached) -> None:
 def watch_no_more(attached: Attached) -> None:
     """Look for scalers no more, where a hook is taken off."""
     _watched.discard(attached)
-    if not _watched:
+    _end()
+
+
+@left_to_python
+def _end() -> None:
+    """Take the hook off all optimizers, where nothing is left to look for."""
+    # The garbage collector may come here while an optimizer iterates over its hooks.
+    if not list(_watched) and not _is_in_step():  # a set may count what is just going
         while _handles:
             _handles.pop().remove()
+
+
+def _is_in_step() -> bool:
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == _OPTIMIZER_FILE:
+            return True
+        frame = frame.f_back
+    return False
 
 
 @left_to_python
