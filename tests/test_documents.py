@@ -111,8 +111,9 @@ BEFORE: dict[str, Callable[[Names], None]] = {
     "docs/cpp_hooks.md 1": _a_library,
     "docs/cpp_hooks.md 2": _a_library_of_autograd_hooks,
     "docs/hooks.md 1": _a_model,
-    "docs/hooks.md 2": _a_state_to_save,
-    "docs/hooks.md 3": _a_checkpoint,
+    "docs/hooks.md 2": _a_model,
+    "docs/hooks.md 3": _a_state_to_save,
+    "docs/hooks.md 4": _a_checkpoint,
     "docs/local_sgd.md 1": _a_loop,
     "docs/process_groups.md 3": _names_of_groups,
     "docs/process_groups.md 5": _a_group_and_a_model,
@@ -143,6 +144,12 @@ def _the_gradient_is_clipped(names: Names) -> None:
 def _gradients_are_compressed(names: Names) -> None:
     _step(names["model"])
     assert names["handle"].stats().steps == 1
+    names["handle"].remove()
+
+
+def _the_scale_is_known(names: Names) -> None:
+    _step(names["model"])
+    assert names["handle"]._attached.memory.scaler is names["scaler"]
     names["handle"].remove()
 
 
@@ -236,8 +243,9 @@ AFTER: dict[str, Callable[[Names], None]] = {
     "docs/cpp_hooks.md 1": _the_hook_clips,
     "docs/cpp_hooks.md 2": _the_gradient_is_clipped,
     "docs/hooks.md 1": _gradients_are_compressed,
-    "docs/hooks.md 2": _the_state_is_there,
-    "docs/hooks.md 3": _as_it_was_saved,
+    "docs/hooks.md 2": _the_scale_is_known,
+    "docs/hooks.md 3": _the_state_is_there,
+    "docs/hooks.md 4": _as_it_was_saved,
     "docs/local_sgd.md 1": _the_rounds_are_counted,
     "docs/local_sgd.md 2": _the_hook_attaches,
     "docs/modes.md 1": _the_mean_in_each_mode,

@@ -23,6 +23,7 @@ from torch_commhook.attach import HookHandle
 from torch_commhook.bucket_layout import BucketLayout
 from torch_commhook.collectives.compressed import bytes_of_floats, floats_of_bytes
 from torch_commhook.hooks import low_rank
+from torch_commhook.hooks.wrappers import total_norm
 from torch_commhook.reducer import tracing
 from torch_commhook.testing import run_ranks
 from torch_commhook.unsent import keep_unsent, without_unused
@@ -64,6 +65,7 @@ def good_calls() -> dict[str, tuple[Any, Arguments]]:
             without_unused,
             {"result": torch.randn(30), "used": used(), "members": [0, 1], "lengths": [20, 10]},
         ),
+        "total_norm": (total_norm, {"results": [torch.randn(4, 5), torch.randn(7)]}),
         "keep_unsent": (
             keep_unsent,
             {
@@ -97,6 +99,14 @@ def good_calls() -> dict[str, tuple[Any, Arguments]]:
     }
 
 
+#: Any number of values will do, or gradients may be complex.
+TAKEN = [
+    ("bytes_of_floats", "values", "short"),
+    ("without_unused", "result", "complex"),
+    ("total_norm", "results", "complex"),
+    ("total_norm", "results", "short"),
+]
+
 #: Other arguments that do not fit: of an operator, the argument's name, and what it is given.
 OTHERS: list[tuple[str, str, Any]] = [
     ("floats_of_bytes", "message", torch.zeros(2, 32, dtype=torch.uint8)),
@@ -118,6 +128,7 @@ OTHERS: list[tuple[str, str, Any]] = [
     ("keep_unsent", "table", [0, 0, 3, 20, 0, 1]),
     ("keep_unsent", "table", [0, 0, 3, 20, 0, -2]),
     ("keep_unsent", "results", [torch.randn(4, 1).expand(4, 5)]),
+    ("total_norm", "results", []),
     ("powersgd_left", "sources", []),
     ("powersgd_left", "sources", [torch.randn(20, 12)]),
     *(
@@ -142,8 +153,8 @@ def hostile_calls() -> Iterator[tuple[str, str, Callable[[], Arguments]]]:
     for operator, (_, arguments) in good_calls().items():
         for name, value in arguments.items():
             for kind, make in KINDS.items():
-                if (operator, name, kind) == ("bytes_of_floats", "values", "short"):
-                    continue  # any number of values will do
+                if (operator, name, kind) in TAKEN:
+                    continue
                 if isinstance(value, Tensor):
                     change = partial(make, value)
                 elif isinstance(value, list) and isinstance(value[0], Tensor):
@@ -204,9 +215,9 @@ def test_names_and_keys_of_nothing() -> None:
     for call in (
         lambda: tracing.begin_step(token, "nothing"),
         lambda: tracing.commit_step(used(), [result], "nothing"),
-        lambda: tracing.count_step(token, [result], "", -1),
-        lambda: tracing.note_backward(token, -1),
-        lambda: tracing.write_missing(token, used(), [result], [0], -1),
+        lambda: tracing.count_step(token, [result], "", "none"),
+        lambda: tracing.note_backward(token, "none"),
+        lambda: tracing.write_missing(token, used(), [result], [0], "none"),
     ):
         with pytest.raises(ValueError, match=r"_(step|backward|missing): (name|key) must be"):
             call()

@@ -51,9 +51,9 @@ def reshaped(model: Net) -> None:
 
 
 CHANGES = {
-    replaced: "'{}layers.2.weight' was not in the model when the hook was attached",
-    all_replaced: "'{}layers.0.weight' was not in the model when the hook was attached",
-    added: "'{}layers.3.weight' was not in the model when the hook was attached",
+    replaced: "'{}layers.2.weight' was added to the model after the hook was attached",
+    all_replaced: "'{}layers.0.weight' was added to the model after the hook was attached",
+    added: "'{}layers.3.weight' was added to the model after the hook was attached",
     unfrozen: "'{}layers.0.bias' did not require grad when the hook was attached",
     converted: "'{}layers.0.weight' was torch.float32 of shape [4, 4] on cpu, and is torch.float64",
     reshaped: "'{}layers.2.bias' was torch.float32 of shape [4] on cpu, and is torch.float32 of",
@@ -140,7 +140,7 @@ def test_a_compiled_forward(compiled: bool) -> None:
     forward = torch.compile(model, backend="aot_eager")
     _step(forward, model, "compiled backward" if compiled else "eager")
     replaced(model)
-    with pytest.raises(RuntimeError, match=r"'layers.2.weight' was not in the model"):
+    with pytest.raises(RuntimeError, match=r"'layers.2.weight' was added to the model"):
         _step(forward, model, "compiled backward" if compiled else "eager")
 
 
@@ -175,5 +175,5 @@ def _on_one_rank(rank: int) -> str:
 
 def test_the_other_ranks_are_told(two_ranks: RankPool) -> None:
     own, peer = two_ranks.run(_on_one_rank)
-    assert own.startswith("own: torch_commhook: parameter 'layers.2.weight' was not in the model")
+    assert own.startswith("own: torch_commhook: parameter 'layers.2.weight' was added to the model")
     assert peer.startswith("peer: torch_commhook: this step failed on rank 0: RuntimeError")

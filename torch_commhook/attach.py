@@ -43,7 +43,7 @@ _DEFAULTS: dict[str, Any] = {
     "init_sync": True,
 }
 
-#: What is made inside of ``torch.inference_mode()`` could be written nowhere else.
+#: Tensors that are made inside of ``torch.inference_mode()`` cannot be modified outside of it.
 _OUTSIDE = torch.inference_mode(False)
 
 _roads: weakref.WeakKeyDictionary[torch.nn.Module, DdpRoad | ReducerRoad] = (
@@ -365,11 +365,10 @@ def attach(
             ``bucket.process_group()``.
         state: passed to a callable of your own as its first argument.
         scaler: the ``torch.amp.GradScaler`` that scales the loss, or another object with its
-            ``get_scale()``. What the hook remembers as lost then stays in proportion to the
-            gradients when the scale changes, and ``clip`` takes the norm of gradients that are not
-            scaled. All ranks must give one, with the same scale, or none. Asked at the beginning of
-            each backward that synchronises, for hooks to which it matters; on CUDA that waits for
-            the device.
+            ``get_scale()``. The hook rescales its error memory when the scale changes, and
+            ``clip`` takes the norm of unscaled gradients. All ranks must give one, with the same
+            scale, or none. Asked at the beginning of each backward that synchronises, for hooks to
+            which it matters; on CUDA that waits for the device.
         process_group: the ranks, for a module; None for the default group.
         bucket_cap_mb: capacity of a bucket in MiB, for a module; 25 by default.
         gradient_as_bucket_view: for a module: gradients stay in the buckets' memory, as views of

@@ -16,7 +16,7 @@ from torch_commhook.bucket_stages import BucketStages
 from torch_commhook.collectives import resolve_group
 from torch_commhook.collectives.futures import driven
 from torch_commhook.gloo_groups import group_name, second_group
-from torch_commhook.hooks.base import Hook, checked_result_dtype
+from torch_commhook.hooks.base import Hook, checked_result_dtype, step_scale_of
 from torch_commhook.hooks.cpp import cpp
 from torch_commhook.loss_scale import scale_of
 from torch_commhook.memory import BucketMemory, HookMemory
@@ -132,11 +132,8 @@ class Attached:
             past: as there; None while the step has not been counted.
         """
         past = self.memory.past if past is None else past
-        loss_scale = self.memory.loss_scale
-        # A hook of one's own may know nothing of scalers.
-        known = {} if loss_scale is None else {"loss_scale": loss_scale}
         with torch.no_grad():
-            return self.hook.step_scale(results, past, **known)  # type: ignore[attr-defined]
+            return step_scale_of(self.hook, results, past, self.memory.loss_scale)  # type: ignore[arg-type]
 
     @property
     def minds_scale(self) -> bool:

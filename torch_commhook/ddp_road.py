@@ -24,7 +24,7 @@ from torch_commhook.parameters import trainable
 from torch_commhook.reducer.buckets import assign_buckets, split_by_kind
 from torch_commhook.results import checked_result, hook_on_bucket, scaled_result
 from torch_commhook.step_group import StepGroup, check_is_free
-from torch_commhook.unsent import Late, keep_unsent, unsent_table
+from torch_commhook.unsent import Late, add_unsent, unsent_table
 from torch_commhook.watched_parameters import WatchedParameters
 
 if TYPE_CHECKING:
@@ -34,6 +34,18 @@ if TYPE_CHECKING:
 _DRAIN_SECONDS = 60.0
 #: What autograd says outside of backward.
 _NO_BACKWARD = -1
+
+
+#: For compiled code, which knows an object by text.
+_roads: weakref.WeakValueDictionary[str, DdpRoad] = weakref.WeakValueDictionary()
+
+
+def _parameters_changed(key: str) -> bool:
+    return _roads[key].change_of_parameters() is not None
+
+
+# As torch.compiler.assume_constant_result does, which imports the compiler.
+_parameters_changed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _used(model: DistributedDataParallel) -> Tensor:
@@ -58,9 +70,11 @@ def _overwrites_unused(model: DistributedDataParallel) -> bool:
 class _Kept:
     """Gradients that DDP is about to overwrite, in one step."""
 
-    def __init__(self, model: DistributedDataParallel) -> None:
+    def __init__(
+        self, model: DistributedDataParallel, parameters: Sequence[tuple[str, Tensor]]
+    ) -> None:
         self._reducer = weakref.ref(model.reducer)
-        self._numbers = {id(parameter): i for i, (_, parameter) in enumerate(trainable(model))}
+        self._numbers = {id(parameter): i for i, (_, parameter) in enumerate(parameters)}
         self._members: dict[int, list[int]] = {}  # of each bucket
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # gradient, and what was in it
 
@@ -106,25 +120,28 @@ class DdpRoad:
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._group = StepGroup(model.process_group)
-        self._device = trainable(model)[0][1].device
+        named = trainable(model)
+        self._device = named[0][1].device
         #: The road that has taken this one's place.
         self.successor: ReducerRoad | None = None
         self._attached: Attached | None = None
         self._running: Attached | None = None  # in this backward
         self._is_first = True  # the next bucket of it
+        self._seen_in_forward = False  # the parameters, since the last backward
+        self._key = str(id(self))
+        _roads[self._key] = self
         self._then: list[Callable[[], None]] = []
         self._plain = allreduce()
         self._buckets: dict[int, GradBucket] = {}
         # Give the results, where they may have to be kept.
         self._results: dict[int, Callable[[], Tensor]] = {}
         # Gradients that this rank has not used, as they were: DDP overwrites those that are views.
-        self._kept = _Kept(model) if _overwrites_unused(model) else None
+        self._kept = _Kept(model, named) if _overwrites_unused(model) else None
         # Of other dtypes than the gradients: scaled first, and rounded to those then.
         self._unrounded: dict[int, Callable[[], Tensor]] = {}
         self._loaded: list[list[str]] = []  # names, of the buckets of a memory that was loaded
         # The model's reducer owns this; a handle that outlives the model keeps nothing of it.
         buckets = self._buckets
-        named = trainable(model)
         watched = self._watched = WatchedParameters(model, named, in_ddp=not model.mixed_precision)
 
         def model_is_gone(_: object) -> None:
@@ -148,6 +165,11 @@ class DdpRoad:
         self._forward_handle = model.register_forward_pre_hook(BeforeForward(self))
 
     @property
+    def _parameters(self) -> list[Tensor]:
+        """Those that DDP averages, in its order, as long as the model lives."""
+        return [parameter for _, parameter in self._watched.parameters]
+
+    @property
     def group(self) -> StepGroup:
         """What the hook communicates through."""
         return self._group
@@ -160,7 +182,7 @@ class DdpRoad:
         model = self.model()
         if model is None:
             return []
-        parameters = [parameter for _, parameter in trainable(model)]
+        parameters = self._parameters
         buckets: list[list[Tensor]] = []
         left = len(parameters)
         for _, bucket in sorted(self._buckets.items()):
@@ -213,7 +235,7 @@ class DdpRoad:
         model = self.model()
         if model is not None:
             # Not those of now, which DDP may be about to form anew.
-            loaded = self._loaded_buckets([parameter for _, parameter in trainable(model)])
+            loaded = self._loaded_buckets(self._parameters)
             self._prepare_memory(loaded or self.parameter_buckets())
 
     def _prepare_memory(self, buckets: list[list[Tensor]]) -> None:
@@ -230,11 +252,22 @@ class DdpRoad:
 
     def before_forward(self, module: torch.nn.Module) -> None:
         """Called by the model before its own forward."""
-        if torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return
-        change = self._watched.change() if self._attached is not None else None
-        if change is not None:
-            raise self._group.fail_with(RuntimeError(change))
+        if not torch.compiler.is_dynamo_compiling():
+            self._check_parameters()
+            self._seen_in_forward = self._watched.is_sure
+        elif _parameters_changed(self._key):
+            # The compiler leaves this to Python, which comes here again.
+            raise RuntimeError("torch_commhook: the model's parameters have changed")
+
+    def _check_parameters(self) -> None:
+        if self.change_of_parameters() is not None:
+            raise self._group.fail_with(RuntimeError(self.change_of_parameters()))
+
+    def change_of_parameters(self) -> str | None:
+        """What has happened to the parameters since a hook was attached, if anything."""
+        return None if self._attached is None else self._watched.change()
 
     # ---- called by the reducer's hook (csrc/runtime/ddp_hook.h) ----------------------------------
 
@@ -248,10 +281,15 @@ class DdpRoad:
         """A backward begins. Gives the C++ hook for its buckets, and groups, where there is one."""
         attached = self._running = self.attached
         self._is_first = True
+        if self._then:  # the backward before was left by an exception
+            self._forget_memory()
+            self._do_then()
+        seen, self._seen_in_forward = self._seen_in_forward, False
+        if not seen:
+            change = self.change_of_parameters()
+            if change is not None:
+                raise RuntimeError(change)
         if attached is None:
-            if self._then:  # the backward before was left by an exception
-                self._forget_memory()
-                self._do_then()
             check_is_free(self._group.parent)
             return None
         if attached.local_steps is not None:
@@ -264,7 +302,7 @@ class DdpRoad:
             has_joined=torch._C._current_graph_task_id() == _NO_BACKWARD,
         )
         native = attached.cpp_hook
-        if native is None:
+        if native is None or self._kept is not None:
             return None
         own = attached.own_group
         if own is not None:
@@ -293,7 +331,7 @@ class DdpRoad:
             bucket._memory = attached.memory_of(bucket.parameters(), index)
         count = bucket.bucket_count()
         where = hook_on_bucket(attached.name, index, count)
-        if self._kept is not None:
+        if self._kept is not None and not attached.keeps_ranks_apart:
             self._kept.keep(index, bucket.parameters(), rebuilt=rebuilt)
         running = attached.start(bucket, where)
         leaves_some_out = self._leaves_some_out(attached)
@@ -407,7 +445,7 @@ class DdpRoad:
         model = self.model()
         if model is None:
             return []
-        parameters = [parameter for _, parameter in trainable(model)]
+        parameters = self._parameters
         if model.find_unused_parameters or model.static_graph:
             used = _used(model).tolist()
             parameters = [p for p, yes in zip(parameters, used, strict=True) if yes]
@@ -433,7 +471,7 @@ class DdpRoad:
         used = _used(model)
         if used.all():
             return
-        numbers = {id(parameter): i for i, (_, parameter) in enumerate(trainable(model))}
+        numbers = {id(parameter): i for i, parameter in enumerate(self._parameters)}
         late = []
         for index, result in results.items():
             bucket = self._buckets[index]
@@ -445,7 +483,7 @@ class DdpRoad:
             late.append(Late(members, bucket._memory, result(), sent))
         errors, values, gradients, table = unsent_table(late)
         if table:
-            keep_unsent(errors, values, gradients, used, table)
+            add_unsent(errors, values, gradients, used, table)
 
     def after_backward(self, then: Callable[[], None]) -> None:
         """Call ``then`` where no backward that the last hook is in is under way any more."""
@@ -489,8 +527,9 @@ class DdpRoad:
         model.reducer._remove_autograd_hooks()
         model._use_python_reducer = True
         self._forward_handle.remove()
+        named = list(self._watched.parameters)
         self._watched.clear()
-        self.successor = ReducerRoad.of_ddp(model, trainable(model), self._group)
+        self.successor = ReducerRoad.of_ddp(model, named, self._group)
         self.successor.attached, self.attached = self.attached, None
         return True
 

@@ -68,9 +68,9 @@ def scale_of(scaler: Any) -> float:
 
 
 # ---- scalers that a hook was not told of ---------------------------------------------------------
-# Gradients do not tell: their size changes by powers of two in ordinary training, and a scaler's
-# usual step of two is less than that. But who uses a scaler has it call the optimizer's step(), so
-# that a hook on all optimizers finds it among its callers. It costs a microsecond in a step.
+# The size of gradients is no evidence: it changes by powers of two in ordinary training, and a
+# scaler's usual step of two is less than that. But a scaler calls the optimizer's step(), so that a
+# hook on all optimizers finds it among its callers. It costs a microsecond in a step.
 
 _watched: weakref.WeakSet[Attached] = weakref.WeakSet()
 _handles: list[Any] = []
@@ -123,9 +123,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                 "hook '%s' was not told of the GradScaler that scales its gradients: %s; use "
                 "attach(model, hook, scaler=scaler)",
                 attached.name,
-                "what it remembers as lost is out of proportion to them when the scale changes"
+                "its error memory is in units of the old scale when the scale changes"
                 if attached.keeps_error
-                else "it takes the norm of scaled ones",
+                else "it clips by the norm of scaled gradients",
             )
 
 

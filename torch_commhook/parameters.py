@@ -91,6 +91,13 @@ def why_replaced(model: nn.Module, name: str, parameter: Tensor) -> str | None:
     return f"{sharding} has been applied since the hook was attached; {_WHOLE}; remove() the hook"
 
 
+def is_whole(model: nn.Module, name: str, parameter: Tensor) -> bool:
+    """Whether a parameter is still where it was, and no sharding has flattened it."""
+    module = _path(model, name)[-1]
+    now = module._parameters.get(name.rpartition(".")[2])
+    return now is parameter and FLATTENED not in vars(parameter)
+
+
 def _is_flattened(module: nn.Module) -> bool:
     """Whether FullyShardedDataParallel has replaced a module's parameters by a flat one."""
     # With use_orig_params=True they stay the module's, and carry FLATTENED.

@@ -71,13 +71,12 @@ def unsent_table(
     return errors, results, gradients, table
 
 
-@torch.library.custom_op("commhook::keep_unsent", mutates_args=("errors",))
-def keep_unsent(
-    errors: list[Tensor],
-    results: list[Tensor],
-    gradients: list[Tensor],
+def add_unsent(
+    errors: Sequence[Tensor],
+    results: Sequence[Tensor],
+    gradients: Sequence[Tensor],
     used: Tensor,
-    table: list[int],
+    table: Sequence[int],
 ) -> None:
     """Add results to what is remembered as lost, of parameters that no rank has used.
 
@@ -91,12 +90,8 @@ def keep_unsent(
         gradients: of parameters' shapes.
         used: for each parameter, whether any rank has used it.
         table: as :func:`unsent_table` gives it.
-
-    Raises:
-        TypeError, ValueError: a tensor of another kind, or a table that does not fit.
     """
-    is_used = check_used("keep_unsent", used, table[::_ROW], "parameters in table")
-    _check_unsent(errors, results, gradients, table)
+    is_used = used.tolist()
     for start in range(0, len(table), _ROW):
         number, which, begin, length, source, gradient = table[start : start + _ROW]
         if is_used[number]:
@@ -111,6 +106,24 @@ def keep_unsent(
         flat = unsent.as_strided((length,), (1,))
         own = errors[which][begin : begin + length]
         own.add_(flat.nan_to_num_(0.0, 0.0, 0.0)).nan_to_num_()  # the sum may overflow
+
+
+@torch.library.custom_op("commhook::keep_unsent", mutates_args=("errors",))
+def keep_unsent(
+    errors: list[Tensor],
+    results: list[Tensor],
+    gradients: list[Tensor],
+    used: Tensor,
+    table: list[int],
+) -> None:
+    """:func:`add_unsent` as an operator, for compilers. Anyone may call it, so that it checks.
+
+    Raises:
+        TypeError, ValueError: a tensor of another kind, or a table that does not fit.
+    """
+    check_used("keep_unsent", used, table[::_ROW], "parameters in table")
+    _check_unsent(errors, results, gradients, table)
+    add_unsent(errors, results, gradients, used, table)
 
 
 def _check_unsent(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_commhook import _C
-from torch_commhook.parameters import ignored_names, why_replaced
+from torch_commhook.parameters import ignored_names, is_whole, why_replaced
 
 _FUNCTIONAL_FILE = torch.nn.utils.stateless.__file__
 
@@ -28,6 +28,7 @@ class WatchedParameters:
         in_ddp: whether DDP's own reducer calls the hook.
 
     Attributes:
+        parameters: as given; none once :meth:`clear` was called.
         is_sure: whether the last call of :meth:`change` saw the model's own parameters.
     """
 
@@ -35,15 +36,18 @@ class WatchedParameters:
         self, model: nn.Module, parameters: Sequence[tuple[str, Tensor]], *, in_ddp: bool
     ) -> None:
         self._model = weakref.ref(model)
-        self._parameters = list(parameters)
+        self.parameters = list(parameters)
         self._averaged = {id(parameter) for _, parameter in parameters}
         self._forms = _C.ParameterForms([parameter for _, parameter in parameters], in_ddp)
+        ignored = ignored_names(model)
         self._frozen = [
             (name, parameter)
             for name, parameter in model.named_parameters()
-            if id(parameter) not in self._averaged and not parameter.requires_grad
+            if id(parameter) not in self._averaged
+            and not parameter.requires_grad
+            and name not in ignored
         ]
-        self._members = _members(model)
+        self._members = _C.module_members(model)
         self.is_sure = False
         self._way_out = (
             "wrap the module in a new DistributedDataParallel"
@@ -53,22 +57,22 @@ class WatchedParameters:
 
     def clear(self) -> None:
         """Watch no longer, and hold no parameter."""
-        self._parameters.clear()
+        self.parameters.clear()
         self._averaged.clear()
         self._forms.clear()
         self._frozen.clear()
-        self._members = ()
+        self._members = 0
 
     def change(self) -> str | None:
         """What has happened to the parameters, as an error says it; None if nothing."""
         model = self._model()
         self.is_sure = True
-        if model is None or not self._parameters:
+        if model is None or not self.parameters:
             return None
         changed = self._forms.change()
         if changed is not None:
             number, what = changed
-            name, _ = self._parameters[number]
+            name, _ = self.parameters[number]
             return self._sharded(model) or (
                 f"torch_commhook: parameter '{name}' {what}; convert or move a model before it is "
                 "wrapped and before a hook is attached"
@@ -79,7 +83,7 @@ class WatchedParameters:
                     f"torch_commhook: parameter '{name}' did not require grad when the hook was "
                     f"attached, and does now; {self._way_out}"
                 )
-        members = _members(model)
+        members = _C.module_members(model)
         if members == self._members:
             return None
         self.is_sure = not _is_in_functional_call()
@@ -94,36 +98,24 @@ class WatchedParameters:
                 parameter.requires_grad
                 and id(parameter) not in self._averaged
                 and name not in ignored
+                # Other tensors stand there for a while, put by those who take their gradients.
+                and isinstance(parameter, nn.Parameter)
             ):
                 return (
-                    f"torch_commhook: parameter '{name}' was not in the model when the hook was "
-                    f"attached, so that nobody averages its gradient; {self._way_out}"
+                    f"torch_commhook: parameter '{name}' was added to the model after the hook was "
+                    f"attached, and its gradient is not averaged; {self._way_out}"
                 )
         self._members = members
         return None
 
     def _sharded(self, model: nn.Module) -> str | None:
-        for name, parameter in self._parameters:
+        for name, parameter in self.parameters:
+            if is_whole(model, name, parameter):
+                continue
             why = why_replaced(model, name, parameter)
             if why is not None:
                 return f"torch_commhook: parameter '{name}' was replaced: {why}"
         return None
-
-
-def _members(model: nn.Module) -> tuple[int, ...]:
-    """The ids of all parameters, module by module."""
-    # Twice as quick as named_parameters(), which makes names, and called in every step.
-    found: list[int] = []
-    seen: set[int] = set()
-    waiting: list[Any] = [model]
-    while waiting:
-        module = waiting.pop()
-        if module is None or id(module) in seen:
-            continue
-        seen.add(id(module))
-        found.extend(map(id, module._parameters.values()))
-        waiting.extend(module._modules.values())
-    return tuple(found)
 
 
 def _is_in_functional_call() -> bool:

@@ -3,6 +3,7 @@
 #include "runtime/arrivals.h"
 #include "runtime/bindings.h"
 #include "runtime/ddp_detection.h"
+#include "runtime/module_members.h"
 #include "runtime/parameter_forms.h"
 #include "runtime/parameter_hooks.h"
 #include "runtime/reducer_bucket.h"
@@ -48,6 +49,7 @@ void bind_reducer(py::module_& m) {
       .def(py::init<std::vector<at::Tensor>, bool>(), py::arg("parameters"), py::arg("in_ddp"))
       .def("change", &ParameterForms::change)
       .def("clear", &ParameterForms::clear);
+  m.def("module_members", &module_members, py::arg("model"));
   m.def("count_arrivals", &count_arrivals, py::arg("parameter"), py::arg("own_key"),
         py::arg("arrivals").none(false), py::arg("number"));
   m.def("stop_counting", &stop_counting, py::arg("parameter"));

@@ -125,7 +125,7 @@ def compressed_all_reduce(
     destinations = listed_tensors("compressed_all_reduce", "out", out)
     check_out("compressed_all_reduce", destinations, numel)
     group = resolve_group(group)
-    if codec.exchange == "all_to_all":
+    if isinstance(codec, Codec) and codec.exchange == "all_to_all":  # others are refused below
         check_place("compressed_all_reduce", group)
     check_memory(
         "compressed_all_reduce",

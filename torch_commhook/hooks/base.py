@@ -4,6 +4,7 @@
 # does not understand strings.
 
 import copy
+import inspect
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -68,6 +69,16 @@ class Hook(ABC):
 
     #: Whether :meth:`step_scale` is to be asked, which has all results wait for the last.
     scales_steps: bool = False
+
+    #: Whether :meth:`step_scale` takes ``loss_scale``.
+    _takes_loss_scale: bool = True
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        parameters = inspect.signature(cls.step_scale).parameters
+        cls._takes_loss_scale = "loss_scale" in parameters or any(
+            one.kind is one.VAR_KEYWORD for one in parameters.values()
+        )
 
     def __init__(self, process_group: Any = None) -> None:
         self.process_group = process_group
@@ -273,6 +284,15 @@ def of_hooks_inside(name: str) -> Any:
 
 def _where(hook: Hook, bucket: GradBucket) -> str:
     return hook_on_bucket(hook_name(hook), bucket.index(), bucket.bucket_count())
+
+
+def step_scale_of(
+    hook: Hook, results: Sequence[Tensor], past: "Mapping[int, bool]", loss_scale: Tensor | None
+) -> Tensor | None:
+    """``hook.step_scale(...)``; one that does not take ``loss_scale`` sees scaled results."""
+    if loss_scale is None or not hook._takes_loss_scale:
+        return hook.step_scale(results, past)
+    return hook.step_scale(results, past, loss_scale=loss_scale)
 
 
 def checked_result_dtype(hook: Hook, bucket: GradBucket) -> torch.dtype:

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from torch_commhook._ops import flatten_stats
+from torch_commhook._ops import GRADIENT_DTYPES, flatten_stats
 from torch_commhook.bucket import GradBucket
-from torch_commhook.hooks.base import Hook, of_hooks_inside
+from torch_commhook.hooks.base import Hook, of_hooks_inside, step_scale_of
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory import BucketMemory, HookMemory
+from torch_commhook.tensor_checks import check_dense
 
 
 class Wrapper(Hook):
@@ -65,7 +66,7 @@ class Wrapper(Hook):
         past: Mapping[int, bool],
         loss_scale: Tensor | None = None,
     ) -> Tensor | None:
-        return self.hook.step_scale(results, past, **_known(loss_scale))
+        return step_scale_of(self.hook, results, past, loss_scale)
 
     def step_counted(self, memory: HookMemory) -> None:
         self.hook.step_counted(memory)
@@ -218,7 +219,7 @@ class after(Wrapper):  # noqa: N801
         past: Mapping[int, bool],
         loss_scale: Tensor | None = None,
     ) -> Tensor | None:
-        return self._current_of(past).step_scale(results, past, **_known(loss_scale))
+        return step_scale_of(self._current_of(past), results, past, loss_scale)
 
     def step_counted(self, memory: HookMemory) -> None:
         self._current_of(memory.past).step_counted(memory)
@@ -277,7 +278,7 @@ class clip(Wrapper):  # noqa: N801
         wide = any(result.dtype in (torch.float64, torch.complex128) for result in results)
         dtype = torch.float64 if wide else torch.float32
         scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0).to(dtype)
-        inner = self.hook.step_scale(results, past, **_known(loss_scale))
+        inner = step_scale_of(self.hook, results, past, loss_scale)
         return scale if inner is None else torch.minimum(scale, inner)
 
     def __repr__(self) -> str:
@@ -324,14 +325,20 @@ def _batches(results: list[Tensor]) -> Iterator[list[Tensor]]:
     yield batch
 
 
-total_norm = torch.library.custom_op("commhook::total_norm", _total_norm, mutates_args=())
+@torch.library.custom_op("commhook::total_norm", mutates_args=())
+def total_norm(results: list[Tensor]) -> Tensor:
+    """The norm of dense results together, as an operator: float64, 0-dimensional.
+
+    Raises:
+        TypeError, ValueError: no results, or such as are not dense and of a gradient's dtype.
+    """
+    if not results:
+        raise ValueError("total_norm: results must hold at least one tensor, got none")
+    for i, result in enumerate(results):
+        check_dense("total_norm", f"results[{i}]", result, GRADIENT_DTYPES)
+    return _total_norm(results)
 
 
 @total_norm.register_fake
 def _total_norm_fake(results: list[Tensor]) -> Tensor:
     return results[0].new_empty((), dtype=torch.float64)
-
-
-def _known(loss_scale: Tensor | None) -> dict[str, Tensor]:
-    """What :meth:`Hook.step_scale` is given of it: a hook of one's own may not know of it."""
-    return {} if loss_scale is None else {"loss_scale": loss_scale}

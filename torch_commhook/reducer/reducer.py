@@ -56,7 +56,7 @@ from torch_commhook.results import checked_result, hook_on_bucket, scaled_result
 from torch_commhook.running_backward import RunningBackward
 from torch_commhook.step_group import NoAgreement, StepGroup
 from torch_commhook.tensor_checks import check_dense
-from torch_commhook.unsent import Late, keep_unsent, unsent_table, without_unused
+from torch_commhook.unsent import Late, add_unsent, keep_unsent, unsent_table, without_unused
 
 _log = logging.getLogger(__name__)
 _engine = torch.autograd.Variable._execution_engine
@@ -416,9 +416,12 @@ class Reducer:
 
         The last that Python sees of it: the compiler knows what is remembered as tensors alone.
         """
-        if self.attached is not None:
-            self.attached.look_at_scale(in_join=self._in_join())
-        self._on_captured()
+        try:
+            if self.attached is not None:
+                self.attached.look_at_scale(in_join=self._in_join())
+            self._on_captured()
+        except BaseException as error:  # the other ranks may begin the step
+            raise self.group.fail_with(error) from None
 
     def captured(self) -> None:
         """That backward has run."""
@@ -805,7 +808,8 @@ class Reducer:
         ]
         errors, results, gradients, table = unsent_table(late)
         if table:
-            keep_unsent(errors, results, gradients, used, table)
+            keep = keep_unsent if _is_compiling() else add_unsent
+            keep(errors, results, gradients, used, table)
 
     def _breaks_graph(self) -> bool:
         return _is_compiling() and self._running is not None and not self._running.traceable
@@ -953,6 +957,7 @@ class Reducer:
             self._renew_memory()
         if not _is_compiling():
             self._arrivals.reset()
+            self._arrivals.captured()
         # Last: another thread that begins meanwhile would be half forgotten, and still be running.
         self._idle = True
         if self._closes:

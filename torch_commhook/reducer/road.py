@@ -75,7 +75,7 @@ class ReducerRoad:
             change_of_parameters=self._watched.change,
             in_join=self._in_join,
             on_step=self._on_step,
-            on_captured=self._joinable.step_ended,  # which a compiled backward does not tell of
+            on_captured=self._on_captured,
             on_closed=self._reducer_closed,
         )
         self._forward_handle = model.register_forward_pre_hook(BeforeForward(self))
@@ -276,6 +276,11 @@ class ReducerRoad:
         else:
             self._seen_in_forward = False
             self._joinable.step_ended()
+
+    def _on_captured(self) -> None:
+        """Compiled autograd takes in a backward, and tells of no end."""
+        self._seen_in_forward = False
+        self._joinable.step_ended()
 
     def _check_parameters(self) -> None:
         change = self._watched.change()
