@@ -261,9 +261,11 @@ class DdpRoad:
             # The compiler leaves this to Python, which comes here again.
             raise RuntimeError("torch_commhook: the model's parameters have changed")
 
+    @left_to_python
     def _check_parameters(self) -> None:
-        if self.change_of_parameters() is not None:
-            raise self._group.fail_with(RuntimeError(self.change_of_parameters()))
+        change = self.change_of_parameters()
+        if change is not None:
+            raise self._group.fail_with(RuntimeError(change))
 
     def change_of_parameters(self) -> str | None:
         """What has happened to the parameters since a hook was attached, if anything."""

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from torch_commhook._dynamo import left_to_python
+
 
 class _Listener(Protocol):
     def before_forward(self, module: nn.Module) -> None:
@@ -19,6 +21,9 @@ class BeforeForward:
     def __init__(self, listener: _Listener) -> None:
         self._listener = listener
 
+    # Where the module's own call is not traced, this would be compiled by itself, with nothing that
+    # tells when it must be compiled anew.
+    @left_to_python
     def __call__(self, module: nn.Module, args: Any) -> None:
         self._listener.before_forward(module)
 
