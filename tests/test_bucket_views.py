@@ -150,3 +150,30 @@ def _unused_after_a_failure(rank: int, view: bool) -> list[bool]:
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 def test_ddp_forgets_what_a_failed_step_has_used(two_ranks: RankPool, view: bool) -> None:
     assert two_ranks.run(_unused_after_a_failure, view) == [[False, False, True]] * 2
+
+
+def _ddp_unused(rank: int, name: str) -> list[bool]:
+    """Whether a gradient that no rank uses stays, on DDP with views."""
+    ddp = DDP(Linear(), find_unused_parameters=True, gradient_as_bucket_view=True)
+    made = {
+        "allreduce": hooks.allreduce,
+        "cpp": lambda: hooks.cpp("cast"),
+        "sign": lambda: hooks.error_feedback(hooks.sign()),
+        "clip": lambda: hooks.clip(0.1, hooks.cpp("cast")),
+    }
+    attach(ddp, made[name]())
+    for _ in range(2):
+        ddp.zero_grad(set_to_none=False)
+        ddp(1.0 + rank).backward()
+    last = ddp.module.weights[2]
+    last.grad.fill_(0.3 + rank)  # another number on each rank, and none of 16 bits
+    before = last.grad.clone()
+    for weight in ddp.module.weights[:2]:
+        weight.grad.zero_()
+    ddp(1.0 + rank, (0, 1)).backward()
+    return [bool(last.grad.equal(before)), bool(ddp.module.weights[0].grad.ne(0).all())]
+
+
+@pytest.mark.parametrize("name", ["allreduce", "cpp", "sign", "clip"])
+def test_ddp_leaves_gradients_alone_that_no_rank_uses(two_ranks: RankPool, name: str) -> None:
+    assert two_ranks.run(_ddp_unused, name) == [[True, True]] * 2

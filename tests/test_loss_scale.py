@@ -505,3 +505,53 @@ def test_a_model_that_goes_away_leaves_no_hook_on_optimizers() -> None:
     handle = attach(model, parse_hook("error_feedback(sign())"))
     model(torch.ones(1, 2)).sum().backward()
     del model, handle
+
+
+def _a_scale_of_one_rank(rank: int, road: str) -> list[str]:
+    torch._dynamo.reset()
+    scaler = Counted(1.0)
+    model, handle = attached(road, parse_hook("error_feedback(sign())"), scaler=scaler)
+    said = []
+    for scale in (math.inf if rank == 1 else 1.0, 1.0):
+        scaler.scale = scale
+        try:
+            with backward_of(road):
+                model(batch(rank, 0)).sum().backward()
+        except (RuntimeError, ValueError) as error:
+            said.append("failed" if rank == 0 else str(error))
+    handle.remove()
+    return said
+
+
+@pytest.mark.parametrize("road", ["module", "ddp", "compiled"])
+def test_a_scale_that_is_none_on_one_rank_ends_the_step_on_all(
+    two_ranks: RankPool, road: str
+) -> None:
+    first, second = two_ranks.run(_a_scale_of_one_rank, road)
+    assert first == ["failed"]
+    assert len(second) == 1 and "positive, finite scale, got inf" in second[0]
+
+
+class Halved(hooks.Hook):
+    """One of a user's own, which knows nothing of scalers."""
+
+    scales_steps = True
+
+    def average(self, bucket: Any) -> Any:
+        return hooks.allreduce().average(bucket)
+
+    def step_scale(self, results: Any, past: Any) -> Tensor:
+        return torch.tensor(0.5)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["itself", "in clip"])
+@pytest.mark.usefixtures("one_rank")
+def test_a_hook_of_ones_own_need_not_take_the_scale(inside: bool) -> None:
+    hook = hooks.clip(1e9, Halved()) if inside else Halved()
+    model, handle = attached("module", hook, scaler=Counted(4.0))
+    model(batch(0, 0)).sum().backward()
+    halved = gradients(model, 1.0)
+    handle.remove()
+    model.zero_grad()
+    model(batch(0, 0)).sum().backward()
+    torch.testing.assert_close(halved, gradients(model, 2.0))

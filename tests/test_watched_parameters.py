@@ -144,6 +144,53 @@ def test_a_compiled_forward(compiled: bool) -> None:
         _step(forward, model, "compiled backward" if compiled else "eager")
 
 
+@pytest.mark.parametrize(
+    "change", [c for c in CHANGES if c is not all_replaced], ids=lambda change: change.__name__
+)
+@pytest.mark.usefixtures("one_rank")
+def test_a_compiled_ddp(change: Callable[[Net], None]) -> None:
+    torch._dynamo.reset()
+    model = Net()
+    ddp = DDP(model, find_unused_parameters=True)
+    attach(ddp, hooks.allreduce())
+    forward = torch.compile(ddp, backend="eager")
+    _step(forward, model, "eager")
+    change(model)
+    with pytest.raises(RuntimeError) as raised:
+        for _ in range(2):
+            ddp.zero_grad()
+            _step(forward, model, "eager")
+    assert CHANGES[change].format("module.") in str(raised.value)
+
+
+@pytest.mark.parametrize("in_ddp", [False, True], ids=["module", "ddp"])
+@pytest.mark.usefixtures("one_rank")
+def test_a_parameter_that_is_ignored_may_be_unfrozen(in_ddp: bool) -> None:
+    model = Net()
+    ignored = ["layers.0.bias"]
+    if in_ddp:
+        DDP._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    else:
+        model._ddp_params_and_buffers_to_ignore = ignored
+    wrapped = DDP(model) if in_ddp else model
+    attach(wrapped, hooks.allreduce())
+    unfrozen(model)
+    _step(wrapped, model, "eager")
+    assert model.layers[0].bias.grad is not None
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_tensors_that_stand_in_for_parameters_for_a_while() -> None:
+    model = Net()
+    attach(model, hooks.allreduce())
+    others = {name: torch.ones_like(p).mul(2.0) for name, p in model.named_parameters()}
+    others = {name: other.requires_grad_() for name, other in others.items()}
+    with torch.nn.utils.stateless._reparametrize_module(model, others):
+        model(torch.ones(2, 4)).sum().backward()
+    assert others["layers.0.weight"].grad is not None
+    _step(model, model, "eager")
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_what_is_no_change() -> None:
     model = Net()
