@@ -37,6 +37,7 @@ def trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
             f"attach: the parameters of {_C.type_name(model)} are flattened by "
             f"FullyShardedDataParallel, which communicates their gradients itself; {_WHOLE}"
         )
+    may_be_gathered = any("fully_shard" in _composables(module) for module in model.modules())
     ignored = ignored_names(model)
     parameters: list[tuple[str, Tensor]] = [
         (name, parameter)
@@ -56,7 +57,7 @@ def trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
                 f"attach: parameter '{name}' is not initialised; run the model once before "
                 "attaching"
             )
-        if hasattr(parameter, "device_mesh") or _is_gathered(model, name):
+        if hasattr(parameter, "device_mesh") or (may_be_gathered and _is_gathered(model, name)):
             raise TypeError(
                 f"attach: parameter '{name}' is a DTensor, whose gradients its own sharding "
                 f"communicates; {_WHOLE}"
