@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torch_commhook import _C
 from torch_commhook._dynamo import left_to_python
+from torch_commhook.running_backward import is_inside
 
 if TYPE_CHECKING:
     from torch_commhook.attached import Attached
@@ -96,18 +97,9 @@ def watch_no_more(attached: Attached) -> None:
 def _end() -> None:
     """Take the hook off all optimizers, where nothing is left to look for."""
     # The garbage collector may come here while an optimizer iterates over its hooks.
-    if not list(_watched) and not _is_in_step():  # a set may count what is just going
+    if not list(_watched) and not is_inside(_OPTIMIZER_FILE):  # a set may count what is just going
         while _handles:
             _handles.pop().remove()
-
-
-def _is_in_step() -> bool:
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == _OPTIMIZER_FILE:
-            return True
-        frame = frame.f_back
-    return False
 
 
 @left_to_python

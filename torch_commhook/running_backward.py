@@ -18,6 +18,16 @@ _FUNCTION_FILE = torch.autograd.function.__file__
 _GRAPH_FILE = torch.autograd.graph.__file__
 
 
+def is_inside(file: str) -> bool:
+    """Whether a function of a file is on this thread's stack."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == file:
+            return True
+        frame = frame.f_back
+    return False
+
+
 class RunningBackward:
     """The outermost ``backward()`` on this thread's stack.
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torch_commhook import _C
 from torch_commhook.parameters import ignored_names, is_whole, why_replaced
+from torch_commhook.running_backward import is_inside
 
 _FUNCTIONAL_FILE = torch.nn.utils.stateless.__file__
 
@@ -86,7 +85,8 @@ class WatchedParameters:
         members = _C.module_members(model)
         if members == self._members:
             return None
-        self.is_sure = not _is_in_functional_call()
+        # There torch.func.functional_call has put other tensors in the parameters' place.
+        self.is_sure = not is_inside(_FUNCTIONAL_FILE)
         if not self.is_sure:
             return None
         sharded = self._sharded(model)
@@ -116,13 +116,3 @@ class WatchedParameters:
             if why is not None:
                 return f"torch_commhook: parameter '{name}' was replaced: {why}"
         return None
-
-
-def _is_in_functional_call() -> bool:
-    """Whether ``torch.func.functional_call`` has put other tensors in the parameters' place."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == _FUNCTIONAL_FILE:
-            return True
-        frame = frame.f_back
-    return False
