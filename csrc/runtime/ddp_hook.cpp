@@ -467,8 +467,8 @@ at::Tensor DdpHook::deliver(const Running& running, const at::Tensor& result) co
 
 void register_ddp_hook(c10d::Reducer& reducer, py::object road, bool as_views,
                        double timeout_seconds, double drain_seconds) {
-  reducer.register_comm_hook(
-      std::make_unique<DdpHook>(reducer, std::move(road), as_views, timeout_seconds, drain_seconds));
+  reducer.register_comm_hook(std::make_unique<DdpHook>(reducer, std::move(road), as_views,
+                                                       timeout_seconds, drain_seconds));
 }
 
 }  // namespace commhook

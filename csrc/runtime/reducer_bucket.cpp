@@ -174,7 +174,8 @@ void ReducerBucket::write(const at::Tensor& result, double scale) {
     for (size_t i = 0; i < views.size(); ++i) {
       auto& gradient = parameters_[i].mutable_grad();
       if (!gradient.defined() || !lies_there(gradient, views[i])) {
-        // A tensor of its own: what moves the gradient (`p.grad.data = ...`) must not move the view.
+        // A tensor of its own: what moves the gradient (`p.grad.data = ...`) must not move the
+        // view.
         gradient = views[i].detach();
       }
     }
