@@ -421,7 +421,10 @@ class Reducer:
                 self.attached.look_at_scale(in_join=self._in_join())
             self._on_captured()
         except BaseException as error:  # the other ranks may begin the step
-            raise self.group.fail_with(error) from None
+            raised = self.group.fail_with(error)
+            if raised is error:
+                raise
+            raise raised from error
 
     def captured(self) -> None:
         """That backward has run."""
