@@ -17,7 +17,7 @@ import torch._inductor.config
 import torch.distributed as dist
 from gil_calls import CannotCountError, build
 from kernel_device import cuda_kernels, kernel_device  # noqa: F401  (fixtures)
-from rank_pool import RankPool, collect_less
+from rank_pool import RankPool, collect_less, forget_python_reducer
 from torch._dynamo.utils import counters
 from torch.distributed import distributed_c10d
 from torch.optim import optimizer as torch_optimizer
@@ -82,6 +82,13 @@ def no_thread_or_process_left() -> Iterator[None]:
             return
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
+
+
+@pytest.fixture(autouse=True)
+def no_python_reducer_left() -> Iterator[None]:
+    """A test compiles a DDP as if no other test had made one with the Python reducer."""
+    yield
+    forget_python_reducer()
 
 
 @pytest.fixture(scope="session")

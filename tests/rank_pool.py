@@ -10,6 +10,7 @@ import faulthandler
 import gc
 import multiprocessing as mp
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from typing import Any
 
 START_SECONDS = 90  # a cold start of Python and torch on a busy machine
 END_SECONDS = 10
+
+_PYTHON_REDUCER = "torch.nn.parallel.distributed"
 
 
 class RankError(AssertionError):
@@ -30,6 +33,18 @@ def collect_less() -> None:
     gc.collect()
     gc.freeze()  # what has been imported stays
     gc.set_threshold(50_000, 20, 100)
+
+
+def forget_python_reducer() -> None:
+    """Compile other DDPs as if no ``optimize_ddp="python_reducer"`` had been made before.
+
+    PyTorch makes that a setting of the process, under which a compiled DDP with
+    ``find_unused_parameters`` fails in backward, with or without a hook.
+    """
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is not None and _PYTHON_REDUCER in rules.LEGACY_MOD_INLINELIST:
+        rules.LEGACY_MOD_INLINELIST.remove(_PYTHON_REDUCER)
+        rules.get_legacy_mod_inlinelist.cache_clear()
 
 
 def _end_groups() -> None:
@@ -76,6 +91,7 @@ def _serve(rank: int, world_size: int, store: str, connection: Connection) -> No
             break
         function, args = task
         _end_groups()
+        forget_python_reducer()
         try:
             reply = ("ok", function(rank, *args))
         except Exception:

@@ -358,4 +358,10 @@ def test_ten_thousand_groups_and_works_leave_nothing(around: Any) -> None:
         return _resident()
 
     before = cycles(2_000)
-    assert cycles(10_000) - before < 1 << 20
+    # A leak grows in each round; what other threads of this process take does not.
+    for _ in range(5):
+        after = cycles(10_000)
+        if after - before < 1 << 20:
+            return
+        before = after
+    pytest.fail(f"{after} bytes after five rounds that each took another 2**20")
