@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import pytest
@@ -555,3 +555,113 @@ def test_a_hook_of_ones_own_need_not_take_the_scale(inside: bool) -> None:
     model.zero_grad()
     model(batch(0, 0)).sum().backward()
     torch.testing.assert_close(halved, gradients(model, 2.0))
+
+
+# ---- scales that nobody told of ------------------------------------------------------------------
+
+
+class Unused(nn.Linear):
+    """A part of a model that no loss depends on."""
+
+    def __init__(self) -> None:
+        super().__init__(48, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def scaled_by_hand(road: str, hook: str, scales: list[float], unused: bool = False) -> None:
+    """Steps of which each has its loss multiplied by a scale."""
+    model = net()
+    if unused:
+        model.insert(2, Unused())
+    if road in ("ddp", "registered"):
+        model = DDP(model, bucket_cap_mb=0.01, find_unused_parameters=unused)
+    with ExitStack() as stack:
+        if road == "registered":
+            model.register_comm_hook(None, parse_hook(hook))
+        else:
+            options = {} if road == "ddp" else {"gradient_as_bucket_view": road == "views"}
+            stack.callback(attach(model, parse_hook(hook), **options).remove)
+        for number, scale in enumerate(scales):
+            model.zero_grad()
+            (scale * model(batch(0, number)).square().sum()).backward()
+
+
+def jumps(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.message for r in caplog.records if "from one step to the next" in r.message]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("jump", [-4, 1], ids=lambda jump: f"2**{jump}")
+@pytest.mark.parametrize(
+    ("road", "hook"),
+    [
+        *((road, "error_feedback(sign())") for road in (*EAGER, "registered")),
+        ("module", "error_feedback(topk(density=0.05))"),
+        ("module", "clip(0.5)"),
+        ("ddp", "clip(0.5)"),
+    ],
+)
+def test_gradients_that_jump_are_said_once(
+    caplog: pytest.LogCaptureFixture, road: str, hook: str, jump: int
+) -> None:
+    scaled_by_hand(road, hook, [1.0] * 8 + [2.0**jump] * 12 + [2.0 ** (2 * jump)] * 12)
+    (said,) = jumps(caplog)
+    assert f"'{hook}': gradients have become 2**{jump} times" in said
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("road", ["module", "views", "ddp"])
+def test_also_beside_a_parameter_that_is_not_used(
+    caplog: pytest.LogCaptureFixture, road: str
+) -> None:
+    scaled_by_hand(road, "error_feedback(sign())", [1.0] * 8 + [0.25] * 9, unused=True)
+    assert len(jumps(caplog)) == 1
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_also_after_steps_without_a_gradient(caplog: pytest.LogCaptureFixture) -> None:
+    lost = [math.nan, 0.0, math.inf]
+    scaled_by_hand("registered", "error_feedback(sign())", [1.0] * 9 + lost + [0.25] * 8)
+    assert len(jumps(caplog)) == 1
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("hook", "scales"),
+    [
+        ("error_feedback(sign())", [1.0] * 30),
+        ("error_feedback(sign())", [1.0] * 8 + [3.0] * 12),
+        ("error_feedback(sign())", [1.0] * 8 + [4.0, 4.0, 4.0] + [1.0] * 12),
+        ("error_feedback(sign())", [1.05**step for step in range(60)]),
+        ("error_feedback(sign())", [1.0, 4.0] * 20),
+        ("blockwise()", [1.0] * 8 + [4.0] * 12),
+        ("local_sgd(2)", [1.0] * 8 + [4.0] * 12),
+    ],
+    ids=["no", "by no power", "for three steps", "slow", "in turns", "no matter", "local"],
+)
+def test_other_jumps_are_not(
+    caplog: pytest.LogCaptureFixture, hook: str, scales: list[float]
+) -> None:
+    scaled_by_hand("module", hook, scales)
+    assert jumps(caplog) == []
+
+
+class Event:
+    """What has been recorded on a device, and is done two steps later."""
+
+    now = 0
+
+    def __init__(self) -> None:
+        Event.now += 1
+        self.recorded = Event.now
+
+    def query(self) -> bool:
+        return Event.now >= self.recorded + 2
+
+
+def test_a_norm_is_read_when_it_has_come() -> None:
+    watch = loss_scale.JumpWatch("hook", keeps_error=True)
+    found = [watch.read_when_come(torch.tensor(float(step + 1)), Event()) for step in range(6)]
+    assert found == [[], [], [1.0], [2.0], [3.0], [4.0]]  # each two steps late

@@ -18,7 +18,7 @@ from torch_commhook.collectives.futures import driven
 from torch_commhook.gloo_groups import group_name, second_group
 from torch_commhook.hooks.base import Hook, checked_result_dtype, step_scale_of
 from torch_commhook.hooks.cpp import cpp
-from torch_commhook.loss_scale import scale_of
+from torch_commhook.loss_scale import JumpWatch, scale_of
 from torch_commhook.memory import BucketMemory, HookMemory
 from torch_commhook.metrics import BucketTraffic, HookStats, TracedSteps, WireMeter, counting
 
@@ -103,6 +103,8 @@ class Attached:
         self.memory.on_step = self.hook.step_counted
         if self.follows_scale:
             self.memory.keep_scale_on(device)
+        elif self.minds_scale:
+            self.memory.jump_watch = JumpWatch(self.name, keeps_error=self.keeps_error)
         for own in self.hook.own_groups():
             self.memory.stand_ins[group_name(own)] = group.stand_in(own, device)
         if self.hook.has_stages_among(self.memory.group.size()):
@@ -214,6 +216,8 @@ class Attached:
             bytes where nobody counted).
         """
         if isinstance(self.hook, Hook):
+            if self.memory.jump_watch is not None:
+                self.memory.jump_watch.look(bucket)
             return run_average(self.hook, bucket)
         meter = WireMeter()
         with counting(meter):

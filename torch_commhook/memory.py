@@ -21,6 +21,7 @@ from torch_commhook.collectives.compressed import MessageBuffers
 from torch_commhook.collectives.plain import all_reduce
 from torch_commhook.gloo_groups import group_name
 from torch_commhook.hook_states import ERROR, FOLDED_INTO, VERSION, Known, checked_state
+from torch_commhook.loss_scale import JumpWatch
 from torch_commhook.metrics import CallMeter
 
 
@@ -348,6 +349,7 @@ class HookMemory:
         scaler: scales the gradients, where one does.
         scale: what errors are multiplied by: the scaler's scale when they were written.
         loss_scale: the same as a tensor, where a scaler is followed.
+        jump_watch: looks for a scale, where it matters and no scaler is known.
     """
 
     def __init__(self) -> None:
@@ -370,6 +372,7 @@ class HookMemory:
         self.scaler: Any = None
         self.scale = 1.0
         self.loss_scale: Tensor | None = None
+        self.jump_watch: JumpWatch | None = None
         self._stand_ins: list[Tensor] = []  # for parameters that were let go
 
     def stand_in(self, group: Any) -> Any:

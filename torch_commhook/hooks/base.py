@@ -20,6 +20,7 @@ from torch_commhook._ops import BUCKET_DTYPES
 from torch_commhook._runtime import hook_name
 from torch_commhook.bucket import GradBucket
 from torch_commhook.collectives import resolve_group
+from torch_commhook.loss_scale import JumpWatch
 from torch_commhook.memory import BucketMemory, HookMemory
 from torch_commhook.results import hook_on_bucket
 
@@ -155,6 +156,10 @@ class Hook(ABC):
             if own.is_begun:
                 own.advance()
             own.is_begun = True
+            if self.keeps_error:
+                if own.jump_watch is None:
+                    own.jump_watch = JumpWatch(hook_name(self), keeps_error=True)
+                own.jump_watch.look(bucket)
         return memory
 
     def __getattr__(self, name: str) -> Any:
