@@ -54,11 +54,11 @@ bool run_on_plain(py::handle values, py::handle scale, py::handle flat, const Ru
   return true;
 }
 
-bool flatten_out(py::handle tensors, py::handle scale, py::handle out) {
+bool flatten_plain(py::handle tensors, py::handle scale, py::handle out) {
   return run_on_plain(tensors, scale, out, ops::flatten_out);
 }
 
-bool unflatten_into(py::handle buffer, py::handle tensors, py::handle scale) {
+bool unflatten_plain(py::handle buffer, py::handle tensors, py::handle scale) {
   return run_on_plain(tensors, scale, buffer,
                       [](at::TensorList into, double factor, const at::Tensor& source) {
                         ops::unflatten_into(source, into, factor);
@@ -68,8 +68,9 @@ bool unflatten_into(py::handle buffer, py::handle tensors, py::handle scale) {
 }  // namespace
 
 void bind_bucket(py::module_& m) {
-  m.def("flatten_out", &flatten_out, py::arg("tensors"), py::arg("scale"), py::arg("out"));
-  m.def("unflatten_into", &unflatten_into, py::arg("buffer"), py::arg("tensors"), py::arg("scale"));
+  m.def("flatten_out", &flatten_plain, py::arg("tensors"), py::arg("scale"), py::arg("out"));
+  m.def("unflatten_into", &unflatten_plain, py::arg("buffer"), py::arg("tensors"),
+        py::arg("scale"));
 }
 
 }  // namespace commhook

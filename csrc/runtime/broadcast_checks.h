@@ -7,6 +7,8 @@
 
 namespace commhook {
 
+inline constexpr const char* kBroadcastCoalesced = "broadcast_coalesced";
+
 // No tensor is part of a graph that is being recorded.
 void check_broadcast_not_recorded(at::TensorList tensors);
 

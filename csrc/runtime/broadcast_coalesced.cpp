@@ -29,8 +29,6 @@
 namespace commhook {
 namespace {
 
-constexpr const char* kName = "broadcast_coalesced";
-
 // ---- dtypes ------------------------------------------------------------------------------------
 
 // As what a tensor's elements are copied: the fused kernels' dtypes, of the same width, since
@@ -52,7 +50,8 @@ at::Tensor as_words(const at::Tensor& tensor) {
     case 8:
       return tensor.view(at::kDouble);
     default:
-      TORCH_CHECK_TYPE(false, kName, ": tensors must have elements of 1, 2, 4 or 8 bytes, got ",
+      TORCH_CHECK_TYPE(false, kBroadcastCoalesced,
+                       ": tensors must have elements of 1, 2, 4 or 8 bytes, got ",
                        dtype_name(tensor.scalar_type()));
   }
 }
@@ -199,7 +198,7 @@ class Flight {
     c10d::BroadcastOptions options;
     options.rootRank = rank;
     work_ = checked_broadcast(group, sent, options);
-    TORCH_CHECK_TYPE(work_, kName,
+    TORCH_CHECK_TYPE(work_, kBroadcastCoalesced,
                      ": broadcast of the process group must return a Work, got a null pointer");
   }
 

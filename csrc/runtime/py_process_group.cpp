@@ -25,7 +25,7 @@ namespace {
 // By their names in Python, the newest first, then those of older bindings, then C++'s.
 const PyMethod kRank{"rank", "getRank"};
 const PyMethod kSize{"size", "getSize"};
-const PyMethod kName{"name", "_get_backend_name", "getBackendName"};
+const PyMethod kBackendName{"name", "_get_backend_name", "getBackendName"};
 const PyMethod kGroupName{"group_name", "getGroupName"};
 const PyMethod kSetGroupName{"_set_group_name", "setGroupName"};
 const PyMethod kGroupDesc{"group_desc", "getGroupDesc"};
@@ -98,7 +98,7 @@ const std::map<std::string, const PyMethod*>& PyProcessGroup::methods() {
   static const std::map<std::string, const PyMethod*> methods{
       {"getRank", &kRank},
       {"getSize", &kSize},
-      {"getBackendName", &kName},
+      {"getBackendName", &kBackendName},
       {"getGroupName", &kGroupName},
       {"setGroupName", &kSetGroupName},
       {"getGroupDesc", &kGroupDesc},
@@ -250,7 +250,7 @@ int PyProcessGroup::getSize() const {
 
 const std::string PyProcessGroup::getBackendName() const {
   // By the names of its own backends c10d looks for these in the group.
-  return call<std::string>(kName, [&] {
+  return call<std::string>(kBackendName, [&] {
     return deviceTypeToBackendType_.empty() ? "custom"
                                             : std::string(ProcessGroup::getBackendName());
   });

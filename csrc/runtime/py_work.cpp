@@ -25,7 +25,7 @@ const PyMethod kResult{"result"};
 const PyMethod kSynchronize{"synchronize"};
 const PyMethod kWait{"wait"};
 const PyMethod kBlockCurrentStream{"block_current_stream", "blockCurrentStream"};
-const PyMethod kAbort{"abort"};
+const PyMethod kAbortWork{"abort"};
 const PyMethod kGetFuture{"get_future", "getFuture"};
 const PyMethod kGetFutureResult{"get_future_result", "getFutureResult"};
 const PyMethod kGetDuration{"get_duration", "_get_duration", "getDuration"};
@@ -119,7 +119,7 @@ class HeldWork : public c10d::Work {
     call<void>(kBlockCurrentStream, [&] { work_->blockCurrentStream(); });
   }
   void abort() override {
-    call<void>(kAbort, [&] { work_->abort(); });
+    call<void>(kAbortWork, [&] { work_->abort(); });
   }
   c10::intrusive_ptr<Future> getFuture() override {
     return native_future(
@@ -212,7 +212,7 @@ const std::map<std::string, const PyMethod*>& PyWork::methods() {
       {"synchronize", &kSynchronize},
       {"wait", &kWait},
       {"blockCurrentStream", &kBlockCurrentStream},
-      {"abort", &kAbort},
+      {"abort", &kAbortWork},
       {"getFuture", &kGetFuture},
       {"getFutureResult", &kGetFutureResult},
       {"getDuration", &kGetDuration},
@@ -318,7 +318,7 @@ void PyWork::blockCurrentStream() {
 }
 
 void PyWork::abort() {
-  call<void>(kAbort, [&] {
+  call<void>(kAbortWork, [&] {
     TORCH_CHECK_NOT_IMPLEMENTED(false, class_name(*this),
                                 ".abort is not implemented: define abort(self)");
   });
