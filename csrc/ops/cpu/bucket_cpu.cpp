@@ -11,9 +11,6 @@
 namespace commhook::cpu {
 namespace {
 
-// Below this a thread costs more to wake than it saves.
-constexpr int64_t kGrainElements = 64 * 1024;
-
 // Sums are taken over chunks of this size and then added up in order, so that they do not depend on
 // the number of threads.
 constexpr int64_t kChunkElements = 32 * 1024;

@@ -11,9 +11,6 @@
 namespace commhook::cpu {
 namespace {
 
-// Below this a thread costs more to wake than it saves.
-constexpr int64_t kGrainElements = 64 * 1024;
-
 int64_t count_range(const Segments& segments, int64_t begin, int64_t end,
                     const RowCounter (&counters)[kDtypes]) {
   int64_t count = 0;

@@ -10,6 +10,9 @@
 
 namespace commhook::cpu {
 
+// Below this a thread costs more to wake than it saves.
+inline constexpr int64_t kGrainElements = 64 * 1024;
+
 // One tensor of the list. Elements are counted in logical (row-major) order.
 struct Segment {
   char* data;
