@@ -31,7 +31,7 @@ ARGS ?=
 
 VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip --quiet --disable-pip-version-check
-NATIVE = setup.py $(shell find csrc cuda -type f)
+NATIVE = setup.py build_support.py $(shell find csrc cuda -type f)
 
 .PHONY: train test distributed-suite lint format bench bench-loss bench-link bench-plan bench-throttle results cuda-compile gpu test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback clean
 .DELETE_ON_ERROR:
@@ -79,10 +79,10 @@ format: $(VENV)/linters
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i $(shell find csrc cuda examples tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' -o -name '*.inl')
 
-# torch comes first: the build is against the torch that is installed.
+# torch comes first: the build is against the torch that is installed, which wants numpy beside it.
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install torch==$(TORCH) setuptools wheel ninja
+	$(PIP) install torch==$(TORCH) numpy setuptools wheel ninja
 	touch $@
 
 $(VENV)/built: $(VENV)/installed $(NATIVE)

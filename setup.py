@@ -35,6 +35,7 @@ from setuptools import Command, setup
 from setuptools.command.build_py import build_py as setuptools_build_py
 
 ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))  # for build_support, where pip runs this file
 HOW_TO_BUILD = (
     "torch_commhook is built against the torch that is installed: install torch first, then run\n"
     "    python setup.py develop\n"
@@ -70,6 +71,8 @@ try:
     from torch.utils import cpp_extension
 except ImportError as error:
     raise SystemExit(f"setup.py: cannot import torch ({error}).\n{HOW_TO_BUILD}") from error
+
+from build_support import NinjaBuildExtension  # noqa: E402 (it imports torch)
 
 
 def cuda_obstacle() -> str | None:
@@ -138,8 +141,8 @@ def sanitizer_flags() -> list[str]:
     return [f"-fsanitize={sanitizer()}", "-D_GLIBCXX_ASSERTIONS"] if sanitizer() else []
 
 
-def compile_flags() -> list[str]:
-    flags = ["-O3", "-g0"]
+def compile_flags(level: str) -> list[str]:
+    flags = [level, "-g0"]
     if os.environ.get("COMMHOOK_DEBUG") == "1":
         flags = ["-O0", "-g"]
     elif sanitizer():
@@ -151,6 +154,8 @@ def compile_flags() -> list[str]:
         "-fvisibility=hidden",
         "-fopenmp",  # at::parallel_for is inline and serial without it
         "-ffp-contract=off",  # the same bits on all processors
+        # PyTorch's headers are a system's, of which compilers say nothing.
+        *(f"-isystem{folder}" for folder in cpp_extension.include_paths()),
         "-Wall",
         "-Wno-unknown-pragmas",
         # False alarms of GCC in its own intrinsics headers and in c10::SmallVector.
@@ -162,7 +167,7 @@ def compile_flags() -> list[str]:
 
 def extensions() -> list:
     include_dirs = [str(ROOT / "csrc"), str(ROOT / "csrc" / "include")]
-    cxx = compile_flags()
+    kernels = compile_flags("-O3")
     link_flags = ["-fopenmp", *sanitizer_flags()]
     headers = sources("csrc/**/*.h", "csrc/**/*.inl", "cuda/*.cuh", "cuda/*.h")
     ops: dict = {
@@ -180,7 +185,7 @@ def extensions() -> list:
         ops["include_dirs"] += [str(ROOT / "cuda"), *nvidia_package_folders("include")]
         ops["library_dirs"] = nvidia_package_folders("lib")
         ops["extra_compile_args"] = {
-            "cxx": [*cxx, "-DCOMMHOOK_WITH_CUDA"],
+            "cxx": [*kernels, "-DCOMMHOOK_WITH_CUDA"],
             "nvcc": [
                 "-O3",
                 "-fmad=false",  # the same bits as on the CPU
@@ -191,7 +196,7 @@ def extensions() -> list:
         }
         ops_extension = cpp_extension.CUDAExtension(**ops)
     else:
-        ops["extra_compile_args"] = {"cxx": cxx}
+        ops["extra_compile_args"] = {"cxx": kernels}
         ops_extension = cpp_extension.CppExtension(**ops)
     runtime_extension = cpp_extension.CppExtension(
         name="torch_commhook._C",
@@ -200,14 +205,14 @@ def extensions() -> list:
         include_dirs=include_dirs,
         # The CPU wheels hold c10d with Gloo; what a header declares depends on these.
         define_macros=[("USE_C10D", None), ("USE_DISTRIBUTED", None), ("USE_C10D_GLOO", None)],
-        extra_compile_args={"cxx": cxx},
+        extra_compile_args={"cxx": compile_flags("-O2")},
         extra_link_args=link_flags,
     )
     return [ops_extension, runtime_extension]
 
 
-class build_ext(cpp_extension.BuildExtension):  # noqa: N801 (setuptools names commands so)
-    """torch's BuildExtension with a build folder that stays, so that ninja can be incremental."""
+class build_ext(NinjaBuildExtension):  # noqa: N801 (setuptools names commands so)
+    """With a build folder that stays, so that ninja can be incremental."""
 
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -247,15 +252,20 @@ class develop(Command):  # noqa: N801
         pass
 
     def run(self) -> None:
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
+        # First, since pip would keep what it says: how far it is, and warnings.
+        self.reinitialize_command("build_ext", inplace=True)
+        self.run_command("build_ext")
+        quiet = [] if self.distribution.verbose else ["--quiet"]
+        pip = [sys.executable, "-m", "pip", *quiet, "--disable-pip-version-check", "install"]
         project = f"{ROOT}[{self.extras}]" if self.extras else str(ROOT)
-        built = subprocess.run([*pip, "--no-build-isolation", "--verbose", "--editable", project])
+        built = subprocess.run([*pip, "--no-build-isolation", "--editable", project])
         if built.returncode != 0:
             raise SystemExit(built.returncode)  # pip has said what failed
 
 
 if __name__ == "__main__":
     setup(
+        license="BSD-3-Clause",
         ext_modules=extensions(),
         cmdclass={"build_ext": build_ext, "build_py": build_py, "develop": develop},
     )
