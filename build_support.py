@@ -37,6 +37,7 @@ JOINED_FILES = 8
 
 INCLUDE = re.compile(r"^#include\s+[<\"]([^>\"]+)[>\"]", re.MULTILINE)
 KERNEL_HEADER = re.compile(r"for_each_instruction_set\.h$|\.inl$|^immintrin\.h$")
+KERNEL_FILE = re.compile(r"\"(.+\.inl)\"")
 COMPILATION = re.compile(r"build (?P<object>.+): compile (?P<source>.+)")
 PRECOMPILE = [
     "rule precompile",
@@ -64,10 +65,11 @@ def has_kernels(source: str) -> bool:
     return any(KERNEL_HEADER.search(header) for header in included(source))
 
 
-def size_of(source: str) -> int:
-    """In bytes, with the kernels that it includes: what takes longest is compiled first."""
-    kernels = [CSRC / name for name in re.findall(r"\"(.+\.inl)\"", text_of(source))]
-    return sum(path.stat().st_size for path in [Path(source), *kernels] if path.exists())
+def haste(group: list[str]) -> int:
+    """What takes longest comes first: by its bytes, with those of the kernels that it includes."""
+    kernels = [CSRC / name for source in group for name in KERNEL_FILE.findall(text_of(source))]
+    paths = [*map(Path, group), *kernels]
+    return -sum(path.stat().st_size for path in paths if path.exists())
 
 
 def groups_of(sources: list[str]) -> list[list[str]]:
@@ -79,13 +81,12 @@ def groups_of(sources: list[str]) -> list[list[str]]:
             folders[Path(source).parent].append(source)
         else:
             alone.append([source])
-    alone.sort(key=lambda group: -size_of(group[0]))
     joined = []
     for files in folders.values():
         count = math.ceil(len(files) / JOINED_FILES)
         bounds = [len(files) * i // count for i in range(count + 1)]
         joined += [files[begin:end] for begin, end in pairwise(bounds)]
-    return alone + joined
+    return sorted(alone, key=haste) + sorted(joined, key=haste)
 
 
 # ---- files for ninja -----------------------------------------------------------------------------
@@ -208,10 +209,11 @@ class Progress:
 def run_ninja(file: Path, stream: TextIO) -> None:
     """Compiles what has changed. Prints how far it is and what compilers say, and no command but
     that of a file that does not compile."""
-    command = ["ninja", "-f", str(file)]
     jobs = os.environ.get("MAX_JOBS", "")
-    if jobs.isdigit():
-        command += ["-j", jobs]
+    if not jobs.isdigit():
+        # ninja would start two more, of 1.5 GB each.
+        jobs = str(len(os.sched_getaffinity(0)))
+    command = ["ninja", "-f", str(file), "-j", jobs]
     progress = Progress(stream)
     with subprocess.Popen(
         command,
