@@ -106,13 +106,14 @@ def write_joined(folder: Path) -> tuple[Path, dict[str, str]]:
         else:
             lines.append(line)
     compiler = next(line for line in lines if line.startswith("cxx = ")).removeprefix("cxx = ")
-    precompiled = precompiled_header(list(objects)) if is_gcc(compiler) else None
+    gcc = gcc_of(compiler)
+    precompiled = precompiled_header(list(objects)) if gcc else None
     names: set[str] = set()
     header = folder / "precompiled.h"
     if precompiled is not None:
         names = included(str(precompiled))
         # GCC takes what is compiled, beside it, and reads this only where it cannot.
-        write_changed(header, f'#include "{precompiled}"\n')
+        write_changed(header, f'// {gcc}\n#include "{precompiled}"\n')
         lines += PRECOMPILE
         lines.append(f"build {escaped(f'{header}.gch')}: precompile {escaped(str(header))}")
     parts = {}
@@ -140,11 +141,12 @@ def precompiled_header(sources: list[str]) -> Path | None:
     return next((path for path in found if path.exists()), None)
 
 
-def is_gcc(compiler: str) -> bool:
-    """Whether precompiled headers are made and found as GCC does it."""
+def gcc_of(compiler: str) -> str:
+    """Its version, on which precompiled headers depend; nothing of compilers that make them in
+    another way."""
     command = [*shlex.split(compiler), "--version"]
     said = subprocess.run(command, capture_output=True, text=True).stdout
-    return "Free Software Foundation" in said
+    return said.splitlines()[0] if "Free Software Foundation" in said else ""
 
 
 def write_changed(path: Path, text: str) -> Path:
@@ -255,7 +257,7 @@ class NinjaBuildExtension(cpp_extension.BuildExtension):
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        self.parallel = None  # ninja is
+        self.parallel = None  # ninja sees to that
 
     def build_extension(self, ext: Any) -> None:
         # torch writes a file for ninja into the folder of an extension's objects.

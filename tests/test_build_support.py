@@ -116,7 +116,7 @@ def test_a_change_compiles_what_it_concerns(library: SmallLibrary) -> None:
 
 
 def test_a_change_of_a_precompiled_header_compiles_what_includes_it(library: SmallLibrary) -> None:
-    if not build_support.is_gcc(shlex.join(cpp_compiler())):
+    if not build_support.gcc_of(shlex.join(cpp_compiler())):
         pytest.skip("headers are precompiled with GCC alone")
     library.build()
     library.write("library/value.h", "#pragma once\nconstexpr int kValue = 2;\n")
