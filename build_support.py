@@ -180,14 +180,14 @@ class Progress:
         self.stream = stream
         self.rewrites = stream.isatty()
         self.begin = time.monotonic()
-        self.count = "no files"
+        self.count = ""
         self.is_shown = False
 
     def line(self) -> str:
-        return f"native build: {self.count}, {time.monotonic() - self.begin:.0f} s"
+        return f"native build: {self.count}{time.monotonic() - self.begin:.0f} s"
 
     def update(self, done: str, total: str) -> None:
-        self.count = f"{done} of {total} files"
+        self.count = f"{done} of {total} files, "
         self.show()
 
     def show(self) -> None:
@@ -201,6 +201,7 @@ class Progress:
         self.is_shown = False
 
     def finish(self) -> None:
+        self.count = self.count or "nothing to compile, "
         self.say(f"{self.line()}\n")
 
     def write(self, text: str) -> None:

@@ -106,7 +106,7 @@ def test_all_objects_are_there(library: SmallLibrary) -> None:
 
 def test_nothing_is_compiled_twice(library: SmallLibrary) -> None:
     library.build()
-    assert library.build().startswith("native build: no files, ")
+    assert library.build().startswith("native build: nothing to compile, ")
 
 
 def test_a_change_compiles_what_it_concerns(library: SmallLibrary) -> None:
