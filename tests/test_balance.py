@@ -8,7 +8,7 @@ import pytest
 from balance import HISTORIES, ROADS, TABLE, cases, out_of_balance
 from rank_pool import RankPool
 
-#: In ``make test``, one in ten of them compiled. Each is another pair of a hook and a road.
+#: In ``make test``, one in nine of them compiled. Each is another pair of a hook and a road.
 SOME = cases(50)
 
 

@@ -111,6 +111,62 @@ def test_gradients_are_the_mean_of_the_ranks_that_have_one(
             assert [reason for reason in breaks if "Tensor.backward()" not in reason] == []
 
 
+#: Micro-batches of one step, in which no rank uses layer 4, and only rank 1 layer 3.
+ACCUMULATED: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+    ((3, 4), (2, 4)),
+    ((2, 3, 4), (2, 3, 4)),
+]
+
+
+def _accumulated(rank: int, mode: Mode, views: bool, eager_steps: int) -> tuple[bool, list[Tensor]]:
+    """Whether a gradient of an earlier step stays, and the other gradients."""
+    torch._dynamo.reset()
+    inner = Skipping()
+    options = {"find_unused_parameters": True, "gradient_as_bucket_view": views}
+    model = mode.wrap(inner, **options)
+    attach_options = dict(mode.attach_options)
+    if mode.model == "module":
+        attach_options["gradient_as_bucket_view"] = views
+    handle = attach(model, hooks.error_feedback(hooks.sign()), **attach_options)
+    last = inner.layers[4].weight
+    before = torch.empty(0)
+    with mode.step_function(model) as step:
+        for number, skips in enumerate([((), ()), *ACCUMULATED]):
+            inner.skip = skips[rank]
+            with handle.no_sync() if number == 1 else nullcontext():
+                if number < eager_steps:
+                    model(batch(rank, number)).square().sum().backward()
+                else:
+                    step(batch(rank, number))
+            if number == 0:
+                before = last.grad.clone()
+    found = [parameter.grad.clone() for parameter in inner.parameters()]
+    handle.remove()
+    return torch.equal(last.grad, before), found[:4]
+
+
+@pytest.mark.parametrize(
+    ("mode", "views", "eager_steps"),
+    [
+        *((Mode(model, "eager"), views, 0) for model in ("module", "ddp") for views in (0, 1)),
+        (Mode("python_reducer", "eager"), False, 0),
+        (Mode("module", "context", fullgraph=True, backend="aot_eager"), False, 0),
+        (Mode("ddp", "context", backend="aot_eager"), True, 0),
+        # Our reducer takes over from DDP's in the middle of a step.
+        (Mode("ddp", "context", backend="aot_eager"), False, 2),
+    ],
+    ids=str,
+)
+def test_what_no_micro_batch_has_used_is_left_alone(
+    two_ranks: RankPool, mode: Mode, views: bool, eager_steps: int
+) -> None:
+    """And nothing else is: a parameter that a rank used under ``no_sync()`` gets the mean."""
+    (stays, first), (also, second) = two_ranks.run(_accumulated, mode, views, eager_steps)
+    assert stays and also
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_over_a_simulated_group(set_to_none: bool) -> None:
     for wrong, _ in run_ranks(_against_the_mean, 2, Mode("module", "eager"), set_to_none):

@@ -53,6 +53,16 @@ def _used(model: DistributedDataParallel) -> Tensor:
     return model.reducer._get_local_used_map().cpu()
 
 
+def _used_before(
+    model: DistributedDataParallel, named: Sequence[tuple[str, Tensor]]
+) -> list[bool]:
+    """For each parameter, whether backward passes under ``no_sync()`` have used it since a step."""
+    if model.find_unused_parameters and not model.static_graph:
+        return [bool(used) for used in _C.locally_used(model.reducer).tolist()]
+    # DDP has not looked. A gradient that is averaged twice stays; one that is not, differs.
+    return [parameter.grad is not None for _, parameter in named]
+
+
 def _delivery(model: DistributedDataParallel) -> str:
     """Who brings a bucket's result into the gradients (csrc/runtime/ddp_hook.h)."""
     if model.find_unused_parameters or model.static_graph:
@@ -532,6 +542,7 @@ class DdpRoad:
         named = list(self._watched.parameters)
         self._watched.clear()
         self.successor = ReducerRoad.of_ddp(model, named, self._group)
+        self.successor.reducer.note_used_before(_used_before(model, named))
         self.successor.attached, self.attached = self.attached, None
         return True
 

@@ -158,7 +158,8 @@ class Reducer:
         self._starting = False
         self._running: Attached | None = None  # for this backward; None: no synchronisation
         self._cpp: CppRun | None = None  # its hook, where that runs in C++
-        self._accumulated = False  # since the last synchronisation
+        # Whether each parameter has got a gradient since the last synchronisation, under no_sync().
+        self._used_before = [False] * len(self._parameters)
         self._rebuilt = False  # in the order in which gradients have come
         self._agreed_order: list[int] | None = None
 
@@ -466,6 +467,11 @@ class Reducer:
         missing = set(self._arrivals.missing())
         if nested and missing:
             return
+        self._set_arrived(missing)
+        self._finish()
+
+    def _set_arrived(self, missing: set[int]) -> None:
+        """Let buckets know which gradients an eager backward has not given."""
         for bucket in self._buckets:
             if not missing:
                 bucket.pending = 0
@@ -476,7 +482,6 @@ class Reducer:
                 parameter if has else None
                 for parameter, has in zip(bucket.parameters, here, strict=True)
             ]
-        self._finish()
 
     def _enter_compiled(self) -> None:
         if not self._idle:  # an eager backward was left by an exception
@@ -614,7 +619,7 @@ class Reducer:
     def _finish(self) -> None:
         """All gradients of this backward are there: wait for the hooks and write their results."""
         if self._running is None:
-            self._accumulated = True
+            self._note_used()
             self._reset()
         elif _is_compiling():
             self._finish_traced()
@@ -661,7 +666,7 @@ class Reducer:
             self._keep_unsent(used)
             for index, of_bucket in enumerate(traffic):
                 count_bucket(attached.stats, index, count, of_bucket, first=index == 0)
-        self._accumulated = False
+        self._forget_used()
         if self._is_to_rebuild():
             self._agreed_order = self._agree_on_order()
 
@@ -736,6 +741,24 @@ class Reducer:
             _C.wait_for_result(future, running.where, seconds)
         return future.wait()
 
+    def note_used_before(self, used: Sequence[bool]) -> None:
+        """Take parameters for used in a backward that did not synchronise.
+
+        Args:
+            used: for each parameter, whether it was.
+        """
+        self._used_before = list(used)
+
+    def _note_used(self) -> None:
+        """A backward that does not synchronise has ended: its gradients wait for one that does."""
+        for bucket in self._buckets:
+            for number, arrived in zip(bucket.members, bucket.arrived, strict=True):
+                if bucket.pending == 0 or arrived is not None:
+                    self._used_before[number] = True
+
+    def _forget_used(self) -> None:
+        self._used_before = [False] * len(self._parameters)
+
     def _locally_used(self) -> Tensor:
         used = [1] * len(self._parameters)
         for bucket in self._buckets:
@@ -744,7 +767,9 @@ class Reducer:
             for number, parameter, arrived in zip(
                 bucket.members, bucket.parameters, bucket.arrived, strict=True
             ):
-                if arrived is None and not (self._accumulated and parameter.grad is not None):
+                if arrived is None and not (
+                    self._used_before[number] and parameter.grad is not None
+                ):
                     used[number] = 0
         if not self._agreement.shares_used and self._agreement.size > 1 and 0 in used:
             names = [name for name, yes in zip(self._names, used, strict=True) if not yes]
@@ -877,7 +902,7 @@ class Reducer:
             write_missing(self._token, used, missing, numbers, self.key)
             if not attached.keeps_ranks_apart:
                 self._keep_unsent(used)
-        self._accumulated = False
+        self._forget_used()
         if missing and attached.stages.has_post_accumulate_hooks:
             self._run_post_accumulate_hooks_untraced(attached)
         else:
@@ -924,6 +949,7 @@ class Reducer:
         except BaseException as interrupt:  # the other ranks are told all the same
             error = interrupt
         raised = self._agreement.fail_with(error)
+        self._forget_used()
         self._reset()
         raise raised
 
@@ -946,6 +972,10 @@ class Reducer:
         """Forget a backward that was left by an exception."""
         if self._running is not None:
             self._agreement.fail("backward() was left by an exception")
+            self._forget_used()
+        elif self._task != _COMPILED and not _is_compiling():  # what it has given stays
+            self._set_arrived(set(self._arrivals.missing()))
+            self._note_used()
         self._reset()
 
     def _reset(self) -> None:
