@@ -53,9 +53,7 @@ def _used(model: DistributedDataParallel) -> Tensor:
     return model.reducer._get_local_used_map().cpu()
 
 
-def _used_before(
-    model: DistributedDataParallel, named: Sequence[tuple[str, Tensor]]
-) -> list[bool]:
+def _used_before(model: DistributedDataParallel, named: Sequence[tuple[str, Tensor]]) -> list[bool]:
     """For each parameter, whether backward passes under ``no_sync()`` have used it since a step."""
     if model.find_unused_parameters and not model.static_graph:
         return [bool(used) for used in _C.locally_used(model.reducer).tolist()]
