@@ -200,7 +200,7 @@ def extensions() -> list:
         ops_extension = cpp_extension.CppExtension(**ops)
     runtime_extension = cpp_extension.CppExtension(
         name="torch_commhook._C",
-        sources=sources("csrc/runtime/*.cpp"),
+        sources=sources("csrc/runtime/**/*.cpp"),
         depends=headers,
         include_dirs=include_dirs,
         # The CPU wheels hold c10d with Gloo; what a header declares depends on these.

@@ -5,7 +5,7 @@
 #include <torch/library.h>
 
 #include "bucket_launch.h"
-#include "ops/bucket.h"
+#include "ops/bucket/bucket.h"
 #include "sources.h"
 
 namespace commhook::cuda {

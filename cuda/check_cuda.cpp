@@ -4,7 +4,7 @@
 #include <torch/library.h>
 
 #include "check_launch.h"
-#include "ops/check.h"
+#include "ops/check/check.h"
 #include "sources.h"
 
 namespace commhook::cuda {

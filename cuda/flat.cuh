@@ -5,7 +5,7 @@
 #include <c10/cuda/CUDAGuard.h>
 
 #include "bucket_launch.h"
-#include "ops/bucket.h"
+#include "ops/bucket/bucket.h"
 #include "partition.h"
 #include "quad.h"
 #include "sources.h"

@@ -29,7 +29,7 @@ ODD_LENGTHS = (1, 7, 70_001, 3, 64, 33, 130_003, 0, 15, 16, 17, 5000)
 
 
 def cache_bytes() -> int:
-    """The size from which on destinations are streamed (csrc/ops/cpu/bucket_cpu.cpp)."""
+    """The size from which on destinations are streamed (csrc/ops/bucket/bucket_cpu.cpp)."""
     try:
         size = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
     except OSError:

@@ -1,7 +1,7 @@
 """Fakes and typed functions of ``torch.ops.commhook``.
 
 The schemas stand in ``csrc/ops/library.cpp``, the kernels in ``csrc/ops`` and ``cuda``, the
-derivatives in ``csrc/ops/bucket_autograd.cpp``. Each operator has here, one below the other: its
+derivatives in ``csrc/ops/bucket/bucket_autograd.cpp``. Each operator has here, one below the other: its
 typed function with the documentation and its fake kernel, which checks what can be checked without
 data.
 """

@@ -62,7 +62,7 @@ def _used_before(model: DistributedDataParallel, named: Sequence[tuple[str, Tens
 
 
 def _delivery(model: DistributedDataParallel) -> str:
-    """Who brings a bucket's result into the gradients (csrc/runtime/ddp_hook.h)."""
+    """Who brings a bucket's result into the gradients (csrc/runtime/reducer/ddp_hook.h)."""
     if model.find_unused_parameters or model.static_graph:
         return "reducer"  # it alone knows which gradients to leave as they are
     if any(parameter.is_complex() for parameter in model.parameters()):
@@ -279,7 +279,7 @@ class DdpRoad:
         """What has happened to the parameters since a hook was attached, if anything."""
         return None if self._attached is None else self._watched.change()
 
-    # ---- called by the reducer's hook (csrc/runtime/ddp_hook.h) ----------------------------------
+    # ---- called by the reducer's hook (csrc/runtime/reducer/ddp_hook.h) ----------------------------------
 
     def choose_delivery(self) -> str:
         """Who brings a bucket's result into the gradients."""

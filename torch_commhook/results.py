@@ -1,6 +1,6 @@
 """What a hook gives for a bucket of the reducer, checked: the same in eager and while traced.
 
-For DDP's reducer ``csrc/runtime/hook_result.cpp`` does this, in the same words.
+For DDP's reducer ``csrc/runtime/hooks/hook_result.cpp`` does this, in the same words.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "ops/bucket_dtype.h"
+#include "ops/bucket/bucket_dtype.h"
 #include "ops/codecs/codec_checks.h"
 #include "ops/cpu/capability.h"
 #include "ops/cpu/row_kernels.h"

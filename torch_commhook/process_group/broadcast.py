@@ -1,7 +1,7 @@
 """Many tensors from one rank to all others, in few broadcasts: eager, and as an operator.
 
 The schema stands in ``csrc/ops/library.cpp``, the kernel in
-``csrc/runtime/broadcast_coalesced.cpp``.
+``csrc/runtime/collectives/broadcast_coalesced.cpp``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 #include "ops/codecs/block_codec.h"
 
-#include "ops/bucket.h"
+#include "ops/bucket/bucket.h"
 #include "ops/codecs/codec_checks.h"
 
 namespace commhook::codecs {

@@ -6,7 +6,7 @@
 
 #include <optional>
 
-#include "ops/bucket.h"
+#include "ops/bucket/bucket.h"
 #include "ops/codecs/block_codec.h"
 #include "ops/codecs/blockwise_math.h"
 #include "ops/codecs/codec_reference.h"

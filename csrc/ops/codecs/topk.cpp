@@ -15,7 +15,7 @@
 #include <tuple>
 #include <vector>
 
-#include "ops/bucket.h"
+#include "ops/bucket/bucket.h"
 #include "ops/codecs/codec_checks.h"
 #include "ops/codecs/codec_reference.h"
 #include "ops/cpu/capability.h"

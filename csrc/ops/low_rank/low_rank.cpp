@@ -8,7 +8,7 @@
 
 #include <vector>
 
-#include "ops/bucket_dtype.h"
+#include "ops/bucket/bucket_dtype.h"
 #include "ops/codecs/codec_checks.h"
 #include "ops/cpu/capability.h"
 #include "ops/memory_check.h"

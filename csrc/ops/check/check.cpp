@@ -1,0 +1,159 @@
+// The checks of a hook as operators: their reference kernels (plain ATen, every device) and what
+// they are to autograd, which they have no derivative for since they return nothing.
+#include "ops/check/check.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <string_view>
+
+#include "commhook/ops.h"
+#include "ops/autograd_checks.h"
+#include "ops/bucket/bucket_dtype.h"
+#include "ops/check/hook_value.h"
+#include "ops/memory_check.h"
+
+namespace commhook {
+
+void check_finite_arguments(at::TensorList tensors, const at::Tensor& count) {
+  TORCH_CHECK_TYPE(count.defined(), "check_finite: count must be a tensor, got None");
+  TORCH_CHECK_TYPE(count.scalar_type() == at::kLong,
+                   "check_finite: count must be of dtype torch.int64, got ",
+                   dtype_name(count.scalar_type()));
+  TORCH_CHECK_TYPE(count.layout() == at::kStrided,
+                   "check_finite: count must be dense (torch.strided), got layout ",
+                   layout_name(count.layout()));
+  TORCH_CHECK_VALUE(count.sym_numel() == 1, "check_finite: count must hold one element, got ",
+                    count.sym_numel());
+  check_memory("check_finite", "count", -1, count);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const auto index = static_cast<int64_t>(i);
+    TORCH_CHECK(tensors[i].defined(), "check_finite: ", argument_name("tensors", index),
+                " must be a tensor, got None");
+    TORCH_CHECK_VALUE(
+        tensors[i].device() == count.device(), "check_finite: ", argument_name("tensors", index),
+        " must be on the device of count, ", count.device(), ", got ", tensors[i].device());
+    check_memory("check_finite", "tensors", index, tensors[i]);
+  }
+}
+
+Checked split_by_dtype(at::TensorList tensors) {
+  Checked checked;
+  for (const auto& tensor : tensors) {
+    if (!is_bucket_dtype(tensor.scalar_type())) {
+      checked.others.push_back(tensor);
+    } else if (!tensor.is_contiguous() && tensor.is_non_overlapping_and_dense()) {
+      checked.rows.push_back(tensor.as_strided({tensor.numel()}, {1}));
+    } else {
+      checked.rows.push_back(tensor);
+    }
+  }
+  return checked;
+}
+
+namespace reference {
+
+void check_finite(at::TensorList tensors, const at::Tensor& count) {
+  check_finite_arguments(tensors, count);
+  for (const auto& tensor : tensors) {
+    if (!tensor.is_floating_point() && !tensor.is_complex()) {
+      continue;
+    }
+    // The 8-bit dtypes have no arithmetic.
+    const auto values =
+        c10::isFloat8Type(tensor.scalar_type()) ? tensor.to(at::kFloat) : tensor.detach();
+    count.add_(values.isfinite().logical_not_().sum());
+  }
+}
+
+}  // namespace reference
+
+namespace {
+
+const auto& check_finite_op() {
+  static const auto op =
+      ops::find_op<void(at::TensorList, const at::Tensor&)>("commhook::check_finite");
+  return op;
+}
+
+void check_hook_result(const at::Tensor& result, const at::Tensor& value, std::string_view hook) {
+  TORCH_CHECK_TYPE(result.defined() && value.defined(),
+                   "check_hook_result: ", result.defined() ? "value" : "result",
+                   " must be a tensor, got None");
+  check_hook_value(value, result, [&] { return c10::str("hook '", hook, "'"); });
+}
+
+// The elements that a sparse tensor stores, each as often as it does: adding up those of one index
+// would make the host wait for their number.
+at::Tensor stored_values(const at::Tensor& tensor, int64_t index) {
+  switch (tensor.layout()) {
+    case at::kStrided:
+      return tensor;
+    case at::kSparse:
+      return tensor._values();
+    case at::kSparseCsr:
+    case at::kSparseCsc:
+    case at::kSparseBsr:
+    case at::kSparseBsc:
+      return tensor.values();
+    default:
+      TORCH_CHECK_TYPE(false, "check_finite: ", argument_name("tensors", index),
+                       " must be dense or sparse, got layout ", layout_name(tensor.layout()));
+  }
+}
+
+void check_finite(at::TensorList tensors, const at::Tensor& count) {
+  const auto is_dense = [](const at::Tensor& tensor) { return tensor.layout() == at::kStrided; };
+  if (!is_dense(count) || std::all_of(tensors.begin(), tensors.end(), is_dense)) {
+    return reference::check_finite(tensors, count);
+  }
+  std::vector<at::Tensor> values;
+  values.reserve(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    values.push_back(stored_values(tensors[i], static_cast<int64_t>(i)));
+  }
+  check_finite_op().call(values, count);
+}
+
+void check_finite_below_autograd(at::TensorList tensors, const at::Tensor& count) {
+  at::AutoDispatchBelowAutograd guard;
+  check_finite_op().call(tensors, count);
+}
+
+// A key of its own, since inference mode leaves autograd's out and still writes normal tensors.
+void check_finite_versioned(at::TensorList tensors, const at::Tensor& count) {
+  check_has_version("check_finite", "count", -1, count);
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    check_finite_op().call(tensors, count);
+  }
+  torch::autograd::increment_version(count);
+}
+
+TORCH_LIBRARY_IMPL(commhook, CompositeExplicitAutograd, m) {
+  m.impl("check_hook_result", check_hook_result);
+  m.impl("check_finite", check_finite);
+}
+
+TORCH_LIBRARY_IMPL(commhook, Autograd, m) {
+  m.impl("check_hook_result", torch::CppFunction::makeFallthrough());
+  m.impl("check_finite", check_finite_below_autograd);
+}
+
+TORCH_LIBRARY_IMPL(commhook, ADInplaceOrView, m) { m.impl("check_finite", check_finite_versioned); }
+
+// What is compared has nothing to do with the values: a conjugate need not be computed.
+TORCH_LIBRARY_IMPL(commhook, Conjugate, m) {
+  m.impl("check_hook_result", torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(commhook, Negative, m) {
+  m.impl("check_hook_result", torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(commhook, ZeroTensor, m) {
+  m.impl("check_hook_result", torch::CppFunction::makeFallthrough());
+}
+
+}  // namespace
+}  // namespace commhook

@@ -1,0 +1,313 @@
+#include "runtime/collectives/exchanges.h"
+
+#include <algorithm>
+#include <chrono>
+#include <stdexcept>
+#include <utility>
+
+using c10::ivalue::Future;
+
+namespace commhook {
+namespace {
+
+// Far from those that people use on the same group. Two before it are of messages that never come.
+constexpr uint32_t kFirstTag = 1U << 30;
+
+constexpr const char* kStopped = "exchange: the process group was closed (gloo)";
+
+constexpr std::chrono::hours kEver{24 * 365 * 10};
+
+bool are_messages(const std::vector<at::Tensor>& messages, int64_t size) {
+  return static_cast<int64_t>(messages.size()) == size &&
+         std::all_of(messages.begin(), messages.end(), [](const at::Tensor& message) {
+           return message.defined() && message.dim() == 1 && message.device().is_cpu() &&
+                  message.scalar_type() == at::kByte && message.is_contiguous();
+         });
+}
+
+// Whether all went well; false where they were aborted. Throws what failed.
+bool wait_for(const std::vector<c10::intrusive_ptr<c10d::Work>>& works) {
+  return std::all_of(works.begin(), works.end(), [](const auto& work) { return work->wait(); });
+}
+
+const Exchanges::Group& checked(const Exchanges::Group& group) {
+  TORCH_CHECK_VALUE(group, "exchange: there must be process groups");
+  return group;
+}
+
+}  // namespace
+
+Exchanges::Exchanges(const Group& up, const Group& down, bool is_second, std::vector<int64_t> names)
+    : up_(checked(up)),
+      down_(checked(down)),
+      size_(up->getSize()),
+      rank_(up->getRank()),
+      is_second_(is_second),
+      names_(std::move(names)),
+      lanes_(size_) {
+  TORCH_CHECK_VALUE(names_.empty() || static_cast<int64_t>(names_.size()) == size_,
+                    "exchange: there must be a name for each of ", size_, " ranks, got ",
+                    names_.size());
+  TORCH_CHECK_VALUE(down->getSize() == size_ && down->getRank() == rank_,
+                    "exchange: both process groups must have the same ranks");
+}
+
+c10::intrusive_ptr<Future> Exchanges::start(std::vector<at::Tensor> inputs,
+                                            std::vector<at::Tensor> outputs, at::Tensor result) {
+  TORCH_CHECK_VALUE(are_messages(inputs, size_) && are_messages(outputs, size_),
+                    "exchange: there must be flat bytes on the CPU for each rank");
+  auto done = c10::make_intrusive<Future>(c10::TensorType::get());
+  Messages messages{std::move(inputs), std::move(outputs), std::move(result), done};
+  {
+    const std::lock_guard lock(mutex_);
+    TORCH_CHECK(!stopped_, kStopped);
+    if (is_second_) {
+      if (issuer_ == std::thread::id()) {
+        std::thread issuer([self = shared_from_this()] { self->issue_all(); });
+        issuer_ = issuer.get_id();
+        issuer.detach();  // who waits for its end calls stop()
+      }
+      to_issue_.push_back(std::move(messages));
+      return done;
+    }
+    ++issuing_;
+  }
+  const Outcome outcome = issue(messages);
+  {
+    const std::lock_guard lock(mutex_);
+    --issuing_;
+  }
+  ended_.notify_all();
+  tell(*done, outcome, messages.result);  // may run what calls stop()
+  return done;
+}
+
+void Exchanges::issue_all() {
+  std::unique_lock lock(mutex_);
+  while (!to_issue_.empty()) {
+    Messages messages = std::move(to_issue_.front());
+    to_issue_.pop_front();
+    lock.unlock();
+    tell(*messages.done, issue(messages), messages.result);
+    messages = {};
+    lock.lock();
+  }
+  issuer_ = {};
+  ended_.notify_all();
+}
+
+Exchanges::Outcome Exchanges::issue(const Messages& messages) {
+  try {
+    return {post(messages), nullptr};
+  } catch (...) {  // connections that have failed before, which other collectives tell so too
+    return {true, std::current_exception()};
+  }
+}
+
+void Exchanges::tell(Future& done, const Outcome& outcome, const at::Tensor& result) {
+  if (outcome.error) {
+    done.setErrorIfNeeded(outcome.error);
+  } else if (outcome.is_over) {
+    done.markCompleted(result);
+  }
+}
+
+template <typename Call>
+Exchanges::WorkPtr Exchanges::with(int rank, const Call& call) const {
+  try {
+    return call();
+  } catch (...) {
+    std::rethrow_exception(named(lanes_[rank], std::current_exception()));
+  }
+}
+
+bool Exchanges::post(const Messages& messages) {
+  const Group up = up_.lock();
+  const Group down = down_.lock();
+  TORCH_CHECK(up && down, kStopped);
+  uint32_t count = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    TORCH_CHECK(!stopped_, kStopped);
+    count = count_++ % (kFirstTag / 2);
+  }
+  const int tag = static_cast<int>(kFirstTag + 2 * count + (is_second_ ? 1 : 0));
+  std::vector<std::pair<int, Works>> parts;
+  const auto exchange = std::make_shared<Exchange>(Exchange{messages.done, messages.result});
+  try {
+    // What is to come is asked for first: then no message has to wait for that.
+    for (int distance = 1; distance < size_; ++distance) {
+      const int from = (rank_ + size_ - distance) % size_;
+      parts.emplace_back(from, Works());
+      const Group& group = from < rank_ ? up : down;
+      watch(from, group);
+      std::vector<at::Tensor> received{messages.outputs[from]};
+      if (received[0].numel() != 0) {
+        parts.back().second.push_back(with(from, [&] { return group->recv(received, from, tag); }));
+      }
+    }
+    for (auto& [to, works] : parts) {
+      std::vector<at::Tensor> sent{messages.inputs[to]};
+      if (sent[0].numel() != 0) {
+        works.push_back(
+            with(to, [&, to = to] { return (rank_ < to ? up : down)->send(sent, to, tag); }));
+      }
+    }
+    parts.erase(std::remove_if(parts.begin(), parts.end(),
+                               [](const auto& part) { return part.second.empty(); }),
+                parts.end());
+    if (!parts.empty()) {
+      add(parts, exchange);  // a copy: see below
+    }
+    return parts.empty();
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    exchange->ended = true;  // for threads that wait for a part of it
+    for (auto& [rank, works] : parts) {
+      failed_.push_back(std::move(works));
+    }
+    throw;
+  }
+}
+
+void Exchanges::watch(int rank, const Group& group) {
+  Lane& lane = lanes_[rank];
+  {
+    const std::lock_guard lock(mutex_);
+    if (std::exchange(lane.is_watched, true)) {
+      return;
+    }
+  }
+  std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
+  const int tag = static_cast<int>(kFirstTag - 1 - (is_second_ ? 1 : 0));
+  auto watched = with(rank, [&] { return group->recv(nothing, rank, tag); });
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(!stopped_, kStopped);  // meanwhile
+  lane.watched = std::move(watched);
+  std::thread watcher([self = shared_from_this(), &lane] { self->run_watcher(lane); });
+  lane.watcher = watcher.get_id();
+  watcher.detach();  // who waits for its end calls stop()
+}
+
+void Exchanges::run_watcher(Lane& lane) {
+  std::unique_lock lock(mutex_);
+  const WorkPtr watched = lane.watched;
+  lock.unlock();
+  std::exception_ptr lost;
+  try {
+    watched->wait(std::chrono::duration_cast<std::chrono::milliseconds>(kEver));
+  } catch (...) {
+    lost = named(lane, std::current_exception());
+  }
+  lock.lock();
+  lane.lost = lost;
+  for (const auto& [works, exchange] : lane.under_way) {
+    for (const auto& work : works) {
+      work->abort();
+    }
+  }
+  lane.watcher = {};
+  ended_.notify_all();
+}
+
+void Exchanges::add(std::vector<std::pair<int, Works>> parts, std::shared_ptr<Exchange> exchange) {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(!stopped_, kStopped);  // meanwhile
+  exchange->missing = parts.size();
+  for (auto& [rank, works] : parts) {
+    Lane& lane = lanes_[rank];
+    if (lane.runner == std::thread::id()) {
+      std::thread runner([self = shared_from_this(), &lane] { self->run(lane); });
+      lane.runner = runner.get_id();
+      runner.detach();  // who waits for its end calls stop()
+    }
+    if (lane.lost) {  // meanwhile
+      for (const auto& work : works) {
+        work->abort();
+      }
+    }
+    lane.under_way.emplace_back(std::move(works), exchange);
+  }
+}
+
+void Exchanges::run(Lane& lane) {
+  std::unique_lock lock(mutex_);
+  while (!lane.under_way.empty()) {
+    Works works = lane.under_way.front().first;  // stop() finds them in their place
+    lock.unlock();
+    std::exception_ptr error;
+    try {
+      if (!wait_for(works)) {
+        error = std::make_exception_ptr(std::runtime_error(kStopped));
+      }
+    } catch (...) {
+      error = named(lane, std::current_exception());
+    }
+    lock.lock();
+    auto exchange = std::move(lane.under_way.front().second);
+    lane.under_way.pop_front();
+    if (error) {
+      error = lane.lost ? lane.lost : error;
+      failed_.push_back(std::move(works));
+    }
+    --exchange->missing;
+    const bool ends = !exchange->ended && (error || exchange->missing == 0);
+    exchange->ended = exchange->ended || ends;
+    lock.unlock();
+    works.clear();
+    if (ends && error) {
+      exchange->done->setError(error);
+    } else if (ends) {
+      exchange->done->markCompleted(exchange->result);
+    }
+    exchange.reset();
+    lock.lock();
+  }
+  lane.runner = {};
+  ended_.notify_all();
+}
+
+std::exception_ptr Exchanges::named(const Lane& lane, const std::exception_ptr& error) const {
+  const auto rank = static_cast<size_t>(&lane - lanes_.data());
+  const auto where = c10::str("exchange: with rank ",
+                              names_.empty() ? static_cast<int64_t>(rank) : names_[rank], ": ");
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& raised) {
+    return std::make_exception_ptr(std::runtime_error(where + raised.what_without_backtrace()));
+  } catch (const std::exception& raised) {
+    return std::make_exception_ptr(std::runtime_error(where + raised.what()));
+  } catch (...) {
+    return error;
+  }
+}
+
+void Exchanges::stop() {
+  std::unique_lock lock(mutex_);
+  stopped_ = true;
+  for (const auto& lane : lanes_) {
+    if (lane.watched) {
+      lane.watched->abort();
+    }
+    for (const auto& [works, exchange] : lane.under_way) {
+      for (const auto& work : works) {
+        work->abort();
+      }
+    }
+  }
+  const auto is_over = [](std::thread::id thread) {
+    return thread == std::thread::id() || thread == std::this_thread::get_id();
+  };
+  ended_.wait(lock, [&] {
+    return issuing_ == 0 && is_over(issuer_) &&
+           std::all_of(lanes_.begin(), lanes_.end(), [&](const Lane& lane) {
+             return is_over(lane.runner) && is_over(lane.watcher);
+           });
+  });
+  failed_.clear();
+  for (auto& lane : lanes_) {
+    lane.watched.reset();
+  }
+}
+
+}  // namespace commhook

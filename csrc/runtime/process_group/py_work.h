@@ -1,0 +1,69 @@
+// Work that a Python class does.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <map>
+#include <string>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <vector>
+
+#include "runtime/process_group/py_override.h"
+#include "runtime/python/torch_release.h"
+
+namespace commhook {
+
+// torch_commhook.Work. A subclass defines wait(), get_future(), or both; what it leaves out follows
+// from these: from the Future where there is one, else from whether wait() has returned.
+class PyWork : public c10d::Work {
+ public:
+  PyWork(int rank, c10d::OpType op_type) : Work(rank, op_type) {}
+
+  // The names in Python of each virtual method, by its name in C++.
+  static const std::map<std::string, const PyMethod*>& methods();
+
+  // What wait() has returned for, where there is no Future to tell.
+  void mark_completed();
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  int sourceRank() const override;
+  std::vector<at::Tensor> result() override;
+  void synchronize() override;
+  bool wait(std::chrono::milliseconds timeout) override;
+  void blockCurrentStream() override;
+  void abort() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;
+  float getDuration() const override;
+  uint64_t getSequencenumber() const override;
+#if COMMHOOK_TORCH_AT_LEAST(2, 14)
+  std::chrono::milliseconds getTimeout() const override;
+#endif
+#if COMMHOOK_TORCH_AT_LEAST(2, 15)
+  uint64_t getCompletionKey() const override;
+#endif
+
+ private:
+  template <typename Result, typename Fallback, typename... Arguments>
+  Result call(const PyMethod& method, const Fallback& fallback,
+              const Arguments&... arguments) const;
+  // The Future of the class in Python, or null where it defines none.
+  virtual c10::intrusive_ptr<c10::ivalue::Future> own_future() const;
+};
+
+// What a Future that is complete has failed with, or null. torch.futures.Future.set_exception keeps
+// the exception as a value.
+std::exception_ptr error_of(const c10::ivalue::Future& future);
+
+// The Work of a Future. Other than c10d's, it fails where Python has set an exception.
+c10::intrusive_ptr<c10d::Work> work_of(c10::intrusive_ptr<c10::ivalue::Future> future);
+
+// The Work of a Python object. One that is of a Python class, ours or a subclass of
+// torch.distributed.Work, keeps the object as long as C++ needs it, and asks it for everything that
+// its class defines. Needs the GIL.
+c10::intrusive_ptr<c10d::Work> held_work(c10::intrusive_ptr<c10d::Work> work,
+                                         const pybind11::object& python);
+
+}  // namespace commhook
