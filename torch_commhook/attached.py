@@ -160,7 +160,7 @@ class Attached:
         """
         if not self.follows_scale:
             return
-        scale = None if has_joined else scale_of(self.memory.scaler)
+        scale = None if has_joined else scale_of(self.memory.scaler, f"hook '{self.name}'")
         if in_join:
             scale = self.memory.common_scale(scale)
         if scale is not None:

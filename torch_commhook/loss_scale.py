@@ -52,11 +52,15 @@ def checked_scale(scaler: Any) -> float:
             "attach: scaler must be a torch.amp.GradScaler, or have its get_scale(), got "
             f"{_C.type_name(scaler)}"
         )
-    return scale_of(scaler)
+    return scale_of(scaler, "attach")
 
 
-def scale_of(scaler: Any) -> float:
+def scale_of(scaler: Any, who: str) -> float:
     """What the next gradients are multiplied by. Waits for the device where that holds the scale.
+
+    Args:
+        scaler: what was given to ``attach``.
+        who: who asks, for the message.
 
     Raises:
         TypeError: ``get_scale()`` gives no number.
@@ -67,10 +71,10 @@ def scale_of(scaler: Any) -> float:
         scale = float(given)
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"attach: scaler must give a number as its scale, got {_C.type_name(given)}"
+            f"{who}: scaler must give a number as its scale, got {_C.type_name(given)}"
         ) from error
     if not 0.0 < scale <= _LARGEST:
-        raise ValueError(f"attach: scaler must have a positive, finite scale, got {scale}")
+        raise ValueError(f"{who}: scaler must have a positive, finite scale, got {scale}")
     return scale
 
 
