@@ -373,7 +373,7 @@ def test_a_scale_that_is_none_ends_the_backward(road: str) -> None:
     for scale in (math.nan, 4.0):
         scaler.scale = scale
         refused = pytest.raises(
-            ValueError, match="hook '.*: scaler must have a positive, .* got nan"
+            ValueError, match=r"hook '.*: scaler must have a positive, .* got nan"
         )
         with refused if scale != scale else nullcontext(), backward_of(road):
             model(batch(0, 0)).sum().backward()

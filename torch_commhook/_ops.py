@@ -1,9 +1,9 @@
 """Fakes and typed functions of ``torch.ops.commhook``.
 
 The schemas stand in ``csrc/ops/library.cpp``, the kernels in ``csrc/ops`` and ``cuda``, the
-derivatives in ``csrc/ops/bucket/bucket_autograd.cpp``. Each operator has here, one below the other: its
-typed function with the documentation and its fake kernel, which checks what can be checked without
-data.
+derivatives in ``csrc/ops/bucket/bucket_autograd.cpp``. Each operator has here, one below the other:
+its typed function with the documentation and its fake kernel, which checks what can be checked
+without data.
 """
 
 from __future__ import annotations

@@ -279,7 +279,7 @@ class DdpRoad:
         """What has happened to the parameters since a hook was attached, if anything."""
         return None if self._attached is None else self._watched.change()
 
-    # ---- called by the reducer's hook (csrc/runtime/reducer/ddp_hook.h) ----------------------------------
+    # ---- called by the reducer's hook (csrc/runtime/reducer/ddp_hook.h) --------------------------
 
     def choose_delivery(self) -> str:
         """Who brings a bucket's result into the gradients."""
