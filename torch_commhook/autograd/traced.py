@@ -1,8 +1,8 @@
 """Autograd hooks as compiled autograd calls them.
 
 The compiler sees these functions, with the checks in them;
-csrc/runtime/autograd/autograd_hook_run.cpp has the same for eager. What is checked is known when the
-hook is traced, and guarded.
+csrc/runtime/autograd/autograd_hook_run.cpp has the same for eager. What is checked is known when
+the hook is traced, and guarded.
 """
 
 from __future__ import annotations
