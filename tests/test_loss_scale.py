@@ -572,9 +572,16 @@ class Unused(nn.Linear):
         return x
 
 
-def scaled_by_hand(road: str, hook: str, scales: list[float], unused: bool = False) -> None:
+def scaled_by_hand(
+    road: str,
+    hook: str,
+    scales: list[float],
+    *,
+    unused: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """Steps of which each has its loss multiplied by a scale."""
-    model = net()
+    model = net().to(dtype)
     if unused:
         model.insert(2, Unused())
     if road in ("ddp", "registered"):
@@ -587,7 +594,7 @@ def scaled_by_hand(road: str, hook: str, scales: list[float], unused: bool = Fal
             stack.callback(attach(model, parse_hook(hook), **options).remove)
         for number, scale in enumerate(scales):
             model.zero_grad()
-            (scale * model(batch(0, number)).square().sum()).backward()
+            (scale * model(batch(0, number).to(dtype)).square().sum()).backward()
 
 
 def jumps(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -611,6 +618,34 @@ def test_gradients_that_jump_are_said_once(
     scaled_by_hand(road, hook, [1.0] * 8 + [2.0**jump] * 12 + [2.0 ** (2 * jump)] * 12)
     (said,) = jumps(caplog)
     assert f"'{hook}': gradients have become 2**{jump} times" in said
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("road", ["module", "ddp", "registered"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_also_those_of_other_dtypes(
+    caplog: pytest.LogCaptureFixture, dtype: torch.dtype, road: str
+) -> None:
+    scaled_by_hand(road, "error_feedback(sign())", [1.0] * 10 + [0.25] * 9, dtype=dtype)
+    assert len(jumps(caplog)) == 1
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        torch.ones(4).to_sparse(),
+        torch.ones(4, dtype=torch.complex64),
+        torch.ones(1).expand(4),
+        torch.ones(2, 2).t(),
+        torch.ones(0),
+    ],
+    ids=["sparse", "complex", "expanded", "permuted", "empty"],
+)
+def test_what_is_not_plain_memory_is_passed_over(gradient: Tensor) -> None:
+    watch = loss_scale.JumpWatch("hook", keeps_error=True)
+    assert watch._sample([gradient]) is None
+    sample = watch._sample([gradient, torch.ones(3)])
+    assert sample is not None and sample.tolist() == [1.0] * 3
 
 
 @pytest.mark.usefixtures("one_rank")

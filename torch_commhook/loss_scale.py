@@ -172,7 +172,7 @@ class JumpWatch:
         self.hook = hook
         self.keeps_error = keeps_error
         self.has_ended = False
-        self._size = 0  # of the gradient that is looked at
+        self._looked_at: tuple[int, ...] | None = None  # which gradient of how many, its size
         self._octaves: deque[float] = deque(maxlen=2 * self.STEPS)
         self._on_the_way: deque[tuple[Tensor, Any]] = deque()
 
@@ -184,7 +184,8 @@ class JumpWatch:
         sample = self._sample(bucket.sources())
         if sample is None:
             return
-        norm = torch.linalg.vector_norm(sample, dtype=torch.float32)
+        dtype = torch.float64 if sample.dtype == torch.float64 else torch.float32
+        norm = torch.linalg.vector_norm(sample, dtype=dtype)
         event = None
         if norm.is_cuda:
             host = torch.empty_like(norm, device="cpu", pin_memory=True)
@@ -212,16 +213,18 @@ class JumpWatch:
         return found
 
     def _sample(self, gradients: Sequence[Tensor]) -> Tensor | None:
-        """Some values of the largest gradient; None where it is not plain memory."""
-        largest = max(gradients, key=Tensor.numel)
-        if largest.layout is not torch.strided or not largest.is_floating_point():
+        """Some values of the largest gradient that is plain memory; None where none is."""
+        plain = [number for number, each in enumerate(gradients) if _is_plain(each)]
+        if not plain:
             return None
-        if not largest.is_contiguous() or not largest.numel():
-            return None
-        if largest.numel() != self._size:  # buckets were formed anew
-            self._size = largest.numel()
+        number = max(plain, key=lambda number: gradients[number].numel())
+        size = gradients[number].numel()
+        looked_at = (len(gradients), number, size)
+        if looked_at != self._looked_at:  # buckets were formed anew
+            self._looked_at = looked_at
             self._octaves.clear()
-        return largest.detach().view(-1)[:: -(-self._size // self.SAMPLE)]
+            self._on_the_way.clear()
+        return gradients[number].detach().view(-1)[:: -(-size // self.SAMPLE)]
 
     def _note(self, norm: float) -> None:
         if not 0.0 < norm < math.inf:  # nothing was used, or a scale was too large
@@ -257,3 +260,13 @@ class JumpWatch:
         if spread > abs(jump) / 2 or abs(after[0] - before[-1]) < self.MOST * abs(jump):
             return None
         return power
+
+
+def _is_plain(gradient: Tensor) -> bool:
+    """Whether its values lie side by side, and are real numbers."""
+    return (
+        gradient.layout is torch.strided
+        and gradient.is_floating_point()
+        and gradient.is_contiguous()
+        and gradient.numel() > 0
+    )
