@@ -461,4 +461,6 @@ def test_under_torchrun_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
         run.assert_all_end(2)
         lines = [line for line in run.stderr.splitlines() if line.startswith("commhook train:")]
         assert len(lines) == 1
-        assert lines[0].startswith("commhook train: rank 0 lost another rank: ")
+        # torchrun may end rank 0 before it notices.
+        ends = ("lost another rank: ", "stopped by SIGTERM")
+        assert lines[0].startswith(tuple(f"commhook train: rank 0 {end}" for end in ends))
