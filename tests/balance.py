@@ -7,7 +7,8 @@ the gradient that it gives. For each parameter, the sum of the delivered average
 memory of all ranks must equal the sum of the averages that were given. A parameter that no rank has
 used, in any micro-batch of a step, keeps its gradient to the bit.
 
-Hooks in C++ remember nothing, so that they have no balance. ``local_sgd`` delivers no gradients.
+Hooks in C++ remember nothing, so that they have no balance. ``local_sgd`` delivers moves of the
+parameters, not gradients: ``local_balance.py``.
 
 ``make balance`` runs 1,000 histories and writes ``balance.json`` beside this file; it exits with 1
 where one is out of balance. ``test_balance.py`` runs a few.
@@ -268,7 +269,7 @@ class History:
         self.handle.load_state_dict(saved)
 
     def _step(self, where: str, *, takes_over: bool = False) -> None:
-        before = {name: _or_zeros(p.grad, p) for name, p in self.parameters.items()}
+        before = {name: or_zeros(p.grad, p) for name, p in self.parameters.items()}
         had = {name for name, p in self.parameters.items() if p.grad is not None}
         batches = 1 if takes_over else self.dice.choice([1, 1, 2, 3])
         used_by_any: set[str] = set()
@@ -286,7 +287,7 @@ class History:
             for name, gradient in every[self.rank].items():
                 before[name] += gradient
         for name, parameter in self.parameters.items():
-            after = _or_zeros(parameter.grad, parameter)
+            after = or_zeros(parameter.grad, parameter)
             if name not in used_by_any:
                 is_none = parameter.grad is None
                 if not torch.equal(after, before[name]) or is_none != (name not in had):
@@ -301,10 +302,14 @@ class History:
             return self.dice.random() < 0.5
         return self.road.compiled
 
+    def _own_state(self) -> dict[str, dict[str, Tensor]]:
+        """What the hook remembers on this rank, by kind and parameter."""
+        own: dict[str, dict[str, Tensor]] = self.handle.state_dict()[f"rank{self.rank}"]
+        return own
+
     def _compare(self) -> None:
         remembered = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
-        own = self.handle.state_dict()[f"rank{self.rank}"]
-        for kind, tensors in own.items():
+        for kind, tensors in self._own_state().items():
             for name, tensor in tensors.items():
                 remembered[name] += _SHARES[kind] * _as_parameter(tensor, self.parameters[name])
         every: list[Any] = [None] * RANKS
@@ -318,7 +323,7 @@ class History:
                     self.wrong.append(f"{name} on rank {rank} is off by {off:.2g}")
 
 
-def _or_zeros(gradient: Tensor | None, parameter: Tensor) -> Tensor:
+def or_zeros(gradient: Tensor | None, parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter) if gradient is None else gradient.detach().clone()
 
 
@@ -330,7 +335,7 @@ def _as_parameter(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _small_buckets() -> Iterator[None]:
+def small_buckets() -> Iterator[None]:
     with unittest.mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", FIRST_BUCKET_BYTES):
         yield
 
@@ -338,16 +343,18 @@ def _small_buckets() -> Iterator[None]:
 def run_history(rank: int, name: str, road: Road, seed: int) -> list[str]:
     """What is wrong with one history, if anything. Runs on each rank."""
     torch._dynamo.reset()
-    with _small_buckets():
+    with small_buckets():
         return History(name, road, seed).run()
 
 
-def out_of_balance(pool: RankPool, case: tuple[str, Road, int]) -> list[str]:
+def out_of_balance(
+    pool: RankPool,
+    case: tuple[str, Road, int],
+    run: Callable[[int, str, Road, int], list[str]] = run_history,
+) -> list[str]:
     """What is wrong with one history on any rank."""
     try:
-        return sorted(
-            {each for found in pool.run(run_history, *case, timeout=180) for each in found}
-        )
+        return sorted({each for found in pool.run(run, *case, timeout=180) for each in found})
     except (RankError, TimeoutError) as error:  # the next call starts new ranks
         return [str(error)]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import unittest.mock
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from local_training import (
 from rank_pool import RankPool
 from torch import Tensor, nn
 
-from torch_commhook import attach, collectives
+from torch_commhook import GradBucket, PeerError, attach, collectives
 from torch_commhook.cli.hook_expression import parse_hook
 from torch_commhook.hooks import local_sgd
 
@@ -96,6 +98,41 @@ def test_error_reset_keeps_the_mean(two_ranks: RankPool, road: str, hook: str) -
                 place = one["anchor"][name] - own["error"][name].view_as(one["anchor"][name])
                 torch.testing.assert_close(own["after"][number], place, rtol=0, atol=1e-7)
         assert farthest(one["after"], other["after"]) > 1e-4
+
+
+def _sent_again(rank: int, hook: str) -> tuple[Tensor, Tensor]:
+    """The mean parameters after an exchange that failed once, and as they should be."""
+    model = nn.Linear(40, 40, bias=False)
+    handle = attach(model, resets(hook))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    gradient = torch.randn(40, 40, generator=torch.Generator().manual_seed(rank))
+    wanted = (model.weight.detach() - gradient) / 2
+    (model.weight * gradient).sum().backward()
+    inside = handle._attached.hook.hook
+    average = inside.average
+
+    def fails(bucket: GradBucket) -> Any:
+        average(bucket).wait()  # all is sent
+        raise ArithmeticError("boo")
+
+    with pytest.raises((ArithmeticError, PeerError)):
+        with unittest.mock.patch.object(inside, "average", fails) if rank == 0 else nullcontext():
+            optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.step()  # tries again
+    handle.remove()
+    found = model.weight.detach() / 2
+    for tensor in (found, wanted):
+        dist.all_reduce(tensor)
+    return found, wanted
+
+
+@pytest.mark.parametrize(
+    "hook", [TOPK, "error_feedback(blockwise(bits=4))", "error_feedback(sign())"]
+)
+def test_a_failed_exchange_keeps_the_mean(two_ranks: RankPool, hook: str) -> None:
+    for found, wanted in two_ranks.run(_sent_again, hook):
+        assert torch.allclose(found, wanted, atol=1e-5)
 
 
 def _loaded_meanwhile(rank: int) -> tuple[list[Tensor], list[Tensor]]:

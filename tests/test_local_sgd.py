@@ -41,7 +41,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch_commhook import GradBucket, PeerError, attach, hooks, reshard_states
 from torch_commhook.attach import HookHandle
 from torch_commhook.codecs import CODECS
-from torch_commhook.hooks import Hook, compressed, error_feedback, local_sgd, outer_sgd
+from torch_commhook.hooks import Hook, compressed, error_feedback, local_sgd, outer_sgd, policy
 from torch_commhook.process_group import RecordingProcessGroup
 from torch_commhook.testing import run_ranks, simulate
 
@@ -680,11 +680,13 @@ class FlakyTopk(CODECS["topk"]):  # type: ignore[misc, name-defined]
         super().decode_sum(*args, **kwargs)
 
 
-def _sent_again(rank: int, fails: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _sent_again(rank: int, fails: bool, in_parts: bool) -> tuple[Tensor, Tensor, Tensor]:
     codec = FlakyTopk(0.25)
     model = nn.Linear(16, 16, bias=False)
     begin = model.weight.detach().clone()
-    hook = error_feedback(compressed(codec))
+    hook: Any = error_feedback(compressed(codec))
+    if in_parts:
+        hook = policy([], hook)
     handle = attach(model, local_sgd(1, outer=MEAN, hook=hook))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(rank)
@@ -702,11 +704,13 @@ def _sent_again(rank: int, fails: bool) -> tuple[Tensor, Tensor, Tensor]:
     return begin - model.weight.detach(), left, gradient * 0.1
 
 
+@pytest.mark.parametrize("in_parts", [False, True], ids=["whole", "parts"])
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_a_failed_exchange_has_sent_is_not_remembered_as_lost(
-    two_ranks: RankPool, fails: bool
+    two_ranks: RankPool, fails: bool, in_parts: bool
 ) -> None:
-    (moved, *first), (_, *second) = two_ranks.run(_sent_again, fails)
+    """Neither of whole buckets nor, with a policy, of parts of them."""
+    (moved, *first), (_, *second) = two_ranks.run(_sent_again, fails, in_parts)
     left, wanted = ((a + b) / 2 for a, b in zip(first, second, strict=True))
     assert torch.allclose(moved + left, wanted, atol=1e-6)
 

@@ -284,8 +284,7 @@ class LocalSteps:
             memories = self._memories()
             if self.hook.error_reset:
                 self._agree_on_anchors(group)
-            else:
-                kept += map(self.hook.unsent, memories)
+            kept += map(self.hook.unsent, memories)
             if at_the_end and not self._some_rank_is_apart(group):
                 group.end()
                 return

@@ -232,10 +232,19 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         return self.error_reset and bool(memory.tensors[_ERROR].any())
 
     def unsent(self, memory: BucketMemory) -> list[tuple[Tensor, Tensor]]:
-        """What the hook remembers that it has not sent: tensors of the memory, and copies."""
-        names = [_ERROR, *self.hook.shards(memory)] if self.hook.keeps_error else []
+        """What an exchange that fails must leave as it was: tensors of the memory, and copies.
+
+        The hook's errors. With ``error_reset`` not those of whole buckets: a rank's distance is
+        measured from them, and has what they lack.
+        """
+        names = self.hook.shards(memory) if self.hook.keeps_error else []
+        if self.hook.keeps_error and not self.error_reset:
+            names = [_ERROR, *names]
         found = [memory.tensors[name] for name in names if name in memory.tensors]
-        return [(tensor, tensor.clone()) for tensor in found]
+        kept = [(tensor, tensor.clone()) for tensor in found]
+        for part in memory.parts.values():
+            kept += self.unsent(part)
+        return kept
 
     def anchor_here(self, memory: BucketMemory) -> set[int]:
         """Put the anchor where the parameters are, where somebody has moved them.
