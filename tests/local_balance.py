@@ -22,9 +22,7 @@ ROUND = 2
 
 #: Every hook on both reducers. A backward sends nothing, so that other roads add nothing.
 CASES = [
-    (name, Road(model), seed)
-    for seed, name in enumerate(HOOKS)
-    for model in ("module", "ddp")
+    (name, Road(model), seed) for seed, name in enumerate(HOOKS) for model in ("module", "ddp")
 ]
 
 _PARAMETERS = "local_sgd_parameter"  # which a state has beside what the hook remembers
