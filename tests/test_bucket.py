@@ -254,6 +254,20 @@ def test_to_and_from_torch_copy_nothing() -> None:
         GradBucket.wrap(3)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("most", "wanted"), [(10, [0, 1, 2, 3, 4]), (3, [0, 2, 4]), (1, [0])])
+def test_a_sample_is_evenly_spaced(most: int, wanted: list[int]) -> None:
+    sample = GradBucket([torch.zeros(5)], buffer=torch.arange(5.0)).sample(most)
+    assert sample is not None and sample.tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    "gradient", [torch.ones(4).to_sparse(), torch.ones(4, dtype=torch.complex64)], ids=str
+)
+def test_there_is_no_sample_of_sparse_and_complex_gradients(gradient: torch.Tensor) -> None:
+    bucket = GradBucket([torch.zeros(4, dtype=gradient.dtype)], buffer=gradient)
+    assert bucket.sample(4) is None
+
+
 def test_a_sparse_bucket_holds_its_gradient() -> None:
     parameter = torch.randn(5, 3)
     gradient = torch.sparse_coo_tensor([[1, 3]], torch.randn(2, 3), (5, 3))

@@ -18,7 +18,8 @@ from torch_commhook.collectives.futures import driven
 from torch_commhook.gloo_groups import group_name, second_group
 from torch_commhook.hooks.base import Hook, checked_result_dtype, step_scale_of
 from torch_commhook.hooks.cpp import cpp
-from torch_commhook.loss_scale import JumpWatch, scale_of
+from torch_commhook.jump_watch import JumpWatch
+from torch_commhook.loss_scale import scale_of
 from torch_commhook.memory import BucketMemory, HookMemory
 from torch_commhook.metrics import BucketTraffic, HookStats, TracedSteps, WireMeter, counting
 

@@ -239,6 +239,14 @@ class GradBucket:
         """
         return [self.buffer()]
 
+    def sample(self, most: int) -> Tensor | None:
+        """Up to ``most`` values of this rank's, evenly spaced; a flat view that copies nothing.
+
+        They come from the buffer, or from the largest gradient where the buffer is yet to be
+        gathered. None if that is empty, sparse, complex or not contiguous.
+        """
+        return evenly_spaced(self.buffer(), most)
+
     def result_buffer(self) -> Tensor | None:
         """Memory of the buffer's shape and dtype for a result; None where a hook is to bring it.
 
@@ -397,6 +405,15 @@ class GradBucket:
             # The operators take no complex tensors.
             pieces = [piece.reshape(-1) for piece in self.layout().in_memory_order(filled)]
             return torch.cat(pieces) if buffer is None else torch.cat(pieces, out=buffer)
+
+
+def evenly_spaced(values: Tensor, most: int) -> Tensor | None:
+    """:meth:`GradBucket.sample` of one tensor."""
+    if values.layout is not torch.strided or not values.is_floating_point():
+        return None
+    if not values.is_contiguous() or not values.numel():
+        return None
+    return values.detach().view(-1)[:: -(-values.numel() // most)]
 
 
 def _check_floating(name: str, value: Any) -> None:

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import weakref
-from collections import deque
-from collections.abc import Sequence
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -22,7 +17,6 @@ from torch_commhook.running_backward import is_inside
 
 if TYPE_CHECKING:
     from torch_commhook.attached import Attached
-    from torch_commhook.bucket import GradBucket
 
 _log = logging.getLogger(__name__)
 
@@ -141,132 +135,3 @@ def _scaler_calls() -> bool:
             return bool(frame.f_locals["self"].is_enabled())
         frame = frame.f_back
     return False
-
-
-# ---- scales that nobody told of ------------------------------------------------------------------
-
-
-class JumpWatch:
-    """Looks for two steps between which a rank's gradients become 2**k times as large, and stay so.
-
-    Training alone seldom does that: never in 60,000 steps of 120 small networks. The watch takes
-    the norm of a sample of one gradient in each step. The norms of :attr:`STEPS` steps, and those
-    of as many that follow, must each vary by less than half of the jump. The jump must be close to
-    a power of two, and most of it must lie between two steps. On CUDA a norm is read when it has
-    come to the host, without waiting for it.
-
-    Args:
-        hook: its name, for the message.
-        keeps_error: whether the hook remembers errors; it clips otherwise.
-    """
-
-    STEPS = 8
-    SAMPLE = 1024
-
-    #: Octaves from the nearest power of two: for a jump by one or two octaves, and by more.
-    TOLERANCES = 0.2, 0.4
-    #: The part of a jump that lies between two steps.
-    MOST = 0.7
-
-    def __init__(self, hook: str, *, keeps_error: bool) -> None:
-        self.hook = hook
-        self.keeps_error = keeps_error
-        self.has_ended = False
-        self._looked_at: tuple[int, ...] | None = None  # which gradient of how many, its size
-        self._octaves: deque[float] = deque(maxlen=2 * self.STEPS)
-        self._on_the_way: deque[tuple[Tensor, Any]] = deque()
-
-    @torch.no_grad()
-    def look(self, bucket: GradBucket) -> None:
-        """Look at the gradients of a bucket that a hook is to average; at those of bucket 0."""
-        if torch.compiler.is_compiling() or self.has_ended or bucket.index() != 0:
-            return
-        sample = self._sample(bucket.sources())
-        if sample is None:
-            return
-        dtype = torch.float64 if sample.dtype == torch.float64 else torch.float32
-        norm = torch.linalg.vector_norm(sample, dtype=dtype)
-        event = None
-        if norm.is_cuda:
-            host = torch.empty_like(norm, device="cpu", pin_memory=True)
-            norm = host.copy_(norm, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        for read in self.read_when_come(norm, event):
-            self._note(read)
-
-    def read_when_come(self, norm: Tensor, event: Any) -> list[float]:
-        """The norms of this and earlier steps that have come to the host since the last call.
-
-        Args:
-            norm: of no dimension, on the host.
-            event: has a ``query()`` that says whether ``norm`` has come; None if it has.
-        """
-        self._on_the_way.append((norm, event))
-        found = []
-        while self._on_the_way:
-            norm, event = self._on_the_way[0]
-            if event is not None and not event.query():
-                break
-            found.append(float(norm))
-            self._on_the_way.popleft()
-        return found
-
-    def _sample(self, gradients: Sequence[Tensor]) -> Tensor | None:
-        """Some values of the largest gradient that is plain memory; None where none is."""
-        plain = [number for number, each in enumerate(gradients) if _is_plain(each)]
-        if not plain:
-            return None
-        number = max(plain, key=lambda number: gradients[number].numel())
-        size = gradients[number].numel()
-        looked_at = (len(gradients), number, size)
-        if looked_at != self._looked_at:  # buckets were formed anew
-            self._looked_at = looked_at
-            self._octaves.clear()
-            self._on_the_way.clear()
-        return gradients[number].detach().view(-1)[:: -(-size // self.SAMPLE)]
-
-    def _note(self, norm: float) -> None:
-        if not 0.0 < norm < math.inf:  # nothing was used, or a scale was too large
-            return
-        self._octaves.append(math.log2(norm))
-        jump = self._jump()
-        if jump is None:
-            return
-        self.has_ended = True
-        _log.warning(
-            "hook '%s': gradients have become 2**%d times as large from one step to the next, and "
-            "stay so. If the loss is multiplied by a scale that has changed, %s; use "
-            "torch_commhook.attach(model, hook, scaler=scaler) with an object whose get_scale() "
-            "gives the scale",
-            self.hook,
-            jump,
-            "what the hook remembers is in units of the old scale"
-            if self.keeps_error
-            else "the hook clips by the norm of scaled gradients",
-        )
-
-    def _jump(self) -> int | None:
-        """By how many octaves gradients jumped :attr:`STEPS` steps ago, if they did."""
-        if len(self._octaves) < 2 * self.STEPS:
-            return None
-        octaves = list(self._octaves)
-        before, after = octaves[: self.STEPS], octaves[self.STEPS :]
-        jump = fmean(after) - fmean(before)
-        power = round(jump)
-        if power == 0 or abs(jump - power) > self.TOLERANCES[abs(power) > 2]:
-            return None
-        spread = max(max(before) - min(before), max(after) - min(after))
-        if spread > abs(jump) / 2 or abs(after[0] - before[-1]) < self.MOST * abs(jump):
-            return None
-        return power
-
-
-def _is_plain(gradient: Tensor) -> bool:
-    """Whether its values lie side by side, and are real numbers."""
-    return (
-        gradient.layout is torch.strided
-        and gradient.is_floating_point()
-        and gradient.is_contiguous()
-        and gradient.numel() > 0
-    )

@@ -21,7 +21,7 @@ from torch_commhook.collectives.compressed import MessageBuffers
 from torch_commhook.collectives.plain import all_reduce
 from torch_commhook.gloo_groups import group_name
 from torch_commhook.hook_states import ERROR, FOLDED_INTO, VERSION, Known, checked_state
-from torch_commhook.loss_scale import JumpWatch
+from torch_commhook.jump_watch import JumpWatch
 from torch_commhook.metrics import CallMeter
 
 

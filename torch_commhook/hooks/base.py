@@ -20,7 +20,7 @@ from torch_commhook._ops import BUCKET_DTYPES
 from torch_commhook._runtime import hook_name
 from torch_commhook.bucket import GradBucket
 from torch_commhook.collectives import resolve_group
-from torch_commhook.loss_scale import JumpWatch
+from torch_commhook.jump_watch import JumpWatch
 from torch_commhook.memory import BucketMemory, HookMemory
 from torch_commhook.results import hook_on_bucket
 

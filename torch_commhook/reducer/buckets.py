@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_commhook import _C, _ops
 from torch_commhook.attached import Running
-from torch_commhook.bucket import GradBucket
+from torch_commhook.bucket import GradBucket, evenly_spaced
 from torch_commhook.bucket_layout import BucketLayout
 from torch_commhook.memory import BucketMemory
 
@@ -53,6 +53,7 @@ class BucketState:
         index: of the bucket.
         members: the numbers of its parameters in the model.
         parameters: the parameters.
+        largest: the largest of them that is contiguous, or of all if none is.
         pending: how many of them have no gradient yet in this backward.
         arrived: those that have one, in their place; None for the others.
         bucket: what the hook was given in this backward.
@@ -72,6 +73,7 @@ class BucketState:
         "dtype",
         "index",
         "is_apart",
+        "largest",
         "layout",
         "members",
         "memory",
@@ -100,6 +102,7 @@ class BucketState:
         self.numel = self.layout.numel
         self.dtype = self.parameters[0].dtype
         self.device = self.parameters[0].device
+        self.largest = max(self.parameters, key=lambda p: (p.is_contiguous(), p.numel()))
         self.as_views = as_views
         self.memory: BucketMemory | None = None
         self.native = _C.ReducerBucket(self.parameters, sparse, as_views)
@@ -255,6 +258,12 @@ class ReducerBucket(_BucketOfState):
         state = self._state
         is_there = state.as_views and not state.is_apart
         return self.buffer() if is_there else super().result_buffer()
+
+    def sample(self, most: int) -> Tensor | None:
+        if self._gathered:
+            return super().sample(most)
+        gradient = self._state.largest.grad
+        return None if gradient is None else evenly_spaced(gradient, most)
 
     def _gradients_as_they_lie(self) -> Sequence[Tensor]:
         return self._state.native.gradients()

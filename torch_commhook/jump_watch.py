@@ -1,0 +1,128 @@
+"""Notices a scale of the loss that a hook was not told of, by the size of its gradients."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch_commhook.bucket import GradBucket
+
+_log = logging.getLogger(__name__)
+
+#: Steps before a jump, and as many after it, that are compared.
+_STEPS = 8
+
+#: Values of a gradient whose norm stands for all.
+_SAMPLE = 1024
+
+#: Octaves from the nearest power of two: for a jump by one or two octaves, and by more.
+_TOLERANCES = 0.2, 0.4
+
+#: The part of a jump that must lie between two steps.
+_MOST = 0.7
+
+
+class JumpWatch:
+    """Warns once if a rank's gradients become 2**k times as large between two steps, and stay so.
+
+    Training alone seldom does that. In each step the watch takes the norm of a sample of bucket 0.
+    It compares the norms of 8 steps with those of the 8 steps that follow. A jump counts if it is
+    close to a power of two, if most of it lies between two steps, and if the norms of either side
+    vary by less than half of it. On CUDA the watch never waits: it reads a norm in the first later
+    step that finds it on the host.
+
+    Args:
+        hook: its name, for the message.
+        keeps_error: whether the hook remembers errors; it clips otherwise.
+    """
+
+    def __init__(self, hook: str, *, keeps_error: bool) -> None:
+        self.hook = hook
+        self.keeps_error = keeps_error
+        self._has_warned = False
+        self._looked_at: tuple[int, int] | None = None
+        self._octaves: deque[float] = deque(maxlen=2 * _STEPS)
+        self._on_the_way: deque[tuple[Tensor, Any]] = deque()
+
+    @torch.no_grad()
+    def look(self, bucket: GradBucket) -> None:
+        """Look at a bucket of this rank's gradients, before a hook averages it."""
+        if torch.compiler.is_compiling() or self._has_warned or bucket.index() != 0:
+            return
+        sample = bucket.sample(_SAMPLE)
+        if sample is None:
+            return
+        looked_at = id(bucket.first_parameter()), bucket.numel()
+        if looked_at != self._looked_at:  # buckets were formed anew
+            self._looked_at = looked_at
+            self._octaves.clear()
+            self._on_the_way.clear()
+        dtype = torch.float64 if sample.dtype == torch.float64 else torch.float32
+        norm = torch.linalg.vector_norm(sample, dtype=dtype)
+        event = None
+        if norm.is_cuda:
+            host = torch.empty_like(norm, device="cpu", pin_memory=True)
+            norm = host.copy_(norm, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        for read in self.read_when_come(norm, event):
+            self._note(read)
+
+    def read_when_come(self, norm: Tensor, event: Any) -> list[float]:
+        """The norms of this and earlier steps that have come to the host since the last call.
+
+        Args:
+            norm: of no dimension, on the host.
+            event: has a ``query()`` that says whether ``norm`` has come; None if it has.
+        """
+        self._on_the_way.append((norm, event))
+        found = []
+        while self._on_the_way:
+            norm, event = self._on_the_way[0]
+            if event is not None and not event.query():
+                break
+            found.append(float(norm))
+            self._on_the_way.popleft()
+        return found
+
+    def _note(self, norm: float) -> None:
+        if not 0.0 < norm < math.inf:  # no gradient, or one that overflowed
+            return
+        self._octaves.append(math.log2(norm))
+        jump = self._jump()
+        if jump is None:
+            return
+        self._has_warned = True
+        _log.warning(
+            "hook '%s': gradients have become 2**%d times as large from one step to the next, and "
+            "stay so. If the loss is multiplied by a scale that has changed, %s; use "
+            "torch_commhook.attach(model, hook, scaler=scaler) with an object whose get_scale() "
+            "gives the scale",
+            self.hook,
+            jump,
+            "the hook's error memory is in units of the old scale"
+            if self.keeps_error
+            else "the hook clips by the norm of scaled gradients",
+        )
+
+    def _jump(self) -> int | None:
+        """By how many octaves gradients jumped ``_STEPS`` steps ago, if they did."""
+        if len(self._octaves) < 2 * _STEPS:
+            return None
+        octaves = list(self._octaves)
+        before, after = octaves[:_STEPS], octaves[_STEPS:]
+        jump = fmean(after) - fmean(before)
+        power = round(jump)
+        if power == 0 or abs(jump - power) > _TOLERANCES[abs(power) > 2]:
+            return None
+        spread = max(max(before) - min(before), max(after) - min(after))
+        if spread > abs(jump) / 2 or abs(after[0] - before[-1]) < _MOST * abs(jump):
+            return None
+        return power
