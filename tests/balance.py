@@ -251,19 +251,25 @@ class History:
         with context:
             loss.backward()
 
-    def _failed_step(self, saved: dict[str, Any]) -> None:
-        at_fault, bucket = self.dice.randrange(RANKS), self.dice.randrange(2)
-        gradients = self._draw(self._draw_used())
-        self.fails_on = bucket if self.rank == at_fault else None
+    @contextlib.contextmanager
+    def fails(self, what: str, at_fault: int) -> Iterator[None]:
+        """The block must raise: the hook's own error on the rank at fault, PeerError on others."""
         try:
-            self._backward(gradients[self.rank], compiled=False)
-            self.wrong.append("a step in which a hook failed did not")
+            yield
+            self.wrong.append(f"{what} in which a hook failed did not")
         except OwnError:
             if self.rank != at_fault:
                 self.wrong.append("the error of another rank")
         except PeerError:
             if self.rank == at_fault:
                 self.wrong.append("no error of its own")
+
+    def _failed_step(self, saved: dict[str, Any]) -> None:
+        at_fault, bucket = self.dice.randrange(RANKS), self.dice.randrange(2)
+        gradients = self._draw(self._draw_used())
+        self.fails_on = bucket if self.rank == at_fault else None
+        with self.fails("a step", at_fault):
+            self._backward(gradients[self.rank], compiled=False)
         self.fails_on = None
         self.model.zero_grad(set_to_none=True)  # a failed step leaves anything in there
         self.handle.load_state_dict(saved)
