@@ -1,9 +1,14 @@
 """One gradient communication hook for every PyTorch execution mode, at the speed of memory."""
 
+__version__ = "0.1.0"
+
 from torch_commhook.cli import interrupt as _interrupt  # isort: split
 
 if _interrupt.runs_the_command():  # before torch is imported, which takes seconds
     _interrupt.end_on_interrupt()
+    from torch_commhook.cli import doctor as _doctor
+
+    _doctor.end_where_nothing_loads()
 
 from torch_commhook import _check_ops as _check_ops
 from torch_commhook import _ops as _ops
@@ -19,8 +24,6 @@ from torch_commhook.hook_states import reshard_states
 from torch_commhook.metrics import BucketStats, HookStats
 from torch_commhook.process_group import ProcessGroup, Work, broadcast_coalesced
 from torch_commhook.step_group import PeerError
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BucketLayout",

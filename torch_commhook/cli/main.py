@@ -13,6 +13,10 @@ from torch_commhook.cli.interrupt import INTERRUPTED, end_on_interrupt, ignore_i
 
 #: name: (module with ``main(argv) -> exit code``, what it does). A new subcommand is a line here.
 COMMANDS = {
+    "doctor": (
+        "torch_commhook.cli.doctor",
+        "what is installed here, and whether a hook works on it",
+    ),
     "plan": (
         "torch_commhook.cli.plan",
         "what each hook would cost over a link, and whether it pays",
