@@ -309,35 +309,6 @@ MESSAGE = torch.zeros(16, dtype=torch.uint8)
 X = torch.ones(64)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "keywords", "error", "match"),
-    [
-        (([], MESSAGE), {}, ValueError, "tensors must hold at least one tensor"),
-        (([X.long()], MESSAGE), {}, TypeError, r"tensors\[0\] must be of dtype"),
-        (([X], MESSAGE[:12]), {}, ValueError, "message must hold 8 bytes .* 1 to 64, got 12 bytes"),
-        (([X], MESSAGE[:0]), {}, ValueError, "message must hold 8 bytes for each entry"),
-        (([X[:1]], MESSAGE), {}, ValueError, "message must hold 8 bytes .* 1 to 1, got 16 bytes"),
-        (([X], MESSAGE.float()), {}, TypeError, "message must be of dtype uint8"),
-        (([X], torch.zeros(32, dtype=torch.uint8)[::2]), {}, ValueError, "message must be contig"),
-        (([X], torch.zeros(17, dtype=torch.uint8)[1:]), {}, ValueError, "multiple of 4"),
-        (([X], MESSAGE), {"error": torch.ones(63)}, ValueError, "error must be contiguous and"),
-        (([X], MESSAGE), {"error": X.half()}, TypeError, "error must be of dtype float32"),
-        (([X.expand(1 << 26, 64)], MESSAGE), {}, ValueError, r"less than 2\^31 elements"),
-        (
-            ([torch.ones(64, requires_grad=True)], MESSAGE),
-            {},
-            RuntimeError,
-            r"tensors\[0\] must not require grad",
-        ),
-    ],
-)
-def test_encode_refuses(
-    arguments: tuple[Any, ...], keywords: dict[str, Any], error: type[Exception], match: str
-) -> None:
-    with pytest.raises(error, match=rf"topk_encode: .*{match}"):
-        commhook.topk_encode(*arguments, **keywords)
-
-
 @pytest.mark.usefixtures("each_capability")
 @pytest.mark.parametrize("indices", [[5, 5], [6, 5], [-1, 5], [5, 64], [-(2**31), 2**31 - 1]])
 def test_indices_are_checked(indices: list[int]) -> None:

@@ -594,17 +594,6 @@ def test_settings() -> None:
     text = "error_feedback(powersgd(rank=2, min_compression_rate=1.5, seed=3))"
     hook = hooks.error_feedback(hooks.powersgd(2, min_compression_rate=1.5, seed=3))
     assert repr(hook) == repr(copy.deepcopy(hook)) == text
-    for arguments, error, message in [
-        ({"rank": 1.5}, TypeError, "rank must be an int, got float"),
-        ({"rank": True}, TypeError, "rank must be an int, got bool"),
-        ({"rank": 0}, ValueError, "rank must be at least 1, got 0"),
-        ({"seed": "a"}, TypeError, "seed must be an int, got str"),
-        ({"min_compression_rate": "2"}, TypeError, "must be a number, got str"),
-        ({"min_compression_rate": 0.5}, ValueError, "at least 1 and finite, got 0.5"),
-        ({"min_compression_rate": math.nan}, ValueError, "at least 1 and finite, got nan"),
-    ]:
-        with pytest.raises(error, match=message):
-            hooks.powersgd(**arguments)
 
 
 def test_the_seed_decides() -> None:
@@ -619,16 +608,6 @@ def test_small_matrices_are_averaged_as_they_are(rate: float, compressed: bool) 
     simulation = simulate(hooks.powersgd(2, min_compression_rate=rate), gradients)
     assert (simulation.error > 1e-3) == compressed
     assert simulation.wire_bytes == 4 * (24 if compressed else 36)
-
-
-def test_sparse_and_complex_gradients_are_refused() -> None:
-    sparse = torch.eye(30).to_sparse()
-    for gradient, message in [
-        (sparse, r"powersgd\(rank=1\) on bucket 0 of 1: gradients must be dense"),
-        (torch.randn(20, 30, dtype=torch.complex64), "gradients must be real"),
-    ]:
-        with pytest.raises(TypeError, match=message):
-            simulate(hooks.powersgd(), [[gradient]])
 
 
 # ---- state ---------------------------------------------------------------------------------------

@@ -122,19 +122,6 @@ def test_overlaps_and_lanes() -> None:
     assert overlaps([(1.0, 1.0)]) == [0.0]
 
 
-def test_summary() -> None:
-    group = RecordingProcessGroup(Later())
-    group.allreduce([torch.ones(500_000)])
-    with pytest.raises(OSError):
-        group.broadcast([torch.ones(1)])
-    lines = group.summary().splitlines()
-    assert lines[0].split()[:3] == ["operation", "calls", "errors"]
-    assert lines[1].split()[:5] == ["allreduce", "1", "0", "2.00", "3.00"]
-    assert lines[2].split()[:3] == ["broadcast", "1", "1"]
-    assert lines[3].split()[:3] == ["all", "2", "1"]
-    assert len({len(line) for line in lines}) == 1
-
-
 def test_trace(tmp_path: Path) -> None:
     def record(op_id: int, start: float, end: float | None) -> Record:
         return Record("allreduce", op_id, (torch.Size([2]),), torch.float16, 4, 4, start, end)

@@ -168,27 +168,6 @@ def test_any_shape_and_strides_of_the_right_length() -> None:
     assert result.tolist() == [0, 2, 4, 1, 3, 5]
 
 
-@pytest.mark.parametrize(
-    ("value", "error", "message"),
-    [
-        (torch.ones(7), ValueError, "must have 6 elements, one for each of the bucket's, got 7"),
-        (torch.ones(5), ValueError, "must have 6 elements, one for each of the bucket's, got 5"),
-        (torch.ones(6).double(), TypeError, "dtype torch.float32, got torch.float64"),
-        (torch.ones(6, device="meta"), ValueError, "must be on cpu, got meta"),
-        (torch.ones(6).to_sparse(), TypeError, "layout, torch.strided, got torch.sparse_coo"),
-        ([torch.ones(6), torch.ones(6)], ValueError, "one tensor, got a list of 2"),
-        ([], ValueError, "one tensor, got a list of 0"),
-        ([3], TypeError, "one tensor, got a list of int"),
-        (None, TypeError, "one tensor, got None"),
-        (_completed(torch.ones(6)), TypeError, "must return the tensor, not another Future"),
-    ],
-)
-def test_a_wrong_result_is_named(value: object, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message) as caught:
-        parse_hook_result(value, _bucket())
-    assert str(caught.value).startswith("bucket 1 of 4: the result must")
-
-
 def test_a_stored_exception_is_raised() -> None:
     error = ValueError("boo")
     with pytest.raises(ValueError, match="boo") as caught:
@@ -262,60 +241,3 @@ def with_default(state: object, bucket: GradBucket, scale: float = 1.0) -> torch
 )
 def test_good_hooks_pass(hook: object) -> None:
     check_hook(hook)
-
-
-async def is_coroutine(state: object, bucket: GradBucket) -> torch.Tensor:
-    return bucket.buffer()
-
-
-def is_generator(state: object, bucket: GradBucket):  # type: ignore[no-untyped-def]
-    yield bucket.buffer()
-
-
-class AsyncCallable:
-    async def __call__(self, state: object, bucket: GradBucket) -> torch.Tensor:
-        return bucket.buffer()
-
-
-def takes_int(state: object, bucket: int) -> torch.Tensor:
-    raise NotImplementedError
-
-
-def takes_gradient(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    raise NotImplementedError
-
-
-def returns_none(state: object, bucket: GradBucket) -> None:
-    pass
-
-
-def returns_list(state: object, bucket: GradBucket) -> list[torch.Tensor]:
-    raise NotImplementedError
-
-
-@pytest.mark.parametrize(
-    ("hook", "error", "message"),
-    [
-        (3, TypeError, "a hook must be callable as hook.state, bucket., got int"),
-        (None, TypeError, "got None"),
-        (Callable, TypeError, "got the class itself; call it first"),
-        (hooks.cast, TypeError, "got the class itself; call it first"),
-        (lambda bucket: bucket, TypeError, r"got the signature \(bucket\)"),
-        (lambda a, b, c: a, TypeError, r"got the signature \(a, b, c\)"),
-        (is_coroutine, TypeError, "got a coroutine function"),
-        (AsyncCallable(), TypeError, "got a coroutine function"),
-        (is_generator, TypeError, "got a generator function"),
-        (
-            takes_int,
-            ValueError,
-            "must take a GradBucket as its second argument.*got the annotation",
-        ),
-        (functools.partial(takes_int), ValueError, "got the annotation <class 'int'>"),
-        (takes_gradient, ValueError, "must take a GradBucket.*Tensor"),
-        (returns_none, ValueError, "got the annotation <class 'NoneType'>"),
-        (returns_list, ValueError, "got the annotation list"),
-    ],
-)
-def test_bad_hooks_are_refused(hook: object, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        check_hook(hook)

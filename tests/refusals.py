@@ -1,0 +1,29 @@
+"""Calls that are refused, and what is said about each, as text."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+
+def refusals(calls: str, names: dict[str, Any]) -> str:
+    """What each call raises.
+
+    Args:
+        calls: an expression a line.
+        names: what they may use.
+
+    Returns:
+        each expression, and below it the type of the exception and the first line of its message.
+    """
+    lines = []
+    for call in filter(None, map(str.strip, calls.splitlines())):
+        try:
+            eval(call, dict(names))
+        except Exception as error:
+            first = str(error).splitlines()[0]
+            said = f"{type(error).__name__}: {re.sub('0x[0-9a-f]+', '0x...', first)}"
+        else:
+            said = "is accepted"
+        lines += [call, f"    {said}"]
+    return "\n".join(lines) + "\n"
