@@ -242,7 +242,7 @@ commhook.topk_encode([x], message.float())
 commhook.topk_encode([x], bytes(32)[::2])
     ValueError: topk_encode: message must be contiguous, got sizes [16] with strides [2]
 commhook.topk_encode([x], bytes(17)[1:])
-    ValueError: topk_encode: message must begin at an address that is a multiple of 4
+    ValueError: topk_encode: message must begin at an address that is a multiple of 4, got one 1 bytes beyond
 commhook.topk_encode([x], message, error=ones(63))
     ValueError: topk_encode: error must be contiguous and hold 64 elements, got sizes [63] with strides [1]
 commhook.topk_encode([x], message, error=x.half())
@@ -339,7 +339,7 @@ hooks.clip("1")
 hooks.clip(float("nan"))
     ValueError: clip: max_norm must be positive, got nan
 hooks.clip(10**400)
-    ValueError: clip: max_norm must be a number that a float can hold
+    ValueError: clip: max_norm must be a number that a float can hold, got an int of 1329 bits
 hooks.policy(5)
     TypeError: policy: rules must be a sequence of pairs of a condition and a hook, got int
 hooks.policy("a")
@@ -793,7 +793,7 @@ load(("version",), GONE)
 load(("world_size",), "endless")
     ValueError: load_state_dict: the state must be of 1 ranks, got one of an int of 20001 bits; torch_commhook.reshard_states makes states for another number of ranks
 load(("steps",), "float")
-    ValueError: load_state_dict: its steps must be a int, got 8.0
+    ValueError: load_state_dict: its steps must be of type int, got 8.0
 load(("steps",), "negative")
     ValueError: load_state_dict: its steps must be a number of steps, got -1
 load(("rank0",), GONE)
@@ -819,9 +819,9 @@ load(error, "numbers")
 load(error, "str")
     ValueError: load_state_dict: 'error' of parameter 'weight' must be a tensor, got 'three'
 load(("shared",), "list")
-    ValueError: load_state_dict: its shared must be a dict, got list
+    ValueError: load_state_dict: its shared must be of type dict, got list
 load(("buckets",), GONE)
-    ValueError: load_state_dict: its buckets must be a list, got None
+    ValueError: load_state_dict: its buckets must be of type list, got None
 load(("buckets", 0), "odd names")
     ValueError: load_state_dict: its buckets must be lists of the model's parameters, got list in one
 """,

@@ -268,7 +268,7 @@ def _wrong(rank: int) -> None:
         ({f"rank{rank}": {"error": {name: 3}}}, "must be a tensor"),
         ({f"rank{rank}": {"error": 3}}, "'error' must be a dict by parameter, got int"),
         ({f"rank{rank}": None, 7: None}, f"must be that of rank {rank}"),
-        ({"buckets": None}, "buckets must be a list"),
+        ({"buckets": None}, "buckets must be of type list"),
         ({"buckets": [[]]}, "buckets must be lists of the model's parameters"),
         ({"version": torch.ones(2)}, "must be what HookHandle.state_dict"),
         ({"world_size": torch.ones(2)}, "must be of 2 ranks"),

@@ -159,7 +159,7 @@ def _check_common(state: dict[Any, Any], which: str, refuse: Refuse) -> None:
     for key, kind in (("buckets", list), ("shared", dict), ("choices", dict), ("steps", int)):
         if not isinstance(state.get(key), kind):
             got = shown(state.get(key))
-            raise refuse(f"{which}{key} must be a {kind.__name__}, got {got}")
+            raise refuse(f"{which}{key} must be of type {kind.__name__}, got {got}")
     if type(state["steps"]) is not int or not 0 <= state["steps"] <= _MOST_STEPS:
         raise refuse(f"{which}steps must be a number of steps, got {shown(state['steps'])}")
     for names in state["buckets"]:
@@ -341,7 +341,7 @@ def _check_alike(state: dict[str, Any], first: dict[str, Any], rank: int) -> Non
             for name, value in values.items():
                 if type(name) is not str or not isinstance(value, wanted):
                     what = f"{which}{key}: {_what(kind, name)}"
-                    raise _misfit(f"{what} must be a {wanted.__name__}, got {shown(value)}")
+                    raise _misfit(f"{what} must be of type {wanted.__name__}, got {shown(value)}")
     if (LOCAL_STEPS in state) != (LOCAL_STEPS in first):
         raise _misfit(f"states[{rank}] must have {LOCAL_STEPS} where states[0] has, got another")
     if LOCAL_STEPS in state:

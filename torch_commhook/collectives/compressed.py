@@ -202,7 +202,8 @@ def check_memory(
     if not isinstance(scale, numbers) or isinstance(scale, bool):
         raise TypeError(f"{op}: scale must be a number, got {type(scale).__qualname__}")
     if isinstance(scale, int) and not -_LARGEST_FLOAT <= scale <= _LARGEST_FLOAT:
-        raise ValueError(f"{op}: scale must be a number that a float can hold")
+        got = f"an int of {scale.bit_length()} bits"
+        raise ValueError(f"{op}: scale must be a number that a float can hold, got {got}")
     for name, value, kind in (
         ("buffers", buffers, MessageBuffers),
         ("meter", meter, CallMeter),

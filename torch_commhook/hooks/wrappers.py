@@ -261,7 +261,10 @@ class clip(Wrapper):  # noqa: N801
         try:
             self.max_norm = float(max_norm)
         except OverflowError as error:
-            raise ValueError("clip: max_norm must be a number that a float can hold") from error
+            got = f"an int of {max_norm.bit_length()} bits"
+            raise ValueError(
+                f"clip: max_norm must be a number that a float can hold, got {got}"
+            ) from error
         self._is_plain = hook is None
 
     scales_steps = True
