@@ -19,7 +19,7 @@ from plain import compiled_or_none
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-import torch_commhook._ops as ops
+import torch_commhook.native.bucket_ops as ops
 
 #: The shapes that the targets are set for.
 TARGETED = ("resnet50", "gpt2", ONE_BUCKET, MANY_SMALL)

@@ -17,9 +17,9 @@ from model_shapes import MANY_SMALL, ONE_BUCKET, SHAPES, leading, read_shapes
 from plain import compiled_or_none
 from torch import Tensor
 
-import torch_commhook._ops as ops
-from torch_commhook._check_ops import check_finite
+import torch_commhook.native.bucket_ops as ops
 from torch_commhook.codecs import CODECS, Codec
+from torch_commhook.native.check_ops import check_finite
 
 #: The shapes that the targets are set for, for block quantisation rounded to the nearest.
 TARGETED = ("resnet50", "gpt2")

@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # compute-sanitizer ma
 from kernel_device import DEVICE
 from test_codecs import EXAMPLES, everything, same, some_tensors
 
-import torch_commhook._ops as ops
-from torch_commhook._check_ops import check_finite
+import torch_commhook.native.bucket_ops as ops
 from torch_commhook.codecs import CODECS, Codec
+from torch_commhook.native.check_ops import check_finite
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 #: Some more than one table of a kernel's arguments holds, and some of them empty.

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_commhook import attach, hooks
 from torch_commhook.reducer import reducer  # noqa: F401  (now, not in each fork)
-from torch_commhook.step_group import StepGroup
+from torch_commhook.step.step_group import StepGroup
 
 TIMEOUT = timedelta(seconds=20)
 HOOKS = {

@@ -55,7 +55,7 @@ def _end_groups() -> None:
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
-    from torch_commhook.gloo_groups import destroy_group
+    from torch_commhook.collectives.gloo_groups import destroy_group
 
     world = distributed_c10d._world
     stay = dist.group.WORLD.group_name, f"{dist.group.WORLD.group_name}/commhook-second"

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torch_commhook._ops import BUCKET_DTYPES, cpu_capability
 from torch_commhook.codecs import CODECS
 from torch_commhook.codecs.randomk import randomk
+from torch_commhook.native.bucket_ops import BUCKET_DTYPES, cpu_capability
 
 commhook = torch.ops.commhook
 CAPABILITIES = ("reference", "default", "avx2", "avx512")

@@ -11,8 +11,8 @@ import torch
 from test_ops_reference import LEVELS, cpu_level
 from torch import Tensor
 
-from torch_commhook._ops import cpu_capability
 from torch_commhook.codecs import CODECS, Codec, register_codec
+from torch_commhook.native.bucket_ops import cpu_capability
 
 EXAMPLES = [example for cls in CODECS.values() for example in cls.examples()]
 #: Those whose messages are exchanged in shards; of others there is one, and ranks add up messages.

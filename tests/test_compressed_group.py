@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Partial
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_commhook import gloo_groups
+from torch_commhook.collectives import gloo_groups
 from torch_commhook.process_group import (
     CompressedProcessGroup,
     ProcessGroup,

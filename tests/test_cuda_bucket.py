@@ -26,7 +26,7 @@ from test_ops_reference import (
 from test_ops_rounding import ROUNDED, every_16bit, float32_patterns, there_and_back
 from torch import Tensor
 
-import torch_commhook._ops as ops
+import torch_commhook.native.bucket_ops as ops
 
 pytestmark = pytest.mark.usefixtures("cuda_kernels")
 

@@ -13,8 +13,8 @@ from test_ops_reference import DTYPES, SHAPE_CLASSES, SOURCE_CLASSES, make, make
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from torch_commhook._check_ops import check_finite, check_hook_result
 from torch_commhook.autograd import FiniteCheck, register_hook
+from torch_commhook.native.check_ops import check_finite, check_hook_result
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 in_kernels = pytest.mark.usefixtures("cuda_kernels")

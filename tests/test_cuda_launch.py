@@ -8,7 +8,7 @@ from kernel_device import DEVICE
 from test_ops_errors import check_that_devices_must_agree
 from test_ops_reference import assert_same_bits, make
 
-import torch_commhook._ops as ops
+import torch_commhook.native.bucket_ops as ops
 
 on_gpu = pytest.mark.cuda
 

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import torch_commhook
-from torch_commhook import _ops, attach, codecs, hooks, metrics
+from torch_commhook import attach, codecs, hooks, metrics
 from torch_commhook.cli.hook_expression import parse_hook
+from torch_commhook.native import bucket_ops
 from torch_commhook.testing import run_ranks
 
 #: All that remember something, and those that have buffers.
@@ -168,10 +169,10 @@ def test_defaults_under_compiled_autograd(two_ranks: RankPool, hook: str) -> Non
 def test_codecs_by_themselves(dtype: torch.dtype, capability: str | None) -> None:
     """Every codec with blocks of tiny numbers, which are lifted; and what measures its loss."""
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 1e-36
-    before = _ops.cpu_capability()
+    before = bucket_ops.cpu_capability()
     try:
         if capability is not None:
-            _ops.cpu_capability(capability)
+            bucket_ops.cpu_capability(capability)
         for codec in (one for cls in codecs.CODECS.values() for one in cls.examples()):
             found = []
             for default in (torch.float32, dtype):
@@ -180,7 +181,7 @@ def test_codecs_by_themselves(dtype: torch.dtype, capability: str | None) -> Non
             for a, b in zip(*found, strict=True):
                 assert a.dtype == b.dtype and torch.equal(a, b), codec
     finally:
-        _ops.cpu_capability(before)
+        bucket_ops.cpu_capability(before)
 
 
 def _through(codec: Any, values: Tensor) -> list[Tensor]:

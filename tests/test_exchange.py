@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_commhook import _C
 from torch_commhook.collectives.exchange import exchange
-from torch_commhook.gloo_groups import exchanges_of, second_group
+from torch_commhook.collectives.gloo_groups import exchanges_of, second_group
 
 
 def message(source: int, destination: int, length: int, number: int = 0) -> Tensor:

@@ -28,8 +28,8 @@ from torch_commhook import (
     parse_hook_result,
     run_hook,
 )
-from torch_commhook import _ops as ops
 from torch_commhook.cli.hook_expression import HookExpressionError, parse_hook
+from torch_commhook.native import bucket_ops as ops
 from torch_commhook.testing import simulate
 
 NAMES: dict[str, Any] = {

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_commhook.forward_hook import BeforeForward, register_first
+from torch_commhook.attachment.forward_hook import BeforeForward, register_first
 
 
 def test_forward_hooks_have_one_order() -> None:

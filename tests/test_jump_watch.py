@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import attach
 from torch_commhook.cli.hook_expression import parse_hook
-from torch_commhook.jump_watch import JumpWatch
+from torch_commhook.memory.jump_watch import JumpWatch
 
 
 def net() -> nn.Sequential:

@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import attach
 from torch_commhook.cli.hook_expression import parse_hook
-from torch_commhook.memory import HookMemory
+from torch_commhook.memory.hook_memory import HookMemory
+from torch_commhook.memory.unsent import keep_unsent
 from torch_commhook.testing import run_ranks
-from torch_commhook.unsent import keep_unsent
 
 LARGEST = torch.finfo(torch.float32).max
 HOOKS = [

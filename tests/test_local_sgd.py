@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import optimizer as torch_optimizer
 
 from torch_commhook import GradBucket, PeerError, attach, hooks, reshard_states
-from torch_commhook.attach import HookHandle
+from torch_commhook.attachment.attach import HookHandle
 from torch_commhook.codecs import CODECS
 from torch_commhook.hooks import Hook, compressed, error_feedback, local_sgd, outer_sgd, policy
 from torch_commhook.process_group import RecordingProcessGroup
@@ -592,7 +592,7 @@ def _removed(rank: int, road: str) -> tuple[int, bool]:
     warnings: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("torch_commhook.local_steps")
+    logger = logging.getLogger("torch_commhook.attachment.local_steps")
     logger.addHandler(handler)
     handle.synchronize()
     handle.replace(hooks.allreduce())

@@ -13,8 +13,9 @@ from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_commhook import attach, codecs, hooks, loss_scale, reshard_states
+from torch_commhook import attach, codecs, hooks, reshard_states
 from torch_commhook.cli.hook_expression import parse_hook
+from torch_commhook.memory.hook_memory import loss_scale
 from torch_commhook.testing import run_ranks
 
 SCALES = (65536.0, 65536.0, 4096.0, 4096.0, 8192.0, 8192.0)

@@ -12,7 +12,7 @@ from test_ops_streaming import cache_bytes
 from torch import Tensor
 
 import torch_commhook.hooks.low_rank  # noqa: F401 (the fakes)
-from torch_commhook._ops import BUCKET_DTYPES
+from torch_commhook.native.bucket_ops import BUCKET_DTYPES
 
 ops = torch.ops.commhook
 

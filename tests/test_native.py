@@ -12,31 +12,32 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import torch_commhook
-from torch_commhook import NativeLibraryError, _native, attach, hooks
+from torch_commhook import NativeLibraryError, attach, hooks
+from torch_commhook.native import libraries
 
 
 def test_both_libraries_were_built_for_this_torch() -> None:
     assert torch.ops.commhook.built_for_torch() == torch.__version__
     assert torch_commhook._C.built_for_torch() == torch.__version__  # type: ignore[attr-defined]
-    (library,) = _native._LIBRARY_FOLDER.glob("_ops*.so")
-    assert _native._read_built_for(library) == torch.__version__
+    (library,) = libraries._LIBRARY_FOLDER.glob("_ops*.so")
+    assert libraries._read_built_for(library) == torch.__version__
 
 
 def test_another_torch_is_named() -> None:
     with pytest.raises(NativeLibraryError) as caught:
-        _native.check_built_for("1.2.3+cpu")
+        libraries.check_built_for("1.2.3+cpu")
     message = str(caught.value)
     assert "built for torch 1.2.3+cpu" in message and f"torch {torch.__version__} is" in message
     assert "python setup.py develop" in message
-    _native.check_built_for(torch.__version__.split("+")[0] + "+other")  # the same release
+    libraries.check_built_for(torch.__version__.split("+")[0] + "+other")  # the same release
 
 
 def test_a_missing_library_says_what_to_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_native, "_LIBRARY_FOLDER", tmp_path)
+    monkeypatch.setattr(libraries, "_LIBRARY_FOLDER", tmp_path)
     with pytest.raises(NativeLibraryError, match=r"is not in .*python setup.py develop"):
-        _native.load_ops()
+        libraries.load_ops()
 
 
 @pytest.mark.parametrize(
@@ -50,9 +51,9 @@ def test_a_library_that_does_not_fit(
     contents: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "_ops.so").write_bytes(contents)
-    monkeypatch.setattr(_native, "_LIBRARY_FOLDER", tmp_path)
+    monkeypatch.setattr(libraries, "_LIBRARY_FOLDER", tmp_path)
     with pytest.raises(NativeLibraryError, match=re.compile(message, re.DOTALL)):
-        _native.load_ops()
+        libraries.load_ops()
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -14,7 +14,7 @@ from test_ops_reference import (
 )
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
-import torch_commhook._ops as ops
+import torch_commhook.native.bucket_ops as ops
 
 new = maker(torch.float64)
 

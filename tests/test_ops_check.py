@@ -20,7 +20,7 @@ from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_commhook import autograd
-from torch_commhook._check_ops import check_finite, check_hook_result
+from torch_commhook.native.check_ops import check_finite, check_hook_result
 
 commhook = torch.ops.commhook
 #: Whether Dynamo traces a hook that writes, registered by what it compiles; else the graph breaks.

@@ -20,7 +20,7 @@ from test_ops_reference import (
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_commhook._check_ops import check_finite
+from torch_commhook.native.check_ops import check_finite
 
 NAN, INF = float("nan"), float("inf")
 

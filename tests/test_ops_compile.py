@@ -12,7 +12,7 @@ from test_ops_reference import (
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import torch_commhook._ops as ops
+import torch_commhook.native.bucket_ops as ops
 
 BACKENDS = ["aot_eager", "inductor"]
 

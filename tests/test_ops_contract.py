@@ -18,7 +18,7 @@ from test_ops_reference import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-import torch_commhook._ops as ops
+import torch_commhook.native.bucket_ops as ops
 
 commhook = torch.ops.commhook
 MUTATING = ("flatten.out", "unflatten_into")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import torch_commhook._ops as ops
+import torch_commhook.native.bucket_ops as ops
 from torch_commhook import _C
 
 commhook = torch.ops.commhook

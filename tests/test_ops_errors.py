@@ -13,7 +13,7 @@ import torch
 from test_ops_reference import LEVELS, cpu_level
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import torch_commhook._ops as ops
+import torch_commhook.native.bucket_ops as ops
 
 DTYPES = "float64, float32, float16 or bfloat16"
 

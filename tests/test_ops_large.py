@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-import torch_commhook._ops as ops
+import torch_commhook.native.bucket_ops as ops
 
 PIECE = 1 << 20
 PIECES = 2049  # 2^31 elements and one piece

@@ -21,7 +21,7 @@ from test_ops_reference import (
     threads,
 )
 
-import torch_commhook._ops as ops
+import torch_commhook.native.bucket_ops as ops
 
 repeatable = settings(
     derandomize=True,

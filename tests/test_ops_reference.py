@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import torch_commhook._ops as ops
+import torch_commhook.native.bucket_ops as ops
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 PAIRS = tuple(itertools.product(DTYPES, DTYPES))

@@ -17,7 +17,7 @@ from test_ops_reference import (
     one_thread,  # noqa: F401
 )
 
-import torch_commhook._ops as ops
+import torch_commhook.native.bucket_ops as ops
 
 INF = math.inf
 FP16_STEP = 2.0**-10  # between 1 and 2

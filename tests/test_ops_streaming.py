@@ -21,7 +21,7 @@ from test_ops_reference import (
     threads,
 )
 
-import torch_commhook._ops as ops
+import torch_commhook.native.bucket_ops as ops
 
 TARGETS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 #: Lengths whose ends lie anywhere in a cache line, some shorter than one.

@@ -24,7 +24,7 @@ from test_ops_reference import (
     threads,
 )
 
-import torch_commhook._ops as ops
+import torch_commhook.native.bucket_ops as ops
 
 SCALES = (1.0, 1 / 3)
 #: The thread counts that split a bucket differently.

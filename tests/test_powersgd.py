@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import GradBucket, attach, hooks
-from torch_commhook.bucket_layout import BucketLayout
+from torch_commhook.buckets.layout import BucketLayout
 from torch_commhook.hooks import low_rank
 from torch_commhook.hooks.low_rank import Plan
 from torch_commhook.metrics import ring_all_reduce_bytes

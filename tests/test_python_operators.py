@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from torch_commhook import attach, hooks
-from torch_commhook.attach import HookHandle
-from torch_commhook.bucket_layout import BucketLayout
+from torch_commhook.attachment.attach import HookHandle
+from torch_commhook.buckets.layout import BucketLayout
 from torch_commhook.collectives.compressed import bytes_of_floats, floats_of_bytes
 from torch_commhook.hooks import low_rank
 from torch_commhook.hooks.wrappers import total_norm
+from torch_commhook.memory.unsent import keep_unsent, without_unused
 from torch_commhook.reducer import tracing
 from torch_commhook.testing import run_ranks
-from torch_commhook.unsent import keep_unsent, without_unused
 
 Arguments = dict[str, Any]
 PLAN = low_rank.Plan.of(BucketLayout([torch.zeros(20, 12), torch.zeros(7)]), 1, 0, 0.5)

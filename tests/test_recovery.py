@@ -18,7 +18,7 @@ from test_modes import batch, module
 from torch import nn
 
 from torch_commhook import GradBucket, PeerError, attach, collectives, hooks, traceable
-from torch_commhook.step_group import StepGroup
+from torch_commhook.step.step_group import StepGroup
 
 STEPS = 50
 

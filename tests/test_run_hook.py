@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from torch_commhook import GradBucket, check_hook, hooks, parse_hook_result, run_hook
-from torch_commhook._runtime import hook_name
+from torch_commhook.native.runtime import hook_name
 
 
 def _bucket(numel: int = 6) -> GradBucket:

@@ -17,8 +17,8 @@ from torch.distributed import distributed_c10d
 from torch_commhook import attach, hooks
 from torch_commhook.codecs import Codec
 from torch_commhook.collectives import compressed_all_reduce
+from torch_commhook.collectives.gloo_groups import second_group
 from torch_commhook.collectives.turns import turns_of
-from torch_commhook.gloo_groups import second_group
 from torch_commhook.testing import run_ranks
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import attach, hooks
-from torch_commhook.parameters import why_replaced
+from torch_commhook.attachment.parameters import why_replaced
 from torch_commhook.testing import run_ranks
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torch_commhook import attach, hooks, load_cpp_hooks
 from torch_commhook.codecs import CODECS
-from torch_commhook.step_group import StepGroup
+from torch_commhook.step.step_group import StepGroup
 
 Paths = tuple[str, str]
 

@@ -15,8 +15,9 @@ from test_modes import CastInTwoStages
 from test_ops_reference import LEVELS, cpu_level, threads
 from torch import Tensor, nn
 
-from torch_commhook import GradBucket, attach, collectives, gloo_groups, hooks, run_hook
+from torch_commhook import GradBucket, attach, collectives, hooks, run_hook
 from torch_commhook.cli.hook_expression import parse_hook
+from torch_commhook.collectives import gloo_groups
 from torch_commhook.collectives.wide_sum import sum_rows
 from torch_commhook.metrics import ring_all_reduce_bytes
 from torch_commhook.process_group import register

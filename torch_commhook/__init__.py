@@ -10,20 +10,18 @@ if _interrupt.runs_the_command():  # before torch is imported, which takes secon
 
     _doctor.end_where_nothing_loads()
 
-from torch_commhook import _check_ops as _check_ops
-from torch_commhook import _ops as _ops
 from torch_commhook import autograd, codecs, collectives, hooks, process_group, testing
-from torch_commhook._native import NativeLibraryError
-from torch_commhook._runtime import check_hook, parse_hook_result, run_hook
-from torch_commhook.attach import HookHandle, attach
-from torch_commhook.attached import traceable
-from torch_commhook.bucket import GradBucket
-from torch_commhook.bucket_layout import BucketLayout
-from torch_commhook.cpp_libraries import include_paths, load_cpp_hooks
-from torch_commhook.hook_states import reshard_states
+from torch_commhook.attachment.attach import HookHandle, attach
+from torch_commhook.buckets.grad_bucket import GradBucket
+from torch_commhook.buckets.layout import BucketLayout
+from torch_commhook.memory.states import reshard_states
 from torch_commhook.metrics import BucketStats, HookStats
+from torch_commhook.native.cpp_libraries import include_paths, load_cpp_hooks
+from torch_commhook.native.libraries import NativeLibraryError
+from torch_commhook.native.runtime import check_hook, parse_hook_result, run_hook
 from torch_commhook.process_group import ProcessGroup, Work, broadcast_coalesced
-from torch_commhook.step_group import PeerError
+from torch_commhook.step.attached_hook import traceable
+from torch_commhook.step.step_group import PeerError
 
 __all__ = [
     "BucketLayout",

@@ -18,7 +18,7 @@ constexpr Tag out_tag(long) {  // NOLINT: the worse match
 }  // namespace
 
 TORCH_LIBRARY(commhook, m) {
-  m.set_python_module("torch_commhook._ops");
+  m.set_python_module("torch_commhook.native.bucket_ops");
   const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
 
   // ---- Bucket: many tensors <-> one flat buffer, in logical (row-major) order. Values are scaled
@@ -53,11 +53,11 @@ TORCH_LIBRARY(commhook, m) {
 }
 
 TORCH_LIBRARY_FRAGMENT(commhook, m) {
-  m.set_python_module("torch_commhook._check_ops");
+  m.set_python_module("torch_commhook.native.check_ops");
   const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
 
   // ---- Checks of a hook. The first writes nothing and returns nothing: it is registered as
-  // ---- effectful in torch_commhook/_check_ops.py, or compilers would leave it out.
+  // ---- effectful in torch_commhook/native/check_ops.py, or compilers would leave it out.
 
   // Raises where `result`, which the hook of that name gave for `value`, has another dtype, layout,
   // device or size.

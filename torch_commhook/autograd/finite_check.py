@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from torch_commhook import _C
-from torch_commhook._check_ops import check_finite
 from torch_commhook.autograd.registration import RemovableHandle, register_hook
+from torch_commhook.native.check_ops import check_finite
 
 
 class FiniteCheck:

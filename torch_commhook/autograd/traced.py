@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_commhook._check_ops import size_change, type_change
-from torch_commhook._runtime import hook_name
+from torch_commhook.native.check_ops import size_change, type_change
+from torch_commhook.native.runtime import hook_name
 
 
 def traced(fn: Callable[..., Any], kind: str) -> Callable[..., Any]:

@@ -53,10 +53,10 @@ def end_where_nothing_loads() -> None:
 def library_error() -> Exception | None:
     """Why torch or a native library does not load, or None."""
     try:
-        from torch_commhook._native import load_ops
+        from torch_commhook.native.libraries import load_ops
 
         load_ops()
-        import torch_commhook._runtime  # noqa: F401  (loads _C)
+        import torch_commhook.native.runtime  # noqa: F401  (loads _C)
     except (ImportError, OSError) as error:
         return error
     return None
@@ -108,7 +108,7 @@ def _of_the_libraries() -> Iterator[tuple[str, str]]:
     try:
         import torch
 
-        from torch_commhook._native import load_ops
+        from torch_commhook.native.libraries import load_ops
 
         load_ops()
         yield "_ops built for torch", torch.ops.commhook.built_for_torch()
@@ -150,7 +150,7 @@ def _averaged(rank: int, hook: str) -> torch.Tensor:
 
     model = torch.nn.Linear(4, 4)
     handle = attach(model, parse_hook(hook))
-    model(torch.full((1, 4), rank + 1.0)).sum().backward()
+    model(torch.full((1, 4), rank + 1.0, dtype=torch.float32, device="cpu")).sum().backward()
     handle.remove()
     assert model.weight.grad is not None
     return model.weight.grad

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from torch_commhook._ops import unflatten_into
+from torch_commhook.native.bucket_ops import unflatten_into
 
 
 def check_setting(codec: str, name: str, value: object, kind: str) -> None:

@@ -76,9 +76,9 @@ class BlockCodec(Codec):
     """A codec that sends values in blocks, through three operators.
 
     ``<name>_encode``, ``<name>_decode`` and ``<name>_reduce`` walk over memory once. The values, in
-    the order of :func:`torch_commhook._ops.flatten`, are cut into blocks across the tensors'
-    borders. A message's shards have about equally many whole blocks; the last block of all may be
-    shorter. With fewer blocks than shards, some are empty.
+    the order of ``torch.ops.commhook.flatten``, are cut into blocks across the tensors' borders. A
+    message's shards have about equally many whole blocks; the last block of all may be shorter.
+    With fewer blocks than shards, some are empty.
 
     Args:
         name: of the codec, with which the operators' begin.

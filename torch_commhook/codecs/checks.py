@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_commhook._ops import BUCKET_DTYPES
+from torch_commhook.native.bucket_ops import BUCKET_DTYPES
 
 
 def check_values(op: str, tensors: Sequence[Tensor]) -> int:

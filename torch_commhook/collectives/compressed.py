@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_commhook._ops import BUCKET_DTYPES
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.exchange import exchange, pays
 from torch_commhook.collectives.futures import then_beside
@@ -24,7 +23,8 @@ from torch_commhook.collectives.plain import (
 from torch_commhook.collectives.stages import on_wire, timed, two_stages
 from torch_commhook.collectives.streams import StreamNumber, beside
 from torch_commhook.metrics import CallMeter, note_collective
-from torch_commhook.tensor_checks import check_flat
+from torch_commhook.native.bucket_ops import BUCKET_DTYPES
+from torch_commhook.native.tensor_checks import check_flat
 
 _LARGEST_FLOAT = int(sys.float_info.max)
 

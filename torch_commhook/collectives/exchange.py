@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_commhook.gloo_groups import exchanges_of, is_gloo
+from torch_commhook.collectives.gloo_groups import exchanges_of, is_gloo
 
 _LEAST_BYTES = 128 * 1024
 _MOST_RANKS = 4

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_commhook import _ops
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.compressed import (
     MessageBuffers,
@@ -28,6 +27,7 @@ from torch_commhook.collectives.plain import (
 )
 from torch_commhook.collectives.streams import beside
 from torch_commhook.metrics import CallMeter
+from torch_commhook.native import bucket_ops
 
 
 def hierarchical_all_reduce(
@@ -121,7 +121,7 @@ def hierarchical_all_reduce(
             flat = torch.empty(padded, dtype=torch.float32, device=device)
         else:
             flat = buffers.get("flat", padded, torch.float32, device)
-        _ops.flatten(sources, out=flat[:numel])
+        bucket_ops.flatten(sources, out=flat[:numel])
         flat[numel:] = 0
         if carry is not None:
             flat[:numel] += carry
@@ -144,7 +144,7 @@ def hierarchical_all_reduce(
         def finish(done: Any) -> Tensor:
             gathered = done.value().view(-1)
             with torch.no_grad():
-                _ops.unflatten_into(gathered[:numel], destinations)
+                bucket_ops.unflatten_into(gathered[:numel], destinations)
             return destinations[0]
 
         return then_beside(all_gather(own, group=intra_group), finish, device)

@@ -16,7 +16,7 @@ from torch_commhook.collectives.futures import (
     set_error,
     traced,
 )
-from torch_commhook.gloo_groups import group_name, is_destroyed, is_gloo
+from torch_commhook.collectives.gloo_groups import group_name, is_destroyed, is_gloo
 from torch_commhook.metrics import note_collective, ring_all_reduce_bytes, tensor_bytes
 
 # Their names change with torch; the old ones warn.

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from torch_commhook.collectives.futures import TracedStages, set_error, then_beside
+from torch_commhook.collectives.gloo_groups import exchanges_of, second_group
 from torch_commhook.collectives.turns import turns_of
-from torch_commhook.gloo_groups import exchanges_of, second_group
 from torch_commhook.metrics import CallMeter, note_collective
 
 

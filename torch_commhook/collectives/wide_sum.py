@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_commhook._ops import BUCKET_DTYPES
 from torch_commhook.collectives.plain import all_to_all, issue_all_gather
 from torch_commhook.collectives.stages import two_stages
 from torch_commhook.metrics import tensor_bytes
+from torch_commhook.native.bucket_ops import BUCKET_DTYPES
 
 #: From so many ranks on, 16-bit values are added up in float32. Below, a second stage would cost
 #: connections for little: at 7 ranks a mean in bfloat16 is off by 0.0030, added up in float32 by

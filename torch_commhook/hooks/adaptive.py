@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_commhook.bucket import GradBucket
+from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.blockwise import blockwise
 from torch_commhook.collectives.plain import all_reduce
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.compressed import compressed
-from torch_commhook.memory import BucketMemory, HookMemory
+from torch_commhook.memory.hook_memory import BucketMemory, HookMemory
 
 _NAME = "adaptive_bits"
 

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_commhook import _C
-from torch_commhook._ops import BUCKET_DTYPES
-from torch_commhook._runtime import hook_name
-from torch_commhook.bucket import GradBucket
+from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives import resolve_group
-from torch_commhook.jump_watch import JumpWatch
-from torch_commhook.memory import BucketMemory, HookMemory
-from torch_commhook.results import hook_on_bucket
+from torch_commhook.memory.hook_memory import BucketMemory, HookMemory
+from torch_commhook.memory.jump_watch import JumpWatch
+from torch_commhook.native.bucket_ops import BUCKET_DTYPES
+from torch_commhook.native.runtime import hook_name
+from torch_commhook.step.results import hook_on_bucket
 
 
 class Hook(ABC):

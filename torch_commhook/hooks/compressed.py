@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_commhook.bucket import GradBucket
+from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.base import CODECS, Codec
 from torch_commhook.collectives.compressed import compressed_all_reduce, shard_range
 from torch_commhook.collectives.plain import check_place, resolve_group
 from torch_commhook.hooks.base import Hook, average_scale, result_tensor
-from torch_commhook.memory import BucketMemory
+from torch_commhook.memory.hook_memory import BucketMemory
 from torch_commhook.metrics import ring_all_reduce_bytes
 
 

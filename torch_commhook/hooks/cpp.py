@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_commhook import _C
-from torch_commhook.bucket import GradBucket
+from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.hooks.base import Hook
 from torch_commhook.metrics import note_collective
 

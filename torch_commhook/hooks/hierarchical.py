@@ -7,19 +7,19 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from torch_commhook.agreement import gather
-from torch_commhook.bucket import GradBucket
+from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.base import Codec
+from torch_commhook.collectives.agreement import gather
+from torch_commhook.collectives.gloo_groups import group_ranks
 from torch_commhook.collectives.hierarchical import (
     hierarchical_all_reduce,
     inter_shard_range,
     share_range,
 )
 from torch_commhook.collectives.plain import resolve_group
-from torch_commhook.gloo_groups import group_ranks
 from torch_commhook.hooks.base import Hook, result_tensor
 from torch_commhook.hooks.compressed import check_dense, rounding_of
-from torch_commhook.memory import BucketMemory
+from torch_commhook.memory.hook_memory import BucketMemory
 
 
 class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_commhook.bucket import GradBucket
+from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.hooks.base import Hook, of_hooks_inside
 from torch_commhook.hooks.mean import allreduce
-from torch_commhook.memory import BucketMemory, HookMemory
+from torch_commhook.memory.hook_memory import BucketMemory, HookMemory
 
 #: What all ranks have alike: where they were after the last exchange.
 ANCHOR = "local_sgd_anchor"

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_commhook._ops import BUCKET_DTYPES, flatten, unflatten_into
-from torch_commhook.bucket_layout import BucketLayout
-from torch_commhook.tensor_checks import check_dense, check_flat
+from torch_commhook.buckets.layout import BucketLayout
+from torch_commhook.native.bucket_ops import BUCKET_DTYPES, flatten, unflatten_into
+from torch_commhook.native.tensor_checks import check_dense, check_flat
 
 _ops = torch.ops.commhook
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_commhook.bucket import GradBucket
+from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives import all_reduce
 from torch_commhook.collectives.streams import beside
 from torch_commhook.collectives.wide_sum import LEAST_RANKS, padded_numel, wide_all_reduce

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_commhook import _ops
-from torch_commhook.bucket import GradBucket
+from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.base import CODECS
 from torch_commhook.collectives.futures import TracedFuture, then
 from torch_commhook.hooks.base import Hook, of_hooks_inside, result_tensor
 from torch_commhook.hooks.compressed import hook_of_codec
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.hooks.wrappers import error_feedback
-from torch_commhook.memory import BucketMemory, HookMemory
+from torch_commhook.memory.hook_memory import BucketMemory, HookMemory
+from torch_commhook.native import bucket_ops
 
 _COMPARISON = re.compile(r"(dim|numel)\s*(<=|>=|==|<|>)\s*(\d+)")
 _COMPARE: dict[str, Callable[[int, int], bool]] = {
@@ -232,12 +232,12 @@ class _Part(GradBucket):
             if self._part_dtype.is_complex:  # which the operators do not take
                 flat = torch.cat([gradient.reshape(-1) for gradient in self._gradients], out=out)
                 return flat.to(dtype or flat.dtype).mul_(scale)
-            return _ops.flatten(self._gradients, scale=scale, dtype=dtype, out=out)
+            return bucket_ops.flatten(self._gradients, scale=scale, dtype=dtype, out=out)
 
 
 def _write(flat: Tensor, pieces: Sequence[Tensor]) -> None:
     if not flat.is_complex():
-        _ops.unflatten_into(flat, pieces)
+        bucket_ops.unflatten_into(flat, pieces)
         return
     for piece, part in zip(pieces, flat.split([p.numel() for p in pieces]), strict=True):
         piece.copy_(part)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_commhook.bucket import GradBucket
+from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives.plain import all_reduce, issue_all_reduce
 from torch_commhook.collectives.stages import timed, two_stages
 from torch_commhook.collectives.streams import beside
@@ -26,7 +26,7 @@ from torch_commhook.hooks.low_rank import (
     restore,
     right_factors,
 )
-from torch_commhook.memory import BucketMemory
+from torch_commhook.memory.hook_memory import BucketMemory
 from torch_commhook.metrics import CallMeter, ring_all_reduce_bytes, tensor_bytes
 
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from torch_commhook._ops import GRADIENT_DTYPES, flatten_stats
-from torch_commhook.bucket import GradBucket
+from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.hooks.base import Hook, of_hooks_inside, step_scale_of
 from torch_commhook.hooks.mean import allreduce
-from torch_commhook.memory import BucketMemory, HookMemory
-from torch_commhook.tensor_checks import check_dense
+from torch_commhook.memory.hook_memory import BucketMemory, HookMemory
+from torch_commhook.native.bucket_ops import GRADIENT_DTYPES, flatten_stats
+from torch_commhook.native.tensor_checks import check_dense
 
 
 class Wrapper(Hook):
@@ -261,7 +261,7 @@ class clip(Wrapper):  # noqa: N801
         try:
             self.max_norm = float(max_norm)
         except OverflowError as error:
-            got = f"an int of {max_norm.bit_length()} bits"
+            got = f"an int of {int(max_norm).bit_length()} bits"
             raise ValueError(
                 f"clip: max_norm must be a number that a float can hold, got {got}"
             ) from error

@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed import distributed_c10d
 
 from torch_commhook import _C
-from torch_commhook._dynamo import left_to_python
+from torch_commhook.native.dynamo import left_to_python
 from torch_commhook.process_group.group_hooks import (
     CompletionHookArgs,
     GroupHooks,

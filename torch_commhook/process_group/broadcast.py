@@ -15,8 +15,8 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from torch_commhook import _C
-from torch_commhook._ops import BUCKET_DTYPES, flatten, unflatten_into
 from torch_commhook.collectives import resolve_group
+from torch_commhook.native.bucket_ops import BUCKET_DTYPES, flatten, unflatten_into
 
 _NAME = "broadcast_coalesced"
 _INT64_MAX = 2**63 - 1

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from torch_commhook import _C
-from torch_commhook._ops import flatten, unflatten_into
+from torch_commhook.collectives.gloo_groups import second_group
 from torch_commhook.collectives.stages import staged
 from torch_commhook.collectives.streams import StreamNumber, beside
 from torch_commhook.collectives.wide_sum import LEAST_RANKS, padded_numel, sum_rows
-from torch_commhook.gloo_groups import second_group
+from torch_commhook.native.bucket_ops import flatten, unflatten_into
 from torch_commhook.process_group.work import FollowedWork
 from torch_commhook.process_group.wrapper import BINDINGS, WrapperProcessGroup
 

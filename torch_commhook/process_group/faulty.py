@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook import _C
-from torch_commhook.gloo_groups import group_timeout
+from torch_commhook.collectives.gloo_groups import group_timeout
 from torch_commhook.process_group.operations import OPERATIONS, Call, describe
 from torch_commhook.process_group.timers import Timers
 from torch_commhook.process_group.work import FollowedWork, Work

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torch_commhook import _C
-from torch_commhook._dynamo import left_to_python
+from torch_commhook.native.dynamo import left_to_python
 from torch_commhook.process_group.completion import on_completion
 from torch_commhook.process_group.operations import Call, describe
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from torch_commhook import _C
-from torch_commhook.gloo_groups import group_ranks
+from torch_commhook.collectives.gloo_groups import group_ranks
 
 
 def register(

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torch_commhook import _C
-from torch_commhook._dynamo import left_to_python
+from torch_commhook.native.dynamo import left_to_python
 
 #: What C++ passes where no timeout is given.
 _NO_TIMEOUT = timedelta(0)

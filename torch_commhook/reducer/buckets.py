@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_commhook import _C, _ops
-from torch_commhook.attached import Running
-from torch_commhook.bucket import GradBucket, evenly_spaced
-from torch_commhook.bucket_layout import BucketLayout
-from torch_commhook.memory import BucketMemory
+from torch_commhook import _C
+from torch_commhook.buckets.grad_bucket import GradBucket, evenly_spaced
+from torch_commhook.buckets.layout import BucketLayout
+from torch_commhook.memory.hook_memory import BucketMemory
+from torch_commhook.native import bucket_ops
+from torch_commhook.step.attached_hook import Running
 
 #: As in DDP: a small first bucket, so that communication begins early in backward.
 FIRST_BUCKET_BYTES = 1 << 20
@@ -169,7 +170,7 @@ class BucketState:
             elif result.is_complex():
                 torch._foreach_copy_(destinations(parameters), self.layout.views(result))
             else:
-                _ops.unflatten_into(result, self.layout._permute(destinations(parameters)))
+                bucket_ops.unflatten_into(result, self.layout._permute(destinations(parameters)))
 
 
 class _BucketOfState(GradBucket):
@@ -300,13 +301,13 @@ class TracedBucket(_BucketOfState):
     def _flatten(self, scale: float, dtype: torch.dtype | None, out: Tensor | None) -> Tensor:
         ordered = self._state.layout._permute(self._gradients)
         with torch.no_grad():
-            return _ops.flatten(ordered, scale=scale, dtype=dtype, out=out)
+            return bucket_ops.flatten(ordered, scale=scale, dtype=dtype, out=out)
 
     def _gather(self, scale: float) -> Tensor:
         ordered = self._state.layout._permute(self._gradients)
         if self._state.dtype.is_complex:  # which the operators do not take
             return torch.cat([piece.reshape(-1) for piece in ordered]) * scale
-        return _ops.flatten(ordered, scale=scale, dtype=self._state.dtype)
+        return bucket_ops.flatten(ordered, scale=scale, dtype=self._state.dtype)
 
 
 def destinations(parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from torch_commhook import _C
-from torch_commhook.attached import Attached
 from torch_commhook.metrics import BucketTraffic
 from torch_commhook.reducer.buckets import BucketState
-from torch_commhook.step_group import StepGroup
+from torch_commhook.step.attached_hook import Attached
+from torch_commhook.step.step_group import StepGroup
 
 
 class CppRun:

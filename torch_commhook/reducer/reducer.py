@@ -27,10 +27,11 @@ from torch._dynamo import compiled_autograd
 from torch.utils.hooks import RemovableHandle
 
 from torch_commhook import _C, collectives
-from torch_commhook._dynamo import left_to_python
-from torch_commhook._ops import GRADIENT_DTYPES
-from torch_commhook.attached import Attached, Running
+from torch_commhook.memory.unsent import Late, add_unsent, keep_unsent, unsent_table, without_unused
 from torch_commhook.metrics import BucketTraffic, as_text, count_bucket
+from torch_commhook.native.bucket_ops import GRADIENT_DTYPES
+from torch_commhook.native.dynamo import left_to_python
+from torch_commhook.native.tensor_checks import check_dense
 from torch_commhook.reducer.buckets import (
     BucketState,
     ReducerBucket,
@@ -52,11 +53,10 @@ from torch_commhook.reducer.tracing import (
     start_traced,
     write_missing,
 )
-from torch_commhook.results import checked_result, hook_on_bucket, scaled_result
-from torch_commhook.running_backward import RunningBackward
-from torch_commhook.step_group import NoAgreement, StepGroup
-from torch_commhook.tensor_checks import check_dense
-from torch_commhook.unsent import Late, add_unsent, keep_unsent, unsent_table, without_unused
+from torch_commhook.step.attached_hook import Attached, Running
+from torch_commhook.step.results import checked_result, hook_on_bucket, scaled_result
+from torch_commhook.step.running_backward import RunningBackward
+from torch_commhook.step.step_group import NoAgreement, StepGroup
 
 _log = logging.getLogger(__name__)
 _engine = torch.autograd.Variable._execution_engine

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch._dynamo.external_utils import call_hook
 
-from torch_commhook._dynamo import left_to_python
-from torch_commhook.attached import Attached, Running
-from torch_commhook.bucket import GradBucket
+from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives import TracedFuture
 from torch_commhook.hooks.base import Hook
 from torch_commhook.metrics import TRACED_METER, count_bucket, from_text
-from torch_commhook.step_group import StepGroup, groups_by_name
-from torch_commhook.tensor_checks import check_flat, check_used
+from torch_commhook.native.dynamo import left_to_python
+from torch_commhook.native.tensor_checks import check_flat, check_used
+from torch_commhook.step.attached_hook import Attached, Running
+from torch_commhook.step.step_group import StepGroup, groups_by_name
 
 if TYPE_CHECKING:
     from torch_commhook.reducer.reducer import Reducer

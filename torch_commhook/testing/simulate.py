@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from torch_commhook._C import type_name
-from torch_commhook._runtime import check_hook, hook_name, parse_hook_result, run_hook
-from torch_commhook.bucket import GradBucket
+from torch_commhook.buckets.grad_bucket import GradBucket
+from torch_commhook.native.runtime import check_hook, hook_name, parse_hook_result, run_hook
 from torch_commhook.testing.ranks import check_timeout, run_with_links
 
 Gradients = Sequence[Sequence[Tensor]]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torch_commhook._dynamo import left_to_python
+from torch_commhook.native.dynamo import left_to_python
 from torch_commhook.process_group.simulated.data import Reduction
 from torch_commhook.process_group.work import Work
 

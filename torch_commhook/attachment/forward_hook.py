@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from torch_commhook._dynamo import left_to_python
+from torch_commhook.native.dynamo import left_to_python
 
 
 class _Listener(Protocol):

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_commhook import _C, _ops
-from torch_commhook.bucket_layout import BucketLayout, check_tensor, checked_list
+from torch_commhook import _C
+from torch_commhook.buckets.layout import BucketLayout, check_tensor, checked_list
+from torch_commhook.native import bucket_ops
 
 if TYPE_CHECKING:
-    from torch_commhook.memory import BucketMemory
+    from torch_commhook.memory.hook_memory import BucketMemory
 
 
 class GradBucket:
@@ -230,7 +231,7 @@ class GradBucket:
             ValueError: ``out`` has another length or shares memory with the buffer.
         """
         with torch.no_grad():
-            return _ops.flatten([self.buffer()], scale=scale, dtype=dtype, out=out)
+            return bucket_ops.flatten([self.buffer()], scale=scale, dtype=dtype, out=out)
 
     def sources(self) -> Sequence[Tensor]:
         """The gradients where they lie, as ``flatten`` takes them: in the order of the buffer.
@@ -418,7 +419,7 @@ def evenly_spaced(values: Tensor, most: int) -> Tensor | None:
 
 def _check_floating(name: str, value: Any) -> None:
     check_tensor("GradBucket", name, value)
-    if not (value.dtype in _ops.BUCKET_DTYPES or value.is_complex()):
+    if not (value.dtype in bucket_ops.BUCKET_DTYPES or value.is_complex()):
         raise TypeError(
             f"GradBucket: {name} must be of dtype float64, float32, float16, bfloat16 or complex, "
             f"got {value.dtype}"

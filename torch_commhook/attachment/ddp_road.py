@@ -14,21 +14,21 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_commhook import _C
-from torch_commhook._dynamo import left_to_python
-from torch_commhook.attached import Attached
-from torch_commhook.bucket import GradBucket
-from torch_commhook.forward_hook import BeforeForward
+from torch_commhook.attachment.forward_hook import BeforeForward
+from torch_commhook.attachment.parameters import trainable
+from torch_commhook.attachment.watched_parameters import WatchedParameters
+from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.hooks.mean import allreduce
+from torch_commhook.memory.unsent import Late, add_unsent, unsent_table
 from torch_commhook.metrics import BucketTraffic, count_bucket
-from torch_commhook.parameters import trainable
+from torch_commhook.native.dynamo import left_to_python
 from torch_commhook.reducer.buckets import assign_buckets, split_by_kind
-from torch_commhook.results import checked_result, hook_on_bucket, scaled_result
-from torch_commhook.step_group import StepGroup, check_is_free
-from torch_commhook.unsent import Late, add_unsent, unsent_table
-from torch_commhook.watched_parameters import WatchedParameters
+from torch_commhook.step.attached_hook import Attached
+from torch_commhook.step.results import checked_result, hook_on_bucket, scaled_result
+from torch_commhook.step.step_group import StepGroup, check_is_free
 
 if TYPE_CHECKING:
-    from torch_commhook.reducer.road import ReducerRoad
+    from torch_commhook.attachment.reducer_road import ReducerRoad
 
 #: How long a hook that failed waits for the buckets in flight before it.
 _DRAIN_SECONDS = 60.0
@@ -517,7 +517,7 @@ class DdpRoad:
         DDP's C++ reducer refuses compiled autograd. What it has registered with autograd goes, and
         DDP is told that it has a Python reducer, which asks nothing of the other.
         """
-        from torch_commhook.reducer.road import ReducerRoad
+        from torch_commhook.attachment.reducer_road import ReducerRoad
 
         model = self.model()
         if model is None or self.attached is None:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
-from torch_commhook.bucket_layout import BucketLayout
+from torch_commhook.buckets.layout import BucketLayout
 from torch_commhook.collectives.compressed import MessageBuffers
+from torch_commhook.collectives.gloo_groups import group_name
 from torch_commhook.collectives.plain import all_reduce
-from torch_commhook.gloo_groups import group_name
-from torch_commhook.hook_states import ERROR, FOLDED_INTO, VERSION, Known, checked_state
-from torch_commhook.jump_watch import JumpWatch
+from torch_commhook.memory.jump_watch import JumpWatch
+from torch_commhook.memory.states import ERROR, FOLDED_INTO, VERSION, Known, checked_state
 from torch_commhook.metrics import CallMeter
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_commhook import _C
-from torch_commhook.bucket import GradBucket
+from torch_commhook.buckets.grad_bucket import GradBucket
 
 
 def hook_on_bucket(hook: str, index: int, count: int) -> str:

@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 
 from torch_commhook import _C
-from torch_commhook._native import NativeLibraryError
+from torch_commhook.native.libraries import NativeLibraryError
 
 #: Digests of the files that this process has loaded.
 _loaded: dict[str, bytes] = {}
@@ -19,7 +19,7 @@ def include_paths() -> list[str]:
 
     To be given to ``torch.utils.cpp_extension`` as ``include_dirs``.
     """
-    package = Path(__file__).parent
+    package = Path(__file__).parent.parent
     # Installed with the package; in a working tree they are beside it.
     folders = (package / "include", package.parent / "csrc" / "include")
     return [str(folder) for folder in folders if (folder / "commhook").is_dir()][:1]

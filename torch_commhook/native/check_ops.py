@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
-from torch_commhook._native import load_ops
+from torch_commhook.native.libraries import load_ops
 
 load_ops()
 

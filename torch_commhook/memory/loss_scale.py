@@ -12,11 +12,11 @@ from torch.amp import GradScaler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torch_commhook import _C
-from torch_commhook._dynamo import left_to_python
-from torch_commhook.running_backward import is_inside
+from torch_commhook.native.dynamo import left_to_python
+from torch_commhook.step.running_backward import is_inside
 
 if TYPE_CHECKING:
-    from torch_commhook.attached import Attached
+    from torch_commhook.step.attached_hook import Attached
 
 _log = logging.getLogger(__name__)
 

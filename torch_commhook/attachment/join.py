@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 if TYPE_CHECKING:
-    from torch_commhook.reducer.road import ReducerRoad
+    from torch_commhook.attachment.reducer_road import ReducerRoad
 
 
 class ReducerJoinable(Joinable):

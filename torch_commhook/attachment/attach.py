@@ -15,23 +15,23 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from torch_commhook import _C
-from torch_commhook._runtime import hook_name
-from torch_commhook.agreement import agree, check_agreement
-from torch_commhook.attached import Attached
-from torch_commhook.bucket import GradBucket
+from torch_commhook.attachment.ddp_road import DdpRoad
+from torch_commhook.attachment.parameters import check_not_in_ddp, claim, release, trainable
+from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives import resolve_group
-from torch_commhook.ddp_road import DdpRoad
-from torch_commhook.hook_states import LOCAL_STEPS, form_of
+from torch_commhook.collectives.agreement import agree, check_agreement
 from torch_commhook.hooks import __name__ as hooks_module
 from torch_commhook.hooks.base import Hook
-from torch_commhook.loss_scale import checked_scale, watch, watch_no_more
-from torch_commhook.memory import HookMemory
+from torch_commhook.memory.hook_memory import HookMemory
+from torch_commhook.memory.loss_scale import checked_scale, watch, watch_no_more
+from torch_commhook.memory.states import LOCAL_STEPS, form_of
 from torch_commhook.metrics import HookStats
-from torch_commhook.parameters import check_not_in_ddp, claim, release, trainable
-from torch_commhook.step_group import StepGroup, check_is_free
+from torch_commhook.native.runtime import hook_name
+from torch_commhook.step.attached_hook import Attached
+from torch_commhook.step.step_group import StepGroup, check_is_free
 
 if TYPE_CHECKING:
-    from torch_commhook.reducer.road import ReducerRoad
+    from torch_commhook.attachment.reducer_road import ReducerRoad
 
 _MOST_MEBIBYTES = 1 << 40
 
@@ -161,7 +161,7 @@ class HookHandle:
         model = self._road.model()
         if self._attached.keeps_ranks_apart and model is not None:
             # Imports torch's compiler, as below.
-            from torch_commhook.local_steps import LocalSteps
+            from torch_commhook.attachment.local_steps import LocalSteps
 
             road = self._first_road
             self._attached.local_steps = LocalSteps(model, self._attached, lambda: _current(road))
@@ -523,7 +523,7 @@ def _new_road(
         if not model._use_python_reducer:
             return DdpRoad(model)
     # Imports torch's compiler, which takes seconds, and which DDP alone does not need.
-    from torch_commhook.reducer.road import ReducerRoad
+    from torch_commhook.attachment.reducer_road import ReducerRoad
 
     if isinstance(model, DistributedDataParallel):
         return ReducerRoad.of_ddp(model, parameters, StepGroup(group))

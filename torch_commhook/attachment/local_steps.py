@@ -24,22 +24,22 @@ from torch.optim.optimizer import (
 from torch.utils.weak import TensorWeakRef
 
 from torch_commhook import _C, collectives
-from torch_commhook.attached import Attached, run_average
-from torch_commhook.bucket import GradBucket
-from torch_commhook.forward_hook import BeforeForward, register_first
-from torch_commhook.hook_states import LOCAL_STEPS, PARAMETERS, checked_position, unfit
+from torch_commhook.attachment.forward_hook import BeforeForward, register_first
+from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.local_sgd import ANCHOR, local_sgd
 from torch_commhook.hooks.mean import allreduce
-from torch_commhook.memory import BucketMemory
+from torch_commhook.memory.hook_memory import BucketMemory
+from torch_commhook.memory.state_values import check_tensor, shown
+from torch_commhook.memory.states import LOCAL_STEPS, PARAMETERS, checked_position, unfit
 from torch_commhook.metrics import BucketTraffic, count_bucket
-from torch_commhook.results import checked_result, hook_on_bucket, scaled_result
-from torch_commhook.state_values import check_tensor, shown
-from torch_commhook.step_group import StepGroup
+from torch_commhook.step.attached_hook import Attached, run_average
+from torch_commhook.step.results import checked_result, hook_on_bucket, scaled_result
+from torch_commhook.step.step_group import StepGroup
 
 if TYPE_CHECKING:
-    from torch_commhook.ddp_road import DdpRoad
-    from torch_commhook.reducer.road import ReducerRoad
+    from torch_commhook.attachment.ddp_road import DdpRoad
+    from torch_commhook.attachment.reducer_road import ReducerRoad
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_commhook.state_values import Refuse, check_tensor, is_number, shown
+from torch_commhook.memory.state_values import Refuse, check_tensor, is_number, shown
 
 VERSION = 1
 

@@ -8,7 +8,7 @@ import torch
 
 HOW_TO_BUILD = "python setup.py develop   (or: pip install --no-build-isolation .)"
 
-_LIBRARY_FOLDER = Path(__file__).parent / "lib"
+_LIBRARY_FOLDER = Path(__file__).parent.parent / "lib"
 
 
 class NativeLibraryError(ImportError):

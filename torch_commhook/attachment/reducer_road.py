@@ -15,15 +15,15 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_commhook import collectives
-from torch_commhook._dynamo import left_to_python
-from torch_commhook.attached import Attached
-from torch_commhook.forward_hook import BeforeForward
-from torch_commhook.parameters import check_not_in_ddp
-from torch_commhook.reducer.join import ReducerJoinable
+from torch_commhook.attachment.forward_hook import BeforeForward
+from torch_commhook.attachment.join import ReducerJoinable
+from torch_commhook.attachment.parameters import check_not_in_ddp
+from torch_commhook.attachment.watched_parameters import WatchedParameters
+from torch_commhook.native.dynamo import left_to_python
 from torch_commhook.reducer.reducer import Reducer
 from torch_commhook.reducer.tracing import parameters_changed
-from torch_commhook.step_group import StepGroup, check_is_free
-from torch_commhook.watched_parameters import WatchedParameters
+from torch_commhook.step.attached_hook import Attached
+from torch_commhook.step.step_group import StepGroup, check_is_free
 
 _BROADCAST_BYTES = 250 << 20  # in flight, as in DDP
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_commhook._native import HOW_TO_BUILD, NativeLibraryError, check_built_for
+from torch_commhook.native.libraries import HOW_TO_BUILD, NativeLibraryError, check_built_for
 
 if not dist.is_available():
     raise ImportError("torch_commhook needs a torch that was built with torch.distributed")

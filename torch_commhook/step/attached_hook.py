@@ -10,22 +10,22 @@ import torch
 from torch import Tensor
 
 from torch_commhook import _C
-from torch_commhook._runtime import check_hook, hook_name, run_hook
-from torch_commhook.bucket import GradBucket
-from torch_commhook.bucket_stages import BucketStages
+from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives import resolve_group
 from torch_commhook.collectives.futures import driven
-from torch_commhook.gloo_groups import group_name, second_group
+from torch_commhook.collectives.gloo_groups import group_name, second_group
 from torch_commhook.hooks.base import Hook, checked_result_dtype, step_scale_of
 from torch_commhook.hooks.cpp import cpp
-from torch_commhook.jump_watch import JumpWatch
-from torch_commhook.loss_scale import scale_of
-from torch_commhook.memory import BucketMemory, HookMemory
+from torch_commhook.memory.hook_memory import BucketMemory, HookMemory
+from torch_commhook.memory.jump_watch import JumpWatch
+from torch_commhook.memory.loss_scale import scale_of
 from torch_commhook.metrics import BucketTraffic, HookStats, TracedSteps, WireMeter, counting
+from torch_commhook.native.runtime import check_hook, hook_name, run_hook
+from torch_commhook.step.stages import BucketStages
 
 if TYPE_CHECKING:
-    from torch_commhook.local_steps import LocalSteps
-    from torch_commhook.step_group import StepGroup
+    from torch_commhook.attachment.local_steps import LocalSteps
+    from torch_commhook.step.step_group import StepGroup
 
 
 @dataclass(eq=False)

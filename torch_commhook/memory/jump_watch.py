@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from torch_commhook.bucket import GradBucket
+    from torch_commhook.buckets.grad_bucket import GradBucket
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from torch_commhook import _C
-from torch_commhook._dynamo import left_to_python
+from torch_commhook.native.dynamo import left_to_python
 
 _seconds: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _firsts: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()

@@ -30,8 +30,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup
 
 from torch_commhook.collectives import resolve_group
-from torch_commhook.collectives.turns import renew_turns
-from torch_commhook.gloo_groups import (
+from torch_commhook.collectives.gloo_groups import (
     close_connections,
     destroy_group,
     group_name,
@@ -42,7 +41,8 @@ from torch_commhook.gloo_groups import (
     provide_second_group,
     second_group,
 )
-from torch_commhook.running_backward import RunningBackward
+from torch_commhook.collectives.turns import renew_turns
+from torch_commhook.step.running_backward import RunningBackward
 
 
 class PeerError(RuntimeError):

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from torch_commhook import _C
-from torch_commhook._runtime import hook_name
-from torch_commhook.bucket import GradBucket
+from torch_commhook.buckets.grad_bucket import GradBucket
+from torch_commhook.native.runtime import hook_name
 
 _Hooks = OrderedDict[int, tuple[Callable[..., Any], str]]
 

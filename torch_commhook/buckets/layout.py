@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_commhook import _C, _ops
+from torch_commhook import _C
+from torch_commhook.native import bucket_ops
 
 
 def _memory_order(tensor: Tensor) -> tuple[int, ...] | None:
@@ -139,14 +140,16 @@ class BucketLayout:
         dtype: torch.dtype | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Gradients into a flat buffer, in one pass (``_ops.flatten``)."""
-        return _ops.flatten(self.in_memory_order(gradients), scale=scale, dtype=dtype, out=out)
+        """Gradients into a flat buffer, in one pass (``bucket_ops.flatten``)."""
+        return bucket_ops.flatten(
+            self.in_memory_order(gradients), scale=scale, dtype=dtype, out=out
+        )
 
     def unflatten_into(
         self, buffer: Tensor, gradients: Sequence[Tensor], *, scale: float = 1.0
     ) -> None:
-        """A flat buffer into gradients, in one pass (``_ops.unflatten_into``)."""
-        _ops.unflatten_into(buffer, self.in_memory_order(gradients), scale=scale)
+        """A flat buffer into gradients, in one pass (``bucket_ops.unflatten_into``)."""
+        bucket_ops.unflatten_into(buffer, self.in_memory_order(gradients), scale=scale)
 
     def _check(self, buffer: Tensor) -> None:
         check_tensor("BucketLayout", "buffer", buffer)

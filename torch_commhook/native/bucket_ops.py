@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_commhook._native import load_ops
+from torch_commhook.native.libraries import load_ops
 
 load_ops()
 
-from torch_commhook._runtime import _C  # noqa: E402  (which needs the operators)
+from torch_commhook.native.runtime import _C  # noqa: E402  (which needs the operators)
 
 _ops = torch.ops.commhook
 

@@ -1,0 +1,1 @@
+"""Attaching a hook to a model: the roads that it can take."""

@@ -1,0 +1,1 @@
+"""Buckets of gradients: how they lie in memory, and what a hook is given."""

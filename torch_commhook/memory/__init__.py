@@ -1,0 +1,1 @@
+"""What hooks remember from step to step."""

@@ -1,0 +1,1 @@
+"""The native libraries: loading them, and typed functions for what they hold."""

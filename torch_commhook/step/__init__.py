@@ -1,0 +1,1 @@
+"""A hook on one bucket, and what the ranks of a step agree on."""
