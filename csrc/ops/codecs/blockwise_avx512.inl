@@ -1,0 +1,235 @@
+// Block quantisation with AVX-512: a part of blockwise_kernels.inl.
+//
+// Blocks of 64, 128 and 256 values, without random numbers and errors, are encoded in runs of 256.
+// While one is quantised, the next is described and the one after that is measured. So memory is
+// read without a pause, and nothing waits for the divisions.
+
+constexpr int kRun = 256;
+constexpr int kPart = kRun / 4;
+
+// What a shuffle of four elements takes, two bits for each: of one vector, or the first two of one
+// and the last two of another.
+constexpr int kLowHalves = 0x44;       // 0 1 | 0 1
+constexpr int kHighHalves = 0xee;      // 2 3 | 2 3
+constexpr int kEven = 0x88;            // 0 2 | 0 2
+constexpr int kOdd = 0xdd;             // 1 3 | 1 3
+constexpr int kSwapNeighbours = 0xb1;  // 1 0 3 2
+constexpr int kSwapPairs = 0x4e;       // 2 3 0 1
+
+template <bool kLargest>
+inline __attribute__((always_inline)) __m512 extreme(const __m512& a, const __m512& b) {
+  return kLargest ? _mm512_max_ps(a, b) : _mm512_min_ps(a, b);
+}
+
+// What is left of four parts is that of the blocks that they are in, once for each part.
+template <bool kLargest, int kSize>
+inline __attribute__((always_inline)) __m128 extremes_of_blocks(const __m512* parts) {
+  // Of the 16 lanes of a part 8 are left, then 4, 2 and one.
+  __m512 pairs[2];
+  for (int i = 0; i < 2; ++i) {
+    const __m512& a = parts[2 * i];
+    const __m512& b = parts[2 * i + 1];
+    pairs[i] = extreme<kLargest>(_mm512_shuffle_f32x4(a, b, kLowHalves),
+                                 _mm512_shuffle_f32x4(a, b, kHighHalves));
+  }
+  __m512 all = extreme<kLargest>(_mm512_shuffle_f32x4(pairs[0], pairs[1], kEven),
+                                 _mm512_shuffle_f32x4(pairs[0], pairs[1], kOdd));
+  all = extreme<kLargest>(all, _mm512_permute_ps(all, kSwapNeighbours));
+  all = extreme<kLargest>(all, _mm512_permute_ps(all, kSwapPairs));
+  if constexpr (kSize >= 2 * kPart) {
+    all = extreme<kLargest>(all, _mm512_shuffle_f32x4(all, all, kSwapNeighbours));
+  }
+  if constexpr (kSize >= 4 * kPart) {
+    all = extreme<kLargest>(all, _mm512_shuffle_f32x4(all, all, kSwapPairs));
+  }
+  const __m512i ends = _mm512_setr_epi32(0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12);
+  return _mm512_castps512_ps128(_mm512_permutexvar_ps(ends, all));
+}
+
+template <bool kScaled>
+inline __attribute__((always_inline)) __m512 load_lanes(const float* p, float scale) {
+  const __m512 lanes = _mm512_loadu_ps(p);
+  return kScaled ? _mm512_mul_ps(lanes, _mm512_set1_ps(scale)) : lanes;
+}
+
+// The extremes of a run's parts, in lanes.
+struct Extremes {
+  __m512 most[4];
+  __m512 least[4];
+  __mmask16 is_nan;
+};
+
+// Of symmetric blocks, too: their largest magnitude alone would take no less time.
+template <bool kScaled>
+inline __attribute__((always_inline)) void measure_part(const float* p, float scale,
+                                                        Extremes& extremes, int part) {
+  __m512 v[4];
+  for (int i = 0; i < 4; ++i) {
+    v[i] = load_lanes<kScaled>(p + 16 * i, scale);
+  }
+  extremes.most[part] = extreme<true>(extreme<true>(v[0], v[1]), extreme<true>(v[2], v[3]));
+  extremes.least[part] = extreme<false>(extreme<false>(v[0], v[1]), extreme<false>(v[2], v[3]));
+  extremes.is_nan |= _mm512_cmp_ps_mask(v[0], v[1], _CMP_UNORD_Q);
+  extremes.is_nan |= _mm512_cmp_ps_mask(v[2], v[3], _CMP_UNORD_Q);
+}
+
+// As quantize() does it, of 16 values.
+template <bool kSymmetric, bool kScaled>
+inline __attribute__((always_inline)) __m512i quantize_lanes(const float* p, float scale,
+                                                             const __m512& low,
+                                                             const __m512& factor) {
+  __m512 t = load_lanes<kScaled>(p, scale);
+  t = kSymmetric ? t : _mm512_sub_ps(t, low);
+  return _mm512_castps_si512(_mm512_add_ps(_mm512_mul_ps(t, factor), _mm512_set1_ps(kRound)));
+}
+
+// The low halves of the 32 words of a and b.
+inline __attribute__((always_inline)) __m512i low_halves(const __m512i& a, const __m512i& b) {
+  alignas(64) static constexpr int16_t kLow[32] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20,
+                                                   22, 24, 26, 28, 30, 32, 34, 36, 38, 40, 42,
+                                                   44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
+  return _mm512_permutex2var_epi16(a, _mm512_load_si512(kLow), b);
+}
+
+// A quarter of a run's codes. Of four bits, those of 32 values of a block's first half and of as
+// many of its second.
+template <int kBits, bool kSymmetric, bool kScaled, int kSize>
+inline __attribute__((always_inline)) void quantize_part(const float* run, float scale, int part,
+                                                         const __m512& low, const __m512& factor,
+                                                         bool is_streamed, uint8_t* codes) {
+  constexpr int kParts = kSize / kPart;
+  constexpr int kHalf = kSize / 2;
+  const float* const p =
+      run + (kBits == 8 ? part * kPart : part / kParts * kSize + part % kParts * (kPart / 2));
+  // Of 32 values, whose codes are the low bytes.
+  const auto quantized = [&](const float* from) __attribute__((always_inline)) {
+    return low_halves(quantize_lanes<kSymmetric, kScaled>(from, scale, low, factor),
+                      quantize_lanes<kSymmetric, kScaled>(from + 16, scale, low, factor));
+  };
+  const auto write = [&](const __m512i& halves, uint8_t* to) __attribute__((always_inline)) {
+    auto* const lanes = reinterpret_cast<__m256i*>(to);
+    if (is_streamed) {
+      _mm256_stream_si256(lanes, _mm512_cvtepi16_epi8(halves));
+    } else {
+      _mm256_storeu_si256(lanes, _mm512_cvtepi16_epi8(halves));
+    }
+  };
+  codes += part * (kBits * kPart / 8);
+  if constexpr (kBits == 4) {
+    constexpr int kAndOr = 0xea;  // (a & b) | c
+    const __m512i high = _mm512_slli_epi16(quantized(p + kHalf), 4);
+    write(_mm512_ternarylogic_epi32(quantized(p), _mm512_set1_epi16(15), high, kAndOr), codes);
+  } else {
+    write(quantized(p), codes);
+    write(quantized(p + 32), codes + 32);
+  }
+}
+
+// Of a run's parts, each what is sent of the block that it is in, and its factor.
+struct Described {
+  alignas(16) float lows[4];
+  alignas(16) float steps[4];
+  alignas(16) float factors[4];
+};
+
+// False where a block needs more care, as its values are infinite, NaN, very large or very small.
+template <int kBits, bool kSymmetric, int kSize>
+inline __attribute__((always_inline)) bool describe(const Extremes& extremes,
+                                                    Described& described) {
+  const __m128 zero = _mm_setzero_ps();
+  const __m128 count = _mm_set1_ps(levels<kBits, kSymmetric>());
+  const __m128 most = extremes_of_blocks<true, kSize>(extremes.most);
+  const __m128 least = extremes_of_blocks<false, kSize>(extremes.least);
+  const __m128 low = kSymmetric ? zero : _mm_add_ps(least, zero);
+  const __m128 range = kSymmetric ? _mm_max_ps(most, _mm_sub_ps(zero, least))
+                                  : _mm_add_ps(_mm_sub_ps(most, low), zero);
+  const auto is_wide = _mm_cmp_ps_mask(range, _mm_set1_ps(0x1p-100f), _CMP_GE_OQ);
+  // Below this, no q comes back as an infinity.
+  const auto is_moderate =
+      _mm_cmp_ps_mask(_mm_max_ps(range, most), _mm_set1_ps(0x1p127f), _CMP_LT_OQ);
+  const auto is_plain = (is_wide | _mm_cmp_ps_mask(range, zero, _CMP_EQ_OQ)) & is_moderate;
+  _mm_store_ps(described.lows, low);
+  _mm_store_ps(described.steps, _mm_div_ps(range, count));
+  _mm_store_ps(described.factors, _mm_maskz_div_ps(is_wide, count, range));  // 0 where all are one
+  return extremes.is_nan == 0 && is_plain == 15;
+}
+
+// Runs up to the first with a block that needs more care. Returns how many.
+template <int kBits, bool kSymmetric, bool kScaled, int kSize>
+inline int64_t encode_runs(const float* p, int64_t runs, float scale, bool is_streamed,
+                           uint8_t* codes, float* parameters) {
+  Extremes extremes;
+  extremes.is_nan = 0;
+  const auto measure_at = [&](const float* run, int part) __attribute__((always_inline)) {
+    measure_part<kScaled>(run + part * kPart, scale, extremes, part);
+  };
+  Described described[2];
+  for (int part = 0; part < 4; ++part) {
+    measure_at(p, part);
+  }
+  if (!describe<kBits, kSymmetric, kSize>(extremes, described[0])) {
+    return 0;
+  }
+  const float* ahead = p + (runs > 1 ? kRun : 0);
+  for (int part = 0; part < 4; ++part) {
+    measure_at(ahead, part);
+  }
+  for (int64_t run = 0; run < runs; ++run) {
+    const Described& own = described[run % 2];
+    const bool goes_on = describe<kBits, kSymmetric, kSize>(extremes, described[(run + 1) % 2]);
+    for (int part = 0; part < 4; part += kSize / kPart) {
+      *parameters++ = own.steps[part];
+      if constexpr (!kSymmetric) {
+        *parameters++ = own.lows[part];
+      }
+    }
+    ahead += run + 2 < runs ? kRun : 0;  // the last is measured again, to no end
+    for (int part = 0; part < 4; ++part) {
+      measure_at(ahead, part);
+      quantize_part<kBits, kSymmetric, kScaled, kSize>(
+          p, scale, part, _mm512_set1_ps(own.lows[part]), _mm512_set1_ps(own.factors[part]),
+          is_streamed, codes);
+    }
+    if (!goes_on) {
+      return run + 1;
+    }
+    p += kRun;
+    codes += kRun * kBits / 8;
+  }
+  return runs;
+}
+
+// Whole blocks, of a multiple of 32 values, past the caches to where a cache line begins.
+template <int kBits, bool kSymmetric>
+bool decode_past_caches(const uint8_t* codes, const float* parameters, int64_t count, int64_t size,
+                        float* out) {
+  constexpr int64_t kParameters = kSymmetric ? 1 : 2;
+  const __m128i sign = _mm_set1_epi8(kSymmetric ? 8 : 0);
+  for (int64_t i = 0; i < count; i += size) {
+    const __m512 step = _mm512_set1_ps(parameters[0]);
+    const __m512 low = _mm512_set1_ps(kSymmetric ? 0.0f : parameters[1]);
+    const auto put = [&](float* to, const __m128i& bytes) __attribute__((always_inline)) {
+      const __m512i words = kSymmetric ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes);
+      const __m512 restored = _mm512_mul_ps(_mm512_cvtepi32_ps(words), step);
+      _mm512_stream_ps(to, kSymmetric ? restored : _mm512_add_ps(low, restored));
+    };
+    const auto nibbles = [&](const __m128i& bytes) __attribute__((always_inline)) {
+      const __m128i own = _mm_and_si128(bytes, _mm_set1_epi8(15));
+      return kSymmetric ? _mm_sub_epi8(_mm_xor_si128(own, sign), sign) : own;
+    };
+    const auto* const from = reinterpret_cast<const __m128i*>(codes);
+    for (int64_t j = 0; j < size * kBits / 8; j += 16) {
+      const __m128i bytes = _mm_loadu_si128(from + j / 16);
+      if constexpr (kBits == 8) {
+        put(out + j, bytes);
+      } else {
+        put(out + j, nibbles(bytes));
+        put(out + size / 2 + j, nibbles(_mm_srli_epi16(bytes, 4)));
+      }
+    }
+    out += size;
+    codes += size * kBits / 8;
+    parameters += kParameters;
+  }
+  return true;
+}
