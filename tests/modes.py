@@ -29,12 +29,14 @@ class Mode:
             with ``torch._dynamo.config.compiled_autograd``.
         fullgraph: a graph break in the backward is an error.
         backend: of ``torch.compile``. ``aot_eager`` traces all and takes no time to make kernels.
+        dynamic: whether the backward is compiled for tensors of all shapes; None: as it decides.
     """
 
     model: str
     runner: str
     fullgraph: bool = False
     backend: str = "inductor"
+    dynamic: bool | None = None
 
     def __str__(self) -> str:
         return f"{self.model}-{self.runner}{'-fullgraph' if self.fullgraph else ''}"
@@ -86,7 +88,9 @@ class Mode:
     def _backward(self) -> contextlib.AbstractContextManager[object]:
         if self.runner != "context":
             return contextlib.nullcontext()
-        compiler = torch.compile(fullgraph=self.fullgraph, backend=self.backend)
+        compiler = torch.compile(
+            fullgraph=self.fullgraph, backend=self.backend, dynamic=self.dynamic
+        )
         return torch._dynamo.compiled_autograd._enable(compiler)
 
 

@@ -253,6 +253,19 @@ def test_every_hook_in_every_mode(
                 assert own == (mode.runner == "config")
 
 
+@pytest.mark.parametrize("hook", [hook for hook in HOOKS if hook not in ("futures", "object")])
+def test_every_hook_with_dynamic_shapes(
+    two_ranks: RankPool, eager: Callable[..., list[dict[str, Any]]], hook: str
+) -> None:
+    """The compiler makes variables of the numbers that it meets, of which there is no text."""
+    mode = Mode("module", "context", fullgraph=True, backend="aot_eager", dynamic=True)
+    results = two_ranks.run(_train, mode, hook, timeout=180)
+    for result, want in zip(results, eager(hook), strict=True):
+        assert result["bytes"] == want["bytes"]
+        for got, bits in zip(result["gradients"], want["gradients"], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(got, bits, strict=True))
+
+
 @pytest.mark.parametrize("hook", HOOKS)
 def test_eager_gives_the_mean(
     eager: Callable[..., list[dict[str, Any]]], expected: list[list[torch.Tensor]], hook: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -251,9 +252,15 @@ class TracedSteps:
 def as_text(buckets: Sequence[BucketTraffic]) -> str:
     """A step's traffic as text, such as operators take, for :func:`from_text`."""
     return ";".join(
-        f"{one.numel},{str(one.dtype).removeprefix('torch.')},{one.bytes_sent},{one.bytes_received}"
+        f"{_number(one.numel)},{str(one.dtype).removeprefix('torch.')},"
+        f"{_number(one.bytes_sent)},{_number(one.bytes_received)}"
         for one in buckets
     )
+
+
+def _number(value: int | None) -> str:
+    # A compiler of dynamic shapes makes variables of numbers, of which there is no text.
+    return str(None if value is None else operator.index(value))
 
 
 @lru_cache(maxsize=256)

@@ -220,6 +220,7 @@ class BucketMemory:
             int64, of shape (2, 2): rows of seed and step, for what this rank encodes and for what
             it encodes of the ranks' sum.
         """
+        seed = operator.index(seed)  # of which a compiler of dynamic shapes would make a variable
         name = f"{seed}, alike" if alike else f"{seed}"
         rounding = self.roundings.get(name)
         if rounding is None:

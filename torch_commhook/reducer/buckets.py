@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -290,10 +291,16 @@ class TracedBucket(_BucketOfState):
         process_group: Any,
     ) -> None:
         super().__init__(state, bucket_count, process_group)
+        # With dynamic shapes these would be variables: hooks choose by them, and put them in text.
+        self._index = operator.index(state.index)
+        self._numel = operator.index(state.numel)
         self._gradients = gradients
         if state.sparse:
             self._buffer = gradients[0]
             self._gathered = True
+
+    def numel(self) -> int:
+        return self._numel
 
     def _gradients_as_they_lie(self) -> Sequence[Tensor]:
         return self._gradients
