@@ -13,6 +13,7 @@ from torch_commhook.codecs.blockwise import blockwise
 from torch_commhook.collectives.plain import all_reduce
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.compressed import compressed
+from torch_commhook.hooks.traits import HookTraits
 from torch_commhook.memory.hook_memory import BucketMemory, HookMemory
 
 _NAME = "adaptive_bits"
@@ -37,10 +38,7 @@ class adaptive(Hook):  # noqa: N801 (a hook is written as it is called)
     """
 
     _commhook_traceable = True
-    is_lossy = True
-    has_stages = True
-    keeps_error = True
-    settles_buckets = True
+    traits = HookTraits(is_lossy=True, has_stages=True, keeps_error=True, settles_buckets=True)
 
     def __init__(self, budget: int, *, every: int = 100, block_size: int = 256) -> None:
         super().__init__()

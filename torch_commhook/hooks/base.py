@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives import resolve_group
+from torch_commhook.hooks.traits import HookTraits, Trait
 from torch_commhook.memory.hook_memory import BucketMemory, HookMemory
 from torch_commhook.memory.jump_watch import JumpWatch
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES
@@ -44,32 +45,17 @@ class Hook(ABC):
 
     process_group: Any = None
 
-    #: Whether what travels is less than what there is, so that results depend on what shares a
-    #: bucket.
-    is_lossy: bool = False
+    #: What is so of it; each also under its own name.
+    traits: HookTraits = HookTraits()
 
-    #: Whether what is lost can be sent with the next message.
-    takes_error: bool = False
-
-    #: Whether what is lost is remembered, and sent with the next message.
-    keeps_error: bool = False
-
-    #: Whether parts of a bucket are averaged each by itself.
-    splits_buckets: bool = False
-
-    #: Whether something is settled for all buckets of a step together.
-    settles_buckets: bool = False
-
-    #: Whether collectives follow one another, for which some process groups need a second one;
-    #: where that depends on the number of ranks, :meth:`has_stages_among` tells.
-    has_stages: bool = False
-
-    #: Whether each rank steps on gradients of its own for a while, so that parameters differ
-    #: between ranks, and so does what an optimizer remembers of them.
-    keeps_ranks_apart: bool = False
-
-    #: Whether :meth:`step_scale` is to be asked, which has all results wait for the last.
-    scales_steps: bool = False
+    is_lossy = Trait()
+    takes_error = Trait()
+    keeps_error = Trait()
+    splits_buckets = Trait()
+    settles_buckets = Trait()
+    has_stages = Trait()
+    keeps_ranks_apart = Trait()
+    scales_steps = Trait()
 
     #: Whether :meth:`step_scale` takes ``loss_scale``.
     _takes_loss_scale: bool = True
@@ -280,11 +266,6 @@ class Hook(ABC):
                 stacklevel=2,
             )
         return {**self.__dict__, "process_group": None}
-
-
-def of_hooks_inside(name: str) -> Any:
-    """A property: whether it is so of one of :meth:`Hook.hooks_inside`."""
-    return property(lambda self: any(getattr(hook, name) for hook in self.hooks_inside()))
 
 
 def _where(hook: Hook, bucket: GradBucket) -> str:

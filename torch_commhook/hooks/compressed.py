@@ -15,6 +15,7 @@ from torch_commhook.codecs.base import CODECS, Codec
 from torch_commhook.collectives.compressed import compressed_all_reduce, shard_range
 from torch_commhook.collectives.plain import check_place, resolve_group
 from torch_commhook.hooks.base import Hook, average_scale, result_tensor
+from torch_commhook.hooks.traits import HookTraits
 from torch_commhook.memory.hook_memory import BucketMemory
 from torch_commhook.metrics import ring_all_reduce_bytes
 
@@ -39,7 +40,6 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
     """
 
     _commhook_traceable = True
-    is_lossy = True
 
     def __init__(self, codec: Codec, *, seed: int = 0, process_group: Any = None) -> None:
         super().__init__(process_group)
@@ -51,17 +51,10 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise TypeError(f"compressed: seed must be an int, got {type(seed).__qualname__}")
         self.codec = codec
+        self.traits = traits_of_codec(codec)
         self.seed = seed
         # Codecs of one's own may print alike.
         self._shard_plan = f"shard of {codec!r} {id(codec)}"
-
-    @property
-    def takes_error(self) -> bool:  # type: ignore[override]
-        return self.codec.takes_error
-
-    @property
-    def has_stages(self) -> bool:  # type: ignore[override]
-        return self.codec.exchange == "all_to_all"
 
     def check_ranks(self, group: Any) -> None:
         if self.has_stages:
@@ -129,6 +122,15 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
             comma = "" if text.endswith("()") else ", "
             text = f"{text[:-1]}{comma}seed={self.seed})"
         return text
+
+
+def traits_of_codec(codec: Codec) -> HookTraits:
+    """What is so of a hook that averages through a codec."""
+    return HookTraits(
+        is_lossy=True,
+        takes_error=codec.takes_error,
+        has_stages=codec.exchange == "all_to_all",
+    )
 
 
 def rounding_of(codec: Codec, seed: int, memory: BucketMemory) -> Tensor | None:

@@ -18,7 +18,7 @@ from torch_commhook.collectives.hierarchical import (
 )
 from torch_commhook.collectives.plain import resolve_group
 from torch_commhook.hooks.base import Hook, result_tensor
-from torch_commhook.hooks.compressed import check_dense, rounding_of
+from torch_commhook.hooks.compressed import check_dense, rounding_of, traits_of_codec
 from torch_commhook.memory.hook_memory import BucketMemory
 
 
@@ -42,7 +42,6 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
     """
 
     _commhook_traceable = True
-    is_lossy = True
 
     def __init__(self, codec: Codec, *, intra_group: Any, inter_group: Any, seed: int = 0) -> None:
         super().__init__()
@@ -52,6 +51,7 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
                 "torch_commhook.codecs"
             )
         self.codec = codec
+        self.traits = traits_of_codec(codec)
         self.seed = seed
         for name, group in (("intra_group", intra_group), ("inter_group", inter_group)):
             if group is None:
@@ -63,10 +63,6 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
         self._check_groups()
         self._node_plan = f"node's share of {self} {id(codec)}"
         self._shard_plan = f"shard of {self} {id(codec)}"
-
-    @property
-    def has_stages(self) -> bool:  # type: ignore[override]
-        return self.codec.exchange == "all_to_all"
 
     def _check_groups(self) -> None:
         """Refuse groups with more than this rank in common, where it is known who is in them."""
@@ -110,10 +106,6 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
             f"{self}: can't be pickled, since its process groups belong to this process; make one "
             "where it is used"
         )
-
-    @property
-    def takes_error(self) -> bool:  # type: ignore[override]
-        return self.codec.takes_error
 
     def prepare(self, memory: BucketMemory) -> None:
         nodes, ranks = self.inter_group.size(), self.intra_group.size()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_commhook.buckets.grad_bucket import GradBucket
-from torch_commhook.hooks.base import Hook, of_hooks_inside
+from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.mean import allreduce
+from torch_commhook.hooks.traits import HookTraits
 from torch_commhook.memory.hook_memory import BucketMemory, HookMemory
 
 #: What all ranks have alike: where they were after the last exchange.
@@ -118,7 +119,7 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
     """
 
     _commhook_traceable = True
-    keeps_ranks_apart = True
+    traits = HookTraits(keeps_ranks_apart=True)
 
     def __init__(
         self,
@@ -158,12 +159,11 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         self.H = H
         self.outer = outer
         self.hook = hook
+        self.traits = replace(self.traits, has_stages=hook.has_stages)
         self.error_reset = error_reset
 
     def hooks_inside(self) -> Sequence[Hook]:
         return (self.hook,)
-
-    has_stages = of_hooks_inside("has_stages")
 
     def prepare(self, memory: BucketMemory) -> None:
         self._anchors(memory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.base import CODECS
 from torch_commhook.collectives.futures import TracedFuture, then
-from torch_commhook.hooks.base import Hook, of_hooks_inside, result_tensor
+from torch_commhook.hooks.base import Hook, result_tensor
 from torch_commhook.hooks.compressed import hook_of_codec
 from torch_commhook.hooks.mean import allreduce
+from torch_commhook.hooks.traits import HookTraits
 from torch_commhook.hooks.wrappers import error_feedback
 from torch_commhook.memory.hook_memory import BucketMemory, HookMemory
 from torch_commhook.native import bucket_ops
@@ -77,6 +79,7 @@ class policy(Hook):  # noqa: N801 (a hook is written as it is called)
         self.rules = [_checked_rule(i, rule) for i, rule in enumerate(rules)]
         self.default = _checked_hook("default", default)
         self._hooks = [*(hook for _, hook in self.rules), self.default]
+        self.traits = replace(HookTraits.of_any(self._hooks), splits_buckets=True)
         self._commhook_traceable = all(
             getattr(hook, "_commhook_traceable", False) for hook in self._hooks
         )
@@ -84,12 +87,6 @@ class policy(Hook):  # noqa: N801 (a hook is written as it is called)
 
     def hooks_inside(self) -> Sequence[Hook]:
         return self._hooks
-
-    is_lossy = of_hooks_inside("is_lossy")
-    takes_error = of_hooks_inside("takes_error")
-    keeps_error = of_hooks_inside("keeps_error")
-    has_stages = of_hooks_inside("has_stages")
-    splits_buckets = True
 
     def hook_for(self, name: str | None, parameter: Tensor) -> Hook:
         """The hook of a parameter.

@@ -26,6 +26,7 @@ from torch_commhook.hooks.low_rank import (
     restore,
     right_factors,
 )
+from torch_commhook.hooks.traits import HookTraits
 from torch_commhook.memory.hook_memory import BucketMemory
 from torch_commhook.metrics import CallMeter, ring_all_reduce_bytes, tensor_bytes
 
@@ -76,9 +77,7 @@ class powersgd(Hook):  # noqa: N801 (a hook is written as it is called)
     """
 
     _commhook_traceable = True
-    is_lossy = True
-    takes_error = True
-    has_stages = True
+    traits = HookTraits(is_lossy=True, takes_error=True, has_stages=True)
 
     def __init__(
         self,

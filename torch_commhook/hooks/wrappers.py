@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from torch_commhook.buckets.grad_bucket import GradBucket
-from torch_commhook.hooks.base import Hook, of_hooks_inside, step_scale_of
+from torch_commhook.hooks.base import Hook, step_scale_of
 from torch_commhook.hooks.mean import allreduce
+from torch_commhook.hooks.traits import HookTraits
 from torch_commhook.memory.hook_memory import BucketMemory, HookMemory
 from torch_commhook.native.bucket_ops import GRADIENT_DTYPES, flatten_stats
 from torch_commhook.native.tensor_checks import check_dense
@@ -25,6 +27,7 @@ class Wrapper(Hook):
         super().__init__()
         self._check_inside("hook", hook)
         self.hook = hook
+        self.traits = HookTraits.of_any([hook])
         self._commhook_traceable = getattr(hook, "_commhook_traceable", False)
 
     def _check_inside(self, name: str, hook: object) -> None:
@@ -42,14 +45,6 @@ class Wrapper(Hook):
     def hooks_inside(self) -> Sequence[Hook]:
         return (self.hook,)
 
-    is_lossy = of_hooks_inside("is_lossy")
-    takes_error = of_hooks_inside("takes_error")
-    keeps_error = of_hooks_inside("keeps_error")
-    splits_buckets = of_hooks_inside("splits_buckets")
-    settles_buckets = of_hooks_inside("settles_buckets")
-    has_stages = of_hooks_inside("has_stages")
-    scales_steps = of_hooks_inside("scales_steps")
-
     def prepare(self, memory: BucketMemory) -> None:
         self.hook.prepare(memory)
 
@@ -66,10 +61,14 @@ class Wrapper(Hook):
         past: Mapping[int, bool],
         loss_scale: Tensor | None = None,
     ) -> Tensor | None:
-        return step_scale_of(self.hook, results, past, loss_scale)
+        return step_scale_of(self._hook_after(past), results, past, loss_scale)
 
     def step_counted(self, memory: HookMemory) -> None:
-        self.hook.step_counted(memory)
+        self._hook_after(memory.past).step_counted(memory)
+
+    def _hook_after(self, past: Mapping[int, bool]) -> Hook:
+        """The hook inside whose turn it is, by the steps that have been done."""
+        return self.hook
 
 
 class error_feedback(Wrapper):  # noqa: N801 (a hook is written as it is called)
@@ -96,9 +95,6 @@ class error_feedback(Wrapper):  # noqa: N801 (a hook is written as it is called)
             and scales for it.
     """
 
-    takes_error = False
-    keeps_error = True
-
     def __init__(self, hook: Hook) -> None:
         super().__init__(hook)
         if hook.keeps_error:
@@ -110,6 +106,7 @@ class error_feedback(Wrapper):  # noqa: N801 (a hook is written as it is called)
             raise ValueError(
                 f"error_feedback: hook must be one whose messages lose something, got {hook}"
             )
+        self.traits = replace(self.traits, takes_error=False, keeps_error=True)
 
     def prepare(self, memory: BucketMemory) -> None:
         memory.with_error = True
@@ -147,6 +144,9 @@ class after(Wrapper):  # noqa: N801
         self._before_is_plain = before is None
         self._check_inside("before", self.before)
         self._check_memory()
+        # It is the hook that is to send what the other has lost.
+        either = HookTraits.of_any([hook, self.before])
+        self.traits = replace(either, takes_error=hook.takes_error)
         self._left_plan = f"left by {self.before} for {self.hook}"
         traceable = getattr(self.before, "_commhook_traceable", False)
         self._commhook_traceable = self._commhook_traceable and traceable
@@ -174,10 +174,6 @@ class after(Wrapper):  # noqa: N801
                 f"got {hook} after {before}"
             )
 
-    @property
-    def takes_error(self) -> bool:  # type: ignore[override]
-        return self.hook.takes_error  # which is to send what the other has lost
-
     def prepare(self, memory: BucketMemory) -> None:
         memory.watch(self.step)
         # The one that has remembered it is the first to take over what was loaded: in the step at
@@ -198,31 +194,20 @@ class after(Wrapper):  # noqa: N801
             if not is_compiling:
                 memory.folded.add(self._left_plan)
 
-    def _current(self, bucket: GradBucket) -> Hook:
-        return self._current_of(self.memory(bucket).past)
+    def _hook_of(self, bucket: GradBucket) -> Hook:
+        return self._hook_after(self.memory(bucket).past)
 
-    def _current_of(self, past: Mapping[int, bool]) -> Hook:
+    def _hook_after(self, past: Mapping[int, bool]) -> Hook:
         return self.hook if past.get(self.step) else self.before
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        current = self._current(bucket)
+        current = self._hook_of(bucket)
         if current is self.hook:
             self._take_over(self.memory(bucket))
         return current.average(bucket)
 
     def result_dtype(self, bucket: GradBucket) -> torch.dtype:
-        return self._current(bucket).result_dtype(bucket)
-
-    def step_scale(
-        self,
-        results: Sequence[Tensor],
-        past: Mapping[int, bool],
-        loss_scale: Tensor | None = None,
-    ) -> Tensor | None:
-        return step_scale_of(self._current_of(past), results, past, loss_scale)
-
-    def step_counted(self, memory: HookMemory) -> None:
-        self._current_of(memory.past).step_counted(memory)
+        return self._hook_of(bucket).result_dtype(bucket)
 
     def __repr__(self) -> str:
         before = "" if self._before_is_plain else f", before={self.before}"
@@ -266,8 +251,7 @@ class clip(Wrapper):  # noqa: N801
                 f"clip: max_norm must be a number that a float can hold, got {got}"
             ) from error
         self._is_plain = hook is None
-
-    scales_steps = True
+        self.traits = replace(self.traits, scales_steps=True)
 
     def step_scale(
         self,
