@@ -292,7 +292,8 @@ void encode(at::TensorList tensors, const at::Tensor& message, double scale,
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-void run_decode(const char* op, const at::Tensor& messages, at::TensorList tensors, double scale) {
+void write_sum_of_messages(const char* op, const at::Tensor& messages, at::TensorList tensors,
+                           double scale) {
   const c10::cuda::CUDAGuard guard(messages.device());
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const int64_t numel = total_numel(tensors);
@@ -317,12 +318,12 @@ void run_decode(const char* op, const at::Tensor& messages, at::TensorList tenso
 
 void decode(const at::Tensor& message, at::TensorList tensors) {
   topk::check_decode(message, tensors);
-  run_decode("topk_decode", message.view({1, message.numel()}), tensors, 1.0);
+  write_sum_of_messages("topk_decode", message.view({1, message.numel()}), tensors, 1.0);
 }
 
 void decode_sum(const at::Tensor& messages, at::TensorList tensors, double scale) {
   topk::check_decode_sum(messages, tensors);
-  run_decode("topk_decode_sum", messages, tensors, scale);
+  write_sum_of_messages("topk_decode_sum", messages, tensors, scale);
 }
 
 TORCH_LIBRARY_IMPL(commhook, CUDA, m) {

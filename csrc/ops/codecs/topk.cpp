@@ -146,7 +146,8 @@ void encode(at::TensorList tensors, const at::Tensor& message, double scale,
   encode_reference(tensors, message, scale, error);
 }
 
-void run_decode(const char* op, const at::Tensor& messages, at::TensorList tensors, double scale) {
+void write_sum_of_messages(const char* op, const at::Tensor& messages, at::TensorList tensors,
+                           double scale) {
   if (cpu::serve(messages.device())) {
     return decode_sum_on_cpu(op, messages, tensors, scale);
   }
@@ -155,12 +156,12 @@ void run_decode(const char* op, const at::Tensor& messages, at::TensorList tenso
 
 void decode(const at::Tensor& message, at::TensorList tensors) {
   check_decode(message, tensors);
-  run_decode(kDecode, message.view({1, message.numel()}), tensors, 1.0);
+  write_sum_of_messages(kDecode, message.view({1, message.numel()}), tensors, 1.0);
 }
 
 void decode_sum(const at::Tensor& messages, at::TensorList tensors, double scale) {
   check_decode_sum(messages, tensors);
-  run_decode(kDecodeSum, messages, tensors, scale);
+  write_sum_of_messages(kDecodeSum, messages, tensors, scale);
 }
 
 TORCH_LIBRARY_FRAGMENT(commhook, m) {
