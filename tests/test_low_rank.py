@@ -11,7 +11,7 @@ from test_ops_reference import LEVELS, cpu_level, threads
 from test_ops_streaming import cache_bytes
 from torch import Tensor
 
-import torch_commhook.hooks.low_rank  # noqa: F401 (the fakes)
+import torch_commhook.hooks.low_rank.operators  # noqa: F401 (the fakes)
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES
 
 ops = torch.ops.commhook

@@ -20,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import GradBucket, attach, hooks
 from torch_commhook.buckets.layout import BucketLayout
-from torch_commhook.hooks import low_rank
-from torch_commhook.hooks.low_rank import Plan
+from torch_commhook.hooks.low_rank import operators
+from torch_commhook.hooks.low_rank.orthonormal import orthonormalize
+from torch_commhook.hooks.low_rank.plan import Plan
 from torch_commhook.metrics import ring_all_reduce_bytes
 from torch_commhook.testing import run_ranks, simulate
 
@@ -520,7 +521,7 @@ def test_bases_are_orthonormal(
     directions *= spread ** torch.linspace(0, 1, span)[:, None]
     mixed = (torch.randn(3, rank, span, dtype=torch.float64) @ directions).to(dtype)
     out = torch.empty(plan.left_numel, dtype=dtype)
-    low_rank.orthonormalize(mixed.reshape(-1), plan, out)
+    orthonormalize(mixed.reshape(-1), plan, out)
     (group,) = plan.groups
     basis = plan.left(out, group).double()
     gram = basis @ basis.transpose(1, 2)
@@ -536,7 +537,7 @@ def test_bases_of_what_is_not_finite() -> None:
     factors = torch.randn(3, 2, 9)
     factors[1, 1, 4] = math.nan
     out = torch.empty(plan.left_numel)
-    low_rank.orthonormalize(factors.reshape(-1), plan, out)
+    orthonormalize(factors.reshape(-1), plan, out)
     basis = plan.left(out, plan.groups[0])
     assert basis[1].isnan().all() and basis[[0, 2]].isfinite().all()
 
@@ -770,8 +771,8 @@ def test_operators() -> None:
     check = torch.library.opcheck
     for adds in (False, True):
         arguments = (sources, work, q, plan.text, 0.5, adds)
-        check(low_rank.powersgd_left, arguments, test_utils=("test_schema", "test_faketensor"))
-    wire = low_rank.powersgd_left(sources, work, q, plan.text, 0.5, True)
-    check(low_rank.powersgd_right, (work.clone(), wire, plan.text, 0.5, True))
-    left, right = low_rank.powersgd_right(work, wire, plan.text, 0.5, True)
-    check(low_rank.powersgd_restore, (q, work, wire, left, right, plan.text, True))
+        check(operators.powersgd_left, arguments, test_utils=("test_schema", "test_faketensor"))
+    wire = operators.powersgd_left(sources, work, q, plan.text, 0.5, True)
+    check(operators.powersgd_right, (work.clone(), wire, plan.text, 0.5, True))
+    left, right = operators.powersgd_right(work, wire, plan.text, 0.5, True)
+    check(operators.powersgd_restore, (q, work, wire, left, right, plan.text, True))

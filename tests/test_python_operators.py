@@ -22,14 +22,15 @@ from torch_commhook import attach, hooks
 from torch_commhook.attachment.attach import HookHandle
 from torch_commhook.buckets.layout import BucketLayout
 from torch_commhook.collectives.compressed import bytes_of_floats, floats_of_bytes
-from torch_commhook.hooks import low_rank
+from torch_commhook.hooks.low_rank import operators
+from torch_commhook.hooks.low_rank.plan import Plan
 from torch_commhook.hooks.wrappers import total_norm
 from torch_commhook.memory.unsent import keep_unsent, without_unused
 from torch_commhook.reducer import tracing
 from torch_commhook.testing import run_ranks
 
 Arguments = dict[str, Any]
-PLAN = low_rank.Plan.of(BucketLayout([torch.zeros(20, 12), torch.zeros(7)]), 1, 0, 0.5)
+PLAN = Plan.of(BucketLayout([torch.zeros(20, 12), torch.zeros(7)]), 1, 0, 0.5)
 WIRE = PLAN.vector_numel + PLAN.left_numel
 
 
@@ -77,15 +78,15 @@ def good_calls() -> dict[str, tuple[Any, Arguments]]:
             },
         ),
         "powersgd_left": (
-            low_rank.powersgd_left,
+            operators.powersgd_left,
             {"sources": sources, "work": work, "q": q, "plan": plan, "scale": 0.5, "adds": True},
         ),
         "powersgd_right": (
-            low_rank.powersgd_right,
+            operators.powersgd_right,
             {"work": work, "wire": wire, "plan": plan, "scale": 0.5, "keeps_error": True},
         ),
         "powersgd_restore": (
-            low_rank.powersgd_restore,
+            operators.powersgd_restore,
             {
                 "q": q,
                 "work": work,

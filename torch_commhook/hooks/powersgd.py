@@ -14,18 +14,13 @@ from torch_commhook.collectives.stages import timed, two_stages
 from torch_commhook.collectives.streams import beside
 from torch_commhook.hooks.base import Hook, average_scale
 from torch_commhook.hooks.compressed import check_dense
-from torch_commhook.hooks.low_rank import (
-    Plan,
-    flat_source,
-    left_factors,
-    memory_order,
-    plan_of,
+from torch_commhook.hooks.low_rank.operators import (
     powersgd_left,
     powersgd_restore,
     powersgd_right,
-    restore,
-    right_factors,
 )
+from torch_commhook.hooks.low_rank.plan import Plan, flat_source, memory_order, plan_of
+from torch_commhook.hooks.low_rank.steps import left_factors, restore, right_factors
 from torch_commhook.hooks.traits import HookTraits
 from torch_commhook.memory.hook_memory import BucketMemory
 from torch_commhook.metrics import CallMeter, ring_all_reduce_bytes, tensor_bytes

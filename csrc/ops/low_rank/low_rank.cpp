@@ -1,6 +1,6 @@
 // Matrices as products of thin factors: the operators of PowerSGD, and their kernels in plain ATen,
 // which serve other devices than the CPU, and high ranks. What is done with them stands in
-// torch_commhook/hooks/low_rank.py.
+// torch_commhook/hooks/low_rank/steps.py.
 #include "ops/low_rank/low_rank.h"
 
 #include <ATen/ATen.h>
@@ -170,7 +170,7 @@ void low_rank_product(const at::Tensor& left, const at::Tensor& right, const at:
 }
 
 TORCH_LIBRARY_FRAGMENT(commhook, m) {
-  m.set_python_module("torch_commhook.hooks.low_rank");
+  m.set_python_module("torch_commhook.hooks.low_rank.operators");
   const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
 
   // Matrices of one shape, (matrices, rows, columns), and their factors, transposed and contiguous,
