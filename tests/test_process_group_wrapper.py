@@ -268,6 +268,34 @@ def test_seams(two_ranks: RankPool) -> None:
         assert events == expected
 
 
+class Retrying(WrapperProcessGroup):
+    """Issues a collective once more where the first try has failed."""
+
+    tries = 0
+
+    def run_collective(
+        self, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
+        try:
+            return super().run_collective(operation, arguments, keywords)
+        except RuntimeError:
+            return super().run_collective(operation, arguments, keywords)
+
+    def change_arguments(self, operation: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        self.tries += 1
+        if self.tries == 1:
+            raise RuntimeError("not yet")
+        return arguments
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_seam_around_the_others_runs_them_again() -> None:
+    group = Retrying(dist.group.WORLD)
+    x = torch.arange(4.0)
+    group.allreduce([x], dist.AllreduceOptions()).wait()
+    assert group.tries == 2 and x.tolist() == [0, 1, 2, 3]
+
+
 def test_another_thread_leaves_the_parent_to_the_main_one() -> None:
     """A backend that ends on one of its own threads would wait for that, and abort."""
     dropped: list[int] = []

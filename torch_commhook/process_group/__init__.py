@@ -3,18 +3,18 @@
 from torch_commhook.process_group.base import ProcessGroup
 from torch_commhook.process_group.broadcast import broadcast_coalesced
 from torch_commhook.process_group.compressed import CompressedProcessGroup
-from torch_commhook.process_group.faulty import (
+from torch_commhook.process_group.faults import (
     Corrupt,
     Delay,
     Drop,
     DroppedRankError,
     Fail,
     Fault,
-    FaultyProcessGroup,
     Hang,
     Injected,
     InjectedError,
 )
+from torch_commhook.process_group.faulty import FaultyProcessGroup
 from torch_commhook.process_group.group_hooks import (
     CompletionHookArgs,
     PostHookArgs,

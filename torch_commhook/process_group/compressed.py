@@ -80,17 +80,19 @@ class CompressedProcessGroup(WrapperProcessGroup):
         self.compressed = 0
         self._stream = StreamNumber()
 
-    def _run(self, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def run_collective(
+        self, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
         if operation in _OPTIONS and not keywords:
             start = self._encode(operation, arguments)
             if start is not None:
                 self.compressed += 1
                 return start()
-        return super()._run(operation, arguments, keywords)
+        return super().run_collective(operation, arguments, keywords)
 
     def _call(self, operation: str, *arguments: Any) -> Any:
         """The Work of the parent's operation."""
-        return _C.as_work(super()._run(operation, arguments, {}))
+        return _C.as_work(super().run_collective(operation, arguments, {}))
 
     def _encode(self, operation: str, arguments: tuple[Any, ...]) -> Callable[[], Any] | None:
         """Starts the operation, and returns its Work; None for what passes as it is."""

@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -19,106 +18,24 @@ from torch import Tensor
 
 from torch_commhook import _C
 from torch_commhook.collectives.gloo_groups import group_timeout
-from torch_commhook.process_group.operations import OPERATIONS, Call, describe
+from torch_commhook.process_group.faults import (
+    Corrupt,
+    Delay,
+    Drop,
+    DroppedRankError,
+    Fail,
+    Fault,
+    Hang,
+    Injected,
+    InjectedError,
+    newest_names,
+)
+from torch_commhook.process_group.operations import Call, describe
 from torch_commhook.process_group.timers import Timers
 from torch_commhook.process_group.work import FollowedWork, Work
 from torch_commhook.process_group.wrapper import WrapperProcessGroup
 
 _TIMERS = Timers("commhook-faults")
-
-
-class InjectedError(RuntimeError):
-    """What :class:`Fail` raises where it is not told what to raise."""
-
-
-class DroppedRankError(RuntimeError):
-    """This rank takes part in nothing any more; see :class:`Drop`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fault:
-    """When something is to go wrong: in which operations, on which ranks, how often.
-
-    Attributes:
-        operations: names of a group's methods, such as ``"allreduce"``; None for all. Old names of
-            a method mean the same as its newest.
-        ranks: of the group; None for all.
-        skip: so many operations that fit go well first.
-        count: so many go wrong at most; None for no limit.
-        probability: with which one that fits goes wrong, drawn for each rank on its own.
-    """
-
-    operations: str | Sequence[str] | None = None
-    ranks: int | Sequence[int] | None = None
-    skip: int = 0
-    count: int | None = None
-    probability: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Delay(Fault):
-    """The rank comes so many seconds late to the operation."""
-
-    seconds: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fail(Fault):
-    """The operation raises, and is not issued; the other ranks wait for this one.
-
-    Attributes:
-        error: what is raised, an exception or a class of them.
-    """
-
-    error: BaseException | type[BaseException] = InjectedError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hang(Fault):
-    """The operation is not issued, and its Work fails with TimeoutError when its time is over.
-
-    Attributes:
-        seconds: until then; None for the timeout of the operation, or else of the group.
-    """
-
-    seconds: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Corrupt(Fault):
-    """One element is wrong: of what this rank gets, or of what it gives.
-
-    Attributes:
-        value: what the element becomes; None for NaN, and in tensors of integers for one more.
-        index: of the element in the first tensor, in row-major order; None for a random one. One
-            that the tensor does not have is an IndexError of the operation.
-        of: ``"output"`` or ``"input"``. An input that the operation does not write is copied first,
-            so that the caller's tensor stays as it is.
-    """
-
-    value: float | None = None
-    index: int | None = None
-    of: str = "output"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Drop(Fault):
-    """The rank is gone: this and all later operations raise :class:`DroppedRankError`."""
-
-
-@dataclass(frozen=True)
-class Injected:
-    """A fault that happened.
-
-    Attributes:
-        operation: the method, by its newest name.
-        op_id: counts the operations of the group, from 0.
-        fault: what happened.
-    """
-
-    operation: str
-    op_id: int
-    fault: Fault
 
 
 class FaultyProcessGroup(WrapperProcessGroup):
@@ -136,7 +53,8 @@ class FaultyProcessGroup(WrapperProcessGroup):
         injected: the faults that happened, in order.
 
     Raises:
-        TypeError, ValueError: no process group; a fault that cannot be.
+        TypeError: no process group; no faults.
+        ValueError: a fault of ranks that the group does not have.
     """
 
     injected: list[Injected]
@@ -178,7 +96,9 @@ class FaultyProcessGroup(WrapperProcessGroup):
         self._timeout = timeout
         super().set_timeout(timeout)
 
-    def _run(self, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def run_collective(
+        self, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
         with self._lock:
             op_id = self._op_id
             self._op_id += 1
@@ -212,7 +132,7 @@ class FaultyProcessGroup(WrapperProcessGroup):
             for fault in corruptions:
                 if fault.of == "input":
                     arguments = self._corrupt_input(fault, call, arguments)
-        work = super()._run(operation, arguments, keywords)
+        work = super().run_collective(operation, arguments, keywords)
         after = [fault for fault in corruptions if fault.of == "output"]
         if call is None or not after or not call.outputs:
             return work
@@ -359,10 +279,20 @@ class _Rule:
     """A fault, and how often it was looked at and has happened."""
 
     def __init__(self, fault: Fault, world_size: int) -> None:
-        _check(fault, world_size)
+        if not isinstance(fault, Fault) or type(fault) is Fault:
+            raise TypeError(
+                "FaultyProcessGroup: faults must be Delay, Fail, Hang, Corrupt or Drop, got "
+                f"{_C.type_name(fault)}"
+            )
         self.fault = fault
-        self._operations = _names(fault.operations)
+        self._operations = newest_names(fault.operations)
         self._ranks = (fault.ranks,) if isinstance(fault.ranks, int) else fault.ranks
+        for rank in self._ranks or ():
+            if not 0 <= rank < world_size:
+                raise ValueError(
+                    f"FaultyProcessGroup: {type(fault).__name__}.ranks must be below {world_size}, "
+                    f"got {rank}"
+                )
         self._seen = 0
         self._happened = 0
 
@@ -381,77 +311,6 @@ class _Rule:
             return False
         self._happened += 1
         return True
-
-
-#: Of the newest name of a method, by any of its names.
-_NEWEST = {name: names[0] for names in _C.process_group_methods().values() for name in names}
-
-
-def _names(operations: str | Sequence[str] | None) -> set[str] | None:
-    if operations is None:
-        return None
-    names = {operations} if isinstance(operations, str) else set(operations)
-    return {_NEWEST.get(name, name) for name in names}
-
-
-def _check(fault: Any, world_size: int) -> None:
-    what = f"FaultyProcessGroup: {type(fault).__name__}"
-    if not isinstance(fault, Fault) or type(fault) is Fault:
-        raise TypeError(
-            "FaultyProcessGroup: faults must be Delay, Fail, Hang, Corrupt or Drop, got "
-            f"{_C.type_name(fault)}"
-        )
-    for name in ("skip", "count"):
-        value = getattr(fault, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise TypeError(f"{what}.{name} must be an int, got {_C.type_name(value)}")
-    for name in ("probability", "seconds"):
-        value = getattr(fault, name, None)
-        optional = name == "seconds" and not isinstance(fault, Delay)
-        if hasattr(fault, name) and not (value is None and optional):
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{what}.{name} must be a number, got {_C.type_name(value)}")
-    for name, kind in (("operations", str), ("ranks", int)):
-        value = getattr(fault, name)
-        values = [value] if isinstance(value, kind) else value
-        if values is not None and (
-            isinstance(values, str)
-            or not isinstance(values, Iterable)
-            or not all(isinstance(each, kind) for each in values)
-        ):
-            raise TypeError(
-                f"{what}.{name} must be of {kind.__name__}, one or several, got {value!r}"
-            )
-    unknown = sorted((_names(fault.operations) or set()) - OPERATIONS)
-    if unknown:
-        raise ValueError(
-            f"{what}.operations must be of {', '.join(sorted(OPERATIONS))}, got {unknown[0]!r}"
-        )
-    ranks = [fault.ranks] if isinstance(fault.ranks, int) else fault.ranks or []
-    for rank in ranks:
-        if not 0 <= rank < world_size:
-            raise ValueError(f"{what}.ranks must be below {world_size}, got {rank}")
-    if fault.skip < 0:
-        raise ValueError(f"{what}.skip must be at least 0, got {fault.skip}")
-    if fault.count is not None and fault.count < 0:
-        raise ValueError(f"{what}.count must be at least 0 or None, got {fault.count}")
-    if not 0 <= fault.probability <= 1:
-        raise ValueError(f"{what}.probability must be between 0 and 1, got {fault.probability}")
-    seconds = getattr(fault, "seconds", None)
-    if seconds is not None and not 0 <= seconds <= threading.TIMEOUT_MAX:
-        raise ValueError(
-            f"{what}.seconds must be between 0 and {threading.TIMEOUT_MAX:.0f}, got {seconds}"
-        )
-    index = getattr(fault, "index", None)
-    if index is not None and (not isinstance(index, int) or index < 0):
-        raise ValueError(f"{what}.index must be an int of at least 0 or None, got {index!r}")
-    if isinstance(fault, Corrupt) and fault.of not in ("input", "output"):
-        raise ValueError(f"{what}.of must be 'input' or 'output', got {fault.of!r}")
-    if isinstance(fault, Fail) and not (
-        isinstance(fault.error, BaseException)
-        or (isinstance(fault.error, type) and issubclass(fault.error, BaseException))
-    ):
-        raise TypeError(f"{what}.error must be an exception, got {_C.type_name(fault.error)}")
 
 
 def _replaced(value: Any, tensor: Tensor, other: Tensor) -> Any:

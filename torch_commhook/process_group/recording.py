@@ -167,13 +167,15 @@ class RecordingProcessGroup(WrapperProcessGroup):
         """Write :meth:`chrome_trace` to a file."""
         write_trace(self.chrome_trace(), path)
 
-    def _run(self, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def run_collective(
+        self, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
         call = describe(operation, arguments, keywords)
         if call is None:
-            return super()._run(operation, arguments, keywords)
+            return super().run_collective(operation, arguments, keywords)
         record = self._begin(call)
         try:
-            work = super()._run(operation, arguments, keywords)
+            work = super().run_collective(operation, arguments, keywords)
         except BaseException as error:
             self._finish(record, _C.steady_seconds(), error)
             raise

@@ -90,9 +90,11 @@ class ThrottledProcessGroup(WrapperProcessGroup):
         self._lock = threading.Lock()
         self._link_is_free = 0.0
 
-    def _run(self, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def run_collective(
+        self, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
         call = describe(operation, arguments, keywords)
-        work = super()._run(operation, arguments, keywords)
+        work = super().run_collective(operation, arguments, keywords)
         if call is None:
             return work
         work = _C.as_work(work)

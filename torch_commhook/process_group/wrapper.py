@@ -49,7 +49,7 @@ class WrapperProcessGroup(ProcessGroup):
 
     A subclass may define any method of a group (see ``docs/process_groups.md``), or one of the
     three through which all collectives pass: :meth:`change_arguments`, :meth:`context` and
-    :meth:`wrap_work`.
+    :meth:`wrap_work`; or :meth:`run_collective`, which calls these.
 
     Args:
         parent: the process group that does the work.
@@ -91,6 +91,29 @@ class WrapperProcessGroup(ProcessGroup):
         """What is returned for the parent's Work."""
         return work
 
+    def run_collective(
+        self, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
+        """Have the parent do a collective: one call around all of it, which may leave it out.
+
+        Args:
+            operation: the method's newest name.
+            arguments: what this group was called with; keywords are in their places.
+            keywords: those that have no place after these.
+
+        Returns:
+            What the group's method returns: a Work, or None of ``monitored_barrier``.
+        """
+        arguments = self.change_arguments(operation, arguments)
+        call = getattr(self.parent, BINDINGS[operation])
+        around = self.context(operation, arguments)
+        if around is None:
+            work = call(*arguments, **keywords)
+        else:
+            with around:
+                work = call(*arguments, **keywords)
+        return self.wrap_work(operation, arguments, work)
+
     # What torch.distributed asks a group for, past the methods that C++ calls.
 
     def _get_backend(self, device: Any) -> Any:
@@ -108,23 +131,12 @@ class WrapperProcessGroup(ProcessGroup):
     def _device_types(self) -> Any:
         return self.parent._device_types
 
-    def _run(self, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        arguments = self.change_arguments(operation, arguments)
-        call = getattr(self.parent, BINDINGS[operation])
-        around = self.context(operation, arguments)
-        if around is None:
-            work = call(*arguments, **keywords)
-        else:
-            with around:
-                work = call(*arguments, **keywords)
-        return self.wrap_work(operation, arguments, work)
-
 
 def _collective(operation: str) -> Any:
     def method(self: WrapperProcessGroup, *arguments: Any, **keywords: Any) -> Any:
         if keywords:
             arguments, keywords = by_position(operation, arguments, keywords)
-        return self._run(operation, arguments, keywords)
+        return self.run_collective(operation, arguments, keywords)
 
     method.__name__ = operation
     method.__qualname__ = f"WrapperProcessGroup.{operation}"

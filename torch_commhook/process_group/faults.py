@@ -1,0 +1,188 @@
+"""What can go wrong on purpose in a process group, and when."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch_commhook import _C
+from torch_commhook.process_group.operations import OPERATIONS
+
+
+class InjectedError(RuntimeError):
+    """What :class:`Fail` raises where it is not told what to raise."""
+
+
+class DroppedRankError(RuntimeError):
+    """This rank takes part in nothing any more; see :class:`Drop`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """When something is to go wrong: in which operations, on which ranks, how often.
+
+    Attributes:
+        operations: names of a group's methods, such as ``"allreduce"``; None for all. Old names of
+            a method mean the same as its newest.
+        ranks: of the group; None for all.
+        skip: so many operations that fit go well first.
+        count: so many go wrong at most; None for no limit.
+        probability: with which one that fits goes wrong, drawn for each rank on its own.
+
+    Raises:
+        TypeError, ValueError: an attribute that cannot be.
+    """
+
+    operations: str | Sequence[str] | None = None
+    ranks: int | Sequence[int] | None = None
+    skip: int = 0
+    count: int | None = None
+    probability: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("skip", "count"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise TypeError(self._refusal(name, "an int", _C.type_name(value)))
+        self._check_number("probability", self.probability)
+        self._check_one_or_several("operations", str)
+        self._check_one_or_several("ranks", int)
+        unknown = sorted((newest_names(self.operations) or set()) - OPERATIONS)
+        if unknown:
+            known = ", ".join(sorted(OPERATIONS))
+            raise ValueError(self._refusal("operations", f"of {known}", repr(unknown[0])))
+        if self.skip < 0:
+            raise ValueError(self._refusal("skip", "at least 0", self.skip))
+        if self.count is not None and self.count < 0:
+            raise ValueError(self._refusal("count", "at least 0 or None", self.count))
+        if not 0 <= self.probability <= 1:
+            raise ValueError(self._refusal("probability", "between 0 and 1", self.probability))
+
+    def _refusal(self, name: str, contract: str, got: object) -> str:
+        return f"FaultyProcessGroup: {type(self).__name__}.{name} must be {contract}, got {got}"
+
+    def _check_number(self, name: str, value: object) -> None:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(self._refusal(name, "a number", _C.type_name(value)))
+
+    def _check_one_or_several(self, name: str, kind: type) -> None:
+        value = getattr(self, name)
+        values = [value] if isinstance(value, kind) else value
+        if values is not None and (
+            isinstance(values, str)
+            or not isinstance(values, Iterable)
+            or not all(isinstance(each, kind) for each in values)
+        ):
+            contract = f"of {kind.__name__}, one or several"
+            raise TypeError(self._refusal(name, contract, repr(value)))
+
+    def _check_seconds(self, seconds: float) -> None:
+        self._check_number("seconds", seconds)
+        if not 0 <= seconds <= threading.TIMEOUT_MAX:
+            contract = f"between 0 and {threading.TIMEOUT_MAX:.0f}"
+            raise ValueError(self._refusal("seconds", contract, seconds))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delay(Fault):
+    """The rank comes so many seconds late to the operation."""
+
+    seconds: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_seconds(self.seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fail(Fault):
+    """The operation raises, and is not issued; the other ranks wait for this one.
+
+    Attributes:
+        error: what is raised, an exception or a class of them.
+    """
+
+    error: BaseException | type[BaseException] = InjectedError
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        error: Any = self.error
+        if not isinstance(error, BaseException) and not (
+            isinstance(error, type) and issubclass(error, BaseException)
+        ):
+            raise TypeError(self._refusal("error", "an exception", _C.type_name(error)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hang(Fault):
+    """The operation is not issued, and its Work fails with TimeoutError when its time is over.
+
+    Attributes:
+        seconds: until then; None for the timeout of the operation, or else of the group.
+    """
+
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.seconds is not None:
+            self._check_seconds(self.seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corrupt(Fault):
+    """One element is wrong: of what this rank gets, or of what it gives.
+
+    Attributes:
+        value: what the element becomes; None for NaN, and in tensors of integers for one more.
+        index: of the element in the first tensor, in row-major order; None for a random one. One
+            that the tensor does not have is an IndexError of the operation.
+        of: ``"output"`` or ``"input"``. An input that the operation does not write is copied first,
+            so that the caller's tensor stays as it is.
+    """
+
+    value: float | None = None
+    index: int | None = None
+    of: str = "output"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        index: Any = self.index
+        if index is not None and (not isinstance(index, int) or index < 0):
+            raise ValueError(self._refusal("index", "an int of at least 0 or None", repr(index)))
+        if self.of not in ("input", "output"):
+            raise ValueError(self._refusal("of", "'input' or 'output'", repr(self.of)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drop(Fault):
+    """The rank is gone: this and all later operations raise :class:`DroppedRankError`."""
+
+
+@dataclass(frozen=True)
+class Injected:
+    """A fault that happened.
+
+    Attributes:
+        operation: the method, by its newest name.
+        op_id: counts the operations of the group, from 0.
+        fault: what happened.
+    """
+
+    operation: str
+    op_id: int
+    fault: Fault
+
+
+#: Of the newest name of a method, by any of its names.
+_NEWEST = {name: names[0] for names in _C.process_group_methods().values() for name in names}
+
+
+def newest_names(operations: str | Sequence[str] | None) -> set[str] | None:
+    """The newest names of methods, by any of their names; None for all methods."""
+    if operations is None:
+        return None
+    names = {operations} if isinstance(operations, str) else set(operations)
+    return {_NEWEST.get(name, name) for name in names}
