@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from torch_commhook.process_group.simulated.call import Call
 from torch_commhook.process_group.simulated.data import Results, write
-from torch_commhook.process_group.simulated.work import Call, SimulatedWork
+from torch_commhook.process_group.simulated.work import SimulatedWork
 
 
 class MismatchedCollectiveError(RuntimeError):
@@ -148,7 +149,7 @@ class Link:
         for receive in self._receives:
             if receive.here == destination and receive.tag == tag and receive.there in (rank, None):
                 self._receives.remove(receive)
-                self._meet(message, receive)
+                self._transfer(message, receive)
                 break
         else:
             self._sends.append(message)
@@ -163,14 +164,14 @@ class Link:
         for send in self._sends:
             if send.there == rank and send.tag == tag and source in (send.here, None):
                 self._sends.remove(send)
-                self._meet(send, message)
+                self._transfer(send, message)
                 break
         else:
             self._receives.append(message)
         self.scheduler.switch(me)
         return work
 
-    def _meet(self, send: _Message, receive: _Message) -> None:
+    def _transfer(self, send: _Message, receive: _Message) -> None:
         sent, received = send.work.call, receive.work.call
         if sent.key != received.key:
             self._mismatch(None, (send.here, sent), (receive.here, received))

@@ -2,56 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from torch_commhook.native.dynamo import left_to_python
-from torch_commhook.process_group.simulated.data import Reduction
+from torch_commhook.process_group.simulated.call import Call, named_ranks
 from torch_commhook.process_group.work import Work
 
-if TYPE_CHECKING:
-    from torch_commhook.process_group.simulated.link import Link
 
+class IssuingLink(Protocol):
+    """What a work asks of the link that it was issued on."""
 
-@dataclass
-class Call:
-    """One rank's part in a collective.
+    @property
+    def scheduler(self) -> Any:
+        """Hands over between the ranks of the run."""
 
-    Attributes:
-        operation: the name of the group's method.
-        key: what must be the same on all ranks.
-        text: says it in words.
-        inputs, outputs: tensors that are read and written.
-        returned: what its Future holds.
-        root: rank of the group, where there is one.
-        bytes_sent: by this rank.
-    """
-
-    operation: str
-    key: tuple[Any, ...]
-    text: Callable[[], str]
-    inputs: Sequence[Tensor] = ()
-    outputs: Sequence[Tensor] = ()
-    returned: Sequence[Tensor] = ()
-    reduction: Reduction | None = None
-    root: int = 0
-    input_splits: Sequence[int] = ()
-    output_splits: Sequence[int] = ()
-    bytes_sent: int = 0
-
-    def __str__(self) -> str:
-        details = self.text()
-        return f"{self.operation} of {details}" if details else self.operation
-
-
-def named_ranks(ranks: Sequence[int]) -> str:
-    """Such as ``ranks 0, 3``."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    def missing(self, work: SimulatedWork) -> list[int]:
+        """The ranks of the run without which the work cannot be done."""
 
 
 class _Future(torch.futures.Future):
@@ -84,7 +55,7 @@ class _WaitedFor(Work):
 class SimulatedWork(_WaitedFor):
     """A collective that a rank has issued, until all ranks have."""
 
-    def __init__(self, link: Link, owner: int, call: Call, number: int | None) -> None:
+    def __init__(self, link: IssuingLink, owner: int, call: Call, number: int | None) -> None:
         super().__init__()
         self.is_done = False
         self.owner = owner
