@@ -243,7 +243,7 @@ class Futures:
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_future_that_a_failure_leaves_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["torch_commhook.attachment.ddp_road"], "_DRAIN_SECONDS", 0.2)
+    monkeypatch.setattr("torch_commhook.attachment.ddp_road.DRAIN_SECONDS", 0.2)
     model = small_model()
     plain = backward_step(model)
     handle = attach(model, Futures())

@@ -14,13 +14,13 @@ from torch_commhook import autograd, codecs, collectives, hooks, process_group, 
 from torch_commhook.attachment.attach import HookHandle, attach
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.buckets.layout import BucketLayout
+from torch_commhook.hooks.traceable import traceable
 from torch_commhook.memory.states import reshard_states
 from torch_commhook.metrics import BucketStats, HookStats
 from torch_commhook.native.cpp_libraries import include_paths, load_cpp_hooks
 from torch_commhook.native.libraries import NativeLibraryError
 from torch_commhook.native.runtime import check_hook, parse_hook_result, run_hook
 from torch_commhook.process_group import ProcessGroup, Work, broadcast_coalesced
-from torch_commhook.step.attached_hook import traceable
 from torch_commhook.step.step_group import PeerError
 
 __all__ = [

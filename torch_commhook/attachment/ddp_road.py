@@ -24,14 +24,13 @@ from torch_commhook.metrics import BucketTraffic, count_bucket
 from torch_commhook.native.dynamo import left_to_python
 from torch_commhook.reducer.buckets import assign_buckets, split_by_kind
 from torch_commhook.step.attached_hook import Attached
-from torch_commhook.step.results import checked_result, hook_on_bucket, scaled_result
+from torch_commhook.step.hook_call import DRAIN_SECONDS
+from torch_commhook.step.results import hook_on_bucket, scaled_result
 from torch_commhook.step.step_group import StepGroup, check_is_free
 
 if TYPE_CHECKING:
     from torch_commhook.attachment.reducer_road import ReducerRoad
 
-#: How long a hook that failed waits for the buckets in flight before it.
-_DRAIN_SECONDS = 60.0
 #: What autograd says outside of backward.
 _NO_BACKWARD = -1
 
@@ -165,7 +164,7 @@ class DdpRoad:
             self,
             model.gradient_as_bucket_view,
             self._group.timeout.total_seconds(),
-            _DRAIN_SECONDS,
+            DRAIN_SECONDS,
         )
         road = weakref.ref(self)
         parameters = [parameter for _, parameter in named]
@@ -343,20 +342,18 @@ class DdpRoad:
         where = hook_on_bucket(attached.name, index, count)
         if self._kept is not None and not attached.keeps_ranks_apart:
             self._kept.keep(index, bucket.parameters(), rebuilt=rebuilt)
-        running = attached.start(bucket, where)
+        call = attached.start(bucket, where)
         leaves_some_out = self._leaves_some_out(attached)
         if leaves_some_out:
-            self._results[index] = running.future.wait
+            self._results[index] = call.future.wait
         if not attached.keeps_ranks_apart:
-            count_bucket(attached.stats, index, count, running.traffic, first=self._is_first)
+            count_bucket(attached.stats, index, count, call.traffic, first=self._is_first)
         self._is_first = False
-        local = running.local
+        local = call.local
         if local is None:
-            if attached.scales_steps and running.dtype != bucket.dtype():
-                self._unrounded[index] = lambda: checked_result(
-                    running.future.wait(), bucket, running.dtype, where
-                )
-            return attached.name, running.future, running.dtype, None
+            if attached.scales_steps and call.dtype != bucket.dtype():
+                self._unrounded[index] = call.result
+            return attached.name, call.future, call.dtype, None
 
         def after(result: Tensor) -> Tensor:
             if leaves_some_out:  # what post-hooks make of it is no error of earlier steps
@@ -364,7 +361,7 @@ class DdpRoad:
                 self._results[index] = lambda: kept
             return attached.stages.after(bucket, result, local, where)
 
-        return attached.name, running.future, running.dtype, after
+        return attached.name, call.future, call.dtype, after
 
     @left_to_python
     def end_step(

@@ -10,8 +10,7 @@ import itertools
 import logging
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,18 +22,18 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import TensorWeakRef
 
-from torch_commhook import _C, collectives
+from torch_commhook import collectives
 from torch_commhook.attachment.forward_hook import BeforeForward, register_first
 from torch_commhook.buckets.grad_bucket import GradBucket
-from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.local_sgd import ANCHOR, local_sgd
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.hook_memory import BucketMemory
 from torch_commhook.memory.state_values import check_tensor, shown
 from torch_commhook.memory.states import LOCAL_STEPS, PARAMETERS, checked_position, unfit
-from torch_commhook.metrics import BucketTraffic, count_bucket
-from torch_commhook.step.attached_hook import Attached, run_average
-from torch_commhook.step.results import checked_result, hook_on_bucket, scaled_result
+from torch_commhook.metrics import count_bucket
+from torch_commhook.step.attached_hook import Attached
+from torch_commhook.step.hook_call import DRAIN_SECONDS, HookCall
+from torch_commhook.step.results import hook_on_bucket, scaled_result
 from torch_commhook.step.step_group import StepGroup
 
 if TYPE_CHECKING:
@@ -42,9 +41,6 @@ if TYPE_CHECKING:
     from torch_commhook.attachment.reducer_road import ReducerRoad
 
 _log = logging.getLogger(__name__)
-
-#: How long a rank where something failed waits for its own collectives in flight.
-_DRAIN_SECONDS = 60.0
 
 
 class LocalSteps:
@@ -278,7 +274,7 @@ class LocalSteps:
         """
         attached, group = self._attached, self._road().group
         group.begin()
-        started: list[_Started] = []
+        calls: list[HookCall] = []
         kept: list[list[tuple[Tensor, Tensor]]] = []
         try:
             memories = self._memories()
@@ -293,8 +289,9 @@ class LocalSteps:
             for index, memory in enumerate(memories):
                 distance = self.hook.distance(memory, unsent=unsent)
                 bucket = _bucket_of(memory, distance, index, len(memories), group)
-                started.append(_Started.of(hook, bucket, self._attached.name))
-            results = [_result(one, group) for one in started]
+                where = hook_on_bucket(attached.name, index, len(memories))
+                calls.append(HookCall.average(hook, bucket, where))
+            results = [call.wait(group.timeout) for call in calls]
             scale = hook.step_scale(results, attached.memory.past) if hook.scales_steps else None
             if scale is not None:
                 results = [
@@ -303,7 +300,7 @@ class LocalSteps:
                 ]
             group.end()
         except BaseException as error:
-            _drain(started)
+            _drain(calls)
             for tensors in kept:  # the same distance is to be sent again
                 for tensor, before in tensors:
                     tensor.copy_(before)
@@ -319,8 +316,8 @@ class LocalSteps:
         self._loaded.clear()
         self._versions = self._versions_now()
         attached.memory.advance()
-        for index, one in enumerate(started):
-            count_bucket(attached.stats, index, len(started), one.traffic, first=index == 0)
+        for index, call in enumerate(calls):
+            count_bucket(attached.stats, index, len(calls), call.traffic, first=index == 0)
 
     def _some_rank_is_apart(self, group: StepGroup) -> bool:
         # Where a step is written by hand, all that tells of the last one is what it has written.
@@ -425,31 +422,6 @@ class Checked(NamedTuple):
     rest: dict[str, Any]
 
 
-class _Started:
-    """The hook on its way with a bucket of distances."""
-
-    def __init__(
-        self,
-        future: Any,
-        bucket: GradBucket,
-        dtype: torch.dtype,
-        where: str,
-        traffic: BucketTraffic,
-    ) -> None:
-        self.future = future
-        self.bucket = bucket
-        self.dtype = dtype
-        self.where = where
-        self.traffic = traffic
-
-    @classmethod
-    def of(cls, hook: Hook, bucket: GradBucket, name: str) -> _Started:
-        """Start a hook on a bucket."""
-        where = hook_on_bucket(name, bucket.index(), bucket.bucket_count())
-        result, dtype, traffic = run_average(hook, bucket)
-        return cls(_C.as_future(result, where), bucket, dtype, where, traffic)
-
-
 def _bucket_of(
     memory: BucketMemory, distance: Tensor, index: int, count: int, group: StepGroup
 ) -> GradBucket:
@@ -464,17 +436,11 @@ def _bucket_of(
     return bucket
 
 
-def _result(started: _Started, group: StepGroup) -> Tensor:
-    _C.wait_for_result(started.future, started.where, group.timeout.total_seconds())
-    return checked_result(started.future.wait(), started.bucket, started.dtype, started.where)
-
-
-def _drain(started: list[_Started]) -> None:
+def _drain(calls: Iterable[HookCall]) -> None:
     """Wait for what is in flight, before its buffers go."""
-    end = time.monotonic() + _DRAIN_SECONDS
-    for one in started:
-        with suppress(Exception):  # theirs are a consequence, or as good a reason
-            _C.wait_for(one.future, max(end - time.monotonic(), 0.0))
+    deadline = time.monotonic() + DRAIN_SECONDS
+    for call in calls:
+        call.drain(deadline)
 
 
 # ---- optimizers ----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch_commhook.buckets.grad_bucket import GradBucket, evenly_spaced
 from torch_commhook.buckets.layout import BucketLayout
 from torch_commhook.memory.hook_memory import BucketMemory
 from torch_commhook.native import bucket_ops
-from torch_commhook.step.attached_hook import Running
+from torch_commhook.step.hook_call import HookCall
 
 #: As in DDP: a small first bucket, so that communication begins early in backward.
 FIRST_BUCKET_BYTES = 1 << 20
@@ -114,7 +114,7 @@ class BucketState:
         """Wait for the gradients of the next backward."""
         self.pending = len(self.parameters)
         self.arrived: list[Tensor | None] = [None] * len(self.parameters)
-        self.running: Running | None = None
+        self.running: HookCall | None = None
         self.averaged: Tensor | None = None
         self.bucket: GradBucket | None = None
         self.is_apart = False

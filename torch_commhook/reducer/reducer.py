@@ -16,8 +16,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Any
 
 import torch
 import torch._dynamo
@@ -53,8 +51,9 @@ from torch_commhook.reducer.tracing import (
     start_traced,
     write_missing,
 )
-from torch_commhook.step.attached_hook import Attached, Running
-from torch_commhook.step.results import checked_result, hook_on_bucket, scaled_result
+from torch_commhook.step.attached_hook import Attached
+from torch_commhook.step.hook_call import DRAIN_SECONDS
+from torch_commhook.step.results import hook_on_bucket, scaled_result
 from torch_commhook.step.running_backward import RunningBackward
 from torch_commhook.step.step_group import NoAgreement, StepGroup
 
@@ -79,8 +78,6 @@ _TWO_AT_ONCE = (
     "ended; a model's backward passes that a hook averages must come one after another"
 )
 
-#: How long a rank where something failed waits for its own collectives in flight.
-_DRAIN_SECONDS = 60.0
 _LATE_SECONDS = 0.5
 
 
@@ -709,8 +706,7 @@ class Reducer:
         """Wait for what the hook gives, check it, and run the post-hooks."""
         running, attached = bucket.running, self._running
         assert running is not None and bucket.bucket is not None and attached is not None
-        value = running.future.wait() if _is_compiling() else self._wait(running)
-        result = checked_result(value, bucket.bucket, running.dtype, running.where)
+        result = running.wait(self.group.timeout)
         bucket.averaged = result
         if running.local is None:
             return result
@@ -732,14 +728,6 @@ class Reducer:
             self._rebuilt = True
             self._arrivals.stop_noting_order()
             self._form_buckets(order)
-
-    def _wait(self, running: Running) -> Any:
-        future = running.future
-        # Those that are traced come from before the graph was broken.
-        if not isinstance(future, collectives.TracedFuture):
-            seconds = self.group.timeout.total_seconds()
-            _C.wait_for_result(future, running.where, seconds)
-        return future.wait()
 
     def note_used_before(self, used: Sequence[bool]) -> None:
         """Take parameters for used in a backward that did not synchronise.
@@ -945,7 +933,7 @@ class Reducer:
         # Where one had the time that a collective may take, so had the others.
         patient = isinstance(error, Exception) and not isinstance(error, TimeoutError)
         try:
-            self._drain(_DRAIN_SECONDS if patient else _LATE_SECONDS)
+            self._drain(DRAIN_SECONDS if patient else _LATE_SECONDS)
         except BaseException as interrupt:  # the other ranks are told all the same
             error = interrupt
         raised = self._agreement.fail_with(error)
@@ -955,18 +943,12 @@ class Reducer:
 
     def _drain(self, seconds: float) -> None:
         """Wait for what is in flight. Raises only what a signal does."""
-        end = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         if self._cpp is not None:
             self._cpp.drain(seconds)
         for bucket in self._buckets:
-            if bucket.running is None:
-                continue
-            future = bucket.running.future
-            with suppress(Exception):  # theirs are a consequence, or as good a reason
-                if isinstance(future, collectives.TracedFuture):
-                    future.wait()
-                else:
-                    _C.wait_for(future, max(end - time.monotonic(), 0.0))
+            if bucket.running is not None:
+                bucket.running.drain(deadline)
 
     def _abandon(self) -> None:
         """Forget a backward that was left by an exception."""

@@ -16,7 +16,8 @@ from torch_commhook.hooks.base import Hook
 from torch_commhook.metrics import TRACED_METER, count_bucket, from_text
 from torch_commhook.native.dynamo import left_to_python
 from torch_commhook.native.tensor_checks import check_flat, check_used
-from torch_commhook.step.attached_hook import Attached, Running
+from torch_commhook.step.attached_hook import Attached
+from torch_commhook.step.hook_call import HookCall
 from torch_commhook.step.step_group import StepGroup, groups_by_name
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def parameters_changed(key: str) -> bool:
     return reducers[key].change_of_parameters() is not None
 
 
-def start_traced(attached: Attached, bucket: GradBucket, where: str) -> Running:
+def start_traced(attached: Attached, bucket: GradBucket, where: str) -> HookCall:
     """:meth:`Attached.start` while a compiler traces.
 
     Raises:
@@ -87,7 +88,7 @@ def start_traced(attached: Attached, bucket: GradBucket, where: str) -> Running:
             f"{where}: a traced hook must return a tensor, or what torch_commhook.collectives "
             f"return, got {type(result).__qualname__}"
         )
-    return Running(future, dtype, where, traffic, local)
+    return HookCall(bucket, future, dtype, where, traffic, local)
 
 
 # ---- steps ---------------------------------------------------------------------------------------

@@ -14,37 +14,20 @@ from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives import resolve_group
 from torch_commhook.collectives.futures import driven
 from torch_commhook.collectives.gloo_groups import group_name, second_group
-from torch_commhook.hooks.base import Hook, checked_result_dtype, step_scale_of
+from torch_commhook.hooks.base import Hook, step_scale_of
 from torch_commhook.hooks.cpp import cpp
+from torch_commhook.hooks.traceable import is_traceable
 from torch_commhook.memory.hook_memory import BucketMemory, HookMemory
 from torch_commhook.memory.jump_watch import JumpWatch
 from torch_commhook.memory.loss_scale import scale_of
 from torch_commhook.metrics import BucketTraffic, HookStats, TracedSteps, WireMeter, counting
 from torch_commhook.native.runtime import check_hook, hook_name, run_hook
+from torch_commhook.step.hook_call import HookCall, run_average
 from torch_commhook.step.stages import BucketStages
 
 if TYPE_CHECKING:
     from torch_commhook.attachment.local_steps import LocalSteps
     from torch_commhook.step.step_group import StepGroup
-
-
-@dataclass(eq=False)
-class Running:
-    """A hook on its way with one bucket.
-
-    Attributes:
-        future: a Future of the result.
-        dtype: that the result must have.
-        where: names hook and bucket.
-        traffic: what it put on the wire (None bytes where it went past the library's collectives).
-        local: the gradients before the hook, where post-hooks will ask for them.
-    """
-
-    future: Any
-    dtype: torch.dtype
-    where: str
-    traffic: BucketTraffic
-    local: tuple[Tensor, ...] | None
 
 
 @dataclass(eq=False)
@@ -198,7 +181,7 @@ class Attached:
         group = self.hook.process_group  # type: ignore[attr-defined]
         return None if group is None else self.memory.stand_in(resolve_group(group))
 
-    def start(self, bucket: GradBucket, where: str) -> Running:
+    def start(self, bucket: GradBucket, where: str) -> HookCall:
         """Run the stages before the hook, and start it.
 
         Args:
@@ -207,7 +190,7 @@ class Attached:
         """
         local = self.stages.before(bucket, where)
         result, dtype, traffic = self.run(bucket)
-        return Running(_C.as_future(result, where), dtype, where, traffic, local)
+        return HookCall(bucket, _C.as_future(result, where), dtype, where, traffic, local)
 
     def run(self, bucket: GradBucket) -> tuple[Any, torch.dtype, BucketTraffic]:
         """Start the hook on a bucket.
@@ -224,33 +207,3 @@ class Attached:
         with counting(meter):
             result = driven(run_hook(self.hook, self.state, bucket))
         return result, bucket.dtype(), meter.traffic(bucket.numel(), bucket.dtype())
-
-
-def run_average(hook: Hook, bucket: GradBucket) -> tuple[Any, torch.dtype, BucketTraffic]:
-    """:meth:`Attached.run` for a hook of the library."""
-    meter = WireMeter()
-    with counting(meter):
-        # Bringing the result into the gradients casts it: no pass of its own for that.
-        dtype = checked_result_dtype(hook, bucket)
-        result = driven(_C.run_average(hook, bucket))
-    return result, dtype, meter.traffic(bucket.numel(), bucket.dtype())
-
-
-def traceable(hook: Any) -> Any:
-    """Say of a hook that compilers can trace it. A decorator, for functions, classes and objects.
-
-    Under compiled autograd such a hook becomes part of the compiled backward. Its collectives must
-    be those of :mod:`torch_commhook.collectives` or ``torch.distributed._functional_collectives``.
-    Other hooks interrupt the compiled graph once, at the end of backward, and run there as they
-    are.
-
-    Returns:
-        The hook itself.
-    """
-    hook._commhook_traceable = True
-    return hook
-
-
-def is_traceable(hook: object) -> bool:
-    """Whether :func:`traceable` has been said of a hook."""
-    return getattr(hook, "_commhook_traceable", False) is True

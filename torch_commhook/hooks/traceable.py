@@ -1,0 +1,25 @@
+"""What is said of hooks that compilers can trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def traceable(hook: Any) -> Any:
+    """Say of a hook that compilers can trace it. A decorator, for functions, classes and objects.
+
+    Under compiled autograd such a hook becomes part of the compiled backward. Its collectives must
+    be those of :mod:`torch_commhook.collectives` or ``torch.distributed._functional_collectives``.
+    Other hooks interrupt the compiled graph once, at the end of backward, and run there as they
+    are.
+
+    Returns:
+        The hook itself.
+    """
+    hook._commhook_traceable = True
+    return hook
+
+
+def is_traceable(hook: object) -> bool:
+    """Whether :func:`traceable` has been said of a hook."""
+    return getattr(hook, "_commhook_traceable", False) is True
