@@ -16,7 +16,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import torch_commhook
-from torch_commhook.attachment.attach import HookHandle
+from torch_commhook.attachment.handle import HookHandle
 
 SELECTED = re.compile("ddp|distributeddataparallel|comm_hook|join", re.IGNORECASE)
 

@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import optimizer as torch_optimizer
 
 from torch_commhook import GradBucket, PeerError, attach, hooks, reshard_states
-from torch_commhook.attachment.attach import HookHandle
+from torch_commhook.attachment.handle import HookHandle
 from torch_commhook.codecs import CODECS
 from torch_commhook.hooks import Hook, compressed, error_feedback, local_sgd, outer_sgd, policy
 from torch_commhook.process_group import RecordingProcessGroup

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_commhook import attach, hooks
-from torch_commhook.attachment.attach import HookHandle
+from torch_commhook.attachment.handle import HookHandle
 from torch_commhook.buckets.layout import BucketLayout
 from torch_commhook.collectives.compressed import bytes_of_floats, floats_of_bytes
 from torch_commhook.hooks.low_rank import operators

@@ -11,7 +11,8 @@ if _interrupt.runs_the_command():  # before torch is imported, which takes secon
     _doctor.end_where_nothing_loads()
 
 from torch_commhook import autograd, codecs, collectives, hooks, process_group, testing
-from torch_commhook.attachment.attach import HookHandle, attach
+from torch_commhook.attachment.attaching import attach
+from torch_commhook.attachment.handle import HookHandle
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.buckets.layout import BucketLayout
 from torch_commhook.hooks.traceable import traceable

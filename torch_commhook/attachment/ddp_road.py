@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_commhook import _C
 from torch_commhook.attachment.forward_hook import BeforeForward
 from torch_commhook.attachment.parameters import trainable
+from torch_commhook.attachment.road import Road
 from torch_commhook.attachment.watched_parameters import WatchedParameters
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.hooks.mean import allreduce
@@ -28,8 +29,9 @@ from torch_commhook.step.hook_call import DRAIN_SECONDS
 from torch_commhook.step.results import hook_on_bucket, scaled_result
 from torch_commhook.step.step_group import StepGroup, check_is_free
 
-if TYPE_CHECKING:
-    from torch_commhook.attachment.reducer_road import ReducerRoad
+_MakeSuccessor = Callable[
+    [DistributedDataParallel, list[tuple[str, Tensor]], StepGroup, list[bool]], Road
+]
 
 #: What autograd says outside of backward.
 _NO_BACKWARD = -1
@@ -123,14 +125,21 @@ class DdpRoad:
 
     A reducer takes one communication hook in its life. This one stays, and calls whatever is
     attached; with nothing attached it averages as DDP does with no hook.
+
+    Args:
+        model: the DDP.
+        make_successor: makes the road that takes this one's place, of the model, the names and
+            parameters that are averaged, the ranks, and which parameters backward passes under
+            ``no_sync()`` have used since a step.
     """
 
-    def __init__(self, model: DistributedDataParallel) -> None:
+    def __init__(self, model: DistributedDataParallel, make_successor: _MakeSuccessor) -> None:
+        self._make_successor = make_successor
         self._group = StepGroup(model.process_group)
         named = trainable(model)
         self._device = named[0][1].device
         #: The road that has taken this one's place.
-        self.successor: ReducerRoad | None = None
+        self.successor: Road | None = None
         self._attached: Attached | None = None
         self._running: Attached | None = None  # in this backward
         self._is_first = True  # the next bucket of it
@@ -514,8 +523,6 @@ class DdpRoad:
         DDP's C++ reducer refuses compiled autograd. What it has registered with autograd goes, and
         DDP is told that it has a Python reducer, which asks nothing of the other.
         """
-        from torch_commhook.attachment.reducer_road import ReducerRoad
-
         model = self.model()
         if model is None or self.attached is None:
             return False
@@ -536,8 +543,8 @@ class DdpRoad:
         self._forward_handle.remove()
         named = list(self._watched.parameters)
         self._watched.clear()
-        self.successor = ReducerRoad.of_ddp(model, named, self._group)
-        self.successor.reducer.note_used_before(_used_before(model, named))
+        used_before = _used_before(model, named)
+        self.successor = self._make_successor(model, named, self._group, used_before)
         self.successor.attached, self.attached = self.attached, None
         return True
 

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-if TYPE_CHECKING:
-    from torch_commhook.attachment.reducer_road import ReducerRoad
+
+class _Road(Protocol):
+    """What takes part in the others' steps."""
+
+    @property
+    def parent_group(self) -> Any:
+        """The process group."""
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in it."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of the first parameter."""
+
+    def shadow_step(self) -> None:
+        """Take part in a step of the others, with zeros."""
+
+    def broadcast_from(self, rank: int) -> None:
+        """Give all ranks one rank's parameters and buffers."""
 
 
 class ReducerJoinable(Joinable):
     """A road on the module, for ``torch.distributed.algorithms.join.Join``."""
 
-    def __init__(self, road: ReducerRoad) -> None:
+    def __init__(self, road: _Road) -> None:
         super().__init__()
         self.road = road
         self._notified = False

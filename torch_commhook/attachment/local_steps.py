@@ -11,7 +11,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from torch.utils.weak import TensorWeakRef
 
 from torch_commhook import collectives
 from torch_commhook.attachment.forward_hook import BeforeForward, register_first
+from torch_commhook.attachment.road import Road
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.hooks.local_sgd import ANCHOR, local_sgd
 from torch_commhook.hooks.mean import allreduce
@@ -33,12 +34,9 @@ from torch_commhook.memory.states import LOCAL_STEPS, PARAMETERS, checked_positi
 from torch_commhook.metrics import count_bucket
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.hook_call import DRAIN_SECONDS, HookCall
+from torch_commhook.step.ranks_apart import CheckedState
 from torch_commhook.step.results import hook_on_bucket, scaled_result
 from torch_commhook.step.step_group import StepGroup
-
-if TYPE_CHECKING:
-    from torch_commhook.attachment.ddp_road import DdpRoad
-    from torch_commhook.attachment.reducer_road import ReducerRoad
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +58,7 @@ class LocalSteps:
         self,
         model: nn.Module,
         attached: Attached,
-        road: Callable[[], DdpRoad | ReducerRoad],
+        road: Callable[[], Road],
     ) -> None:
         self._attached = attached
         self._road = road
@@ -344,7 +342,7 @@ class LocalSteps:
         }
         return state
 
-    def check_state(self, state: Any) -> Checked:
+    def check_state(self, state: Any) -> CheckedState:
         """What of a :meth:`state_dict` is what.
 
         Raises:
@@ -356,10 +354,10 @@ class LocalSteps:
         missing = sorted(set(names) - set(rest["shared"].get(ANCHOR, {})))
         if missing:  # each rank would take its own parameters for it
             raise unfit(f"its '{ANCHOR}' lacks {missing}")
-        return Checked(parameters, position, rest)
+        return CheckedState(parameters, position, rest)
 
     @torch.no_grad()
-    def take_state(self, checked: Checked) -> None:
+    def take_state(self, checked: CheckedState) -> None:
         """Go on from what :meth:`check_state` gave. Writes the parameters."""
         self._attached.memory.take_state(checked.rest)
         self._road().memory_loaded(checked.rest["buckets"])
@@ -412,14 +410,6 @@ class LocalSteps:
             )
             own.append((parameter, value))
         return own, position, rest
-
-
-class Checked(NamedTuple):
-    """A state that is to be loaded: the rank's parameters, where in a round it is, and the rest."""
-
-    parameters: list[tuple[Tensor, Tensor]]
-    position: dict[str, Any]
-    rest: dict[str, Any]
 
 
 def _bucket_of(

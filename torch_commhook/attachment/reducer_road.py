@@ -41,6 +41,9 @@ class ReducerRoad:
         init_sync: rank 0's parameters and buffers go to all ranks now.
     """
 
+    #: None takes this one's place.
+    successor = None
+
     def __init__(
         self,
         model: nn.Module,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +23,9 @@ from torch_commhook.memory.loss_scale import scale_of
 from torch_commhook.metrics import BucketTraffic, HookStats, TracedSteps, WireMeter, counting
 from torch_commhook.native.runtime import check_hook, hook_name, run_hook
 from torch_commhook.step.hook_call import HookCall, run_average
+from torch_commhook.step.ranks_apart import RanksApart
 from torch_commhook.step.stages import BucketStages
-
-if TYPE_CHECKING:
-    from torch_commhook.attachment.local_steps import LocalSteps
-    from torch_commhook.step.step_group import StepGroup
+from torch_commhook.step.step_group import StepGroup
 
 
 @dataclass(eq=False)
@@ -46,7 +44,7 @@ class Attached:
     stages: BucketStages = field(default_factory=BucketStages)
     stats: HookStats = field(default_factory=HookStats)
     traced_steps: TracedSteps = field(default_factory=TracedSteps)
-    local_steps: LocalSteps | None = None
+    local_steps: RanksApart | None = None
 
     @classmethod
     def checked(cls, hook: Callable[..., Any], state: object, memory: HookMemory) -> Attached:

@@ -1,70 +1,42 @@
-"""Attaching a hook to a model."""
+"""The handle of a hook that is attached to a model."""
 
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from torch_commhook import _C
-from torch_commhook.attachment.ddp_road import DdpRoad
-from torch_commhook.attachment.parameters import check_not_in_ddp, claim, release, trainable
+from torch_commhook.attachment.parameters import release
+from torch_commhook.attachment.road import Road, road_in_use, roads
 from torch_commhook.buckets.grad_bucket import GradBucket
-from torch_commhook.collectives import resolve_group
-from torch_commhook.collectives.agreement import agree, check_agreement
+from torch_commhook.collectives.agreement import agree
 from torch_commhook.hooks import __name__ as hooks_module
 from torch_commhook.hooks.base import Hook
-from torch_commhook.memory.hook_memory import HookMemory
-from torch_commhook.memory.loss_scale import checked_scale, watch, watch_no_more
+from torch_commhook.memory.loss_scale import watch, watch_no_more
 from torch_commhook.memory.states import LOCAL_STEPS, form_of
 from torch_commhook.metrics import HookStats
-from torch_commhook.native.runtime import hook_name
 from torch_commhook.step.attached_hook import Attached
-from torch_commhook.step.step_group import StepGroup, check_is_free
-
-if TYPE_CHECKING:
-    from torch_commhook.attachment.reducer_road import ReducerRoad
-
-_MOST_MEBIBYTES = 1 << 40
-
-#: The settings of a module; DDP has its own.
-_DEFAULTS: dict[str, Any] = {
-    "bucket_cap_mb": 25,
-    "gradient_as_bucket_view": False,
-    "broadcast_buffers": True,
-    "init_sync": True,
-}
 
 #: Tensors that are made inside of ``torch.inference_mode()`` cannot be modified outside of it.
-_OUTSIDE = torch.inference_mode(False)
-
-_roads: weakref.WeakKeyDictionary[torch.nn.Module, DdpRoad | ReducerRoad] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _current(road: DdpRoad | ReducerRoad) -> DdpRoad | ReducerRoad:
-    return road.successor if isinstance(road, DdpRoad) and road.successor is not None else road
+outside_inference_mode = torch.inference_mode(False)
 
 
 class HookHandle:
     """A hook that is attached to a model. Made by :func:`attach`."""
 
-    def __init__(self, road: DdpRoad | ReducerRoad, attached: Attached) -> None:
+    def __init__(self, road: Road, attached: Attached) -> None:
         self._first_road = road
         self._attached = attached
 
     @property
-    def _road(self) -> DdpRoad | ReducerRoad:
-        return _current(self._first_road)
+    def _road(self) -> Road:
+        return road_in_use(self._first_road)
 
     @property
     def hook(self) -> Callable[..., Any]:
@@ -96,9 +68,9 @@ class HookHandle:
         if model is not None:
             release(model)
             if not road.is_alive and not road.is_closing:
-                _roads.pop(model, None)
+                roads.pop(model, None)
 
-    @_OUTSIDE
+    @outside_inference_mode
     def replace(self, hook: Callable[..., Any], *, state: object = None) -> None:
         """Put another hook in this one's place, from the next backward on.
 
@@ -121,13 +93,14 @@ class HookHandle:
             replacement = Attached.checked(hook, state, self._attached.memory.of_same_model())
         except Exception as refused:
             error = refused
-        agree(self._road.group.parent, "HookHandle.replace", error, {"the hook": _printed(hook)})
+        shared: dict[str, object] = {"the hook": printed_hook(hook)}
+        agree(self._road.group.parent, "HookHandle.replace", error, shared)
         assert replacement is not None
         before = self._attached
         replacement.stages = before.stages
         self._attached = replacement
         try:
-            self._begin("HookHandle.replace")
+            begin_hook(self._first_road, replacement, "HookHandle.replace")
         except BaseException:
             if replacement.local_steps is not None:
                 replacement.local_steps.close()
@@ -136,35 +109,6 @@ class HookHandle:
         watch_no_more(before)
         if before.local_steps is not None:
             before.local_steps.close()
-
-    def _begin(self, op: str) -> None:
-        """Have the model use the hook: all ranks, or none.
-
-        Raises:
-            Exception: what the hook raised when it was asked what it remembers.
-            RuntimeError: it raised on another rank.
-        """
-        error = None
-        hook, group = self._attached.hook, self._road.group.parent
-        try:
-            if isinstance(hook, Hook):
-                hook.check_ranks(group)
-            self._road.attached = self._attached
-            self._begin_local_steps()
-        except Exception as raised:
-            error = raised
-        agree(group, op, error, {})
-        if self._attached.minds_scale and not self._attached.follows_scale:
-            watch(self._attached)
-
-    def _begin_local_steps(self) -> None:
-        model = self._road.model()
-        if self._attached.keeps_ranks_apart and model is not None:
-            # Imports torch's compiler, as below.
-            from torch_commhook.attachment.local_steps import LocalSteps
-
-            road = self._first_road
-            self._attached.local_steps = LocalSteps(model, self._attached, lambda: _current(road))
 
     # ---- around the hook -------------------------------------------------------------------------
 
@@ -237,7 +181,7 @@ class HookHandle:
             )
         return self._road.join()
 
-    @_OUTSIDE
+    @outside_inference_mode
     def synchronize(self) -> None:
         """Bring ranks together that the hook keeps apart: all have the same parameters then.
 
@@ -269,7 +213,7 @@ class HookHandle:
 
     # ---- what the hook remembers -----------------------------------------------------------------
 
-    @_OUTSIDE
+    @outside_inference_mode
     def state_dict(self) -> dict[str, Any]:
         """What the hook remembers on this rank, to go on from later.
 
@@ -289,7 +233,7 @@ class HookHandle:
             return local_steps.state_dict()
         return {} if memory.is_empty else memory.state_dict()
 
-    @_OUTSIDE
+    @outside_inference_mode
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`state_dict` gave on this rank.
 
@@ -337,194 +281,48 @@ class HookHandle:
         return f"HookHandle({self._attached.name}, {where})"
 
 
-@_OUTSIDE
-def attach(
-    model: torch.nn.Module,
-    hook: Callable[..., Any],
-    *,
-    state: object = None,
-    scaler: Any = None,
-    process_group: Any = None,
-    bucket_cap_mb: float | None = None,
-    gradient_as_bucket_view: bool | None = None,
-    broadcast_buffers: bool | None = None,
-    init_sync: bool | None = None,
-) -> HookHandle:
-    """Let a model's gradients travel through a communication hook.
-
-    Works eager, under ``torch.compile`` and under compiled autograd. All ranks must attach the same
-    hook between the same two steps.
+def begin_hook(first: Road, attached: Attached, op: str) -> None:
+    """Have a model use a hook: all ranks, or none.
 
     Args:
-        model: any module, whose gradients are from now on averaged over the ranks in each backward;
-            or a ``DistributedDataParallel`` with no hook of its own. Either may be compiled.
-        hook: one of :mod:`torch_commhook.hooks`, or any callable ``hook(state, bucket)`` that
-            returns a ``Future[Tensor]`` or a tensor: the average of the bucket's gradients over the
-            ranks, as many elements as the bucket has, of its dtype. It gets a
-            :class:`torch_commhook.GradBucket`, and should communicate through
-            ``bucket.process_group()``.
-        state: passed to a callable of your own as its first argument.
-        scaler: the ``torch.amp.GradScaler`` that scales the loss, or another object with its
-            ``get_scale()``. The hook rescales its error memory when the scale changes, and
-            ``clip`` takes the norm of unscaled gradients. All ranks must give one, with the same
-            scale, or none. Asked at the beginning of each backward that synchronises, for hooks to
-            which it matters; on CUDA that waits for the device.
-        process_group: the ranks, for a module; None for the default group.
-        bucket_cap_mb: capacity of a bucket in MiB, for a module; 25 by default.
-        gradient_as_bucket_view: for a module: gradients stay in the buckets' memory, as views of
-            it, which saves the memory and most of the copies. Off by default.
-        broadcast_buffers: for a module: rank 0's buffers (running statistics) go to all ranks
-            before each forward that trains and synchronises. On by default.
-        init_sync: for a module: rank 0's parameters and buffers go to all ranks now. On by default.
-
-    Returns:
-        A handle that removes or replaces the hook and tells what it sent.
-
-    An exception that the hook raises comes out of ``backward()`` with its type and traceback, and
-    the next backward works. On Gloo the other ranks get a :class:`PeerError` in the same step; over
-    other backends they wait for the group's timeout. With tensors on another device than the CPU,
-    or over groups of other backends, the next backward raises a RuntimeError: collectives of the
-    step that failed may still be under way there.
-
-    Under ``model.join()`` a rank that has run out of inputs adds zeros, and hooks of this library
-    divide by all ranks, as with ``divide_by_initial_world_size=True``.
+        first: the road that the model's handle was made with.
+        attached: the hook.
+        op: whose errors these are.
 
     Raises:
-        TypeError: no module, no scaler, or :func:`torch_commhook.check_hook` refuses the hook; a
-            parameter is a DTensor, or FullyShardedDataParallel has flattened it.
-        ValueError: an annotation of the hook says that it is none; a scale that is not positive and
-            finite (in a later ``backward()`` too); a setting that DDP has itself;
-            no parameter requires grad; a parameter is on the meta device, or has an optimizer in
-            backward.
-        RuntimeError: a hook is attached already, or to another model with one of the parameters, or
-            was registered with DDP itself; replicate() was applied to a module; the ranks'
-            parameters differ; a step over the group has failed, whose collectives may still be
-            under way; torch.distributed is not initialized.
+        Exception: what the hook raised when it was asked what it remembers.
+        RuntimeError: it raised on another rank.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"attach: model must be a torch.nn.Module, got {_C.type_name(model)}")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError("attach: model must not be a ScriptModule, which takes no Python hooks")
-    model = getattr(model, "_orig_mod", model)  # of one that is compiled
-    scale = None if scaler is None else checked_scale(scaler)
-    memory = HookMemory()
-    memory.scaler = scaler
-    attached = Attached.checked(hook, state, memory)
-    road = _roads.get(model)
-    if road is not None:
-        road = _current(road)
-        if road.is_closing:
-            raise RuntimeError(
-                "attach: a hook was removed from this model in a backward() that is still under "
-                "way; attach the next one after it, or replace() the hook through its handle"
-            )
-        if not road.is_alive:
-            road = None
-    if road is not None and road.attached is not None:
-        raise RuntimeError(
-            f"attach: hook '{road.attached.name}' is attached to this model already; remove() it, "
-            f"or replace() it through its handle"
-        )
-    given = {
-        "bucket_cap_mb": bucket_cap_mb,
-        "gradient_as_bucket_view": gradient_as_bucket_view,
-        "broadcast_buffers": broadcast_buffers,
-        "init_sync": init_sync,
-    }
-    is_ddp = isinstance(model, DistributedDataParallel)
-    if is_ddp:
-        for name, value in {"process_group": process_group, **given}.items():
-            if value is not None:
-                raise ValueError(
-                    f"attach: {name} must be given to DistributedDataParallel, which has it "
-                    f"already; got {value!r} for a model of that class"
-                )
-    settings = {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
-    parameters = trainable(model)
-    if not is_ddp:
-        check_not_in_ddp(parameters)
-        _check_capacity(settings["bucket_cap_mb"])
-    claim(parameters, model, partial(_attached_to, weakref.ref(model)))
-    group: Any = model.process_group if is_ddp else resolve_group(process_group)
-    check_is_free(group)
-    shared = _shared(model, hook, settings)
-    shared["the scaler's scale"] = scale
-    check_agreement(group, parameters, shared)
-    prefix = "module." if is_ddp else ""  # a model's states and patterns are the same in DDP
-    names = [(name.removeprefix(prefix), parameter) for name, parameter in parameters]
-    memory.know(names, rank=group.rank(), world_size=group.size())
-    if road is None:
-        road = _roads[model] = _new_road(model, parameters, group, settings)
-    handle = HookHandle(road, attached)
+    road = road_in_use(first)
+    error = None
+    hook, group = attached.hook, road.group.parent
     try:
-        handle._begin("attach")
-    except BaseException:
-        handle.remove()
-        raise
-    return handle
+        if isinstance(hook, Hook):
+            hook.check_ranks(group)
+        road.attached = attached
+        _begin_local_steps(first, attached)
+    except Exception as raised:
+        error = raised
+    agree(group, op, error, {})
+    if attached.minds_scale and not attached.follows_scale:
+        watch(attached)
 
 
-def _attached_to(owner: weakref.ref[torch.nn.Module]) -> str | None:
-    model = owner()
-    road = None if model is None else _roads.get(model)
-    if road is None:
-        return None
-    road = _current(road)
-    return road.attached.name if road.is_alive and road.attached is not None else None
+def _begin_local_steps(first: Road, attached: Attached) -> None:
+    model = road_in_use(first).model()
+    if attached.keeps_ranks_apart and model is not None:
+        # Imports torch's compiler, which takes seconds, and which other hooks do not need.
+        from torch_commhook.attachment.local_steps import LocalSteps
+
+        attached.local_steps = LocalSteps(model, attached, lambda: road_in_use(first))
 
 
-def _check_capacity(mebibytes: object) -> None:
-    number = isinstance(mebibytes, (int, float)) and not isinstance(mebibytes, bool)
-    if not number or not 0 < mebibytes <= _MOST_MEBIBYTES:  # type: ignore[operator]
-        raise ValueError(
-            f"attach: bucket_cap_mb must be a positive number of MiB, got {mebibytes!r}"
-        )
-
-
-def _shared(
-    model: torch.nn.Module, hook: Callable[..., Any], settings: dict[str, Any]
-) -> dict[str, object]:
-    """What all ranks must attach alike."""
-    shared: dict[str, object] = {"the hook": _printed(hook)}
-    if isinstance(model, DistributedDataParallel):
-        shared["bucket_cap_mb"] = model.bucket_bytes_cap / (1 << 20)
-        shared["the Python reducer"] = model._use_python_reducer
-        return shared
-    for name in ("bucket_cap_mb", "broadcast_buffers", "init_sync"):
-        shared[name] = settings[name]
-    return shared
+def printed_hook(hook: object) -> str:
+    """What ranks compare. Hooks of the library print as they are written; of others none knows."""
+    return repr(hook) if type(hook).__module__.startswith(hooks_module) else "another"
 
 
 def _shared_of_state(state: dict[str, Any], position: dict[str, Any] | None) -> dict[str, object]:
     """What of a checked state all ranks must load alike: plain values, since they are sent."""
     shared = {"steps": state["steps"], "choices": state["choices"], LOCAL_STEPS: position}
     return {f"the state's {key}": value for key, value in {**shared, **form_of(state)}.items()}
-
-
-def _printed(hook: object) -> str:
-    """What ranks compare. Hooks of the library print as they are written; of others none knows."""
-    return repr(hook) if type(hook).__module__.startswith(hooks_module) else "another"
-
-
-def _new_road(
-    model: torch.nn.Module,
-    parameters: list[tuple[str, Tensor]],
-    group: Any,
-    settings: dict[str, Any],
-) -> DdpRoad | ReducerRoad:
-    if isinstance(model, DistributedDataParallel):
-        registered = getattr(model, "_comm_hooks", [])
-        if registered:
-            raise RuntimeError(
-                "attach: this DDP has a hook already, registered with register_comm_hook: "
-                f"'{hook_name(registered[0][0])}'. A reducer keeps its hook for life; wrap the "
-                "module in a new DistributedDataParallel"
-            )
-        if not model._use_python_reducer:
-            return DdpRoad(model)
-    # Imports torch's compiler, which takes seconds, and which DDP alone does not need.
-    from torch_commhook.attachment.reducer_road import ReducerRoad
-
-    if isinstance(model, DistributedDataParallel):
-        return ReducerRoad.of_ddp(model, parameters, StepGroup(group))
-    return ReducerRoad(model, parameters, group=StepGroup(group), **settings)

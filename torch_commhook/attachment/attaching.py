@@ -1,0 +1,274 @@
+"""Attaching a hook to a model: what is checked, and which road the hook takes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_commhook import _C
+from torch_commhook.attachment.ddp_road import DdpRoad
+from torch_commhook.attachment.handle import (
+    HookHandle,
+    begin_hook,
+    outside_inference_mode,
+    printed_hook,
+)
+from torch_commhook.attachment.parameters import check_not_in_ddp, claim, trainable
+from torch_commhook.attachment.road import Road, road_in_use, roads
+from torch_commhook.collectives import resolve_group
+from torch_commhook.collectives.agreement import check_agreement
+from torch_commhook.memory.hook_memory import HookMemory
+from torch_commhook.memory.loss_scale import checked_scale
+from torch_commhook.native.runtime import hook_name
+from torch_commhook.step.attached_hook import Attached
+from torch_commhook.step.step_group import StepGroup, check_is_free
+
+_MOST_MEBIBYTES = 1 << 40
+
+#: The settings of a module; DDP has its own.
+_DEFAULTS: dict[str, Any] = {
+    "bucket_cap_mb": 25,
+    "gradient_as_bucket_view": False,
+    "broadcast_buffers": True,
+    "init_sync": True,
+}
+
+
+@outside_inference_mode
+def attach(
+    model: torch.nn.Module,
+    hook: Callable[..., Any],
+    *,
+    state: object = None,
+    scaler: Any = None,
+    process_group: Any = None,
+    bucket_cap_mb: float | None = None,
+    gradient_as_bucket_view: bool | None = None,
+    broadcast_buffers: bool | None = None,
+    init_sync: bool | None = None,
+) -> HookHandle:
+    """Let a model's gradients travel through a communication hook.
+
+    Works eager, under ``torch.compile`` and under compiled autograd. All ranks must attach the same
+    hook between the same two steps.
+
+    Args:
+        model: any module, whose gradients are from now on averaged over the ranks in each backward;
+            or a ``DistributedDataParallel`` with no hook of its own. Either may be compiled.
+        hook: one of :mod:`torch_commhook.hooks`, or any callable ``hook(state, bucket)`` that
+            returns a ``Future[Tensor]`` or a tensor: the average of the bucket's gradients over the
+            ranks, as many elements as the bucket has, of its dtype. It gets a
+            :class:`torch_commhook.GradBucket`, and should communicate through
+            ``bucket.process_group()``.
+        state: passed to a callable of your own as its first argument.
+        scaler: the ``torch.amp.GradScaler`` that scales the loss, or another object with its
+            ``get_scale()``. The hook rescales its error memory when the scale changes, and
+            ``clip`` takes the norm of unscaled gradients. All ranks must give one, with the same
+            scale, or none. Asked at the beginning of each backward that synchronises, for hooks to
+            which it matters; on CUDA that waits for the device.
+        process_group: the ranks, for a module; None for the default group.
+        bucket_cap_mb: capacity of a bucket in MiB, for a module; 25 by default.
+        gradient_as_bucket_view: for a module: gradients stay in the buckets' memory, as views of
+            it, which saves the memory and most of the copies. Off by default.
+        broadcast_buffers: for a module: rank 0's buffers (running statistics) go to all ranks
+            before each forward that trains and synchronises. On by default.
+        init_sync: for a module: rank 0's parameters and buffers go to all ranks now. On by default.
+
+    Returns:
+        A handle that removes or replaces the hook and tells what it sent.
+
+    An exception that the hook raises comes out of ``backward()`` with its type and traceback, and
+    the next backward works. On Gloo the other ranks get a :class:`PeerError` in the same step; over
+    other backends they wait for the group's timeout. With tensors on another device than the CPU,
+    or over groups of other backends, the next backward raises a RuntimeError: collectives of the
+    step that failed may still be under way there.
+
+    Under ``model.join()`` a rank that has run out of inputs adds zeros, and hooks of this library
+    divide by all ranks, as with ``divide_by_initial_world_size=True``.
+
+    Raises:
+        TypeError: no module, no scaler, or :func:`torch_commhook.check_hook` refuses the hook; a
+            parameter is a DTensor, or FullyShardedDataParallel has flattened it.
+        ValueError: an annotation of the hook says that it is none; a scale that is not positive and
+            finite (in a later ``backward()`` too); a setting that DDP has itself;
+            no parameter requires grad; a parameter is on the meta device, or has an optimizer in
+            backward.
+        RuntimeError: a hook is attached already, or to another model with one of the parameters, or
+            was registered with DDP itself; replicate() was applied to a module; the ranks'
+            parameters differ; a step over the group has failed, whose collectives may still be
+            under way; torch.distributed is not initialized.
+    """
+    model = _checked_module(model)
+    given = {
+        "bucket_cap_mb": bucket_cap_mb,
+        "gradient_as_bucket_view": gradient_as_bucket_view,
+        "broadcast_buffers": broadcast_buffers,
+        "init_sync": init_sync,
+    }
+    scale = None if scaler is None else checked_scale(scaler)
+    memory = HookMemory()
+    memory.scaler = scaler
+    attached = Attached.checked(hook, state, memory)
+    return _attach(model, attached, scale, process_group, given)
+
+
+def _attach(
+    model: torch.nn.Module,
+    attached: Attached,
+    scale: float | None,
+    process_group: Any,
+    given: dict[str, Any],
+) -> HookHandle:
+    """:func:`attach` for a hook that has been checked.
+
+    Args:
+        model: the module.
+        attached: the hook.
+        scale: what the scaler multiplies the loss by at the moment.
+        process_group: as given.
+        given: the settings; None for those that were not.
+    """
+    road = _unoccupied_road(model)
+    is_ddp = isinstance(model, DistributedDataParallel)
+    if is_ddp:
+        _check_none_given({"process_group": process_group, **given})
+    settings = {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
+    parameters = trainable(model)
+    if not is_ddp:
+        check_not_in_ddp(parameters)
+        _check_capacity(settings["bucket_cap_mb"])
+    claim(parameters, model, partial(_attached_to, weakref.ref(model)))
+    group: Any = model.process_group if is_ddp else resolve_group(process_group)
+    check_is_free(group)
+    shared = _shared(model, attached.hook, settings)
+    shared["the scaler's scale"] = scale
+    check_agreement(group, parameters, shared)
+    prefix = "module." if is_ddp else ""  # a model's states and patterns are the same in DDP
+    names = [(name.removeprefix(prefix), parameter) for name, parameter in parameters]
+    attached.memory.know(names, rank=group.rank(), world_size=group.size())
+    if road is None:
+        road = roads[model] = _new_road(model, parameters, group, settings)
+    handle = HookHandle(road, attached)
+    try:
+        begin_hook(road, attached, "attach")
+    except BaseException:
+        handle.remove()
+        raise
+    return handle
+
+
+def _checked_module(model: object) -> torch.nn.Module:
+    """The module that a user gives, without what compiles it."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"attach: model must be a torch.nn.Module, got {_C.type_name(model)}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("attach: model must not be a ScriptModule, which takes no Python hooks")
+    module: torch.nn.Module = getattr(model, "_orig_mod", model)
+    return module
+
+
+def _unoccupied_road(model: torch.nn.Module) -> Road | None:
+    """The road that the model has already, with no hook on it; None where there is none to use."""
+    first = roads.get(model)
+    if first is None:
+        return None
+    road = road_in_use(first)
+    if road.is_closing:
+        raise RuntimeError(
+            "attach: a hook was removed from this model in a backward() that is still under "
+            "way; attach the next one after it, or replace() the hook through its handle"
+        )
+    if not road.is_alive:
+        return None
+    if road.attached is not None:
+        raise RuntimeError(
+            f"attach: hook '{road.attached.name}' is attached to this model already; remove() it, "
+            f"or replace() it through its handle"
+        )
+    return road
+
+
+def _check_none_given(given: dict[str, object]) -> None:
+    """Refuse settings that DDP has itself."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"attach: {name} must be given to DistributedDataParallel, which has it "
+                f"already; got {value!r} for a model of that class"
+            )
+
+
+def _attached_to(owner: weakref.ref[torch.nn.Module]) -> str | None:
+    model = owner()
+    first = None if model is None else roads.get(model)
+    if first is None:
+        return None
+    road = road_in_use(first)
+    return road.attached.name if road.is_alive and road.attached is not None else None
+
+
+def _check_capacity(mebibytes: object) -> None:
+    number = isinstance(mebibytes, (int, float)) and not isinstance(mebibytes, bool)
+    if not number or not 0 < mebibytes <= _MOST_MEBIBYTES:  # type: ignore[operator]
+        raise ValueError(
+            f"attach: bucket_cap_mb must be a positive number of MiB, got {mebibytes!r}"
+        )
+
+
+def _shared(
+    model: torch.nn.Module, hook: Callable[..., Any], settings: dict[str, Any]
+) -> dict[str, object]:
+    """What all ranks must attach alike."""
+    shared: dict[str, object] = {"the hook": printed_hook(hook)}
+    if isinstance(model, DistributedDataParallel):
+        shared["bucket_cap_mb"] = model.bucket_bytes_cap / (1 << 20)
+        shared["the Python reducer"] = model._use_python_reducer
+        return shared
+    for name in ("bucket_cap_mb", "broadcast_buffers", "init_sync"):
+        shared[name] = settings[name]
+    return shared
+
+
+def _new_road(
+    model: torch.nn.Module,
+    parameters: list[tuple[str, Tensor]],
+    group: Any,
+    settings: dict[str, Any],
+) -> Road:
+    if isinstance(model, DistributedDataParallel):
+        registered = getattr(model, "_comm_hooks", [])
+        if registered:
+            raise RuntimeError(
+                "attach: this DDP has a hook already, registered with register_comm_hook: "
+                f"'{hook_name(registered[0][0])}'. A reducer keeps its hook for life; wrap the "
+                "module in a new DistributedDataParallel"
+            )
+        if not model._use_python_reducer:
+            return DdpRoad(model, _successor)
+    # Imports torch's compiler, which takes seconds, and which DDP alone does not need.
+    from torch_commhook.attachment.reducer_road import ReducerRoad
+
+    if isinstance(model, DistributedDataParallel):
+        return ReducerRoad.of_ddp(model, parameters, StepGroup(group))
+    return ReducerRoad(model, parameters, group=StepGroup(group), **settings)
+
+
+def _successor(
+    model: DistributedDataParallel,
+    parameters: list[tuple[str, Tensor]],
+    group: StepGroup,
+    used_before: list[bool],
+) -> Road:
+    """The road that takes the place of DDP's own reducer; see :meth:`DdpRoad.give_way`."""
+    # Imports torch's compiler, as above.
+    from torch_commhook.attachment.reducer_road import ReducerRoad
+
+    road = ReducerRoad.of_ddp(model, parameters, group)
+    road.reducer.note_used_before(used_before)
+    return road

@@ -1,0 +1,71 @@
+"""What a road is: what a hook needs of whoever averages a model's gradients."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from torch_commhook.step.attached_hook import Attached
+from torch_commhook.step.step_group import StepGroup
+
+
+class Road(Protocol):
+    """What stands between a model's gradients and the hook that is attached at the moment.
+
+    Attributes:
+        attached: the hook; None where there is none.
+    """
+
+    attached: Attached | None
+
+    @property
+    def model(self) -> Callable[[], nn.Module | None]:
+        """Gives the model, as long as it lives."""
+
+    @property
+    def successor(self) -> Road | None:
+        """The road that has taken this one's place."""
+
+    @property
+    def group(self) -> StepGroup:
+        """What the hook communicates through."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the model still exists, and may have a hook on this road."""
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the hook was taken off in a backward that is still under way."""
+
+    def parameter_buckets(self) -> list[list[Tensor]]:
+        """The parameters of each bucket, in order."""
+
+    def memory_loaded(self, buckets: list[list[str]]) -> None:
+        """The hook's memory has been read from elsewhere, where these were the buckets."""
+
+    def after_backward(self, then: Callable[[], None]) -> None:
+        """Call ``then`` where no backward that the last hook is in is under way any more."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let gradients add up on each rank, without communication."""
+
+    def join(self) -> AbstractContextManager[Any]:
+        """Let ranks run out of inputs at different times."""
+
+
+#: The first road of each model that a hook was attached to.
+roads: weakref.WeakKeyDictionary[nn.Module, Road] = weakref.WeakKeyDictionary()
+
+
+def road_in_use(first: Road) -> Road:
+    """The road that a model's hook is on at the moment, which may have taken the first one's place.
+
+    Args:
+        first: of the model.
+    """
+    return first if first.successor is None else first.successor

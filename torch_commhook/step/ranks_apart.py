@@ -1,0 +1,44 @@
+"""What brings the ranks together that a hook keeps apart, as a step sees it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class CheckedState(NamedTuple):
+    """A state that is to be loaded: the rank's parameters, where in a round it is, and the rest."""
+
+    parameters: list[tuple[Tensor, Tensor]]
+    position: dict[str, Any]
+    rest: dict[str, Any]
+
+
+class RanksApart(Protocol):
+    """Counts the steps of a model that a hook keeps apart, and brings the ranks together.
+
+    It stands on optimizers and models, and so above the steps of a hook: see
+    ``torch_commhook/attachment/local_steps.py``.
+    """
+
+    def note_backward(self) -> None:
+        """A backward begins whose gradients a step is to use."""
+
+    def synchronize(self) -> None:
+        """Have the ranks together, with nothing that is not sent."""
+
+    def let_go(self) -> None:
+        """Keep no parameter."""
+
+    def close(self) -> None:
+        """Count no more."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the hook remembers, with the rank's parameters."""
+
+    def check_state(self, state: Any) -> CheckedState:
+        """What of a :meth:`state_dict` is what; raises ValueError where it does not fit."""
+
+    def take_state(self, checked: CheckedState) -> None:
+        """Go on from what :meth:`check_state` gave."""
