@@ -14,19 +14,19 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_commhook import _C
+from torch_commhook.attachment.ddp_results import DdpResults
 from torch_commhook.attachment.forward_hook import BeforeForward
 from torch_commhook.attachment.parameters import trainable
 from torch_commhook.attachment.road import Road
 from torch_commhook.attachment.watched_parameters import WatchedParameters
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.hooks.mean import allreduce
-from torch_commhook.memory.unsent import Late, add_unsent, unsent_table
 from torch_commhook.metrics import BucketTraffic, count_bucket
 from torch_commhook.native.dynamo import left_to_python
 from torch_commhook.reducer.buckets import assign_buckets, split_by_kind
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.hook_call import DRAIN_SECONDS
-from torch_commhook.step.results import hook_on_bucket, scaled_result
+from torch_commhook.step.results import hook_on_bucket
 from torch_commhook.step.step_group import StepGroup, check_is_free
 
 _MakeSuccessor = Callable[
@@ -49,11 +49,6 @@ def _parameters_changed(key: str) -> bool:
 _parameters_changed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _used(model: DistributedDataParallel) -> Tensor:
-    """For each parameter whether a rank has used it, once a backward has found that out."""
-    return model.reducer._get_local_used_map().cpu()
-
-
 def _used_before(model: DistributedDataParallel, named: Sequence[tuple[str, Tensor]]) -> list[bool]:
     """For each parameter, whether backward passes under ``no_sync()`` have used it since a step."""
     if model.find_unused_parameters and not model.static_graph:
@@ -69,55 +64,6 @@ def _delivery(model: DistributedDataParallel) -> str:
     if any(parameter.is_complex() for parameter in model.parameters()):
         return "reducer"  # the operators take no complex tensors
     return "buffer" if model.gradient_as_bucket_view else "write"
-
-
-def _overwrites_unused(model: DistributedDataParallel) -> bool:
-    """Whether DDP writes results into gradients of parameters that no rank has used."""
-    return model.find_unused_parameters and model.gradient_as_bucket_view
-
-
-class _Kept:
-    """Gradients that DDP is about to overwrite, in one step."""
-
-    def __init__(
-        self, model: DistributedDataParallel, parameters: Sequence[tuple[str, Tensor]]
-    ) -> None:
-        self._reducer = weakref.ref(model.reducer)
-        self._numbers = {id(parameter): i for i, (_, parameter) in enumerate(parameters)}
-        self._members: dict[int, list[int]] = {}  # of each bucket
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # gradient, and what was in it
-
-    def keep(self, index: int, parameters: Sequence[Tensor], *, rebuilt: bool) -> None:
-        """Copy the gradients of a full bucket that this rank has not used."""
-        reducer = self._reducer()
-        if rebuilt or index not in self._members:
-            self._members[index] = [self._numbers[id(parameter)] for parameter in parameters]
-        if reducer is None:
-            return
-        used = _C.locally_used(reducer)[self._members[index]].tolist()
-        for number, parameter, is_used in zip(self._members[index], parameters, used, strict=True):
-            if not is_used and parameter.grad is not None:
-                self._kept[number] = parameter.grad, parameter.grad.detach().clone()
-
-    def before(self, number: int, now: Tensor | None) -> Tensor | None:
-        """A parameter's gradient as it was before DDP may have overwritten it."""
-        return self._kept[number][1] if number in self._kept else now
-
-    def put_back(self, used: Tensor) -> None:
-        """Restore those that no rank has used."""
-        is_used = used.tolist()
-        with torch.no_grad():
-            for number, (gradient, before) in self._kept.items():
-                if not is_used[number]:
-                    gradient.copy_(before)
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget them."""
-        self._kept.clear()
-
-    def __bool__(self) -> bool:
-        return bool(self._kept)
 
 
 class DdpRoad:
@@ -149,16 +95,11 @@ class DdpRoad:
         self._then: list[Callable[[], None]] = []
         self._plain = allreduce()
         self._buckets: dict[int, GradBucket] = {}
-        # Give the results, where they may have to be kept.
-        self._results: dict[int, Callable[[], Tensor]] = {}
-        # Gradients that this rank has not used, as they were: DDP overwrites those that are views.
-        self._kept = _Kept(model, named) if _overwrites_unused(model) else None
-        # Of other dtypes than the gradients: scaled first, and rounded to those then.
-        self._unrounded: dict[int, Callable[[], Tensor]] = {}
         self._loaded: list[list[str]] = []  # names, of the buckets of a memory that was loaded
         # The model's reducer owns this; a handle that outlives the model keeps nothing of it.
         buckets = self._buckets
         watched = self._watched = WatchedParameters(model, named, in_ddp=not model.mixed_precision)
+        self._results = DdpResults(model, watched, buckets)
 
         def model_is_gone(_: object) -> None:
             buckets.clear()
@@ -320,7 +261,7 @@ class DdpRoad:
             has_joined=torch._C._current_graph_task_id() == _NO_BACKWARD,
         )
         native = attached.cpp_hook
-        if native is None or self._kept is not None:
+        if native is None or self._results.kept is not None:
             return None
         own = attached.own_group
         if own is not None:
@@ -349,25 +290,26 @@ class DdpRoad:
             bucket._memory = attached.memory_of(bucket.parameters(), index)
         count = bucket.bucket_count()
         where = hook_on_bucket(attached.name, index, count)
-        if self._kept is not None and not attached.keeps_ranks_apart:
-            self._kept.keep(index, bucket.parameters(), rebuilt=rebuilt)
+        kept = self._results.kept
+        if kept is not None and not attached.keeps_ranks_apart:
+            kept.keep(index, bucket.parameters(), rebuilt=rebuilt)
         call = attached.start(bucket, where)
-        leaves_some_out = self._leaves_some_out(attached)
+        leaves_some_out = self._results.leaves_some_out(attached)
         if leaves_some_out:
-            self._results[index] = call.future.wait
+            self._results.keep_for_unused(index, call.future.wait)
         if not attached.keeps_ranks_apart:
             count_bucket(attached.stats, index, count, call.traffic, first=self._is_first)
         self._is_first = False
         local = call.local
         if local is None:
             if attached.scales_steps and call.dtype != bucket.dtype():
-                self._unrounded[index] = call.result
+                self._results.keep_unrounded(index, call.result)
             return attached.name, call.future, call.dtype, None
 
         def after(result: Tensor) -> Tensor:
             if leaves_some_out:  # what post-hooks make of it is no error of earlier steps
-                kept = result.clone()
-                self._results[index] = lambda: kept
+                copied = result.clone()
+                self._results.keep_for_unused(index, lambda: copied)
             return attached.stages.after(bucket, result, local, where)
 
         return attached.name, call.future, call.dtype, after
@@ -398,18 +340,15 @@ class DdpRoad:
                 count_bucket(attached.stats, index, len(sent or ()), traffic, first=index == 0)
             if torch._C._current_graph_task_id() == _NO_BACKWARD:
                 # In join(), where a rank without inputs takes part and has no gradients.
-                self._forget_results()
+                self._results.forget()
             elif sent is None and (
-                attached.scales_steps
-                or attached.stages.has_post_accumulate_hooks
-                or self._leaves_some_out(attached)
-                or self._kept
+                attached.stages.has_post_accumulate_hooks or self._results.are_needed(attached)
             ):
                 # Once the reducer has written the last gradients.
                 engine = torch.autograd.Variable._execution_engine
                 engine.queue_callback(partial(self._gradients_written, attached, past))
             return
-        self._forget_results()
+        self._results.forget()
         raised = self._group.fail_with(error)
         if raised is not error:  # which comes out of backward() by itself
             raise raised
@@ -418,88 +357,10 @@ class DdpRoad:
     def _gradients_written(
         self, attached: Attached, past: Mapping[int, bool] | None = None
     ) -> None:
-        if self._results:
-            self._keep_unsent()
-        model = self.model()
-        if self._kept and model is not None:  # last, since results may lie where gradients do
-            self._kept.put_back(_used(model))
-        if attached.scales_steps:
-            self._scale_gradients(attached, past)
+        self._results.finish(attached, past)
         for index, bucket in sorted(self._buckets.items()):
             where = hook_on_bucket(attached.name, index, bucket.bucket_count())
             attached.stages.done(bucket, where)
-
-    def _scale_gradients(self, attached: Attached, past: Mapping[int, bool] | None) -> None:
-        """Scale what has been written, as our own reducer does on the way into the gradients."""
-        unrounded, self._unrounded = self._unrounded, {}
-        results: dict[int, Tensor] = {}
-        for index, result in unrounded.items():
-            bucket = self._buckets[index]
-            pieces = bucket.pieces(result())
-            results.update(zip(map(id, bucket.parameters()), pieces, strict=True))
-        parameters = self._parameters_of_this_step()
-        if not parameters:
-            return
-        values = [results.get(id(parameter), parameter.grad) for parameter in parameters]
-        scale = attached.step_scale(values, past)
-        if scale is None:
-            return
-        with torch.no_grad():
-            as_written = []
-            for parameter, value in zip(parameters, values, strict=True):
-                if value is not parameter.grad:
-                    parameter.grad.copy_(scaled_result(value, scale, parameter.dtype))
-                elif value.layout is torch.strided:
-                    as_written.append(value)
-                else:  # whose product in place rounds the factor, too
-                    parameter.grad = scaled_result(value, scale, parameter.dtype)
-            if as_written:
-                torch._foreach_mul_(as_written, scale)
-
-    def _parameters_of_this_step(self) -> list[Any]:
-        """Those whose gradients results have been written to; others may have earlier ones."""
-        model = self.model()
-        if model is None:
-            return []
-        parameters = self._parameters
-        if model.find_unused_parameters or model.static_graph:
-            used = _used(model).tolist()
-            parameters = [p for p, yes in zip(parameters, used, strict=True) if yes]
-        return [parameter for parameter in parameters if parameter.grad is not None]
-
-    def _leaves_some_out(self, attached: Attached) -> bool:
-        """Whether DDP may leave gradients alone for which results hold earlier errors."""
-        model = self.model()
-        return attached.keeps_error and model is not None and model.find_unused_parameters
-
-    def _forget_results(self) -> None:
-        self._results.clear()
-        self._unrounded.clear()
-        if self._kept is not None:
-            self._kept.clear()
-
-    def _keep_unsent(self) -> None:
-        """Let the hook remember such results."""
-        results, self._results = self._results, {}
-        model = self.model()
-        if model is None:
-            return
-        used = _used(model)
-        if used.all():
-            return
-        numbers = {id(parameter): i for i, parameter in enumerate(self._parameters)}
-        late = []
-        for index, result in results.items():
-            bucket = self._buckets[index]
-            parameters = bucket.parameters()
-            members = [numbers[id(parameter)] for parameter in parameters]
-            sent = [parameter.grad for parameter in parameters]
-            if self._kept:
-                sent = [self._kept.before(i, now) for i, now in zip(members, sent, strict=True)]
-            late.append(Late(members, bucket._memory, result(), sent))
-        errors, values, gradients, table = unsent_table(late)
-        if table:
-            add_unsent(errors, values, gradients, used, table)
 
     def after_backward(self, then: Callable[[], None]) -> None:
         """Call ``then`` where no backward that the last hook is in is under way any more."""
