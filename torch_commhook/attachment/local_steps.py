@@ -1,12 +1,7 @@
-"""Ranks that step on their own gradients for a while, and when and how they come together.
-
-An optimizer tells nobody of its steps but hooks that are registered with it, or with all of them.
-So there is one of ours with all optimizers as long as a hook of this kind is attached.
-"""
+"""Ranks that step on their own gradients for a while, and when and how they come together."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 import weakref
@@ -16,14 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils.weak import TensorWeakRef
 
 from torch_commhook import collectives
 from torch_commhook.attachment.forward_hook import BeforeForward, register_first
+from torch_commhook.attachment.optimizer_steps import add_step_counter, remove_step_counter
 from torch_commhook.attachment.road import Road
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.hooks.local_sgd import ANCHOR, local_sgd
@@ -76,7 +68,7 @@ class LocalSteps:
         self._versions = self._versions_now()
         # First, since what else the model sends before a forward comes after the exchange.
         self._forward_handle = register_first(model, BeforeForward(self))
-        _listen(self)
+        add_step_counter(self)
         self._end = weakref.finalize(model, self._model_gone)
         self._end.atexit = False
 
@@ -133,7 +125,7 @@ class LocalSteps:
 
     def _stop(self) -> None:
         self._forward_handle.remove()
-        _listen_no_more(self)
+        remove_step_counter(self)
 
     # ---- what a step is --------------------------------------------------------------------------
 
@@ -153,12 +145,12 @@ class LocalSteps:
             self._look_for_anchor()
         self.is_open = True
 
-    def optimizer_steps(self, parameters: frozenset[int]) -> None:
+    def before_optimizer_step(self, parameters: frozenset[int]) -> None:
         """An optimizer is about to step parameters of these ids."""
         if not self._ids.isdisjoint(parameters):
             self._in_step = True
 
-    def optimizer_stepped(self, parameters: frozenset[int]) -> None:
+    def count_optimizer_step(self, parameters: frozenset[int]) -> None:
         """An optimizer has stepped parameters of these ids."""
         own = self._ids & parameters
         if not own:
@@ -169,6 +161,11 @@ class LocalSteps:
             self.is_open = True
         else:
             self._count()
+
+    def after_optimizer_step(self, parameters: frozenset[int]) -> None:
+        """Bring the ranks together where that is due, once all have counted the step."""
+        if self.is_due and not self._ids.isdisjoint(parameters):
+            self.exchange()
 
     def before_forward(self, module: nn.Module) -> None:
         """Called by the model before its own forward."""
@@ -431,53 +428,6 @@ def _drain(calls: Iterable[HookCall]) -> None:
     deadline = time.monotonic() + DRAIN_SECONDS
     for call in calls:
         call.drain(deadline)
-
-
-# ---- optimizers ----------------------------------------------------------------------------------
-
-#: In the order in which the hooks were attached, which is that of the exchanges on all ranks.
-_listening: weakref.WeakValueDictionary[int, LocalSteps] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
-_handles: list[Any] = []
-
-
-def _listen(steps: LocalSteps) -> None:
-    _listening[next(_numbers)] = steps
-    if not _handles:
-        # What a rank sends, and when, is for no compiler.
-        before, after = map(torch.compiler.disable, (_before_step, _after_step))
-        _handles.append(register_optimizer_step_pre_hook(before))
-        _handles.append(register_optimizer_step_post_hook(after))
-
-
-def _listen_no_more(steps: LocalSteps) -> None:
-    for number, other in list(_listening.items()):
-        if other is steps:
-            del _listening[number]
-    if not _listening:
-        while _handles:
-            _handles.pop().remove()
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> frozenset[int]:
-    return frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
-
-
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    parameters = _parameters_of(optimizer)
-    for _, steps in sorted(_listening.items()):
-        steps.optimizer_steps(parameters)
-
-
-def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    parameters = _parameters_of(optimizer)
-    listening = [steps for _, steps in sorted(_listening.items())]
-    # An exchange that fails must not keep the others from counting.
-    for steps in listening:
-        steps.optimizer_stepped(parameters)
-    for steps in listening:
-        if steps.is_due and not steps._ids.isdisjoint(parameters):
-            steps.exchange()
 
 
 @torch.compiler.disable
