@@ -17,11 +17,7 @@ from __future__ import annotations
 
 import logging
 import re
-import time
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -32,59 +28,21 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch_commhook.collectives import resolve_group
 from torch_commhook.collectives.gloo_groups import (
     close_connections,
-    destroy_group,
     group_name,
     group_store,
     group_timeout,
     is_gloo,
-    make_group,
     provide_second_group,
     second_group,
 )
 from torch_commhook.collectives.turns import renew_turns
+from torch_commhook.step.connected_group import ConnectedGroup, destroy_all
+from torch_commhook.step.rendezvous import Rendezvous
 from torch_commhook.step.running_backward import RunningBackward
 
 
 class PeerError(RuntimeError):
     """Another rank's hook failed, or its process ended, so that this step counts on no rank."""
-
-
-class _Connected:
-    """A Gloo group of the library's own, whose connections can be made anew.
-
-    Args:
-        store: in which nobody else meets under ``name``.
-        name: the same on its ranks, and of no other group.
-        like: a group over the same ranks, as which it times out too.
-    """
-
-    def __init__(self, store: dist.Store, name: str, like: Any) -> None:
-        self.name = name
-        self.rank: int = like.rank()
-        self.ranks = dist.get_process_group_ranks(like)
-        self.timeout: timedelta = group_timeout(like)
-        own_store = dist.PrefixStore(f"{self.place}/1", store)
-        self.group = make_group(own_store, self.rank, self.ranks, name, self.timeout)
-        _wait_for_all(self.group)
-
-    @property
-    def place(self) -> str:
-        """Where in a store the ranks meet; groups of a name may have ranks of their own."""
-        return f"{self.name}/{'-'.join(map(str, self.ranks))}"
-
-    def backend(self, store: dist.Store) -> Any:
-        """New connections."""
-        own_store = dist.PrefixStore(self.place, store)
-        size = len(self.ranks)
-        backend = dist.ProcessGroupGloo(own_store, self.rank, size, timeout=self.timeout)
-        _wait_for_all(backend)
-        return backend
-
-    def take(self, kind: Any, backend: Any) -> None:
-        """Communicate through a backend from here on."""
-        close_connections(self.group)
-        self.group._register_backend(torch.device("cpu"), kind, backend)
-        self.group._set_group_name(self.name)
 
 
 #: What Gloo says of a connection that another rank has closed, or that was lost with its process.
@@ -120,9 +78,6 @@ class StepGroup:
         self.size: int = self.parent.size()
         self.rank: int = self.parent.rank()
         self.timeout = group_timeout(self.parent)
-        self._epoch = 1  # of the connections; each failure ends one
-        self._attempts = 0  # to connect anew
-        self._met: dict[int, str | None] = {}  # on rank 0: what each said when they met last
         self._open = False  # a step has begun and not ended
         self._broken = False
         self._backward: RunningBackward | None = None  # of the last step
@@ -130,16 +85,21 @@ class StepGroup:
         _counts[self.parent] = count + 1
         #: By which compiled code finds the object; the same over its life.
         self.name = f"{group_name(self.parent)}/commhook{count}"
-        self._store = group_store(self.parent) if self.size > 1 and is_gloo(self.parent) else None
+        #: Of the ranks, where their connections can be made anew.
+        self._rendezvous: Rendezvous | None = None
+        if self.size > 1 and is_gloo(self.parent):
+            store = group_store(self.parent)
+            if store is not None:
+                self._rendezvous = Rendezvous(store, self.name, self.rank, self.size, self.timeout)
         self.group: Any = self.parent
         # Compilers must not ask the parent.
         self.shares_used = self.recovers or hasattr(self.parent, "_commhook_shares_used")
-        self._own: list[_Connected] = []
+        self._own: list[ConnectedGroup] = []
         self._stand_ins: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         # What the hook communicates through beside its own: nobody can make their connections anew.
         self._outside: weakref.WeakSet[Any] = weakref.WeakSet()
         # Gloo's threads must end before the interpreter does.
-        self._end = weakref.finalize(self, _destroy, self._own)
+        self._end = weakref.finalize(self, destroy_all, self._own)
         if self.recovers:
             self.group = self._make(self.name, self.parent)
         groups_by_name[self.name] = self
@@ -148,7 +108,7 @@ class StepGroup:
     @property
     def recovers(self) -> bool:
         """Whether ranks agree on each step, and connect anew after one that failed."""
-        return self._store is not None
+        return self._rendezvous is not None
 
     def group_for(self, device: torch.device) -> Any:
         """What hooks communicate through for tensors on a device."""
@@ -210,7 +170,7 @@ class StepGroup:
         for group in beside:
             if backward.has_left(group._backward):
                 group.fail("backward() was left by an exception")
-        if beside and not self._broken and self._reason(self._epoch) is not None:
+        if beside and not self._broken and self._reason() is not None:
             explained = self.explain("")
             self.fail(str(explained))
             raise explained
@@ -227,20 +187,20 @@ class StepGroup:
         """
         if not self._broken:
             return
+        assert self._rendezvous is not None
         backends: list[Any] = []
         try:
-            store = self._meet()
+            store = self._rendezvous.meet()
             for own in self._own:
                 backends.append(own.backend(store))
         except RuntimeError as error:
-            if self._reason(self._epoch + 1) is not None:  # another rank was quick to fail again
-                self._epoch += 1
+            if self._rendezvous.catch_up():  # another rank was quick to fail again
                 raise self.explain(error) from error
             raise RuntimeError(
                 f"torch_commhook: rank {self.rank} could not reach the other ranks again after "
                 "the last step failed; every rank has to go on with another backward()"
             ) from error
-        self._epoch += 1
+        self._rendezvous.epoch += 1
         for own, backend in zip(self._own, backends, strict=True):
             own.take(dist.ProcessGroup.BackendType.GLOO, backend)
             renew_turns(own.group)
@@ -309,13 +269,10 @@ class StepGroup:
         if self._open:
             _lost.update(self._outside)
         self._open = False
-        if not self.recovers or self._broken:
+        if self._rendezvous is None or self._broken:
             return
         self._broken = True
-        assert self._store is not None
-        with suppress(RuntimeError):  # the store may have gone with its process, which all see
-            # The first counts: who comes later may have failed because of it.
-            self._store.compare_set(self._key(self._epoch), "", reason)
+        self._rendezvous.tell(reason)
         close_connections(*(own.group for own in self._own))
 
     def fail_with(self, error: BaseException) -> BaseException:
@@ -327,7 +284,7 @@ class StepGroup:
         if self.recovers and isinstance(error, RuntimeError):
             if _is_lost(error):
                 return self._fail_with_lost(error)
-            if "gloo" in str(error) and self._reason(self._epoch) is not None:
+            if "gloo" in str(error) and self._reason() is not None:
                 explained = self.explain(error)
                 self.fail(str(error))
                 explained.__cause__ = error
@@ -352,15 +309,13 @@ class StepGroup:
             f"{self.rank} saw: {error}"
         )
         self._fail_all(reason)  # the first reason that a rank has given stays
-        explained = PeerError(
-            f"torch_commhook: this step failed {self._reason(self._epoch) or reason}"
-        )
+        explained = PeerError(f"torch_commhook: this step failed {self._reason() or reason}")
         explained.__cause__ = error
         return explained
 
     def explain(self, error: BaseException | str) -> PeerError:
         """What to raise for an error in a collective, with what the rank at fault has told."""
-        reason = self._reason(self._epoch)
+        reason = self._reason()
         if reason is not None:
             return PeerError(f"torch_commhook: this step failed {reason}")
         return PeerError(
@@ -372,66 +327,8 @@ class StepGroup:
         self._broken = True
         self._end()
 
-    def _reason(self, epoch: int) -> str | None:
-        return self._read(self._key(epoch))
-
-    def _key(self, epoch: int) -> str:
-        return f"{self.name}/{epoch}/failed"
-
-    def _read(self, key: str) -> str | None:
-        if self._store is None:
-            return None
-        try:
-            return self._store.get(key).decode() if self._store.check([key]) else None
-        except RuntimeError:
-            return None
-
-    def _meet(self) -> dist.Store:
-        """Wait until all ranks want to connect anew, at whichever try of each.
-
-        Each says in the store that it is here. Rank 0 says who has come, and who finds there what
-        it has said itself goes on: so nobody connects with what a rank has left from an earlier
-        try.
-
-        Returns:
-            A store for this one try.
-
-        Raises:
-            RuntimeError: not all have come within the group's timeout.
-        """
-        assert self._store is not None
-        self._attempts += 1
-        own = str(self._attempts)
-        deadline = time.monotonic() + self.timeout.total_seconds()
-        pause = 0.0005
-        here = ""
-        while True:
-            if self._reason(self._epoch + 1) is not None:  # the others are one further
-                self._epoch += 1
-            if here != self._here(self.rank):
-                here = self._here(self.rank)
-                self._store.set(here, own)
-            all_here = f"{self.name}/{self._epoch + 1}/all"
-            if self.rank == 0:
-                tries = [self._read(self._here(rank)) for rank in range(self.size)]
-                # Rank 0's own is always another one.
-                if all(said not in (None, self._met.get(rank)) for rank, said in enumerate(tries)):
-                    self._met = dict(enumerate(tries))
-                    self._store.set(all_here, " ".join(map(str, tries)))
-                    return self._store_of(f"{self._epoch + 1}/{own}")
-            else:
-                said = (self._read(all_here) or "").split()
-                if len(said) == self.size and said[self.rank] == own:
-                    return self._store_of(f"{self._epoch + 1}/{said[0]}")
-            if time.monotonic() > deadline:
-                with suppress(RuntimeError):
-                    self._store.delete_key(here)
-                raise RuntimeError("not all ranks have come")
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
-
-    def _here(self, rank: int) -> str:
-        return f"{self.name}/{self._epoch + 1}/here/{rank}"
+    def _reason(self) -> str | None:
+        return None if self._rendezvous is None else self._rendezvous.reason()
 
     def prepare_second_stage(self) -> None:
         """Make the group for hooks whose collectives follow one another; all ranks do."""
@@ -440,8 +337,8 @@ class StepGroup:
 
     def _make(self, name: str, like: Any) -> Any:
         """A group over the ranks of ``like``, and one for its second stages when that is wanted."""
-        assert self._store is not None
-        own = _Connected(self._store, name, like)
+        assert self._rendezvous is not None
+        own = ConnectedGroup(self._rendezvous.store, name, like)
         self._own.append(own)
         itself = weakref.ref(self)
         group = weakref.ref(own.group)
@@ -454,10 +351,6 @@ class StepGroup:
 
         provide_second_group(own.group, second)
         return own.group
-
-    def _store_of(self, connections: str) -> dist.Store:
-        assert self._store is not None
-        return dist.PrefixStore(f"{self.name}/{connections}", self._store)
 
 
 def _is_lost(error: BaseException) -> bool:
@@ -502,17 +395,3 @@ class NoAgreement:
     def fail_with(self, error: BaseException) -> BaseException:
         """The error itself."""
         return error
-
-
-def _wait_for_all(connected: Any) -> None:
-    """Return once all ranks are connected.
-
-    One that closes its connections before another has seen all of them makes that one's connecting
-    fail, as if its process had ended.
-    """
-    connected.barrier().wait()
-
-
-def _destroy(own: Sequence[_Connected]) -> None:
-    for each in own:
-        destroy_group(each.group)
