@@ -17,8 +17,9 @@ import torch_commhook
 from torch_commhook import hooks
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.collectives import compressed_all_reduce
-from torch_commhook.collectives.compressed import MessageBuffers, shard_range
+from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.collectives.streams import beside
+from torch_commhook.collectives.sum_arguments import shard_range
 
 pytestmark = pytest.mark.cuda
 

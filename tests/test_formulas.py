@@ -47,7 +47,7 @@ from torch import Tensor, nn
 
 from torch_commhook import attach, collectives, hooks
 from torch_commhook.codecs import CODECS, Codec
-from torch_commhook.collectives.compressed import shard_range
+from torch_commhook.collectives.sum_arguments import shard_range
 from torch_commhook.metrics import WireMeter, counting, ring_all_reduce_bytes
 from torch_commhook.testing import run_ranks, simulate
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import GradBucket, HookHandle, attach, codecs, hooks, reshard_states
-from torch_commhook.collectives.compressed import MessageBuffers, compressed_all_reduce
+from torch_commhook.collectives.compressed import compressed_all_reduce
+from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.testing import run_ranks
 
 Context = Callable[[], AbstractContextManager[Any]]

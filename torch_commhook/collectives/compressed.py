@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.exchange import exchange, pays
 from torch_commhook.collectives.futures import then_beside
+from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.collectives.plain import (
     all_gather,
     all_reduce,
@@ -21,38 +21,15 @@ from torch_commhook.collectives.plain import (
     resolve_group,
 )
 from torch_commhook.collectives.stages import on_wire, timed, two_stages
-from torch_commhook.collectives.streams import StreamNumber, beside
+from torch_commhook.collectives.streams import beside
+from torch_commhook.collectives.sum_arguments import (
+    SumArguments,
+    check_arguments,
+    check_out,
+    listed_tensors,
+)
 from torch_commhook.metrics import CallMeter, note_collective
-from torch_commhook.native.bucket_ops import BUCKET_DTYPES
 from torch_commhook.native.tensor_checks import check_flat
-
-_LARGEST_FLOAT = int(sys.float_info.max)
-
-
-class MessageBuffers:
-    """Memory for messages, which stays from call to call."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
-        self.stream = StreamNumber()  # of the one on which CUDA work uses them
-
-    def get(
-        self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """A tensor with undefined contents: that of the last call with this name, if it fits."""
-        buffer = self._buffers.get(name)
-        if (
-            buffer is None
-            or buffer.shape != torch.Size(shape)
-            or buffer.dtype != dtype
-            or buffer.device != device
-        ):
-            with torch.inference_mode(False):  # or no other call could write to it
-                buffer = self._buffers[name] = torch.empty(shape, dtype=dtype, device=device)
-        return buffer
-
-    def __reduce__(self) -> tuple[type[MessageBuffers], tuple[()]]:
-        return MessageBuffers, ()  # what they hold is of no use to a copy
 
 
 def compressed_all_reduce(
@@ -120,175 +97,21 @@ def compressed_all_reduce(
     """
     sources = listed_tensors("compressed_all_reduce", "tensors", tensors)
     numel = sum(tensor.numel() for tensor in sources)
-    if out is None:
-        out = sources[0].new_empty(numel)
+    out = sources[0].new_empty(numel) if out is None else out
     destinations = listed_tensors("compressed_all_reduce", "out", out)
     check_out("compressed_all_reduce", destinations, numel)
     group = resolve_group(group)
     if isinstance(codec, Codec) and codec.exchange == "all_to_all":  # others are refused below
         check_place("compressed_all_reduce", group)
-    check_memory(
-        "compressed_all_reduce",
-        codec,
-        numel,
-        scale=scale,
-        error=error,
-        shard_error=shard_error,
-        rounding=rounding,
-        buffers=buffers,
-        meter=meter,
-        device=sources[0].device,
-        place=(group.rank(), group.size()),
-    )
-    call = _Call(
-        codec,
-        destinations,
-        numel,
-        scale,
-        shard_error,
-        (None, None) if rounding is None else (rounding[0], rounding[1]),
-        MessageBuffers() if buffers is None else buffers,
-        meter,
-        group,
-    )
+    arguments = SumArguments(codec, scale, error, shard_error, rounding, buffers, meter)
+    check_arguments("compressed_all_reduce", arguments, numel, sources[0].device, group)
+    call = _CompressedSum(arguments, destinations, numel, group)
     with torch.no_grad():
         if call.is_traced:
             return call.start(sources, error, group)
         used = [*sources, *destinations, error, shard_error, rounding]
         with beside(call.device, call.buffers.stream, used):
             return call.start(sources, error, group)
-
-
-def check_out(op: str, destinations: Sequence[Tensor], numel: int) -> None:
-    """Refuse tensors that have no room for so many elements.
-
-    Raises:
-        ValueError: they hold more or fewer.
-    """
-    room = sum(tensor.numel() for tensor in destinations)
-    if room != numel:
-        raise ValueError(f"{op}: out must hold {numel} elements, as many as tensors, got {room}")
-
-
-def check_memory(
-    op: str,
-    codec: object,
-    numel: int,
-    *,
-    scale: object,
-    error: object,
-    shard_error: object,
-    rounding: object,
-    buffers: object,
-    meter: object,
-    device: torch.device,
-    place: tuple[int, int],
-) -> None:
-    """Refuse what would fail in a later stage, when other ranks are waiting already.
-
-    Args:
-        op: named in errors.
-        codec: and the other arguments as :func:`compressed_all_reduce` takes them.
-        numel: of the values that ``error`` is of.
-        device: of the tensors.
-        place: rank in the group, and size of that.
-
-    Raises:
-        TypeError, ValueError: one does not fit.
-    """
-    if not isinstance(codec, Codec):
-        raise TypeError(f"{op}: codec must be a Codec, got {type(codec).__qualname__}")
-    numbers = (int, float, torch.SymInt, torch.SymFloat)
-    if not isinstance(scale, numbers) or isinstance(scale, bool):
-        raise TypeError(f"{op}: scale must be a number, got {type(scale).__qualname__}")
-    if isinstance(scale, int) and not -_LARGEST_FLOAT <= scale <= _LARGEST_FLOAT:
-        got = f"an int of {scale.bit_length()} bits"
-        raise ValueError(f"{op}: scale must be a number that a float can hold, got {got}")
-    for name, value, kind in (
-        ("buffers", buffers, MessageBuffers),
-        ("meter", meter, CallMeter),
-    ):
-        if value is not None and not isinstance(value, kind):
-            raise TypeError(
-                f"{op}: {name} must be a {kind.__name__} or None, got {type(value).__qualname__}"
-            )
-    for name, value, dtype in (
-        ("error", error, torch.float32),
-        ("shard_error", shard_error, torch.float32),
-        ("rounding", rounding, torch.int64),
-    ):
-        if value is None:
-            continue
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__qualname__}")
-        if value.dtype != dtype:
-            raise TypeError(f"{op}: {name} must be of dtype {dtype}, got {value.dtype}")
-        if dtype == torch.float32 and value.device != device:
-            raise ValueError(
-                f"{op}: {name} must be on the tensors' device, {device}, got {value.device}"
-            )
-        if dtype == torch.float32 and (value.layout is not torch.strided or value.dim() != 1):
-            raise ValueError(f"{op}: {name} must be dense and flat, got sizes {list(value.shape)}")
-        if dtype == torch.float32 and not value.is_contiguous():
-            raise ValueError(f"{op}: {name} must be contiguous, got strides {list(value.stride())}")
-    if codec.is_random and (rounding is None or rounding.shape != (2, 2)):  # type: ignore[attr-defined]
-        raise ValueError(
-            f"{op}: rounding must be of shape (2, 2) for {codec}, rows of seed and step, got "
-            f"{None if rounding is None else list(rounding.shape)}"  # type: ignore[attr-defined]
-        )
-    if torch.compiler.is_compiling():  # whose sizes may be any
-        return
-    if error is not None and error.shape != (numel,):  # type: ignore[attr-defined]
-        raise ValueError(
-            f"{op}: error must be flat and hold {numel} elements, got sizes {list(error.shape)}"  # type: ignore[attr-defined]
-        )
-    if shard_error is not None and codec.exchange == "all_to_all":
-        rank, world_size = place
-        begin, end = shard_range(codec, numel, rank=rank, world_size=world_size)
-        if shard_error.shape != (end - begin,):  # type: ignore[attr-defined]
-            raise ValueError(
-                f"{op}: shard_error must be flat and hold {end - begin} elements, got sizes "
-                f"{list(shard_error.shape)}"  # type: ignore[attr-defined]
-            )
-
-
-def shard_range(codec: Codec, numel: int, *, rank: int, world_size: int) -> tuple[int, int]:
-    """The elements ``[begin, end)`` whose sum a rank encodes in :func:`compressed_all_reduce`."""
-    if codec.exchange != "all_to_all":
-        return 0, 0
-    counts = [shard.numel for shard in codec.shards(numel, world_size)]
-    begin = sum(counts[:rank])
-    return begin, begin + counts[rank]
-
-
-def listed_tensors(op: str, name: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """A tensor or several, such as codecs take, as a list.
-
-    Raises:
-        ValueError: none, or on several devices.
-        TypeError: something else, or another dtype.
-    """
-    if not isinstance(tensors, (Tensor, Iterable)):
-        raise TypeError(
-            f"{op}: {name} must be a tensor or a list of tensors, got {type(tensors).__qualname__}"
-        )
-    found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    if not found:
-        raise ValueError(f"{op}: {name} must hold at least one tensor, got none")
-    for i, tensor in enumerate(found):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{op}: {name}[{i}] must be a tensor, got {type(tensor).__qualname__}")
-        if tensor.dtype not in BUCKET_DTYPES:
-            raise TypeError(
-                f"{op}: {name}[{i}] must be of dtype float64, float32, float16 or "
-                f"bfloat16, got {tensor.dtype}"
-            )
-        if tensor.device != found[0].device:
-            raise ValueError(
-                f"{op}: {name}[{i}] must be on the device of {name}[0], {found[0].device}, got "
-                f"{tensor.device}"
-            )
-    return found
 
 
 # Inductor does not see that a view of another dtype shares memory, and gives that to others while
@@ -324,7 +147,7 @@ def _bytes_of_floats_fake(values: Tensor) -> Tensor:
     return values.new_empty(values.numel() * 4, dtype=torch.uint8)
 
 
-class _Call:
+class _CompressedSum:
     """One sum on its way.
 
     It does not keep the group: callbacks have it, which a thread of Gloo's may drop last. A group
@@ -332,26 +155,19 @@ class _Call:
     """
 
     def __init__(
-        self,
-        codec: Codec,
-        destinations: list[Tensor],
-        numel: int,
-        scale: float,
-        shard_error: Tensor | None,
-        rounding: tuple[Tensor | None, Tensor | None],
-        buffers: MessageBuffers,
-        meter: CallMeter | None,
-        group: Any,
+        self, arguments: SumArguments, destinations: list[Tensor], numel: int, group: Any
     ) -> None:
-        self.codec = codec
+        rounding, buffers = arguments.rounding, arguments.buffers
+        self.codec = arguments.codec
         self.destinations = destinations
         self.device = destinations[0].device
         self.numel = numel
-        self.scale = scale
-        self.shard_error = shard_error
-        self.rounding = rounding
-        self.buffers = buffers
-        self.meter = meter
+        self.scale = arguments.scale
+        self.shard_error = arguments.shard_error
+        #: For this rank's values, and for its sum.
+        self.rounding = (None, None) if rounding is None else (rounding[0], rounding[1])
+        self.buffers = MessageBuffers() if buffers is None else buffers
+        self.meter = arguments.meter
         self.world_size: int = group.size()
         self.rank: int = group.rank()
         # Asked once: later stages are other threads' work, which cannot tell who compiles.

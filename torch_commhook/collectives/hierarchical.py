@@ -10,15 +10,9 @@ import torch
 from torch import Tensor
 
 from torch_commhook.codecs.base import Codec
-from torch_commhook.collectives.compressed import (
-    MessageBuffers,
-    check_memory,
-    check_out,
-    compressed_all_reduce,
-    listed_tensors,
-    shard_range,
-)
+from torch_commhook.collectives.compressed import compressed_all_reduce
 from torch_commhook.collectives.futures import then_beside
+from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.collectives.plain import (
     all_gather,
     check_place,
@@ -26,6 +20,13 @@ from torch_commhook.collectives.plain import (
     resolve_group,
 )
 from torch_commhook.collectives.streams import beside
+from torch_commhook.collectives.sum_arguments import (
+    SumArguments,
+    check_arguments,
+    check_out,
+    listed_tensors,
+    shard_range,
+)
 from torch_commhook.metrics import CallMeter
 from torch_commhook.native import bucket_ops
 
@@ -73,73 +74,25 @@ def hierarchical_all_reduce(
         TypeError, ValueError, RuntimeError: as :func:`compressed_all_reduce`.
     """
     sources = listed_tensors("hierarchical_all_reduce", "tensors", tensors)
-    intra_group, inter_group = resolve_group(intra_group), resolve_group(inter_group)
-    if intra_group is inter_group and intra_group.size() > 1:
-        raise ValueError(
-            "hierarchical_all_reduce: intra_group and inter_group must have this rank alone in "
-            "common, got the same group"
-        )
-    for group in (intra_group, inter_group):
-        check_place("hierarchical_all_reduce", group)
+    intra_group, inter_group = _checked_groups(intra_group, inter_group)
     numel = sum(tensor.numel() for tensor in sources)
     if out is None:
         out = sources[0].new_empty(numel)
     destinations = listed_tensors("hierarchical_all_reduce", "out", out)
     check_out("hierarchical_all_reduce", destinations, numel)
-    ranks = intra_group.size()
-    begin, end = share_range(numel, rank=intra_group.rank(), ranks=ranks)
-    share = -(-numel // ranks)
-    check_memory(
-        "hierarchical_all_reduce",
-        codec,
-        end - begin,
-        scale=scale,
-        error=error,
-        shard_error=shard_error,
-        rounding=rounding,
-        buffers=buffers,
-        meter=meter,
-        device=sources[0].device,
-        place=(inter_group.rank(), inter_group.size()),
-    )
-    if carry is not None:
-        if not isinstance(carry, Tensor) or carry.dtype != torch.float32:
-            raise TypeError("hierarchical_all_reduce: carry must be a tensor of float32, or None")
-        if carry.dim() != 1 or (not torch.compiler.is_compiling() and len(carry) != numel):
-            raise ValueError(
-                f"hierarchical_all_reduce: carry must be flat and hold {numel} elements, got sizes "
-                f"{list(carry.shape)}"
-            )
-    if buffers is None:
-        buffers = MessageBuffers()
-    padded, device = (share * ranks,), sources[0].device
-    is_traced = torch.compiler.is_compiling()
+    begin, end = share_range(numel, rank=intra_group.rank(), ranks=intra_group.size())
+    buffers = MessageBuffers() if buffers is None else buffers
+    arguments = SumArguments(codec, scale, error, shard_error, rounding, buffers, meter)
+    device = sources[0].device
+    check_arguments("hierarchical_all_reduce", arguments, end - begin, device, inter_group)
+    _check_carry(carry, numel)
     used = [*sources, *destinations, carry, error, shard_error, rounding]
+    is_traced = torch.compiler.is_compiling()
     stream = nullcontext() if is_traced else beside(device, buffers.stream, used)
     with torch.no_grad(), stream:
-        if is_traced:  # by a compiler, which plans memory itself
-            flat = torch.empty(padded, dtype=torch.float32, device=device)
-        else:
-            flat = buffers.get("flat", padded, torch.float32, device)
-        bucket_ops.flatten(sources, out=flat[:numel])
-        flat[numel:] = 0
-        if carry is not None:
-            flat[:numel] += carry
-            carry.zero_()
-        own = reduce_scatter(flat, group=intra_group).wait()
+        own = _sum_in_node(sources, carry, buffers, intra_group)
         if end > begin:  # the last share may be shorter than the others
-            compressed_all_reduce(
-                own[: end - begin],
-                codec,
-                scale=scale,
-                out=own[: end - begin],
-                error=error,
-                shard_error=shard_error,
-                rounding=rounding,
-                buffers=buffers,
-                meter=meter,
-                group=inter_group,
-            ).wait()
+            _sum_over_nodes(own[: end - begin], arguments, inter_group)
 
         def finish(done: Any) -> Tensor:
             gathered = done.value().view(-1)
@@ -148,6 +101,64 @@ def hierarchical_all_reduce(
             return destinations[0]
 
         return then_beside(all_gather(own, group=intra_group), finish, device)
+
+
+def _checked_groups(intra_group: Any, inter_group: Any) -> tuple[Any, Any]:
+    intra_group, inter_group = resolve_group(intra_group), resolve_group(inter_group)
+    if intra_group is inter_group and intra_group.size() > 1:
+        raise ValueError(
+            "hierarchical_all_reduce: intra_group and inter_group must have this rank alone in "
+            "common, got the same group"
+        )
+    for group in (intra_group, inter_group):
+        check_place("hierarchical_all_reduce", group)
+    return intra_group, inter_group
+
+
+def _check_carry(carry: object, numel: int) -> None:
+    if carry is None:
+        return
+    if not isinstance(carry, Tensor) or carry.dtype != torch.float32:
+        raise TypeError("hierarchical_all_reduce: carry must be a tensor of float32, or None")
+    if carry.dim() != 1 or (not torch.compiler.is_compiling() and len(carry) != numel):
+        raise ValueError(
+            f"hierarchical_all_reduce: carry must be flat and hold {numel} elements, got sizes "
+            f"{list(carry.shape)}"
+        )
+
+
+def _sum_in_node(
+    sources: list[Tensor], carry: Tensor | None, buffers: MessageBuffers, intra_group: Any
+) -> Tensor:
+    """The node's sum of this rank's share, exact, as long as the longest share."""
+    numel, ranks = sum(tensor.numel() for tensor in sources), intra_group.size()
+    padded, device = (-(-numel // ranks) * ranks,), sources[0].device
+    if torch.compiler.is_compiling():  # which plans memory itself
+        flat = torch.empty(padded, dtype=torch.float32, device=device)
+    else:
+        flat = buffers.get("flat", padded, torch.float32, device)
+    bucket_ops.flatten(sources, out=flat[:numel])
+    flat[numel:] = 0
+    if carry is not None:
+        flat[:numel] += carry
+        carry.zero_()
+    return reduce_scatter(flat, group=intra_group).wait()
+
+
+def _sum_over_nodes(own: Tensor, arguments: SumArguments, inter_group: Any) -> None:
+    """Replace a share's sum of the node by that of all nodes."""
+    compressed_all_reduce(
+        own,
+        arguments.codec,
+        scale=arguments.scale,
+        out=own,
+        error=arguments.error,
+        shard_error=arguments.shard_error,
+        rounding=arguments.rounding,
+        buffers=arguments.buffers,
+        meter=arguments.meter,
+        group=inter_group,
+    ).wait()
 
 
 def share_range(numel: int, *, rank: int, ranks: int) -> tuple[int, int]:

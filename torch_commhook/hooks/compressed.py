@@ -12,8 +12,9 @@ from torch import Tensor
 
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.base import CODECS, Codec
-from torch_commhook.collectives.compressed import compressed_all_reduce, shard_range
+from torch_commhook.collectives.compressed import compressed_all_reduce
 from torch_commhook.collectives.plain import check_place, resolve_group
+from torch_commhook.collectives.sum_arguments import shard_range
 from torch_commhook.hooks.base import Hook, average_scale, result_tensor
 from torch_commhook.hooks.traits import HookTraits
 from torch_commhook.memory.hook_memory import BucketMemory

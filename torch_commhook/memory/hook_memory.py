@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from torch_commhook.buckets.layout import BucketLayout
-from torch_commhook.collectives.compressed import MessageBuffers
 from torch_commhook.collectives.gloo_groups import group_name
+from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.collectives.plain import all_reduce
 from torch_commhook.memory.jump_watch import JumpWatch
 from torch_commhook.memory.states import ERROR, FOLDED_INTO, VERSION, Known, checked_state

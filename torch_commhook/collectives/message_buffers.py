@@ -1,0 +1,36 @@
+"""Memory for what codecs encode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torch_commhook.collectives.streams import StreamNumber
+
+
+class MessageBuffers:
+    """Memory for messages, which stays from call to call."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self.stream = StreamNumber()  # of the one on which CUDA work uses them
+
+    def get(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """A tensor with undefined contents: that of the last call with this name, if it fits."""
+        buffer = self._buffers.get(name)
+        if (
+            buffer is None
+            or buffer.shape != torch.Size(shape)
+            or buffer.dtype != dtype
+            or buffer.device != device
+        ):
+            with torch.inference_mode(False):  # or no other call could write to it
+                buffer = self._buffers[name] = torch.empty(shape, dtype=dtype, device=device)
+        return buffer
+
+    def __reduce__(self) -> tuple[type[MessageBuffers], tuple[()]]:
+        return MessageBuffers, ()  # what they hold is of no use to a copy
