@@ -118,7 +118,7 @@ def measure(
         if hook is None:
             raise HookExpressionError(f"the hook {text!r} is plain DDP: write allreduce()")
         try:
-            inner, steps, around = _taken_apart(hook)
+            inner, steps, around = _unwrap_hook(hook)
             sent = _bytes_sent(inner, elements, world_size)
             computed = _compute_seconds(inner, elements, bucket)
             computed += sum(_pass_seconds(one, elements, bucket) for one in around)
@@ -132,7 +132,7 @@ def measure(
     return found
 
 
-def _taken_apart(hook: Any) -> tuple[Any, int, list[Callable[[Any], object]]]:
+def _unwrap_hook(hook: Any) -> tuple[Any, int, list[Callable[[Any], object]]]:
     """A hook as it is in the long run: what it does with a bucket, and in how many steps once.
 
     And what else goes over all gradients then: functions of a tensor.

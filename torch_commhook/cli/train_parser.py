@@ -40,101 +40,125 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _option_groups() -> dict[str, dict[str, dict[str, Any]]]:
-    """For each title in the help: the options, and what ``add_argument`` takes for each."""
+#: For each option what ``add_argument`` takes.
+_Options = dict[str, dict[str, Any]]
+
+
+def _option_groups() -> dict[str, _Options]:
+    """The options under each title in the help."""
     default = TrainConfig()
     return {
-        "model": {
-            "--layers": _option(_positive_int, f"blocks ({default.layers})"),
-            "--dim": _option(_positive_int, f"width ({default.dim})"),
-            "--heads": _option(_positive_int, f"attention heads ({default.heads})"),
-            "--seq": _option(_positive_int, f"bytes a sequence ({default.seq})"),
+        "model": _model_options(default),
+        "training": _training_options(default),
+        "communication": _communication_options(default),
+        "data": _data_options(),
+        "results": _results_options(),
+    }
+
+
+def _model_options(default: TrainConfig) -> _Options:
+    return {
+        "--layers": _option(_positive_int, f"blocks ({default.layers})"),
+        "--dim": _option(_positive_int, f"width ({default.dim})"),
+        "--heads": _option(_positive_int, f"attention heads ({default.heads})"),
+        "--seq": _option(_positive_int, f"bytes a sequence ({default.seq})"),
+    }
+
+
+def _training_options(default: TrainConfig) -> _Options:
+    return {
+        "--batch": _option(_positive_int, f"sequences a step and rank ({default.batch})"),
+        "--steps": _option(_positive_int, f"steps in all ({default.steps})"),
+        "--lr": _option(_positive_float, f"highest learning rate of AdamW ({default.lr:g})"),
+        "--seed": _option(_seed, f"of the weights and the batches ({default.seed})"),
+        "--stop-after": _option(
+            _positive_int,
+            "end after this step; the learning rate's schedule still spans --steps",
+            metavar="STEP",
+        ),
+    }
+
+
+def _communication_options(default: TrainConfig) -> _Options:
+    return {
+        "--hook": _option(
+            str,
+            f"a hook of the library such as {default.hook}, {NO_HOOK} for plain DDP, "
+            f"or FILE.py:NAME ({default.hook})",
+        ),
+        "--bucket-cap-mb": _option(
+            _at_most(MOST["bucket_cap_mb"], _positive_float),
+            "DDP's buckets, from the first to be full on; the last is for all that follow "
+            f"({' '.join(f'{cap:g}' for cap in default.bucket_cap_mb)})",
+            metavar="MIB",
+            nargs="+",
+        ),
+        "--ranks": _option(
+            _positive_int, f"ranks to launch, at most {MOST_RANKS} ({default.ranks})"
+        ),
+        "--timeout": _option(
+            _at_most(MOST["timeout"], _positive_float),
+            "of a collective, seconds (300)",
+            default=300.0,
+        ),
+        "--device": _option(
+            str,
+            "auto: CUDA where every rank of this machine gets a GPU of its own, else the CPU",
+            choices=("auto", "cpu", "cuda"),
+            default="auto",
+        ),
+        "--backend": _option(
+            str,
+            "auto: NCCL on CUDA, Gloo on the CPU",
+            choices=("auto", "gloo", "nccl"),
+            default="auto",
+        ),
+        "--threads": _option(
+            _at_most(MOST["threads"], _positive_int),
+            "threads a rank on the CPU (cores // ranks)",
+        ),
+    }
+
+
+def _data_options() -> _Options:
+    return {
+        "--data": _option(
+            str,
+            "text to train on (the sources of Python's standard library)",
+            nargs="+",
+            metavar="FILE",
+        ),
+        "--data-cap-mb": _option(
+            _at_most(MOST["data_cap_mb"], _positive_float),
+            "the most text to use (16 of the standard library, all of --data)",
+            metavar="MB",
+        ),
+    }
+
+
+def _results_options() -> _Options:
+    return {
+        "--compare": {
+            "action": "store_true",
+            "help": "train again without a hook and print a table",
         },
-        "training": {
-            "--batch": _option(_positive_int, f"sequences a step and rank ({default.batch})"),
-            "--steps": _option(_positive_int, f"steps in all ({default.steps})"),
-            "--lr": _option(_positive_float, f"highest learning rate of AdamW ({default.lr:g})"),
-            "--seed": _option(_seed, f"of the weights and the batches ({default.seed})"),
-            "--stop-after": _option(
-                _positive_int,
-                "end after this step; the learning rate's schedule still spans --steps",
-                metavar="STEP",
-            ),
-        },
-        "communication": {
-            "--hook": _option(
-                str,
-                f"a hook of the library such as {default.hook}, {NO_HOOK} for plain DDP, "
-                f"or FILE.py:NAME ({default.hook})",
-            ),
-            "--bucket-cap-mb": _option(
-                _at_most(MOST["bucket_cap_mb"], _positive_float),
-                "DDP's buckets, from the first to be full on; the last is for all that follow "
-                f"({' '.join(f'{cap:g}' for cap in default.bucket_cap_mb)})",
-                metavar="MIB",
-                nargs="+",
-            ),
-            "--ranks": _option(
-                _positive_int, f"ranks to launch, at most {MOST_RANKS} ({default.ranks})"
-            ),
-            "--timeout": _option(
-                _at_most(MOST["timeout"], _positive_float),
-                "of a collective, seconds (300)",
-                default=300.0,
-            ),
-            "--device": _option(
-                str,
-                "auto: CUDA where every rank of this machine gets a GPU of its own, else the CPU",
-                choices=("auto", "cpu", "cuda"),
-                default="auto",
-            ),
-            "--backend": _option(
-                str,
-                "auto: NCCL on CUDA, Gloo on the CPU",
-                choices=("auto", "gloo", "nccl"),
-                default="auto",
-            ),
-            "--threads": _option(
-                _at_most(MOST["threads"], _positive_int),
-                "threads a rank on the CPU (cores // ranks)",
-            ),
-        },
-        "data": {
-            "--data": _option(
-                str,
-                "text to train on (the sources of Python's standard library)",
-                nargs="+",
-                metavar="FILE",
-            ),
-            "--data-cap-mb": _option(
-                _at_most(MOST["data_cap_mb"], _positive_float),
-                "the most text to use (16 of the standard library, all of --data)",
-                metavar="MB",
-            ),
-        },
-        "results": {
-            "--compare": {
-                "action": "store_true",
-                "help": "train again without a hook and print a table",
-            },
-            "--out": _option(
-                Path,
-                f"where {METRICS}, {SUMMARY} and {PLOT} go (runs/DATE-TIME)",
-                metavar="DIR",
-            ),
-            "--save": _option(
-                Path,
-                "write a checkpoint at the end; {step} in the path is the step",
-                metavar="PATH",
-            ),
-            "--save-every": _option(_positive_int, "and after every N steps", metavar="N"),
-            "--resume": _option(Path, "go on from a checkpoint", metavar="PATH"),
-            "--log-every": _option(
-                _positive_int,
-                "steps between lines where stdout is no terminal (a line for each 5 %%)",
-                metavar="N",
-            ),
-        },
+        "--out": _option(
+            Path,
+            f"where {METRICS}, {SUMMARY} and {PLOT} go (runs/DATE-TIME)",
+            metavar="DIR",
+        ),
+        "--save": _option(
+            Path,
+            "write a checkpoint at the end; {step} in the path is the step",
+            metavar="PATH",
+        ),
+        "--save-every": _option(_positive_int, "and after every N steps", metavar="N"),
+        "--resume": _option(Path, "go on from a checkpoint", metavar="PATH"),
+        "--log-every": _option(
+            _positive_int,
+            "steps between lines where stdout is no terminal (a line for each 5 %%)",
+            metavar="N",
+        ),
     }
 
 

@@ -136,7 +136,7 @@ class powersgd(Hook):  # noqa: N801 (a hook is written as it is called)
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         check_dense(self, bucket)
         group = self.group(bucket)
-        call = _Call(self, bucket, group)
+        call = _LowRankAverage(self, bucket, group)
         if call.is_traced:
             return call.start(bucket, group)
         used = (*bucket.sources(), call.q, call.error)
@@ -160,7 +160,7 @@ def _dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-class _Call:
+class _LowRankAverage:
     """One bucket's average on its way.
 
     It keeps neither the group nor the bucket, which has one: a thread of Gloo's that dropped a
