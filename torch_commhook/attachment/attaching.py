@@ -265,7 +265,7 @@ def _successor(
     group: StepGroup,
     used_before: list[bool],
 ) -> Road:
-    """The road that takes the place of DDP's own reducer; see :meth:`DdpRoad.give_way`."""
+    """The road that takes the place of DDP's own reducer; see :meth:`DdpRoad.hand_over`."""
     # Imports torch's compiler, as above.
     from torch_commhook.attachment.reducer_road import ReducerRoad
 

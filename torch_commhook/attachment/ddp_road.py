@@ -118,7 +118,7 @@ class DdpRoad:
         )
         road = weakref.ref(self)
         parameters = [parameter for _, parameter in named]
-        _C.call_before_capture(parameters, left_to_python(lambda: _give_way(road)))
+        _C.call_before_capture(parameters, left_to_python(lambda: _hand_over(road)))
         self._forward_handle = model.register_forward_pre_hook(BeforeForward(self))
 
     @property
@@ -182,7 +182,7 @@ class DdpRoad:
         if self._running is None:  # else that backward goes on with what its own hook remembers
             self._forget_memory()
         if attached is not None:
-            attached.join(self._group, self._device)
+            attached.use_group(self._group, self._device)
             self._prepare_memory(self.parameter_buckets())
 
     def memory_loaded(self, buckets: list[list[str]]) -> None:
@@ -378,7 +378,7 @@ class DdpRoad:
         return self.model() is not None
 
     @torch.inference_mode(False)
-    def give_way(self) -> bool:
+    def hand_over(self) -> bool:
         """Let our own reducer take over for good, where a hook is attached.
 
         DDP's C++ reducer refuses compiled autograd. What it has registered with autograd goes, and
@@ -419,6 +419,6 @@ class DdpRoad:
 
 
 @left_to_python
-def _give_way(road: weakref.ref[DdpRoad]) -> bool:
+def _hand_over(road: weakref.ref[DdpRoad]) -> bool:
     own = road()
-    return own is None or own.give_way()
+    return own is None or own.hand_over()

@@ -176,7 +176,7 @@ class Reducer:
     def attached(self, attached: Attached | None) -> None:
         self._attached = attached
         if attached is not None:
-            attached.join(self.group, self.device)
+            attached.use_group(self.group, self.device)
         if self._is_under_way():  # that backward goes on with what its own hook remembers
             self._memory_is_old = True
         else:

@@ -71,7 +71,7 @@ class Attached:
             return None
         return self.memory.of(parameters, index, self.hook.prepare)
 
-    def join(self, group: StepGroup, device: torch.device) -> None:
+    def use_group(self, group: StepGroup, device: torch.device) -> None:
         """Be told of the group that the hook communicates through; all ranks are.
 
         Args:
