@@ -19,11 +19,11 @@ from torch_commhook.attachment.forward_hook import BeforeForward
 from torch_commhook.attachment.parameters import trainable
 from torch_commhook.attachment.road import Road
 from torch_commhook.attachment.watched_parameters import WatchedParameters
+from torch_commhook.buckets.assignment import assign_buckets, split_by_kind
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.metrics import BucketTraffic, count_bucket
 from torch_commhook.native.dynamo import left_to_python
-from torch_commhook.reducer.buckets import assign_buckets, split_by_kind
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.hook_call import DRAIN_SECONDS
 from torch_commhook.step.results import hook_on_bucket

@@ -25,6 +25,7 @@ from torch._dynamo import compiled_autograd
 from torch.utils.hooks import RemovableHandle
 
 from torch_commhook import _C, collectives
+from torch_commhook.buckets.assignment import assign_buckets, split_by_kind
 from torch_commhook.memory.unsent import Late, add_unsent, keep_unsent, unsent_table, without_unused
 from torch_commhook.metrics import BucketTraffic, as_text, count_bucket
 from torch_commhook.native.bucket_ops import GRADIENT_DTYPES
@@ -34,9 +35,7 @@ from torch_commhook.reducer.buckets import (
     BucketState,
     ReducerBucket,
     TracedBucket,
-    assign_buckets,
     destinations,
-    split_by_kind,
 )
 from torch_commhook.reducer.cpp_run import CppRun
 from torch_commhook.reducer.tracing import (
