@@ -28,9 +28,7 @@ from torch_commhook import _C, collectives
 from torch_commhook.buckets.assignment import assign_buckets, split_by_kind
 from torch_commhook.memory.unsent import Late, add_unsent, keep_unsent, unsent_table, without_unused
 from torch_commhook.metrics import BucketTraffic, as_text, count_bucket
-from torch_commhook.native.bucket_ops import GRADIENT_DTYPES
 from torch_commhook.native.dynamo import left_to_python
-from torch_commhook.native.tensor_checks import check_dense
 from torch_commhook.reducer.buckets import (
     BucketState,
     ReducerBucket,
@@ -38,6 +36,7 @@ from torch_commhook.reducer.buckets import (
     destinations,
 )
 from torch_commhook.reducer.cpp_run import CppRun
+from torch_commhook.reducer.parameters import ReducerParameters
 from torch_commhook.reducer.tracing import (
     begin_step,
     commit_step,
@@ -100,6 +99,7 @@ class Reducer:
         attached: the hook; with none, gradients stay as they are.
         group: the ranks.
         device: of the first parameter.
+        parameters: those whose gradients are averaged.
         hooks: those on the parameters that compiled autograd calls.
         key: by which compiled code finds it in ``reducers``.
     """
@@ -121,10 +121,8 @@ class Reducer:
     ) -> None:
         self._attached: Attached | None = None
         self.group = group
-        self._names = [name for name, _ in named_parameters]
-        self._parameters = [parameter for _, parameter in named_parameters]
-        self.device = self._parameters[0].device
-        self._sparse = [name in sparse for name in self._names]
+        self.parameters = ReducerParameters(named_parameters, sparse)
+        self.device = self.parameters.tensors[0].device
         self._capacity_bytes = capacity_bytes
         self._as_views = as_views
         self._should_sync = should_sync
@@ -140,7 +138,7 @@ class Reducer:
 
         # What compiled code does to these is seen from outside, so that it is done.
         self._token = torch.zeros(1, dtype=torch.float32, device="cpu")
-        self._used = torch.zeros(len(self._parameters), dtype=torch.uint8, device="cpu")
+        self._used = torch.zeros(len(self.parameters), dtype=torch.uint8, device="cpu")
 
         self._idle = True
         self._closes = False  # at the end of this backward
@@ -155,16 +153,16 @@ class Reducer:
         self._running: Attached | None = None  # for this backward; None: no synchronisation
         self._cpp: CppRun | None = None  # its hook, where that runs in C++
         # Whether each parameter has got a gradient since the last synchronisation, under no_sync().
-        self._used_before = [False] * len(self._parameters)
+        self._used_before = [False] * len(self.parameters)
         self._rebuilt = False  # in the order in which gradients have come
         self._agreed_order: list[int] | None = None
 
         self._buckets: list[BucketState] = []
         self._places: dict[str, tuple[BucketState, int]] = {}  # of each parameter's name
-        self._arrivals = _C.Arrivals(self, len(self._parameters))
+        self._arrivals = _C.Arrivals(self, len(self.parameters))
         self._put_on_hooks()
         # The last parameters have the first gradients.
-        self._form_buckets(range(len(self._parameters) - 1, -1, -1))
+        self._form_buckets(range(len(self.parameters) - 1, -1, -1))
 
     @property
     def attached(self) -> Attached | None:
@@ -201,7 +199,7 @@ class Reducer:
         """The hook's memory has been read from elsewhere, where these were the buckets."""
         # Under the names by which the memory knows them, which are a model's own inside DDP too.
         attached = self._attached
-        names = None if attached is None else attached.memory.names_of(self._parameters)
+        names = None if attached is None else attached.memory.names_of(self.parameters.tensors)
         numbers = {name: number for number, name in enumerate(names or ())}
         if self._is_under_way() or sorted(numbers) != sorted(
             name for names in buckets for name in names
@@ -214,7 +212,8 @@ class Reducer:
         for names in buckets:  # which may be those of a model of other dtypes
             members = [numbers[name] for name in names]
             kinds = split_by_kind(
-                [self._parameters[i] for i in members], [self._sparse[i] for i in members]
+                [self.parameters.tensors[i] for i in members],
+                [self.parameters.sparse[i] for i in members],
             )
             assigned += [[members[place] for place in places] for places in kinds]
         self._form(assigned)
@@ -222,8 +221,8 @@ class Reducer:
     def _form_buckets(self, order: Sequence[int]) -> None:
         order = list(order)
         assigned = assign_buckets(
-            [self._parameters[i] for i in order],
-            [self._sparse[i] for i in order],
+            [self.parameters.tensors[i] for i in order],
+            [self.parameters.sparse[i] for i in order],
             self._capacity_bytes,
         )
         self._form([[order[place] for place in places] for places in assigned])
@@ -234,8 +233,8 @@ class Reducer:
             bucket = BucketState(
                 index,
                 members,
-                [self._parameters[i] for i in members],
-                sparse=self._sparse[members[0]],
+                [self.parameters.tensors[i] for i in members],
+                sparse=self.parameters.sparse[members[0]],
                 as_views=self._as_views,
             )
             self._buckets.append(bucket)
@@ -244,7 +243,7 @@ class Reducer:
 
     def _put_on_hooks(self) -> None:
         """Once and for all, since another thread's backward may be running over them."""
-        for number, parameter in enumerate(self._parameters):
+        for number, parameter in enumerate(self.parameters.tensors):
             handle = parameter.register_post_accumulate_grad_hook(_nothing)
             self._handles.append(handle)
             _C.count_arrivals(parameter, handle.id, self._arrivals, number)
@@ -253,11 +252,11 @@ class Reducer:
         """Let hooks know the buckets that have been formed."""
         self.hooks.clear()
         self._places.clear()
-        bucket_of = [0] * len(self._parameters)
+        bucket_of = [0] * len(self.parameters)
         for bucket in self._buckets:
             for place, number in enumerate(bucket.members):
                 bucket_of[number] = bucket.index
-                self._places[self._names[number]] = bucket, place
+                self._places[self.parameters.names[number]] = bucket, place
                 handle = self._handles[number]
                 hooks = handle.hooks_dict_ref()
                 if hooks is not None and handle.id in hooks:
@@ -267,7 +266,7 @@ class Reducer:
 
     def _take_off_hooks(self) -> None:
         self._arrivals.close()
-        for parameter, handle in zip(self._parameters, self._handles, strict=True):
+        for parameter, handle in zip(self.parameters.tensors, self._handles, strict=True):
             _C.stop_counting(parameter)
             handle.remove()
         self._handles.clear()
@@ -279,7 +278,7 @@ class Reducer:
 
     def buckets(self) -> list[list[str]]:
         """The names of each bucket's parameters."""
-        return [[self._names[i] for i in bucket.members] for bucket in self._buckets]
+        return [[self.parameters.names[i] for i in bucket.members] for bucket in self._buckets]
 
     def shadow_step(self) -> None:
         """Take part in a step of the other ranks, with zeros, and leave the gradients alone."""
@@ -296,7 +295,7 @@ class Reducer:
                 self._start(bucket, [bucket.zeros(p) for p in bucket.parameters])
             for bucket in self._buckets:
                 self._result(bucket)
-            used = torch.zeros(len(self._parameters), dtype=torch.uint8, device="cpu")
+            used = torch.zeros(len(self.parameters), dtype=torch.uint8, device="cpu")
             self.group.commit(used)
             self._running.memory.advance()
             if self.group.shares_used:  # else all ranks use all parameters
@@ -319,7 +318,7 @@ class Reducer:
             self._reset()
             self._places.clear()
             self._buckets.clear()
-            self._parameters.clear()
+            self.parameters.tensors.clear()
             self._on_closed()
 
     @property
@@ -341,7 +340,7 @@ class Reducer:
         """What compiled autograd calls with a parameter when its gradient is there."""
         # By name, since Dynamo makes variables of numbers that change with the place of a hook in
         # the list of those that it is given.
-        reducer, name = self, self._names[number]
+        reducer, name = self, self.parameters.names[number]
 
         def ready(parameter: Tensor) -> None:
             if not _is_compiling() and not compiled_autograd.in_compiled_autograd_region:
@@ -438,9 +437,10 @@ class Reducer:
         """A second gradient for a parameter of a bucket that is full."""
         started = self._next if self._cpp is None else self._cpp.started
         if any(number in bucket.members for bucket in self._buckets[:started]):
+            name = self.parameters.names[number]
             self._abort(
                 RuntimeError(
-                    f"torch_commhook: parameter '{self._names[number]}' got a gradient after its "
+                    f"torch_commhook: parameter '{name}' got a gradient after its "
                     "bucket had been sent; a parameter that is used in several segments of "
                     "reentrant activation checkpointing needs "
                     "torch.utils.checkpoint(..., use_reentrant=False)"
@@ -592,18 +592,10 @@ class Reducer:
             self._abort(error)
 
     def _check_layouts(self, bucket: BucketState) -> None:
-        expected = torch.sparse_coo if bucket.sparse else torch.strided
-        gradients = bucket.native.gradients()
-        for number, gradient in zip(bucket.members, gradients, strict=True):
-            if gradient.layout is not expected:
-                self._abort(
-                    TypeError(
-                        f"torch_commhook: the gradient of parameter '{self._names[number]}' must "
-                        f"have layout {expected}, got {gradient.layout}; sparse gradients are "
-                        "those of nn.Embedding and nn.EmbeddingBag with sparse=True, whose weight "
-                        "is used nowhere else"
-                    )
-                )
+        try:
+            self.parameters.check_layouts(bucket.members, bucket.native.gradients())
+        except TypeError as error:
+            self._abort(error)
 
     @torch.compiler.disable
     def _leave_trace(self) -> None:
@@ -657,7 +649,7 @@ class Reducer:
             if bucket.pending == 0:
                 bucket.native.write(scaled, 1.0)
             else:
-                self.write_missing(bucket.members, bucket.pieces(scaled), used)
+                self.parameters.write_missing(bucket.members, bucket.pieces(scaled), used)
         if together:
             self._keep_unsent(used)
             for index, of_bucket in enumerate(traffic):
@@ -744,10 +736,10 @@ class Reducer:
                     self._used_before[number] = True
 
     def _forget_used(self) -> None:
-        self._used_before = [False] * len(self._parameters)
+        self._used_before = [False] * len(self.parameters)
 
     def _locally_used(self) -> Tensor:
-        used = [1] * len(self._parameters)
+        used = [1] * len(self.parameters)
         for bucket in self._buckets:
             if bucket.pending == 0:
                 continue
@@ -759,7 +751,7 @@ class Reducer:
                 ):
                     used[number] = 0
         if not self._agreement.shares_used and self._agreement.size > 1 and 0 in used:
-            names = [name for name, yes in zip(self._names, used, strict=True) if not yes]
+            names = [name for name, yes in zip(self.parameters.names, used, strict=True) if not yes]
             raise RuntimeError(
                 f"torch_commhook: parameters {names} got no gradient, and over this process group "
                 "ranks do not tell each other which they used; freeze them "
@@ -767,47 +759,6 @@ class Reducer:
                 "them"
             )
         return torch.tensor(used, dtype=torch.uint8, device="cpu")
-
-    def write_missing(
-        self, numbers: Sequence[int], gradients: Sequence[Tensor], used: Tensor
-    ) -> None:
-        """Write the gradients of some parameters, leaving those alone that no rank has used."""
-        is_used = used.tolist()
-        with torch.no_grad():
-            for number, gradient in zip(numbers, gradients, strict=True):
-                parameter = self._parameters[number]
-                if not is_used[number]:
-                    continue
-                if self._sparse[number]:
-                    parameter.grad = gradient
-                else:
-                    destinations([parameter])[0].copy_(gradient)
-
-    def check_gradients(self, op: str, numbers: Sequence[int], gradients: Sequence[Tensor]) -> None:
-        """Refuse gradients that are not of some parameters, one for each.
-
-        Raises:
-            TypeError, ValueError: a number of no parameter, or a gradient of another kind or shape.
-        """
-        if len(numbers) != len(gradients):
-            raise ValueError(
-                f"{op}: numbers must be as many as gradients, {len(gradients)}, got {len(numbers)}"
-            )
-        for number, gradient in zip(numbers, gradients, strict=True):
-            if not 0 <= number < len(self._parameters):
-                raise ValueError(
-                    f"{op}: numbers must be from 0 to {len(self._parameters) - 1}, got {number}"
-                )
-            name = f"the gradient of parameter {number}"
-            if not self._sparse[number]:
-                check_dense(op, name, gradient, GRADIENT_DTYPES)
-            elif gradient.layout is not torch.sparse_coo:
-                raise TypeError(f"{op}: {name} must be sparse, got layout {gradient.layout}")
-            shape = self._parameters[number].shape
-            if gradient.shape != shape:
-                raise ValueError(
-                    f"{op}: {name} must be of sizes {list(shape)}, got {list(gradient.shape)}"
-                )
 
     def _keep_unsent(self, used: Tensor, *, zeros_sent: bool = False) -> None:
         """Let the hook remember results that go nowhere, since no rank has used a parameter."""
@@ -917,7 +868,7 @@ class Reducer:
         """The order in which rank 0's gradients have arrived, on all ranks."""
         # Once each, and those that have not come at the end.
         arrived = self._arrivals.take_order()
-        order = list(dict.fromkeys([*arrived, *reversed(range(len(self._parameters)))]))
+        order = list(dict.fromkeys([*arrived, *reversed(range(len(self.parameters)))]))
         if self.group.size > 1:
             device = "cpu" if self.group.recovers else self.device
             agreed = torch.tensor(order, dtype=torch.int64, device=device)

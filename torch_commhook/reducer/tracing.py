@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,15 +17,35 @@ from torch_commhook.hooks.base import Hook
 from torch_commhook.metrics import TRACED_METER, count_bucket, from_text
 from torch_commhook.native.dynamo import left_to_python
 from torch_commhook.native.tensor_checks import check_flat, check_used
+from torch_commhook.reducer.parameters import ReducerParameters
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.hook_call import HookCall
 from torch_commhook.step.step_group import StepGroup, groups_by_name
 
-if TYPE_CHECKING:
-    from torch_commhook.reducer.reducer import Reducer
+
+class TraceableReducer(Protocol):
+    """What compiled code needs of a reducer.
+
+    Attributes:
+        hooks: those on the parameters that compiled autograd calls.
+        parameters: those whose gradients are averaged.
+        change_of_parameters: says what has happened to the parameters since, if anything.
+    """
+
+    hooks: set[Callable[..., None]]
+    parameters: ReducerParameters
+    change_of_parameters: Callable[[], str | None]
+
+    @property
+    def attached(self) -> Attached | None:
+        """The hook."""
+
+    def captured(self) -> None:
+        """A backward that compiled autograd has taken in has run."""
+
 
 #: By a key of theirs, for compiled code. Text, since Dynamo makes variables of numbers that change.
-reducers: weakref.WeakValueDictionary[str, Reducer] = weakref.WeakValueDictionary()
+reducers: weakref.WeakValueDictionary[str, TraceableReducer] = weakref.WeakValueDictionary()
 
 # Compiled autograd calls hooks through this: where a graph is broken at one, it would be compiled
 # with the hook in it.
@@ -103,7 +124,7 @@ def _group(op: str, name: str) -> StepGroup:
     return group
 
 
-def _reducer(op: str, key: str) -> Reducer:
+def _reducer(op: str, key: str) -> TraceableReducer:
     reducer = reducers.get(key)
     if reducer is None:
         raise ValueError(f"{op}: key must be that of a reducer, got {key!r}")
@@ -153,7 +174,7 @@ def note_backward(token: Tensor, key: str) -> None:
 def write_missing(
     token: Tensor, used: Tensor, gradients: list[Tensor], numbers: list[int], key: str
 ) -> None:
-    """:meth:`Reducer.write_missing`.
+    """:meth:`ReducerParameters.write_missing`.
 
     Whether a parameter without a gradient gets one depends on the other ranks: no compiler can
     know. The compiled graph has nothing to do with these parameters, so that it may happen unseen.
@@ -161,10 +182,10 @@ def write_missing(
     Raises:
         TypeError, ValueError: gradients or numbers that do not fit the reducer's parameters.
     """
-    reducer = _reducer("write_missing", key)
+    parameters = _reducer("write_missing", key).parameters
     check_used("write_missing", used, numbers, "numbers")
-    reducer.check_gradients("write_missing", numbers, gradients)
-    reducer.write_missing(numbers, gradients, used)
+    parameters.check_gradients("write_missing", numbers, gradients)
+    parameters.write_missing(numbers, gradients, used)
 
 
 @begin_step.register_fake
