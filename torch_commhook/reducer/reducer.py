@@ -22,10 +22,8 @@ import torch._dynamo
 import torch._logging
 from torch import Tensor
 from torch._dynamo import compiled_autograd
-from torch.utils.hooks import RemovableHandle
 
 from torch_commhook import _C, collectives
-from torch_commhook.buckets.assignment import assign_buckets, split_by_kind
 from torch_commhook.memory.unsent import Late, add_unsent, keep_unsent, unsent_table, without_unused
 from torch_commhook.metrics import BucketTraffic, as_text, count_bucket
 from torch_commhook.native.dynamo import left_to_python
@@ -36,6 +34,8 @@ from torch_commhook.reducer.buckets import (
     destinations,
 )
 from torch_commhook.reducer.cpp_run import CppRun
+from torch_commhook.reducer.formed_buckets import FormedBuckets
+from torch_commhook.reducer.parameter_hooks import ParameterHooks
 from torch_commhook.reducer.parameters import ReducerParameters
 from torch_commhook.reducer.tracing import (
     begin_step,
@@ -100,7 +100,6 @@ class Reducer:
         group: the ranks.
         device: of the first parameter.
         parameters: those whose gradients are averaged.
-        hooks: those on the parameters that compiled autograd calls.
         key: by which compiled code finds it in ``reducers``.
     """
 
@@ -123,16 +122,12 @@ class Reducer:
         self.group = group
         self.parameters = ReducerParameters(named_parameters, sparse)
         self.device = self.parameters.tensors[0].device
-        self._capacity_bytes = capacity_bytes
-        self._as_views = as_views
         self._should_sync = should_sync
         self.change_of_parameters = change_of_parameters
         self._in_join = in_join
         self._on_step = on_step
         self._on_captured = on_captured
         self._on_closed = on_closed
-        self._handles: list[RemovableHandle] = []
-        self.hooks: set[Callable[..., None]] = set()
         self.key = str(id(self))
         reducers[self.key] = self
 
@@ -157,12 +152,18 @@ class Reducer:
         self._rebuilt = False  # in the order in which gradients have come
         self._agreed_order: list[int] | None = None
 
-        self._buckets: list[BucketState] = []
-        self._places: dict[str, tuple[BucketState, int]] = {}  # of each parameter's name
-        self._arrivals = _C.Arrivals(self, len(self.parameters))
-        self._put_on_hooks()
+        self._buckets = FormedBuckets(
+            self.parameters, capacity_bytes=capacity_bytes, as_views=as_views
+        )
+        self._hooks = ParameterHooks(self, self.parameters)
+        self._arrivals = self._hooks.arrivals
         # The last parameters have the first gradients.
-        self._form_buckets(range(len(self.parameters) - 1, -1, -1))
+        self._fill_buckets(range(len(self.parameters) - 1, -1, -1))
+
+    @property
+    def hooks(self) -> set[Callable[..., None]]:
+        """Those on the parameters that compiled autograd calls."""
+        return self._hooks.called
 
     @property
     def attached(self) -> Attached | None:
@@ -177,23 +178,15 @@ class Reducer:
         if self._is_under_way():  # that backward goes on with what its own hook remembers
             self._memory_is_old = True
         else:
-            self._prepare_memory()
+            self._buckets.prepare_memory(attached)
 
     # ---- buckets ---------------------------------------------------------------------------------
-
-    def _prepare_memory(self) -> None:
-        """Let the hook ask for what it remembers, outside of compilers."""
-        attached = self._attached
-        for bucket in self._buckets:
-            bucket.memory = (
-                None if attached is None else attached.memory_of(bucket.parameters, bucket.index)
-            )
 
     @left_to_python
     def _renew_memory(self) -> None:
         """After the backward in which another hook was attached."""
         self._memory_is_old = False
-        self._prepare_memory()
+        self._buckets.prepare_memory(self._attached)
 
     def memory_loaded(self, buckets: list[list[str]]) -> None:
         """The hook's memory has been read from elsewhere, where these were the buckets."""
@@ -204,81 +197,28 @@ class Reducer:
         if self._is_under_way() or sorted(numbers) != sorted(
             name for names in buckets for name in names
         ):
-            self._prepare_memory()
+            self._buckets.prepare_memory(attached)
             return
         self._rebuilt = True
         self._arrivals.stop_noting_order()
-        assigned = []
-        for names in buckets:  # which may be those of a model of other dtypes
-            members = [numbers[name] for name in names]
-            kinds = split_by_kind(
-                [self.parameters.tensors[i] for i in members],
-                [self.parameters.sparse[i] for i in members],
-            )
-            assigned += [[members[place] for place in places] for places in kinds]
-        self._form(assigned)
+        self._buckets.fill_as([[numbers[name] for name in names] for names in buckets])
+        self._buckets_formed()
 
-    def _form_buckets(self, order: Sequence[int]) -> None:
-        order = list(order)
-        assigned = assign_buckets(
-            [self.parameters.tensors[i] for i in order],
-            [self.parameters.sparse[i] for i in order],
-            self._capacity_bytes,
-        )
-        self._form([[order[place] for place in places] for places in assigned])
+    def _fill_buckets(self, order: Sequence[int]) -> None:
+        self._buckets.fill_in_order(order)
+        self._buckets_formed()
 
-    def _form(self, assigned: Sequence[Sequence[int]]) -> None:
-        self._buckets = []
-        for index, members in enumerate(assigned):
-            bucket = BucketState(
-                index,
-                members,
-                [self.parameters.tensors[i] for i in members],
-                sparse=self.parameters.sparse[members[0]],
-                as_views=self._as_views,
-            )
-            self._buckets.append(bucket)
-        self._prepare_memory()
-        self._renew_hooks()
-
-    def _put_on_hooks(self) -> None:
-        """Once and for all, since another thread's backward may be running over them."""
-        for number, parameter in enumerate(self.parameters.tensors):
-            handle = parameter.register_post_accumulate_grad_hook(_nothing)
-            self._handles.append(handle)
-            _C.count_arrivals(parameter, handle.id, self._arrivals, number)
-
-    def _renew_hooks(self) -> None:
-        """Let hooks know the buckets that have been formed."""
-        self.hooks.clear()
-        self._places.clear()
-        bucket_of = [0] * len(self.parameters)
-        for bucket in self._buckets:
-            for place, number in enumerate(bucket.members):
-                bucket_of[number] = bucket.index
-                self._places[self.parameters.names[number]] = bucket, place
-                handle = self._handles[number]
-                hooks = handle.hooks_dict_ref()
-                if hooks is not None and handle.id in hooks:
-                    hook = hooks[handle.id] = left_to_python(self._ready_hook(number))
-                    self.hooks.add(hook)
-        self._arrivals.assign(bucket_of)
-
-    def _take_off_hooks(self) -> None:
-        self._arrivals.close()
-        for parameter, handle in zip(self.parameters.tensors, self._handles, strict=True):
-            _C.stop_counting(parameter)
-            handle.remove()
-        self._handles.clear()
-        self.hooks.clear()
+    def _buckets_formed(self) -> None:
+        self._buckets.prepare_memory(self._attached)
+        self._hooks.renew(self._ready_hook, self._buckets.bucket_of_each())
 
     def parameter_buckets(self) -> list[list[Tensor]]:
         """Each bucket's parameters."""
-        return [list(bucket.parameters) for bucket in self._buckets]
+        return [list(bucket.parameters) for bucket in self._buckets.all]
 
     def buckets(self) -> list[list[str]]:
         """The names of each bucket's parameters."""
-        return [[self.parameters.names[i] for i in bucket.members] for bucket in self._buckets]
+        return self._buckets.names()
 
     def shadow_step(self) -> None:
         """Take part in a step of the other ranks, with zeros, and leave the gradients alone."""
@@ -290,10 +230,10 @@ class Reducer:
         try:
             self._begin_step()
             self._running.look_at_scale(in_join=True, has_joined=True)
-            while self._next < len(self._buckets):
-                bucket = self._buckets[self._next]
+            while self._next < len(self._buckets.all):
+                bucket = self._buckets.all[self._next]
                 self._start(bucket, [bucket.zeros(p) for p in bucket.parameters])
-            for bucket in self._buckets:
+            for bucket in self._buckets.all:
                 self._result(bucket)
             used = torch.zeros(len(self.parameters), dtype=torch.uint8, device="cpu")
             self.group.commit(used)
@@ -314,9 +254,8 @@ class Reducer:
         if self._is_under_way():
             self._closes = True
         elif not self.is_closed:
-            self._take_off_hooks()
+            self._hooks.remove()
             self._reset()
-            self._places.clear()
             self._buckets.clear()
             self.parameters.tensors.clear()
             self._on_closed()
@@ -324,7 +263,7 @@ class Reducer:
     @property
     def is_closed(self) -> bool:
         """Whether nothing of it is on the parameters any more."""
-        return not self._handles
+        return self._hooks.are_removed
 
     def _is_under_way(self) -> bool:
         """Whether a backward has begun, and was not left by an exception."""
@@ -336,16 +275,16 @@ class Reducer:
 
     # ---- during backward -------------------------------------------------------------------------
 
-    def _ready_hook(self, number: int) -> Callable[[Tensor], None]:
+    def _ready_hook(self, name: str) -> Callable[[Tensor], None]:
         """What compiled autograd calls with a parameter when its gradient is there."""
         # By name, since Dynamo makes variables of numbers that change with the place of a hook in
         # the list of those that it is given.
-        reducer, name = self, self.parameters.names[number]
+        reducer = self
 
         def ready(parameter: Tensor) -> None:
             if not _is_compiling() and not compiled_autograd.in_compiled_autograd_region:
                 return  # C++ counts
-            bucket, place = reducer._places[name]
+            bucket, place = reducer._buckets.places[name]
             if reducer._task != _COMPILED:
                 reducer._enter_compiled()
             if bucket.arrived[place] is not None:
@@ -393,7 +332,9 @@ class Reducer:
             try:
                 if self._running is not None:
                     self._running.look_at_scale(in_join=self._in_join())
-                self._cpp = CppRun.of(self._running, self.group, self._buckets, self._check_layouts)
+                self._cpp = CppRun.of(
+                    self._running, self.group, self._buckets.all, self._check_layouts
+                )
             except BaseException as error:
                 self._abort(error)
         if not nested:
@@ -429,14 +370,14 @@ class Reducer:
     @left_to_python
     def bucket_full(self, index: int) -> None:
         """The last gradient of a bucket has come."""
-        self._buckets[index].pending = 0
+        self._buckets.all[index].pending = 0
         self._start_full()
 
     @left_to_python
     def came_again(self, number: int) -> None:
         """A second gradient for a parameter of a bucket that is full."""
         started = self._next if self._cpp is None else self._cpp.started
-        if any(number in bucket.members for bucket in self._buckets[:started]):
+        if any(number in bucket.members for bucket in self._buckets.all[:started]):
             name = self.parameters.names[number]
             self._abort(
                 RuntimeError(
@@ -463,21 +404,8 @@ class Reducer:
         missing = set(self._arrivals.missing())
         if nested and missing:
             return
-        self._set_arrived(missing)
+        self._buckets.set_arrived(missing)
         self._finish()
-
-    def _set_arrived(self, missing: set[int]) -> None:
-        """Let buckets know which gradients an eager backward has not given."""
-        for bucket in self._buckets:
-            if not missing:
-                bucket.pending = 0
-                continue
-            here = [number not in missing for number in bucket.members]
-            bucket.pending = here.count(False)
-            bucket.arrived = [
-                parameter if has else None
-                for parameter, has in zip(bucket.parameters, here, strict=True)
-            ]
 
     def _enter_compiled(self) -> None:
         if not self._idle:  # an eager backward was left by an exception
@@ -551,21 +479,21 @@ class Reducer:
         if attached is None or self._starting or (self._remaining and not attached.traceable):
             return
         self._starting = True  # another thread's bucket may become full meanwhile
-        while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
-            self._start(self._buckets[self._next])
+        while self._next < len(self._buckets.all) and self._buckets.all[self._next].pending == 0:
+            self._start(self._buckets.all[self._next])
         self._starting = False
 
     def _start_all(self) -> None:
         """Run the hook on the buckets that have not had their turn."""
-        while self._next < len(self._buckets):
-            self._start(self._buckets[self._next])
+        while self._next < len(self._buckets.all):
+            self._start(self._buckets.all[self._next])
 
     def _start(self, bucket: BucketState, gradients: list[Tensor] | None = None) -> None:
         """Run the hook on the bucket whose turn it is."""
         attached = self._running
         assert attached is not None
         self._next += 1
-        count = len(self._buckets)
+        count = len(self._buckets.all)
         group = self.group.group_for(bucket.device)
         where = hook_on_bucket(attached.name, bucket.index, count)
         if _is_compiling():
@@ -625,12 +553,12 @@ class Reducer:
 
     def _finish_eager(self) -> None:
         self._begin_step()
-        attached, count = self._running, len(self._buckets)
+        attached, count = self._running, len(self._buckets.all)
         assert attached is not None
         cpp = self._cpp
         if cpp is None:
             late = self._results()
-            traffic = [_traffic(bucket) for bucket in self._buckets]
+            traffic = [_traffic(bucket) for bucket in self._buckets.all]
         else:
             late = cpp.results(self.group.timeout.total_seconds())
             traffic = cpp.traffic()
@@ -669,7 +597,7 @@ class Reducer:
         assert attached is not None
         self._start_all()
         late = []
-        for bucket in self._buckets:
+        for bucket in self._buckets.all:
             result = self._result(bucket)
             if bucket.pending or attached.scales_steps:
                 late.append((bucket, result))
@@ -707,7 +635,7 @@ class Reducer:
 
     def _run_post_accumulate_hooks(self, attached: Attached) -> None:
         if attached.stages.has_post_accumulate_hooks and self._cpp is None:
-            for bucket in self._buckets:
+            for bucket in self._buckets.all:
                 assert bucket.running is not None and bucket.bucket is not None
                 attached.stages.done(bucket.bucket, bucket.running.where)
 
@@ -718,7 +646,7 @@ class Reducer:
         if order is not None and not self.is_closed:
             self._rebuilt = True
             self._arrivals.stop_noting_order()
-            self._form_buckets(order)
+            self._fill_buckets(order)
 
     def note_used_before(self, used: Sequence[bool]) -> None:
         """Take parameters for used in a backward that did not synchronise.
@@ -730,7 +658,7 @@ class Reducer:
 
     def _note_used(self) -> None:
         """A backward that does not synchronise has ended: its gradients wait for one that does."""
-        for bucket in self._buckets:
+        for bucket in self._buckets.all:
             for number, arrived in zip(bucket.members, bucket.arrived, strict=True):
                 if bucket.pending == 0 or arrived is not None:
                     self._used_before[number] = True
@@ -740,7 +668,7 @@ class Reducer:
 
     def _locally_used(self) -> Tensor:
         used = [1] * len(self.parameters)
-        for bucket in self._buckets:
+        for bucket in self._buckets.all:
             if bucket.pending == 0:
                 continue
             for number, parameter, arrived in zip(
@@ -769,7 +697,7 @@ class Reducer:
                 bucket.averaged,
                 [None] * len(bucket.members) if zeros_sent else bucket.left_from_before(),
             )
-            for bucket in self._buckets
+            for bucket in self._buckets.all
             if bucket.averaged is not None and bucket.pending
         ]
         errors, results, gradients, table = unsent_table(late)
@@ -796,35 +724,35 @@ class Reducer:
         attached = self._running
         assert attached is not None
         self._start_all()
-        for bucket in self._buckets:
+        for bucket in self._buckets.all:
             assert bucket.running is not None
             bucket.running.future.start_next()
-        results = [self._result(bucket) for bucket in self._buckets]
+        results = [self._result(bucket) for bucket in self._buckets.all]
         used = self._locally_used()
         if self._agreement.size > 1:
             self._used.copy_(used)
             used = self._used
             commit_step(used, results, self.group.name)
         if attached.scales_steps:
-            scale = self._step_scale(list(zip(self._buckets, results, strict=True)), used)
+            scale = self._step_scale(list(zip(self._buckets.all, results, strict=True)), used)
             if scale is not None:
                 with torch.no_grad():
                     results = [
                         scaled_result(result, scale, bucket.dtype)
-                        for bucket, result in zip(self._buckets, results, strict=True)
+                        for bucket, result in zip(self._buckets.all, results, strict=True)
                     ]
-        for bucket, result in zip(self._buckets, results, strict=True):
+        for bucket, result in zip(self._buckets.all, results, strict=True):
             if bucket.pending == 0:
                 bucket.write_traced(result)
         if not attached.keeps_ranks_apart:
-            buckets = [_traffic(bucket) for bucket in self._buckets]
+            buckets = [_traffic(bucket) for bucket in self._buckets.all]
             if attached.memory.is_empty and not attached.follows_scale:
                 attached.traced_steps.add(buckets)
             else:
                 count_step(self._token, results, as_text(buckets), self.key)
         numbers: list[int] = []
         missing: list[Tensor] = []
-        for bucket, result in zip(self._buckets, results, strict=True):
+        for bucket, result in zip(self._buckets.all, results, strict=True):
             if bucket.pending == 0:
                 continue
             for number, arrived, piece in zip(
@@ -896,7 +824,7 @@ class Reducer:
         deadline = time.monotonic() + seconds
         if self._cpp is not None:
             self._cpp.drain(seconds)
-        for bucket in self._buckets:
+        for bucket in self._buckets.all:
             if bucket.running is not None:
                 bucket.running.drain(deadline)
 
@@ -906,12 +834,12 @@ class Reducer:
             self._agreement.fail("backward() was left by an exception")
             self._forget_used()
         elif self._task != _COMPILED and not _is_compiling():  # what it has given stays
-            self._set_arrived(set(self._arrivals.missing()))
+            self._buckets.set_arrived(set(self._arrivals.missing()))
             self._note_used()
         self._reset()
 
     def _reset(self) -> None:
-        for bucket in self._buckets:
+        for bucket in self._buckets.all:
             bucket.reset()
         self._task = self._outermost = self._backward = None
         self._remaining = 0
@@ -928,10 +856,6 @@ class Reducer:
         if self._closes:
             self._closes = False
             self.close()
-
-
-def _nothing(parameter: Tensor) -> None:
-    pass
 
 
 def _traffic(bucket: BucketState) -> BucketTraffic:

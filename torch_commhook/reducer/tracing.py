@@ -27,14 +27,16 @@ class TraceableReducer(Protocol):
     """What compiled code needs of a reducer.
 
     Attributes:
-        hooks: those on the parameters that compiled autograd calls.
         parameters: those whose gradients are averaged.
         change_of_parameters: says what has happened to the parameters since, if anything.
     """
 
-    hooks: set[Callable[..., None]]
     parameters: ReducerParameters
     change_of_parameters: Callable[[], str | None]
+
+    @property
+    def hooks(self) -> set[Callable[..., None]]:
+        """Those on the parameters that compiled autograd calls."""
 
     @property
     def attached(self) -> Attached | None:
