@@ -23,7 +23,7 @@ import torch._logging
 from torch import Tensor
 from torch._dynamo import compiled_autograd
 
-from torch_commhook import _C, collectives
+from torch_commhook import collectives
 from torch_commhook.memory.unsent import Late, add_unsent, keep_unsent, unsent_table, without_unused
 from torch_commhook.metrics import BucketTraffic, as_text, count_bucket
 from torch_commhook.native.dynamo import left_to_python
