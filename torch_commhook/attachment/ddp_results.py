@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_commhook import _C
 from torch_commhook.attachment.watched_parameters import WatchedParameters
 from torch_commhook.buckets.grad_bucket import GradBucket
+from torch_commhook.buckets.results import scaled_result
 from torch_commhook.memory.unsent import Late, add_unsent, unsent_table
 from torch_commhook.step.attached_hook import Attached
-from torch_commhook.step.results import scaled_result
 
 
 def used_by_any_rank(model: DistributedDataParallel) -> Tensor:

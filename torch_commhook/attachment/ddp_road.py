@@ -24,9 +24,9 @@ from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.metrics import BucketTraffic, count_bucket
 from torch_commhook.native.dynamo import left_to_python
+from torch_commhook.native.runtime import hook_on_bucket
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.hook_call import DRAIN_SECONDS
-from torch_commhook.step.results import hook_on_bucket
 from torch_commhook.step.step_group import StepGroup, check_is_free
 
 _MakeSuccessor = Callable[

@@ -18,16 +18,17 @@ from torch_commhook.attachment.forward_hook import BeforeForward, register_first
 from torch_commhook.attachment.optimizer_steps import add_step_counter, remove_step_counter
 from torch_commhook.attachment.road import Road
 from torch_commhook.buckets.grad_bucket import GradBucket
+from torch_commhook.buckets.results import scaled_result
 from torch_commhook.hooks.local_sgd import ANCHOR, local_sgd
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.hook_memory import BucketMemory
 from torch_commhook.memory.state_values import check_tensor, shown
 from torch_commhook.memory.states import LOCAL_STEPS, PARAMETERS, checked_position, unfit
 from torch_commhook.metrics import count_bucket
+from torch_commhook.native.runtime import hook_on_bucket
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.hook_call import DRAIN_SECONDS, HookCall
 from torch_commhook.step.ranks_apart import CheckedState
-from torch_commhook.step.results import hook_on_bucket, scaled_result
 from torch_commhook.step.step_group import StepGroup
 
 _log = logging.getLogger(__name__)

@@ -22,8 +22,7 @@ from torch_commhook.hooks.traits import HookTraits, Trait
 from torch_commhook.memory.hook_memory import BucketMemory, HookMemory
 from torch_commhook.memory.jump_watch import JumpWatch
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES
-from torch_commhook.native.runtime import hook_name
-from torch_commhook.step.results import hook_on_bucket
+from torch_commhook.native.runtime import hook_name, hook_on_bucket
 
 
 class Hook(ABC):

@@ -6,6 +6,7 @@ what ends the process or fails unnamed there into exceptions that name hook and 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -85,3 +86,9 @@ def check_hook(hook: object) -> None:
 def hook_name(hook: object) -> str:
     """The name that errors give a hook, such as ``package.module.function``."""
     return _C.hook_name(hook)
+
+
+def hook_on_bucket(hook: str, index: int, count: int) -> str:
+    """How errors name a hook and its bucket."""
+    # A compiler of dynamic shapes makes variables of numbers, of which there is no text.
+    return f"hook '{hook}' on bucket {operator.index(index)} of {operator.index(count)}"

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket
+from torch_commhook.buckets.results import checked_result
 from torch_commhook.collectives import TracedFuture
 from torch_commhook.collectives.futures import driven
 from torch_commhook.hooks.base import Hook, checked_result_dtype
 from torch_commhook.metrics import BucketTraffic, WireMeter, counting
-from torch_commhook.step.results import checked_result
 
 #: How long a rank where something failed waits for its own collectives in flight.
 DRAIN_SECONDS = 60.0

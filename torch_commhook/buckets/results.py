@@ -5,19 +5,11 @@ For DDP's reducer ``csrc/runtime/hooks/hook_result.cpp`` does this, in the same 
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import Tensor
 
 from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket
-
-
-def hook_on_bucket(hook: str, index: int, count: int) -> str:
-    """How errors name a hook and its bucket."""
-    # A compiler of dynamic shapes makes variables of numbers, of which there is no text.
-    return f"hook '{hook}' on bucket {operator.index(index)} of {operator.index(count)}"
 
 
 def checked_result(value: object, bucket: GradBucket, dtype: torch.dtype, where: str) -> Tensor:
