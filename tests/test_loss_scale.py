@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import attach, codecs, hooks, reshard_states
 from torch_commhook.cli.hook_expression import parse_hook
-from torch_commhook.memory.hook_memory import loss_scale
+from torch_commhook.memory import scaler_watch
 from torch_commhook.testing import run_ranks
 
 SCALES = (65536.0, 65536.0, 4096.0, 4096.0, 8192.0, 8192.0)
@@ -475,9 +475,9 @@ def test_nothing_is_said_of_another_models_scaler(caplog: pytest.LogCaptureFixtu
 @pytest.mark.usefixtures("one_rank")
 def test_nobody_looks_for_scalers_once_hooks_are_gone() -> None:
     _, handle = attached("module", parse_hook("error_feedback(sign())"))
-    assert loss_scale._handles
+    assert scaler_watch._handles
     handle.remove()
-    assert not loss_scale._handles
+    assert not scaler_watch._handles
 
 
 def _graphs_of_step(hook: str) -> int:

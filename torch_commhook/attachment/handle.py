@@ -18,7 +18,7 @@ from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives.agreement import agree
 from torch_commhook.hooks import __name__ as hooks_module
 from torch_commhook.hooks.base import Hook
-from torch_commhook.memory.loss_scale import watch, watch_no_more
+from torch_commhook.memory.scaler_watch import stop_watching_for_scaler, watch_for_scaler
 from torch_commhook.memory.states import LOCAL_STEPS, form_of
 from torch_commhook.metrics import HookStats
 from torch_commhook.step.attached_hook import Attached
@@ -58,7 +58,7 @@ class HookHandle:
         """
         if not self.is_attached:
             return
-        watch_no_more(self._attached)
+        stop_watching_for_scaler(self._attached)
         if self._attached.local_steps is not None:
             self._attached.local_steps.close()
         road = self._road
@@ -106,7 +106,7 @@ class HookHandle:
                 replacement.local_steps.close()
             self._attached = self._road.attached = before
             raise
-        watch_no_more(before)
+        stop_watching_for_scaler(before)
         if before.local_steps is not None:
             before.local_steps.close()
 
@@ -305,7 +305,7 @@ def begin_hook(first: Road, attached: Attached, op: str) -> None:
         error = raised
     agree(group, op, error, {})
     if attached.minds_scale and not attached.follows_scale:
-        watch(attached)
+        watch_for_scaler(attached)
 
 
 def _begin_local_steps(first: Road, attached: Attached) -> None:

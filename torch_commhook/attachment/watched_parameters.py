@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torch_commhook import _C
 from torch_commhook.attachment.parameters import ignored_names, is_whole, why_replaced
-from torch_commhook.step.running_backward import is_inside
+from torch_commhook.autograd.running_backward import is_inside
 
 _FUNCTIONAL_FILE = torch.nn.utils.stateless.__file__
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch._dynamo import compiled_autograd
 
 from torch_commhook import collectives
+from torch_commhook.autograd.running_backward import RunningBackward
 from torch_commhook.buckets.results import scaled_result
 from torch_commhook.memory.unsent import Late, add_unsent, keep_unsent, unsent_table, without_unused
 from torch_commhook.metrics import BucketTraffic, as_text, count_bucket
@@ -53,7 +54,6 @@ from torch_commhook.reducer.tracing import (
 )
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.hook_call import DRAIN_SECONDS
-from torch_commhook.step.running_backward import RunningBackward
 from torch_commhook.step.step_group import NoAgreement, StepGroup
 
 _log = logging.getLogger(__name__)

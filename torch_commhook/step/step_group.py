@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup
 
+from torch_commhook.autograd.running_backward import RunningBackward
 from torch_commhook.collectives import resolve_group
 from torch_commhook.collectives.gloo_groups import (
     close_connections,
@@ -38,7 +39,6 @@ from torch_commhook.collectives.gloo_groups import (
 from torch_commhook.collectives.turns import renew_turns
 from torch_commhook.step.connected_group import ConnectedGroup, destroy_all
 from torch_commhook.step.rendezvous import Rendezvous
-from torch_commhook.step.running_backward import RunningBackward
 
 
 class PeerError(RuntimeError):
