@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 
-class _Road(Protocol):
-    """What takes part in the others' steps."""
+class _Participant(Protocol):
+    """A model whose rank takes part in the others' steps."""
 
     @property
     def parent_group(self) -> Any:
@@ -34,7 +34,7 @@ class _Road(Protocol):
 class ReducerJoinable(Joinable):
     """A road on the module, for ``torch.distributed.algorithms.join.Join``."""
 
-    def __init__(self, road: _Road) -> None:
+    def __init__(self, road: _Participant) -> None:
         super().__init__()
         self.road = road
         self._notified = False

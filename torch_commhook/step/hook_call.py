@@ -46,7 +46,7 @@ class HookCall:
     local: tuple[Tensor, ...] | None = None
 
     @classmethod
-    def average(cls, hook: Hook, bucket: GradBucket, where: str) -> HookCall:
+    def start_average(cls, hook: Hook, bucket: GradBucket, where: str) -> HookCall:
         """Start a hook of the library on a bucket, with no stages around it."""
         result, dtype, traffic = run_average(hook, bucket)
         return cls(bucket, _C.as_future(result, where), dtype, where, traffic)
