@@ -24,7 +24,7 @@ from torch_commhook.process_group.simulated.arguments import (
 from torch_commhook.process_group.simulated.call import Call
 from torch_commhook.process_group.simulated.issuing import IssuingProcessGroup, Tensors
 from torch_commhook.process_group.simulated.link import Link
-from torch_commhook.process_group.simulated.work import SimulatedWork
+from torch_commhook.process_group.simulated.work import CoalescedWork, SimulatedWork
 
 
 class SimulatedProcessGroup(IssuingProcessGroup):
@@ -386,7 +386,7 @@ class SimulatedProcessGroup(IssuingProcessGroup):
         )
         return self._noted(self._link.receive(self._rank, call, source, tag))
 
-    # ---- barriers, and groups of some ranks ------------------------------------------------------
+    # ---- barriers, several as one, and groups of some ranks --------------------------------------
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> SimulatedWork:  # type: ignore[override]
         """Complete when all ranks have come."""
@@ -396,6 +396,17 @@ class SimulatedProcessGroup(IssuingProcessGroup):
         """Wait until all ranks have come. Those that do not are named by the DeadlockError."""
         operation = "monitored_barrier"
         self._issue(data.barrier, operation, (), (), key=(), text=lambda: "").wait()
+
+    def start_coalescing(self, device: Any = None) -> None:
+        """What is issued from here on is one Work in the end."""
+        self._coalescing = []
+
+    def end_coalescing(self, device: Any = None) -> CoalescedWork:
+        """The Work of all that has been issued since."""
+        works, self._coalescing = self._coalescing, None
+        if works is None:
+            raise RuntimeError("end_coalescing: start_coalescing() must be called first")
+        return CoalescedWork(works)
 
     def split_group(
         self,

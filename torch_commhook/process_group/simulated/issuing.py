@@ -15,7 +15,7 @@ from torch_commhook.process_group.simulated.arguments import tensors_of
 from torch_commhook.process_group.simulated.call import Call
 from torch_commhook.process_group.simulated.data import Reduction
 from torch_commhook.process_group.simulated.link import Link
-from torch_commhook.process_group.simulated.work import CoalescedWork, SimulatedWork
+from torch_commhook.process_group.simulated.work import SimulatedWork
 
 Tensors = Sequence[Tensor]
 
@@ -47,17 +47,6 @@ class IssuingProcessGroup(ProcessGroup):
         return self._link.bytes_sent[self._rank]
 
     # ---- what is around collectives --------------------------------------------------------------
-
-    def start_coalescing(self, device: Any = None) -> None:
-        """What is issued from here on is one Work in the end."""
-        self._coalescing = []
-
-    def end_coalescing(self, device: Any = None) -> CoalescedWork:
-        """The Work of all that has been issued since."""
-        works, self._coalescing = self._coalescing, None
-        if works is None:
-            raise RuntimeError("end_coalescing: start_coalescing() must be called first")
-        return CoalescedWork(works)
 
     def _get_sequence_number_for_group(self) -> int:
         return self._link.sequence[self._rank]
