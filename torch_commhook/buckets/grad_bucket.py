@@ -63,7 +63,7 @@ class GradBucket:
         index: int = 0,
         bucket_count: int = 1,
         sparse_grad_indices: Tensor | None = None,
-        process_group: Any = None,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         for name, value in (("index", index), ("bucket_count", bucket_count)):
             if not isinstance(value, int):
@@ -200,7 +200,7 @@ class GradBucket:
             flat = torch.view_as_complex(flat.view(-1, 2))  # as DDP keeps complex gradients
         return self.layout().views(flat)
 
-    def process_group(self) -> Any:
+    def process_group(self) -> dist.ProcessGroup | None:
         """The ranks to average over; None stands for the default group."""
         return self._process_group
 
@@ -262,7 +262,7 @@ class GradBucket:
     # ---- conversion and copies -------------------------------------------------------------------
 
     @classmethod
-    def from_torch(cls, bucket: Any, process_group: Any = None) -> GradBucket:
+    def from_torch(cls, bucket: Any, process_group: dist.ProcessGroup | None = None) -> GradBucket:
         """Our bucket over PyTorch's: the same buffer and parameters, nothing copied.
 
         Raises:
@@ -285,7 +285,9 @@ class GradBucket:
         return self
 
     @classmethod
-    def wrap(cls, bucket: GradBucket | dist.GradBucket, process_group: Any = None) -> GradBucket:
+    def wrap(
+        cls, bucket: GradBucket | dist.GradBucket, process_group: dist.ProcessGroup | None = None
+    ) -> GradBucket:
         """The bucket itself where it is ours, else :meth:`from_torch` of it.
 
         With ``process_group``, it has that; one of ours is then copied, and shares its buffer.

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 
-def agree(group: Any, what: str, error: Exception | None, settings: dict[str, object]) -> None:
+def agree(
+    group: dist.ProcessGroup, what: str, error: Exception | None, settings: dict[str, object]
+) -> None:
     """Go on together, or not at all. All ranks of the group must call this.
 
     Args:
@@ -41,7 +43,7 @@ def agree(group: Any, what: str, error: Exception | None, settings: dict[str, ob
         raise error
 
 
-def gather(group: Any, value: object) -> list[Any] | None:
+def gather(group: dist.ProcessGroup, value: object) -> list[Any] | None:
     """What each rank of a group gives. All of them must call this.
 
     Returns:
@@ -55,7 +57,7 @@ def gather(group: Any, value: object) -> list[Any] | None:
 
 
 def check_agreement(
-    group: Any, parameters: Sequence[tuple[str, Tensor]], settings: dict[str, object]
+    group: dist.ProcessGroup, parameters: Sequence[tuple[str, Tensor]], settings: dict[str, object]
 ) -> None:
     """Compare what each rank attaches. All ranks of the group must call this.
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.codecs.base import Codec
@@ -43,7 +44,7 @@ def compressed_all_reduce(
     rounding: Tensor | None = None,
     buffers: MessageBuffers | None = None,
     meter: CallMeter | None = None,
-    group: Any = None,
+    group: dist.ProcessGroup | None = None,
 ) -> torch.futures.Future[Tensor]:
     """``scale`` times the sum of tensors over all ranks, compressed on the wire.
 
@@ -155,7 +156,11 @@ class _CompressedSum:
     """
 
     def __init__(
-        self, arguments: SumArguments, destinations: list[Tensor], numel: int, group: Any
+        self,
+        arguments: SumArguments,
+        destinations: list[Tensor],
+        numel: int,
+        group: dist.ProcessGroup,
     ) -> None:
         rounding, buffers = arguments.rounding, arguments.buffers
         self.codec = arguments.codec
@@ -175,7 +180,7 @@ class _CompressedSum:
         if self.is_traced:
             self.meter = None
 
-    def start(self, sources: list[Tensor], error: Tensor | None, group: Any) -> Any:
+    def start(self, sources: list[Tensor], error: Tensor | None, group: dist.ProcessGroup) -> Any:
         start = {
             "all_to_all": self._exchange_shards,
             "all_gather": self._gather,
@@ -208,7 +213,7 @@ class _CompressedSum:
 
     # ---- messages that are added up --------------------------------------------------------------
 
-    def _add_up(self, sources: list[Tensor], error: Tensor | None, group: Any) -> Any:
+    def _add_up(self, sources: list[Tensor], error: Tensor | None, group: dist.ProcessGroup) -> Any:
         message = self._encode(sources, error, 1)
         values = floats_of_bytes(message) if self.is_traced else message.view(torch.float32)
         wire = on_wire(all_reduce(values, group=group), self.meter, self.device)
@@ -226,7 +231,7 @@ class _CompressedSum:
 
     # ---- messages that everybody gets ------------------------------------------------------------
 
-    def _gather(self, sources: list[Tensor], error: Tensor | None, group: Any) -> Any:
+    def _gather(self, sources: list[Tensor], error: Tensor | None, group: dist.ProcessGroup) -> Any:
         message = self._encode(sources, error, 1)
         out = None
         if not self.is_traced:
@@ -244,7 +249,9 @@ class _CompressedSum:
 
     # ---- messages in shards ----------------------------------------------------------------------
 
-    def _exchange_shards(self, sources: list[Tensor], error: Tensor | None, group: Any) -> Any:
+    def _exchange_shards(
+        self, sources: list[Tensor], error: Tensor | None, group: dist.ProcessGroup
+    ) -> Any:
         shards = self.codec.shards(self.numel, self.world_size)
         self.sizes = [shard.nbytes for shard in shards]
         self.shard = shards[self.rank]
@@ -291,7 +298,7 @@ class _CompressedSum:
             )
         return padded
 
-    def _issue_gather(self, padded: Tensor, group: Any) -> Any:
+    def _issue_gather(self, padded: Tensor, group: dist.ProcessGroup) -> Any:
         if self.is_traced:
             return issue_all_gather(padded, None, group, is_traced=True)
         return self._gather_into(self._buffer("sums", self.world_size, len(padded)), padded, group)
@@ -307,10 +314,10 @@ class _CompressedSum:
             self.codec.decode(message, self.destinations, shards=self.world_size)
         return self._result()
 
-    def _is_exchanged(self, longest: int, group: Any) -> bool:
+    def _is_exchanged(self, longest: int, group: dist.ProcessGroup) -> bool:
         return not self.is_traced and self.device.type == "cpu" and pays(group, longest)
 
-    def _gather_into(self, result: Tensor, tensor: Tensor, group: Any) -> Any:
+    def _gather_into(self, result: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> Any:
         """In eager, from whatever thread."""
         if not self._is_exchanged(len(tensor), group):
             return issue_all_gather(tensor, result, group, is_traced=False)

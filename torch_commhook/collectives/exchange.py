@@ -9,9 +9,9 @@ for them at once. Among many ranks other connections fill the gaps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.collectives.gloo_groups import exchanges_of, is_gloo
@@ -20,7 +20,7 @@ _LEAST_BYTES = 128 * 1024
 _MOST_RANKS = 4
 
 
-def pays(group: Any, longest: int) -> bool:
+def pays(group: dist.ProcessGroup, longest: int) -> bool:
     """Whether :func:`exchange` is faster for messages of up to so many bytes.
 
     The same on all ranks if they all ask for the same.
@@ -29,7 +29,7 @@ def pays(group: Any, longest: int) -> bool:
 
 
 def exchange(
-    inputs: Sequence[Tensor], outputs: Sequence[Tensor], result: Tensor, group: Any
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], result: Tensor, group: dist.ProcessGroup
 ) -> torch.futures.Future[Tensor]:
     """Send a message to each rank, and get one from each.
 

@@ -14,15 +14,22 @@ from torch.distributed import distributed_c10d
 from torch_commhook import _C
 from torch_commhook.native.dynamo import left_to_python
 
-_seconds: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-_firsts: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-_exchanges: weakref.WeakKeyDictionary[Any, tuple[_C.Exchanges, weakref.finalize[..., Any]]] = (
+#: Makes the group of second stages for another.
+_Provider = Callable[[], dist.ProcessGroup | None]
+
+_seconds: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
     weakref.WeakKeyDictionary()
 )
-_providers: weakref.WeakKeyDictionary[Any, Callable[[], Any]] = weakref.WeakKeyDictionary()
+_firsts: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
+_exchanges: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, tuple[_C.Exchanges, weakref.finalize[..., Any]]
+] = weakref.WeakKeyDictionary()
+_providers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Provider] = weakref.WeakKeyDictionary()
 
 
-def is_gloo(group: Any, device: str = "cpu") -> bool:
+def is_gloo(group: dist.ProcessGroup, device: str = "cpu") -> bool:
     """Whether a group is PyTorch's own, with Gloo for the tensors of a device."""
     if type(group) is not dist.ProcessGroup or not dist.is_gloo_available():
         return False
@@ -33,7 +40,7 @@ def is_gloo(group: Any, device: str = "cpu") -> bool:
     return type(backend) is dist.ProcessGroupGloo
 
 
-def group_timeout(group: Any) -> timedelta:
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """How long a group's collectives may take; PyTorch's default where it does not tell."""
     try:
         return group._get_backend(torch.device("cpu")).options._timeout
@@ -41,13 +48,13 @@ def group_timeout(group: Any) -> timedelta:
         return distributed_c10d.default_pg_timeout
 
 
-def group_store(group: Any) -> Any:
+def group_store(group: dist.ProcessGroup) -> Any:
     """The store through which a group's ranks have met; None where nobody knows."""
     entry = distributed_c10d._world.pg_map.get(group)
     return None if entry is None else entry[1]
 
 
-def group_name(group: Any) -> str:
+def group_name(group: dist.ProcessGroup) -> str:
     """A group's name, or something like one."""
     try:
         return group.group_name
@@ -55,17 +62,18 @@ def group_name(group: Any) -> str:
         return f"group {id(group):x}"
 
 
-def group_ranks(group: Any) -> list[int] | None:
+def group_ranks(group: dist.ProcessGroup) -> list[int] | None:
     """The global ranks of a group, or of the group that it wraps; None where none is known."""
-    while isinstance(group, dist.ProcessGroup):
-        known = distributed_c10d._world.pg_group_ranks.get(group)
+    each: object = group
+    while isinstance(each, dist.ProcessGroup):
+        known = distributed_c10d._world.pg_group_ranks.get(each)
         if known is not None:
             return list(known)
-        group = getattr(group, "parent", None)
+        each = getattr(each, "parent", None)
     return None
 
 
-def is_destroyed(group: Any) -> bool:
+def is_destroyed(group: dist.ProcessGroup) -> bool:
     """Whether ``torch.distributed`` has known a group of its own, and knows it no longer."""
     if type(group) is not dist.ProcessGroup or group in distributed_c10d._world.pg_map:
         return False
@@ -81,7 +89,7 @@ def is_destroyed(group: Any) -> bool:
 
 def make_group(
     store: dist.Store, rank: int, ranks: Sequence[int], name: str, timeout: timedelta
-) -> Any:
+) -> Any:  # PyTorch's type of a group takes names of a type of its own alone
     """A process group over Gloo, known to ``torch.distributed``. All of its ranks must make it.
 
     Args:
@@ -107,7 +115,7 @@ def make_group(
 
 
 @left_to_python
-def destroy_group(group: Any) -> None:
+def destroy_group(group: dist.ProcessGroup) -> None:
     """Forget a group that :func:`make_group` has made, and end its threads."""
     world = distributed_c10d._world
     if group in world.pg_map:  # or torch.distributed has ended itself
@@ -129,7 +137,7 @@ def destroy_group(group: Any) -> None:
     close_connections(group)
 
 
-def close_connections(*groups: Any) -> None:
+def close_connections(*groups: dist.ProcessGroup) -> None:
     """Take groups' backends off, so that the other ranks' collectives on them end."""
     for group in groups:  # of all first, since they take the connections of two
         stop_exchanges(group)
@@ -140,12 +148,12 @@ def close_connections(*groups: Any) -> None:
 # ---- for second stages ---------------------------------------------------------------------------
 
 
-def provide_second_group(group: Any, provider: Callable[[], Any]) -> None:
+def provide_second_group(group: dist.ProcessGroup, provider: _Provider) -> None:
     """Have :func:`second_group` ask ``provider`` for this group."""
     _providers[group] = provider
 
 
-def second_group(group: Any) -> Any:
+def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
     """The group over the same ranks on which the second stage of a collective is issued.
 
     On Gloo, where stages are issued by whatever thread has ended the one before, each needs a group
@@ -177,7 +185,7 @@ def second_group(group: Any) -> Any:
 # ---- exchanges -----------------------------------------------------------------------------------
 
 
-def exchanges_of(group: Any) -> _C.Exchanges:
+def exchanges_of(group: dist.ProcessGroup) -> _C.Exchanges:
     """Those that are issued on a group.
 
     Of the group of second stages they are made before the first of these, since that may be issued
@@ -195,7 +203,7 @@ def exchanges_of(group: Any) -> _C.Exchanges:
     return found[0]
 
 
-def stop_exchanges(group: Any) -> None:
+def stop_exchanges(group: dist.ProcessGroup) -> None:
     """Let those that are under way on a group fail; new connections have others."""
     found = _exchanges.pop(group, None)
     if found is not None:

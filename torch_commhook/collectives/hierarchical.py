@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.codecs.base import Codec
@@ -35,8 +36,8 @@ def hierarchical_all_reduce(
     tensors: Tensor | Sequence[Tensor],
     codec: Codec,
     *,
-    intra_group: Any,
-    inter_group: Any,
+    intra_group: dist.ProcessGroup,
+    inter_group: dist.ProcessGroup,
     scale: float = 1.0,
     out: Tensor | Sequence[Tensor] | None = None,
     carry: Tensor | None = None,
@@ -103,7 +104,9 @@ def hierarchical_all_reduce(
         return then_beside(all_gather(own, group=intra_group), finish, device)
 
 
-def _checked_groups(intra_group: Any, inter_group: Any) -> tuple[Any, Any]:
+def _checked_groups(
+    intra_group: dist.ProcessGroup, inter_group: dist.ProcessGroup
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     intra_group, inter_group = resolve_group(intra_group), resolve_group(inter_group)
     if intra_group is inter_group and intra_group.size() > 1:
         raise ValueError(
@@ -128,7 +131,10 @@ def _check_carry(carry: object, numel: int) -> None:
 
 
 def _sum_in_node(
-    sources: list[Tensor], carry: Tensor | None, buffers: MessageBuffers, intra_group: Any
+    sources: list[Tensor],
+    carry: Tensor | None,
+    buffers: MessageBuffers,
+    intra_group: dist.ProcessGroup,
 ) -> Tensor:
     """The node's sum of this rank's share, exact, as long as the longest share."""
     numel, ranks = sum(tensor.numel() for tensor in sources), intra_group.size()
@@ -145,7 +151,7 @@ def _sum_in_node(
     return reduce_scatter(flat, group=intra_group).wait()
 
 
-def _sum_over_nodes(own: Tensor, arguments: SumArguments, inter_group: Any) -> None:
+def _sum_over_nodes(own: Tensor, arguments: SumArguments, inter_group: dist.ProcessGroup) -> None:
     """Replace a share's sum of the node by that of all nodes."""
     compressed_all_reduce(
         own,
@@ -168,7 +174,7 @@ def share_range(numel: int, *, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def inter_shard_range(
-    codec: Codec, numel: int, *, intra_group: Any, inter_group: Any
+    codec: Codec, numel: int, *, intra_group: dist.ProcessGroup, inter_group: dist.ProcessGroup
 ) -> tuple[int, int]:
     """The elements ``[begin, end)`` whose sum over the nodes a rank encodes."""
     begin, end = share_range(numel, rank=intra_group.rank(), ranks=intra_group.size())

@@ -24,7 +24,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def resolve_group(group: Any = None) -> Any:
+def resolve_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """The process group itself: the default one for None.
 
     Raises:
@@ -40,7 +40,7 @@ def resolve_group(group: Any = None) -> Any:
             )
         group = dist.group.WORLD
     if torch.compiler.is_compiling():  # which was checked where it was made
-        return group
+        return group  # type: ignore[return-value]
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("torch_commhook: this rank is not a member of the given process group")
     if not isinstance(group, dist.ProcessGroup):
@@ -52,7 +52,7 @@ def resolve_group(group: Any = None) -> Any:
     return group
 
 
-def check_place(op: str, group: Any) -> None:
+def check_place(op: str, group: dist.ProcessGroup) -> None:
     """Refuse a group that does not tell which of its ranks this is: shards go by that.
 
     torchft's groups are made as rank 0 of 1 on every rank, and tell another size later.
@@ -79,7 +79,9 @@ def check_place(op: str, group: Any) -> None:
         )
 
 
-def all_reduce(tensor: Tensor, *, group: Any = None) -> torch.futures.Future[Tensor]:
+def all_reduce(
+    tensor: Tensor, *, group: dist.ProcessGroup | None = None
+) -> torch.futures.Future[Tensor]:
     """Sum a tensor over all ranks.
 
     Args:
@@ -107,7 +109,7 @@ def all_reduce(tensor: Tensor, *, group: Any = None) -> torch.futures.Future[Ten
 
 
 def issue_all_reduce(
-    tensor: Tensor, group: Any, *, is_traced: bool
+    tensor: Tensor, group: dist.ProcessGroup, *, is_traced: bool
 ) -> torch.futures.Future[Tensor]:
     """:func:`all_reduce`, unchecked and not counted: on whatever thread."""
     if is_traced:
@@ -124,7 +126,7 @@ def issue_all_reduce(
 
 
 def all_gather(
-    tensor: Tensor, *, out: Tensor | None = None, group: Any = None
+    tensor: Tensor, *, out: Tensor | None = None, group: dist.ProcessGroup | None = None
 ) -> torch.futures.Future[Tensor]:
     """Give every rank the tensors of all ranks.
 
@@ -150,7 +152,7 @@ def all_gather(
 
 
 def issue_all_gather(
-    tensor: Tensor, out: Tensor | None, group: Any, *, is_traced: bool
+    tensor: Tensor, out: Tensor | None, group: dist.ProcessGroup, *, is_traced: bool
 ) -> torch.futures.Future[Tensor]:
     """:func:`all_gather`, unchecked and not counted: on whatever thread.
 
@@ -179,7 +181,7 @@ def all_to_all(
     input_split_sizes: Sequence[int] | None = None,
     output_split_sizes: Sequence[int] | None = None,
     out: Tensor | None = None,
-    group: Any = None,
+    group: dist.ProcessGroup | None = None,
 ) -> torch.futures.Future[Tensor]:
     """Send a piece of a tensor to each rank, and get one from each.
 
@@ -231,7 +233,9 @@ def all_to_all(
     return _future(work, group, "all_to_all_single", result)
 
 
-def reduce_scatter(tensor: Tensor, *, group: Any = None) -> torch.futures.Future[Tensor]:
+def reduce_scatter(
+    tensor: Tensor, *, group: dist.ProcessGroup | None = None
+) -> torch.futures.Future[Tensor]:
     """Sum a tensor over all ranks and give each rank its share of the sum.
 
     Args:
@@ -277,7 +281,9 @@ def reduce_scatter(tensor: Tensor, *, group: Any = None) -> torch.futures.Future
     return _future(work, group, "reduce_scatter_tensor", result)
 
 
-def broadcast(tensor: Tensor, *, src: int = 0, group: Any = None) -> torch.futures.Future[Tensor]:
+def broadcast(
+    tensor: Tensor, *, src: int = 0, group: dist.ProcessGroup | None = None
+) -> torch.futures.Future[Tensor]:
     """Give every rank the tensor of one.
 
     Args:
@@ -328,7 +334,9 @@ def _result(op: str, tensor: Tensor, shape: Sequence[int], out: Tensor | None) -
     return out
 
 
-def _future(work: Any, group: Any, method: str, result: Tensor) -> torch.futures.Future[Tensor]:
+def _future(
+    work: Any, group: dist.ProcessGroup, method: str, result: Tensor
+) -> torch.futures.Future[Tensor]:
     where = f"{method} through {_C.type_name(group)}"
     future = _on_device(work, group, method, result)
     if result.is_complex():  # and what was sent is not
@@ -337,7 +345,7 @@ def _future(work: Any, group: Any, method: str, result: Tensor) -> torch.futures
     return _C.cast_into(future, result, result.dtype, where)
 
 
-def _on_device(work: Any, group: Any, method: str, result: Tensor) -> Any:
+def _on_device(work: Any, group: dist.ProcessGroup, method: str, result: Tensor) -> Any:
     """A Work's Future, for which streams wait as they must.
 
     That of a group that knows nothing of devices, such as Gloo's, tells when the host has done its
@@ -357,7 +365,7 @@ def _on_device(work: Any, group: Any, method: str, result: Tensor) -> Any:
     return _C.as_future(result, method)
 
 
-def future_of_work(work: Any, group: Any, method: str = "collective") -> Any:
+def future_of_work(work: Any, group: dist.ProcessGroup, method: str = "collective") -> Any:
     """What a group has given back, checked.
 
     Raises:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.collectives.futures import TracedStages, set_error, then_beside
@@ -18,12 +19,12 @@ from torch_commhook.metrics import CallMeter, note_collective
 def two_stages(
     issue_first: Callable[[], Any],
     between: Callable[[Tensor], Tensor],
-    issue_second: Callable[[Tensor, Any], Any],
+    issue_second: Callable[[Tensor, dist.ProcessGroup], Any],
     finish: Callable[[Tensor], Tensor],
     *,
     second_bytes: int,
     device: torch.device,
-    group: Any,
+    group: dist.ProcessGroup,
     meter: CallMeter | None = None,
 ) -> Any:
     """Run two collectives, one after the other, without holding up those of other buckets.
@@ -49,7 +50,7 @@ def two_stages(
     """
     # Asked once: later stages are other threads' work, which cannot tell who compiles.
     is_traced = torch.compiler.is_compiling()
-    own_group: Any = None
+    own_group: dist.ProcessGroup | None = None
     if not is_traced and device.type == "cpu" and group.size() > 1:
         own_group = second_group(group)
         if own_group is not None:
@@ -90,7 +91,7 @@ def staged(
     send: Callable[[Tensor], Tensor],
     issue: Callable[[Tensor], Any],
     end: Callable[[Tensor], Tensor],
-    group: Any,
+    group: dist.ProcessGroup,
 ) -> Any:
     """Two stages one after another, each issued by the thread that ended the one before.
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.codecs.base import Codec
@@ -30,7 +31,7 @@ class SumArguments(NamedTuple):
 
 
 def check_arguments(
-    op: str, arguments: SumArguments, numel: int, device: torch.device, group: Any
+    op: str, arguments: SumArguments, numel: int, device: torch.device, group: dist.ProcessGroup
 ) -> None:
     """Refuse what would fail in a later stage, when other ranks are waiting already.
 

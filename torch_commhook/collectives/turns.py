@@ -12,7 +12,8 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+
+import torch.distributed as dist
 
 
 class Turn:
@@ -99,15 +100,15 @@ class Turns:
             turn._failed(error)
 
 
-_of_group: weakref.WeakKeyDictionary[Any, Turns] = weakref.WeakKeyDictionary()
+_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Turns] = weakref.WeakKeyDictionary()
 
 
-def turns_of(group: Any) -> Turns:
+def turns_of(group: dist.ProcessGroup) -> Turns:
     """The turns on a process group."""
     return _of_group.setdefault(group, Turns())
 
 
-def renew_turns(group: Any) -> None:
+def renew_turns(group: dist.ProcessGroup) -> None:
     """Begin anew: the group has new connections. Turns that were announced before are over."""
     before = _of_group.pop(group, None)
     if before is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.collectives.plain import all_to_all, issue_all_gather
@@ -81,7 +82,9 @@ def _sum_rows_fake(rows: Tensor, out: Tensor) -> None:
     )
 
 
-def wide_all_reduce(wire: Tensor, numel: int, shards: Tensor | None, *, group: Any) -> Any:
+def wide_all_reduce(
+    wire: Tensor, numel: int, shards: Tensor | None, *, group: dist.ProcessGroup
+) -> Any:
     """Sum 16-bit values over all ranks: in float32, and rounded once.
 
     An all-to-all and an all-gather, as :func:`two_stages` runs them. All ranks get the same bits.
@@ -103,7 +106,7 @@ def wide_all_reduce(wire: Tensor, numel: int, shards: Tensor | None, *, group: A
     is_traced = shards is None  # asked once: other threads cannot tell who compiles
     sums = wire.new_empty(shard)
 
-    def issue_second(tensor: Tensor, second_group: Any) -> Any:
+    def issue_second(tensor: Tensor, second_group: dist.ProcessGroup) -> Any:
         # All of what was in `wire` has been sent by now.
         out = None if is_traced else wire.view(ranks, shard)
         return issue_all_gather(tensor, out, second_group, is_traced=is_traced)

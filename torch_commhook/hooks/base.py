@@ -42,7 +42,7 @@ class Hook(ABC):
             average is then over the default group.
     """
 
-    process_group: Any = None
+    process_group: dist.ProcessGroup | None = None
 
     #: What is so of it; each also under its own name.
     traits: HookTraits = HookTraits()
@@ -66,7 +66,7 @@ class Hook(ABC):
             one.kind is one.VAR_KEYWORD for one in parameters.values()
         )
 
-    def __init__(self, process_group: Any = None) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.process_group = process_group
 
     def hooks_inside(self) -> "Sequence[Hook]":
@@ -77,7 +77,7 @@ class Hook(ABC):
         """:attr:`has_stages`, where the average is over so many ranks."""
         return self.has_stages or any(hook.has_stages_among(ranks) for hook in self.hooks_inside())
 
-    def check_ranks(self, group: Any) -> None:
+    def check_ranks(self, group: dist.ProcessGroup) -> None:
         """Refuse process groups of the hook's own that do not fit a model's.
 
         Called on all ranks at the same point, before the hook is used.
@@ -204,7 +204,7 @@ class Hook(ABC):
         """
         return bucket.dtype()
 
-    def group(self, bucket: GradBucket) -> Any:
+    def group(self, bucket: GradBucket) -> dist.ProcessGroup:
         """The process group to average this bucket over.
 
         Raises:
@@ -216,7 +216,7 @@ class Hook(ABC):
         own, memory = resolve_group(own), bucket._memory
         return own if memory is None else memory.stand_in(own)
 
-    def own_groups(self) -> "list[Any]":
+    def own_groups(self) -> list[dist.ProcessGroup]:
         """Process groups that it was given, itself or a hook inside.
 
         The same on all ranks, but for what is no group, or none of this rank's: a step tells of it.
@@ -226,7 +226,7 @@ class Hook(ABC):
             found += hook.own_groups()
         return found
 
-    def _given_groups(self) -> "list[Any]":
+    def _given_groups(self) -> list[dist.ProcessGroup]:
         return [] if self.process_group is None else [self.process_group]
 
     def __repr__(self) -> str:

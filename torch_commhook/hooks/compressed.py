@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.buckets.grad_bucket import GradBucket
@@ -42,7 +43,9 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
 
     _commhook_traceable = True
 
-    def __init__(self, codec: Codec, *, seed: int = 0, process_group: Any = None) -> None:
+    def __init__(
+        self, codec: Codec, *, seed: int = 0, process_group: dist.ProcessGroup | None = None
+    ) -> None:
         super().__init__(process_group)
         if not isinstance(codec, Codec):
             raise TypeError(
@@ -57,7 +60,7 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
         # Codecs of one's own may print alike.
         self._shard_plan = f"shard of {codec!r} {id(codec)}"
 
-    def check_ranks(self, group: Any) -> None:
+    def check_ranks(self, group: dist.ProcessGroup) -> None:
         if self.has_stages:
             own = self.process_group
             check_place(str(self), group if own is None else resolve_group(own))
@@ -160,7 +163,9 @@ def check_dense(hook: Hook, bucket: GradBucket) -> None:
 def hook_of_codec(codec: type[Codec]) -> Callable[..., compressed]:
     """A function that makes the hook of a codec, with the codec's settings."""
 
-    def make(*args: Any, seed: int = 0, process_group: Any = None, **settings: Any) -> compressed:
+    def make(
+        *args: Any, seed: int = 0, process_group: dist.ProcessGroup | None = None, **settings: Any
+    ) -> compressed:
         return compressed(codec(*args, **settings), seed=seed, process_group=process_group)
 
     make.__name__ = make.__qualname__ = codec.__name__

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook import _C
@@ -39,7 +40,9 @@ class cpp(Hook):  # noqa: N801 (a hook is written as it is called)
         RuntimeError: what the hook's constructor throws, when it first runs.
     """
 
-    def __init__(self, name: str, /, *, process_group: Any = None, **options: Any) -> None:
+    def __init__(
+        self, name: str, /, *, process_group: dist.ProcessGroup | None = None, **options: Any
+    ) -> None:
         super().__init__(process_group)
         if not isinstance(name, str):
             raise TypeError(f"cpp: name must be a str, got {_C.type_name(name)}")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.buckets.grad_bucket import GradBucket
@@ -43,7 +44,14 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
 
     _commhook_traceable = True
 
-    def __init__(self, codec: Codec, *, intra_group: Any, inter_group: Any, seed: int = 0) -> None:
+    def __init__(
+        self,
+        codec: Codec,
+        *,
+        intra_group: dist.ProcessGroup,
+        inter_group: dist.ProcessGroup,
+        seed: int = 0,
+    ) -> None:
         super().__init__()
         if not isinstance(codec, Codec):
             raise TypeError(
@@ -76,7 +84,7 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
                 f"got ranks {nodes} and {places}, which share {both}"
             )
 
-    def check_ranks(self, group: Any) -> None:
+    def check_ranks(self, group: dist.ProcessGroup) -> None:
         every = gather(group, [group_ranks(self.intra_group), group_ranks(self.inter_group)])
         of_model = group_ranks(group)
         if every is None or of_model is None or any(None in groups for groups in every):
@@ -98,7 +106,7 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
                         f"{node} and rank {other} place {place} of {groups_of[other][0]}"
                     )
 
-    def _given_groups(self) -> list[Any]:
+    def _given_groups(self) -> list[dist.ProcessGroup]:
         return [self.intra_group, self.inter_group]
 
     def __reduce__(self) -> NoReturn:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.buckets.grad_bucket import GradBucket
@@ -61,7 +60,9 @@ class cast(Hook):  # noqa: N801
 
     _commhook_traceable = True
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16, process_group: Any = None) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.bfloat16, process_group: dist.ProcessGroup | None = None
+    ) -> None:
         super().__init__(process_group)
         if dtype not in (torch.float16, torch.bfloat16):
             raise TypeError(f"cast: dtype must be torch.float16 or torch.bfloat16, got {dtype}")
@@ -85,7 +86,9 @@ class cast(Hook):  # noqa: N801
         wire = bucket.flatten(scale=average_scale(group), dtype=self.dtype, out=workspace)
         return all_reduce(wire, group=group)
 
-    def _add_in_float32(self, bucket: GradBucket, group: Any) -> torch.futures.Future[Tensor]:
+    def _add_in_float32(
+        self, bucket: GradBucket, group: dist.ProcessGroup
+    ) -> torch.futures.Future[Tensor]:
         scale, numel = average_scale(group), bucket.numel()
         padded = padded_numel(numel, group.size())
         if torch.compiler.is_compiling():

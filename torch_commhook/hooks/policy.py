@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.buckets.grad_bucket import GradBucket
@@ -178,7 +179,7 @@ class _Part(GradBucket):
         whole: GradBucket,
         gradients: Sequence[Tensor],
         memory: BucketMemory,
-        process_group: Any,
+        process_group: dist.ProcessGroup,
     ) -> None:
         parameters = whole.parameters()
         self._parameters = [parameters[i] for i in memory.places]

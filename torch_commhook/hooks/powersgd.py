@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.buckets.grad_bucket import GradBucket
@@ -80,7 +81,7 @@ class powersgd(Hook):  # noqa: N801 (a hook is written as it is called)
         *,
         min_compression_rate: float = 2.0,
         seed: int = 0,
-        process_group: Any = None,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(process_group)
         for name, value in (("rank", rank), ("seed", seed)):
@@ -167,7 +168,7 @@ class _LowRankAverage:
     group last would wait for its own end.
     """
 
-    def __init__(self, hook: powersgd, bucket: GradBucket, group: Any) -> None:
+    def __init__(self, hook: powersgd, bucket: GradBucket, group: dist.ProcessGroup) -> None:
         self.memory = hook.memory(bucket)
         self.text = self.memory.plans[hook._name]
         q = self.memory.tensors.get(hook._name)
@@ -183,7 +184,7 @@ class _LowRankAverage:
         self.is_traced = torch.compiler.is_compiling()
         self.meter: CallMeter | None = None if self.is_traced else self.memory.meter
 
-    def start(self, bucket: GradBucket, group: Any) -> Any:
+    def start(self, bucket: GradBucket, group: dist.ProcessGroup) -> Any:
         if not self.has_matrices:
             return self._average_vectors(bucket, group)
         with torch.no_grad(), timed(self.meter, "encode"):
@@ -208,7 +209,7 @@ class _LowRankAverage:
             return torch.empty(numel, dtype=self.dtype, device=self.device)
         return self.memory.buffers.get(name, (numel,), self.dtype, self.device)
 
-    def _average_vectors(self, bucket: GradBucket, group: Any) -> Any:
+    def _average_vectors(self, bucket: GradBucket, group: dist.ProcessGroup) -> Any:
         out = None if self.is_traced else self._buffer("result", self.numel)
         wire = bucket.flatten(scale=self.scale, dtype=self.dtype, out=out)
         if self.error is not None:  # that of another hook, before

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 from torch._subclasses.functional_tensor import FunctionalTensorMode
@@ -23,7 +24,10 @@ _INT64_MAX = 2**63 - 1
 
 
 def broadcast_coalesced(
-    process_group: Any, tensors: Iterable[Tensor], buffer_size: int, rank: int = 0
+    process_group: dist.ProcessGroup | None,
+    tensors: Iterable[Tensor],
+    buffer_size: int,
+    rank: int = 0,
 ) -> None:
     """Give all ranks the contents that tensors have on one rank, in few broadcasts.
 

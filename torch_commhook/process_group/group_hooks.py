@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -143,15 +143,22 @@ class GroupHooks:
         return list(self._hooks[kind].values())
 
 
+class HookedGroup(Protocol):
+    """A group that has hooks: what ``ProcessGroup`` in ``base.py`` is."""
+
+    @property
+    def _hooks(self) -> GroupHooks: ...
+
+
 def run_with_hooks(
-    group: Any,
+    group: HookedGroup,
     operation: str,
     method: Callable[..., Any],
     arguments: tuple[Any, ...],
     keywords: Mapping[str, Any],
 ) -> Any:
     """Call a method of a group with the group's hooks around it; called by C++."""
-    hooks: GroupHooks = group._hooks
+    hooks = group._hooks
     if hooks in _local.running:  # what a hook itself calls is not told to hooks
         return method(*arguments, **keywords)
     if operation == "abort":

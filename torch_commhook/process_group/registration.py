@@ -14,7 +14,7 @@ from torch_commhook.collectives.gloo_groups import group_ranks
 
 
 def register(
-    group: Any,
+    group: dist.ProcessGroup | Callable[..., dist.ProcessGroup],
     name: str,
     *,
     devices: str | Sequence[str] = ("cpu", "cuda"),
