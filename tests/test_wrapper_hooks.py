@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch_commhook import GradBucket, attach, codecs, hooks, process_group
 from torch_commhook.cli.hook_expression import parse_hook
 from torch_commhook.collectives import hierarchical_all_reduce
+from torch_commhook.hooks.traits import HookTraits
 from torch_commhook.process_group import WrapperProcessGroup
 from torch_commhook.testing import run_ranks, simulate
 
@@ -496,6 +497,28 @@ class Unprinted(hooks.Hook):
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         return hooks.allreduce().average(bucket)
+
+
+def test_what_a_class_an_object_or_a_property_says_holds_around_it() -> None:
+    class Saying(Unprinted):
+        is_lossy = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.settles_buckets = True
+
+        @property
+        def has_stages(self) -> bool:
+            return True
+
+    around = hooks.clip(1.0, hooks.error_feedback(Saying()))
+    assert around.traits == HookTraits(
+        is_lossy=True,
+        settles_buckets=True,
+        has_stages=True,
+        keeps_error=True,
+        scales_steps=True,
+    )
 
 
 def _hooks_of_ones_own(rank: int) -> list[str]:
