@@ -31,6 +31,8 @@ ARGS ?=
 
 VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip --quiet --disable-pip-version-check
+# What the long runs share with the tests is found as in a test.
+LONG_RUN = PYTHONPATH=$(CURDIR)/tests/support:$(PYTHONPATH) $(VENV)/bin/python tests/long_runs
 NATIVE = setup.py build_support.py $(shell find csrc cuda -type f)
 
 .PHONY: train test distributed-suite lint format bench bench-loss bench-link bench-plan bench-throttle results cuda-compile gpu test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback clean
@@ -43,7 +45,7 @@ test: $(VENV)/built
 	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 distributed-suite: $(VENV)/built
-	$(VENV)/bin/python tests/distributed_suite.py $(ARGS)
+	$(LONG_RUN)/distributed_suite.py $(ARGS)
 
 bench: $(VENV)/built
 	$(VENV)/bin/python benchmarks/bench_bucket.py $(ARGS)
@@ -121,25 +123,25 @@ test-asan test-tsan: $(VENV)/built
 	mkdir -p build/$@ && find build/$@ -mindepth 1 -maxdepth 1 ! -name build -exec rm -rf {} +
 	git ls-files -z --cached --others --exclude-standard | xargs -0 cp -p --parents -t build/$@
 	cd build/$@ && COMMHOOK_SANITIZE=$(SANITIZER) COMMHOOK_CUDA=0 $(abspath $(VENV))/bin/python setup.py --quiet build_ext --inplace
-	cd build/$@ && $(abspath $(VENV))/bin/python tests/sanitizers/run.py $(SANITIZER) $(ARGS)
+	cd build/$@ && $(abspath $(VENV))/bin/python tests/long_runs/sanitizers/run.py $(SANITIZER) $(ARGS)
 
 modes: $(VENV)/built
-	$(VENV)/bin/python tests/all_modes.py $(ARGS)
+	$(LONG_RUN)/all_modes.py $(ARGS)
 
 kill-and-resume: $(VENV)/built
-	$(VENV)/bin/python tests/kill_and_resume.py $(ARGS)
+	$(LONG_RUN)/kill_and_resume.py $(ARGS)
 
 soak: $(VENV)/built
-	$(VENV)/bin/python tests/soak_autograd_hooks.py $(ARGS)
+	$(LONG_RUN)/soak_autograd_hooks.py $(ARGS)
 
 soak-hooks: $(VENV)/built
-	$(VENV)/bin/python tests/soak_hooks.py $(ARGS)
+	$(LONG_RUN)/soak_hooks.py $(ARGS)
 
 balance: $(VENV)/built
-	$(VENV)/bin/python tests/balance.py $(ARGS)
+	$(LONG_RUN)/balance.py $(ARGS)
 
 error-feedback: $(VENV)/built
-	$(VENV)/bin/python tests/error_feedback_runs.py $(ARGS)
+	$(LONG_RUN)/error_feedback_runs.py $(ARGS)
 
 clean:
 	rm -rf build .venv .venv-cuda torch_commhook.egg-info

@@ -18,7 +18,8 @@ Settings, all optional:
     No optimisation, debug symbols.
 ``COMMHOOK_SANITIZE``
     ``address`` or ``thread``: both libraries with AddressSanitizer or ThreadSanitizer, ``-O1`` and
-    debug symbols. Only a Python that ``tests/sanitizers/run.py`` has started can load them.
+    debug symbols. Only a Python that ``tests/long_runs/sanitizers/run.py`` has started can load
+    them.
 """
 
 import glob

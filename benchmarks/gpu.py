@@ -133,7 +133,8 @@ def build(seconds: float) -> Outcome:
 
 def cuda_tests() -> list[str]:
     """The files with tests marked ``cuda``: others need packages that may not be there."""
-    return sorted(str(file.relative_to(ROOT)) for file in (ROOT / "tests").glob("test_cuda_*.py"))
+    found = (ROOT / "tests" / "cuda").glob("test_*.py")
+    return sorted(str(file.relative_to(ROOT)) for file in found)
 
 
 def begin_tests() -> Command:
@@ -183,7 +184,7 @@ def begin_sanitizers() -> list[Command]:
             [
                 *(sanitizer, "--tool", tool),
                 *(("--report-api-errors", "no") if tool == "memcheck" else ()),
-                *(sys.executable, "tests/cuda_sanitized.py"),
+                *(sys.executable, "tests/long_runs/cuda_sanitized.py"),
             ],
             PYTORCH_NO_CUDA_MEMORY_CACHING="1",  # each tensor's bounds are those of its memory
         )

@@ -16,7 +16,7 @@ from machine import FOLDER
 ROOT = FOLDER.parent
 PAGE = ROOT / "docs" / "results.md"
 RESULTS = FOLDER / "results"
-TESTS = ROOT / "tests"
+LONG_RUNS = ROOT / "tests" / "long_runs"
 
 
 def load(path: Path) -> Any:
@@ -133,10 +133,10 @@ def losses() -> Iterator[str]:
 
 
 def long_tests() -> Iterator[str]:
-    killed = load(TESTS / "kill_and_resume.json")["rows"]
-    soaked = load(TESTS / "soak_hooks.json")["rows"]
-    feedback = load(TESTS / "error_feedback_runs.json")
-    modes = load(TESTS / "all_modes.json")["outcomes"]
+    killed = load(LONG_RUNS / "kill_and_resume.json")["rows"]
+    soaked = load(LONG_RUNS / "soak_hooks.json")["rows"]
+    feedback = load(LONG_RUNS / "error_feedback_runs.json")
+    modes = load(LONG_RUNS / "all_modes.json")["outcomes"]
     same = sum(not row["different"] for row in killed)
     runs = sum(row["runs"] for row in soaked)
     wrong = sum(len(row["wrong"]) for row in soaked)

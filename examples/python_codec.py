@@ -3,7 +3,7 @@
 Importing the file makes the codec and its hook known, so that these run with it::
 
     python -m torch_commhook train --hook examples/python_codec.py:hook
-    cd examples && python -m pytest -p python_codec ../tests/test_codecs.py
+    cd examples && python -m pytest -p python_codec ../tests/codecs/test_codecs.py
 
 The second tries the codec in everything that each codec owes to those who use it.
 """

@@ -1,0 +1,129 @@
+"""Hooks over process groups that a user gave them, after a step that failed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from mode_cases import OwnError, batch, gradients, module
+from modes import Mode
+from rank_pool import RankPool
+
+from torch_commhook import attach, hooks
+from torch_commhook.codecs import CODECS
+
+
+class Failure:
+    """Raises in one call of :func:`may_fail`, when it is told to."""
+
+    calls = -1
+
+
+@torch.library.custom_op("commhook_tests::may_fail", mutates_args=())
+def may_fail(x: torch.Tensor) -> torch.Tensor:
+    # An operator, so that compiled code does it when it runs, not when it is traced.
+    Failure.calls -= 1
+    if Failure.calls == 0:
+        raise OwnError("boo")
+    return x.clone()
+
+
+@may_fail.register_fake
+def _may_fail_fake(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _over_given_groups(kind: str) -> hooks.Hook:
+    if kind == "one stage":
+        return hooks.cast(process_group=dist.new_group())
+    if kind == "two stages":
+        return hooks.blockwise(process_group=dist.new_group())
+    if kind == "nodes":
+        alone, everybody = dist.new_subgroups(1)[0], dist.new_group()
+        return hooks.hierarchical(CODECS["blockwise"](), intra_group=alone, inter_group=everybody)
+    if kind == "C++":
+        return hooks.cpp("cast", process_group=dist.new_group())
+    assert kind == "policy", kind
+    rules = [("dim <= 1", hooks.allreduce(process_group=dist.new_group()))]
+    return hooks.policy(rules, hooks.blockwise(process_group=dist.new_group()))
+
+
+def _given_groups_recover(rank: int, mode: Mode, kind: str) -> list[tuple[str, bool]]:
+    torch._dynamo.reset()
+    model = mode.wrap(module())
+    handle = attach(model, _over_given_groups(kind), **mode.attach_options)
+    handle.register_prehook(lambda gradients: tuple(map(may_fail, gradients)))
+    happened = []
+    with mode.step_function(model) as step:
+        for _ in range(2):
+            model.zero_grad()
+            step(batch(rank, 1))
+        want = gradients(model)
+        # Of compiled code that has sent something, PyTorch keeps what it has not waited for.
+        calls = (1, 1, 1) if mode.compiles_backward else (3, 1, 5)
+        for fails, call in zip((0, 1, 1), calls, strict=True):
+            Failure.calls = call if rank == fails else -1
+            model.zero_grad()
+            try:
+                step(batch(rank, 1))
+                raised = "nothing"
+            except Exception as error:
+                raised = type(error).__name__
+            model.zero_grad()
+            step(batch(rank, 1))
+            right = all(torch.equal(a, b) for a, b in zip(gradients(model), want, strict=True))
+            happened.append((raised, right))
+    handle.remove()
+    return happened
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        ("one stage", Mode("ddp", "eager")),
+        ("two stages", Mode("ddp", "eager")),
+        ("C++", Mode("ddp", "eager")),
+        ("nodes", Mode("module", "eager")),
+        ("C++", Mode("module", "eager")),
+        ("policy", Mode("module", "eager")),
+        ("two stages", Mode("module", "context", backend="aot_eager")),
+        ("nodes", Mode("module", "context", backend="aot_eager")),
+    ],
+    ids=str,
+)
+def test_hooks_over_groups_that_they_were_given(two_ranks: RankPool, kind: str, mode: Mode) -> None:
+    """Groups of a user's: the library has others in their place, and connects these anew."""
+    own, others = two_ranks.run(_given_groups_recover, mode, kind, timeout=120)
+    ended = "RuntimeError" if mode.compiles_backward else "PeerError"
+    assert own == [("OwnError", True), (ended, True), (ended, True)]
+    assert others == [(ended, True), ("OwnError", True), ("OwnError", True)]
+
+
+def _attaches_a_destroyed_group(rank: int, on: str) -> tuple[list[str], bool]:
+    group = dist.new_group()
+    hook = hooks.cast(process_group=group)
+    model = torch.nn.Linear(3, 2)
+    if on == "DDP":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    dist.destroy_process_group(group)
+    errors = []
+    for given, options in (hook, {}), (hooks.allreduce(), {"process_group": group}):
+        if on == "DDP":
+            options = {}
+        try:
+            attach(model, given, **options).remove()
+        except ValueError as error:
+            errors.append(str(error))
+    attach(model, hooks.allreduce())
+    model(torch.full((1, 3), float(rank))).sum().backward()
+    (weight, _) = model.parameters()
+    return errors, bool((weight.grad == 0.5).all())
+
+
+@pytest.mark.parametrize("on", ["DDP", "module"])
+def test_a_group_that_was_destroyed(two_ranks: RankPool, on: str) -> None:
+    """It is refused, and the model takes another hook afterwards."""
+    for errors, right in two_ranks.run(_attaches_a_destroyed_group, on):
+        assert len(errors) == (1 if on == "DDP" else 2)
+        assert all("has been destroyed" in error for error in errors)
+        assert right

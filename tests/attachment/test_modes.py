@@ -1,0 +1,319 @@
+"""Every hook in every mode: the gradients of eager, with two ranks and several buckets."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from mode_cases import CastInTwoStages, batch, module, with_futures
+from modes import BUCKET_CAP_MB, MODES, Mode
+from rank_pool import RankPool
+from torch import nn
+from torch._dynamo.utils import counters
+
+from torch_commhook import GradBucket, attach, collectives, hooks, traceable
+from torch_commhook.cli.hook_expression import parse_hook
+from torch_commhook.codecs import CODECS
+from torch_commhook.hooks.traceable import is_traceable
+
+STEPS = 3
+
+
+# ---- what users write ----------------------------------------------------------------------------
+
+
+class Object:
+    """Callable, with a state of its own."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, state: object, bucket: GradBucket) -> torch.Tensor:
+        self.calls += 1
+        return collectives.all_reduce(bucket.buffer() / 2, group=bucket.process_group()).wait()
+
+
+@traceable
+def traced(state: object, bucket: GradBucket) -> torch.Tensor:
+    group = bucket.process_group()
+    return collectives.all_reduce(bucket.buffer() / group.size(), group=group).wait()
+
+
+def between_nodes() -> hooks.Hook:
+    """Each rank is a node."""
+    alone, everybody = dist.new_subgroups(1)[0], dist.new_group()
+    hook = hooks.hierarchical(CODECS["blockwise"](), intra_group=alone, inter_group=everybody)
+    return hooks.error_feedback(hook)
+
+
+#: Hooks, and the rounding of their results relative to the largest gradient.
+HOOKS: dict[str, tuple[Callable[[], Any], float]] = {
+    "allreduce()": (hooks.allreduce, 1e-6),
+    "cast(bfloat16)": (lambda: hooks.cast(torch.bfloat16), 2.0**-7),
+    "cast(float16)": (lambda: hooks.cast(torch.float16), 2.0**-10),
+    "cast in two stages": (CastInTwoStages, 2.0**-7),
+    "futures": (lambda: with_futures, 1e-6),
+    "object": (Object, 1e-6),
+    "traced": (lambda: traced, 1e-6),
+    "hierarchical": (between_nodes, 1 / 64),
+    "cast(process_group)": (lambda: hooks.cast(process_group=dist.new_group()), 2.0**-7),
+}
+
+#: As they are written. Sparse ones say little about the mean of one step.
+COMPRESSING = {
+    "error_feedback(blockwise(bits=4))": 0.5,
+    "error_feedback(powersgd(rank=2))": 1.0,
+    "blockwise()": 1 / 64,
+    "blockwise(rounding='stochastic')": 1 / 32,
+    "fp8()": 2.0**-3,
+    "error_feedback(sign())": 2.0,
+    "error_feedback(topk(0.1))": 2.0,
+    "error_feedback(randomk(0.1))": 2.0,
+    "clip(0.003, cast())": math.inf,
+    "clip(0.003)": math.inf,
+    "clip(0.003, error_feedback(blockwise(bits=4)))": math.inf,
+    "policy([('0.*', allreduce()), ('4.*', sign())], error_feedback(blockwise(bits=4)))": 2.0,
+    "adaptive(20000)": 0.5,
+}
+HOOKS.update(
+    (text, (functools.partial(parse_hook, text), rounding))
+    for text, rounding in COMPRESSING.items()
+)
+
+#: These are tried in every mode; what the others add is theirs alone, and modes that differ in
+#: how they trace will do. ``make modes`` tries all in all.
+EVERYWHERE = (
+    set(HOOKS)
+    - set(list(COMPRESSING)[2:])
+    - {"cast(float16)", "cast in two stages", "object", "hierarchical", "cast(process_group)"}
+)
+SOMEWHERE = [
+    Mode("ddp", "eager"),
+    Mode("module", "compile"),
+    Mode("module", "context", fullgraph=True),
+]
+
+
+def _train(rank: int, mode: Mode, hook: str) -> dict[str, Any]:
+    torch._dynamo.reset()
+    counters.clear()
+    model = mode.wrap(module())
+    handle = attach(model, HOOKS[hook][0](), **mode.attach_options)
+    traceable = is_traceable(handle.hook)
+    gradients: list[list[torch.Tensor]] = []
+    captures: list[int] = []
+    with mode.step_function(model) as step:
+        for number in range(STEPS):
+            model.zero_grad()
+            step(batch(rank, number))
+            gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+            captures.append(
+                counters["stats"]["unique_graphs"] + counters["compiled_autograd"]["captures"]
+            )
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+    stats = handle.stats()
+    handle.remove()
+    return {
+        "gradients": gradients,
+        "traceable": traceable,
+        "captures": captures,
+        "breaks": sum(counters["graph_break"].values()),
+        "own_breaks": sum(
+            count
+            for reason, count in counters["graph_break"].items()
+            if "_finish_untraced" in reason
+        ),
+        "buckets": len(stats.buckets),
+        "steps": stats.steps,
+        "bytes": stats.bytes_sent_last_step,
+    }
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[torch.Tensor]]:
+    """Each step's average of the ranks' own gradients, in float64, trained on without rounding."""
+    model = module()
+    every = []
+    for number in range(STEPS):
+        averages = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
+        for rank in range(2):
+            model.zero_grad()
+            model(batch(rank, number)).square().sum().backward()
+            for average, parameter in zip(averages, model.parameters(), strict=True):
+                average += parameter.grad.double() / 2
+        every.append(averages)
+        with torch.no_grad():
+            for parameter, average in zip(model.parameters(), averages, strict=True):
+                parameter -= 0.1 * average
+    return every
+
+
+@pytest.fixture(scope="module")
+def eager(two_ranks: RankPool) -> Callable[..., list[dict[str, Any]]]:
+    """What each hook gives in eager on both ranks, on a plain module or on DDP."""
+    kept: dict[tuple[str, bool], list[dict[str, Any]]] = {}
+
+    def results(hook: str, on_ddp: bool = False) -> list[dict[str, Any]]:
+        if (hook, on_ddp) not in kept:
+            mode = Mode("ddp" if on_ddp else "module", "eager")
+            kept[hook, on_ddp] = two_ranks.run(_train, mode, hook)
+        return kept[hook, on_ddp]
+
+    return results
+
+
+ALL = "COMMHOOK_ALL_MODES" in os.environ
+
+
+def compiled(mode: Mode) -> Mode:
+    """Inductor in some of the modes is enough, unless all are asked for."""
+    return mode if ALL or mode.runner != "config" else replace(mode, backend="aot_eager")
+
+
+def runs(mode: Mode, hook: str) -> bool:
+    """A hook that cannot be traced breaks the graph, which fullgraph forbids."""
+    if mode.fullgraph and hook in ("futures", "object"):
+        return False
+    return ALL or hook in EVERYWHERE or mode in SOMEWHERE
+
+
+@pytest.mark.parametrize(
+    ("mode", "hook"),
+    [
+        pytest.param(compiled(mode), hook, id=f"{mode}-{hook}")
+        for mode in MODES
+        for hook in HOOKS
+        if runs(mode, hook)
+    ],
+)
+def test_every_hook_in_every_mode(
+    two_ranks: RankPool, eager: Callable[..., list[dict[str, Any]]], mode: Mode, hook: str
+) -> None:
+    on_ddp = mode.model == "ddp" and not mode.compiles_backward
+    # What shares a bucket is another on DDP's reducer in the first step.
+    wanted = eager(hook, on_ddp and (hook in COMPRESSING or hook == "hierarchical"))
+    results = two_ranks.run(_train, mode, hook, timeout=180)
+    for rank, (result, want) in enumerate(zip(results, wanted, strict=True)):
+        assert result["buckets"] > 2
+        assert result["steps"] == STEPS
+        assert result["bytes"] == want["bytes"]
+        for got, bits in zip(result["gradients"], want["gradients"], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(got, bits, strict=True)), rank
+        # DDP's own forward is compiled anew once its C++ reducer has given way.
+        compiled_once = 1 if mode.model == "ddp" else 0
+        if hook.startswith("adaptive"):  # which settles after a step, and is compiled again
+            continue
+        assert result["captures"][compiled_once] == result["captures"][-1], "compiled again"
+        if mode.runner == "eager":
+            assert result["captures"][-1] == result["breaks"] == 0
+        elif mode.compiles_backward:
+            # Forward, backward, and the capture of that.
+            assert mode.model == "ddp" or result["captures"][-1] == 3
+            # One, counted for each of the functions that it is nested in.
+            assert (result["own_breaks"] == 0) == result["traceable"]
+            # PyTorch's own are those of DDP's forward, and the call of backward() in a function.
+            if mode.model != "ddp":
+                own = result["breaks"] - result["own_breaks"]
+                assert own == (mode.runner == "config")
+
+
+@pytest.mark.parametrize("hook", [hook for hook in HOOKS if hook not in ("futures", "object")])
+def test_every_hook_with_dynamic_shapes(
+    two_ranks: RankPool, eager: Callable[..., list[dict[str, Any]]], hook: str
+) -> None:
+    """The compiler makes variables of the numbers that it meets, of which there is no text."""
+    mode = Mode("module", "context", fullgraph=True, backend="aot_eager", dynamic=True)
+    results = two_ranks.run(_train, mode, hook, timeout=180)
+    for result, want in zip(results, eager(hook), strict=True):
+        assert result["bytes"] == want["bytes"]
+        for got, bits in zip(result["gradients"], want["gradients"], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(got, bits, strict=True))
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_eager_gives_the_mean(
+    eager: Callable[..., list[dict[str, Any]]], expected: list[list[torch.Tensor]], hook: str
+) -> None:
+    rounding = HOOKS[hook][1]
+    for result in eager(hook):
+        for got, want in zip(result["gradients"], expected, strict=True):
+            for a, b in zip(got, want, strict=True):
+                assert (a - b).abs().max() <= 2 * rounding * b.abs().max()
+
+
+@pytest.mark.parametrize("hook", [hook for hook in HOOKS if hook.startswith("clip")])
+def test_every_clip_of_these_bites(
+    eager: Callable[..., list[dict[str, Any]]], expected: list[list[torch.Tensor]], hook: str
+) -> None:
+    for result in eager(hook):
+        for got, whole in zip(result["gradients"], expected, strict=True):
+            norm = torch.cat([gradient.view(-1) for gradient in got]).norm().item()
+            assert norm == pytest.approx(0.003, rel=1e-3)
+            assert torch.cat([gradient.view(-1) for gradient in whole]).norm() > 2 * norm
+
+
+@pytest.mark.parametrize("hook", ["futures", "object"])
+def test_fullgraph_with_a_hook_that_cannot_be_traced(two_ranks: RankPool, hook: str) -> None:
+    mode = Mode("module", "context", fullgraph=True)
+    assert two_ranks.run(_fullgraph_error, mode, hook) == [True, True]
+
+
+def _fullgraph_error(rank: int, mode: Mode, hook: str) -> bool:
+    torch._dynamo.reset()
+    model = mode.wrap(module())
+    handle = attach(model, HOOKS[hook][0](), bucket_cap_mb=BUCKET_CAP_MB)
+    with mode.step_function(model) as step:
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="_finish_untraced"):
+            step(batch(rank, 0))
+    # The hook still works where it can.
+    model.zero_grad()
+    model(batch(rank, 0)).square().sum().backward()
+    got = [parameter.grad for parameter in model.parameters()]
+    handle.remove()
+    want = _train(rank, Mode("module", "eager"), hook)["gradients"][0]
+    return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+class Normed(nn.Module):
+    """With running statistics, which rank 0 sends before each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(48, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def _graphs_of_each_step(rank: int, mode: Mode) -> tuple[list[int], list[torch.Tensor]]:
+    torch._dynamo.reset()
+    counters.clear()
+    model = mode.wrap(Normed())
+    attach(model, hooks.allreduce(), **mode.attach_options)
+    graphs = []
+    with mode.step_function(model) as step:
+        for number in range(5):
+            model.zero_grad()
+            step(batch(rank, number))
+            graphs.append(counters["stats"]["unique_graphs"])
+    return graphs, [buffer.clone() for buffer in model.buffers()]
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode.runner != "eager"], ids=str)
+def test_a_model_with_buffers_is_compiled_once(two_ranks: RankPool, mode: Mode) -> None:
+    eager = two_ranks.run(_graphs_of_each_step, Mode(mode.model, "eager"))
+    for (graphs, buffers), (_, want) in zip(
+        two_ranks.run(_graphs_of_each_step, mode), eager, strict=True
+    ):
+        assert graphs[1:] == [graphs[1]] * 4  # DDP's forward is compiled again in the second
+        assert all(torch.allclose(a, b) for a, b in zip(buffers, want, strict=True))

@@ -1,0 +1,408 @@
+"""Hooks that fail on one rank: an exception on all ranks in that step, and the next one works."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from mode_cases import OwnError, batch, gradients, module
+from modes import BUCKET_CAP_MB, TRACED_MODES, Mode
+from rank_pool import RankPool
+from torch import nn
+
+from torch_commhook import GradBucket, PeerError, attach, collectives, hooks, traceable
+from torch_commhook.step.step_group import StepGroup
+
+STEPS = 50
+
+
+class Flaky:
+    """Averages, and raises on a bucket when it is told to."""
+
+    def __init__(self) -> None:
+        self.fails_on = -1
+
+    def __call__(self, state: object, bucket: GradBucket) -> torch.Tensor:
+        if bucket.index() == self.fails_on:
+            raise OwnError("boo")
+        group = bucket.process_group()
+        return collectives.all_reduce(bucket.buffer() / group.size(), group=group).wait()
+
+
+@traceable
+class TracedFlaky(Flaky):
+    pass
+
+
+def _flaky(rank: int, mode: Mode, traced: bool) -> dict[str, Any]:
+    torch._dynamo.reset()
+    model = mode.wrap(module())
+    hook = TracedFlaky() if traced else Flaky()
+    handle = attach(model, hook, **mode.attach_options)
+    dice = random.Random(3)
+    own, peers = 0, 0
+    with mode.step_function(model) as step:
+        for number in range(2):
+            model.zero_grad()
+            step(batch(rank, number))
+        buckets = len(handle.stats().buckets)
+        for number in range(STEPS):
+            fails, bucket = dice.randrange(2), dice.randrange(buckets)
+            if traced:  # each is compiled anew
+                bucket = 0 if bucket % 2 else buckets - 1
+            hook.fails_on = bucket if fails == rank else -1
+            model.zero_grad()
+            try:
+                step(batch(rank, number))
+                raise AssertionError("no exception")
+            except OwnError as error:
+                assert fails == rank, error
+                own += 1
+            except PeerError as error:
+                assert fails != rank, error
+                assert f"on rank {fails}: OwnError: boo" in str(error)
+                peers += 1
+            except RuntimeError as error:  # compiled code waits for the collective itself
+                assert fails != rank and mode.compiles_backward and traced, error
+                assert "by peer" in str(error)
+                peers += 1
+            hook.fails_on = -1
+            if number % 5 == 0 or number == STEPS - 1:
+                model.zero_grad()
+                step(batch(rank, 1))
+                got = gradients(model)
+    handle.remove()
+    return {"own": own, "peers": peers, "gradients": got, "buckets": buckets}
+
+
+def _healthy(rank: int) -> list[torch.Tensor]:
+    model = module()
+    handle = attach(model, Flaky(), bucket_cap_mb=BUCKET_CAP_MB)
+    model(batch(rank, 1)).square().sum().backward()
+    got = gradients(model)
+    handle.remove()
+    return got
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["plain", "traceable"])
+@pytest.mark.parametrize("mode", [mode for mode in TRACED_MODES if not mode.fullgraph], ids=str)
+def test_fifty_steps_that_fail(two_ranks: RankPool, mode: Mode, traced: bool) -> None:
+    results = two_ranks.run(_flaky, mode, traced, timeout=180)
+    assert results[0]["own"] + results[1]["own"] == STEPS
+    assert results[0]["peers"] + results[1]["peers"] == STEPS
+    for result, want in zip(results, two_ranks.run(_healthy), strict=True):
+        assert result["buckets"] > 2
+        assert all(torch.equal(a, b) for a, b in zip(result["gradients"], want, strict=True))
+
+
+# ---- other ways to fail --------------------------------------------------------------------------
+
+TIMEOUT_SECONDS = 30
+#: An error that another rank tells of comes long before that.
+AT_ONCE_SECONDS = 3
+BRIEF_SECONDS = 5  # of collectives, where a test waits for it; compiling takes ranks apart by some
+
+
+class Broken:
+    """Averages, except where it is told not to."""
+
+    def __init__(self) -> None:
+        self.how = ""
+
+    def __call__(self, state: object, bucket: GradBucket) -> Any:
+        group = bucket.process_group()
+        if self.how == "returns None" and bucket.index() == 1:
+            return None
+        future = collectives.all_reduce(bucket.buffer() / group.size(), group=group)
+        if self.how == "never completes" and bucket.index() == 1:
+            return torch.futures.Future()
+        if self.how == "too long" and bucket.index() == 1:
+            return future.then(lambda done: torch.ones(3))
+        if self.how == "callback raises" and bucket.index() == 1:
+            return future.then(lambda done: 1 / 0)
+        return future
+
+
+FAILURES = {
+    "returns None": r"TypeError: hook '.*Broken object' on bucket 1 of \d: must return",
+    "too long": r"ValueError: hook '.*Broken object' on bucket 1 of \d: the result must have",
+    "callback raises": r"(.|\n)*ZeroDivisionError",
+    "never completes": r"(TimeoutError|RuntimeError): hook '.*' on bucket 1 of \d: its Future is",
+}
+
+
+def _breaks_on_rank_0(rank: int, mode: Mode, how: str) -> tuple[str, bool, float]:
+    torch._dynamo.reset()
+    seconds = BRIEF_SECONDS if how == "never completes" else TIMEOUT_SECONDS
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=seconds))
+    options: dict[str, Any] = {}
+    if mode.model == "module":
+        model = mode.wrap(module())
+        options = {"bucket_cap_mb": BUCKET_CAP_MB, "process_group": group}
+    else:
+        model = mode.wrap(module(), process_group=group)
+    hook = Broken()
+    handle = attach(model, hook, **options)
+    with mode.step_function(model) as step:
+        for _ in range(2):
+            model.zero_grad()
+            step(batch(rank, 1))
+        want = gradients(model)
+        hook.how = how if rank == 0 else ""
+        model.zero_grad()
+        begin = time.monotonic()
+        try:
+            step(batch(rank, 1))
+            raised = "nothing"
+        except Exception as error:
+            raised = f"{type(error).__name__}: {error}"
+        took = time.monotonic() - begin
+        hook.how = ""
+        model.zero_grad()
+        step(batch(rank, 1))
+    right = all(torch.equal(a, b) for a, b in zip(gradients(model), want, strict=True))
+    handle.remove()
+    return raised, right, took
+
+
+@pytest.mark.parametrize("how", FAILURES)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        Mode("ddp", "eager"),
+        Mode("python_reducer", "eager"),
+        Mode("module", "eager"),
+        Mode("module", "compile", backend="aot_eager"),
+        Mode("module", "context", backend="aot_eager"),
+    ],
+    ids=str,
+)
+def test_what_fails_on_one_rank(two_ranks: RankPool, mode: Mode, how: str) -> None:
+    (own, right, took), (others, also_right, _) = two_ranks.run(_breaks_on_rank_0, mode, how)
+    assert re.match(FAILURES[how], own), own
+    assert others != "nothing"
+    if how != "never completes":
+        assert others.startswith("PeerError: torch_commhook: this step failed on rank 0: "), others
+        assert took < AT_ONCE_SECONDS
+    assert right and also_right
+
+
+def _raises_while_a_peer_is_slow(rank: int) -> str:
+    """Rank 1 has not come to the bucket yet when rank 0 fails."""
+    model = module()
+    hook = Flaky()
+    handle = attach(model, hook, bucket_cap_mb=BUCKET_CAP_MB)
+    model(batch(rank, 0)).square().sum().backward()
+    hook.fails_on = 0 if rank == 0 else -1
+    if rank == 1:
+        time.sleep(1)
+    try:
+        model(batch(rank, 0)).square().sum().backward()
+        raised = "nothing"
+    except Exception as error:
+        raised = type(error).__name__
+    handle.remove()
+    return raised
+
+
+def test_a_peer_that_is_slow(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_raises_while_a_peer_is_slow) == ["OwnError", "PeerError"]
+
+
+def _other_error_in_backward(rank: int) -> tuple[str, bool]:
+    """What leaves backward() on rank 0 is no hook's doing, so nobody tells rank 1 at once."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=BRIEF_SECONDS))
+    model = module()
+    handle = attach(model, hooks.allreduce(), bucket_cap_mb=BUCKET_CAP_MB, process_group=group)
+    model(batch(rank, 0)).square().sum().backward()
+    want = gradients(model)
+    model.zero_grad()
+    if rank == 0:
+        failing = model[2].weight.register_hook(lambda gradient: 1 / 0)
+    raised = "nothing"
+    try:
+        model(batch(rank, 0)).square().sum().backward()
+    except Exception as error:
+        raised = type(error).__name__
+    if rank == 0:
+        failing.remove()
+    model.zero_grad()
+    model(batch(rank, 0)).square().sum().backward()
+    right = all(torch.equal(a, b) for a, b in zip(gradients(model), want, strict=True))
+    handle.remove()
+    return raised, right
+
+
+def test_an_error_elsewhere_in_backward(two_ranks: RankPool) -> None:
+    own, others = two_ranks.run(_other_error_in_backward)
+    assert own == ("ZeroDivisionError", True)
+    assert others == ("PeerError", True)
+
+
+def _compiled_then_eager(rank: int) -> list[str]:
+    """A backward fails compiled; the next ones run in eager, and compiled again."""
+    torch._dynamo.reset()
+    model = module()
+    hook = TracedFlaky()
+    handle = attach(model, hook, bucket_cap_mb=BUCKET_CAP_MB)
+    happened = []
+    for runner in ("eager", "context", "context", "eager", "eager", "context"):
+        hook.fails_on = 1 if len(happened) == 2 and rank == 0 else -1
+        with Mode("module", runner, backend="aot_eager").step_function(model) as step:
+            model.zero_grad()
+            try:
+                step(batch(rank, 0))
+                happened.append("done")
+            except RuntimeError:
+                happened.append("ended by a peer")
+            except OwnError:
+                happened.append("failed")
+    handle.remove()
+    return happened
+
+
+def test_compiled_then_eager(two_ranks: RankPool) -> None:
+    own, others = two_ranks.run(_compiled_then_eager, timeout=120)
+    assert own == ["done", "done", "failed", "done", "done", "done"]
+    assert others == ["done", "done", "ended by a peer", "done", "done", "done"]
+
+
+def _post_accumulate_hook_raises(rank: int, mode: Mode) -> tuple[list[str], bool]:
+    model = mode.wrap(module())
+    handle = attach(model, hooks.allreduce(), **mode.attach_options)
+    happened = []
+    with mode.step_function(model) as step:
+        for number in range(4):
+            registered = None
+            if rank == 0 and number in (0, 2):
+                registered = handle.register_post_accumulate_hook(lambda bucket: 1 / 0)
+            model.zero_grad()
+            try:
+                step(batch(rank, 1))
+                happened.append("done")
+            except ZeroDivisionError:
+                happened.append("raised")
+            if registered is not None:
+                registered.remove()
+    got = gradients(model)
+    handle.remove()
+    want = _healthy(rank)
+    return happened, all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("mode", [Mode("ddp", "eager"), Mode("module", "eager")], ids=str)
+def test_a_post_accumulate_hook_that_raises(two_ranks: RankPool, mode: Mode) -> None:
+    """The step has been agreed on by then: the other ranks have theirs, and stay in step."""
+    own, others = two_ranks.run(_post_accumulate_hook_raises, mode)
+    assert own == (["raised", "done", "raised", "done"], True)
+    assert others == (["done"] * 4, True)
+
+
+def _three(rank: int) -> list[str]:
+    model = module()
+    hook = Flaky()
+    handle = attach(model, hook, bucket_cap_mb=BUCKET_CAP_MB)
+    happened = []
+    for number in range(6):
+        hook.fails_on = number % 3 if rank == number % 3 else -1
+        model.zero_grad()
+        try:
+            model(batch(rank, 0)).square().sum().backward()
+            happened.append("done")
+        except (OwnError, PeerError) as error:
+            happened.append(str(error))
+    handle.remove()
+    return happened
+
+
+def test_three_ranks_know_whose_fault_it_was(three_ranks: RankPool) -> None:
+    for rank, happened in enumerate(three_ranks.run(_three)):
+        for number, text in enumerate(happened):
+            fault = number % 3
+            assert text == "boo" if fault == rank else f"on rank {fault}: OwnError" in text
+
+
+# ---- ranks and models that are not in step -------------------------------------------------------
+
+
+def _late(rank: int) -> list[str]:
+    """After a step that failed, one rank comes later than the group's timeout."""
+    hook = Flaky()
+    model = nn.Linear(4, 4)
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=BRIEF_SECONDS))
+    handle = attach(model, hook, process_group=group)
+    outcomes = []
+    good = 0
+    for number in range(8):
+        hook.fails_on = 0 if number == 1 and rank == 0 else -1
+        if number == 2 and rank == 1:
+            time.sleep(BRIEF_SECONDS + 1)
+        try:
+            model(torch.ones(2, 4)).sum().backward()
+            good += 1
+            outcomes.append("good")
+        except (RuntimeError, OwnError) as error:
+            outcomes.append(str(error))
+        if good == 4:  # a rank that has waited in vain has made one step more
+            break
+    handle.remove()
+    return outcomes
+
+
+def test_a_rank_that_is_late_after_a_failure(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(_late, timeout=60)
+    assert "could not reach the other ranks again" in first[2]
+    assert first[3:] == ["good"] * 3
+    assert second[2:] == ["good"] * 3
+
+
+def _fails_as_soon_as_it_is_connected(rank: int, times: int) -> None:
+    group = StepGroup()
+    for _ in range(times):
+        group.fail("at once")
+        group.connect()
+    group.begin()
+    group.end()
+    group.close()
+
+
+def test_a_failure_before_the_others_have_connected(three_ranks: RankPool) -> None:
+    """It does not make their connecting fail too."""
+    three_ranks.run(_fails_as_soon_as_it_is_connected, 100)
+
+
+def _two_models(rank: int, which: int, compiled: bool) -> list[str]:
+    torch._dynamo.reset()
+    models = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    flaky = [TracedFlaky(), TracedFlaky()]
+    handles = [attach(model, hook) for model, hook in zip(models, flaky, strict=True)]
+    outcomes = []
+    for number in range(4):
+        flaky[which].fails_on = 0 if number == 1 and rank == 0 else -1
+        loss = models[1](models[0](torch.ones(2, 4))).sum()
+        compiler = torch.compile(backend="aot_eager")
+        context: Any = torch._dynamo.compiled_autograd._enable(compiler)
+        try:
+            with context if compiled else contextlib.nullcontext():
+                loss.backward()
+            outcomes.append("good")
+        except Exception as error:
+            outcomes.append(type(error).__name__)
+    for handle in handles:
+        handle.remove()
+    return outcomes
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_two_models_in_one_backward(two_ranks: RankPool, which: int, compiled: bool) -> None:
+    first, second = two_ranks.run(_two_models, which, compiled, timeout=60)
+    assert first == ["good", "OwnError", "good", "good"]
+    assert second == ["good", "RuntimeError" if compiled else "PeerError", "good", "good"]

@@ -1,0 +1,375 @@
+"""What every codec owes to those who use it, for each codec of the table in all its examples."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from codec_examples import (
+    EXAMPLES,
+    LARGEST,
+    encode,
+    everything,
+    of_each_codec,
+    rounding_for,
+    same,
+    some_tensors,
+)
+from ops_reference import LEVELS, cpu_level
+from torch import Tensor
+
+from torch_commhook.codecs import CODECS, Codec, register_codec
+from torch_commhook.native.bucket_ops import cpu_capability
+
+#: Those whose messages are exchanged in shards; of others there is one, and ranks add up messages.
+SHARDED = [codec for codec in EXAMPLES if codec.exchange == "all_to_all"]
+WHOLE = [codec for codec in EXAMPLES if codec.exchange != "all_to_all"]
+of_each_sharded = pytest.mark.parametrize("codec", SHARDED, ids=repr)
+of_each_whole = pytest.mark.parametrize("codec", WHOLE, ids=repr)
+of_each_with_error = pytest.mark.parametrize(
+    "codec", [codec for codec in EXAMPLES if codec.takes_error], ids=repr
+)
+
+
+def restore(codec: Codec, x: Tensor, **options: Any) -> Tensor:
+    out = torch.empty_like(x)
+    rounding = options.get("rounding", rounding_for(codec))
+    message = encode(codec, [x], **options)
+    codec.decode(message, [out], shards=options.get("shards", 1), rounding=rounding)
+    return out
+
+
+def test_there_are_codecs() -> None:
+    assert "blockwise" in CODECS
+    assert all(issubclass(cls, Codec) for cls in CODECS.values())
+    assert {codec.exchange for codec in WHOLE} <= {"all_gather", "all_reduce"}
+
+
+@of_each_codec
+def test_it_prints_as_it_is_written(codec: Codec) -> None:
+    again = eval(repr(codec), dict(CODECS))
+    assert repr(again) == repr(codec)
+    x = torch.randn(1000)
+    assert torch.equal(encode(again, [x]), encode(codec, [x]))
+
+
+@pytest.mark.parametrize("numel", [0, 1, 255, 5000])
+@pytest.mark.parametrize(
+    ("codec", "shards"),
+    [*((codec, 1) for codec in EXAMPLES), *((codec, 3) for codec in SHARDED)],
+    ids=repr,
+)
+def test_shards_follow_from_the_number_of_values(codec: Codec, numel: int, shards: int) -> None:
+    parts = codec.shards(numel, shards)
+    assert len(parts) == shards
+    assert sum(part.numel for part in parts) == numel
+    assert codec.nbytes(numel, shards) == sum(part.nbytes for part in parts)
+    assert all(part.nbytes == 0 for part in parts if part.numel == 0)
+
+
+@of_each_whole
+def test_one_shard_is_all(codec: Codec) -> None:
+    message, x = encode(codec, [torch.randn(600)]), torch.randn(600)
+    rounding = rounding_for(codec)
+    with pytest.raises(ValueError, match="shards must be 1"):
+        codec.shards(600, 2)
+    with pytest.raises(ValueError, match="shards must be 1"):
+        codec.nbytes(600, 2)
+    with pytest.raises(ValueError, match="shards must be 1"):
+        codec.encode([x], message, shards=2, rounding=rounding)
+    with pytest.raises(ValueError, match="shards must be 1"):
+        codec.decode(message, [x], shards=2, rounding=rounding)
+    with pytest.raises(ValueError, match=r"\.reduce: exchange must be 'all_to_all', got"):
+        codec.reduce(message[None], message.clone(), 600, rounding=rounding)
+
+
+@of_each_sharded
+def test_each_shard_is_a_message(codec: Codec) -> None:
+    x = torch.randn(5000)
+    message = encode(codec, [x], shards=3)
+    parts = codec.shards(5000, 3)
+    pieces = []
+    for part, own in zip(parts, message.split([part.nbytes for part in parts]), strict=True):
+        pieces.append(torch.empty(part.numel))
+        codec.decode(own.clone(), [pieces[-1]])
+    assert torch.equal(torch.cat(pieces), restore(codec, x, shards=3))
+
+
+@of_each_codec
+def test_tensors_of_any_form(codec: Codec) -> None:
+    """As one flat tensor of their values."""
+    tensors = [
+        torch.randn(7, 50),
+        torch.randn(50, 7).t(),
+        torch.randn(()),
+        torch.randn(0),
+        torch.randn(100, dtype=torch.float64),
+        torch.randn(33).bfloat16(),
+        torch.randn(33).half(),
+        torch.randn(40)[::2],
+    ]
+    flat = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
+    message, rounding = encode(codec, tensors), rounding_for(codec)
+    assert torch.equal(message, encode(codec, [flat]))
+    right = torch.empty_like(flat)
+    codec.decode(message, [right], rounding=rounding)
+    out = [torch.full_like(tensor, 7.0) for tensor in tensors]
+    codec.decode(message, out, rounding=rounding)
+    pieces = right.split([tensor.numel() for tensor in tensors])
+    for got, piece in zip(out, pieces, strict=True):
+        assert torch.equal(got, piece.view(got.shape).to(got.dtype))
+
+
+@of_each_with_error
+def test_the_error_is_what_is_lost(codec: Codec) -> None:
+    x, error = torch.randn(3000), torch.randn(3000) * 0.01
+    sent = x * 0.5 + error
+    got = restore(codec, x, scale=0.5, error=error)
+    assert torch.equal(error, sent - got)
+
+
+@of_each_with_error
+def test_error_feedback_loses_nothing_in_the_long_run(codec: Codec) -> None:
+    """What was sent, and what is still held back, add up to what was to be sent."""
+    error, sent, total = torch.zeros(700), torch.zeros(700), torch.zeros(700)
+    for step in range(50):
+        x = torch.randn(700)
+        sent += restore(codec, x, error=error, rounding=rounding_for(codec, step))
+        total += x
+    torch.testing.assert_close(sent + error, total, rtol=1e-4, atol=1e-4)
+    assert error.norm() < 10 * 700**0.5
+
+
+@of_each_codec
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_sum_is_that_of_what_is_decoded(codec: Codec, count: int) -> None:
+    """In float32, in the order of the messages, then scaled and rounded."""
+    rounding = rounding_for(codec)
+    messages = torch.stack([encode(codec, [torch.randn(3000)]) for _ in range(count)])
+    pieces = []
+    for message in messages:
+        pieces.append(torch.empty(3000))
+        codec.decode(message, [pieces[-1]], rounding=rounding)
+    total = sum(pieces[1:], pieces[0]) * 0.3
+    for sum_up in (codec.decode_sum, lambda *a, **k: Codec.decode_sum(codec, *a, **k)):
+        out = [torch.empty(70, 10), torch.empty(200, 10).bfloat16().t(), torch.empty(300).double()]
+        sum_up(messages, out, scale=0.3, rounding=rounding)
+        for got, right in zip(out, total.split([700, 2000, 300]), strict=True):
+            assert torch.equal(got, right.view(got.shape).to(got.dtype))
+
+
+@of_each_sharded
+def test_reduce_is_decode_sum_encode(codec: Codec) -> None:
+    messages = torch.stack([encode(codec, [torch.randn(3000)]) for _ in range(3)])
+    results = []
+    for reduce in (codec.reduce, lambda *a, **k: Codec.reduce(codec, *a, **k)):
+        error, message = torch.full((3000,), 0.01), torch.empty_like(messages[0])
+        reduce(messages, message, 3000, scale=1 / 3, error=error, rounding=rounding_for(codec))
+        results.append((message, error))
+    assert all(map(torch.equal, *results))
+
+
+@of_each_codec
+def test_zeros_are_exact(codec: Codec) -> None:
+    assert torch.equal(restore(codec, torch.zeros(600)), torch.zeros(600))
+    if codec.takes_error:
+        got = restore(codec, torch.zeros(600), error=torch.zeros(600))
+        assert torch.equal(got, torch.zeros(600))
+
+
+@of_each_codec
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_does_not_become_a_number(codec: Codec, value: float) -> None:
+    x, error = torch.randn(600), torch.zeros(600) if codec.takes_error else None
+    x[300] = value
+    got = restore(codec, x, error=error)
+    if codec.exchange == "all_reduce":  # that value itself need not have been sent
+        assert not got.isfinite().all()
+    else:
+        assert not got[300].isfinite()
+    assert error is None or error.isfinite().all()  # or it would stay so
+
+
+def largest_numbers(draw: random.Random, numel: int) -> Tensor:
+    """Some values at or a little below the end of float32, among others, often of one sign."""
+    x = torch.randn(numel) * 10.0 ** draw.choice([0, 30, 37])
+    for _ in range(draw.choice([1, 2, numel])):
+        value = LARGEST * (1 - draw.choice([0, 1, 2, 100, 10**6]) * 2.0**-24)
+        x[draw.randrange(numel)] = value * draw.choice([1, 1, 0.99, 0.5, 0.25, -1])
+    return x.abs() * draw.choice([1, -1]) if draw.random() < 0.5 else x
+
+
+@of_each_with_error
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_largest_numbers_leave_a_finite_error(codec: Codec, level: str) -> None:
+    draw = random.Random(repr(codec))
+    torch.manual_seed(0)
+    with cpu_level(level):
+        for step in range(60):
+            error = torch.zeros(600)
+            x, rounding = largest_numbers(draw, 600), rounding_for(codec, step)
+            got = restore(codec, x, error=error, rounding=rounding)
+            assert error.isfinite().all(), step
+            assert not got.isinf().any(), step
+
+
+@pytest.mark.parametrize("codec", [codec for codec in EXAMPLES if codec.is_random], ids=repr)
+def test_random_numbers_are_asked_for(codec: Codec) -> None:
+    x = torch.randn(600)
+    assert torch.equal(encode(codec, [x]), encode(codec, [x]))
+    assert not torch.equal(encode(codec, [x]), encode(codec, [x], rounding=rounding_for(codec, 1)))
+    with pytest.raises(ValueError, match="rounding must be given"):
+        encode(codec, [x], rounding=None)
+
+
+# ---- one arithmetic ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def any_capability() -> Iterator[None]:
+    before = cpu_capability()
+    yield
+    cpu_capability(before)
+
+
+@pytest.mark.usefixtures("any_capability")
+@of_each_codec
+def test_all_kernels_give_the_same_bits(codec: Codec) -> None:
+    rng = random.Random(0)
+    torch.manual_seed(0)
+    for _ in range(50):
+        tensors = some_tensors(rng)
+        numel = sum(tensor.numel() for tensor in tensors)
+        shards, scale = rng.choice([1, 2, 3, 8]), rng.choice([1.0, 0.5, 1 / 3])
+        error = torch.randn(numel) * 1e-3 if rng.random() < 0.5 else None
+        cpu_capability("reference")
+        right = everything(codec, tensors, shards, scale, error)
+        for capability in ("default", "avx2", "avx512"):
+            cpu_capability(capability)
+            got = everything(codec, tensors, shards, scale, error)
+            assert all(map(same, got, right)), (capability, shards, scale)
+
+
+@of_each_codec
+def test_threads_do_not_matter(codec: Codec) -> None:
+    tensors = [torch.randn(300_000), torch.randn(77, 1000).t(), torch.randn(9999)]
+    found = []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            error = torch.full((386_999,), 0.01)
+            found.append(everything(codec, tensors, 3, 0.5, error))
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+# ---- compilers -----------------------------------------------------------------------------------
+
+FIRST = [cls.examples()[0] for cls in CODECS.values()]
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    ("backend", "codec"),
+    [*(("aot_eager", codec) for codec in EXAMPLES), *(("inductor", codec) for codec in FIRST)],
+    ids=repr,
+)
+def test_compiled(backend: str, codec: Codec) -> None:
+    shards = 2 if codec.exchange == "all_to_all" else 1
+
+    def run(tensors: list[Tensor], error: Tensor, rounding: Tensor) -> list[Tensor]:
+        made = [tensor * 2 for tensor in tensors]
+        message = torch.empty(codec.nbytes(1300, shards), dtype=torch.uint8)
+        lost = error if codec.takes_error else None
+        drawn = rounding.clone()
+        codec.encode(made, message, shards=shards, error=lost, rounding=rounding)
+        rounding[1] += 1
+        out = [torch.empty_like(tensor) for tensor in tensors]
+        codec.decode(message, out, shards=shards, rounding=drawn)
+        whole = torch.empty(codec.nbytes(1300), dtype=torch.uint8)
+        codec.encode(made, whole, rounding=drawn)
+        sums = [torch.empty_like(tensor) for tensor in tensors]
+        codec.decode_sum(torch.stack([whole, whole]), sums, scale=0.5, rounding=drawn)
+        return [message, *out, *sums]
+
+    results = []
+    for call in (run, torch.compile(run, fullgraph=True, backend=backend)):
+        torch.manual_seed(0)
+        tensors, error = [torch.randn(300), torch.randn(10, 100)], torch.randn(1300) * 0.1
+        rounding = torch.tensor([1, 2])
+        for _ in range(2):
+            written = call(tensors, error, rounding)
+        results.append([*written, error, rounding])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@of_each_codec
+def test_compiled_for_any_size(codec: Codec) -> None:
+    graphs = 0
+
+    def backend(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return module
+
+    def run(x: Tensor, rounding: Tensor) -> Tensor:
+        message = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8)
+        codec.encode([x], message, rounding=rounding)
+        out = torch.empty_like(x)
+        codec.decode(message, [out], rounding=rounding)
+        return out
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=backend)
+    for numel in (1000, 1001, 5000, 777):
+        x, rounding = torch.randn(numel), torch.tensor([1, 2])
+        assert torch.equal(compiled(x, rounding), run(x, rounding))
+    assert graphs == 1
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+
+def test_registration_is_checked() -> None:
+    with pytest.raises(TypeError, match="must be a subclass of Codec, got 3"):
+        register_codec(3)  # type: ignore[type-var]
+    other = type("blockwise", (Codec,), {})
+    with pytest.raises(ValueError, match="there is a codec named blockwise already"):
+        register_codec(other)
+    assert CODECS["blockwise"] is not other
+
+
+def test_blockwise_settings() -> None:
+    blockwise: Any = CODECS["blockwise"]
+    assert repr(blockwise(4, rounding="stochastic")) == "blockwise(bits=4, rounding='stochastic')"
+    with pytest.raises(ValueError, match="blockwise: bits must be 4 or 8, got 3"):
+        blockwise(3)
+    with pytest.raises(ValueError, match="blockwise: block_size must be a multiple of 8"):
+        blockwise(8, 100)
+    with pytest.raises(ValueError, match="blockwise: rounding must be 'nearest' or"):
+        blockwise(rounding="up")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("blockwise", {"bits": 8.0}, "bits must be an int, got 8.0"),
+        ("blockwise", {"bits": "8"}, "bits must be an int, got '8'"),
+        ("blockwise", {"block_size": 256.0}, "block_size must be an int"),
+        ("blockwise", {"symmetric": "minmax"}, "symmetric must be a bool"),
+        ("fp8", {"format": 3}, "format must be a str"),
+        ("sign", {"block_size": "a"}, "block_size must be an int"),
+        ("sign", {"block_size": True}, "block_size must be an int"),
+        ("topk", {"density": "a"}, "density must be a number"),
+        ("randomk", {"unbiased": 1}, "unbiased must be a bool"),
+    ],
+)
+def test_settings_of_other_types(name: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=f"{name}: {message}"):
+        CODECS[name](**settings)

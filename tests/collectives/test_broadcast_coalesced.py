@@ -1,0 +1,379 @@
+"""broadcast_coalesced: against PyTorch's on two ranks, what it sends, and what it refuses.
+
+What compilers make of it stands in test_broadcast_coalesced_compiled.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from broadcast_groups import Alone, Counting
+from broadcast_layouts import DTYPES, LAYOUTS, base_of, bits, differing, of_layouts
+from rank_pool import RankPool
+
+from torch_commhook import _C, broadcast_coalesced
+
+#: Those that PyTorch's takes on Gloo.
+ON_GLOO = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8),
+)
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+def _all_dtypes(rank: int, source: int, buffer_size: int) -> tuple[int, list[str]]:
+    tensors, expected = of_layouts(DTYPES, rank), of_layouts(DTYPES, source)
+    before = len(differing(tensors, expected))
+    broadcast_coalesced(dist.group.WORLD, list(tensors.values()), buffer_size, source)
+    return before, differing(tensors, expected)
+
+
+@pytest.mark.parametrize("buffer_size", [1, 333, 5000, 1 << 30])
+@pytest.mark.parametrize("source", [0, 1])
+def test_all_dtypes_and_strides(two_ranks: RankPool, source: int, buffer_size: int) -> None:
+    replies = two_ranks.run(_all_dtypes, source, buffer_size)
+    assert [after for _, after in replies] == [[], []]
+    assert replies[source][0] == 0 and replies[1 - source][0] > 100
+
+
+def _as_pytorch(rank: int, source: int, buffer_size: int) -> list[str]:
+    ours, theirs = of_layouts(ON_GLOO, rank), of_layouts(ON_GLOO, rank)
+    broadcast_coalesced(None, ours.values(), buffer_size, source)
+    dist._broadcast_coalesced(dist.group.WORLD, list(theirs.values()), buffer_size, source)
+    return differing(ours, theirs)
+
+
+@pytest.mark.parametrize("buffer_size", [1, 333, 1 << 30])
+@pytest.mark.parametrize("source", [0, 1])
+def test_as_pytorch(two_ranks: RankPool, source: int, buffer_size: int) -> None:
+    assert two_ranks.run(_as_pytorch, source, buffer_size) == [[], []]
+
+
+def _large(rank: int, source: int) -> list[int]:
+    """Tensors that travel alone, from where they lie and through a buffer, and a list that is more
+    than one bucket whatever the buffer's size."""
+    generator = torch.Generator().manual_seed(0)
+    sent = [torch.randn(700, 1000, generator=generator) for _ in range(2)]
+    sent += [torch.randn(60_000, generator=generator) for _ in range(40)]
+    sent += [torch.randn(1, 6000, 1500, generator=generator) for _ in range(2)]  # in pieces
+    tensors = [tensor.clone() if rank == source else torch.zeros_like(tensor) for tensor in sent]
+    if rank == 1:  # where the other rank has it contiguous
+        tensors[1] = tensors[1].t().contiguous().t()
+        tensors[-1] = tensors[-1].mT.contiguous().mT
+    broadcast_coalesced(dist.group.WORLD, tensors, 1 << 30, source)
+    return [i for i, one in enumerate(tensors) if not torch.equal(one, sent[i])]
+
+
+@pytest.mark.parametrize("source", [0, 1])
+def test_large_tensors(two_ranks: RankPool, source: int) -> None:
+    assert two_ranks.run(_large, source) == [[], []]
+
+
+def _views(rank: int) -> tuple[list[float], list[float], list[complex]]:
+    whole, columns = torch.full((2, 3), float(rank)), torch.full((3, 3), float(rank))
+    conjugate = torch.full((2,), complex(rank, rank + 1))
+    views = [whole[1], columns[:, 1], conjugate.conj(), conjugate.new_ones(2).conj().imag]
+    broadcast_coalesced(dist.group.WORLD, views, 1 << 20, 1)
+    return whole.flatten().tolist(), columns.flatten().tolist(), conjugate.tolist()
+
+
+def test_views_are_written_in_place(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(_views)
+    assert first == ([0, 0, 0, 1, 1, 1], [0, 1, 0] * 3, [1 + 2j] * 2)
+    assert second == ([1] * 6, [1] * 9, [1 + 2j] * 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("capability", ["reference", "default", "avx2", "avx512"])
+def test_copies_keep_all_bits(dtype: torch.dtype, capability: str) -> None:
+    """Signalling NaN and payloads, in short rows and in what is written past the caches."""
+    count = (1 << 24) // dtype.itemsize
+    generator = torch.Generator().manual_seed(0)
+    source = torch.randint(256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    source = source.view(dtype)
+    before = torch.ops.commhook.cpu_capability()
+    torch.ops.commhook.cpu_capability(capability)
+    try:
+        for tensors in ([source[1:]], list(source.split(100)[:99]), [source.view(2, -1).t()]):
+            buffer = torch.ops.commhook.flatten(tensors)
+            back = [torch.empty_like(tensor) for tensor in tensors]
+            torch.ops.commhook.unflatten_into(buffer, back)
+            for one, other in zip(tensors, back, strict=True):
+                assert torch.equal(bits(one), bits(other))
+    finally:
+        torch.ops.commhook.cpu_capability(before)
+
+
+# ---- what is sent --------------------------------------------------------------------------------
+
+
+def test_buckets() -> None:
+    def make(sizes: list[int], kinds: list[int], limit: int) -> list[list[int]]:
+        return _C.broadcast_buckets(sizes, kinds, limit)
+
+    assert make([4, 4, 4], [0, 0, 0], 8) == [[0, 1], [2]]
+    assert make([4, 4, 4], [0, 0, 0], 7) == [[0], [1], [2]]
+    assert make([4, 8, 4], [0, 0, 0], 8) == [[0, 2], [1]]
+    assert make([4, 4, 4, 4], [0, 1, 0, 1], 8) == [[0, 2], [1, 3]]
+    assert make([0, 3, 0, 9, 3], [0] * 5, 8) == [[1, 4], [3]]
+    assert make([1] * 3, [2, 1, 0], 100) == [[0], [1], [2]]
+    assert make([], [], 1) == []
+    # What is large travels alone, and buckets are no larger than they need be.
+    assert make([10, 1 << 20, 10], [0] * 3, 1 << 30) == [[0, 2], [1]]
+    assert len(make([1 << 19] * 64, [0] * 64, 1 << 30)) == 4
+
+
+def test_cuts() -> None:
+    """Into pieces of 32 MiB, along the first dimension that has more than one element."""
+    assert _C.broadcast_cut([1 << 23], 4) is None
+    assert _C.broadcast_cut([(1 << 23) + 1], 4) == (0, 1 << 23)
+    assert _C.broadcast_cut([1, 1, 50257, 768], 4) == (2, 10922)
+    assert _C.broadcast_cut([3, 1 << 24], 4) == (0, 1)
+    assert _C.broadcast_cut([0, 1 << 40], 4) is None
+    assert _C.broadcast_cut([], 16) is None
+
+
+def _calls(run: Callable[[], object]) -> tuple[int, int, int]:
+    """How often it flattens, broadcasts and unflattens."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    names = ("commhook::flatten", "c10d::broadcast_", "commhook::unflatten_into")
+    return tuple(counts.get(name, 0) for name in names)  # type: ignore[return-value]
+
+
+def _counted(rank: int) -> dict[str, Any]:
+    group = Counting(dist.group.WORLD)
+    tensors = [torch.ones(10) for _ in range(20)] + [torch.ones(40), torch.ones(40, 2)[:, 0]]
+    tensors += [torch.ones(9, dtype=torch.int64)]
+    alone = [t.data_ptr() for t in (tensors[20], tensors[22])]
+    wrapped = _calls(lambda: broadcast_coalesced(group, tensors, 100, 0))
+    return {
+        "wrapped": wrapped,
+        "gloo": _calls(lambda: broadcast_coalesced(dist.group.WORLD, tensors, 100, 0)),
+        "sent": group.sent,
+        "in flight": (group.in_flight, group.most_in_flight),
+        "in place": [place in alone for place in group.places],
+        "buffers": len(set(group.places) - set(alone)),
+    }
+
+
+def test_copies_and_broadcasts(two_ranks: RankPool) -> None:
+    """Through a Python group each bucket is gathered and scattered once; on Gloo, gathered on the
+    source and scattered elsewhere. What is contiguous and alone is not copied; what is alone and
+    not contiguous is copied by ATen."""
+    replies = two_ranks.run(_counted)
+    small, alone, number = [(torch.float32, 20)], [(torch.float32, 40)], [(torch.int64, 9)]
+    for rank, reply in enumerate(replies):
+        assert reply["sent"] == small * 10 + alone * 2 + number
+        assert reply["in place"] == [False] * 10 + [True, False, True]
+        assert reply["wrapped"] == (10, 13, 10)
+        assert reply["gloo"] == ((10, 13, 0) if rank == 0 else (0, 13, 10))
+        assert reply["in flight"] == (0, 2)
+        # Two of a bucket's size, and one for the tensor that is larger.
+        assert reply["buffers"] <= 3
+
+
+def test_one_rank_copies_nothing(one_rank: None) -> None:
+    tensor = torch.ones(3, 3).t()
+    calls = _calls(lambda: broadcast_coalesced(dist.group.WORLD, [tensor, tensor + 1], 100))
+    assert calls == (0, 0, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.bool, torch.complex64])
+def test_a_group_may_leave_the_contents(dtype: torch.dtype) -> None:
+    tensors = [layout(base_of(dtype, 0)) for layout in LAYOUTS.values()]
+    before = [bits(tensor).clone() for tensor in tensors]
+    for source in (0, 1):
+        broadcast_coalesced(Alone(2), tensors, 1 << 20, source)
+        assert all(map(torch.equal, before, map(bits, tensors)))
+
+
+# ---- versions ------------------------------------------------------------------------------------
+
+
+def _versions(rank: int) -> tuple[list[int], bool]:
+    base = torch.zeros(4, 4)
+    tensors = [torch.zeros(3), base[1], base[:, 3][2:], torch.zeros(1 << 19), torch.zeros(0)]
+    saved = torch.zeros(3)
+    loss = (torch.ones(3, requires_grad=True) * saved).sum()
+    with torch.no_grad():
+        leaf = torch.zeros(3, requires_grad=True)
+        broadcast_coalesced(dist.group.WORLD, [*tensors, saved, leaf], 1 << 20)
+    try:
+        loss.backward()
+        noticed = False
+    except RuntimeError as error:
+        noticed = "modified by an inplace operation" in str(error)
+    return [tensor._version for tensor in (*tensors, leaf)], noticed
+
+
+def test_autograd_notices(two_ranks: RankPool) -> None:
+    """On all ranks alike, or they would go on differently."""
+    for versions, noticed in two_ranks.run(_versions):
+        assert versions == [1, 2, 2, 1, 0, 1] and noticed
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("failing", "error", "started", "waited"),
+    [
+        ({0: "start"}, "broadcast 0", 0, 0),
+        ({1: "start"}, "broadcast 1", 1, 1),
+        ({2: "start"}, "broadcast 2", 2, 2),
+        ({0: "wait"}, "wait 0", 2, 2),
+        ({0: "wait", 1: "wait"}, "wait 0", 2, 2),
+        ({1: "wait"}, "wait 1", 3, 3),
+        ({3: "wait"}, "wait 3", 4, 4),
+        ({1: "wait", 2: "start"}, "broadcast 2", 2, 2),
+    ],
+    ids=json.dumps,
+)
+def test_an_error_leaves_nothing_in_flight(
+    failing: dict[int, str], error: str, started: int, waited: int
+) -> None:
+    group = Alone(2, failing)
+    with pytest.raises(KeyError, match=error):
+        broadcast_coalesced(group, [torch.ones(2) for _ in range(4)], 8)
+    assert (group.started, group.waited) == (started, waited)
+    broadcast_coalesced(Alone(2), [torch.ones(2)], 8)
+
+
+def _tied(rank: int) -> tuple[list[tuple[torch.dtype, int]], list[float]]:
+    group = Counting(dist.group.WORLD)
+    weight = torch.full((4, 2), 1.0 + rank)
+    broadcast_coalesced(group, [weight, weight.detach(), torch.ones(3), weight], 1000)
+    return group.sent, weight.flatten().tolist()
+
+
+def test_tied_weights_travel_once(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_tied) == [([(torch.float32, 11)], [1.0] * 8)] * 2
+
+
+class _Unlike(dist.ProcessGroup):  # PyTorch's own class
+    def __init__(self, returned: object) -> None:
+        super().__init__(0, 2)
+        self.returned = returned
+
+    def broadcast(self, tensors: Any, opts: Any) -> Any:
+        return self.returned
+
+
+@pytest.mark.parametrize("returned", [None, 3], ids=repr)
+def test_a_group_that_returns_no_work(returned: object) -> None:
+    group = _Unlike(returned)
+    if dist.ProcessGroup.size(group) != 2:
+        pytest.skip("this torch knows no sizes of such groups")
+    with pytest.raises(TypeError, match=r"_Unlike\.broadcast: must return a torch"):
+        broadcast_coalesced(group, [torch.ones(2)], 8)
+
+
+X = torch.ones(4)
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "group": ({"process_group": 3}, TypeError, "process_group must be a ProcessGroup, got int"),
+    "non-member": (
+        {"process_group": dist.GroupMember.NON_GROUP_MEMBER},
+        ValueError,
+        "not a member of the given process group",
+    ),
+    "none": ({"process_group": None}, RuntimeError, "a process group is needed"),
+    "a tensor": ({"tensors": X}, TypeError, "tensors must be a list of tensors, got Tensor"),
+    "no list": ({"tensors": 3}, TypeError, "tensors must be a list of tensors, got int"),
+    "no tensor": ({"tensors": [X, 3]}, TypeError, r"tensors\[1\] must be a tensor, got int"),
+    "no element": ({"tensors": [None]}, TypeError, r"\[0\] must be a tensor, got NoneType"),
+    "zero size": ({"buffer_size": 0}, ValueError, "buffer_size must be at least 1 byte, got 0"),
+    "negative": ({"buffer_size": -1}, ValueError, "buffer_size must be at least 1 byte, got -1"),
+    "float size": ({"buffer_size": 1e6}, TypeError, "buffer_size must be an int, got float"),
+    "bool size": ({"buffer_size": True}, TypeError, "buffer_size must be an int, got bool"),
+    "huge size": ({"buffer_size": 1 << 64}, ValueError, "buffer_size must be an int of 64 bits"),
+    "high rank": ({"rank": 2}, ValueError, "rank must be a rank below 2, got 2"),
+    "low rank": ({"rank": -1}, ValueError, "rank must be a rank of the group, got -1"),
+    "no rank": ({"rank": "0"}, TypeError, "rank must be an int, got str"),
+    "sparse": (
+        {"tensors": [X, X.to_sparse()]},
+        TypeError,
+        r"tensors\[1\] must be dense \(torch.strided\), got layout torch.sparse_coo",
+    ),
+    "expanded": (
+        {"tensors": [X, torch.ones(1).expand(3)]},
+        ValueError,
+        r"tensors\[1\] must reach each of its elements once, got sizes \[3\] with strides \[0\]; "
+        r"pass tensor.contiguous\(\)",
+    ),
+    "nested": (
+        {"tensors": [X, torch.nested.nested_tensor([X, X[:2]])]},
+        TypeError,
+        r"tensors\[1\] must be a dense tensor, got a nested one",
+    ),
+    "overlapping": (
+        {"tensors": [torch.ones(1), X[:3], X[2:]]},
+        ValueError,
+        r"must share no memory with each other, got tensors\[1\] and tensors\[2\] that overlap",
+    ),
+    "meta": (
+        {"tensors": [torch.ones(3, device="meta")]},
+        ValueError,
+        r"tensors\[0\] must have memory, got one on the meta device",
+    ),
+    "leaf": (
+        {"tensors": [torch.ones(3, requires_grad=True)]},
+        RuntimeError,
+        r"tensors\[0\] must not require grad while gradients are recorded, got a leaf tensor that "
+        r"does; pass tensor.detach\(\), or call it under torch.no_grad\(\)",
+    ),
+    "recorded": (
+        {"tensors": [torch.ones(3, requires_grad=True) * 2]},
+        RuntimeError,
+        "got a non-leaf tensor that does; pass",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(name: str) -> None:
+    wrong, error, message = WRONG[name]
+    group, version = Alone(2), X._version
+    arguments = {"process_group": group, "tensors": [X], "buffer_size": 8, **wrong}
+    with pytest.raises(error, match=message):
+        broadcast_coalesced(**arguments)
+    assert (group.started, X._version) == (0, version)
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize.*")
+def test_a_quantized_tensor() -> None:
+    if not hasattr(torch, "_empty_affine_quantized"):
+        pytest.skip("this torch has none")
+    tensor = torch._empty_affine_quantized([4], scale=1.0, dtype=torch.qint8)
+    with pytest.raises(TypeError, match=r"\[0\] must not be quantized, got dtype torch.qint8"):
+        broadcast_coalesced(Alone(2), [tensor], 8)
+
+
+def test_memory_that_is_gone() -> None:
+    tensor = torch.ones(4)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=r"tensors\[0\] must have a storage of 16 bytes or more"):
+        broadcast_coalesced(Alone(2), [tensor], 8)
+
+
+def test_inference_tensors() -> None:
+    with torch.inference_mode():
+        tensor = torch.ones(4)
+        broadcast_coalesced(Alone(2), [tensor], 8)
+    with pytest.raises(RuntimeError, match=r"tensors\[0\] must be no inference tensor outside"):
+        broadcast_coalesced(Alone(2), [tensor], 8)
+
+
+def test_nothing_to_do() -> None:
+    group = Alone(2)
+    broadcast_coalesced(group, [], 1)
+    broadcast_coalesced(group, (torch.ones(0), torch.ones(3, 0)), 1, rank=1)
+    assert group.started == 0

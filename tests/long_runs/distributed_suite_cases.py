@@ -1,0 +1,198 @@
+"""The cases of ``torch.testing._internal.distributed.distributed_test``, run one by one.
+
+The ranks of a case are forked off this process. Each case has a time limit, and leaves no process.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import re
+import signal
+import sys
+import unittest
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+from unittest import mock
+
+import torch
+from distributed_suite_gpus import with_gpus, with_small_images
+from repository import ROOT
+
+CASE_SECONDS = 120
+MODULE = "torch.testing._internal.distributed.distributed_test"
+
+
+class Change(Protocol):
+    """What a suite changes in a rank."""
+
+    def install(self) -> None:
+        """Change it."""
+
+    def record(self) -> dict[str, Any]:
+        """What came of it, for the table."""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Which cases are run twice, and what is changed the second time.
+
+    Attributes:
+        name: of the change, and of its column in the table.
+        changed: the change as the table tells it.
+        change: makes the change, in a rank.
+        is_selected: whether a case is run, by its name and function.
+        ranks: how many ranks there are; where a case asks for more, the next number is tried.
+        counted: the entry of what ``change`` records that says how often it was used.
+        known: cases that may fail with the change, with the reason.
+    """
+
+    name: str
+    changed: str
+    change: Callable[[], Change]
+    is_selected: Callable[[str, Callable[..., None]], bool]
+    ranks: tuple[int, ...]
+    counted: str
+    known: dict[str, str]
+
+
+def make_cases(suite: Suite, work: Path, ranks: int) -> type[Any]:
+    """The class of torch's cases, for ranks that are forked off this process.
+
+    Its attribute ``changing`` says whether the ranks make the suite's change. What a rank prints
+    goes to ``work/rank{N}.log``, and what it records to ``work/rank{N}.json``.
+    """
+    os.environ.update(environment(ranks), TEMP_DIR=str(work))  # read when the module is imported
+    from torch.testing._internal import common_distributed
+
+    patch = functools.partial(mock.patch.object, common_distributed)
+    with (
+        patch("skip_if_no_gpu", with_gpus),
+        patch("skip_if_lt_x_gpu", lambda *_, **__: with_gpus),
+        patch("skip_if_small_worldsize", with_small_worlds(ranks)),
+    ):
+        sys.modules.pop(MODULE, None)
+        distributed_test: Any = importlib.import_module(MODULE)
+
+    common_distributed.TIMEOUT_OVERRIDE.clear()
+    make_input = with_small_images(distributed_test.DDPUnevenTestInput)
+    mock.patch.object(distributed_test, "DDPUnevenTestInput", make_input).start()
+
+    class Cases(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
+        changing = False
+        processes_of_last: ClassVar[list[Any]] = []
+
+        def setUp(self) -> None:
+            super().setUp()
+            self._start_processes(torch.multiprocessing.get_context("fork").Process)
+            type(self).processes_of_last = self.processes
+
+        @classmethod
+        def end_ranks(cls) -> None:
+            """End the processes of the last case, with whatever they have started."""
+            for rank in cls.processes_of_last:
+                with suppress(ProcessLookupError):
+                    os.killpg(rank.pid, signal.SIGKILL)
+                rank.join(5)
+            cls.processes_of_last = []
+
+        @classmethod
+        def _run(cls, rank: int, test_name: str, file_name: str, pipe: Any, **kwargs: Any) -> None:
+            os.setpgid(0, 0)
+            log = os.open(work / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            torch.set_num_threads(1)
+            change = suite.change()
+            if cls.changing:
+                change.install()
+            try:
+                super()._run(rank, test_name, file_name, pipe, **kwargs)
+            finally:
+                (work / f"rank{rank}.json").write_text(json.dumps(change.record()))
+
+        def _check_return_codes(self, case: Any, elapsed: float) -> None:
+            super()._check_return_codes(case, elapsed)  # looks at rank 0's alone
+            if case not in self.skip_return_code_checks:
+                codes = [rank.exitcode for rank in self.processes]
+                self.assertEqual(len(set(codes)), 1, f"exit codes of the ranks: {codes}")
+
+    return Cases
+
+
+def environment(ranks: int) -> dict[str, str]:
+    """What torch's module reads."""
+    return {
+        "BACKEND": "gloo",
+        "WORLD_SIZE": str(ranks),
+        "CUDA_VISIBLE_DEVICES": "",  # ranks are forked, and a process with CUDA cannot be
+        "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(CASE_SECONDS),
+    }
+
+
+def with_small_worlds(ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Takes the place of torch's decorator that skips a case on less than 8 ranks.
+
+    These cases are about groups of a part of the ranks, 1 and 2 mostly: 4 ranks are enough.
+    """
+    from torch.testing._internal import common_distributed
+
+    return (lambda case: case) if ranks >= 4 else common_distributed.skip_if_small_worldsize
+
+
+def case_names(suite: Suite, cases: type[Any]) -> list[str]:
+    """The names of the suite's cases."""
+    names = unittest.TestLoader().getTestCaseNames(cases)
+    return [name for name in names if suite.is_selected(name, getattr(cases, name))]
+
+
+def run_case(
+    suite: Suite, cases: type[Any], name: str, work: Path, *, changing: bool
+) -> dict[str, Any]:
+    """Run one case, and tell its result: passed, skipped or failed, with a reason.
+
+    Returns:
+        The entries ``result``, ``reason``, ``details`` (the whole error), and ``record``, of the
+        first rank that has used the change.
+    """
+    for left in work.glob("rank*"):
+        left.unlink()
+    cases.changing = changing
+    outcome = unittest.TestResult()
+    try:
+        unittest.TestSuite([cases(name)]).run(outcome)
+    finally:
+        cases.end_ranks()
+    told: dict[str, Any] = {"result": "passed", "reason": "", "details": "", "record": {}}
+    if outcome.skipped:
+        told.update(result="skipped", reason=outcome.skipped[0][1])
+    failures = outcome.errors + outcome.failures
+    if failures:
+        details = without_paths(failures[0][1], work)
+        told.update(result="failed", reason=last_error(details), details=details)
+    records = [json.loads(path.read_text()) for path in sorted(work.glob("rank*.json"))]
+    if records:
+        # The first rank may be in none of a case's groups.
+        told["record"] = next((each for each in records if each[suite.counted]), records[0])
+    return told
+
+
+def without_paths(text: str, work: Path) -> str:
+    """A text without the directories of this machine."""
+    packages = str(Path(torch.__file__).parents[1])
+    for path, name in ((str(work), "$WORK"), (packages + "/", ""), (f"{ROOT}/", "")):
+        text = text.replace(path, name)
+    return text
+
+
+def last_error(traceback: str) -> str:
+    """The line of a traceback that names the exception."""
+    named = [
+        line for line in traceback.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)
+    ]
+    return named[-1] if named else traceback.strip().splitlines()[-1]

@@ -1,0 +1,217 @@
+"""What the bucket operators owe to the rest of PyTorch: opcheck, fakes, versions, inference mode.
+
+Their derivatives stand in test_ops_autograd.py, compilation in test_ops_compile.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ops_reference import (
+    PAIRS,
+    SHAPE_CLASSES,
+    SOURCE_CLASSES,
+    make,
+    maker,
+    one_thread,  # noqa: F401
+)
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+import torch_commhook.native.bucket_ops as ops
+
+commhook = torch.ops.commhook
+MUTATING = ("flatten.out", "unflatten_into")
+OPERATORS = {
+    "flatten": commhook.flatten.default,
+    "flatten.out": commhook.flatten.out,
+    "flatten_stats": commhook.flatten_stats.default,
+    "unflatten": commhook.unflatten.default,
+    "unflatten_into": commhook.unflatten_into.default,
+}
+
+
+def total(tensors) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def sample(operator: str, name: str, source: torch.dtype, target: torch.dtype, grad: bool = False):
+    """Arguments and keywords of one call, from `source` to `target`, with a class of shapes."""
+    if operator.startswith("unflatten"):
+        tensors = make(name, target, seed=1)
+        return (maker(source)(total(tensors)).requires_grad_(grad), tensors), {"scale": 0.5}
+    tensors = [tensor.requires_grad_(grad) for tensor in make(name, source)]
+    if operator == "flatten.out":
+        return (tensors,), {"scale": 0.5, "out": torch.zeros(total(tensors), dtype=target)}
+    return (tensors,), {"scale": 0.5, "dtype": target}
+
+
+#: The shape classes, without those that are only long: opcheck runs each sample a dozen times.
+SHORT_CLASSES = [
+    name
+    for name in (*SHAPE_CLASSES, *SOURCE_CLASSES)
+    if name not in ("many_tiny", "every_short_length", "one_large", "odd_rows", "misaligned")
+]
+
+
+def classes_of(operator: str) -> list[str]:
+    return [
+        name
+        for name in SHORT_CLASSES
+        if not (operator == "unflatten_into" and name in SOURCE_CLASSES)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("operator", "name"), [(op, name) for op in OPERATORS for name in classes_of(op)]
+)
+def test_opcheck_of_shapes(operator, name):
+    grad = operator not in MUTATING
+    args, kwargs = sample(operator, name, torch.float32, torch.float32, grad)
+    torch.library.opcheck(OPERATORS[operator], args, kwargs)
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_opcheck_of_dtypes(operator, source, target):
+    grad = operator not in MUTATING
+    args, kwargs = sample(operator, "strided", source, target, grad)
+    torch.library.opcheck(OPERATORS[operator], args, kwargs)
+
+
+def test_every_operator_is_checked():
+    schemas = [
+        schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("commhook::")
+    ]
+    bucket = {
+        schema.name.removeprefix("commhook::") + ("." + schema.overload_name).rstrip(".")
+        for schema in schemas
+        if "flatten" in schema.name
+    }
+    assert bucket == set(OPERATORS)
+
+
+# ---- fakes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operator", ["flatten", "flatten_stats", "unflatten"])
+def test_fakes_give_the_metadata_of_the_kernels(operator):
+    for name in (*SHAPE_CLASSES, *SOURCE_CLASSES):
+        for source, target in PAIRS[::3]:
+            args, kwargs = sample(operator, name, source, target)
+            real = OPERATORS[operator](*args, **kwargs)
+            with FakeTensorMode() as mode:
+                fakes = torch.utils._pytree.tree_map_only(torch.Tensor, mode.from_tensor, args)
+                fake = OPERATORS[operator](*fakes, **kwargs)
+            if operator == "flatten":
+                real, fake = [real], [fake]
+            assert len(real) == len(fake)
+            for one, other in zip(real, fake, strict=True):
+                assert metadata(one) == metadata(other), f"{name}, {source} to {target}"
+
+
+def metadata(tensor):
+    """What a fake must get right. The stride of a dimension of size 1 says nothing."""
+    strides = [s for s, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    return tensor.dtype, tensor.device, tensor.shape, strides if tensor.numel() > 0 else None
+
+
+def test_fakes_take_symbolic_sizes():
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        env = mode.shape_env
+        n = env.create_unbacked_symint()
+        torch._check(n >= 0)
+        tensors = [torch.empty(n, 2), torch.empty(3)]
+        buffer = ops.flatten(tensors)
+        assert str(buffer.shape[0].node.expr) == f"2*{n} + 3"
+        for new, model in zip(ops.unflatten(buffer, tensors), tensors, strict=True):
+            assert str(new.shape) == str(model.shape)
+        ops.unflatten_into(buffer, tensors)
+        assert ops.flatten(tensors, out=buffer) is buffer
+
+
+def test_meta_tensors():
+    tensors = [torch.empty(3, 4, device="meta"), torch.empty(5, device="meta", dtype=torch.half)]
+    buffer = ops.flatten(tensors, dtype=torch.bfloat16)
+    assert (buffer.device.type, buffer.dtype, buffer.shape) == ("meta", torch.bfloat16, (17,))
+    stats = ops.flatten_stats(tensors, dtype=torch.bfloat16)
+    assert all(tensor.is_meta for tensor in stats)
+    assert [tensor.shape for tensor in ops.unflatten(buffer, tensors)] == [(3, 4), (5,)]
+    assert ops.flatten(tensors, out=buffer) is buffer
+    assert ops.unflatten_into(buffer, tensors) is None
+
+
+# ---- versions ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "mode", [torch.enable_grad, torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__
+)
+def test_versions_of_what_is_written_move(mode):
+    tensors = [torch.ones(3), torch.ones(2, 4).t()]
+    buffer = torch.zeros(11)
+    with mode():
+        ops.flatten(tensors, out=buffer)
+        assert [tensor._version for tensor in (buffer, *tensors)] == [1, 0, 0]
+        ops.unflatten_into(buffer, tensors)
+        assert [tensor._version for tensor in (buffer, *tensors)] == [1, 1, 1]
+        ops.flatten(tensors)
+        ops.flatten_stats(tensors)
+        ops.unflatten(buffer, tensors)
+        assert [tensor._version for tensor in (buffer, *tensors)] == [1, 1, 1]
+
+
+def test_views_share_the_version_of_their_base():
+    base = torch.zeros(2, 5)
+    ops.unflatten_into(torch.ones(5), [base[1]])
+    assert base._version == 1 and base.sum() == 5
+    ops.flatten([torch.ones(5)], out=base[0])
+    assert base._version == 2 and base.sum() == 10
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_autograd_notices_a_saved_tensor_that_was_overwritten(mode):
+    for write in (
+        lambda saved: ops.flatten([torch.ones(3)], out=saved),
+        lambda saved: ops.unflatten_into(torch.ones(3), [saved]),
+    ):
+        parameter = torch.ones(3, requires_grad=True)
+        saved = torch.ones(3)
+        loss = (parameter * saved).sum()
+        with mode():
+            write(saved)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+# ---- modes ---------------------------------------------------------------------------------------
+
+
+def test_inference_mode():
+    with torch.inference_mode():
+        tensors = [torch.ones(3), torch.ones(2, 2)]
+        buffer = ops.flatten(tensors, scale=2.0)
+        assert buffer.is_inference() and buffer.tolist() == [2.0] * 7
+        ops.unflatten_into(buffer, tensors)
+        ops.flatten(tensors, scale=2.0, out=buffer)
+        assert buffer.tolist() == [4.0] * 7
+        assert ops.flatten_stats(tensors).sum_of_squares == 28
+        assert [tensor.shape for tensor in ops.unflatten(buffer, tensors)] == [(3,), (2, 2)]
+    with pytest.raises(RuntimeError, match=r"tensors\[0\] must be no inference tensor outside"):
+        ops.unflatten_into(torch.ones(7), tensors)
+    with pytest.raises(RuntimeError, match="out must be no inference tensor outside"):
+        ops.flatten([torch.ones(7)], out=buffer)
+    assert buffer.tolist() == [4.0] * 7 and tensors[0].tolist() == [2.0] * 3
+
+
+def test_autocast_changes_nothing():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert ops.flatten([torch.ones(3)]).dtype == torch.float32
+
+
+def test_results_share_no_memory_with_the_inputs():
+    # Not even where one contiguous tensor is all there is.
+    source = torch.ones(5)
+    for result in (ops.flatten([source]), *ops.unflatten(source, [source])):
+        result.zero_()
+    assert (source == 1).all()

@@ -1,0 +1,146 @@
+"""Buckets larger than the last-level cache, which the CPU kernels write past the caches.
+
+Such stores must be aligned, so what matters here is where a destination begins and ends.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ops_reference import (
+    LEVELS,
+    assert_same_bits,
+    converted,
+    cpu_level,
+    expected_flatten,
+    expected_unflatten,
+    maker,
+    one_thread,  # noqa: F401
+    threads,
+)
+from streaming import cache_bytes, not_beyond_a_large_cache, split
+
+import torch_commhook.native.bucket_ops as ops
+
+TARGETS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+pytestmark = not_beyond_a_large_cache
+
+
+@pytest.fixture(params=LEVELS[1:], autouse=True)
+def level(request):
+    with cpu_level(request.param):
+        yield request.param
+
+
+def elements(dtype: torch.dtype) -> int:
+    """The length of a buffer that is streamed."""
+    return cache_bytes() // dtype.itemsize + 12_345
+
+
+@pytest.fixture(scope="module")
+def values():
+    """Enough float32 values for every test, NaN and infinity among them."""
+    memory = maker(torch.float32)(1 << 20).repeat(-(-elements(torch.float16) // (1 << 20)))
+    memory[12_345] = float("nan")
+    memory[2_345_678] = float("inf")
+    return memory
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_flatten(values, target):
+    source = values[: elements(target)]
+    expected = converted(source, 1 / 3, target)
+    out = torch.empty(expected.numel() + 7, dtype=target)
+    for offset, count in ((0, 1), (3, 2)):
+        out.fill_(7)
+        part = out[offset : offset + expected.numel()]
+        with threads(count):
+            ops.flatten(split(source), scale=1 / 3, out=part)
+        assert_same_bits(part, expected, f"offset {offset}")
+        assert (out[:offset] == 7).all() and (out[offset + expected.numel() :] == 7).all()
+
+
+@pytest.mark.parametrize("source", [torch.float16, torch.bfloat16, torch.float64])
+def test_flatten_from_other_dtypes(values, source):
+    tensors = split(values[: elements(torch.float32)].to(source))
+    actual = ops.flatten(tensors, scale=0.7, dtype=torch.float32)
+    assert_same_bits(actual, expected_flatten(tensors, 0.7, torch.float32))
+
+
+def test_flatten_of_strided_tensors(values):
+    count = elements(torch.float32)
+    rows = count // 2 // 1001
+    tensors = [
+        values[: rows * 1001].view(rows, 1001)[:, :1000],
+        values[: rows * 1001].view(1001, rows).t(),
+    ]
+    expected = expected_flatten(tensors, 2.0, torch.float32)
+    assert expected.numel() * 4 > cache_bytes() * 0.99
+    tensors.append(values[:count:7])
+    expected = torch.cat([expected, converted(values[:count:7], 2.0, torch.float32)])
+    assert_same_bits(ops.flatten(tensors, scale=2.0), expected)
+
+
+@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16])
+def test_flatten_stats(values, target):
+    tensors = split(values[: elements(target)])
+    first = ops.flatten_stats(tensors, dtype=target)
+    assert_same_bits(first.buffer, converted(values[: elements(target)], 1.0, target))
+    assert first.nonfinite_count == 2
+    with threads(2):
+        again = ops.flatten_stats([torch.nan_to_num(t, 0.0, 0.0) for t in tensors], dtype=target)
+    finite = torch.nan_to_num(values[: elements(target)], 0.0, 0.0).double()
+    assert float(again.sum_of_squares) == pytest.approx(float(finite.square().sum()), rel=1e-12)
+    assert again.nonfinite_count == 0
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_unflatten_into(values, target):
+    buffer = values[: elements(target)]
+    memory = torch.empty(buffer.numel() + 7, dtype=target)
+    for offset, count in ((0, 2), (5, 1)):
+        memory.fill_(7)
+        tensors = split(memory[offset : offset + buffer.numel()])
+        with threads(count):
+            ops.unflatten_into(buffer, tensors, scale=1 / 3)
+        expected = converted(buffer, 1 / 3, target)
+        assert_same_bits(memory[offset : offset + buffer.numel()], expected, f"offset {offset}")
+        assert (memory[:offset] == 7).all() and (memory[offset + buffer.numel() :] == 7).all()
+
+
+@pytest.mark.parametrize("source", [torch.float16, torch.bfloat16])
+def test_unflatten_from_16_bits(values, source):
+    buffer = values[: elements(torch.float32)].to(source)
+    like = split(torch.empty(buffer.numel()))
+    for new, right in zip(
+        ops.unflatten(buffer, like, scale=0.7), expected_unflatten(buffer, like, 0.7), strict=True
+    ):
+        assert_same_bits(new, right)
+
+
+def test_unflatten_into_strided_tensors(values):
+    count = elements(torch.float32)
+    rows = count // 1001 + 1
+    memory = torch.full((rows, 1003), 7.0)
+    destination = memory[:, 1:1002].t()
+    buffer = values[: destination.numel()]
+    assert destination.numel() * 4 > cache_bytes()
+    ops.unflatten_into(buffer, [destination], scale=0.5)
+    assert_same_bits(destination, converted(buffer, 0.5, torch.float32).view(destination.shape))
+    assert (memory[:, 0] == 7).all() and (memory[:, 1002] == 7).all()
+
+
+def test_memory_that_no_element_is_aligned_to(values):
+    # torch.frombuffer takes memory that starts inside an element: streamed stores would fault.
+    for dtype in (torch.float32, torch.bfloat16):
+        source = values[: elements(dtype)]
+        memory = bytearray(dtype.itemsize * source.numel() + 1)
+        out = torch.frombuffer(memory, dtype=dtype, offset=1)
+        assert out.data_ptr() % dtype.itemsize == 1
+        ops.flatten(split(source), out=out)
+        assert_same_bits(out.clone(), converted(source, 1.0, dtype))
+        out.zero_()
+        ops.unflatten_into(source, split(out))
+        assert_same_bits(out.clone(), converted(source, 1.0, dtype))

@@ -1,0 +1,368 @@
+"""ProcessGroup and Work in Python: every virtual method that C++ calls, and what one may return."""
+
+from __future__ import annotations
+
+import gc
+import re
+import subprocess
+import sys
+import threading
+import weakref
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from group_calls import ANSWERS, CALLS, SECOND, X, ask, base, done, good, group_with
+from repository import ROOT
+
+from torch_commhook import _C, ProcessGroup, Work
+from torch_commhook.process_group import (
+    FaultyProcessGroup,
+    RecordingProcessGroup,
+    WrapperProcessGroup,
+)
+
+INCLUDE = Path(torch.__file__).parent / "include" / "torch" / "csrc" / "distributed" / "c10d"
+by_name = pytest.mark.parametrize("name", CALLS)
+
+
+def virtual_methods(header: str) -> set[str]:
+    text = (INCLUDE / header).read_text()
+    return set(re.findall(r"\bvirtual\b[^;{(]*?(\w+)\(", text)) - {"ProcessGroup", "Work"}
+
+
+# ---- the surface ---------------------------------------------------------------------------------
+
+
+def test_every_virtual_method_can_be_overridden() -> None:
+    assert set(_C.process_group_methods()) == virtual_methods("ProcessGroup.hpp")
+    assert set(_C.work_methods()) == virtual_methods("Work.hpp")
+
+
+@by_name
+def test_it_is_called(name: str) -> None:
+    calls: list[tuple[Any, ...]] = []
+    expected = good(name)
+
+    def method(self: Any, *arguments: Any) -> Any:
+        calls.append(arguments)
+        return expected
+
+    if name == "new_window":
+        pytest.skip("a window cannot be made without a backend")
+    got = CALLS[name][0](group_with(name, method))
+    assert len(calls) == 1
+    if CALLS[name][1] is Work:
+        assert got.wait() and got.is_completed() and got.is_success()
+        assert got.get_future().value() == [X]
+    elif CALLS[name][1] is ProcessGroup:
+        assert got is expected
+    else:
+        assert got == expected
+
+
+@by_name
+def test_super_is_what_cpp_does(name: str) -> None:
+    """Not the method itself again, for ever."""
+    if name.startswith(("register_", "supports_abort", "supports_completion")):
+        pytest.skip("hooks are kept in Python, where super() leads to ProcessGroup's own method")
+
+    def method(self: Any, *arguments: Any) -> Any:
+        return CALLS[name][0](self)
+
+    plain = ProcessGroup(0, 2)
+    try:
+        expected, error = CALLS[name][0](plain), None
+    except Exception as raised:
+        expected, error = None, raised
+    group = group_with(name, method)
+    if error is None:
+        assert CALLS[name][0](group) == expected
+    else:
+        with pytest.raises(type(error)):
+            CALLS[name][0](group)
+
+
+def test_the_newest_name_wins() -> None:
+    for names in _C.process_group_methods().values():
+        both = [name for name in names if name in CALLS]
+        if len(both) < 2 or CALLS[both[0]][1] is not Work:
+            continue
+        calls: list[str] = []
+
+        def method(name: str, calls: list[str] = calls) -> Any:
+            return lambda self, *arguments: calls.append(name) or done(X)
+
+        group = type("Own", (ProcessGroup,), {name: method(name) for name in both})(0, 2)
+        for name in both:
+            CALLS[name][0](group)
+        assert set(calls) == {both[0]}
+
+
+def test_arguments() -> None:
+    seen: list[Any] = []
+
+    class Own(ProcessGroup):
+        def allreduce(self, tensors: Any, opts: Any) -> Any:
+            seen.append((tensors, opts.reduceOp, opts.timeout))
+            return done(*tensors)
+
+        def monitored_barrier(self, timeout: Any, wait_all_ranks: Any) -> None:
+            seen.append((timeout, wait_all_ranks))
+
+        def start_coalescing(self, device: Any) -> None:
+            seen.append(device)
+
+    options = dist.AllreduceOptions()
+    options.reduceOp, options.timeout = dist.ReduceOp.MAX, SECOND
+    group = Own(1, 2)
+    base.allreduce(group, [X], options)
+    base.monitored_barrier(group, SECOND, True)
+    base._start_coalescing(group, torch.device("cpu"))
+    (tensors, op, timeout), barrier, device = seen
+    assert tensors[0] is X and op == dist.ReduceOp.MAX and timeout == SECOND
+    assert barrier == (SECOND, True)
+    assert device == torch.device("cpu")
+
+
+def test_what_is_not_defined() -> None:
+    group = ProcessGroup(0, 2)
+    with pytest.raises(NotImplementedError, match=r"ProcessGroup\.allreduce is not implemented"):
+        group.allreduce([X])
+    assert (group.rank(), group.size()) == (0, 2)
+
+
+def test_constructors() -> None:
+    class Own(ProcessGroup):
+        def __init__(self, store: dist.Store) -> None:
+            super().__init__(store, 1, 4)
+
+    group = Own(dist.HashStore())
+    assert (group.rank(), group.size()) == (1, 4)
+    with pytest.raises(TypeError):
+        ProcessGroup("x", 2)  # type: ignore[arg-type]
+
+
+def test_attributes_are_no_methods() -> None:
+    class Own(ProcessGroup):
+        def __init__(self) -> None:
+            super().__init__(0, 2)
+            self.world = 5  # an attribute of its own
+
+        group_name = property(lambda self: "by a property")
+
+    group = Own()
+    assert base.group_name.fget(group) == "by a property"
+    assert base.size(group) == 2
+
+
+def test_an_old_name_in_a_derived_class() -> None:
+    calls = []
+
+    class Derived(WrapperProcessGroup):
+        def _allgather_base(self, output: Any, input: Any, *opts: Any) -> Any:
+            calls.append("derived")
+            return super()._allgather_base(output, input, *opts)
+
+    class Parent(ProcessGroup):
+        def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
+            calls.append("parent")
+            return done(X)
+
+    group = Derived(Parent(0, 1))
+    for call in (group.all_gather_single, group._allgather_base):
+        call(X, X)
+    base._allgather_base(group, X, X)
+    assert calls == ["derived", "parent"] * 3
+
+
+def test_before_its_constructor_has_run() -> None:
+    """PyTorch's own classes end the process here."""
+
+    class Early(ProcessGroup):
+        def __init__(self) -> None:
+            self.world = self.size()
+
+    for call in (Early, lambda: Work.__new__(Work).wait(), lambda: Early.__new__(Early).rank()):
+        with pytest.raises(TypeError, match=r"super\(\).__init__\(\) must be called first"):
+            call()
+
+
+# ---- work ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parent", [Work, dist.Work], ids=["ours", "torch's"])
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_work_is_asked(parent: Any, name: str) -> None:
+    answer = ANSWERS[name]
+    if answer is torch.futures.Future:
+        answer = torch.futures.Future()
+        answer.set_result([X])
+    own = type("Own", (parent,), {name: lambda self, *timeout: answer})()
+    assert type(_C.held_work(own)) is dist.Work
+    got = ask(own, name)
+    if "future" in name:
+        assert got.value() == [X]
+    elif name == "exception":
+        assert got is answer
+    else:
+        assert got == answer
+
+
+def test_a_work_with_a_future() -> None:
+    future: torch.futures.Future = torch.futures.Future()
+    own = type("Own", (Work,), {"get_future": lambda self: future})()
+    held = _C.held_work(own)
+    assert not held.is_completed()
+    threading.Timer(0.05, lambda: future.set_result([X])).start()
+    assert held.wait()
+    assert held.is_completed() and held.is_success()
+    failed: torch.futures.Future = torch.futures.Future()
+    failed.set_exception(KeyError("lost"))
+    held = _C.held_work(type("Own", (Work,), {"get_future": lambda self: failed})())
+    assert held.is_completed() and not held.is_success()
+    with pytest.raises(KeyError, match="lost"):
+        held.wait()
+
+
+def test_wait_is_called_with_its_timeout_or_without() -> None:
+    """As C++ calls it, and as PyTorch's functions do in Python."""
+    seen = []
+
+    class Own(Work):
+        def wait(self, timeout: timedelta) -> bool:
+            seen.append(timeout)
+            return True
+
+    own = Own()
+    assert own.wait() and own.wait(SECOND) and own.wait(timeout=SECOND)
+    assert _C.held_work(own).wait()
+    assert seen == [timedelta(0), SECOND, SECOND, timedelta(0)]
+    assert own.is_completed()
+
+
+def test_a_result_that_is_not_there_yet() -> None:
+    own = type("Own", (Work,), {"get_future": lambda self: torch.futures.Future()})()
+    with pytest.raises(RuntimeError, match=r"Own\.result: the work has not completed"):
+        own.result()
+
+
+def test_ctrl_c_ends_a_wait() -> None:
+    code = """
+import _thread, signal, threading, torch
+from torch_commhook import Work
+# What a shell starts in the background ignores it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+future = torch.futures.Future()
+own = type("Own", (Work,), {"get_future": lambda self: future})()
+threading.Timer(0.2, _thread.interrupt_main).start()
+try:
+    own.wait()
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.stdout == "interrupted\n", ran.stderr
+
+
+def test_an_exception_as_python_gets_it() -> None:
+    assert Work().exception() is None
+    failed: torch.futures.Future = torch.futures.Future()
+    own = type("Own", (Work,), {"get_future": lambda self: failed})()
+    assert own.exception() is None
+    failed.set_exception(KeyError("lost"))
+    assert isinstance(own.exception(), KeyError)
+
+
+def test_a_work_with_nothing() -> None:
+    work = type("Own", (Work,), {})()
+    for method in (work.wait, work.abort, work.get_future, work.result):
+        with pytest.raises(NotImplementedError, match=rf"Own\.{method.__name__} is not impl"):
+            method()
+
+
+def test_a_work_lives_as_long_as_cpp_needs_it() -> None:
+    class Own(Work):
+        pass
+
+    own = Own()
+    left = weakref.ref(own)
+    held = _C.held_work(own)
+    del own
+    gc.collect()
+    assert left() is not None
+    del held
+    gc.collect()
+    assert left() is None
+
+
+def test_works_and_groups_are_dropped() -> None:
+    class Own(ProcessGroup):
+        def allreduce(self, tensors: Any, opts: Any) -> Any:
+            return done(*tensors)
+
+    group = Own(0, 1)
+    base.allreduce(group, [X], dist.AllreduceOptions()).wait()
+    left = weakref.ref(group)
+    del group
+    gc.collect()
+    assert left() is None
+
+
+def test_the_example_in_the_docs() -> None:
+    text = (ROOT / "docs" / "process_groups.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    group, x = names["group"], torch.arange(3.0)
+    assert base.allreduce(group, [x], dist.AllreduceOptions()).wait()
+    output = torch.empty(6)
+    assert base._allgather_base(group, output, x).wait()
+    assert output.tolist() == [0, 1, 2, 0, 1, 2]
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def _hooked(parent: Any) -> Any:
+    group = WrapperProcessGroup(parent)
+    group.register_completion_hook(1, lambda args: group.size())  # a cycle
+    return group
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+@pytest.mark.parametrize(
+    "around",
+    [lambda parent: parent, _hooked, RecordingProcessGroup, FaultyProcessGroup],
+    ids=["plain", "hooked", "recording", "faulty"],
+)
+def test_ten_thousand_groups_and_works_leave_nothing(around: Any) -> None:
+    class Waits(Work):
+        def wait(self, timeout: timedelta) -> bool:
+            return True
+
+    class Own(ProcessGroup):
+        def allreduce(self, tensors: Any, opts: Any) -> Any:
+            return Waits()
+
+    def cycles(count: int) -> int:
+        for _ in range(count):
+            group = around(Own(0, 1))
+            base._set_group_name(group, "group")
+            assert base.allreduce(group, [X], dist.AllreduceOptions()).wait()
+            assert group.allreduce([X], dist.AllreduceOptions()).wait(timedelta(1))
+        gc.collect()
+        return _resident()
+
+    before = cycles(2_000)
+    # A leak grows in each round; what other threads of this process take does not.
+    for _ in range(5):
+        after = cycles(10_000)
+        if after - before < 1 << 20:
+            return
+        before = after
+    pytest.fail(f"{after} bytes after five rounds that each took another 2**20")

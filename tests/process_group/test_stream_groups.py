@@ -1,0 +1,200 @@
+"""Hooks over a group whose collectives run on a stream: results are used when they are there."""
+
+from __future__ import annotations
+
+import unittest.mock
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cpp_libraries import library
+from mode_cases import batch, module, with_futures
+from modes import Mode
+from rank_pool import RankPool
+from stream_groups import stream_group
+from torch import Tensor
+
+from torch_commhook import attach, hooks, load_cpp_hooks
+from torch_commhook.codecs import CODECS
+from torch_commhook.step.step_group import StepGroup
+
+Paths = tuple[str, str]
+
+
+@pytest.fixture(scope="module")
+def paths() -> Paths:
+    return library("tests/support/stream_group", "stream_group"), library(
+        "tests/support/cpp_hooks", "comm_hooks"
+    )
+
+
+def _hook(name: str, group: dist.ProcessGroup, alone: dist.ProcessGroup) -> Any:
+    made = {
+        "cpp": lambda: hooks.cpp(name.partition(" ")[2]),
+        "with_futures": lambda: with_futures,
+        "cast": hooks.cast,
+        "allreduce": hooks.allreduce,
+        "powersgd": lambda: hooks.powersgd(2),
+        "policy": lambda: hooks.policy([("dim <= 1", hooks.allreduce())], hooks.blockwise(8)),
+        "feedback": lambda: hooks.error_feedback(hooks.topk(0.1)),
+        "clip": lambda: hooks.clip(0.1, hooks.blockwise(8)),
+        "local_sgd": lambda: hooks.local_sgd(2),
+        "hierarchical": lambda: hooks.hierarchical(
+            CODECS["blockwise"](8), intra_group=alone, inter_group=group
+        ),
+        "blockwise": lambda: hooks.blockwise(8),
+        "fp8": lambda: hooks.fp8(),
+        "sign": lambda: hooks.sign(),
+        "topk": lambda: hooks.topk(0.1),
+        "randomk": lambda: hooks.randomk(0.1),
+    }
+    return made[name.partition(" ")[0]]()
+
+
+def _train(
+    rank: int, paths: Paths, name: str, mode: Mode, streams: bool, options: dict[str, Any]
+) -> list[Tensor]:
+    torch._dynamo.reset()
+    load_cpp_hooks(paths[1])
+    group = stream_group(paths[0]) if streams else dist.new_group()
+    alone = dist.new_subgroups(1)[0]
+    of_model = {"process_group": group}
+    model = mode.wrap(module(), **(of_model if mode.model == "ddp" else {}))
+    own = {**options, **mode.attach_options, **(of_model if mode.model == "module" else {})}
+    handle = attach(model, _hook(name, group, alone), **own)
+    if name.endswith("in Python"):
+        handle.register_posthook(lambda gradients: None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    with mode.step_function(model) as step:
+        for number in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            step(batch(rank, number))
+            optimizer.step()
+            found += [parameter.detach().clone() for parameter in model.parameters()]
+    handle.remove()
+    return found
+
+
+NAMES = [
+    "cpp allreduce",
+    "cpp cast",
+    "cpp gradients",
+    "cpp torch_allreduce",
+    "cpp torch_style",
+    "with_futures",
+    "allreduce",
+    "cast",
+    "blockwise",
+    "fp8",
+    "sign",
+    "topk",
+    "randomk",
+    "feedback",
+    "powersgd",
+    "policy",
+    "hierarchical",
+    "clip",
+    "local_sgd",
+]
+CASES = [(name, Mode(model, "eager"), {}) for name in NAMES for model in ("module", "ddp")]
+CASES += [("cpp allreduce", Mode("module", "eager"), {"gradient_as_bucket_view": True})]
+CASES += [("blockwise", Mode("module", "eager"), {"gradient_as_bucket_view": True})]
+CASES += [
+    (name, Mode("module", "context", backend="aot_eager"), {})
+    for name in ("cpp allreduce", "blockwise")
+]
+
+
+@pytest.mark.parametrize(("name", "mode", "options"), CASES, ids=str)
+def test_results_are_waited_for(
+    two_ranks: RankPool, paths: Paths, name: str, mode: Mode, options: dict[str, Any]
+) -> None:
+    """The same bits as over Gloo, whose Futures are complete when the values are there."""
+    want = two_ranks.run(_train, paths, name, mode, False, options)
+    got = two_ranks.run(_train, paths, name, mode, True, options)
+    for over_gloo, over_streams in zip(want, got, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(over_gloo, over_streams, strict=True))
+
+
+# ---- after a step that failed --------------------------------------------------------------------
+
+
+class OwnError(Exception):
+    pass
+
+
+class Fails:
+    """As a posthook: raises when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = False
+
+    def __call__(self, gradients: tuple[Tensor, ...], local: tuple[Tensor, ...]) -> None:
+        if self.now:
+            raise OwnError("boo")
+
+
+#: What travels over a group whose collectives nobody can end.
+OVER = ["the model's group", "the hook's group", "a device's backend"]
+
+
+def _fails_on_rank_1(rank: int, paths: Paths, mode: Mode, over: str) -> list[str]:
+    torch._dynamo.reset()
+    streams = stream_group(paths[0])
+    hook = hooks.blockwise(8)
+    group = dist.new_group()
+    if over == "the model's group":
+        group = streams
+    elif over == "the hook's group":
+        hook = hooks.blockwise(8, process_group=streams)
+    # Tensors on the CPU stand for those of a device for which the group has another backend.
+    on_device = unittest.mock.patch.object(
+        StepGroup, "group_for", lambda self, device: on_a_device(self, torch.device("meta"))
+    )
+    on_a_device = StepGroup.group_for
+    said = []
+    with on_device if over == "a device's backend" else nullcontext():
+        of_model = {"process_group": group}
+        model = mode.wrap(module(), **(of_model if mode.model == "ddp" else {}))
+        own = {**mode.attach_options, **(of_model if mode.model == "module" else {})}
+        handle = attach(model, hook, **own)
+        fails = Fails()
+        handle.register_posthook(fails)
+        with mode.step_function(model) as step:
+            for number in range(4):
+                if over == "the model's group" and rank == 0 and number > 1:
+                    break  # where nobody tells it, it would wait for rank 1
+                fails.now = number == rank == 1
+                model.zero_grad()
+                try:
+                    step(batch(rank, number))
+                    said.append("good")
+                except RuntimeError as error:
+                    said.append(f"{type(error).__name__}: {error}")
+                except OwnError:
+                    said.append("OwnError")
+        handle.remove()
+        if over != "the hook's group" and len(said) == 4:
+            with pytest.raises(RuntimeError, match="collectives may still be under way"):
+                attach(model, hook, **own)
+    return said
+
+
+@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize("model", ["module", "ddp"])
+def test_no_step_after_one_that_failed(
+    two_ranks: RankPool, paths: Paths, model: str, over: str
+) -> None:
+    """Its collectives may still be under way, where those of the next step would meet them."""
+    other, own = two_ranks.run(_fails_on_rank_1, paths, Mode(model, "eager"), over, timeout=30)
+    final = "its collectives may still be under way"
+    assert own[:2] == ["good", "OwnError"]
+    assert all(said.startswith("RuntimeError: ") and final in said for said in own[2:])
+    if over != "the model's group":
+        assert other[0] == "good"
+        assert other[1].startswith("PeerError: ") and "on rank 1: OwnError: boo" in other[1]
+        assert all(said.startswith("RuntimeError: ") and final in said for said in other[2:])
+    assert len(own) == 4

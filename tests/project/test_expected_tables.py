@@ -1,0 +1,128 @@
+# ruff: noqa: E501
+"""Tables that people read, as texts. What is measured is given here.
+
+``EXPECTTEST_ACCEPT=1`` writes the new text into this file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import unittest.mock
+from dataclasses import replace
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+from group_doubles import Later
+from torch import nn
+
+from torch_commhook import attach
+from torch_commhook.cli import plan
+from torch_commhook.cli.hook_expression import parse_hook
+from torch_commhook.cli.main import main
+from torch_commhook.metrics import HookStats
+from torch_commhook.process_group import RecordingProcessGroup
+from torch_commhook.testing import run_ranks
+
+HOOKS = ["allreduce()", "cast()", "error_feedback(blockwise(bits=4))", "local_sgd(4)"]
+
+
+def planned(*arguments: str) -> str:
+    """What ``commhook plan`` prints where each hook computes for 30 ms a step."""
+    printed = io.StringIO()
+    measured = plan.measure
+
+    def measure(*positional: Any, **options: Any) -> list[plan.Measured]:
+        found = measured(*positional, **options)
+        return [replace(each, compute_seconds=0.03) for each in found]
+
+    with (
+        unittest.mock.patch.object(plan, "measure", measure),
+        contextlib.redirect_stdout(printed),
+    ):
+        assert main(["plan", *arguments]) == 0
+    return "".join(f"{line.rstrip()}\n" for line in printed.getvalue().splitlines())
+
+
+class TestPlan(expecttest.TestCase):
+    def test_a_small_model_over_a_slow_link(self) -> None:
+        text = planned(
+            *("--model-size", "100k", "--link", "10mbit", "--compute-ms", "50"),
+            *("--bucket-cap-mb", "0.05", "0.2", "--hooks", *HOOKS),
+        )
+        self.assertExpectedInline(
+            text,
+            """\
+0.1 M elements, 2 ranks, 10 Mbit/s each way, a step of 50 ms without communication, buckets of 0.05 0.2 MiB, 1 thread
+hook                               sent per step      wire  computing      step  x allreduce()  pays
+allreduce()                               400 kB  334.6 ms    30.0 ms  359.6 ms           1.00
+cast()                                    200 kB  167.3 ms    30.0 ms  203.5 ms           0.57   yes
+error_feedback(blockwise(bits=4))        51.6 kB   43.2 ms    30.0 ms   95.7 ms           0.27   yes
+local_sgd(4)                              100 kB   83.6 ms    30.0 ms  163.6 ms           0.46   yes
+""",
+        )
+
+
+def two_steps(rank: int, hook: str) -> HookStats:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    handle = attach(model, parse_hook(hook), bucket_cap_mb=0.02)
+    for _ in range(2):
+        model(torch.full((2, 64), rank + 1.0)).sum().backward()
+    handle.remove()
+    return handle.stats()
+
+
+def without_times(stats: HookStats) -> str:
+    """A line for what was sent in all and one for each bucket."""
+    for bucket in stats.buckets:
+        bucket.encode_seconds = bucket.wire_seconds = bucket.decode_seconds = 0.0
+        if bucket.relative_error is not None:
+            bucket.relative_error = round(bucket.relative_error, 3)
+    return str(stats).replace("BucketStats", "\n    BucketStats") + "\n"
+
+
+class TestStats(expecttest.TestCase):
+    def test_a_cast_of_two_ranks(self) -> None:
+        self.assertExpectedInline(
+            without_times(run_ranks(two_steps, 2, "cast()")[0]),
+            """\
+HookStats(steps=2, bytes_sent=33280, bytes_sent_last_step=16640, bytes_received=33280, bytes_received_last_step=16640, world_size=2, buckets=[
+    BucketStats(index=0, numel=8320, dtype=torch.float32, bytes_sent=33280, bytes_sent_last_step=16640, bytes_received=33280, bytes_received_last_step=16640, relative_error=None, encode_seconds=0.0, wire_seconds=0.0, decode_seconds=0.0)])
+""",
+        )
+
+    def test_error_feedback_of_two_ranks(self) -> None:
+        stats = run_ranks(two_steps, 2, "error_feedback(blockwise())")[0]
+        self.assertExpectedInline(
+            without_times(stats),
+            """\
+HookStats(steps=2, bytes_sent=17168, bytes_sent_last_step=8584, bytes_received=16904, bytes_received_last_step=8452, world_size=2, buckets=[
+    BucketStats(index=0, numel=8320, dtype=torch.float32, bytes_sent=17168, bytes_sent_last_step=8584, bytes_received=16904, bytes_received_last_step=8452, relative_error=0.006, encode_seconds=0.0, wire_seconds=0.0, decode_seconds=0.0)])
+""",
+        )
+
+    def test_the_summary_of_a_recording_group(self) -> None:
+        group = RecordingProcessGroup(Later())
+        for _ in range(2):
+            group.allreduce([torch.ones(500_000)])
+        with pytest.raises(OSError, match="cable"):
+            group.broadcast([torch.ones(1)])
+        group.parent.futures[0].set_result([])
+        for counters in group._counters.values():
+            counters.seconds = 0.004 * counters.completed
+            counters.blocked = 0.001 * counters.completed
+        # Of each operation half a millisecond.
+        overlaps = "torch_commhook.process_group.recording.overlaps"
+        with unittest.mock.patch(overlaps, lambda intervals: [0.0005] * len(intervals)):
+            self.assertExpectedInline(
+                group.summary() + "\n",
+                """\
+operation  calls  errors    MB  MB sent    ms  ms each  overlap  blocked
+allreduce      2       0  4.00     6.00  4.00    4.000      25%      25%
+broadcast      1       1  0.00     0.00  4.00    4.000      12%      25%
+all            3       1  4.00     6.00  8.00    4.000      19%      25%
+""",
+            )

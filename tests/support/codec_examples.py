@@ -1,0 +1,78 @@
+"""All codecs in all their examples, what they are tried on, and all that they write."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torch_commhook.codecs import CODECS, Codec
+
+EXAMPLES = [example for cls in CODECS.values() for example in cls.examples()]
+
+LARGEST = torch.finfo(torch.float32).max
+of_each_codec = pytest.mark.parametrize("codec", EXAMPLES, ids=repr)
+
+
+def rounding_for(codec: Codec, step: int = 0, device: torch.device | str = "cpu") -> Tensor | None:
+    return torch.tensor([1, step], device=device) if codec.is_random else None
+
+
+def encode(codec: Codec, tensors: list[Tensor], **options: Any) -> Tensor:
+    numel = sum(tensor.numel() for tensor in tensors)
+    device = tensors[0].device
+    nbytes = codec.nbytes(numel, options.get("shards", 1))
+    message = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    codec.encode(tensors, message, **{"rounding": rounding_for(codec, device=device), **options})
+    return message
+
+
+def some_tensors(rng: random.Random) -> list[Tensor]:
+    """Of any forms and magnitudes, with some values of all kinds."""
+    tensors = []
+    for _ in range(rng.randint(1, 5)):
+        shape = [rng.choice([0, 1, 3, 7, 16, 33, 100]) for _ in range(rng.randint(1, 2))]
+        x = torch.randn(shape) * 10 ** rng.uniform(-40, 30)
+        if rng.random() < 0.1 and x.numel():
+            x.view(-1)[rng.randrange(x.numel())] = rng.choice(
+                [float("nan"), float("inf"), LARGEST, 1e-42, -0.0]
+            )
+        if rng.random() < 0.1:
+            x = -torch.zeros(shape)
+        dtype = rng.choice([torch.float32] * 4 + [torch.float64, torch.float16, torch.bfloat16])
+        tensors.append(x.to(dtype).t() if len(shape) == 2 and rng.random() < 0.3 else x.to(dtype))
+    return tensors
+
+
+def everything(
+    codec: Codec, tensors: list[Tensor], shards: int, scale: float, error: Tensor | None
+) -> list[Tensor]:
+    """What all methods write."""
+    is_sharded = codec.exchange == "all_to_all"
+    shards = shards if is_sharded else 1
+    error = error if codec.takes_error else None
+    rounding = rounding_for(codec, device=tensors[0].device)
+    errors = [None if error is None else error.clone() for _ in range(2)]
+    message = encode(codec, tensors, shards=shards, scale=scale, error=errors[0])
+    out = [torch.empty_like(tensor) for tensor in tensors]
+    codec.decode(message, out, shards=shards, rounding=rounding)
+    numel = sum(tensor.numel() for tensor in tensors)
+    halves = [tensor / 2 for tensor in tensors]
+    stacked = torch.stack([encode(codec, each) for each in (tensors, halves, tensors)])
+    reduced = torch.full_like(stacked[0], 3)
+    if is_sharded:
+        codec.reduce(stacked, reduced, numel, scale=scale, error=errors[1], rounding=rounding)
+    sums = [torch.empty_like(tensor) for tensor in tensors]
+    codec.decode_sum(stacked, sums, scale=scale, rounding=rounding)
+    return [message, reduced, *out, *sums, *(each for each in errors if each is not None)]
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    if a.is_floating_point():  # a NaN is a NaN
+        return torch.equal(a.isnan(), b.isnan()) and torch.equal(
+            a.nan_to_num(1.0), b.nan_to_num(1.0)
+        )
+    return torch.equal(a, b)

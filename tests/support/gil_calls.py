@@ -1,0 +1,204 @@
+"""Counts how often threads take the GIL, by function, by the library that asked, and by thread::
+
+    with count_gil_calls() as calls:
+        loss.backward()
+    print(calls.acquired, calls.by_library)
+
+Counted are the calls of `PyGILState_Ensure`, `PyEval_RestoreThread` (the end of
+`Py_BEGIN_ALLOW_THREADS`), `PyEval_AcquireThread` (pybind11's `gil_scoped_acquire`),
+`PyEval_AcquireLock` and, from Python 3.12 on, `PyThreadState_Swap`, that any library makes. A
+thread outside of the interpreter has no other way to get the GIL. Not counted:
+
+- what the interpreter does inside of itself: `time.sleep`, a lock, the switch between two threads
+  that both run Python. Only a thread that had the GIL before takes it again so;
+- calls of a function that was looked up by name (`dlsym`, `ctypes.pythonapi`);
+- calls of a library that is loaded while counting. That is an error at the end.
+
+A tail call is put down to the library of the caller's caller.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from cpp_compiler import NoCompilerError, cpp_compiler
+from repository import ROOT
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+FOLDER = ROOT / "build"
+
+
+class CannotCountError(RuntimeError):
+    """This machine lacks what counting needs; tests may skip then."""
+
+
+class Call(NamedTuple):
+    """Who called what."""
+
+    function: str
+    library: str  # the path of the library, or "unknown" where it has been unloaded
+    thread: int  # as of threading.get_native_id()
+    already_held: bool  # the thread had the GIL: this call didn't take it
+
+
+class GilCalls:
+    """What was counted, to be read once the counting has ended.
+
+    Attributes:
+        calls: how often each call was made, those that found the GIL held among them.
+    """
+
+    def __init__(self) -> None:
+        self._calls: Counter[Call] | None = None
+
+    @property
+    def calls(self) -> Counter[Call]:
+        if self._calls is None:
+            raise RuntimeError("gil calls: the counting must have ended")
+        return self._calls
+
+    @property
+    def acquired(self) -> int:
+        """How often a thread took the GIL that it did not have."""
+        return self._sum(lambda call: "").total()
+
+    @property
+    def already_held(self) -> int:
+        """How often `PyGILState_Ensure` was called by a thread that had the GIL."""
+        return sum(count for call, count in self.calls.items() if call.already_held)
+
+    @property
+    def by_function(self) -> dict[str, int]:
+        """`acquired`, by the name of the function that was called."""
+        return dict(self._sum(lambda call: call.function))
+
+    @property
+    def by_library(self) -> dict[str, int]:
+        """`acquired`, by the file of the library that called, with the folder it lies in."""
+        return dict(self._sum(lambda call: "/".join(Path(call.library).parts[-2:])))
+
+    @property
+    def by_thread(self) -> dict[int, int]:
+        """`acquired`, by `threading.get_native_id()`."""
+        return dict(self._sum(lambda call: call.thread))
+
+    def _sum(self, key: Callable[[Call], object]) -> Counter:
+        sums: Counter = Counter()
+        for call, count in self.calls.items():
+            if not call.already_held:
+                sums[key(call)] += count
+        return sums
+
+
+@contextmanager
+def count_gil_calls() -> Iterator[GilCalls]:
+    """Counts in all threads of this process. May be nested, and used by several threads.
+
+    Raises:
+        CannotCountError: there is no compiler, or this is no Linux on x86_64 or aarch64.
+        RuntimeError: something can't be counted; its message says what.
+    """
+    library = _library()
+    result = GilCalls()
+    _check(library.gil_calls_start())
+    try:
+        loaded = library.gil_calls_objects_loaded()
+        before = _read(library)
+        yield result
+        result._calls = _read(library) - before
+        loaded = library.gil_calls_objects_loaded() - loaded
+    finally:
+        error = library.gil_calls_stop()
+    _check(error)
+    if loaded:
+        result._calls = None
+        raise RuntimeError(
+            f"gil calls: {loaded} libraries were loaded while counting, and their calls are not "
+            "counted: load them before"
+        )
+
+
+def installed() -> int:
+    """How many addresses in loaded libraries lead to the counter now: 0 unless something counts."""
+    return _library().gil_calls_installed()
+
+
+def build() -> Path:
+    """Compiles the counter, unless that was done before, and returns the library."""
+    machine = platform.machine()
+    if sys.platform != "linux" or machine not in ("x86_64", "aarch64"):
+        raise CannotCountError(
+            f"gil calls: the system must be Linux on x86_64 or aarch64, got {sys.platform} on "
+            f"{machine}"
+        )
+    source = SOURCE.read_bytes()
+    path = FOLDER / f"gil_calls-{machine}-{hashlib.sha256(source).hexdigest()[:16]}.so"
+    if path.exists():
+        return path
+    try:
+        compiler = cpp_compiler()
+    except NoCompilerError as error:
+        raise CannotCountError(f"gil calls: {error}") from None
+    FOLDER.mkdir(exist_ok=True)
+    made = path.with_suffix(f".{os.getpid()}")  # ranks may build at the same time
+    command = [*compiler, "-std=c++17", "-O1", "-Wall", "-Werror", "-shared", "-fPIC"]
+    command += [str(SOURCE), "-o", str(made), "-ldl"]
+    try:
+        built = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        if built.returncode != 0:
+            raise RuntimeError(f"gil calls: {' '.join(command)} failed:\n{built.stderr}")
+        made.replace(path)
+    finally:
+        made.unlink(missing_ok=True)
+    return path
+
+
+class _Row(ctypes.Structure):
+    _fields_ = (
+        ("function", ctypes.c_char_p),
+        ("library", ctypes.c_char_p),
+        ("thread", ctypes.c_int64),
+        ("already_held", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+    )
+
+
+@functools.cache
+def _library() -> ctypes.PyDLL:
+    library = ctypes.PyDLL(str(build()))  # unlike those of a CDLL, its calls keep the GIL
+    library.gil_calls_start.restype = ctypes.c_char_p
+    library.gil_calls_stop.restype = ctypes.c_char_p
+    library.gil_calls_installed.restype = ctypes.c_int64
+    library.gil_calls_objects_loaded.restype = ctypes.c_uint64
+    library.gil_calls_read.restype = ctypes.c_int64
+    library.gil_calls_read.argtypes = [ctypes.POINTER(_Row), ctypes.c_int64]
+    return library
+
+
+def _check(error: bytes | None) -> None:
+    if error is not None:
+        raise RuntimeError(error.decode(errors="replace"))
+
+
+def _read(library: ctypes.PyDLL) -> Counter[Call]:
+    number, capacity = 1, 0
+    while number > capacity:  # other threads may add rows in between
+        capacity = number + 100
+        rows = (_Row * capacity)()
+        number = library.gil_calls_read(rows, capacity)
+    calls: Counter[Call] = Counter()
+    for row in rows[:number]:
+        path = (row.library or b"unknown").decode(errors="replace")
+        calls[Call(row.function.decode(), path, row.thread, bool(row.already_held))] += row.count
+    return calls

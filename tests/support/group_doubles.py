@@ -1,0 +1,268 @@
+"""Process groups in Python that need no other rank, and ways to make them known for a while."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future
+
+from torch_commhook import ProcessGroup, Work
+from torch_commhook.process_group import WrapperProcessGroup, register
+
+#: The release of torch: (2, 13).
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+def completed(value: Any) -> torch.futures.Future:
+    """A Future with a value."""
+    future: torch.futures.Future = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
+class _Counted:
+    """Counts in its group how often it is waited for, and asked for its Future."""
+
+    def __init__(self, value: Any, group: LonelyGroup) -> None:
+        super().__init__()
+        self.future = completed(value)
+        self.group = weakref.ref(group)
+
+    def wait(self, timeout: timedelta) -> bool:
+        group = self.group()
+        assert group is not None
+        group.waits += 1
+        return True
+
+    def get_future(self) -> torch.futures.Future:
+        group = self.group()
+        assert group is not None
+        group.futures += 1
+        return self.future
+
+
+class CountedWork(_Counted, Work):
+    """A Work of ours that counts."""
+
+
+class CountedTorchWork(_Counted, dist.Work):
+    """A Work of PyTorch's that counts."""
+
+
+#: What a collective of a lonely group may return, by a name for it.
+RESULTS: dict[str, Callable[[Any, Any], Any]] = {
+    "our Work": CountedWork,
+    "torch's Work": CountedTorchWork,
+    "Work of a Future": lambda value, group: _create_work_from_future(completed(value)),
+    "Future": lambda value, group: completed(value),
+}
+COUNTED = ("our Work", "torch's Work")
+
+
+class LonelyGroup(ProcessGroup):
+    """One rank, whose collectives have nothing to do.
+
+    Args:
+        result: a key of ``RESULTS``.
+    """
+
+    def __init__(self, result: str) -> None:
+        super().__init__(0, 1)
+        self.result = result
+        self.waits = self.futures = 0
+
+    def _done(self, value: Any) -> Any:
+        return RESULTS[self.result](value, self)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
+        return self._done(tensors)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
+        for output, input in zip(outputs[0], inputs, strict=True):
+            output.copy_(input)
+        return self._done(outputs)
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
+        return self._done(tensors)
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "lonely"
+
+
+class DoneWork(Work):
+    """Was done at once."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+
+class MarkingGroup(ProcessGroup):
+    """Leaves another mark on the tensors of each collective, and communicates with nobody.
+
+    Attributes:
+        called: the names of the collectives that were called, in their order.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        super().__init__(store, rank, size)
+        self.called: list[str] = []
+        self.was_aborted = self.was_shut_down = False
+
+    def _add(self, name: str, tensors: list[Tensor], mark: int) -> DoneWork:
+        self.called.append(name)
+        for tensor in tensors:
+            tensor.add_(mark)
+        return DoneWork()
+
+    def _copy(self, name: str, outputs: Any, inputs: Any) -> DoneWork:
+        self.called.append(name)
+        for output, input in zip(outputs, inputs, strict=True):
+            output.copy_(input)
+        return DoneWork()
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "marking"
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> DoneWork:
+        return self._add("broadcast", tensors, 1)
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> DoneWork:
+        return self._add("allreduce", tensors, 2)
+
+    def reduce(self, tensors: Any, opts: Any = None) -> DoneWork:
+        return self._add("reduce", tensors, 3)
+
+    def send(self, tensors: Any, destination: int, tag: int = 0) -> DoneWork:
+        return self._add("send", tensors, 4)
+
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> DoneWork:
+        return self._add("recv", tensors, 5)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> DoneWork:
+        return self._add("recv_anysource", tensors, 6)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
+        return self._copy("allgather", outputs[0], inputs * len(outputs[0]))
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
+        return self._copy("gather", outputs[0], inputs * len(outputs[0]))
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
+        return self._copy("scatter", outputs, [inputs[0][self.rank()]])
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
+        return self._copy("reduce_scatter", outputs, [inputs[0][self.rank()]])
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
+        return self._copy("alltoall", outputs, inputs)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> DoneWork:
+        return self._copy("all_gather_single", output.chunk(self.size()), [input] * self.size())
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> DoneWork:
+        chunk = input.chunk(self.size())[self.rank()]
+        return self._copy("reduce_scatter_single", [output], [chunk])
+
+    def gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> DoneWork:
+        return self._copy("gather_single", output.chunk(self.size()), [input] * self.size())
+
+    def barrier(self, opts: Any = None) -> DoneWork:
+        return self._add("barrier", [], 0)
+
+    def abort(self) -> None:
+        self.was_aborted = True
+
+    def shutdown(self) -> None:
+        self.was_shut_down = True
+
+
+class CoalescingGroup(MarkingGroup):
+    """Counts the regions in which its calls are coalesced."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        super().__init__(store, rank, size)
+        self.started = self.ended = 0
+
+    supports_coalescing = True
+
+    def start_coalescing(self, device: torch.device) -> None:
+        self.started += 1
+
+    def end_coalescing(self, device: torch.device) -> Any:
+        self.ended += 1
+        return completed([])
+
+
+def around_gloo(store: dist.Store, rank: int, size: int) -> WrapperProcessGroup:
+    """A wrapper around a group of Gloo."""
+    group = dist.ProcessGroup(store, rank, size)
+    backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=30))
+    backend._set_sequence_number_for_group()
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    return WrapperProcessGroup(group)
+
+
+#: Where torch.distributed keeps what it knows of backends.
+_REGISTRY = (
+    "_plugins",
+    "backend_list",
+    "backend_capability",
+    "backend_type_map",
+    "default_device_backend_map",
+)
+
+
+@contextmanager
+def registered(make: Any, name: str, **options: Any) -> Iterator[None]:
+    """A backend that is known inside the block."""
+    before = {part: getattr(dist.Backend, part).copy() for part in _REGISTRY}
+    try:
+        register(make, name, **options)
+        yield
+    finally:
+        for part, known in before.items():
+            setattr(dist.Backend, part, known)
+        if hasattr(dist.Backend, name.upper()):
+            delattr(dist.Backend, name.upper())
+
+
+@contextmanager
+def default_group(make: Any, name: str = "own_backend", *, size: int = 2) -> Iterator[Any]:
+    """A default group of a class in Python, of which this process is the first rank."""
+    with registered(make, name):
+        dist.init_process_group(name, rank=0, world_size=size, store=dist.HashStore())
+        try:
+            yield dist.group.WORLD
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+class Later(ProcessGroup):
+    """Completes what the test says, when it says so."""
+
+    def __init__(self, rank: int = 0, size: int = 4) -> None:
+        super().__init__(rank, size)
+        self.futures: list[torch.futures.Future] = []
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        self.futures.append(torch.futures.Future())
+        return self.futures[-1]
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+        raise OSError("cable")
+
+    def barrier(self, opts: Any = None) -> Any:
+        class Finished(Work):
+            def wait(self, timeout: Any = None) -> bool:
+                return True
+
+        return Finished()

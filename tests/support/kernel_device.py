@@ -1,0 +1,78 @@
+"""Where the CUDA kernels run in a test: on a GPU, or played on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from cuda_on_host import cuda_kernels_on_host, take_launched
+from torch import Tensor
+
+ON_GPU = pytest.param("cuda", marks=pytest.mark.cuda)
+#: Lengths of lists around the capacities of the kernels' tables, and beyond the longest.
+COUNTS = (1, 2, 215, 216, 217, 895, 896, 897, 1879, 1880, 1881, 4000)
+
+
+class KernelDevice:
+    """The device of tensors that the CUDA kernels take: ``cuda``, or ``cpu`` within kernels()."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def kernels(self, warps: int = 128) -> AbstractContextManager[None]:
+        """Within it, ``torch.ops.commhook`` has the CUDA kernels for tensors of this device.
+
+        On the host the device has room for so many warps at once.
+        """
+        return nullcontext() if self.name == "cuda" else cuda_kernels_on_host(warps)
+
+    def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies on it, with the same strides and offsets in storages of the same size."""
+        copies = []
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            bytes_ = torch.empty(0, dtype=torch.uint8).set_(storage).to(self.name, copy=True)
+            copy = torch.empty(0, dtype=tensor.dtype, device=self.name)
+            copy.set_(
+                bytes_.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+            )
+            copies.append(copy)
+        return copies
+
+    def kernels_of(self, function: Callable[[], object]) -> list[str]:
+        """The names of the kernels that it launches; skips the test where a GPU tells of none."""
+        if self.name != "cuda":
+            take_launched()
+            function()
+            return take_launched()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            function()
+            torch.cuda.synchronize()
+        names = [
+            event.name
+            for event in profile.events()
+            if event.device_type == torch.autograd.DeviceType.CUDA
+        ]
+        if not names:
+            pytest.skip("the profiler sees no kernels here")
+        return names
+
+
+#: The one of the test that runs.
+DEVICE = KernelDevice("cuda")
+
+
+@pytest.fixture(params=[ON_GPU, "host"])
+def kernel_device(request: pytest.FixtureRequest) -> Iterator[KernelDevice]:
+    DEVICE.name = "cuda" if request.param == "cuda" else "cpu"
+    yield DEVICE
+    DEVICE.name = "cuda"
+
+
+@pytest.fixture
+def cuda_kernels(kernel_device: KernelDevice) -> Iterator[None]:
+    """All of the test is within kernels()."""
+    with kernel_device.kernels():
+        yield

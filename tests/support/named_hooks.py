@@ -1,0 +1,49 @@
+"""A module of hooks that are how they were called, for expressions that name them."""
+
+from __future__ import annotations
+
+import types
+
+import torch
+
+
+class Call(tuple[object, ...]):
+    """A hook that is how it was called."""
+
+    def __call__(self, state: object, bucket: object) -> None:
+        raise AssertionError("not called")
+
+
+def hooks_module() -> types.ModuleType:
+    """A module like ``torch_commhook.hooks`` whose hooks are tuples of how they were called."""
+    module = types.ModuleType("hooks")
+
+    def cast(dtype: torch.dtype) -> tuple[object, ...]:
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError("cast: dtype must be a torch.dtype")
+        return Call(("cast", dtype))
+
+    def allreduce() -> tuple[object, ...]:
+        return Call(("allreduce",))
+
+    def error_feedback(hook: object, decay: float = 1.0) -> tuple[object, ...]:
+        return Call(("error_feedback", hook, decay))
+
+    def blockwise(
+        bits: int = 8, process_group: object = None, *, sizes: object = None
+    ) -> tuple[object, ...]:
+        return Call(("blockwise", bits, sizes))
+
+    def part() -> object:
+        return object()
+
+    def secret() -> None:
+        raise AssertionError("not public")
+
+    for function in (cast, allreduce, error_feedback, blockwise, part, secret):
+        setattr(module, function.__name__, function)
+    module.__all__ = ["cast", "allreduce", "error_feedback", "blockwise", "part"]  # type: ignore[attr-defined]
+    return module
+
+
+HOOKS = hooks_module()

@@ -1,0 +1,41 @@
+"""Process groups whose collectives run on a stream, as NCCL's do, for tensors on the CPU.
+
+Works and Futures are complete at once. Their values are there when the stream has run the
+collective, ``DELAY_SECONDS`` later or more: for those that call ``wait()``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch.distributed as dist
+
+DELAY_SECONDS = 0.005
+BACKEND = "streams"
+
+
+@cache
+def _register(path: str) -> None:
+    spec = importlib.util.spec_from_file_location("stream_group", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+        return module.around(dist.ProcessGroupGloo(store, rank, size, timeout), DELAY_SECONDS)
+
+    dist.Backend.register_backend(BACKEND, make, devices=["cpu"])
+
+
+def stream_group(path: str, ranks: list[int] | None = None) -> dist.ProcessGroup:
+    """A new group; all ranks make it.
+
+    Args:
+        path: of the library that ``cpp_libraries`` builds of the folder ``stream_group``.
+        ranks: its members; None for all.
+    """
+    _register(path)
+    return dist.new_group(ranks, backend=BACKEND)

@@ -1,0 +1,11 @@
+"""What releases of torch differ in, for tests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+#: Whether Dynamo traces a hook that writes, registered by what it compiles; else the graph breaks.
+HOOKS_MAY_WRITE = torch.__version__ < "2.15"
+#: Hooks that the compiled function registers: Dynamo 2.11 knows nothing of their surroundings.
+not_on_2_11 = pytest.mark.skipif(torch.__version__ < "2.12", reason="see docs/torch_versions.md")

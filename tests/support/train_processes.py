@@ -1,0 +1,121 @@
+"""Starts ``train`` as a user does, in marked processes, and finds those that are left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+from repository import ROOT
+
+#: A model that trains hundreds of steps a second.
+TINY = ("--layers", "1", "--dim", "32", "--heads", "2", "--seq", "32", "--data-cap-mb", "1")
+#: No single test waits longer for a process.
+LIMIT_SECONDS = 100.0
+_MARK = "COMMHOOK_TEST_MARK"
+
+
+class TrainProcess:
+    """A command of this Python, started in a process group of its own.
+
+    Leaving the ``with`` block kills whatever is left of it, so that a failed test leaves nothing.
+    """
+
+    def __init__(self, *arguments: str | Path, folder: Path) -> None:
+        self.mark = uuid.uuid4().hex
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        }
+        paths = [str(ROOT), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+        environment[_MARK] = self.mark
+        environment["TMPDIR"] = str(folder)  # a launcher that is killed leaves its folder
+        self.stdout_path, self.stderr_path = folder / "stdout", folder / "stderr"
+        with open(self.stdout_path, "wb") as stdout, open(self.stderr_path, "wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, *map(str, arguments)],
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> TrainProcess:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for pid in self.alive():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        self.process.wait(LIMIT_SECONDS)
+
+    @property
+    def stdout(self) -> str:
+        return self.stdout_path.read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self.stderr_path.read_text()
+
+    def wait(self, seconds: float = LIMIT_SECONDS) -> int:
+        """The exit code."""
+        return self.process.wait(seconds)
+
+    def wait_for_steps(self, metrics: Path, count: int = 1) -> None:
+        """Wait until ``metrics`` has ``count`` lines."""
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while not metrics.exists() or metrics.read_bytes().count(b"\n") < count:
+            assert self.process.poll() is None, f"it ended: {self.stderr}"
+            assert time.monotonic() < deadline, f"no step within the limit: {self.stderr}"
+            time.sleep(0.05)
+
+    def alive(self) -> dict[int, dict[str, str]]:
+        """Process id to environment of all processes with the mark that still run."""
+        found = {}
+        for folder in Path("/proc").iterdir():
+            if not folder.name.isdigit():
+                continue
+            try:
+                raw = (folder / "environ").read_bytes().decode(errors="replace")
+                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:  # it has ended meanwhile
+                continue
+            environment = dict(item.split("=", 1) for item in raw.split("\0") if "=" in item)
+            if environment.get(_MARK) == self.mark and state != "Z":
+                found[int(folder.name)] = environment
+        return found
+
+    def rank_pid(self, rank: int) -> int:
+        """The process of a rank."""
+        pids = [pid for pid, env in self.alive().items() if env.get("RANK") == str(rank)]
+        assert len(pids) == 1, f"rank {rank} has the processes {pids}"
+        return pids[0]
+
+    def assert_all_end(self, seconds: float = 5.0) -> None:
+        """Fail unless no process with the mark is left within ``seconds``."""
+        deadline = time.monotonic() + seconds
+        while alive := self.alive():
+            assert time.monotonic() < deadline, f"left: {sorted(alive)}"
+            time.sleep(0.05)
+
+
+def start_train(*arguments: str | Path, folder: Path) -> TrainProcess:
+    """``python -m torch_commhook train`` with the results in ``folder/out``."""
+    arguments = ("-m", "torch_commhook", "train", *TINY, "--out", folder / "out", *arguments)
+    return TrainProcess(*arguments, folder=folder)
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The lines of a ``metrics.jsonl``."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
