@@ -270,5 +270,5 @@ def _successor(
     from torch_commhook.attachment.reducer_road import ReducerRoad
 
     road = ReducerRoad.of_ddp(model, parameters, group)
-    road.reducer.note_used_before(used_before)
+    road.reducer.use.set_before(used_before)
     return road

@@ -14,7 +14,6 @@ from torch_commhook.buckets.grad_bucket import GradBucket, evenly_spaced
 from torch_commhook.buckets.layout import BucketLayout
 from torch_commhook.memory.hook_memory import BucketMemory
 from torch_commhook.native import bucket_ops
-from torch_commhook.step.hook_call import HookCall
 
 
 class BucketState:
@@ -27,9 +26,6 @@ class BucketState:
         largest: the largest of them that is contiguous, or of all if none is.
         pending: how many of them have no gradient yet in this backward.
         arrived: those that have one, in their place; None for the others.
-        bucket: what the hook was given in this backward.
-        running: what it has given.
-        averaged: the result of a hook in Python, before post-hooks.
         is_apart: whether gradients that are views must stay as they are until the result is there.
         native: the gradients on their way to a hook and back, in eager.
         memory: what the hook remembers of it, where that is one of the library's.
@@ -38,8 +34,6 @@ class BucketState:
     __slots__ = (
         "arrived",
         "as_views",
-        "averaged",
-        "bucket",
         "device",
         "dtype",
         "index",
@@ -52,7 +46,6 @@ class BucketState:
         "numel",
         "parameters",
         "pending",
-        "running",
         "sparse",
     )
 
@@ -83,9 +76,6 @@ class BucketState:
         """Wait for the gradients of the next backward."""
         self.pending = len(self.parameters)
         self.arrived: list[Tensor | None] = [None] * len(self.parameters)
-        self.running: HookCall | None = None
-        self.averaged: Tensor | None = None
-        self.bucket: GradBucket | None = None
         self.is_apart = False
         if not torch.compiler.is_dynamo_compiling():
             self.native.drop_gradients()

@@ -42,16 +42,28 @@ class FormedBuckets:
         )
         self._form([[order[place] for place in places] for places in assigned])
 
-    def fill_as(self, buckets: Sequence[Sequence[int]]) -> None:
-        """Form buckets of the same parameters as a model's that may have had other dtypes."""
-        parameters = self._parameters
-        assigned = []
-        for members in buckets:
+    def fill_as(self, buckets: Sequence[Sequence[str]], names: Sequence[str]) -> bool:
+        """Fill buckets as those of a model with the same parameters, maybe of other dtypes.
+
+        Args:
+            buckets: the names of the parameters in each.
+            names: by which these know the reducer's parameters.
+
+        Returns:
+            Whether they hold the same parameters. Else nothing changes.
+        """
+        numbers = {name: number for number, name in enumerate(names)}
+        if sorted(numbers) != sorted(name for bucket in buckets for name in bucket):
+            return False
+        parameters, assigned = self._parameters, []
+        for bucket in buckets:
+            members = [numbers[name] for name in bucket]
             kinds = split_by_kind(
                 [parameters.tensors[i] for i in members], [parameters.sparse[i] for i in members]
             )
             assigned += [[members[place] for place in places] for places in kinds]
         self._form(assigned)
+        return True
 
     def _form(self, assigned: Sequence[Sequence[int]]) -> None:
         parameters = self._parameters

@@ -1,0 +1,218 @@
+"""One backward of our reducer that compiled autograd runs: what of it is traced.
+
+A part of it may still be run by Python, as it is in eager: all of it where nothing compiles what
+compiled autograd has captured, and what comes after a graph break.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+import torch._logging
+from torch import Tensor
+
+from torch_commhook.buckets.results import scaled_result
+from torch_commhook.memory.unsent import keep_unsent
+from torch_commhook.metrics import as_text
+from torch_commhook.native.runtime import hook_on_bucket
+from torch_commhook.reducer.buckets import BucketState, TracedBucket, destinations
+from torch_commhook.reducer.eager_step import EagerStep, StartedBucket
+from torch_commhook.reducer.parameter_use import ParameterUse
+from torch_commhook.reducer.parameters import ReducerParameters
+from torch_commhook.reducer.tracing import (
+    begin_step,
+    commit_step,
+    count_step,
+    parameters_changed,
+    prepare_tracing,
+    start_traced,
+    write_missing,
+)
+from torch_commhook.step.attached_hook import Attached
+from torch_commhook.step.step_group import StepGroup
+
+_log = logging.getLogger(__name__)
+_is_compiling = torch.compiler.is_dynamo_compiling
+
+
+class TracedState:
+    """What compiled code keeps of a reducer.
+
+    What it does to the tensors is seen from outside, so that it is done.
+
+    Args:
+        key: by which it finds the reducer.
+        parameter_count: of the reducer.
+
+    Attributes:
+        key: as there.
+        token: float32, one element.
+        used: for each parameter, whether any rank has used it: uint8.
+    """
+
+    def __init__(self, key: str, parameter_count: int) -> None:
+        self.key = key
+        self.token = torch.zeros(1, dtype=torch.float32, device="cpu")
+        self.used = torch.zeros(parameter_count, dtype=torch.uint8, device="cpu")
+
+
+class CompiledStep(EagerStep):
+    """A step whose backward compiled autograd runs.
+
+    Args:
+        attached, buckets, parameters, use, group: as of :class:`EagerStep`.
+        traced: the reducer's.
+    """
+
+    def __init__(
+        self,
+        attached: Attached,
+        buckets: Sequence[BucketState],
+        parameters: ReducerParameters,
+        use: ParameterUse,
+        group: StepGroup,
+        traced: TracedState,
+    ) -> None:
+        super().__init__(attached, buckets, parameters, use, group)
+        self._traced = traced
+
+    def begin_traced(self) -> None:
+        """Begin the step on all ranks, where a compiler traces and the hook can be traced."""
+        if not self.attached.traceable:
+            return
+        if parameters_changed(self._traced.key):
+            _leave_trace()
+        elif self.agreement.size > 1:
+            prepare_tracing(self._group.name)
+            begin_step(self._traced.token, self._group.name)
+            self.has_begun = True
+
+    def start_full(self) -> None:
+        if self.attached.traceable:
+            super().start_full()
+
+    def _start(self, state: BucketState, gradients: list[Tensor] | None = None) -> None:
+        if not _is_compiling():
+            super()._start(state, gradients)
+            return
+        self._next += 1
+        count = len(self._buckets)
+        group = self._group.group_for(state.device)
+        where = hook_on_bucket(self.attached.name, state.index, count)
+        bucket = TracedBucket(state, state.gradients(), count, group)
+        try:
+            call = start_traced(self.attached, bucket, where)
+        except Exception:
+            _leave_trace()
+        self._started.append(StartedBucket(state, call))
+
+    def finish_traced(self) -> None:
+        """:meth:`finish` while a compiler traces."""
+        attached = self.attached
+        self._start_all()
+        for started in self._started:
+            started.call.future.start_next()
+        results = [self._result(started) for started in self._started]
+        used = self._use.locally_used(self._buckets, self.agreement)
+        if self.agreement.size > 1:
+            self._traced.used.copy_(used)
+            used = self._traced.used
+            commit_step(used, results, self._group.name)
+        if attached.scales_steps:
+            results = self._scaled(results, used)
+        for state, result in zip(self._buckets, results, strict=True):
+            if state.pending == 0:
+                state.write_traced(result)
+        if not attached.keeps_ranks_apart:
+            self._count_traced(results)
+        has_missing = self._write_missing(results, used)
+        self._use.forget()
+        if has_missing and attached.stages.has_post_accumulate_hooks:
+            self._run_post_accumulate_hooks_untraced()
+        else:
+            self.run_post_accumulate_hooks()
+
+    def warn_untraced(self) -> None:
+        """Say, once, that the hook is run by Python."""
+        torch._logging.warning_once(
+            _log,
+            "hook '%s' is not marked as traceable (torch_commhook.traceable): under compiled "
+            "autograd it runs after the compiled backward, as a graph break",
+            self.attached.name,
+        )
+
+    def _scaled(self, results: list[Tensor], used: Tensor) -> list[Tensor]:
+        """The results times what the hook scales them by."""
+        scale = self._step_scale(list(zip(self._buckets, results, strict=True)), used)
+        if scale is None:
+            return results
+        with torch.no_grad():
+            return [
+                scaled_result(result, scale, state.dtype)
+                for state, result in zip(self._buckets, results, strict=True)
+            ]
+
+    def _count_traced(self, results: list[Tensor]) -> None:
+        """Count what the buckets have put on the wire."""
+        attached = self.attached
+        buckets = [started.call.traffic for started in self._started]
+        if attached.memory.is_empty and not attached.follows_scale:
+            attached.traced_steps.add(buckets)
+        else:
+            count_step(self._traced.token, results, as_text(buckets), self._traced.key)
+
+    def _write_missing(self, results: Sequence[Tensor], used: Tensor) -> bool:
+        """Write the results of buckets in which parameters have no gradient.
+
+        Returns:
+            Whether there are such parameters.
+        """
+        numbers: list[int] = []
+        missing: list[Tensor] = []
+        for state, result in zip(self._buckets, results, strict=True):
+            if state.pending == 0:
+                continue
+            for number, arrived, piece in zip(
+                state.members, state.arrived, state.pieces(result), strict=True
+            ):
+                if arrived is None:
+                    numbers.append(number)
+                    missing.append(piece)
+                else:
+                    with torch.no_grad():
+                        destinations([arrived])[0].copy_(piece)
+        if not missing:
+            return False
+        write_missing(self._traced.token, used, missing, numbers, self._traced.key)
+        if not self.attached.keeps_ranks_apart:
+            errors, unsent, gradients, table = self._unsent_table()
+            if table:
+                keep_unsent(errors, unsent, gradients, used, table)
+        return True
+
+    @torch.compiler.disable
+    def _run_post_accumulate_hooks_untraced(self) -> None:
+        """Where they must see gradients that the compiler knows nothing of."""
+        self.run_post_accumulate_hooks()
+
+
+class CompiledBackward:
+    """One backward that compiled autograd runs.
+
+    Args:
+        remaining: how many gradients it gives.
+        step: where a hook averages them. None: they stay this rank's own.
+    """
+
+    def __init__(self, remaining: int, step: CompiledStep | None) -> None:
+        self.remaining = remaining
+        self.step = step
+
+
+@torch.compiler.disable
+def _leave_trace() -> NoReturn:
+    """Something is wrong while it is traced: break the graph, so that Python tells of it."""
+    raise AssertionError("this is traced, and never run")

@@ -1,0 +1,325 @@
+"""One backward of our reducer: from its first gradient to its end, in eager."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torch_commhook.autograd.running_backward import RunningBackward
+from torch_commhook.buckets.results import scaled_result
+from torch_commhook.memory.unsent import Late, add_unsent, unsent_table, without_unused
+from torch_commhook.metrics import count_bucket
+from torch_commhook.native.runtime import hook_on_bucket
+from torch_commhook.reducer.buckets import BucketState, ReducerBucket
+from torch_commhook.reducer.cpp_run import CppRun
+from torch_commhook.reducer.parameter_use import ParameterUse
+from torch_commhook.reducer.parameters import ReducerParameters
+from torch_commhook.step.attached_hook import Attached
+from torch_commhook.step.hook_call import DRAIN_SECONDS, HookCall
+from torch_commhook.step.step_group import NoAgreement, StepGroup
+
+_ALONE = NoAgreement()
+
+#: ... and where it has had the time that a collective may take.
+_LATE_SECONDS = 0.5
+
+
+@dataclass(eq=False)
+class StartedBucket:
+    """A bucket on which the hook has been started in this step.
+
+    Attributes:
+        state: which one.
+        call: of the hook.
+    """
+
+    state: BucketState
+    call: HookCall
+
+
+class EagerStep:
+    """One step: a backward whose gradients a hook averages.
+
+    Args:
+        attached: the hook.
+        buckets: all of the reducer's.
+        parameters: the reducer's.
+        use: which of these have got gradients.
+        group: the ranks.
+
+    Attributes:
+        attached: the hook, also where another one is attached meanwhile.
+        agreement: through which the ranks agree on the step.
+        cpp: the hook, where that runs in C++.
+        has_begun: whether the ranks have been told of the step.
+    """
+
+    def __init__(
+        self,
+        attached: Attached,
+        buckets: Sequence[BucketState],
+        parameters: ReducerParameters,
+        use: ParameterUse,
+        group: StepGroup,
+    ) -> None:
+        self.attached = attached
+        self.agreement: StepGroup | NoAgreement = _ALONE if attached.keeps_ranks_apart else group
+        self.cpp: CppRun | None = None
+        self.has_begun = False
+        self._buckets = buckets
+        self._parameters = parameters
+        self._use = use
+        self._group = group
+        self._next = 0  # the bucket whose turn it is
+        self._starting = False
+        self._started: list[StartedBucket] = []
+        self._averaged: list[Tensor] = []  # the results of a hook in Python, before post-hooks
+
+    def begin(self, on_step: Callable[[bool], None]) -> None:
+        """Begin the step, once, on all ranks.
+
+        Args:
+            on_step: is told before.
+        """
+        if not self.has_begun:
+            self.has_begun = True
+            on_step(True)
+            self.agreement.begin()
+
+    def run_in_cpp(self) -> None:
+        """Let C++ run the hook, where it can."""
+        self.cpp = CppRun.of(self.attached, self._group, self._buckets, self._check_layouts)
+
+    def has_started(self, number: int) -> bool:
+        """Whether the hook has been started on the bucket of a parameter."""
+        started = self._next if self.cpp is None else self.cpp.started
+        return any(number in bucket.members for bucket in self._buckets[:started])
+
+    # ---- the hook on a bucket --------------------------------------------------------------------
+
+    def start_full(self) -> None:
+        """Run the hook on the buckets whose turn it is and which are full."""
+        if self._starting:
+            return
+        self._starting = True  # another thread's bucket may become full meanwhile
+        while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
+            self._start(self._buckets[self._next])
+        self._starting = False
+
+    def _start_all(self) -> None:
+        """Run the hook on the buckets that have not had their turn."""
+        while self._next < len(self._buckets):
+            self._start(self._buckets[self._next])
+
+    def _start(self, state: BucketState, gradients: list[Tensor] | None = None) -> None:
+        """Run the hook on the bucket whose turn it is."""
+        self._next += 1
+        count = len(self._buckets)
+        group = self._group.group_for(state.device)
+        where = hook_on_bucket(self.attached.name, state.index, count)
+        # A parameter that no rank uses keeps its gradient; so do those of a rank that has joined.
+        state.is_apart = state.pending > 0
+        state.native.take_gradients(gradients, state.is_apart)
+        bucket = ReducerBucket(state, count, group)
+        if state.sparse:
+            self._check_layouts(state)
+        try:
+            call = self.attached.start(bucket, where)
+        except TypeError:  # for which this may have been the reason
+            self._check_layouts(state)
+            raise
+        self._started.append(StartedBucket(state, call))
+
+    def _check_layouts(self, state: BucketState) -> None:
+        self._parameters.check_layouts(state.members, state.native.gradients())
+
+    def _result(self, started: StartedBucket) -> Tensor:
+        """Wait for what the hook gives, check it, and run the post-hooks."""
+        call = started.call
+        result = call.wait(self._group.timeout)
+        if call.local is None:
+            self._averaged.append(result)
+            return result
+        keeps = self.attached.keeps_error and started.state.pending
+        self._averaged.append(result.clone() if keeps else result)  # post-hooks may write to it
+        return self.attached.stages.after(call.bucket, result, call.local, call.where)
+
+    # ---- the end ---------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """All gradients are there: wait for the hook, agree with the other ranks, and write."""
+        attached, count = self.attached, len(self._buckets)
+        if self.cpp is None:
+            late = self._results()
+            traffic = [started.call.traffic for started in self._started]
+        else:
+            late = self.cpp.results(self._group.timeout.total_seconds())
+            traffic = self.cpp.traffic()
+        used = self._use.locally_used(self._buckets, self.agreement)
+        self.agreement.commit(used)
+        found = self._step_scale(late, used) if attached.scales_steps else None
+        scale = 1.0 if found is None else float(found)
+        together = not attached.keeps_ranks_apart
+        if together:
+            attached.memory.advance()
+        self._write(late, scale, used)
+        if together:
+            self._keep_unsent(used)
+            for index, of_bucket in enumerate(traffic):
+                count_bucket(attached.stats, index, count, of_bucket, first=index == 0)
+        self._use.forget()
+
+    def _results(self) -> list[tuple[BucketState, Tensor]]:
+        """Run the hook on the buckets that are left, and write what can be written already.
+
+        Returns:
+            The other buckets and their results: where parameters have no gradient, and all where
+            the results are to be scaled.
+        """
+        self._start_all()
+        late = []
+        for started in self._started:
+            result = self._result(started)
+            state = started.state
+            if state.pending or self.attached.scales_steps:
+                late.append((state, result))
+            else:
+                state.native.write(result, 1.0)  # while others are on their way
+        return late
+
+    def _write(
+        self, late: Sequence[tuple[BucketState, Tensor]], scale: float, used: Tensor
+    ) -> None:
+        """Write the results that had to wait for the other ranks."""
+        for state, result in late:
+            if state.pending == 0 and not state.sparse:
+                state.native.write(result, scale)
+                continue
+            scaled = result if scale == 1.0 else scaled_result(result, scale, state.dtype)
+            if state.pending == 0:
+                state.native.write(scaled, 1.0)
+            else:
+                self._parameters.write_missing(state.members, state.pieces(scaled), used)
+
+    def _step_scale(
+        self, results: Sequence[tuple[BucketState, Tensor]], used: Tensor
+    ) -> Tensor | None:
+        """What the hook scales all results by, for those that go into gradients."""
+        applied = []
+        for bucket, result in results:
+            if bucket.pending == 0:
+                applied.append(result)
+            elif bucket.sparse:
+                applied.append(result * used[bucket.members[0]].to(result.device))
+            else:
+                lengths = bucket.layout.lengths
+                applied.append(without_unused(result.view(-1), used, bucket.members, lengths))
+        return self.attached.step_scale(applied)
+
+    def _keep_unsent(self, used: Tensor, *, zeros_sent: bool = False) -> None:
+        """Let the hook remember results that go nowhere, since no rank has used a parameter."""
+        errors, results, gradients, table = self._unsent_table(zeros_sent=zeros_sent)
+        if table:
+            add_unsent(errors, results, gradients, used, table)
+
+    def _unsent_table(
+        self, *, zeros_sent: bool = False
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int]]:
+        """:func:`unsent_table` of the buckets in which parameters have no gradient."""
+        return unsent_table(
+            [
+                Late(
+                    state.members,
+                    state.memory,
+                    averaged,
+                    [None] * len(state.members) if zeros_sent else state.left_from_before(),
+                )
+                for state, averaged in zip(self._buckets, self._averaged, strict=False)
+                if state.pending
+            ]
+        )
+
+    def run_post_accumulate_hooks(self) -> None:
+        """Run the hooks that see the gradients once all are written."""
+        stages = self.attached.stages
+        if stages.has_post_accumulate_hooks and self.cpp is None:
+            for started in self._started:
+                stages.done(started.call.bucket, started.call.where)
+
+    def take_part_with_zeros(self) -> None:
+        """Do what the other ranks do in their steps, with zeros, and write nothing."""
+        while self._next < len(self._buckets):
+            state = self._buckets[self._next]
+            self._start(state, [state.zeros(parameter) for parameter in state.parameters])
+        for started in self._started:
+            self._result(started)
+        used = torch.zeros(len(self._parameters), dtype=torch.uint8, device="cpu")
+        self._group.commit(used)
+        self.attached.memory.advance()
+        if self._group.shares_used:  # else all ranks use all parameters
+            self._keep_unsent(used, zeros_sent=True)
+
+    # ---- failure ---------------------------------------------------------------------------------
+
+    def drain(self, error: BaseException) -> None:
+        """Wait for what is in flight when an error ends a step. Raises only what a signal does."""
+        # Where one had the time that a collective may take, so had the others.
+        patient = isinstance(error, Exception) and not isinstance(error, TimeoutError)
+        seconds = DRAIN_SECONDS if patient else _LATE_SECONDS
+        deadline = time.monotonic() + seconds
+        if self.cpp is not None:
+            self.cpp.drain(seconds)
+        for started in self._started:
+            started.call.drain(deadline)
+
+    def drop(self) -> None:
+        """Keep nothing of what the hook was given and gave, though an exception holds the step."""
+        self._started.clear()
+        self._averaged.clear()
+
+
+class EagerBackward:
+    """One backward that the autograd engine runs, or a step in which this rank only takes part.
+
+    Args:
+        number: how many have begun.
+
+    Attributes:
+        number: as there.
+        step: where a hook averages the gradients. None: they stay this rank's own.
+        task: the engine's number of the innermost one.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.step: EagerStep | None = None
+        self.task: int | None = None
+        self._outermost: int | None = None
+        self._running: RunningBackward | None = None
+
+    def enter(self, task: int, running: RunningBackward) -> None:
+        """A gradient has come in this backward, or in one that is nested in it or around it."""
+        if not running.is_nested:
+            self._outermost = task
+        self._running = running
+        self.task = task
+
+    def was_left(self, running: RunningBackward, task: int | None = None) -> bool:
+        """Whether it has ended by an exception, seen from what runs now.
+
+        Args:
+            running: the outermost backward on this thread.
+            task: the engine's number of what asks, where that is a backward.
+        """
+        is_another = (
+            task is not None and not running.is_nested and self._outermost not in (None, task)
+        )
+        return is_another or running.has_left(self._running)
+
+    def end(self) -> None:
+        """It is over, and averages nothing any more."""
+        self.step = self.task = self._outermost = self._running = None
