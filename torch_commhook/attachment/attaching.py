@@ -151,7 +151,7 @@ def _attach(
     check_agreement(group, parameters, shared)
     prefix = "module." if is_ddp else ""  # a model's states and patterns are the same in DDP
     names = [(name.removeprefix(prefix), parameter) for name, parameter in parameters]
-    attached.memory.know(names, rank=group.rank(), world_size=group.size())
+    attached.memory.set_parameters(names, rank=group.rank(), world_size=group.size())
     if road is None:
         road = roads[model] = _new_road(model, parameters, group, settings)
     handle = HookHandle(road, attached)

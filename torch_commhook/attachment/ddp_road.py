@@ -334,7 +334,7 @@ class DdpRoad:
         if error is None:
             self._group.end()
             past = dict(attached.memory.past)
-            attached.memory.advance()
+            attached.memory.count_step()
             for index, (numel, dtype, nbytes) in enumerate(sent or ()):
                 traffic = BucketTraffic(numel, dtype, nbytes, nbytes)
                 count_bucket(attached.stats, index, len(sent or ()), traffic, first=index == 0)

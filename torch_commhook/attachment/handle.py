@@ -90,7 +90,7 @@ class HookHandle:
             )
         replacement, error = None, None
         try:
-            replacement = Attached.checked(hook, state, self._attached.memory.of_same_model())
+            replacement = Attached.checked(hook, state, self._attached.memory.new_for_same_model())
         except Exception as refused:
             error = refused
         shared: dict[str, object] = {"the hook": printed_hook(hook)}
@@ -206,7 +206,7 @@ class HookHandle:
         stats = attached.stats
         attached.traced_steps.move_to(stats)
         stats.world_size = attached.memory.world_size
-        for memory in attached.memory.buckets():
+        for memory in attached.memory.bucket_memories():
             if memory.index < len(stats.buckets):
                 stats.buckets[memory.index].measured(memory.meters())
         return copy.deepcopy(stats)
@@ -273,7 +273,7 @@ class HookHandle:
             go_on()
 
     def _take_state(self, state: dict[str, Any]) -> None:
-        self._attached.memory.take_state(state)
+        self._attached.memory.load_state(state)
         self._road.memory_loaded(state["buckets"])
 
     def __repr__(self) -> str:

@@ -21,7 +21,7 @@ from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.buckets.results import scaled_result
 from torch_commhook.hooks.local_sgd import ANCHOR, local_sgd
 from torch_commhook.hooks.mean import allreduce
-from torch_commhook.memory.hook_memory import BucketMemory
+from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.state_values import check_tensor, shown
 from torch_commhook.memory.states import LOCAL_STEPS, PARAMETERS, checked_position, unfit
 from torch_commhook.metrics import count_bucket
@@ -311,7 +311,7 @@ class LocalSteps:
         self._stepped.clear()
         self._loaded.clear()
         self._versions = self._versions_now()
-        attached.memory.advance()
+        attached.memory.count_step()
         for index, call in enumerate(calls):
             count_bucket(attached.stats, index, len(calls), call.traffic, first=index == 0)
 
@@ -357,7 +357,7 @@ class LocalSteps:
     @torch.no_grad()
     def take_state(self, checked: CheckedState) -> None:
         """Go on from what :meth:`check_state` gave. Writes the parameters."""
-        self._attached.memory.take_state(checked.rest)
+        self._attached.memory.load_state(checked.rest)
         self._road().memory_loaded(checked.rest["buckets"])
         for bucket in self._memories():
             self.hook.return_to_start(bucket)

@@ -15,7 +15,7 @@ from torch_commhook.buckets.layout import BucketLayout, check_tensor, checked_li
 from torch_commhook.native import bucket_ops
 
 if TYPE_CHECKING:
-    from torch_commhook.memory.hook_memory import BucketMemory
+    from torch_commhook.memory.bucket_memory import BucketMemory
 
 
 class GradBucket:

@@ -14,7 +14,8 @@ from torch_commhook.collectives.plain import all_reduce
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.compressed import compressed
 from torch_commhook.hooks.traits import HookTraits
-from torch_commhook.memory.hook_memory import BucketMemory, HookMemory
+from torch_commhook.memory.bucket_memory import BucketMemory
+from torch_commhook.memory.hook_memory import HookMemory
 
 _NAME = "adaptive_bits"
 
@@ -56,7 +57,7 @@ class adaptive(Hook):  # noqa: N801 (a hook is written as it is called)
         memory.with_error = True
         for hook in self._hooks.values():  # both cut buckets alike
             hook.prepare(memory)
-        memory.choice(_NAME, 4, among=(4, 8))
+        memory.declare_choice(_NAME, 4, among=(4, 8))
 
     def shards(self, memory: BucketMemory) -> list[str]:
         return self._hooks[8].shards(memory)  # the other's too
@@ -68,7 +69,7 @@ class adaptive(Hook):  # noqa: N801 (a hook is written as it is called)
         # After the first step too: until then nobody knows what a bucket loses.
         if memory.steps != 1 and memory.steps % self.every != 0:
             return
-        buckets = memory.buckets()
+        buckets = memory.bucket_memories()
         lost = torch.tensor(
             [self._lost(bucket) for bucket in buckets], dtype=torch.float64, device="cpu"
         )
@@ -97,7 +98,7 @@ class adaptive(Hook):  # noqa: N801 (a hook is written as it is called)
             bits = 8 if more <= left else 4
             left -= more if bits == 8 else 0
             if buckets[number].choices[_NAME] != bits:
-                buckets[number].choose(_NAME, bits)
+                buckets[number].set_choice(_NAME, bits)
 
     def _lost(self, memory: BucketMemory) -> float:
         """The square of what this rank has to send yet; 0 where that is not finite."""
@@ -119,4 +120,4 @@ class adaptive(Hook):  # noqa: N801 (a hook is written as it is called)
 
 
 def _wire_device(memory: HookMemory) -> torch.device:
-    return memory.buckets()[0].device
+    return memory.bucket_memories()[0].device

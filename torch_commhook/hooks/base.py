@@ -19,7 +19,8 @@ from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives import resolve_group
 from torch_commhook.hooks.traits import HookTraits, Trait
-from torch_commhook.memory.hook_memory import BucketMemory, HookMemory
+from torch_commhook.memory.bucket_memory import BucketMemory
+from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.jump_watch import JumpWatch
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES
 from torch_commhook.native.runtime import hook_name, hook_on_bucket
@@ -136,11 +137,11 @@ class Hook(ABC):
         group = self.group(bucket)
         own.rank, own.world_size, own.group = group.rank(), group.size(), group
         own.on_step = self.step_counted
-        memory = own.of(bucket.parameters(), bucket.index(), self.prepare)
+        memory = own.memory_of_bucket(bucket.parameters(), bucket.index(), self.prepare)
         if bucket.index() == 0:  # the step before has come to an end
-            if own.is_begun:
-                own.advance()
-            own.is_begun = True
+            if own.has_begun:
+                own.count_step()
+            own.has_begun = True
             if self.keeps_error:
                 if own.jump_watch is None:
                     own.jump_watch = JumpWatch(hook_name(self), keeps_error=True)

@@ -18,7 +18,7 @@ from torch_commhook.collectives.plain import check_place, resolve_group
 from torch_commhook.collectives.sum_arguments import shard_range
 from torch_commhook.hooks.base import Hook, average_scale, result_tensor
 from torch_commhook.hooks.traits import HookTraits
-from torch_commhook.memory.hook_memory import BucketMemory
+from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.metrics import ring_all_reduce_bytes
 
 
@@ -141,7 +141,7 @@ def rounding_of(codec: Codec, seed: int, memory: BucketMemory) -> Tensor | None:
     """What a codec's random numbers follow from in this bucket and step; None where it has none."""
     if not codec.is_random:
         return None
-    return memory.random(seed, alike=codec.exchange == "all_reduce")
+    return memory.rounding_seeds(seed, alike=codec.exchange == "all_reduce")
 
 
 def check_dense(hook: Hook, bucket: GradBucket) -> None:

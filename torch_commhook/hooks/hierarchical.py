@@ -20,7 +20,7 @@ from torch_commhook.collectives.hierarchical import (
 from torch_commhook.collectives.plain import resolve_group
 from torch_commhook.hooks.base import Hook, result_tensor
 from torch_commhook.hooks.compressed import check_dense, rounding_of, traits_of_codec
-from torch_commhook.memory.hook_memory import BucketMemory
+from torch_commhook.memory.bucket_memory import BucketMemory
 
 
 class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)

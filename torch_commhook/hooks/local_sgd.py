@@ -14,7 +14,8 @@ from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.hooks.traits import HookTraits
-from torch_commhook.memory.hook_memory import BucketMemory, HookMemory
+from torch_commhook.memory.bucket_memory import BucketMemory
+from torch_commhook.memory.hook_memory import HookMemory
 
 #: What all ranks have alike: where they were after the last exchange.
 ANCHOR = "local_sgd_anchor"
@@ -218,7 +219,7 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         self.outer.step(anchors, gradients, self._momenta(memory))
         if self.error_reset:
             # What ranks have lost of the sum becomes theirs to go on from, too.
-            memory.fold_all()
+            memory.fold_all_shards()
         if unsent:
             memory.tensors[_ERROR].zero_()
         self.return_to_start(memory)

@@ -20,7 +20,8 @@ from torch_commhook.hooks.compressed import hook_of_codec
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.hooks.traits import HookTraits
 from torch_commhook.hooks.wrappers import error_feedback
-from torch_commhook.memory.hook_memory import BucketMemory, HookMemory
+from torch_commhook.memory.bucket_memory import BucketMemory
+from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.native import bucket_ops
 
 _COMPARISON = re.compile(r"(dim|numel)\s*(<=|>=|==|<|>)\s*(\d+)")

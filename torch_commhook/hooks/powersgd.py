@@ -23,7 +23,7 @@ from torch_commhook.hooks.low_rank.operators import (
 from torch_commhook.hooks.low_rank.plan import Plan, flat_source, memory_order, plan_of
 from torch_commhook.hooks.low_rank.steps import left_factors, restore, right_factors
 from torch_commhook.hooks.traits import HookTraits
-from torch_commhook.memory.hook_memory import BucketMemory
+from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.metrics import CallMeter, ring_all_reduce_bytes, tensor_bytes
 
 

@@ -13,7 +13,8 @@ from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.hooks.base import Hook, step_scale_of
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.hooks.traits import HookTraits
-from torch_commhook.memory.hook_memory import BucketMemory, HookMemory
+from torch_commhook.memory.bucket_memory import BucketMemory
+from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.native.bucket_ops import GRADIENT_DTYPES, flatten_stats
 from torch_commhook.native.tensor_checks import check_dense
 
@@ -175,7 +176,7 @@ class after(Wrapper):  # noqa: N801
             )
 
     def prepare(self, memory: BucketMemory) -> None:
-        memory.watch(self.step)
+        memory.track_step(self.step)
         # The one that has remembered it is the first to take over what was loaded: in the step at
         # which they change it is the one before still.
         hooks = [self.before, self.hook]
@@ -190,7 +191,7 @@ class after(Wrapper):  # noqa: N801
         is_compiling = torch.compiler.is_compiling()
         # Compiled code adds the zeros that are there from then on, for a graph that never changes.
         if left and (is_compiling or self._left_plan not in memory.folded):
-            memory.fold(left.split("\n"))
+            memory.fold_shards(left.split("\n"))
             if not is_compiling:
                 memory.folded.add(self._left_plan)
 

@@ -85,7 +85,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         return
     own = [p for group in optimizer.param_groups for p in group["params"]]
     for attached in list(_watched):
-        if attached.memory.has_any(own):
+        if attached.memory.store.has_any_of(own):
             _watched.discard(attached)  # the hook here stays: optimizers iterate over theirs
             attached.memory.jump_watch = None
             _log.warning(

@@ -37,7 +37,7 @@ _MOST_RANKS = 1 << 20
 _MOST_STEPS = 1 << 48
 
 
-class Known(NamedTuple):
+class Remembered(NamedTuple):
     """What a hook remembers.
 
     Attributes:
@@ -54,14 +54,14 @@ class Known(NamedTuple):
 
 
 def checked_state(
-    state: Any, by_name: dict[str, Tensor], known: Known, *, rank: int, world_size: int
+    state: Any, by_name: dict[str, Tensor], remembered: Remembered, *, rank: int, world_size: int
 ) -> dict[str, Any]:
     """A state that is to be loaded, without what the hook does not remember of it.
 
     Args:
         state: what a user gives.
         by_name: the model's parameters.
-        known: what the hook remembers that is to load it.
+        remembered: what the hook remembers that is to load it.
         rank, world_size: of this process.
 
     Raises:
@@ -88,9 +88,9 @@ def checked_state(
             if name not in by_name:
                 got = shown(name)
                 raise unfit(f"its buckets must be lists of the model's parameters, got {got}")
-    folded = {kind for kind, into in FOLDED_INTO.items() if into in known.own}
+    folded = {kind for kind, into in FOLDED_INTO.items() if into in remembered.own}
     for kind in own:
-        if kind not in known.own | known.shards | folded:
+        if kind not in remembered.own | remembered.shards | folded:
             raise unfit(
                 f"it has {shown(kind)}, which the hook that is attached does not remember; a "
                 "state is for a hook like the one that it is of"
@@ -103,16 +103,16 @@ def checked_state(
         value = check_tensor(what, value, shape, torch.float32, unfit)
         checked_own.setdefault(kind, {})[name] = value
     # Other kinds are left out, such as factors of another rank, which begin anew.
-    shared: dict[str, dict[str, Tensor]] = {kind: {} for kind in known.shared}
-    for kind, name, value, _ in _entries(state["shared"], known.shared, by_name):
-        what, like = _what(kind, name), known.shared[kind].get(name)
+    shared: dict[str, dict[str, Tensor]] = {kind: {} for kind in remembered.shared}
+    for kind, name, value, _ in _entries(state["shared"], remembered.shared, by_name):
+        what, like = _what(kind, name), remembered.shared[kind].get(name)
         if like is None:
             raise unfit(f"it has {what}, of which the hook remembers nothing")
         shared[kind][name] = check_tensor(what, value, like.shape, like.dtype, unfit)
     choices: dict[str, dict[str, int]] = {}
-    for kind, name, value, _ in _entries(state["choices"], known.choices, by_name):
-        if type(value) is not int or value not in known.choices[kind]:
-            among = ", ".join(map(str, known.choices[kind]))
+    for kind, name, value, _ in _entries(state["choices"], remembered.choices, by_name):
+        if type(value) is not int or value not in remembered.choices[kind]:
+            among = ", ".join(map(str, remembered.choices[kind]))
             raise unfit(f"{_what(kind, name)} must be one of {among}, got {shown(value)}")
         choices.setdefault(kind, {})[name] = value
     return {

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_commhook.memory.hook_memory import BucketMemory
+from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES, GRADIENT_DTYPES
 from torch_commhook.native.tensor_checks import check_dense, check_flat, check_used, span_of
 
@@ -52,7 +52,7 @@ def unsent_table(
     table: list[int] = []
     for bucket in late:
         memory = bucket.memory
-        places = [] if memory is None else map(memory.place_of_error, range(len(bucket.members)))
+        places = [] if memory is None else map(memory.locate_error, range(len(bucket.members)))
         found = [(place, *where) for place, where in enumerate(places) if where is not None]
         if memory is None or not found:
             continue

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket, evenly_spaced
 from torch_commhook.buckets.layout import BucketLayout
-from torch_commhook.memory.hook_memory import BucketMemory
+from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.native import bucket_ops
 
 

@@ -165,7 +165,7 @@ class EagerStep:
         scale = 1.0 if found is None else float(found)
         together = not attached.keeps_ranks_apart
         if together:
-            attached.memory.advance()
+            attached.memory.count_step()
         self._write(late, scale, used)
         if together:
             self._keep_unsent(used)
@@ -259,7 +259,7 @@ class EagerStep:
             self._result(started)
         used = torch.zeros(len(self._parameters), dtype=torch.uint8, device="cpu")
         self._group.commit(used)
-        self.attached.memory.advance()
+        self.attached.memory.count_step()
         if self._group.shares_used:  # else all ranks use all parameters
             self._keep_unsent(used, zeros_sent=True)
 

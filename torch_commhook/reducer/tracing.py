@@ -159,7 +159,7 @@ def count_step(token: Tensor, results: list[Tensor], traffic: str, key: str) -> 
     attached = reducer.attached
     if attached is not None:
         buckets = from_text(traffic)
-        attached.memory.advance()
+        attached.memory.count_step()
         for index, bucket in enumerate(buckets):
             count_bucket(attached.stats, index, len(buckets), bucket, first=index == 0)
 

@@ -17,7 +17,8 @@ from torch_commhook.collectives.gloo_groups import group_name, second_group
 from torch_commhook.hooks.base import Hook, step_scale_of
 from torch_commhook.hooks.cpp import cpp
 from torch_commhook.hooks.traceable import is_traceable
-from torch_commhook.memory.hook_memory import BucketMemory, HookMemory
+from torch_commhook.memory.bucket_memory import BucketMemory
+from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.jump_watch import JumpWatch
 from torch_commhook.memory.loss_scale import scale_of
 from torch_commhook.metrics import BucketTraffic, HookStats, TracedSteps, WireMeter, counting
@@ -69,7 +70,7 @@ class Attached:
         """What the hook remembers of a bucket; None for hooks that are not the library's."""
         if not isinstance(self.hook, Hook):
             return None
-        return self.memory.of(parameters, index, self.hook.prepare)
+        return self.memory.memory_of_bucket(parameters, index, self.hook.prepare)
 
     def use_group(self, group: StepGroup, device: torch.device) -> None:
         """Be told of the group that the hook communicates through; all ranks are.
@@ -84,7 +85,7 @@ class Attached:
             return
         self.memory.on_step = self.hook.step_counted
         if self.follows_scale:
-            self.memory.keep_scale_on(device)
+            self.memory.make_loss_scale(device)
         elif self.minds_scale:
             self.memory.jump_watch = JumpWatch(self.name, keeps_error=self.keeps_error)
         for own in self.hook.own_groups():
@@ -99,7 +100,7 @@ class Attached:
         """Keep no parameter of the model; what is remembered of them stays."""
         if self.local_steps is not None:
             self.local_steps.let_go()
-        self.memory.let_go()
+        self.memory.release_parameters()
 
     @property
     def scales_steps(self) -> bool:
@@ -144,9 +145,9 @@ class Attached:
             return
         scale = None if has_joined else scale_of(self.memory.scaler, f"hook '{self.name}'")
         if in_join:
-            scale = self.memory.common_scale(scale)
+            scale = self.memory.agree_on_scale(scale)
         if scale is not None:
-            self.memory.take_scale(scale)
+            self.memory.change_scale(scale)
 
     @property
     def keeps_ranks_apart(self) -> bool:

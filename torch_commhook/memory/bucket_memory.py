@@ -1,0 +1,401 @@
+"""What a hook remembers of one bucket between steps.
+
+It lies in tensors for each bucket, of which each parameter's piece is known to the store of
+parameters; a new bucket begins with the pieces of its parameters.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+from torch_commhook.buckets.layout import BucketLayout
+from torch_commhook.collectives.message_buffers import MessageBuffers
+from torch_commhook.memory.parameter_store import ParameterStore, add_to_error
+from torch_commhook.memory.states import FOLDED_INTO
+from torch_commhook.metrics import CallMeter
+
+
+class ModelMemory(Protocol):
+    """What a bucket's memory needs of the whole model's.
+
+    Attributes:
+        store: what is remembered by parameter.
+        rank, world_size: of this process.
+        steps: that have been done on all ranks.
+        past: see :class:`BucketMemory`.
+    """
+
+    store: ParameterStore
+    rank: int
+    world_size: int
+    steps: int
+    past: dict[int, bool]
+
+    def stand_in(self, group: Any) -> Any:
+        """What is to be used instead of a group that a hook was given, or the group itself."""
+
+
+class BucketMemory:
+    """What a hook remembers of one bucket, or of some parameters of one.
+
+    A hook asks for what it needs in :meth:`torch_commhook.hooks.Hook.prepare`, outside of
+    compilers, and finds it in ``tensors`` and ``lists`` then.
+
+    Attributes:
+        tensors: flat, by name; float32, but for what a hook has packed.
+        lists: a tensor or None for each parameter, by name.
+        plans: what a hook has worked out from the layout, as text, by name.
+        roundings: what :meth:`rounding_seeds` has made, by what it was asked for.
+        with_error: whether hooks are to remember what they lose.
+        parts: memories of some of the parameters each, by name.
+        places: for such a part, the numbers of its parameters in the whole.
+        buffers: for messages.
+        meter: of what messages cost.
+        past: whether so many steps have been done, for each number that was asked for.
+        factors: of what :meth:`shard` has made.
+        folded: what :meth:`fold_shards` need not be called for again, by a name of the caller's.
+        choices: numbers that were settled for the bucket, by name; see :meth:`set_choice`.
+    """
+
+    def __init__(
+        self,
+        owner: ModelMemory,
+        parameters: Sequence[Tensor],
+        index: int,
+        *,
+        with_error: bool = False,
+    ) -> None:
+        self._owner = owner
+        self._store = owner.store
+        # One hook may serve several models, and keeps none of them.
+        self._parameters = [TensorWeakRef(parameter) for parameter in parameters]
+        self.layout = BucketLayout(parameters)
+        self.index = index
+        self.numel = self.layout.numel
+        self.device = parameters[0].device
+        self.dtype = parameters[0].dtype
+        self.rank = owner.rank
+        self.world_size = owner.world_size
+        self.with_error = with_error
+        self.tensors: dict[str, Tensor] = {}
+        self.lists: dict[str, list[Tensor | None]] = {}
+        self.plans: dict[str, str] = {}
+        self.roundings: dict[str, Tensor] = {}
+        self.parts: dict[str, BucketMemory] = {}
+        self.buffers = MessageBuffers()
+        self.meter = CallMeter()
+        self.past = owner.past
+        self.choices: dict[str, int] = {}
+        self.places: list[int] = []
+        self._shards: dict[str, tuple[str, tuple[int, int]]] = {}  # kind, first and last element
+        self.factors: dict[str, int] = {}
+        self.folded: set[str] = set()
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The bucket's parameters, as long as they live."""
+        found = [reference() for reference in self._parameters]
+        return [parameter for parameter in found if parameter is not None]
+
+    @property
+    def names(self) -> list[str] | None:
+        """The parameters' names, where the model is known."""
+        return self._store.names_of(self.parameters)
+
+    @property
+    def steps(self) -> int:
+        """Steps done."""
+        return self._owner.steps
+
+    def stand_in(self, group: Any) -> Any:
+        """What a hook that was given a group communicates through instead."""
+        return self._owner.stand_in(group)
+
+    def flat(self, name: str) -> Tensor:
+        """A number in float32 for each of the bucket's elements; zeros at first.
+
+        Where a ``GradScaler`` changes its scale, ``"error"`` is multiplied accordingly.
+        """
+        flat = self.tensors.get(name)
+        if flat is None:
+            flat = self.tensors[name] = torch.zeros(
+                self.numel, dtype=torch.float32, device=self.device
+            )
+            for parameter, piece in zip(self.parameters, self.layout.views(flat), strict=True):
+                self._store.move_piece(parameter, name, piece)
+        return flat
+
+    def shard(self, kind: str, begin: int, end: int, factor: int) -> str:
+        """A number in float32 for each of the elements ``[begin, end)``; zeros at first.
+
+        When another rank has these, they go into ``flat("error")``, ``factor`` times: as many ranks
+        as the mean is over of which this is an error.
+
+        Returns:
+            The name that it has in ``tensors``: one for each place of a kind.
+        """
+        place = begin, end
+        for name, (known, where) in self._shards.items():
+            if known == kind and where == place:
+                return name
+        others = sum(known == kind for known, _ in self._shards.values())
+        name = f"{kind} {others + 1}" if others else kind
+        self.tensors[name] = torch.zeros(end - begin, dtype=torch.float32, device=self.device)
+        self._shards[name] = kind, place
+        self.factors[name] = factor
+        self._restore_shard(name, kind)
+        return name
+
+    def fold_shards(self, names: Sequence[str]) -> None:
+        """Put what shards remember into ``flat("error")``, and zeros in their place."""
+        for name in names:
+            kind, (begin, end) = self._shards[name]
+            shard = self.tensors[name]
+            add_to_error(self.tensors[FOLDED_INTO[kind]][begin:end], shard, self.factors[name])
+            shard.zero_()
+
+    def fold_all_shards(self) -> None:
+        """:meth:`fold_shards` for all shards, of its parts too."""
+        self.fold_shards(list(self._shards))
+        for part in self.parts.values():
+            part.fold_all_shards()
+
+    def locate_error(self, number: int) -> tuple[Tensor, int] | None:
+        """What is remembered as lost of a parameter: a flat tensor, and where it begins there.
+
+        None where nothing is.
+        """
+        error = self.tensors.get("error")
+        if error is not None:
+            return error, self.layout.offsets[number]
+        for part in self.parts.values():
+            if number in part.places:
+                return part.locate_error(part.places.index(number))
+        return None
+
+    def per_parameter(
+        self, name: str, make: Callable[[int, Tensor], Tensor | None]
+    ) -> list[Tensor | None]:
+        """A tensor for each parameter: what it had before, or ``make(number, parameter)``.
+
+        The same on all ranks.
+        """
+        found = self.lists.get(name)
+        if found is None:
+            found = self.lists[name] = [
+                self._store.shared_or_made(parameter, name, partial(make, i, parameter))
+                for i, parameter in enumerate(self.parameters)
+            ]
+        return found
+
+    def packed(
+        self,
+        name: str,
+        numbers: Sequence[int],
+        make: Callable[[int, Tensor, Tensor | None], Tensor],
+        *,
+        key: str,
+    ) -> Tensor:
+        """:meth:`per_parameter` in one flat tensor, of which each parameter's is a view.
+
+        Args:
+            name: of what is remembered.
+            numbers: of the parameters, in the order that they have in the tensor.
+            make: called with number, parameter, and what it had before, if anything; gives a dense
+                tensor, whose contents, shape and strides are then those of the view. All of one
+                dtype.
+            key: of the flat tensor in ``tensors``.
+        """
+        flat = self.tensors.get(key)
+        if flat is None:
+            everybody = self.parameters
+            parameters = [everybody[i] for i in numbers]
+            made = [
+                make(i, parameter, self._store.shared(parameter, name))
+                for i, parameter in zip(numbers, parameters, strict=True)
+            ]
+            layout = BucketLayout(made)
+            flat = self.tensors[key] = layout.flatten(made)
+            for parameter, view in zip(parameters, layout.views(flat), strict=True):
+                self._store.set_shared(parameter, name, view)
+        return flat
+
+    def rounding_seeds(self, seed: int, *, alike: bool = False) -> Tensor:
+        """Seeds and steps, for codecs that draw random numbers.
+
+        Args:
+            seed: of the hook.
+            alike: the same for what each rank encodes.
+
+        Returns:
+            int64, of shape (2, 2): rows of seed and step, for what this rank encodes and for what
+            it encodes of the ranks' sum.
+        """
+        seed = operator.index(seed)  # of which a compiler of dynamic shapes would make a variable
+        name = f"{seed}, alike" if alike else f"{seed}"
+        rounding = self.roundings.get(name)
+        if rounding is None:
+            rank = 0 if alike else self.rank + 1
+            step = self._owner.steps
+            seeds = _mix(seed, self.index, rank), _mix(seed, self.index, -1 - self.rank)
+            rows = [[seed, step] for seed in seeds]
+            with torch.inference_mode(False):
+                rounding = torch.tensor(rows, dtype=torch.int64, device=self.device)
+            self.roundings[name] = rounding
+        return rounding
+
+    def part(self, name: str, numbers: Sequence[int]) -> BucketMemory:
+        """A memory of some of the parameters, by their numbers."""
+        part = self.parts.get(name)
+        if part is None:
+            parameters = self.parameters
+            part = self.parts[name] = BucketMemory(
+                self._owner,
+                [parameters[i] for i in numbers],
+                self.index * 1000 + len(self.parts) + 1,
+                with_error=self.with_error,
+            )
+            part.places = list(numbers)
+        return part
+
+    def track_step(self, step: int) -> None:
+        """Have ``past[step]`` tell whether so many steps have been done."""
+        self.past[step] = self._owner.steps >= step
+
+    def set_choice(self, name: str, value: int) -> None:
+        """Settle a number for the bucket, on all ranks alike."""
+        self.choices[name] = value
+        for parameter in self.parameters:
+            self._store.set_choice(parameter, name, value)
+
+    def declare_choice(self, name: str, default: int, *, among: Sequence[int]) -> int:
+        """A number that is to be settled: what it was for the first of the parameters before.
+
+        Args:
+            name: of what is settled.
+            default: where nothing was.
+            among: all that may be settled.
+        """
+        self._store.allowed_choices[name] = tuple(among)
+        if name not in self.choices:
+            self.set_choice(name, self._store.choice(self.parameters[0], name, default))
+        return self.choices[name]
+
+    def replace_parameters(self, placeholders: Mapping[int, Tensor]) -> None:
+        """Let others stand for the parameters, by the id of these."""
+        self._parameters = [TensorWeakRef(placeholders[id(p)]) for p in self.parameters]
+        for part in self.parts.values():
+            part.replace_parameters(placeholders)
+
+    def belongs_to(self, owner: ModelMemory) -> bool:
+        """Whether this is part of a hook's memory."""
+        return self._owner is owner
+
+    # ---- for the owner ---------------------------------------------------------------------------
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was asked for that changes from step to step."""
+        return not (
+            self.tensors
+            or self.lists
+            or self.roundings
+            or self.choices
+            or any(not part.is_empty for part in self.parts.values())
+        )
+
+    def meters(self) -> list[CallMeter]:
+        """Its own, and those of its parts."""
+        return [self.meter, *(meter for part in self.parts.values() for meter in part.meters())]
+
+    def count_step(self) -> None:
+        """A step more."""
+        for rounding in self.roundings.values():
+            rounding[:, 1] += 1
+        for part in self.parts.values():
+            part.count_step()
+
+    def shard_pieces(self, name: str) -> list[tuple[Tensor, int, int, int]]:
+        """Of each parameter that a shard has part in: itself, and what part.
+
+        Returns:
+            Parameter, first element of it, first element of the shard, and how many.
+        """
+        _, (begin, end) = self._shards[name]
+        found = []
+        offsets, lengths = self.layout.offsets, self.layout.lengths
+        for parameter, offset, length in zip(self.parameters, offsets, lengths, strict=True):
+            first, last = max(begin, offset), min(end, offset + length)
+            if first < last:
+                found.append((parameter, first - offset, first - begin, last - first))
+        return found
+
+    def shard_kinds(self) -> set[str]:
+        """The kinds of the shards that it has itself, without its parts."""
+        return {kind for kind, _ in self._shards.values()}
+
+    def shard_tensors(self) -> list[Tensor]:
+        """The shards that it has itself, without its parts."""
+        return [self.tensors[name] for name in self._shards]
+
+    def add_shards_to(self, own: dict[str, dict[str, Tensor]], name_of: Mapping[int, str]) -> None:
+        """Add its shards, without its parts', to a state's tensors of this rank.
+
+        Args:
+            own: flat tensors by kind and parameter's name; one of zeros is made where there is
+                none, so that what a state has does not depend on the buckets.
+            name_of: the parameters' names, by id.
+        """
+        for name, (kind, _) in self._shards.items():
+            whole = own.setdefault(kind, {})
+            for parameter in self.parameters:
+                if name_of[id(parameter)] not in whole:
+                    whole[name_of[id(parameter)]] = torch.zeros(
+                        parameter.numel(), dtype=torch.float32, device=parameter.device
+                    )
+            for parameter, first, start, count in self.shard_pieces(name):
+                flat = whole[name_of[id(parameter)]]
+                flat[first : first + count] += self.tensors[name][start : start + count]
+
+    def return_shards(self) -> None:
+        """Leave what shards remember to the parameters, with those of its parts."""
+        for name, (kind, _) in self._shards.items():
+            shard = self.tensors[name]
+            for parameter, first, start, count in self.shard_pieces(name):
+                lost = shard[start : start + count]
+                self._store.add_lost(parameter, kind, lost, self.factors[name], begin=first)
+        self._shards.clear()
+        for part in self.parts.values():
+            part.return_shards()
+
+    def _restore_shard(self, name: str, kind: str) -> None:
+        """Put what was loaded into a shard that has been made, and the rest where it belongs."""
+        for parameter, first, start, count in self.shard_pieces(name):
+            loaded = self._store.loaded_shard(parameter, kind)
+            if loaded is not None:
+                part = loaded[first : first + count]
+                self.tensors[name][start : start + count] = part
+                part.zero_()
+        for parameter in self.parameters:
+            loaded = self._store.pop_loaded_shard(parameter, kind)
+            if loaded is not None:
+                self._store.add_lost(parameter, kind, loaded, self.factors[name])
+
+
+def _mix(*numbers: int) -> int:
+    """Numbers that are alike into one, of 63 bits, that is not (splitmix64)."""
+    mask = (1 << 64) - 1
+    state = 0
+    for number in numbers:
+        state = (state + (number & mask) + 0x9E3779B97F4A7C15) & mask
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+        state ^= state >> 31
+    return state >> 1

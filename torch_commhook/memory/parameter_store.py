@@ -1,0 +1,232 @@
+"""The store of what a hook remembers of each parameter, whatever bucket the parameter is in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from torch_commhook.buckets.layout import BucketLayout
+from torch_commhook.memory.states import ERROR, FOLDED_INTO
+
+
+class ParameterStore:
+    """What a hook remembers of a model's parameters, by parameter and kind.
+
+    It keeps no parameter alive.
+
+    Attributes:
+        allowed_choices: by kind, the numbers that may be settled for a bucket.
+    """
+
+    def __init__(self) -> None:
+        self._names = WeakIdKeyDictionary()
+        self._pieces = WeakIdKeyDictionary()  # by parameter: kind to piece of a bucket's tensor
+        self._shared = WeakIdKeyDictionary()
+        self._loaded_shards = WeakIdKeyDictionary()
+        self._choices = WeakIdKeyDictionary()
+        self.allowed_choices: dict[str, tuple[int, ...]] = {}
+        self._placeholders: list[Tensor] = []  # for parameters that were released
+
+    # ---- parameters and their names --------------------------------------------------------------
+
+    def add_names(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Name the model's parameters."""
+        for name, parameter in named:
+            self._names[parameter] = name
+
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        """The parameters that have names, as long as they live."""
+        return [(name, parameter) for parameter, name in self._names.items()]
+
+    def names_of(self, parameters: Sequence[Tensor]) -> list[str] | None:
+        """Their names, where all are known."""
+        names = [self._names.get(parameter) for parameter in parameters]
+        return None if any(name is None for name in names) else names
+
+    def has_any_of(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether some of the parameters are the model's."""
+        return any(parameter in self._names for parameter in parameters)
+
+    def release_parameters(self) -> dict[int, Tensor]:
+        """Keep what is remembered, and no parameter: a weak reference is in swap_tensors' way.
+
+        Returns:
+            What stands for each of them from here on, by its id: a tensor of one element, expanded.
+        """
+        placeholders = {
+            id(p): torch.empty((), dtype=p.dtype, device=p.device).expand(p.shape)
+            for p in self._names
+        }
+        for table in ("_names", "_pieces", "_shared", "_loaded_shards", "_choices"):
+            kept = WeakIdKeyDictionary()
+            for parameter, value in getattr(self, table).items():
+                kept[placeholders[id(parameter)]] = value
+            setattr(self, table, kept)
+        self._placeholders = list(placeholders.values())
+        return placeholders
+
+    # ---- pieces of buckets' tensors, of this rank's own ------------------------------------------
+
+    def piece(self, parameter: Tensor, kind: str) -> Tensor | None:
+        """A parameter's piece of the tensor of a kind, in its bucket."""
+        return self._pieces.get(parameter, {}).get(kind)
+
+    def move_piece(self, parameter: Tensor, kind: str, piece: Tensor) -> None:
+        """Let ``piece`` be the parameter's from here on, with what it had before."""
+        pieces = self._pieces.setdefault(parameter, {})
+        before = pieces.get(kind)
+        if before is not None:
+            piece.copy_(before)
+        pieces[kind] = piece
+
+    def add_lost(
+        self, parameter: Tensor, kind: str, lost: Tensor, factor: int, *, begin: int = 0
+    ) -> None:
+        """Add what a shard has lost of a parameter to what is remembered of it, where that is.
+
+        Args:
+            parameter: the parameter.
+            kind: of the shard.
+            lost: flat, in the order of a bucket.
+            factor: ``lost`` is multiplied by it.
+            begin: the parameter's element that ``lost`` begins with.
+        """
+        piece = self.piece(parameter, FOLDED_INTO[kind])
+        if piece is not None:
+            flat = BucketLayout([parameter])._permute([piece])[0].view(-1)
+            add_to_error(flat[begin : begin + len(lost)], lost, factor)
+
+    def rescale_errors(self, factor: float) -> None:
+        """Multiply all that is remembered as lost, but for what lies in shards."""
+        for pieces in self._pieces.values():
+            if ERROR in pieces:
+                multiply_error(pieces[ERROR], factor)
+        for loaded in self._loaded_shards.values():
+            for shard in loaded.values():
+                multiply_error(shard, factor)
+
+    # ---- tensors that all ranks have alike -------------------------------------------------------
+
+    def shared(self, parameter: Tensor, kind: str) -> Tensor | None:
+        """The parameter's own tensor of a kind, if there is one."""
+        return self._shared.get(parameter, {}).get(kind)
+
+    def shared_or_made(
+        self, parameter: Tensor, kind: str, make: Callable[[], Tensor | None]
+    ) -> Tensor | None:
+        """The parameter's own tensor of a kind; made where there is none."""
+        tensors = self._shared.setdefault(parameter, {})
+        if kind not in tensors:
+            tensors[kind] = make()
+        return tensors[kind]
+
+    def set_shared(self, parameter: Tensor, kind: str, tensor: Tensor) -> None:
+        """Let ``tensor`` be the parameter's own of a kind from here on."""
+        self._shared.setdefault(parameter, {})[kind] = tensor
+
+    # ---- numbers that were settled for buckets ---------------------------------------------------
+
+    def set_choice(self, parameter: Tensor, kind: str, value: int) -> None:
+        """Keep a number that was settled for a parameter's bucket."""
+        self._choices.setdefault(parameter, {})[kind] = value
+
+    def choice(self, parameter: Tensor, kind: str, default: int) -> int:
+        """A number that was settled for a parameter's bucket."""
+        return self._choices.get(parameter, {}).get(kind, default)
+
+    # ---- shards of a state, before there are buckets ---------------------------------------------
+
+    def loaded_shard(self, parameter: Tensor, kind: str) -> Tensor | None:
+        """What was loaded of a kind of shard: flat, an element for each of the parameter's."""
+        return self._loaded_shards.get(parameter, {}).get(kind)
+
+    def pop_loaded_shard(self, parameter: Tensor, kind: str) -> Tensor | None:
+        """:meth:`loaded_shard`, which is then kept no longer."""
+        return self._loaded_shards.get(parameter, {}).pop(kind, None)
+
+    def add_loaded_shards_to_errors(self, parameters: Sequence[Tensor], world_size: int) -> None:
+        """Put what was loaded of shards where it belongs, where the hook has no such shards."""
+        for parameter in parameters:
+            for kind, loaded in self._loaded_shards.pop(parameter, {}).items():
+                factor = 1 if kind == "node_error" else world_size
+                self.add_lost(parameter, kind, loaded, factor)
+
+    # ---- state -----------------------------------------------------------------------------------
+
+    def kinds_of_pieces(self) -> set[str]:
+        """The kinds that some parameter has a piece of."""
+        return {kind for pieces in self._pieces.values() for kind in pieces}
+
+    def named_pieces(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Kind, parameter's name, and piece."""
+        return self._named(self._pieces)
+
+    def named_shared(self) -> dict[str, dict[str, Tensor]]:
+        """The tensors that all ranks have alike, by kind and parameter's name."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for kind, name, tensor in self._named(self._shared):
+            if tensor is not None:
+                found.setdefault(kind, {})[name] = tensor
+        return found
+
+    def named_choices(self) -> dict[str, dict[str, int]]:
+        """The numbers that were settled, by kind and parameter's name."""
+        found: dict[str, dict[str, int]] = {}
+        for kind, name, number in self._named(self._choices):
+            found.setdefault(kind, {})[name] = number
+        return found
+
+    def _named(self, table: Mapping[Tensor, dict[str, Any]]) -> Iterator[tuple[str, str, Any]]:
+        for parameter, values in table.items():
+            for kind, value in values.items():
+                yield kind, self._names[parameter], value
+
+    def load_state(
+        self,
+        own: Mapping[str, Mapping[str, Tensor]],
+        shared: Mapping[str, Mapping[str, Tensor]],
+        choices: Mapping[str, Mapping[str, int]],
+    ) -> None:
+        """Forget what is remembered, and go on from copies of what a state has.
+
+        Args:
+            own: this rank's pieces and shards, by kind and parameter's name.
+            shared: what all ranks have alike, likewise.
+            choices: numbers that were settled, likewise.
+        """
+        by_name = dict(self.named_parameters())
+        self._pieces = WeakIdKeyDictionary()
+        self._shared = WeakIdKeyDictionary()
+        self._loaded_shards = WeakIdKeyDictionary()
+        self._choices = WeakIdKeyDictionary()
+        for kind, numbers in choices.items():
+            for name, number in numbers.items():
+                self.set_choice(by_name[name], kind, number)
+        for kind, tensors in own.items():
+            table = self._loaded_shards if kind in FOLDED_INTO else self._pieces
+            for name, tensor in tensors.items():
+                parameter = by_name[name]
+                copied = tensor.detach().to(parameter.device, torch.float32, copy=True)
+                table.setdefault(parameter, {})[kind] = copied
+        for kind, tensors in shared.items():
+            for name, tensor in tensors.items():
+                parameter = by_name[name]
+                copied = tensor.detach().to(parameter.device, copy=True)
+                self.set_shared(parameter, kind, copied)
+
+
+def multiply_error(error: Tensor, factor: float) -> None:
+    """Multiply what is remembered as lost, in place; it stays finite."""
+    if factor != 1.0:
+        most = torch.finfo(error.dtype).max
+        error.mul_(min(factor, most)).clamp_(-most, most)
+
+
+def add_to_error(error: Tensor, lost: Tensor, factor: int) -> None:
+    """Add ``factor * lost`` to an error in place; an overflow becomes the largest number."""
+    limits = torch.finfo(error.dtype)
+    error.add_(lost, alpha=factor).clamp_(limits.min, limits.max)
