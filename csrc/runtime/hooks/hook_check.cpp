@@ -88,8 +88,9 @@ void check_annotations(const std::string& name, const py::object& hook,
   if (parameters.size() >= 2 && annotations.contains(parameters[1])) {
     const py::object annotation = annotations[parameters[1]];
     TORCH_CHECK_VALUE(
-        !excludes(annotation, {torch.attr("distributed").attr("GradBucket"),
-                               py::module_::import("torch_commhook.buckets.grad_bucket").attr("GradBucket")}),
+        !excludes(annotation,
+                  {torch.attr("distributed").attr("GradBucket"),
+                   py::module_::import("torch_commhook.buckets.grad_bucket").attr("GradBucket")}),
         "check_hook: hook '", name,
         "' must take a GradBucket as its second argument (of torch_commhook or "
         "torch.distributed), got the annotation ",
