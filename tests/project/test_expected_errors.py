@@ -242,7 +242,7 @@ commhook.topk_encode([x], message.float())
 commhook.topk_encode([x], bytes(32)[::2])
     ValueError: topk_encode: message must be contiguous, got sizes [16] with strides [2]
 commhook.topk_encode([x], bytes(17)[1:])
-    ValueError: topk_encode: message must begin at an address that is a multiple of 4, got one 1 bytes beyond
+    ValueError: topk_encode: message must begin at an address that is a multiple of 4, got a remainder of 1
 commhook.topk_encode([x], message, error=ones(63))
     ValueError: topk_encode: error must be contiguous and hold 64 elements, got sizes [63] with strides [1]
 commhook.topk_encode([x], message, error=x.half())

@@ -17,10 +17,10 @@ void check_message(const char* op, const char* argument, const at::Tensor& messa
   TORCH_CHECK_VALUE(message.numel() == bytes, op, ": ", argument, " must hold ", bytes,
                     " bytes, got ", message.numel());
   check_memory(op, argument, -1, message);
-  const auto beyond = reinterpret_cast<std::uintptr_t>(message.const_data_ptr()) % sizeof(float);
-  TORCH_CHECK_VALUE(beyond == 0, op, ": ", argument,
-                    " must begin at an address that is a multiple of 4, got one ", beyond,
-                    " bytes beyond");
+  const auto remainder = reinterpret_cast<std::uintptr_t>(message.const_data_ptr()) % sizeof(float);
+  TORCH_CHECK_VALUE(remainder == 0, op, ": ", argument,
+                    " must begin at an address that is a multiple of 4, got a remainder of ",
+                    remainder);
 }
 
 void check_error(const char* op, const std::optional<at::Tensor>& error, int64_t numel,
