@@ -175,3 +175,10 @@ def test_what_is_not_there_is_found(
     check: Callable[[str], list[str]], planted: str, found: str
 ) -> None:
     assert check(planted) == [found]
+
+
+def test_the_table_of_layers_names_every_folder_of_the_package() -> None:
+    table = (ROOT / "docs" / "architecture.md").read_text()
+    package = ROOT / "torch_commhook"
+    folders = [path.name for path in package.iterdir() if (path / "__init__.py").is_file()]
+    assert [name for name in folders if f"`torch_commhook/{name}" not in table] == []
