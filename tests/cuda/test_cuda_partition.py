@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from cpp_compiler import NoCompilerError, cpp_compiler
+from cpp_compiler import NoCompilerError, build_once, cpp_compiler
 from repository import ROOT
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def program() -> Path:
     try:
         compiler = cpp_compiler()
     except NoCompilerError as error:
         pytest.skip(str(error))
-    path = tmp_path_factory.mktemp("cuda_partition") / "program"
+    source = Path(__file__).with_suffix(".cpp")
     command = [
         *compiler,
         "-std=c++20",
@@ -29,13 +29,10 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"-I{ROOT / 'cuda'}",
         f"-I{ROOT / 'csrc'}",
         f"-isystem{Path(torch.__file__).parent / 'include'}",
-        str(Path(__file__).with_suffix(".cpp")),
-        "-o",
-        str(path),
+        str(source),
     ]
-    built = subprocess.run(command, capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
-    return path
+    headers = [file for name in ("cuda", "csrc") for file in (ROOT / name).rglob("*.*h")]
+    return build_once(f"cuda_partition-torch-{torch.__version__}", command, [source, *headers])
 
 
 @pytest.mark.parametrize("seed", range(4))

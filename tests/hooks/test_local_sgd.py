@@ -897,9 +897,9 @@ def _in_mode(
 
 
 COMPILED = [
-    Mode("ddp", "context"),
-    Mode("python_reducer", "context"),
-    Mode("module", "compile"),
+    Mode("ddp", "context", backend="aot_eager"),
+    Mode("python_reducer", "context", backend="aot_eager"),
+    Mode("module", "compile", backend="aot_eager"),
     Mode("module", "context", fullgraph=True),
 ]
 
@@ -937,7 +937,7 @@ def _by_hand(rank: int, mode: Mode) -> tuple[list[Tensor], int]:
 
 def test_updates_by_hand_are_noticed_under_compilers(two_ranks: RankPool) -> None:
     wanted = two_ranks.run(_by_hand, Mode("module", "eager"))
-    results = two_ranks.run(_by_hand, Mode("module", "context"), timeout=120)
+    results = two_ranks.run(_by_hand, Mode("module", "context", backend="aot_eager"), timeout=120)
     for (parameters, steps), (eager, eager_steps) in zip(results, wanted, strict=True):
         assert steps == eager_steps == 2
         assert same(parameters, eager)

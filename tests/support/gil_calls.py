@@ -21,10 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
 import platform
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -32,11 +29,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from cpp_compiler import NoCompilerError, cpp_compiler
-from repository import ROOT
+from cpp_compiler import NoCompilerError, build_once, cpp_compiler
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-FOLDER = ROOT / "build"
 
 
 class CannotCountError(RuntimeError):
@@ -142,26 +137,11 @@ def build() -> Path:
             f"gil calls: the system must be Linux on x86_64 or aarch64, got {sys.platform} on "
             f"{machine}"
         )
-    source = SOURCE.read_bytes()
-    path = FOLDER / f"gil_calls-{machine}-{hashlib.sha256(source).hexdigest()[:16]}.so"
-    if path.exists():
-        return path
     try:
-        compiler = cpp_compiler()
+        command = [*cpp_compiler(), "-std=c++17", "-O1", "-Wall", "-Werror", "-shared", "-fPIC"]
     except NoCompilerError as error:
         raise CannotCountError(f"gil calls: {error}") from None
-    FOLDER.mkdir(exist_ok=True)
-    made = path.with_suffix(f".{os.getpid()}")  # ranks may build at the same time
-    command = [*compiler, "-std=c++17", "-O1", "-Wall", "-Werror", "-shared", "-fPIC"]
-    command += [str(SOURCE), "-o", str(made), "-ldl"]
-    try:
-        built = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        if built.returncode != 0:
-            raise RuntimeError(f"gil calls: {' '.join(command)} failed:\n{built.stderr}")
-        made.replace(path)
-    finally:
-        made.unlink(missing_ok=True)
-    return path
+    return build_once(f"gil_calls-{machine}", [*command, str(SOURCE), "-ldl"], [SOURCE])
 
 
 class _Row(ctypes.Structure):
