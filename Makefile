@@ -1,6 +1,7 @@
 # Every target makes the environment that it needs; a second call only does its job.
 #   make train            train a small transformer on two ranks through a hook
 #   make test             build and run the tests
+#   make test-long        those that make test leaves out for their length
 #   make distributed-suite   PyTorch's own tests of DDP, with our hook attached; ten minutes
 #   make distributed-suite ARGS="--suite wrapper"   ... and others, with wrapped process groups
 #   make lint             ruff, mypy, clang-format (make format mends what can be mended)
@@ -35,7 +36,7 @@ PIP = $(VENV)/bin/python -m pip --quiet --disable-pip-version-check
 LONG_RUN = PYTHONPATH=$(CURDIR)/tests/support:$(PYTHONPATH) $(VENV)/bin/python tests/long_runs
 NATIVE = setup.py build_support.py $(shell find csrc cuda -type f)
 
-.PHONY: train test distributed-suite lint format bench bench-loss bench-link bench-plan bench-throttle results cuda-compile gpu test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback clean
+.PHONY: train test test-long distributed-suite lint format bench bench-loss bench-link bench-plan bench-throttle results cuda-compile gpu test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/built
@@ -43,6 +44,9 @@ train: $(VENV)/built
 
 test: $(VENV)/built
 	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+
+test-long: $(VENV)/built
+	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile -m long $(ARGS)
 
 distributed-suite: $(VENV)/built
 	$(LONG_RUN)/distributed_suite.py $(ARGS)

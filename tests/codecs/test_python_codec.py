@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ EXAMPLES = ROOT / "examples"
 #: Files that try each codec of the table, what of them to choose, without what needs processes, and
 #: how many there are. Tests by properties draw from the table: no codec is in their names.
 TRIED = {
-    "codecs/test_codecs.py": ("truncated", 25),
+    "codecs/test_codecs.py": ("truncated and not inductor", 24),
     "collectives/test_compressed_all_reduce.py": ("truncated and not gloo and not in_flight", 9),
     "hooks/test_hooks_properties.py": ("", 8),
     "codecs/test_formulas.py": ("truncated", 2),
@@ -36,14 +38,30 @@ def run(*arguments: str, timeout: float = 280) -> subprocess.CompletedProcess[st
     )
 
 
-@pytest.mark.parametrize("name", TRIED)
-def test_it_is_tried_as_all_codecs_are(name: str) -> None:
-    chosen, least = TRIED[name]
-    options = ["-p", "python_codec", "-p", "no:cacheprovider", "-q", "-p", "no:xdist"]
-    ran = run("-m", "pytest", *options, str(TESTS / name), "-k", chosen)
+def passed(files: Iterable[str], chosen: str) -> Counter[str]:
+    """How many tests pass in each file, with the codec in the table; none may fail."""
+    options = ["-p", "python_codec", "-p", "no:cacheprovider", "-v", "-p", "no:xdist"]
+    ran = run("-m", "pytest", *options, *(str(TESTS / name) for name in files), "-k", chosen)
     assert ran.returncode == 0, ran.stdout[-5000:]
-    passed = re.search(r"(\d+) passed", ran.stdout)
-    assert passed is not None and int(passed[1]) >= least, ran.stdout[-5000:]
+    return Counter(re.findall(r"^tests/(\S+?)::.* PASSED", ran.stdout, re.MULTILINE))
+
+
+@pytest.fixture(scope="module")
+def found() -> Counter[str]:
+    parts = [
+        f"({Path(name).stem}{chosen and f' and {chosen}'})" for name, (chosen, _) in TRIED.items()
+    ]
+    return passed(TRIED, " or ".join(parts))
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_it_is_tried_as_all_codecs_are(found: Counter[str], name: str) -> None:
+    assert found[name] >= TRIED[name][1]
+
+
+@pytest.mark.long
+def test_it_is_compiled_by_inductor() -> None:
+    assert passed(["codecs/test_codecs.py"], "truncated and inductor").total() >= 1
 
 
 def test_it_trains(tmp_path: Path) -> None:
