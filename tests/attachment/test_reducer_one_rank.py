@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import pickle
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
-from torch_commhook import attach, hooks
+from torch_commhook import GradBucket, attach, hooks
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -135,6 +137,35 @@ def test_views_share_the_buckets_memory() -> None:
         model(batch(0, number)).sum().backward()
     memory = {buffer.untyped_storage().data_ptr() for buffer in buffers}
     assert all(p.grad.untyped_storage().data_ptr() in memory for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda bucket: pickle.loads(pickle.dumps(bucket))],
+    ids=["copy", "deepcopy", "pickle"],
+)
+def test_a_copy_of_a_bucket(copied: Callable[[GradBucket], GradBucket]) -> None:
+    buffers: list[tuple[Tensor, Tensor]] = []
+
+    def keep(state: object, bucket: GradBucket) -> Tensor:
+        other = copied(bucket)
+        assert type(other) is GradBucket
+        buffers.append((other.buffer(), bucket.buffer()))
+        return bucket.buffer()
+
+    model = nn.Linear(2, 2)
+    attach(model, keep)
+    model(torch.ones(1, 2)).sum().backward()
+    ((own, original),) = buffers
+    assert torch.equal(own, original)
+
+
+def test_a_hook_with_a_group_on_a_bucket() -> None:
+    hook = hooks.allreduce()
+    model = nn.Linear(2, 2)
+    attach(model, lambda state, bucket: hook(bucket.process_group(), bucket))
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad.tolist() == [[1, 1], [1, 1]]
 
 
 def test_hooks_start_before_backward_ends() -> None:

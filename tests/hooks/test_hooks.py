@@ -310,6 +310,8 @@ def _sparse(rank: int, way: str) -> torch.Tensor:
         attach(model, lambda state, bucket: bucket.buffer() / 2)
     elif way == "attach":
         attach(model, hooks.allreduce())
+    elif way == "policy":
+        attach(model, hooks.policy([], hooks.allreduce()))
     elif way == "register":
         model.register_comm_hook(None, hooks.allreduce())
     else:
@@ -322,7 +324,7 @@ def _sparse(rank: int, way: str) -> torch.Tensor:
     return parameter.grad.to_dense()
 
 
-@pytest.mark.parametrize("way", ["attach", "register"])
+@pytest.mark.parametrize("way", ["attach", "policy", "register"])
 def test_sparse_gradients_are_averaged(two_ranks: RankPool, way: str) -> None:
     want = torch.zeros(10, 3)
     want[1], want[4], want[5] = 1, 0.5, 0.5

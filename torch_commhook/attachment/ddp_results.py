@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_commhook import _C
 from torch_commhook.attachment.watched_parameters import WatchedParameters
-from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.buckets.results import scaled_result
+from torch_commhook.memory.bucket_with_memory import BucketWithMemory
 from torch_commhook.memory.unsent import Late, add_unsent, unsent_table
 from torch_commhook.step.attached_hook import Attached
 
@@ -86,7 +86,7 @@ class DdpResults:
         self,
         model: DistributedDataParallel,
         watched: WatchedParameters,
-        buckets: Mapping[int, GradBucket],
+        buckets: Mapping[int, BucketWithMemory],
     ) -> None:
         self._model = weakref.ref(model)
         self._watched = watched
@@ -158,7 +158,7 @@ class DdpResults:
             sent = [parameter.grad for parameter in parameters]
             if self.kept:
                 sent = [self.kept.before(i, now) for i, now in zip(members, sent, strict=True)]
-            late.append(Late(members, bucket._memory, result(), sent))
+            late.append(Late(members, bucket.memory, result(), sent))
         errors, values, gradients, table = unsent_table(late)
         if table:
             add_unsent(errors, values, gradients, used, table)

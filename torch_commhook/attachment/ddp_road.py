@@ -20,8 +20,7 @@ from torch_commhook.attachment.parameters import trainable
 from torch_commhook.attachment.road import Road
 from torch_commhook.attachment.watched_parameters import WatchedParameters
 from torch_commhook.buckets.assignment import assign_buckets, split_by_kind
-from torch_commhook.buckets.grad_bucket import GradBucket
-from torch_commhook.hooks.mean import allreduce
+from torch_commhook.memory.bucket_with_memory import BucketWithMemory
 from torch_commhook.metrics import BucketTraffic, count_bucket
 from torch_commhook.native.dynamo import left_to_python
 from torch_commhook.native.runtime import hook_on_bucket
@@ -94,7 +93,7 @@ class DdpRoad:
         _roads[self._key] = self
         self._then: list[Callable[[], None]] = []
         self._plain = allreduce()
-        self._buckets: dict[int, GradBucket] = {}
+        self._buckets: dict[int, BucketWithMemory] = {}
         self._loaded: list[list[str]] = []  # names, of the buckets of a memory that was loaded
         # The model's reducer owns this; a handle that outlives the model keeps nothing of it.
         buckets = self._buckets
@@ -205,7 +204,7 @@ class DdpRoad:
     def _forget_memory(self) -> None:
         """Let buckets ask for the hook's memory anew."""
         for bucket in self._buckets.values():
-            bucket._memory = None
+            bucket.memory = None
 
     def before_forward(self, module: torch.nn.Module) -> None:
         """Called by the model before its own forward."""
@@ -275,7 +274,7 @@ class DdpRoad:
         """A bucket is full."""
         index = torch_bucket.index()
         if rebuilt:
-            bucket = self._buckets[index] = GradBucket.from_torch(torch_bucket)
+            bucket = self._buckets[index] = BucketWithMemory.from_torch(torch_bucket)
         else:
             bucket = self._buckets[index]
             bucket._buffer = torch_bucket.buffer()
@@ -285,9 +284,9 @@ class DdpRoad:
             bucket._process_group = self._group.parent
             return "none", self._plain.average(bucket), bucket.buffer().dtype, None
         bucket._process_group = self._group.group_for(bucket.device())
-        memory = bucket._memory
+        memory = bucket.memory
         if memory is None or not memory.belongs_to(attached.memory):
-            bucket._memory = attached.memory_of(bucket.parameters(), index)
+            bucket.memory = attached.memory_of(bucket.parameters(), index)
         count = bucket.bucket_count()
         where = hook_on_bucket(attached.name, index, count)
         kept = self._results.kept

@@ -22,6 +22,7 @@ from torch_commhook.buckets.results import scaled_result
 from torch_commhook.hooks.local_sgd import ANCHOR, local_sgd
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_memory import BucketMemory
+from torch_commhook.memory.bucket_with_memory import BucketWithMemory
 from torch_commhook.memory.state_values import check_tensor, shown
 from torch_commhook.memory.states import LOCAL_STEPS, PARAMETERS, checked_position, unfit
 from torch_commhook.metrics import count_bucket
@@ -413,15 +414,14 @@ class LocalSteps:
 def _bucket_of(
     memory: BucketMemory, distance: Tensor, index: int, count: int, group: StepGroup
 ) -> GradBucket:
-    bucket = GradBucket(
+    return BucketWithMemory(
         memory.parameters,
         buffer=distance,
         index=index,
         bucket_count=count,
         process_group=group.group_for(memory.device),
+        memory=memory,
     )
-    bucket._memory = memory
-    return bucket
 
 
 def _drain(calls: Iterable[HookCall]) -> None:

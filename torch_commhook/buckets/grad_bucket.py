@@ -15,7 +15,7 @@ from torch_commhook.buckets.layout import BucketLayout, check_tensor, checked_li
 from torch_commhook.native import bucket_ops
 
 if TYPE_CHECKING:
-    from torch_commhook.memory.bucket_memory import BucketMemory
+    from typing_extensions import Self
 
 
 class GradBucket:
@@ -49,7 +49,6 @@ class GradBucket:
         "_buffer",
         "_index",
         "_layout",
-        "_memory",
         "_parameters",
         "_process_group",
         "_sparse_grad_indices",
@@ -84,7 +83,6 @@ class GradBucket:
         self._bucket_count = bucket_count
         self._sparse_grad_indices = sparse_grad_indices
         self._process_group = process_group
-        self._memory: BucketMemory | None = None
         self._layout: BucketLayout | None = None
         if gradients is None and buffer is None:
             raise ValueError("GradBucket: gradients or buffer must be given, got neither")
@@ -262,7 +260,7 @@ class GradBucket:
     # ---- conversion and copies -------------------------------------------------------------------
 
     @classmethod
-    def from_torch(cls, bucket: Any, process_group: dist.ProcessGroup | None = None) -> GradBucket:
+    def from_torch(cls, bucket: Any, process_group: dist.ProcessGroup | None = None) -> Self:
         """Our bucket over PyTorch's: the same buffer and parameters, nothing copied.
 
         Raises:
@@ -280,7 +278,6 @@ class GradBucket:
         self._bucket_count = _C.bucket_count(bucket)
         self._sparse_grad_indices = _C.sparse_grad_indices(bucket)
         self._process_group = process_group
-        self._memory = None
         self._layout = None
         return self
 
@@ -315,10 +312,13 @@ class GradBucket:
             self._sparse_grad_indices,
         )
 
+    def _class_of_copies(self) -> type[GradBucket]:
+        return type(self)
+
     def __reduce__(self) -> tuple[Any, ...]:
         # A process group belongs to one process; the copy in another has the default group.
         return _unpickle, (
-            type(self),
+            self._class_of_copies(),
             self._parameters,
             self.buffer(),
             self._index,
@@ -327,7 +327,7 @@ class GradBucket:
         )
 
     def __copy__(self) -> GradBucket:
-        return type(self)(
+        return self._class_of_copies()(
             self._parameters,
             buffer=self.buffer(),
             index=self._index,
@@ -337,7 +337,7 @@ class GradBucket:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradBucket:
-        return type(self)(
+        return self._class_of_copies()(
             copy.deepcopy(self._parameters, memo),
             buffer=self.buffer().detach().clone(),
             index=self._index,

@@ -20,6 +20,7 @@ from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives import resolve_group
 from torch_commhook.hooks.traits import HookTraits, Trait
 from torch_commhook.memory.bucket_memory import BucketMemory
+from torch_commhook.memory.bucket_with_memory import BucketWithMemory, memory_of, set_memory
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.jump_watch import JumpWatch
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES
@@ -126,9 +127,10 @@ class Hook(ABC):
 
         It belongs to what the hook is attached to; where that is nothing, to the hook itself.
         """
-        memory = bucket._memory
+        memory = memory_of(bucket)
         if memory is None:
-            memory = bucket._memory = self._own_memory_of(bucket)
+            memory = self._own_memory_of(bucket)
+            set_memory(bucket, memory)
         return memory
 
     def _own_memory_of(self, bucket: GradBucket) -> BucketMemory:
@@ -183,7 +185,10 @@ class Hook(ABC):
                 f"hook '{hook_name(self)}': state must be a ProcessGroup or None, got "
                 f"{_C.type_name(state)}; a hook of the library keeps its own"
             )
-        bucket = GradBucket.wrap(bucket, state)
+        if isinstance(bucket, dist.GradBucket):
+            bucket = BucketWithMemory.from_torch(bucket, state)
+        else:
+            bucket = GradBucket.wrap(bucket, state)
         if self.scales_steps:
             raise RuntimeError(
                 f"{self}: what steps are scaled by comes from all buckets, which only a hook that "
@@ -214,7 +219,7 @@ class Hook(ABC):
         own = self.process_group
         if own is None:
             return resolve_group(bucket.process_group())
-        own, memory = resolve_group(own), bucket._memory
+        own, memory = resolve_group(own), memory_of(bucket)
         return own if memory is None else memory.stand_in(own)
 
     def own_groups(self) -> list[dist.ProcessGroup]:

@@ -21,6 +21,7 @@ from torch_commhook.hooks.mean import allreduce
 from torch_commhook.hooks.traits import HookTraits
 from torch_commhook.hooks.wrappers import error_feedback
 from torch_commhook.memory.bucket_memory import BucketMemory
+from torch_commhook.memory.bucket_with_memory import BucketWithMemory
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.native import bucket_ops
 
@@ -117,8 +118,7 @@ class policy(Hook):  # noqa: N801 (a hook is written as it is called)
         memory = self.memory(bucket)
         if bucket.is_sparse():
             ((only, part),) = memory.parts.items()  # of one parameter
-            bucket._memory = part
-            return self._hooks[int(only)].average(bucket)
+            return self._hooks[int(only)].average(BucketWithMemory.over(bucket, part))
         gradients = _gradients(bucket)
         group = self.group(bucket)
         futures: list[Any] = []
@@ -172,7 +172,7 @@ class _TracedParts(TracedFuture):
             future.start_next()
 
 
-class _Part(GradBucket):
+class _Part(BucketWithMemory):
     """Some of a bucket's gradients."""
 
     def __init__(
@@ -190,7 +190,7 @@ class _Part(GradBucket):
         self._process_group = process_group
         self._sparse_grad_indices = None
         self._layout = memory.layout
-        self._memory = memory
+        self.memory = memory
         self._part_dtype = whole.dtype()
 
     def numel(self) -> int:
@@ -224,8 +224,8 @@ class _Part(GradBucket):
         if dtype is None and out is None:
             dtype = self._part_dtype
             if not torch.compiler.is_compiling():
-                assert self._memory is not None
-                buffers, shape = self._memory.buffers, (self.numel(),)
+                assert self.memory is not None
+                buffers, shape = self.memory.buffers, (self.numel(),)
                 out = buffers.get("gathered", shape, dtype, self.device())
         with torch.no_grad():
             if self._part_dtype.is_complex:  # which the operators do not take

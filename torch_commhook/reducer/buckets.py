@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from torch_commhook import _C
-from torch_commhook.buckets.grad_bucket import GradBucket, evenly_spaced
+from torch_commhook.buckets.grad_bucket import evenly_spaced
 from torch_commhook.buckets.layout import BucketLayout
 from torch_commhook.memory.bucket_memory import BucketMemory
+from torch_commhook.memory.bucket_with_memory import BucketWithMemory
 from torch_commhook.native import bucket_ops
 
 
@@ -133,7 +134,7 @@ class BucketState:
                 bucket_ops.unflatten_into(result, self.layout._permute(destinations(parameters)))
 
 
-class _BucketOfState(GradBucket):
+class _BucketOfState(BucketWithMemory):
     """A bucket whose gradients are gathered when they are asked for.
 
     So that what a hook does first with them (scale, cast into another buffer) is the same pass over
@@ -148,7 +149,7 @@ class _BucketOfState(GradBucket):
         self._bucket_count = bucket_count
         self._process_group = process_group
         self._sparse_grad_indices = None
-        self._memory = state.memory
+        self.memory = state.memory
         self._gathered = False
 
     def numel(self) -> int:

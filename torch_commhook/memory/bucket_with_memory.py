@@ -1,0 +1,92 @@
+"""A bucket together with what the hook that gets it remembers of it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from torch_commhook.buckets.grad_bucket import GradBucket
+from torch_commhook.memory.bucket_memory import BucketMemory
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class BucketWithMemory(GradBucket):
+    """A bucket as the library gives it to hooks: with its memory. A copy of one has none.
+
+    Args:
+        parameters, gradients, buffer, index, bucket_count, sparse_grad_indices, process_group: see
+            :class:`torch_commhook.GradBucket`.
+        memory: what the hook remembers of the bucket; None for hooks that are not the library's.
+    """
+
+    __slots__ = ("memory",)
+
+    memory: BucketMemory | None
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor | None] | None = None,
+        buffer: Tensor | None = None,
+        index: int = 0,
+        bucket_count: int = 1,
+        sparse_grad_indices: Tensor | None = None,
+        process_group: Any = None,
+        *,
+        memory: BucketMemory | None = None,
+    ) -> None:
+        super().__init__(
+            parameters,
+            gradients,
+            buffer,
+            index,
+            bucket_count,
+            sparse_grad_indices,
+            process_group,
+        )
+        self.memory = memory
+
+    @classmethod
+    def from_torch(cls, bucket: Any, process_group: Any = None) -> Self:
+        """As :meth:`GradBucket.from_torch`, with no memory yet."""
+        made = super().from_torch(bucket, process_group)
+        made.memory = None
+        return made
+
+    @classmethod
+    def over(cls, bucket: GradBucket, memory: BucketMemory) -> Self:
+        """A bucket over another, with a memory of its own: the same buffer, nothing copied."""
+        return cls(
+            bucket.parameters(),
+            buffer=bucket.buffer(),
+            index=bucket.index(),
+            bucket_count=bucket.bucket_count(),
+            sparse_grad_indices=bucket.sparse_grad_indices(),
+            process_group=bucket.process_group(),
+            memory=memory,
+        )
+
+    def _class_of_copies(self) -> type[GradBucket]:
+        return GradBucket
+
+
+#: For buckets that users make and call hooks of the library with.
+_memories: weakref.WeakKeyDictionary[GradBucket, BucketMemory] = weakref.WeakKeyDictionary()
+
+
+def memory_of(bucket: GradBucket) -> BucketMemory | None:
+    """What the hook that a bucket is for remembers of it; None where it has not been asked for."""
+    return bucket.memory if isinstance(bucket, BucketWithMemory) else _memories.get(bucket)
+
+
+def set_memory(bucket: GradBucket, memory: BucketMemory) -> None:
+    """Let all hooks that get this bucket have this memory of it."""
+    if isinstance(bucket, BucketWithMemory):
+        bucket.memory = memory
+    else:
+        _memories[bucket] = memory
