@@ -16,7 +16,7 @@ from torch_commhook.attachment.handle import HookHandle
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.buckets.layout import BucketLayout
 from torch_commhook.hooks.traceable import traceable
-from torch_commhook.memory.states import reshard_states
+from torch_commhook.memory.resharding import reshard_states
 from torch_commhook.metrics import BucketStats, HookStats
 from torch_commhook.native.cpp_libraries import include_paths, load_cpp_hooks
 from torch_commhook.native.libraries import NativeLibraryError

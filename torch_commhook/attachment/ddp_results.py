@@ -14,7 +14,7 @@ from torch_commhook import _C
 from torch_commhook.attachment.watched_parameters import WatchedParameters
 from torch_commhook.buckets.results import scaled_result
 from torch_commhook.memory.bucket_with_memory import BucketWithMemory
-from torch_commhook.memory.unsent import Late, add_unsent, unsent_table
+from torch_commhook.memory.unsent import BucketResult, add_unsent_to_errors, make_unsent_table
 from torch_commhook.step.attached_hook import Attached
 
 
@@ -158,10 +158,10 @@ class DdpResults:
             sent = [parameter.grad for parameter in parameters]
             if self.kept:
                 sent = [self.kept.before(i, now) for i, now in zip(members, sent, strict=True)]
-            late.append(Late(members, bucket.memory, result(), sent))
-        errors, values, gradients, table = unsent_table(late)
+            late.append(BucketResult(members, bucket.memory, result(), sent))
+        errors, values, gradients, table = make_unsent_table(late)
         if table:
-            add_unsent(errors, values, gradients, used, table)
+            add_unsent_to_errors(errors, values, gradients, used, table)
 
     def _scale_gradients(self, attached: Attached, past: Mapping[int, bool] | None) -> None:
         """Scale what has been written, as our own reducer does on the way into the gradients."""

@@ -20,6 +20,7 @@ from torch_commhook.attachment.parameters import trainable
 from torch_commhook.attachment.road import Road
 from torch_commhook.attachment.watched_parameters import WatchedParameters
 from torch_commhook.buckets.assignment import assign_buckets, split_by_kind
+from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_with_memory import BucketWithMemory
 from torch_commhook.metrics import BucketTraffic, count_bucket
 from torch_commhook.native.dynamo import left_to_python

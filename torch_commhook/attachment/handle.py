@@ -19,7 +19,7 @@ from torch_commhook.collectives.agreement import agree
 from torch_commhook.hooks import __name__ as hooks_module
 from torch_commhook.hooks.base import Hook
 from torch_commhook.memory.scaler_watch import stop_watching_for_scaler, watch_for_scaler
-from torch_commhook.memory.states import LOCAL_STEPS, form_of
+from torch_commhook.memory.states import LOCAL_STEPS, comparable_form
 from torch_commhook.metrics import HookStats
 from torch_commhook.step.attached_hook import Attached
 
@@ -325,4 +325,6 @@ def printed_hook(hook: object) -> str:
 def _shared_of_state(state: dict[str, Any], position: dict[str, Any] | None) -> dict[str, object]:
     """What of a checked state all ranks must load alike: plain values, since they are sent."""
     shared = {"steps": state["steps"], "choices": state["choices"], LOCAL_STEPS: position}
-    return {f"the state's {key}": value for key, value in {**shared, **form_of(state)}.items()}
+    return {
+        f"the state's {key}": value for key, value in {**shared, **comparable_form(state)}.items()
+    }

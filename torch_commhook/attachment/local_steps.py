@@ -24,7 +24,7 @@ from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.bucket_with_memory import BucketWithMemory
 from torch_commhook.memory.state_values import check_tensor, shown
-from torch_commhook.memory.states import LOCAL_STEPS, PARAMETERS, checked_position, unfit
+from torch_commhook.memory.states import LOCAL_STEPS, PARAMETERS, checked_position, load_error
 from torch_commhook.metrics import count_bucket
 from torch_commhook.native.runtime import hook_on_bucket
 from torch_commhook.step.attached_hook import Attached
@@ -352,7 +352,7 @@ class LocalSteps:
         names = self._attached.memory.names_of(self._living()) or []
         missing = sorted(set(names) - set(rest["shared"].get(ANCHOR, {})))
         if missing:  # each rank would take its own parameters for it
-            raise unfit(f"its '{ANCHOR}' lacks {missing}")
+            raise load_error(f"its '{ANCHOR}' lacks {missing}")
         return CheckedState(parameters, position, rest)
 
     @torch.no_grad()
@@ -374,11 +374,11 @@ class LocalSteps:
     ) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Any], dict[str, Any]]:
         """What is this rank's of the parameters, where in a round it is, and the rest."""
         if not isinstance(state, dict) or LOCAL_STEPS not in state:
-            raise unfit(
+            raise load_error(
                 f"the state must be one of a hook that keeps ranks apart, such as "
                 f"'{self._attached.name}', got one without '{LOCAL_STEPS}'"
             )
-        position = checked_position(state, "its ", unfit)
+        position = checked_position(state, "its ", load_error)
         key = f"rank{self._attached.memory.rank}"
         pieces = state.get(key)
         if not isinstance(pieces, dict):  # of which the memory tells
@@ -388,13 +388,15 @@ class LocalSteps:
         is_apart = position["done"] > 0 or position["is_open"]
         if not isinstance(values, dict) or (not values and is_apart):
             got = "none" if isinstance(values, dict) else shown(values)
-            raise unfit(f"its '{PARAMETERS}' must have the rank's parameters, by name, got {got}")
+            raise load_error(
+                f"its '{PARAMETERS}' must have the rank's parameters, by name, got {got}"
+            )
         own = []
         parameters = self._living()
         names = self._attached.memory.names_of(parameters) or []
         for name, parameter in zip(names, parameters, strict=True) if values else ():
             if name not in values:
-                raise unfit(
+                raise load_error(
                     f"the state must have parameter '{name}' of shape "
                     f"{tuple(parameter.shape)}, got none"
                 )
@@ -404,7 +406,7 @@ class LocalSteps:
                 values[name],
                 parameter.shape,
                 parameter.dtype,
-                unfit,
+                load_error,
                 is_finite=False,
             )
             own.append((parameter, value))

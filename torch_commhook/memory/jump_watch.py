@@ -6,13 +6,12 @@ import logging
 import math
 from collections import deque
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch_commhook.buckets.grad_bucket import GradBucket
+from torch_commhook.buckets.grad_bucket import GradBucket
 
 _log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ _ROW = 6
 _NOTHING = -1
 
 
-class Late(NamedTuple):
+class BucketResult(NamedTuple):
     """A bucket whose result may have parameters that no rank has used.
 
     Attributes:
@@ -36,8 +36,8 @@ class Late(NamedTuple):
     sent: Sequence[Tensor | None]
 
 
-def unsent_table(
-    late: Sequence[Late],
+def make_unsent_table(
+    bucket_results: Sequence[BucketResult],
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int]]:
     """What :func:`keep_unsent` takes.
 
@@ -50,7 +50,7 @@ def unsent_table(
     results: list[Tensor] = []
     gradients: list[Tensor] = []
     table: list[int] = []
-    for bucket in late:
+    for bucket in bucket_results:
         memory = bucket.memory
         places = [] if memory is None else map(memory.locate_error, range(len(bucket.members)))
         found = [(place, *where) for place, where in enumerate(places) if where is not None]
@@ -71,7 +71,7 @@ def unsent_table(
     return errors, results, gradients, table
 
 
-def add_unsent(
+def add_unsent_to_errors(
     errors: Sequence[Tensor],
     results: Sequence[Tensor],
     gradients: Sequence[Tensor],
@@ -89,7 +89,7 @@ def add_unsent(
         results: of parameters' shapes, laid out as in the buckets.
         gradients: of parameters' shapes.
         used: for each parameter, whether any rank has used it.
-        table: as :func:`unsent_table` gives it.
+        table: as :func:`make_unsent_table` gives it.
     """
     is_used = used.tolist()
     for start in range(0, len(table), _ROW):
@@ -116,14 +116,16 @@ def keep_unsent(
     used: Tensor,
     table: list[int],
 ) -> None:
-    """:func:`add_unsent` as an operator, for compilers. Anyone may call it, so that it checks.
+    """:func:`add_unsent_to_errors` as an operator, for compilers.
+
+    Anyone may call it, so that it checks.
 
     Raises:
         TypeError, ValueError: a tensor of another kind, or a table that does not fit.
     """
     check_used("keep_unsent", used, table[::_ROW], "parameters in table")
     _check_unsent(errors, results, gradients, table)
-    add_unsent(errors, results, gradients, used, table)
+    add_unsent_to_errors(errors, results, gradients, used, table)
 
 
 def _check_unsent(

@@ -11,7 +11,12 @@ from torch import Tensor
 
 from torch_commhook.autograd.running_backward import RunningBackward
 from torch_commhook.buckets.results import scaled_result
-from torch_commhook.memory.unsent import Late, add_unsent, unsent_table, without_unused
+from torch_commhook.memory.unsent import (
+    BucketResult,
+    add_unsent_to_errors,
+    make_unsent_table,
+    without_unused,
+)
 from torch_commhook.metrics import count_bucket
 from torch_commhook.native.runtime import hook_on_bucket
 from torch_commhook.reducer.buckets import BucketState, ReducerBucket
@@ -224,15 +229,15 @@ class EagerStep:
         """Let the hook remember results that go nowhere, since no rank has used a parameter."""
         errors, results, gradients, table = self._unsent_table(zeros_sent=zeros_sent)
         if table:
-            add_unsent(errors, results, gradients, used, table)
+            add_unsent_to_errors(errors, results, gradients, used, table)
 
     def _unsent_table(
         self, *, zeros_sent: bool = False
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int]]:
-        """:func:`unsent_table` of the buckets in which parameters have no gradient."""
-        return unsent_table(
+        """:func:`make_unsent_table` of the buckets in which parameters have no gradient."""
+        return make_unsent_table(
             [
-                Late(
+                BucketResult(
                     state.members,
                     state.memory,
                     averaged,

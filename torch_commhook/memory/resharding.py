@@ -1,0 +1,221 @@
+"""States of a hook's memory for another number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_commhook.memory.state_values import check_tensor, is_number, shown
+from torch_commhook.memory.states import (
+    FOLDED_INTO,
+    LOCAL_STEPS,
+    PARAMETERS,
+    VERSION,
+    check_common,
+    checked_position,
+    entry_name,
+)
+
+_MOST_RANKS = 1 << 20
+
+
+@torch.inference_mode(False)  # inside, states would be no use elsewhere
+def reshard_states(states: Sequence[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
+    """States for another number of ranks, from those of all ranks.
+
+    What the ranks have yet to send is sent all the same: the mean of their error memories stays.
+    With fewer ranks, the memories of rank r, r + W, r + 2 W, and so on are added up; with more, the
+    new ones begin with none. Each is scaled by new ranks / old ranks, since the mean is over other
+    ranks then. What ranks have lost of the sums that they encode goes into these memories. Ranks
+    that are apart (:class:`torch_commhook.hooks.local_sgd`) go on from the mean of their
+    parameters.
+
+    Args:
+        states: what ``HookHandle.state_dict()`` gave on each rank, in order of rank.
+        world_size: ranks that are to go on.
+
+    Returns:
+        For each of the new ranks, what it is to load.
+
+    Raises:
+        TypeError: no list of states, or no number of ranks.
+        ValueError: the states are not those of all ranks of one training, no rank is to go on, or
+            the states are of a hierarchical hook: what that remembers belongs to nodes.
+    """
+    if not isinstance(world_size, int) or isinstance(world_size, bool):
+        got = type(world_size).__qualname__
+        raise TypeError(f"reshard_states: world_size must be an int, got {got}")
+    if not 1 <= world_size <= _MOST_RANKS:
+        raise ValueError(
+            f"reshard_states: world_size must be from 1 to {_MOST_RANKS}, got {world_size}"
+        )
+    if not isinstance(states, (list, tuple)):
+        got = type(states).__qualname__
+        raise TypeError(f"reshard_states: states must be a list of states, got {got}")
+    if not states:
+        raise ValueError("reshard_states: states must hold at least one, got none")
+    own: list[dict[str, dict[str, Tensor]]] = []
+    for rank, state in enumerate(states):
+        own.append(_own_tensors(state, rank))
+        if own[rank].keys() != own[0].keys():
+            raise ValueError(
+                f"reshard_states: states[{rank}] must be of the same hook as states[0], which has "
+                f"{sorted(own[0])}, got {sorted(own[rank])}"
+            )
+        if not is_number(state["world_size"], len(states)) or not is_number(
+            state["steps"], states[0]["steps"]
+        ):
+            raise ValueError(
+                f"reshard_states: states[{rank}] must be of {len(states)} ranks after "
+                f"{shown(states[0]['steps'])} steps, got one of {shown(state['world_size'])} "
+                f"ranks after {shown(state['steps'])}"
+            )
+        _check_alike(state, states[0], rank)
+        _check_shapes(own, rank)
+    if world_size != len(states):
+        own = _add_up_for_ranks(own, world_size)
+    common = {key: value for key, value in states[0].items() if key != "rank0"}
+    return [
+        {**common, "world_size": world_size, f"rank{rank}": own[rank]} for rank in range(world_size)
+    ]
+
+
+def _error(what: str) -> ValueError:
+    return ValueError(f"reshard_states: {what}")
+
+
+def _own_tensors(state: Any, rank: int) -> dict[str, dict[str, Tensor]]:
+    """A rank's own tensors of its state, by kind and name."""
+    which = f"states[{rank}]"
+    own_key = f"rank{rank}"
+    if not isinstance(state, dict) or not {own_key, "world_size", "steps"} <= state.keys():
+        raise _error(f"{which} must be that of rank {rank}")
+    kinds = state[own_key]
+    if not isinstance(kinds, dict) or not all(
+        type(kind) is str
+        and isinstance(tensors, dict)
+        and all(type(name) is str for name in tensors)
+        and all(isinstance(tensor, Tensor) for tensor in tensors.values())
+        for kind, tensors in kinds.items()
+    ):
+        raise _error(
+            f"what {which} has of rank {rank} must be tensors by kind and parameter, got "
+            f"{_first_wrong(kinds)}"
+        )
+    return {
+        kind: {
+            name: check_tensor(
+                f"{which}: {entry_name(kind, name)}",
+                tensor,
+                None,
+                None if kind == PARAMETERS else torch.float32,
+                _error,
+                is_finite=kind != PARAMETERS,
+            )
+            for name, tensor in tensors.items()
+        }
+        for kind, tensors in kinds.items()
+    }
+
+
+def _first_wrong(kinds: object) -> str:
+    """Where what is to be tensors by kind and parameter is something else."""
+    if not isinstance(kinds, dict):
+        return shown(kinds)
+    for kind, tensors in kinds.items():
+        if type(kind) is not str or not isinstance(tensors, dict):
+            return f"{shown(tensors)} for {shown(kind)}"
+        for name, tensor in tensors.items():
+            if type(name) is not str or not isinstance(tensor, Tensor):
+                return f"{shown(tensor)} for {entry_name(kind, name)}"
+    raise AssertionError("all are tensors")
+
+
+def _check_alike(state: dict[str, Any], first: dict[str, Any], rank: int) -> None:
+    """Refuse what all ranks have alike where it is not of its form, or a round of its own."""
+    which = f"states[{rank}]: its "
+    if not is_number(state.get("version"), VERSION):
+        raise _error(f"{which}version must be {VERSION}, got {shown(state.get('version'))}")
+    check_common(state, which, _error)
+    for key, wanted in (("shared", Tensor), ("choices", int)):
+        for kind, values in state[key].items():
+            if type(kind) is not str or not isinstance(values, dict):
+                what = f"{which}{key}: {shown(kind)}"
+                raise _error(f"{what} must be a dict by parameter, got {shown(values)}")
+            for name, value in values.items():
+                if type(name) is not str or not isinstance(value, wanted):
+                    what = f"{which}{key}: {entry_name(kind, name)}"
+                    raise _error(f"{what} must be of type {wanted.__name__}, got {shown(value)}")
+    if (LOCAL_STEPS in state) != (LOCAL_STEPS in first):
+        raise _error(f"states[{rank}] must have {LOCAL_STEPS} where states[0] has, got another")
+    if LOCAL_STEPS in state:
+        position = checked_position(state, which, _error)
+        wanted_position = checked_position(first, "states[0]: its ", _error)
+        if position != wanted_position:
+            raise _error(f"{which}{LOCAL_STEPS} must be {wanted_position}, got {position}")
+
+
+def _check_shapes(own: Sequence[dict[str, dict[str, Tensor]]], rank: int) -> None:
+    """Refuse tensors of a rank that do not fit those of the first, or those they go into."""
+    for kind, tensors in own[rank].items():
+        firsts = own[0][kind]
+        if kind == PARAMETERS and tensors.keys() != firsts.keys():
+            odd = sorted(tensors.keys() ^ firsts.keys())
+            raise _error(f"'{kind}' must be of the same parameters on all ranks, got {odd} on one")
+        for name, tensor in tensors.items():
+            what = f"states[{rank}]: {entry_name(kind, name)}"
+            shape = firsts[name].shape if name in firsts else tensor.shape
+            into = FOLDED_INTO.get(kind)
+            if into is not None:
+                target = own[rank].get(into, {}).get(name)
+                if target is None:
+                    raise _error(f"{what} must have {entry_name(into, name)} beside it, got none")
+                shape = torch.Size([target.numel()])
+            if tensor.shape != shape:
+                raise _error(f"{what} must be of shape {list(shape)}, got {list(tensor.shape)}")
+
+
+def _add_up_for_ranks(own: Sequence[dict[str, dict[str, Tensor]]], world_size: int) -> list[Any]:
+    found: list[dict[str, dict[str, Tensor]]] = [{} for _ in range(world_size)]
+    for rank, kinds in enumerate(own):
+        for kind, tensors in kinds.items():
+            if kind.startswith("node_"):
+                raise ValueError(
+                    "reshard_states: what hierarchical hooks remember belongs to nodes, which "
+                    "another number of ranks has not"
+                )
+            if kind == PARAMETERS:
+                for each in found:
+                    _add_mean(each.setdefault(kind, {}), tensors, own[0][kind], len(own))
+                continue
+            into = FOLDED_INTO.get(kind)
+            # A sum's own loss counts as often as there are ranks.
+            factor = world_size if into else world_size / len(own)
+            target = found[rank % world_size].setdefault(into or kind, {})
+            for name, tensor in tensors.items():
+                piece = target.get(name)
+                if piece is None:
+                    like = own[rank][into][name] if into else tensor
+                    piece = target[name] = torch.zeros_like(like)
+                flat = piece if piece.shape == tensor.shape else _flat_view(piece)
+                flat += factor * tensor
+    return found
+
+
+def _add_mean(
+    total: dict[str, Tensor],
+    tensors: dict[str, Tensor],
+    firsts: dict[str, Tensor],
+    count: int,
+) -> None:
+    # From the first on, so that the mean of what is alike is that.
+    for name, first in firsts.items():
+        total[name] = total.get(name, first) + (tensors[name] - first) / count
+
+
+def _flat_view(tensor: Tensor) -> Tensor:
+    """A dense tensor as a flat view, in the order of its memory."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
