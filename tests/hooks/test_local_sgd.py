@@ -617,6 +617,30 @@ class OwnError(Exception):
     pass
 
 
+def _fails_on_its_own(rank: int) -> list[Tensor]:
+    """A stage raises on rank 0 where no rank communicates, in a bucket that lacks gradients."""
+    model, handle = attached(local_sgd(4))
+
+    def refuse(gradients: tuple[Tensor, ...]) -> None:
+        raise OwnError("boo")
+
+    if rank == 0:
+        stage = handle.register_prehook(refuse)
+        with pytest.raises(OwnError):
+            model.layers[0](batch(rank)).sum().backward()
+        stage.remove()
+    train(model, torch.optim.SGD(model.parameters(), lr=0.01), rank, 2)
+    handle.synchronize()
+    found = parameters_of(model)
+    handle.remove()
+    return found
+
+
+def test_a_stage_that_fails_in_a_step_of_its_own(two_ranks: RankPool) -> None:
+    """It is nothing to the other ranks, and the next exchange is as ever."""
+    assert all_same(two_ranks.run(_fails_on_its_own))
+
+
 class Flaky(hooks.allreduce):  # type: ignore[name-defined, misc]
     """Averages, and raises on the second bucket when it is told to."""
 
