@@ -15,6 +15,7 @@ import pytest
 import torch
 from layered_net import BUCKET_CAP_MB, Net, batch, differing, gradients_of
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
@@ -345,6 +346,41 @@ def test_a_parameter_that_is_unfrozen() -> None:
     model.layers[1].bias.requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"'layers.1.bias' did not require grad when the"):
         model(batch(0)).sum().backward()
+
+
+class _BreaksTheGraph(torch.autograd.Function):
+    """Its backward is traced up to here, and goes on in another graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        torch._dynamo.graph_break()
+        return gradient
+
+
+def _graphs_of_a_broken_backward(hook: hooks.Hook) -> int:
+    torch._dynamo.reset()
+    counters.clear()
+    model = Net()
+    attach(model, hook, bucket_cap_mb=BUCKET_CAP_MB)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        for step in range(2):
+            x = batch(0, step)
+            for layer in model.layers[:-1]:
+                x = layer(x)
+            model.layers[-1](_BreaksTheGraph.apply(x)).sum().backward()
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize(
+    "hook", [hooks.error_feedback(hooks.sign()), hooks.powersgd(2)], ids=["sign", "powersgd"]
+)
+def test_what_is_started_before_a_graph_break_costs_no_graph(hook: hooks.Hook) -> None:
+    """Nothing of it is left at the end, which the graph after the break would have to make."""
+    assert _graphs_of_a_broken_backward(hook) == _graphs_of_a_broken_backward(hooks.allreduce())
 
 
 def test_the_model_is_not_kept_alive() -> None:

@@ -134,6 +134,9 @@ class CompiledStep(EagerStep):
             self._run_post_accumulate_hooks_untraced()
         else:
             self.run_post_accumulate_hooks()
+        # Where the graph was broken before, the step is an object of its own: what is in its lists
+        # would have to be made outside of the graph, which not every future can be.
+        self.drop()
 
     def warn_untraced(self) -> None:
         """Say, once, that the hook is run by Python."""
