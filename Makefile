@@ -4,7 +4,7 @@
 #   make test-long        those that make test leaves out for their length
 #   make distributed-suite   PyTorch's own tests of DDP, with our hook attached; ten minutes
 #   make distributed-suite ARGS="--suite wrapper"   ... and others, with wrapped process groups
-#   make lint             ruff, mypy, clang-format (make format mends what can be mended)
+#   make lint             ruff, mypy, import-linter, clang-format (make format mends what it can)
 #   make bench            the benchmarks; results go to benchmarks/results
 #   make bench-loss       loss after 1,000 steps with each hook, three seeds; hours, can be interrupted
 #   make bench-link       steps over links of 200 Mbit/s and 1 Gbit/s; root, iproute2, 15 minutes
@@ -78,6 +78,7 @@ lint: $(VENV)/linters
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports --no-logo
 	$(VENV)/bin/clang-format --dry-run --Werror $(shell find csrc cuda examples tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' -o -name '*.inl')
 
 format: $(VENV)/linters
@@ -96,7 +97,7 @@ $(VENV)/built: $(VENV)/installed $(NATIVE)
 	touch $@
 
 $(VENV)/linters: $(VENV)/built
-	$(PIP) install ruff mypy clang-format
+	$(PIP) install ruff mypy clang-format import-linter
 	touch $@
 
 # What the reference kernels serve on CUDA, too: checks of metadata, copies that NCCL sends, and
