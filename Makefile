@@ -3,7 +3,7 @@
 #   make test             build and run the tests
 #   make test-long        those that make test leaves out for their length
 #   make distributed-suite   PyTorch's own tests of DDP, with our hook attached; ten minutes
-#   make distributed-suite ARGS="--suite wrapper"   ... and others, with wrapped process groups
+#   make wrapper-suite    PyTorch's own distributed tests, with wrapped process groups; four minutes
 #   make lint             ruff, mypy, import-linter, clang-format (make format mends what it can)
 #   make bench            the benchmarks; results go to benchmarks/results
 #   make bench-loss       loss after 1,000 steps with each hook, three seeds; hours, can be interrupted
@@ -21,6 +21,7 @@
 #   make soak-hooks       200 runs of each hook in stages, with delays and failures; half an hour
 #   make error-feedback   what error feedback is for, in runs of 20,000 steps; ten minutes
 #   make balance          1,000 random histories with error feedback, which loses nothing; an hour
+#   make long-runs        those of the long runs that changed files call for, 20 minutes of them
 #   make results          docs/results.md, from what the long runs have stored
 # Settings: PYTHON, TORCH, ARGS (passed on to the command).
 
@@ -34,9 +35,11 @@ VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip --quiet --disable-pip-version-check
 # What the long runs share with the tests is found as in a test.
 LONG_RUN = PYTHONPATH=$(CURDIR)/tests/support:$(PYTHONPATH) $(VENV)/bin/python tests/long_runs
+# After a whole long run: which files it has passed with.
+PASSED = $(if $(ARGS),,$(LONG_RUN)/called_for.py --passed $@)
 NATIVE = setup.py build_support.py $(shell find csrc cuda -type f)
 
-.PHONY: train test test-long distributed-suite lint format bench bench-loss bench-link bench-plan bench-throttle results cuda-compile gpu test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback clean
+.PHONY: train test test-long long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-link bench-plan bench-throttle results cuda-compile gpu test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/built
@@ -50,6 +53,14 @@ test-long: $(VENV)/built
 
 distributed-suite: $(VENV)/built
 	$(LONG_RUN)/distributed_suite.py $(ARGS)
+	$(PASSED)
+
+wrapper-suite: $(VENV)/built
+	$(LONG_RUN)/distributed_suite.py --suite wrapper $(ARGS)
+	$(PASSED)
+
+long-runs: $(VENV)/built
+	$(LONG_RUN)/called_for.py --run $(ARGS)
 
 bench: $(VENV)/built
 	$(VENV)/bin/python benchmarks/bench_bucket.py $(ARGS)
@@ -129,24 +140,31 @@ test-asan test-tsan: $(VENV)/built
 	git ls-files -z --cached --others --exclude-standard | xargs -0 cp -p --parents -t build/$@
 	cd build/$@ && COMMHOOK_SANITIZE=$(SANITIZER) COMMHOOK_CUDA=0 $(abspath $(VENV))/bin/python setup.py --quiet build_ext --inplace
 	cd build/$@ && $(abspath $(VENV))/bin/python tests/long_runs/sanitizers/run.py $(SANITIZER) $(ARGS)
+	$(PASSED)
 
 modes: $(VENV)/built
 	$(LONG_RUN)/all_modes.py $(ARGS)
+	$(PASSED)
 
 kill-and-resume: $(VENV)/built
 	$(LONG_RUN)/kill_and_resume.py $(ARGS)
+	$(PASSED)
 
 soak: $(VENV)/built
 	$(LONG_RUN)/soak_autograd_hooks.py $(ARGS)
+	$(PASSED)
 
 soak-hooks: $(VENV)/built
 	$(LONG_RUN)/soak_hooks.py $(ARGS)
+	$(PASSED)
 
 balance: $(VENV)/built
 	$(LONG_RUN)/balance.py $(ARGS)
+	$(PASSED)
 
 error-feedback: $(VENV)/built
 	$(LONG_RUN)/error_feedback_runs.py $(ARGS)
+	$(PASSED)
 
 clean:
 	rm -rf build .venv .venv-cuda torch_commhook.egg-info

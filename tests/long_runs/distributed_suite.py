@@ -12,9 +12,9 @@ No case may pass plain and fail with the change. Many cases are written for GPUs
 what only a GPU does: there the CPU stands in for every GPU, both times. What cannot work so fails
 plain and tells nothing.
 
-Run with ``make distributed-suite ARGS="[--suite wrapper] [PART_OF_A_NAME ...]"``. Without parts of
-names it runs all cases and writes ``distributed_suite.json`` or ``distributed_suite_wrapper.json``
-beside this file.
+Run with ``make distributed-suite`` or ``make wrapper-suite``; ``ARGS="PART_OF_A_NAME ..."`` takes
+some cases. Where all run, the results go to ``distributed_suite.json`` or
+``distributed_suite_wrapper.json`` beside this file.
 """
 
 from __future__ import annotations
