@@ -88,7 +88,21 @@ def _all(checks: Any) -> bool:
     return all(list(checks))
 
 
-@pytest.mark.parametrize("mode", TRACED_MODES, ids=str)
+def _is_long(mode: Mode) -> bool:
+    """Compiles a backward seven times, which other modes do, too."""
+    return mode.compiles_backward and (mode.model, mode.runner) not in (
+        ("module", "context"),
+        ("ddp", "context"),
+    )
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(mode, marks=pytest.mark.long if _is_long(mode) else [], id=str(mode))
+        for mode in TRACED_MODES
+    ],
+)
 def test_all_stages(two_ranks: RankPool, mode: Mode) -> None:
     for result in two_ranks.run(_all_stages, mode, timeout=180):
         assert [stage for stage, right in result.items() if not right] == []

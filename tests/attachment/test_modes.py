@@ -230,7 +230,23 @@ def test_every_hook_in_every_mode(
                 assert own == (mode.runner == "config")
 
 
-@pytest.mark.parametrize("hook", [hook for hook in HOOKS if hook not in ("futures", "object")])
+#: With them, each kind of collective and of memory. Tracing the others takes seconds for each.
+WITH_DYNAMIC_SHAPES = {
+    "allreduce()",
+    "cast(bfloat16)",
+    "error_feedback(blockwise(bits=4))",
+    "error_feedback(powersgd(rank=2))",
+}
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        pytest.param(hook, marks=[] if hook in WITH_DYNAMIC_SHAPES else pytest.mark.long)
+        for hook in HOOKS
+        if hook not in ("futures", "object")
+    ],
+)
 def test_every_hook_with_dynamic_shapes(
     two_ranks: RankPool, eager: Callable[..., list[dict[str, Any]]], hook: str
 ) -> None:

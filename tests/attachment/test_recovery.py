@@ -20,8 +20,6 @@ from torch import nn
 from torch_commhook import GradBucket, PeerError, attach, collectives, hooks, traceable
 from torch_commhook.step.step_group import StepGroup
 
-STEPS = 50
-
 
 class Flaky:
     """Averages, and raises on a bucket when it is told to."""
@@ -41,7 +39,7 @@ class TracedFlaky(Flaky):
     pass
 
 
-def _flaky(rank: int, mode: Mode, traced: bool) -> dict[str, Any]:
+def _flaky(rank: int, mode: Mode, traced: bool, steps: int) -> dict[str, Any]:
     torch._dynamo.reset()
     model = mode.wrap(module())
     hook = TracedFlaky() if traced else Flaky()
@@ -53,7 +51,7 @@ def _flaky(rank: int, mode: Mode, traced: bool) -> dict[str, Any]:
             model.zero_grad()
             step(batch(rank, number))
         buckets = len(handle.stats().buckets)
-        for number in range(STEPS):
+        for number in range(steps):
             fails, bucket = dice.randrange(2), dice.randrange(buckets)
             if traced:  # each is compiled anew
                 bucket = 0 if bucket % 2 else buckets - 1
@@ -74,7 +72,7 @@ def _flaky(rank: int, mode: Mode, traced: bool) -> dict[str, Any]:
                 assert "by peer" in str(error)
                 peers += 1
             hook.fails_on = -1
-            if number % 5 == 0 or number == STEPS - 1:
+            if number % 5 == 0 or number == steps - 1:
                 model.zero_grad()
                 step(batch(rank, 1))
                 got = gradients(model)
@@ -91,12 +89,21 @@ def _healthy(rank: int) -> list[torch.Tensor]:
     return got
 
 
+#: Each step of a backward that is compiled and fails takes as long as ten of others.
+MANY_STEPS = [
+    pytest.param(mode, steps, marks=pytest.mark.long if long else [], id=f"{mode}-{steps}")
+    for mode in TRACED_MODES
+    if not mode.fullgraph
+    for steps, long in ([(10, False), (50, True)] if mode.compiles_backward else [(50, False)])
+]
+
+
 @pytest.mark.parametrize("traced", [False, True], ids=["plain", "traceable"])
-@pytest.mark.parametrize("mode", [mode for mode in TRACED_MODES if not mode.fullgraph], ids=str)
-def test_fifty_steps_that_fail(two_ranks: RankPool, mode: Mode, traced: bool) -> None:
-    results = two_ranks.run(_flaky, mode, traced, timeout=180)
-    assert results[0]["own"] + results[1]["own"] == STEPS
-    assert results[0]["peers"] + results[1]["peers"] == STEPS
+@pytest.mark.parametrize(("mode", "steps"), MANY_STEPS)
+def test_many_steps_that_fail(two_ranks: RankPool, mode: Mode, steps: int, traced: bool) -> None:
+    results = two_ranks.run(_flaky, mode, traced, steps, timeout=180)
+    assert results[0]["own"] + results[1]["own"] == steps
+    assert results[0]["peers"] + results[1]["peers"] == steps
     for result, want in zip(results, two_ranks.run(_healthy), strict=True):
         assert result["buckets"] > 2
         assert all(torch.equal(a, b) for a, b in zip(result["gradients"], want, strict=True))

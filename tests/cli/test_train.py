@@ -172,7 +172,11 @@ def test_ranks_that_are_apart_go_on_as_they_were(tmp_path: Path) -> None:
     ("hook", "to_all"),
     [
         ("error_feedback(blockwise(bits=4))", True),
-        ("local_sgd(4, outer=outer_sgd(1.0, 0.0), hook=error_feedback(blockwise(bits=4)))", False),
+        pytest.param(
+            "local_sgd(4, outer=outer_sgd(1.0, 0.0), hook=error_feedback(blockwise(bits=4)))",
+            False,
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
