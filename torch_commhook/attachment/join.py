@@ -13,7 +13,7 @@ class _Participant(Protocol):
     """A model whose rank takes part in the others' steps."""
 
     @property
-    def parent_group(self) -> Any:
+    def parent_group(self) -> dist.ProcessGroup:
         """The process group."""
 
     @property
@@ -42,7 +42,8 @@ class ReducerJoinable(Joinable):
     @property
     def enabled(self) -> bool:
         """Whether a join context is around."""
-        return self._join_config.enable
+        enable: bool = self._join_config.enable
+        return enable
 
     @property
     def is_notified(self) -> bool:
@@ -80,7 +81,7 @@ class ReducerJoinable(Joinable):
         return self.road.device
 
     @property
-    def join_process_group(self) -> Any:
+    def join_process_group(self) -> dist.ProcessGroup:
         return self.road.parent_group
 
 

@@ -160,13 +160,13 @@ def _list(name: str, values: Any) -> list[Any]:
 
 
 def _values(name: str, values: Any) -> list[Tensor | None]:
-    values = _list(name, values)
-    for i, value in enumerate(values):
+    listed: list[Tensor | None] = _list(name, values)
+    for i, value in enumerate(listed):
         if value is not None and not isinstance(value, Tensor):
             raise TypeError(
                 f"call_hooks: {name}[{i}] must be a tensor or None, got {_C.type_name(value)}"
             )
-    return values
+    return listed
 
 
 @torch._disable_dynamo  # which knows nothing of C++

@@ -72,7 +72,7 @@ class GradBucket:
                 "GradBucket: index must be from 0 to bucket_count - 1, got "
                 f"index {index} with bucket_count {bucket_count}"
             )
-        self._parameters = checked_list("GradBucket", "parameters", parameters)
+        self._parameters: list[Tensor] = checked_list("GradBucket", "parameters", parameters)
         if not self._parameters:
             raise ValueError("GradBucket: parameters must hold at least one tensor, got none")
         for i, parameter in enumerate(self._parameters):

@@ -6,7 +6,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from torch_commhook.cli.interrupt import INTERRUPTED, end_on_interrupt, ignore_interrupts
@@ -67,8 +67,8 @@ def _run(arguments: list[str]) -> int:
     parser.add_argument("command", choices=sorted(COMMANDS), metavar="COMMAND")
     command = parser.parse_args(arguments[:1]).command
     try:
-        module = importlib.import_module(COMMANDS[command][0])
-        return module.main(arguments[1:])
+        main: Callable[[Sequence[str]], int] = importlib.import_module(COMMANDS[command][0]).main
+        return main(arguments[1:])
     except KeyboardInterrupt:
         print(f"commhook {command}: interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -36,7 +36,8 @@ class Block(nn.Module):
         )
         x = x + self.attention_output(attended.transpose(1, 2).reshape(batch, length, dim))
         hidden = F.gelu(self.feed_forward_up(self.feed_forward_norm(x)))
-        return x + self.feed_forward_down(hidden)
+        forwarded: Tensor = self.feed_forward_down(hidden)
+        return x + forwarded
 
 
 class ByteTransformer(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -180,7 +179,9 @@ class _CompressedSum:
         if self.is_traced:
             self.meter = None
 
-    def start(self, sources: list[Tensor], error: Tensor | None, group: dist.ProcessGroup) -> Any:
+    def start(
+        self, sources: list[Tensor], error: Tensor | None, group: dist.ProcessGroup
+    ) -> torch.futures.Future[Tensor]:
         start = {
             "all_to_all": self._exchange_shards,
             "all_gather": self._gather,
@@ -213,12 +214,14 @@ class _CompressedSum:
 
     # ---- messages that are added up --------------------------------------------------------------
 
-    def _add_up(self, sources: list[Tensor], error: Tensor | None, group: dist.ProcessGroup) -> Any:
+    def _add_up(
+        self, sources: list[Tensor], error: Tensor | None, group: dist.ProcessGroup
+    ) -> torch.futures.Future[Tensor]:
         message = self._encode(sources, error, 1)
         values = floats_of_bytes(message) if self.is_traced else message.view(torch.float32)
         wire = on_wire(all_reduce(values, group=group), self.meter, self.device)
 
-        def finish(done: Any) -> Tensor:
+        def finish(done: torch.futures.Future[Tensor]) -> Tensor:
             total = done.value()
             with torch.no_grad(), timed(self.meter, "decode"):
                 if self.scale != 1.0:
@@ -231,7 +234,9 @@ class _CompressedSum:
 
     # ---- messages that everybody gets ------------------------------------------------------------
 
-    def _gather(self, sources: list[Tensor], error: Tensor | None, group: dist.ProcessGroup) -> Any:
+    def _gather(
+        self, sources: list[Tensor], error: Tensor | None, group: dist.ProcessGroup
+    ) -> torch.futures.Future[Tensor]:
         message = self._encode(sources, error, 1)
         out = None
         if not self.is_traced:
@@ -239,7 +244,7 @@ class _CompressedSum:
         first = all_gather(message, out=out, group=group)
         wire = on_wire(first, self.meter, self.device)
 
-        def finish(done: Any) -> Tensor:
+        def finish(done: torch.futures.Future[Tensor]) -> Tensor:
             messages = done.value()
             with torch.no_grad(), timed(self.meter, "decode"):
                 self.codec.decode_sum(messages, self.destinations, scale=self.scale)
@@ -251,7 +256,7 @@ class _CompressedSum:
 
     def _exchange_shards(
         self, sources: list[Tensor], error: Tensor | None, group: dist.ProcessGroup
-    ) -> Any:
+    ) -> torch.futures.Future[Tensor]:
         shards = self.codec.shards(self.numel, self.world_size)
         self.sizes = [shard.nbytes for shard in shards]
         self.shard = shards[self.rank]
@@ -259,7 +264,7 @@ class _CompressedSum:
         received = self.world_size * self.shard.nbytes
         sizes, own = self.sizes, [self.shard.nbytes] * self.world_size
 
-        def issue() -> Any:
+        def issue() -> torch.futures.Future[Tensor]:
             if self._is_exchanged(max(sizes), group):
                 note_collective(sum(sizes) - sizes[self.rank], received - sizes[self.rank])
                 shards_of_all = self._buffer("shards", received)
@@ -298,7 +303,9 @@ class _CompressedSum:
             )
         return padded
 
-    def _issue_gather(self, padded: Tensor, group: dist.ProcessGroup) -> Any:
+    def _issue_gather(
+        self, padded: Tensor, group: dist.ProcessGroup
+    ) -> torch.futures.Future[Tensor]:
         if self.is_traced:
             return issue_all_gather(padded, None, group, is_traced=True)
         return self._gather_into(self._buffer("sums", self.world_size, len(padded)), padded, group)
@@ -317,7 +324,9 @@ class _CompressedSum:
     def _is_exchanged(self, longest: int, group: dist.ProcessGroup) -> bool:
         return not self.is_traced and self.device.type == "cpu" and pays(group, longest)
 
-    def _gather_into(self, result: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> Any:
+    def _gather_into(
+        self, result: Tensor, tensor: Tensor, group: dist.ProcessGroup
+    ) -> torch.futures.Future[Tensor]:
         """In eager, from whatever thread."""
         if not self._is_exchanged(len(tensor), group):
             return issue_all_gather(tensor, result, group, is_traced=False)

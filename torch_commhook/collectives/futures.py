@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 
-class TracedFuture:
+if TYPE_CHECKING:  # whoever gets one uses it as a Future of a tensor
+    _FutureOfTensor = torch.futures.Future[Tensor]
+else:
+    _FutureOfTensor = object
+
+
+class TracedFuture(_FutureOfTensor):
     """What a collective returns while a compiler traces: a Future as far as hooks need one.
 
     Compilers cannot trace ``torch.futures.Future``. Here everything happens on one thread: a
@@ -35,7 +42,9 @@ class TracedFuture:
     def start_next(self) -> None:
         """Start the next collective, where several follow each other, as soon as it can."""
 
-    def then(self, callback: Callable[[TracedFuture], Tensor]) -> TracedFuture:
+    def then(  # type: ignore[override]  # of tensors alone
+        self, callback: Callable[[torch.futures.Future[Tensor]], Tensor]
+    ) -> TracedFuture:
         """A future of ``callback(self)``."""
 
         def run() -> Tensor:
@@ -48,11 +57,15 @@ class TracedFuture:
 class TracedStages(TracedFuture):
     """Collectives of which one needs the result of the one before."""
 
-    def __init__(self, first: TracedFuture, then: Callable[[Tensor], TracedFuture]) -> None:
+    def __init__(
+        self,
+        first: torch.futures.Future[Tensor],
+        then: Callable[[Tensor], torch.futures.Future[Tensor]],
+    ) -> None:
         super().__init__(self._run)
         self._first = first
         self._then = then
-        self._second: TracedFuture | None = None
+        self._second: torch.futures.Future[Tensor] | None = None
 
     def start_next(self) -> None:
         if self._second is None:
@@ -94,7 +107,11 @@ def driven(result: Any) -> Any:
     return future
 
 
-def then(future: Any, callback: Callable[[Any], Tensor], device: torch.device) -> Any:
+def then(
+    future: torch.futures.Future[T],
+    callback: Callable[[torch.futures.Future[T]], Tensor],
+    device: torch.device,
+) -> torch.futures.Future[Tensor]:
     """``future.then(callback)``, of tensors on a device.
 
     On the CPU what the callback raises keeps its type: PyTorch makes a RuntimeError of it that has
@@ -104,7 +121,7 @@ def then(future: Any, callback: Callable[[Any], Tensor], device: torch.device) -
         return future.then(callback)
     result: torch.futures.Future[Tensor] = torch.futures.Future()
 
-    def done(each: Any) -> None:
+    def done(each: torch.futures.Future[T]) -> None:
         try:
             value = callback(each)
         except BaseException as error:
@@ -116,7 +133,11 @@ def then(future: Any, callback: Callable[[Any], Tensor], device: torch.device) -
     return result
 
 
-def then_beside(future: Any, callback: Callable[[Any], Tensor], device: torch.device) -> Any:
+def then_beside(
+    future: torch.futures.Future[T],
+    callback: Callable[[torch.futures.Future[T]], Tensor],
+    device: torch.device,
+) -> torch.futures.Future[Tensor]:
     """:func:`then`, inside :func:`torch_commhook.collectives.streams.beside`.
 
     A future on a device that is complete at once, such as NCCL's, leaves waiting to the stream:

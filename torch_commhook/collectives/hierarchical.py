@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -95,7 +94,7 @@ def hierarchical_all_reduce(
         if end > begin:  # the last share may be shorter than the others
             _sum_over_nodes(own[: end - begin], arguments, inter_group)
 
-        def finish(done: Any) -> Tensor:
+        def finish(done: torch.futures.Future[Tensor]) -> Tensor:
             gathered = done.value().view(-1)
             with torch.no_grad():
                 bucket_ops.unflatten_into(gathered[:numel], destinations)

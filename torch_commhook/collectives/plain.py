@@ -23,6 +23,9 @@ from torch_commhook.metrics import note_collective, ring_all_reduce_bytes, tenso
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# An object: PyTorch types it as an int here, and as a group where it returns it.
+_NON_MEMBER: object = dist.GroupMember.NON_GROUP_MEMBER
+
 
 def resolve_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """The process group itself: the default one for None.
@@ -41,7 +44,7 @@ def resolve_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
         group = dist.group.WORLD
     if torch.compiler.is_compiling():  # which was checked where it was made
         return group  # type: ignore[return-value]
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    if group is _NON_MEMBER:
         raise ValueError("torch_commhook: this rank is not a member of the given process group")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
@@ -114,10 +117,10 @@ def issue_all_reduce(
     """:func:`all_reduce`, unchecked and not counted: on whatever thread."""
     if is_traced:
         if group.size() == 1:
-            return TracedFuture(lambda: tensor)  # type: ignore[return-value]
+            return TracedFuture(lambda: tensor)
         # By its name: with the group itself a compiler cannot keep the graph.
         functional = torch.ops._c10d_functional
-        return traced(functional.all_reduce(tensor, "sum", group.group_name))  # type: ignore[return-value]
+        return traced(functional.all_reduce(tensor, "sum", group.group_name))
     if group.size() == 1:
         return _C.as_future(tensor, "all_reduce")
     # Sums by default.
@@ -165,7 +168,7 @@ def issue_all_gather(
         gathered = torch.ops._c10d_functional.all_gather_into_tensor(
             flat, world_size, group.group_name
         )
-        return traced(gathered).then(lambda done: done.value().view(shape))  # type: ignore[return-value]
+        return traced(gathered).then(lambda done: done.value().view(shape))
     assert out is not None
     result = out
     if world_size == 1:
@@ -221,7 +224,7 @@ def all_to_all(
     note_collective(row_bytes * (sum(sends) - sends[own]), row_bytes * (sum(gets) - gets[own]))
     if torch.compiler.is_compiling():
         functional = torch.ops._c10d_functional
-        return _traced_real(  # type: ignore[return-value]
+        return _traced_real(
             tensor, lambda real: functional.all_to_all_single(real, gets, sends, group.group_name)
         )
     result = _result("all_to_all", tensor, (sum(gets), *tensor.shape[1:]), out)
@@ -255,7 +258,7 @@ def reduce_scatter(
     rows = _equal_shares("reduce_scatter", tensor, world_size)[0]
     note_collective(tensor_bytes(tensor) // world_size * (world_size - 1))
     if torch.compiler.is_compiling():
-        return traced(  # type: ignore[return-value]
+        return traced(
             torch.ops._c10d_functional.reduce_scatter_tensor(
                 tensor, "sum", world_size, group.group_name
             )
@@ -310,9 +313,7 @@ def broadcast(
     note_collective(round(tensor_bytes(tensor) * (world_size - 1) / world_size))
     if torch.compiler.is_compiling():
         functional = torch.ops._c10d_functional
-        return _traced_real(  # type: ignore[return-value]
-            tensor, lambda real: functional.broadcast(real, src, group.group_name)
-        )
+        return _traced_real(tensor, lambda real: functional.broadcast(real, src, group.group_name))
     if world_size == 1:
         return _C.as_future(tensor, "broadcast")
     work = dist.broadcast(_as_real(tensor), group_src=src, group=group, async_op=True)
@@ -345,7 +346,9 @@ def _future(
     return _C.cast_into(future, result, result.dtype, where)
 
 
-def _on_device(work: Any, group: dist.ProcessGroup, method: str, result: Tensor) -> Any:
+def _on_device(
+    work: Any, group: dist.ProcessGroup, method: str, result: Tensor
+) -> torch.futures.Future[Any]:
     """A Work's Future, for which streams wait as they must.
 
     That of a group that knows nothing of devices, such as Gloo's, tells when the host has done its
@@ -365,7 +368,9 @@ def _on_device(work: Any, group: dist.ProcessGroup, method: str, result: Tensor)
     return _C.as_future(result, method)
 
 
-def future_of_work(work: Any, group: dist.ProcessGroup, method: str = "collective") -> Any:
+def future_of_work(
+    work: object, group: dist.ProcessGroup, method: str = "collective"
+) -> torch.futures.Future[Any]:
     """What a group has given back, checked.
 
     Raises:
@@ -385,7 +390,7 @@ def future_of_work(work: Any, group: dist.ProcessGroup, method: str = "collectiv
     return future
 
 
-def _when_good(done: Any, result: Tensor) -> Tensor:
+def _when_good(done: torch.futures.Future[Any], result: Tensor) -> Tensor:
     done.value()  # raises what the collective has raised
     return result
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,18 +15,21 @@ from torch_commhook.collectives.gloo_groups import exchanges_of, second_group
 from torch_commhook.collectives.turns import turns_of
 from torch_commhook.metrics import CallMeter, note_collective
 
+First = TypeVar("First")
+Second = TypeVar("Second")
+
 
 def two_stages(
-    issue_first: Callable[[], Any],
+    issue_first: Callable[[], torch.futures.Future[Tensor]],
     between: Callable[[Tensor], Tensor],
-    issue_second: Callable[[Tensor, dist.ProcessGroup], Any],
+    issue_second: Callable[[Tensor, dist.ProcessGroup], torch.futures.Future[Tensor]],
     finish: Callable[[Tensor], Tensor],
     *,
     second_bytes: int,
     device: torch.device,
     group: dist.ProcessGroup,
     meter: CallMeter | None = None,
-) -> Any:
+) -> torch.futures.Future[Tensor]:
     """Run two collectives, one after the other, without holding up those of other buckets.
 
     On the CPU over Gloo the second is issued on a process group of its own, which is made with the
@@ -80,19 +83,19 @@ def two_stages(
 
     # Callbacks do not have the first group: a thread of Gloo's that dropped it last would wait for
     # its own end.
-    def issue(tensor: Tensor) -> Any:
+    def issue(tensor: Tensor) -> torch.futures.Future[Tensor]:
         return on_wire(issue_second(tensor, own_group), meter, device)
 
     return staged(first, send, issue, end, own_group)
 
 
 def staged(
-    first: Any,
-    send: Callable[[Tensor], Tensor],
-    issue: Callable[[Tensor], Any],
-    end: Callable[[Tensor], Tensor],
+    first: torch.futures.Future[First],
+    send: Callable[[First], Tensor],
+    issue: Callable[[Tensor], torch.futures.Future[Second]],
+    end: Callable[[Second], Tensor],
     group: dist.ProcessGroup,
-) -> Any:
+) -> torch.futures.Future[Tensor]:
     """Two stages one after another, each issued by the thread that ended the one before.
 
     Args:
@@ -105,10 +108,10 @@ def staged(
     Returns:
         A Future of what ``end`` gives.
     """
-    result: Any = torch.futures.Future()
+    result: torch.futures.Future[Tensor] = torch.futures.Future()
     turn = turns_of(group).announce(lambda error: set_error(result, error))
 
-    def first_done(done: Any) -> None:
+    def first_done(done: torch.futures.Future[First]) -> None:
         try:
             tensor = send(done.value())
         except BaseException as error:
@@ -116,7 +119,7 @@ def staged(
             return
         turn.take(lambda: issue(tensor).add_done_callback(second_done))
 
-    def second_done(done: Any) -> None:
+    def second_done(done: torch.futures.Future[Second]) -> None:
         try:
             value = end(done.value())
         except BaseException as error:
@@ -128,13 +131,15 @@ def staged(
     return result
 
 
-def on_wire(future: Any, meter: CallMeter | None, device: torch.device) -> Any:
+def on_wire(
+    future: torch.futures.Future[Tensor], meter: CallMeter | None, device: torch.device
+) -> torch.futures.Future[Tensor]:
     """The same future, whose time is taken."""
     if meter is None:
         return future
     begun = time.perf_counter()
 
-    def ended(done: Any) -> Any:
+    def ended(done: torch.futures.Future[Tensor]) -> Tensor:
         meter.add("wire", time.perf_counter() - begun)
         return done.value()
 

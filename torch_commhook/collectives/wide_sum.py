@@ -7,8 +7,6 @@ once. The bytes on the wire are those of a ring all-reduce.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -84,7 +82,7 @@ def _sum_rows_fake(rows: Tensor, out: Tensor) -> None:
 
 def wide_all_reduce(
     wire: Tensor, numel: int, shards: Tensor | None, *, group: dist.ProcessGroup
-) -> Any:
+) -> torch.futures.Future[Tensor]:
     """Sum 16-bit values over all ranks: in float32, and rounded once.
 
     An all-to-all and an all-gather, as :func:`two_stages` runs them. All ranks get the same bits.
@@ -106,7 +104,9 @@ def wide_all_reduce(
     is_traced = shards is None  # asked once: other threads cannot tell who compiles
     sums = wire.new_empty(shard)
 
-    def issue_second(tensor: Tensor, second_group: dist.ProcessGroup) -> Any:
+    def issue_second(
+        tensor: Tensor, second_group: dist.ProcessGroup
+    ) -> torch.futures.Future[Tensor]:
         # All of what was in `wire` has been sent by now.
         out = None if is_traced else wire.view(ranks, shard)
         return issue_all_gather(tensor, out, second_group, is_traced=is_traced)

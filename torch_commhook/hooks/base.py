@@ -7,7 +7,7 @@ import copy
 import inspect
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -322,7 +322,7 @@ class Workspaces:
     """
 
     def __init__(self) -> None:
-        self._buffers = WeakIdKeyDictionary()
+        self._buffers: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
 
     def get(
         self, bucket: GradBucket, dtype: torch.dtype, numel: int | None = None

@@ -140,7 +140,7 @@ class policy(Hook):  # noqa: N801 (a hook is written as it is called)
             return result
 
         if torch.compiler.is_compiling():
-            return _TracedParts(futures, write)  # type: ignore[return-value]
+            return _TracedParts(futures, write)
         together = torch.futures.collect_all(futures)
         return then(
             together,

@@ -184,7 +184,7 @@ class _LowRankAverage:
         self.is_traced = torch.compiler.is_compiling()
         self.meter: CallMeter | None = None if self.is_traced else self.memory.meter
 
-    def start(self, bucket: GradBucket, group: dist.ProcessGroup) -> Any:
+    def start(self, bucket: GradBucket, group: dist.ProcessGroup) -> torch.futures.Future[Tensor]:
         if not self.has_matrices:
             return self._average_vectors(bucket, group)
         with torch.no_grad(), timed(self.meter, "encode"):
@@ -209,7 +209,9 @@ class _LowRankAverage:
             return torch.empty(numel, dtype=self.dtype, device=self.device)
         return self.memory.buffers.get(name, (numel,), self.dtype, self.device)
 
-    def _average_vectors(self, bucket: GradBucket, group: dist.ProcessGroup) -> Any:
+    def _average_vectors(
+        self, bucket: GradBucket, group: dist.ProcessGroup
+    ) -> torch.futures.Future[Tensor]:
         out = None if self.is_traced else self._buffer("result", self.numel)
         wire = bucket.flatten(scale=self.scale, dtype=self.dtype, out=out)
         if self.error is not None:  # that of another hook, before
@@ -229,10 +231,12 @@ class _LowRankAverage:
             self.work = self._buffer("work", self.numel)
             if error is not None:
                 self.work.copy_(error)
+        wire: Tensor
         if self.is_traced:
-            return powersgd_left(
+            wire = powersgd_left(
                 list(sources), self.work, self.q, self.text, self.scale, self.keeps_error
             )
+            return wire
         plan = plan_of(self.text)
         wire = self._buffer("wire", plan.vector_numel + plan.left_numel)
         left_factors(
@@ -242,6 +246,7 @@ class _LowRankAverage:
 
     def _right_factors(self, wire: Tensor) -> Tensor:
         self.wire = wire
+        right: Tensor
         if self.is_traced:
             self.left, right = powersgd_right(
                 self.work, wire, self.text, self.scale, self.keeps_error
@@ -276,6 +281,7 @@ class _LowRankAverage:
         return (work - product).clamp(min=0.0), work
 
     def _restore(self, right: Tensor) -> Tensor:
+        result: Tensor
         if self.is_traced:
             result = powersgd_restore(
                 self.q, self.work, self.wire, self.left, right, self.text, self.keeps_error

@@ -8,7 +8,7 @@ parameter's piece is known; a new bucket begins with the pieces of its parameter
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,8 @@ class HookMemory:
         self.on_step: Callable[[HookMemory], None] | None = None
         self.past: dict[int, bool] = {}
         self.store = ParameterStore()
-        self._buckets = WeakIdKeyDictionary()  # by first parameter
+        # By first parameter.
+        self._buckets: MutableMapping[Tensor, BucketMemory] = WeakIdKeyDictionary()
         self.scaler: Any = None
         self.scale = 1.0
         self.loss_scale: Tensor | None = None
@@ -85,7 +86,7 @@ class HookMemory:
     def release_parameters(self) -> None:
         """Keep what is remembered, and no parameter: see :class:`ParameterStore`."""
         placeholders = self.store.release_parameters()
-        kept = WeakIdKeyDictionary()
+        kept: MutableMapping[Tensor, BucketMemory] = WeakIdKeyDictionary()
         for first, memory in self._buckets.items():
             memory.replace_parameters(placeholders)
             kept[placeholders[id(first)]] = memory
@@ -151,7 +152,8 @@ class HookMemory:
         own = [0.0, 0.0] if scale is None else [scale, 1.0]
         device = None if self.loss_scale is None else self.loss_scale.device
         summed = torch.tensor(own, dtype=torch.float64, device=device)
-        total, count = all_reduce(summed, group=self.group).wait().tolist()
+        sums: list[float] = all_reduce(summed, group=self.group).wait().tolist()
+        total, count = sums
         return total / count
 
     @torch.no_grad()

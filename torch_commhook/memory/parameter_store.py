@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -23,11 +23,12 @@ class ParameterStore:
     """
 
     def __init__(self) -> None:
-        self._names = WeakIdKeyDictionary()
-        self._pieces = WeakIdKeyDictionary()  # by parameter: kind to piece of a bucket's tensor
-        self._shared = WeakIdKeyDictionary()
-        self._loaded_shards = WeakIdKeyDictionary()
-        self._choices = WeakIdKeyDictionary()
+        self._names: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
+        # By parameter, then by kind; a piece is one of a bucket's tensor.
+        self._pieces: MutableMapping[Tensor, dict[str, Tensor]] = WeakIdKeyDictionary()
+        self._shared: MutableMapping[Tensor, dict[str, Tensor | None]] = WeakIdKeyDictionary()
+        self._loaded_shards: MutableMapping[Tensor, dict[str, Tensor]] = WeakIdKeyDictionary()
+        self._choices: MutableMapping[Tensor, dict[str, int]] = WeakIdKeyDictionary()
         self.allowed_choices: dict[str, tuple[int, ...]] = {}
         self._placeholders: list[Tensor] = []  # for parameters that were released
 
@@ -45,7 +46,8 @@ class ParameterStore:
     def names_of(self, parameters: Sequence[Tensor]) -> list[str] | None:
         """Their names, where all are known."""
         names = [self._names.get(parameter) for parameter in parameters]
-        return None if any(name is None for name in names) else names
+        known = [name for name in names if name is not None]
+        return known if len(known) == len(names) else None
 
     def has_any_of(self, parameters: Sequence[Tensor]) -> bool:
         """Whether some of the parameters are the model's."""

@@ -48,7 +48,8 @@ def cpu_capability(limit: str | None = None) -> str:
     Raises:
         ValueError: ``limit`` is none of the four.
     """
-    return _ops.cpu_capability(limit)
+    capability: str = _ops.cpu_capability(limit)
+    return capability
 
 
 # ---- checks that the fakes share -----------------------------------------------------------------
@@ -158,12 +159,14 @@ def flatten(
         RuntimeError: ``out`` with tensors that require grad, while gradients are recorded.
     """
     if out is None:
-        return _ops.flatten(tensors, scale=scale, dtype=dtype)
+        flat: Tensor = _ops.flatten(tensors, scale=scale, dtype=dtype)
+        return flat
     if dtype is not None and dtype != out.dtype:
         raise TypeError(f"flatten: dtype must be that of out, {out.dtype}, or None, got {dtype}")
     if not torch.compiler.is_compiling() and _C.flatten_out(tensors, scale, out):
         return out
-    return _ops.flatten.out(tensors, scale=scale, out=out)
+    written: Tensor = _ops.flatten.out(tensors, scale=scale, out=out)
+    return written
 
 
 @torch.library.register_fake("commhook::flatten")
@@ -251,7 +254,8 @@ def unflatten(buffer: Tensor, like: Sequence[Tensor], *, scale: float = 1.0) -> 
         TypeError: a tensor is sparse or of a dtype that buckets do not have.
         ValueError: lengths or devices differ, or ``buffer`` is not contiguous.
     """
-    return _ops.unflatten(buffer, like, scale=scale)
+    tensors: list[Tensor] = _ops.unflatten(buffer, like, scale=scale)
+    return tensors
 
 
 def _check_unflatten(op: str, argument: str, buffer: Tensor, tensors: Sequence[Tensor]) -> None:

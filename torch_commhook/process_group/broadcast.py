@@ -184,7 +184,7 @@ class _TracedBucket:
         self._sent = torch.ops._c10d_functional.broadcast(buffer, rank, group_name)
 
     def finish(self) -> Tensor:
-        received = torch.ops._c10d_functional.wait_tensor(self._sent)
+        received: Tensor = torch.ops._c10d_functional.wait_tensor(self._sent)
         is_negated = any(tensor.is_neg() for tensor in self._tensors)
         if self._tensors[0].dtype in BUCKET_DTYPES and not is_negated:
             unflatten_into(received, self._tensors)

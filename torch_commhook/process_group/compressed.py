@@ -269,7 +269,8 @@ class CompressedProcessGroup(WrapperProcessGroup):
             ):
                 return False
         at_least = self.min_numel if at_least is None else at_least
-        return sum(tensor.numel() for tensor in tensors) >= at_least
+        numel: int = sum(tensor.numel() for tensor in tensors)
+        return numel >= at_least
 
 
 def _as_sum(options: Any) -> Any:

@@ -153,7 +153,8 @@ class _ThrottledWork(Work):
     def wait(self, *timeout: Any) -> bool:
         if not self._has_future:
             self._work.wait(*timeout)
-        return _C.as_work(self._future).wait(*timeout)
+        work: dist.Work = _C.as_work(self._future)
+        return work.wait(*timeout)
 
     def source_rank(self) -> int:
         return WrapperWork(self._work).source_rank()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,16 +14,18 @@ from torch_commhook.testing.scheduler import RunEndedError, Scheduler, current_r
 from torch_commhook.testing.store import SimulatedStore
 from torch_commhook.testing.worlds import world_of, worlds_of_ranks
 
+Result = TypeVar("Result")
+
 _one_run = threading.Lock()
 
 
 def run_ranks(
-    fn: Callable[..., Any],
+    fn: Callable[..., Result],
     world_size: int,
     *args: Any,
     seed: int = 0,
     timeout: float = 60.0,
-) -> list[Any]:
+) -> list[Result]:
     """Call ``fn(rank, *args)`` on each of ``world_size`` ranks, which are threads of this process.
 
     Inside, ``torch.distributed`` is initialized: the default group is a
@@ -63,8 +65,8 @@ def run_ranks(
 
 
 def run_with_links(
-    fn: Callable[[int, Links], Any], world_size: int, seed: int, timeout: float = 60.0
-) -> tuple[list[Any], Links]:
+    fn: Callable[[int, Links], Result], world_size: int, seed: int, timeout: float = 60.0
+) -> tuple[list[Result], Links]:
     """:func:`run_ranks` for a function that is also given all groups of the run; returns these."""
     if current_rank() is not None:
         raise RuntimeError("run_ranks: a rank must not call run_ranks, which is running already")
@@ -77,13 +79,13 @@ def run_with_links(
 
 
 def _run(
-    fn: Callable[[int, Links], Any], world_size: int, seed: int, timeout: float
-) -> tuple[list[Any], Links]:
+    fn: Callable[[int, Links], Result], world_size: int, seed: int, timeout: float
+) -> tuple[list[Result], Links]:
     scheduler = Scheduler(world_size, seed, timeout)
     links = Links(scheduler)
     store = SimulatedStore(scheduler)
 
-    def run_rank(rank: int) -> Any:
+    def run_rank(rank: int) -> Result:
         # Backward of CUDA tensors stays on the rank's own thread, too.
         with (
             torch.autograd.set_multithreading_enabled(False),

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 #: For each rank: what is written into its outputs.
-Results = list[list[Tensor]]
+Results = Sequence[Sequence[Tensor]]
 
 _ON_BOOL = {
     "SUM": torch.logical_or,
@@ -36,6 +36,15 @@ _PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
+
+
+class Part(Protocol):
+    """What one rank brings to a collective: see ``simulated.call.Call``."""
+
+    inputs: Sequence[Tensor]
+    reduction: Reduction | None
+    root: int
+    input_splits: Sequence[int]
 
 
 class Reduction:
@@ -115,7 +124,7 @@ def write(output: Tensor, value: Tensor) -> None:
 # ---- each collective: the calls of all ranks, in their order, to what each gets ------------------
 
 
-def all_reduce(calls: Sequence[Any]) -> Results:
+def all_reduce(calls: Sequence[Part]) -> Results:
     """Each tensor's reduction, for all."""
     totals = []
     for tensors in zip(*(call.inputs for call in calls), strict=True):
@@ -127,62 +136,64 @@ def all_reduce(calls: Sequence[Any]) -> Results:
     return [totals] * len(calls)
 
 
-def _merged(calls: Sequence[Any]) -> Reduction:
-    return calls[0].reduction
+def _merged(calls: Sequence[Part]) -> Reduction:
+    reduction = calls[0].reduction
+    assert reduction is not None
+    return reduction
 
 
-def reduce(calls: Sequence[Any]) -> Results:
+def reduce(calls: Sequence[Part]) -> Results:
     """The reduction, for the root."""
     root = calls[0].root
     totals = all_reduce(calls)[root]
     return [totals if rank == root else [] for rank in range(len(calls))]
 
 
-def broadcast(calls: Sequence[Any]) -> Results:
+def broadcast(calls: Sequence[Part]) -> Results:
     """The root's tensors, for all."""
     root = calls[0].root
     return [[] if rank == root else calls[root].inputs for rank in range(len(calls))]
 
 
-def all_gather(calls: Sequence[Any]) -> Results:
+def all_gather(calls: Sequence[Part]) -> Results:
     """The tensors of each rank one after another, for all."""
     return [[tensor.clone() for call in calls for tensor in call.inputs]] * len(calls)
 
 
-def all_gather_single(calls: Sequence[Any]) -> Results:
+def all_gather_single(calls: Sequence[Part]) -> Results:
     """For each tensor those of all ranks in one, for all."""
     gathered = [_cat(tensors) for tensors in zip(*(call.inputs for call in calls), strict=True)]
     return [gathered] * len(calls)
 
 
-def gather(calls: Sequence[Any]) -> Results:
+def gather(calls: Sequence[Part]) -> Results:
     """As all_gather, for the root."""
     root = calls[0].root
     gathered = [call.inputs[0] for call in calls]
     return [gathered if rank == root else [] for rank in range(len(calls))]
 
 
-def gather_single(calls: Sequence[Any]) -> Results:
+def gather_single(calls: Sequence[Part]) -> Results:
     """As all_gather_single, for the root."""
     root = calls[0].root
     gathered = [_cat([call.inputs[0] for call in calls])]
     return [gathered if rank == root else [] for rank in range(len(calls))]
 
 
-def scatter(calls: Sequence[Any]) -> Results:
+def scatter(calls: Sequence[Part]) -> Results:
     """To each rank its tensor of the root's."""
     pieces = calls[calls[0].root].inputs
     return [[piece.clone()] for piece in pieces]
 
 
-def reduce_scatter(calls: Sequence[Any]) -> Results:
+def reduce_scatter(calls: Sequence[Part]) -> Results:
     """To each rank the reduction of what all have for it."""
     reduction = _merged(calls)
     pieces = zip(*(call.inputs for call in calls), strict=True)
     return [[reduce_tensors(tensors, reduction, len(calls))] for tensors in pieces]
 
 
-def reduce_scatter_single(calls: Sequence[Any]) -> Results:
+def reduce_scatter_single(calls: Sequence[Part]) -> Results:
     """For each tensor, to each rank its share of the reduction."""
     ranks, reduction = len(calls), _merged(calls)
     shares = [
@@ -194,18 +205,18 @@ def reduce_scatter_single(calls: Sequence[Any]) -> Results:
     return [[share[rank] for share in shares] for rank in range(ranks)]
 
 
-def all_to_all(calls: Sequence[Any]) -> Results:
+def all_to_all(calls: Sequence[Part]) -> Results:
     """To each rank, from each, the tensor that it has for it."""
     return [[call.inputs[rank].clone() for call in calls] for rank in range(len(calls))]
 
 
-def all_to_all_single(calls: Sequence[Any]) -> Results:
+def all_to_all_single(calls: Sequence[Part]) -> Results:
     """To each rank, from each, the rows that it has for it."""
     pieces = [call.inputs[0].split(call.input_splits) for call in calls]
     return [[_cat([of_one[rank] for of_one in pieces])] for rank in range(len(calls))]
 
 
-def barrier(calls: Sequence[Any]) -> Results:
+def barrier(calls: Sequence[Part]) -> Results:
     """Nothing, for all."""
     return [[] for _ in calls]
 

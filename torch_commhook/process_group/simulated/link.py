@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from torch_commhook.process_group.simulated.call import Call
 from torch_commhook.process_group.simulated.data import Results, write
-from torch_commhook.process_group.simulated.work import SimulatedWork
+from torch_commhook.process_group.simulated.work import RunScheduler, SimulatedWork
 
 
 class MismatchedCollectiveError(RuntimeError):
@@ -60,7 +59,7 @@ class Link:
         self.bytes_sent = [0] * len(self.members)
 
     @property
-    def scheduler(self) -> Any:
+    def scheduler(self) -> RunScheduler:
         return self.links.scheduler
 
     def __str__(self) -> str:
@@ -189,7 +188,7 @@ class Links:
         scheduler: of the run.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: RunScheduler) -> None:
         self.scheduler = scheduler
         self.all: list[Link] = []
         self._links: dict[tuple[str, tuple[int, ...], int], Link] = {}

@@ -14,18 +14,46 @@ from torch_commhook.process_group.simulated.call import Call, named_ranks
 from torch_commhook.process_group.work import Work
 
 
+class RunScheduler(Protocol):
+    """Hands over between the ranks of a run; ``enter`` gives what it knows the calling rank by."""
+
+    def enter(self, owner: int, what: str) -> Any:
+        """Begin an operation of a rank's group."""
+
+    def is_on_thread_of(self, owner: int) -> bool:
+        """Whether this is the thread of a rank."""
+
+    def switch(self, rank: Any) -> None:
+        """Let another rank run, perhaps."""
+
+    def wait(self, rank: Any, awaited: SimulatedWork) -> None:
+        """Let others run until it is done."""
+
+    def ask(self, rank: Any, awaited: SimulatedWork) -> None:
+        """Let others run until it is done, or until none can go on."""
+
+    def poll(self, rank: Any, awaited: SimulatedWork) -> bool:
+        """Whether it is done; if not, others run first."""
+
+    def complete(self, awaited: SimulatedWork) -> None:
+        """What a rank may be waiting for is done."""
+
+    def fail(self, error: BaseException) -> None:
+        """End the run."""
+
+
 class IssuingLink(Protocol):
     """What a work asks of the link that it was issued on."""
 
     @property
-    def scheduler(self) -> Any:
+    def scheduler(self) -> RunScheduler:
         """Hands over between the ranks of the run."""
 
     def missing(self, work: SimulatedWork) -> list[int]:
         """The ranks of the run without which the work cannot be done."""
 
 
-class _Future(torch.futures.Future):
+class _Future(torch.futures.Future[list[Tensor]]):
     """A Future whose ``wait()`` lets the other ranks run."""
 
     def __init__(self, work: SimulatedWork) -> None:
@@ -33,7 +61,7 @@ class _Future(torch.futures.Future):
         self._work = work
 
     @left_to_python
-    def wait(self) -> Any:
+    def wait(self) -> list[Tensor]:
         if not self.done():
             self._work.wait()
         return super().wait()
@@ -91,7 +119,7 @@ class SimulatedWork(_WaitedFor):
     def get_sequence_number(self) -> int:
         return self.number or 0
 
-    def get_future(self) -> torch.futures.Future:
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """A Future, complete if that can be had by letting others run.
 
         Who waits for a Future in C++ does so unseen, and no other rank would run.
@@ -156,8 +184,8 @@ class CoalescedWork(_WaitedFor):
     def result(self) -> list[Tensor]:
         return [tensor for work in self._works for tensor in work.result()]
 
-    def get_future(self) -> torch.futures.Future:
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Complete when all are, which is waited for."""
-        future: torch.futures.Future = torch.futures.Future()
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         future.set_result(self.result())
         return future
