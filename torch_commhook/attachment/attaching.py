@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -47,7 +48,7 @@ def attach(
     *,
     state: object = None,
     scaler: Any = None,
-    process_group: Any = None,
+    process_group: dist.ProcessGroup | None = None,
     bucket_cap_mb: float | None = None,
     gradient_as_bucket_view: bool | None = None,
     broadcast_buffers: bool | None = None,
@@ -122,7 +123,7 @@ def _attach(
     model: torch.nn.Module,
     attached: Attached,
     scale: float | None,
-    process_group: Any,
+    process_group: dist.ProcessGroup | None,
     given: dict[str, Any],
 ) -> HookHandle:
     """:func:`attach` for a hook that has been checked.
@@ -144,7 +145,10 @@ def _attach(
         check_not_in_ddp(parameters)
         _check_capacity(settings["bucket_cap_mb"])
     claim(parameters, model, partial(_attached_to, weakref.ref(model)))
-    group: Any = model.process_group if is_ddp else resolve_group(process_group)
+    if isinstance(model, DistributedDataParallel):
+        group: dist.ProcessGroup = model.process_group
+    else:
+        group = resolve_group(process_group)
     check_is_free(group)
     shared = _shared(model, attached.hook, settings)
     shared["the scaler's scale"] = scale
@@ -238,7 +242,7 @@ def _shared(
 def _new_road(
     model: torch.nn.Module,
     parameters: list[tuple[str, Tensor]],
-    group: Any,
+    group: dist.ProcessGroup,
     settings: dict[str, Any],
 ) -> Road:
     if isinstance(model, DistributedDataParallel):

@@ -236,7 +236,7 @@ class DdpRoad:
         return "reducer" if model is None else _delivery(model)
 
     @left_to_python
-    def begin_step(self) -> tuple[_C.CppHook, Any, Any] | None:
+    def begin_step(self) -> tuple[_C.CppHook, dist.ProcessGroup, dist.ProcessGroup] | None:
         """A backward begins. Gives the C++ hook for its buckets, and groups, where there is one."""
         attached = self._running = self.attached
         self._is_first = True

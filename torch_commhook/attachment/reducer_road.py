@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch._inductor.config
@@ -161,7 +160,7 @@ class ReducerRoad:
         return self.reducer.parameter_buckets()
 
     @property
-    def parent_group(self) -> Any:
+    def parent_group(self) -> dist.ProcessGroup:
         """The process group that was given."""
         return self._group.parent
 

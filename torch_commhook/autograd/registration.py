@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.autograd.graph import Node
 
 from torch_commhook import _C
 from torch_commhook.autograd.cpp_hook import cpp
@@ -56,7 +57,7 @@ def register_hook(tensor: Tensor, fn: Callable[[Tensor], Tensor | None]) -> Remo
     return _register(tensor, "tensor", fn)
 
 
-def register_prehook(node: Any, fn: Callable[[tuple[Tensor | None, ...]], Any]) -> RemovableHandle:
+def register_prehook(node: Node, fn: Callable[[tuple[Tensor | None, ...]], Any]) -> RemovableHandle:
     """Call ``fn(grad_outputs)`` before a node of the graph runs.
 
     As ``torch.autograd.graph.Node.register_prehook``. ``fn`` returns None or a tuple; a None in it
@@ -73,7 +74,7 @@ def register_prehook(node: Any, fn: Callable[[tuple[Tensor | None, ...]], Any]) 
 
 
 def register_posthook(
-    node: Any, fn: Callable[[tuple[Tensor | None, ...], tuple[Tensor | None, ...]], Any]
+    node: Node, fn: Callable[[tuple[Tensor | None, ...], tuple[Tensor | None, ...]], Any]
 ) -> RemovableHandle:
     """Call ``fn(grad_inputs, grad_outputs)`` when a node of the graph has run.
 
@@ -170,7 +171,7 @@ def _values(name: str, values: Any) -> list[Tensor | None]:
 
 
 @torch._disable_dynamo  # which knows nothing of C++
-def _register(on: Any, kind: str, fn: Callable[..., Any]) -> RemovableHandle:
+def _register(on: Tensor | Node, kind: str, fn: Callable[..., Any]) -> RemovableHandle:
     return RemovableHandle(_C.register_autograd_hook(on, kind, _hook(fn, kind, with_traced=True)))
 
 

@@ -48,7 +48,7 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
         return distributed_c10d.default_pg_timeout
 
 
-def group_store(group: dist.ProcessGroup) -> Any:
+def group_store(group: dist.ProcessGroup) -> dist.Store | None:
     """The store through which a group's ranks have met; None where nobody knows."""
     entry = distributed_c10d._world.pg_map.get(group)
     return None if entry is None else entry[1]
@@ -89,7 +89,7 @@ def is_destroyed(group: dist.ProcessGroup) -> bool:
 
 def make_group(
     store: dist.Store, rank: int, ranks: Sequence[int], name: str, timeout: timedelta
-) -> Any:  # PyTorch's type of a group takes names of a type of its own alone
+) -> dist.ProcessGroup:
     """A process group over Gloo, known to ``torch.distributed``. All of its ranks must make it.
 
     Args:
@@ -100,6 +100,7 @@ def make_group(
         timeout: of its collectives.
     """
     # Not new_group(), which all ranks of the default group would have to call.
+    group: dist.ProcessGroup
     group, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
         rank,
@@ -169,9 +170,9 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
     provider = _providers.get(group)
     if provider is not None:
         found = provider()
-    elif is_gloo(group) and group_store(group) is not None:
+    elif is_gloo(group) and (parent_store := group_store(group)) is not None:
         name = f"{group_name(group)}/commhook-second"
-        store = dist.PrefixStore(name, group_store(group))
+        store = dist.PrefixStore(name, parent_store)
         ranks = dist.get_process_group_ranks(group)
         found = make_group(store, group.rank(), ranks, name, group_timeout(group))
         # Gloo's threads must end before the interpreter does.

@@ -9,9 +9,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
@@ -38,7 +39,7 @@ class ModelMemory(Protocol):
     steps: int
     past: dict[int, bool]
 
-    def stand_in(self, group: Any) -> Any:
+    def stand_in(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """What is to be used instead of a group that a hook was given, or the group itself."""
 
 
@@ -114,7 +115,7 @@ class BucketMemory:
         """Steps done."""
         return self._owner.steps
 
-    def stand_in(self, group: Any) -> Any:
+    def stand_in(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """What a hook that was given a group communicates through instead."""
         return self._owner.stand_in(group)
 

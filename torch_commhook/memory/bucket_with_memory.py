@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.buckets.grad_bucket import GradBucket
@@ -36,7 +37,7 @@ class BucketWithMemory(GradBucket):
         index: int = 0,
         bucket_count: int = 1,
         sparse_grad_indices: Tensor | None = None,
-        process_group: Any = None,
+        process_group: dist.ProcessGroup | None = None,
         *,
         memory: BucketMemory | None = None,
     ) -> None:
@@ -52,7 +53,7 @@ class BucketWithMemory(GradBucket):
         self.memory = memory
 
     @classmethod
-    def from_torch(cls, bucket: Any, process_group: Any = None) -> Self:
+    def from_torch(cls, bucket: Any, process_group: dist.ProcessGroup | None = None) -> Self:
         """As :meth:`GradBucket.from_torch`, with no memory yet."""
         made = super().from_torch(bucket, process_group)
         made.memory = None

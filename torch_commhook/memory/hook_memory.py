@@ -12,6 +12,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -48,8 +49,8 @@ class HookMemory:
         self.steps = 0
         self.is_empty = True
         self.has_begun = False
-        self.group: Any = None
-        self.stand_ins: dict[str, Any] = {}
+        self.group: dist.ProcessGroup | None = None
+        self.stand_ins: dict[str, dist.ProcessGroup] = {}
         self.on_step: Callable[[HookMemory], None] | None = None
         self.past: dict[int, bool] = {}
         self.store = ParameterStore()
@@ -60,7 +61,7 @@ class HookMemory:
         self.loss_scale: Tensor | None = None
         self.jump_watch: JumpWatch | None = None
 
-    def stand_in(self, group: Any) -> Any:
+    def stand_in(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """What is to be used instead of a group that a hook was given, or the group itself."""
         return self.stand_ins.get(group_name(group), group) if self.stand_ins else group
 

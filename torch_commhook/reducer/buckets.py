@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook import _C
@@ -141,7 +142,9 @@ class _BucketOfState(BucketWithMemory):
     memory.
     """
 
-    def __init__(self, state: BucketState, bucket_count: int, process_group: Any) -> None:
+    def __init__(
+        self, state: BucketState, bucket_count: int, process_group: dist.ProcessGroup
+    ) -> None:
         self._state = state
         self._parameters = state.parameters
         self._layout = state.layout
@@ -209,7 +212,9 @@ class _BucketOfState(BucketWithMemory):
 class ReducerBucket(_BucketOfState):
     """One of the reducer's buckets in eager."""
 
-    def __init__(self, state: BucketState, bucket_count: int, process_group: Any) -> None:
+    def __init__(
+        self, state: BucketState, bucket_count: int, process_group: dist.ProcessGroup
+    ) -> None:
         super().__init__(state, bucket_count, process_group)
         if state.sparse:
             self._buffer = state.native.gradients()[0]
@@ -248,7 +253,7 @@ class TracedBucket(_BucketOfState):
         state: BucketState,
         gradients: list[Tensor],
         bucket_count: int,
-        process_group: Any,
+        process_group: dist.ProcessGroup,
     ) -> None:
         super().__init__(state, bucket_count, process_group)
         # With dynamic shapes these would be variables: hooks choose by them, and put them in text.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook import _C
@@ -32,7 +32,7 @@ class CppRun:
         self,
         hook: _C.CppHook,
         buckets: Sequence[BucketState],
-        groups: list[Any],
+        groups: list[dist.ProcessGroup],
         check_layouts: Callable[[BucketState], None],
     ) -> None:
         self.native = _C.ReducerRun(hook, [bucket.native for bucket in buckets], groups)

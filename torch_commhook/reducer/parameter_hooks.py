@@ -27,7 +27,7 @@ class ParameterHooks:
         called: those that compiled autograd calls.
     """
 
-    def __init__(self, listener: object, parameters: ReducerParameters) -> None:
+    def __init__(self, listener: _C.ArrivalsListener, parameters: ReducerParameters) -> None:
         self.arrivals = _C.Arrivals(listener, len(parameters))
         self.called: set[Callable[..., None]] = set()
         self._parameters = parameters

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook import _C
@@ -171,7 +172,7 @@ class Attached:
         return self.hook.native if type(self.hook) is cpp and self.stages.is_empty else None
 
     @property
-    def own_group(self) -> Any:
+    def own_group(self) -> dist.ProcessGroup | None:
         """The process group of the C++ hook's own, where it was given one.
 
         Raises:

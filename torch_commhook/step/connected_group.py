@@ -26,7 +26,7 @@ class ConnectedGroup:
         like: a group over the same ranks, as which it times out too.
     """
 
-    def __init__(self, store: dist.Store, name: str, like: Any) -> None:
+    def __init__(self, store: dist.Store, name: str, like: dist.ProcessGroup) -> None:
         self.name = name
         self.rank: int = like.rank()
         self.ranks = dist.get_process_group_ranks(like)
@@ -40,7 +40,7 @@ class ConnectedGroup:
         """Where in a store the ranks meet; groups of a name may have ranks of their own."""
         return f"{self.name}/{'-'.join(map(str, self.ranks))}"
 
-    def backend(self, store: dist.Store) -> Any:
+    def backend(self, store: dist.Store) -> dist.ProcessGroupGloo:
         """New connections."""
         own_store = dist.PrefixStore(self.place, store)
         size = len(self.ranks)
@@ -48,11 +48,13 @@ class ConnectedGroup:
         _wait_for_all(backend)
         return backend
 
-    def take(self, kind: Any, backend: Any) -> None:
+    def take(
+        self, kind: dist.ProcessGroup.BackendType, backend: torch._C._distributed_c10d.Backend
+    ) -> None:
         """Communicate through a backend from here on."""
         close_connections(self.group)
         self.group._register_backend(torch.device("cpu"), kind, backend)
-        self.group._set_group_name(self.name)
+        self.group._set_group_name(self.name)  # type: ignore[arg-type]
 
 
 def destroy_all(groups: Sequence[ConnectedGroup]) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import re
 import weakref
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,10 +51,12 @@ _CONNECTION_LOST = re.compile(
 _EXCHANGE_WITH = re.compile(r"exchange: with rank (\d+): ")
 
 _log = logging.getLogger(__name__)
-_counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-_siblings: weakref.WeakKeyDictionary[Any, weakref.WeakSet[StepGroup]] = weakref.WeakKeyDictionary()
+_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_siblings: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[StepGroup]] = (
+    weakref.WeakKeyDictionary()
+)
 #: Collectives of a step that failed may still be under way on these.
-_lost: weakref.WeakSet[Any] = weakref.WeakSet()
+_lost: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 groups_by_name: weakref.WeakValueDictionary[str, StepGroup] = weakref.WeakValueDictionary()
 
 
@@ -73,7 +74,7 @@ class StepGroup:
         shares_used: whether ranks tell each other at a step's end which parameters they have used.
     """
 
-    def __init__(self, parent: Any = None) -> None:
+    def __init__(self, parent: dist.ProcessGroup | None = None) -> None:
         self.parent = resolve_group(parent)
         self.size: int = self.parent.size()
         self.rank: int = self.parent.rank()
@@ -91,13 +92,15 @@ class StepGroup:
             store = group_store(self.parent)
             if store is not None:
                 self._rendezvous = Rendezvous(store, self.name, self.rank, self.size, self.timeout)
-        self.group: Any = self.parent
+        self.group = self.parent
         # Compilers must not ask the parent.
         self.shares_used = self.recovers or hasattr(self.parent, "_commhook_shares_used")
         self._own: list[ConnectedGroup] = []
-        self._stand_ins: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._stand_ins: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
+            weakref.WeakKeyDictionary()
+        )
         # What the hook communicates through beside its own: nobody can make their connections anew.
-        self._outside: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._outside: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
         # Gloo's threads must end before the interpreter does.
         self._end = weakref.finalize(self, destroy_all, self._own)
         if self.recovers:
@@ -110,13 +113,13 @@ class StepGroup:
         """Whether ranks agree on each step, and connect anew after one that failed."""
         return self._rendezvous is not None
 
-    def group_for(self, device: torch.device) -> Any:
+    def group_for(self, device: torch.device) -> dist.ProcessGroup:
         """What hooks communicate through for tensors on a device."""
         group = self.group if device.type == "cpu" else self.parent
         self._note_outside(group)
         return group
 
-    def _note_outside(self, group: Any) -> None:
+    def _note_outside(self, group: dist.ProcessGroup) -> None:
         is_own = self.recovers and group is self.group
         # What a compiler traces was noted when the hook was attached.
         if not is_own and not torch.compiler.is_compiling() and group.size() > 1:
@@ -126,7 +129,7 @@ class StepGroup:
         """Another hook is attached, which may communicate through other groups."""
         self._outside.clear()
 
-    def stand_in(self, group: Any, device: torch.device) -> Any:
+    def stand_in(self, group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
         """What hooks communicate through instead of a group that they were given.
 
         That has connections of its own, which are made anew with those of :attr:`group`. All ranks
@@ -149,7 +152,7 @@ class StepGroup:
             self._stand_ins[group] = found
         return found
 
-    def _has(self, group: Any) -> bool:
+    def _has(self, group: dist.ProcessGroup) -> bool:
         return set(dist.get_process_group_ranks(group)) <= set(
             dist.get_process_group_ranks(self.parent)
         )
@@ -174,8 +177,8 @@ class StepGroup:
             explained = self.explain("")
             self.fail(str(explained))
             raise explained
-        for group in self._outside:
-            check_is_free(group)
+        for outside in self._outside:
+            check_is_free(outside)
         self.connect()
         self._open = self.size > 1
 
@@ -188,7 +191,7 @@ class StepGroup:
         if not self._broken:
             return
         assert self._rendezvous is not None
-        backends: list[Any] = []
+        backends: list[dist.ProcessGroupGloo] = []
         try:
             store = self._rendezvous.meet()
             for own in self._own:
@@ -335,7 +338,7 @@ class StepGroup:
         if self.recovers:
             second_group(self.group)
 
-    def _make(self, name: str, like: Any) -> Any:
+    def _make(self, name: str, like: dist.ProcessGroup) -> dist.ProcessGroup:
         """A group over the ranks of ``like``, and one for its second stages when that is wanted."""
         assert self._rendezvous is not None
         own = ConnectedGroup(self._rendezvous.store, name, like)
@@ -343,7 +346,7 @@ class StepGroup:
         itself = weakref.ref(self)
         group = weakref.ref(own.group)
 
-        def second() -> Any:
+        def second() -> dist.ProcessGroup | None:
             step_group, first = itself(), group()
             if step_group is None or first is None:
                 return None
@@ -358,7 +361,7 @@ def _is_lost(error: BaseException) -> bool:
     return "gloo" in str(error) and _CONNECTION_LOST.search(str(error)) is not None
 
 
-def check_is_free(group: Any) -> None:
+def check_is_free(group: dist.ProcessGroup) -> None:
     """Refuse a group on which collectives of a step that failed may still be under way.
 
     Raises:
