@@ -67,7 +67,8 @@ def has_kernels(source: str) -> bool:
 
 def haste(group: list[str]) -> int:
     """What takes longest comes first: by its bytes, with those of the kernels that it includes."""
-    kernels = [CSRC / name for source in group for name in KERNEL_FILE.findall(text_of(source))]
+    texts = map(text_of, group)
+    kernels: list[Path] = [CSRC / name for text in texts for name in KERNEL_FILE.findall(text)]
     paths = [*map(Path, group), *kernels]
     return -sum(path.stat().st_size for path in paths if path.exists())
 
@@ -255,6 +256,8 @@ def lines_of(process: subprocess.Popen[bytes], progress: Progress) -> Iterator[s
 
 class NinjaBuildExtension(cpp_extension.BuildExtension):
     """torch's BuildExtension, which compiles the sources of all libraries at once, then links."""
+
+    build_temp: str
 
     def finalize_options(self) -> None:
         super().finalize_options()

@@ -31,8 +31,9 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
-from setuptools import Command, setup
+from setuptools import Command, Extension, setup
 from setuptools.command.build_py import build_py as setuptools_build_py
 
 ROOT = Path(__file__).resolve().parent
@@ -166,12 +167,12 @@ def compile_flags(level: str) -> list[str]:
     ]
 
 
-def extensions() -> list:
+def extensions() -> list[Extension]:
     include_dirs = [str(ROOT / "csrc"), str(ROOT / "csrc" / "include")]
     kernels = compile_flags("-O3")
     link_flags = ["-fopenmp", *sanitizer_flags()]
     headers = sources("csrc/**/*.h", "csrc/**/*.inl", "cuda/*.cuh", "cuda/*.h")
-    ops: dict = {
+    ops: dict[str, Any] = {
         "name": "torch_commhook.lib._ops",
         "sources": sources("csrc/ops/**/*.cpp"),
         "depends": headers,
