@@ -118,8 +118,6 @@ py::object ask_work(const py::object& work, const std::string& name) {
   return questions.at(name)();
 }
 
-}  // namespace
-
 // Python may call a method of an object before its __init__ has run. pybind11 then gives the method
 // memory for an object that is not there; with this, it gives an exception. It looks at the class
 // that has bound the method, which may be PyTorch's.
@@ -130,7 +128,7 @@ void refuse_before_init() {
   };
 }
 
-void bind_process_group(py::module_& m) {
+void bind_group_and_work(py::module_& m) {
   const py::call_guard<py::gil_scoped_release> no_gil;
   py::class_<PyProcessGroup, c10d::ProcessGroup, c10::intrusive_ptr<PyProcessGroup>>(
       m, "ProcessGroup", "A process group whose methods a Python class defines.")
@@ -161,6 +159,10 @@ void bind_process_group(py::module_& m) {
   refuse_before_init<PyWork>();
   refuse_before_init<c10d::ProcessGroup>();
   refuse_before_init<c10d::Work>();
+}
+
+// For classes of groups and works in Python.
+void bind_overrides(py::module_& m) {
   m.def("process_group_methods", [] { return names_by_method(PyProcessGroup::methods()); });
   m.def("work_methods", [] { return names_by_method(PyWork::methods()); });
   m.def(
@@ -187,8 +189,29 @@ void bind_process_group(py::module_& m) {
       py::arg("function"), py::arg("name"),
       "What a class of works has for a method that C++ calls.");
   m.def("set_run_with_hooks", &set_run_with_hooks, py::arg("run"));
+}
+
+// For any Work, also one of PyTorch's.
+void bind_works(py::module_& m) {
   m.def("on_completion", &on_completion, py::arg("future"), py::arg("callback"),
         "Calls callback(end, error) once a Future is complete; end in steady_seconds().");
+  m.def("completion_key", &completion_key, py::arg("work"),
+        "What c10d knows a Work by when it has completed.");
+  m.def("as_work", &as_work, py::arg("value"), "The Work of a Future; anything else as it is.");
+  m.def("work_exception", &work_exception, py::arg("work"),
+        "What a Work has failed with, or None. PyTorch's binding cannot convert it up to 2.12.");
+  m.def("ask_work", &ask_work, py::arg("work"), py::arg("name"));
+  // What C++ does with a Work in Python: for tests, which have no other way to a holder.
+  m.def(
+      "held_work",
+      [](const py::object& work) {
+        return held_work(work.cast<c10::intrusive_ptr<c10d::Work>>(), work);
+      },
+      py::arg("work"));
+}
+
+// For Python that threads of C++ run.
+void bind_for_threads(py::module_& m) {
   m.def(
       "report_unraisable",
       [](const py::object& error, const py::object& where) {
@@ -211,19 +234,15 @@ void bind_process_group(py::module_& m) {
       "Takes an attribute from an object and drops it on the main thread, when that runs Python "
       "next; at once where this is it.");
   m.def("steady_seconds", &steady_seconds, "A clock that only goes forward.");
-  m.def("completion_key", &completion_key, py::arg("work"),
-        "What c10d knows a Work by when it has completed.");
-  m.def("as_work", &as_work, py::arg("value"), "The Work of a Future; anything else as it is.");
-  m.def("work_exception", &work_exception, py::arg("work"),
-        "What a Work has failed with, or None. PyTorch's binding cannot convert it up to 2.12.");
-  m.def("ask_work", &ask_work, py::arg("work"), py::arg("name"));
-  // What C++ does with a Work in Python: for tests, which have no other way to a holder.
-  m.def(
-      "held_work",
-      [](const py::object& work) {
-        return held_work(work.cast<c10::intrusive_ptr<c10d::Work>>(), work);
-      },
-      py::arg("work"));
+}
+
+}  // namespace
+
+void bind_process_group(py::module_& m) {
+  bind_group_and_work(m);
+  bind_overrides(m);
+  bind_works(m);
+  bind_for_threads(m);
 }
 
 }  // namespace commhook
