@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -245,26 +247,43 @@ def lost_by_blocks(codec: Codec, x: Tensor) -> Tensor:
     return (off + 8 * 2.0**-24 * largest + 2 * DENORMAL).reshape(-1)[: len(x)]
 
 
-@any_case
-@given(
-    codec=st.sampled_from(BLOCKS),
-    seed=st.integers(0, 2**31),
-    ranks=st.integers(1, 4),
-    form=shapes,
-    magnitude=magnitudes,
+@dataclass(frozen=True)
+class Case:
+    """Gradients of some ranks, as the arguments of :func:`gradients`."""
+
+    seed: int
+    ranks: int
+    form: list[list[int]]
+    magnitude: float
+
+    def means(self, hook: hooks.Hook) -> Iterator[tuple[torch.dtype, Tensor, Tensor]]:
+        """Of each dtype: what a hook makes of its gradients, and a row of these for each rank."""
+        dtypes = dtypes_of(self.seed, self.form)
+        grads = gradients(self.seed, self.ranks, self.form, dtypes, self.magnitude)
+        found = run(hook, grads)
+        for dtype in set(dtypes):
+            every = torch.stack([flat(own, dtype) for own in grads])
+            yield dtype, flat(found.result, dtype), every
+
+    def means_in_float32(self, hook: hooks.Hook) -> Iterator[tuple[torch.dtype, Tensor, Tensor]]:
+        """:meth:`means` where float32 holds all of the gradients, which are rounded to it."""
+        for dtype, got, every in self.means(hook):
+            rounded = every.float().double()
+            if rounded.isfinite().all() and rounded.numel():
+                yield dtype, got, rounded
+
+
+cases = st.builds(
+    Case, seed=st.integers(0, 2**31), ranks=st.integers(1, 4), form=shapes, magnitude=magnitudes
 )
-def test_bounds_of_blocks(
-    codec: Codec, seed: int, ranks: int, form: list[list[int]], magnitude: float
-) -> None:
+
+
+@any_case
+@given(codec=st.sampled_from(BLOCKS), case=cases)
+def test_bounds_of_blocks(codec: Codec, case: Case) -> None:
     """Each rank's own loss, and that of the sum, whose blocks are those of the values."""
-    dtypes = dtypes_of(seed, form)
-    grads = gradients(seed, ranks, form, dtypes, magnitude)
-    found = run(hooks.compressed(codec), grads)
-    for dtype in set(dtypes):
-        every = [flat(own, dtype).float().double() for own in grads]
-        if not all(own.isfinite().all() for own in every) or not len(every[0]):
-            continue
-        mean = torch.stack(every).mean(0)
+    for dtype, got, every in case.means_in_float32(hooks.compressed(codec)):
+        mean = every.mean(0)
         first = torch.stack([lost_by_blocks(codec, own) for own in every]).mean(0)
         # The sum that is encoded again may be off by as much, either way.
         second = torch.maximum(
@@ -275,7 +294,6 @@ def test_bounds_of_blocks(
             size = codec._settings["block_size"]  # type: ignore[attr-defined]
             pieces = first.split(size)
             second = second + torch.cat([p.max().expand(len(p)) for p in pieces]) / 7
-        got = flat(found.result, dtype)
         limit = (first + second) * 1.0001
         limit = limit + UNIT[dtype] * (mean.abs() + limit) + LEAST[dtype]
         within = (got - mean).abs() <= limit
@@ -285,56 +303,28 @@ def test_bounds_of_blocks(
 
 
 @any_case
-@given(
-    codec=st.sampled_from(SPARSE),
-    seed=st.integers(0, 2**31),
-    ranks=st.integers(1, 4),
-    form=shapes,
-    magnitude=magnitudes,
-)
-def test_bounds_of_top_k(
-    codec: Any, seed: int, ranks: int, form: list[list[int]], magnitude: float
-) -> None:
+@given(codec=st.sampled_from(SPARSE), case=cases)
+def test_bounds_of_top_k(codec: Any, case: Case) -> None:
     """The mean of what each rank has sent: its own largest values, exactly."""
-    dtypes = dtypes_of(seed, form)
-    grads = gradients(seed, ranks, form, dtypes, magnitude)
-    found = run(hooks.compressed(codec), grads)
-    for dtype in set(dtypes):
-        every = torch.stack([flat(own, dtype).float().double() for own in grads])
-        numel = every.shape[1]
-        if not every.isfinite().all() or not numel:
-            continue
-        got, mean = flat(found.result, dtype), every.mean(0)
+    for dtype, got, every in case.means_in_float32(hooks.compressed(codec)):
+        mean, numel = every.mean(0), every.shape[1]
         kept = codec.entries(numel)
         bound = (1 - kept / numel) ** 0.5 * every.norm(dim=1).mean()
-        rounding = (ranks + 2) * (2.0**-24 + UNIT[dtype]) * every.norm(dim=1).sum()
+        rounding = (case.ranks + 2) * (2.0**-24 + UNIT[dtype]) * every.norm(dim=1).sum()
         least = (LEAST[dtype] + 2 * DENORMAL) * numel**0.5
         overflows = dtype == torch.float16 and mean.abs().max() > 60000
         assert (got - mean).norm() <= bound + rounding + least or overflows
-        assert int((got != 0).sum()) <= kept * ranks
+        assert int((got != 0).sum()) <= kept * case.ranks
 
 
 @any_case
-@given(
-    hook=st.sampled_from(PLAIN),
-    seed=st.integers(0, 2**31),
-    ranks=st.integers(1, 4),
-    form=shapes,
-    magnitude=magnitudes,
-)
-def test_bounds_of_means(
-    hook: hooks.Hook, seed: int, ranks: int, form: list[list[int]], magnitude: float
-) -> None:
-    dtypes = dtypes_of(seed, form)
-    grads = gradients(seed, ranks, form, dtypes, magnitude)
-    found = run(hook, grads)
-    for dtype in set(dtypes):
+@given(hook=st.sampled_from(PLAIN), case=cases)
+def test_bounds_of_means(hook: hooks.Hook, case: Case) -> None:
+    for dtype, got, every in case.means(hook):
         wire = getattr(hook, "dtype", dtype)
-        every = torch.stack([flat(own, dtype) for own in grads])
-        got, mean = flat(found.result, dtype), every.mean(0)
-        sizes = every.abs().mean(0)
+        mean, sizes = every.mean(0), every.abs().mean(0)
         unit, least = max(UNIT[wire], UNIT[dtype]), max(LEAST[wire], LEAST[dtype], DENORMAL)
-        limit = (2 * ranks + 2) * (unit * sizes * 1.1 + least)
+        limit = (2 * case.ranks + 2) * (unit * sizes * 1.1 + least)
         within = (got - mean).abs() <= limit
         if torch.float16 in (wire, dtype):
             within |= sizes + limit >= 65504
