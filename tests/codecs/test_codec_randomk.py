@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from ops_reference import limited_cpu, threads
+from sparse_codecs import SparseCase, each_level, sparse_cases  # noqa: F401
 from torch import Tensor
 
 from torch_commhook.codecs import CODECS
 from torch_commhook.codecs.randomk import randomk
-from torch_commhook.native.bucket_ops import BUCKET_DTYPES, cpu_capability
 
 commhook = torch.ops.commhook
-CAPABILITIES = ("reference", "default", "avx2", "avx512")
 WORD = 0xFFFFFFFF
-
-
-@pytest.fixture(params=CAPABILITIES)
-def each_capability(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = cpu_capability()
-    cpu_capability(request.param)
-    yield
-    cpu_capability(before)
 
 
 def encode(tensors: list[Tensor], count: int, rounding: Tensor, **options: Any) -> Tensor:
@@ -86,7 +76,7 @@ def test_philox_is_that_of_the_paper() -> None:
     assert philox([WORD] * 4, [WORD] * 2) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
 
 
-@pytest.mark.usefixtures("each_capability")
+@pytest.mark.usefixtures("each_level")
 @pytest.mark.parametrize("numel", [1, 2, 3, 7, 100, 255, 256, 257, 1000, 70_000, 1 << 24])
 def test_indices(numel: int) -> None:
     count = min(numel, 60)
@@ -95,7 +85,7 @@ def test_indices(numel: int) -> None:
         assert got.tolist() == right_indices(numel, count, seed, step)
 
 
-@pytest.mark.usefixtures("each_capability")
+@pytest.mark.usefixtures("each_level")
 @pytest.mark.parametrize("numel", [1, 2, 5, 255, 256, 300, 2049, 5000])
 def test_all_entries_are_all_values(numel: int) -> None:
     for step in range(3):
@@ -129,74 +119,34 @@ def test_steps_and_seeds_differ() -> None:
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    seed=st.integers(0, 2**31),
-    shapes=st.lists(st.lists(st.integers(0, 15), max_size=2), min_size=1, max_size=4),
-    magnitude=st.sampled_from([1e-44, 1e-30, 1.0, 1e30]),
-    density=st.sampled_from([1e-9, 0.01, 0.3, 1.0]),
-    capability=st.sampled_from(CAPABILITIES),
-    with_error=st.booleans(),
-)
-def test_any_tensors(
-    seed: int,
-    shapes: list[list[int]],
-    magnitude: float,
-    density: float,
-    capability: str,
-    with_error: bool,
-) -> None:
-    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    tensors = []
-    for shape in shapes:
-        x = torch.randn(shape, generator=generator) * magnitude
-        if x.numel() and rng.random() < 0.1:
-            special = rng.choice([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-45])
-            x.view(-1)[rng.randrange(x.numel())] = special
-        x = x.to(rng.choice([torch.float32, torch.float64, torch.float16, torch.bfloat16]))
-        tensors.append(x.transpose(0, -1) if x.dim() > 1 and rng.random() < 0.5 else x)
-    flat = torch.cat([x.reshape(-1).float() for x in tensors])
-    codec, scale = randomk(density), rng.choice([1.0, 0.25, 1 / 3])
-    rounding = torch.tensor([seed, 5])
-    error = torch.randn(len(flat), generator=generator) * magnitude if with_error else None
-    p = flat * scale if error is None else flat * scale + error
-    count = codec.entries(len(flat))
-    before = cpu_capability()
-    try:
-        cpu_capability(capability)
-        message = encode(tensors, count, rounding, scale=scale, error=error)
-        out = [torch.full_like(x, 3.0) for x in tensors]
+@given(case=sparse_cases(most=15, dimensions=2))
+def test_any_tensors(case: SparseCase) -> None:
+    drawn, codec = case.drawn(special=0.1), randomk(case.density)
+    rounding, count = torch.tensor([case.seed, 5]), codec.entries(len(drawn.values))
+    with limited_cpu(case.level):
+        message = encode(drawn.tensors, count, rounding, scale=drawn.scale, error=drawn.error)
+        out = drawn.empty()
         codec.decode(message.view(torch.uint8), out, rounding=rounding)
-    finally:
-        cpu_capability(before)
-    indices = torch.tensor(right_indices(len(flat), count, seed, 5), dtype=torch.int64)
-    is_good = bool(p.isfinite().all())
-    right = p[indices] if is_good else torch.full((count,), float("nan"))
+    indices = right_indices(len(drawn.values), count, case.seed, 5)
+    indices = torch.tensor(indices, dtype=torch.int64)
+    is_good = bool(drawn.values.isfinite().all())
+    right = drawn.values[indices] if is_good else torch.full((count,), float("nan"))
     np.testing.assert_array_equal(message.numpy(), right.numpy())
-    if error is not None:
-        left = torch.where(p.isfinite(), p, 0)
-        if is_good:
-            left[indices] = 0
-        assert torch.equal(error, left)
-    restored = torch.zeros_like(flat).index_copy(0, indices, right)
-    for got, piece in zip(out, restored.split([x.numel() for x in tensors]), strict=True):
-        expected = piece.view(got.shape).to(got.dtype)
-        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    drawn.check_error(indices if is_good else indices[:0])
+    drawn.check_decoded(out, indices, right)
 
 
 def test_threads_do_not_matter() -> None:
-    tensors, before = [torch.randn(200_001), torch.randn(300, 400).t()], torch.get_num_threads()
+    tensors = [torch.randn(200_001), torch.randn(300, 400).t()]
     codec, rounding, found = randomk(0.1), torch.tensor([3, 4]), []
-    try:
-        for threads in (1, 2, 3, 7):
-            torch.set_num_threads(threads)
-            error = torch.full((320_001,), 0.01)
-            out = [torch.empty_like(x) for x in tensors]
+    for count in (1, 2, 3, 7):
+        error = torch.full((320_001,), 0.01)
+        out = [torch.empty_like(x) for x in tensors]
+        with threads(count):
             plain = encode(tensors, 32_001, rounding)
             message = encode(tensors, 32_001, rounding, scale=0.5, error=error)
             codec.decode(message.view(torch.uint8), out, rounding=rounding)
-            found.append((plain, message, error, *out))
-    finally:
-        torch.set_num_threads(before)
+        found.append((plain, message, error, *out))
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
 
@@ -247,7 +197,7 @@ def test_messages_add_up() -> None:
     assert torch.equal(out, one)
 
 
-@pytest.mark.usefixtures("each_capability")
+@pytest.mark.usefixtures("each_level")
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_is_told_wherever_it_is(value: float) -> None:
     rounding = torch.tensor([1, 2])
@@ -264,46 +214,9 @@ def test_what_is_not_finite_is_told_wherever_it_is(value: float) -> None:
     assert encode([huge], 3, rounding, scale=2.0).isnan().all()
 
 
-# ---- what PyTorch asks of operators --------------------------------------------------------------
+# ---- operators; more in test_sparse_operators.py -------------------------------------------------
 
 ROUNDING = torch.tensor([1, 2])
-
-
-def _samples() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    tensors = [torch.randn(5, 30), torch.randn(70)]
-    message = torch.zeros(4 * 20, dtype=torch.uint8)
-    error = {"error": torch.zeros(220)}
-    encode, decode = commhook.randomk_encode.default, commhook.randomk_decode.default
-    return {
-        "encode": (encode, (tensors, message, ROUNDING), error),
-        "decode": (decode, (message, tensors, ROUNDING), {}),
-        "empty": (encode, ([torch.zeros(0)], message[:0], ROUNDING), {}),
-        "one": (encode, ([torch.ones(())], message[:4], ROUNDING), {}),
-    }
-
-
-@pytest.mark.parametrize("dtype", BUCKET_DTYPES, ids=str)
-def test_opcheck_of_each_dtype(dtype: torch.dtype) -> None:
-    tensors = [torch.randn(5, 30).to(dtype), torch.randn(10, 7).to(dtype).t()]
-    message = torch.zeros(4, dtype=torch.uint8)
-    torch.library.opcheck(commhook.randomk_encode.default, (tensors, message, ROUNDING))
-    torch.library.opcheck(commhook.randomk_decode.default, (message, tensors, ROUNDING))
-
-
-@pytest.mark.parametrize("name", ["encode", "decode", "empty", "one"])
-def test_opcheck(name: str) -> None:
-    op, arguments, keywords = _samples()[name]
-    torch.library.opcheck(op, arguments, keywords)
-
-
-def test_versions_move() -> None:
-    x, message, error = torch.randn(64), torch.zeros(8, dtype=torch.uint8), torch.zeros(64)
-    commhook.randomk_encode([x], message, ROUNDING, error=error)
-    assert (x._version, message._version, error._version) == (0, 1, 1)
-    commhook.randomk_decode(message, [x], ROUNDING)
-    assert x._version == 1
-
-
 MESSAGE = torch.zeros(8, dtype=torch.uint8)
 X = torch.ones(64)
 
@@ -341,19 +254,6 @@ def test_encode_refuses(
 ) -> None:
     with pytest.raises(error, match=rf"randomk_encode: .*{match}"):
         commhook.randomk_encode(*arguments, **keywords)
-
-
-def test_memory_must_be_apart() -> None:
-    memory = torch.zeros(100)
-    message = memory.view(torch.uint8)[:16]
-    with pytest.raises(ValueError, match=r"message must share no memory with tensors\[0\]"):
-        commhook.randomk_encode([memory[2:66]], message, ROUNDING)
-    with pytest.raises(ValueError, match=r"tensors\[0\] must share no memory with message"):
-        commhook.randomk_decode(message, [memory[2:66]], ROUNDING)
-    with pytest.raises(ValueError, match=r"error must share no memory with tensors\[0\]"):
-        commhook.randomk_encode([memory[:64]], MESSAGE.clone(), ROUNDING, error=memory[36:])
-    with pytest.raises(ValueError, match="must reach each of its elements once"):
-        commhook.randomk_decode(MESSAGE, [torch.ones(1).expand(64)], ROUNDING)
 
 
 def test_settings() -> None:

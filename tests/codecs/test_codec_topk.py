@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -11,23 +10,14 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from ops_reference import limited_cpu, threads
+from sparse_codecs import SparseCase, each_level, sparse_cases  # noqa: F401
 from torch import Tensor
 
 from torch_commhook.codecs import CODECS
 from torch_commhook.codecs.topk import topk
-from torch_commhook.native.bucket_ops import BUCKET_DTYPES, cpu_capability
 
 commhook = torch.ops.commhook
-CAPABILITIES = ("reference", "default", "avx2", "avx512")
-
-
-@pytest.fixture(params=CAPABILITIES)
-def each_capability(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = cpu_capability()
-    cpu_capability(request.param)
-    yield
-    cpu_capability(before)
 
 
 def encode(tensors: list[Tensor], count: int, **options: Any) -> tuple[Tensor, Tensor]:
@@ -92,7 +82,7 @@ INPUTS: dict[str, Callable[[int], Tensor]] = {
 }
 
 
-@pytest.mark.usefixtures("each_capability")
+@pytest.mark.usefixtures("each_level")
 @pytest.mark.parametrize("d", [1, 100, 5000, D])
 @pytest.mark.parametrize("name", INPUTS)
 def test_the_largest_are_sent(name: str, d: int) -> None:
@@ -103,7 +93,7 @@ def test_the_largest_are_sent(name: str, d: int) -> None:
         check(x, count, 0.5, error)
 
 
-@pytest.mark.usefixtures("each_capability")
+@pytest.mark.usefixtures("each_level")
 def test_every_nan_is_the_same() -> None:
     """Whatever its sign and payload are, which depend on the instructions that made it."""
     bits = torch.tensor([0x7F800001, -1, 0x7FC00000, 0x7FFFFFFF, -0x7FFFFF], dtype=torch.int32)
@@ -116,7 +106,7 @@ def test_every_nan_is_the_same() -> None:
             assert (values.view(torch.int32) == 0x7FC00000).all()
 
 
-@pytest.mark.usefixtures("each_capability")
+@pytest.mark.usefixtures("each_level")
 def test_nothing_that_is_not_finite_is_held_back() -> None:
     """Where there is more of it than is sent: first NaN, then infinities."""
     for d in (1000, D):
@@ -142,72 +132,31 @@ def test_a_guess_may_be_wrong() -> None:
 
 @pytest.mark.parametrize("name", INPUTS)
 def test_threads_do_not_matter(name: str) -> None:
-    x, before = INPUTS[name](300_001), torch.get_num_threads()
-    found = []
-    try:
-        for threads in (1, 2, 3, 7):
-            torch.set_num_threads(threads)
-            error = torch.where(x.isfinite(), x, 0).roll(1)
+    x, found = INPUTS[name](300_001), []
+    for count in (1, 2, 3, 7):
+        error = torch.where(x.isfinite(), x, 0).roll(1)
+        with threads(count):
             found.append((*encode([x], 3001), *encode([x], 3001, scale=0.5, error=error), error))
-    finally:
-        torch.set_num_threads(before)
     for other in found[1:]:
         for one, another in zip(found[0], other, strict=True):
             assert torch.equal(one.view(torch.int32), another.view(torch.int32))
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    seed=st.integers(0, 2**31),
-    shapes=st.lists(st.lists(st.integers(0, 40), max_size=3), min_size=1, max_size=4),
-    magnitude=st.sampled_from([1e-44, 1e-30, 1.0, 1e30]),
-    density=st.sampled_from([1e-9, 0.01, 0.3, 1.0]),
-    capability=st.sampled_from(CAPABILITIES),
-    with_error=st.booleans(),
-)
-def test_any_tensors(
-    seed: int,
-    shapes: list[list[int]],
-    magnitude: float,
-    density: float,
-    capability: str,
-    with_error: bool,
-) -> None:
-    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    tensors = []
-    for shape in shapes:
-        x = torch.randn(shape, generator=generator) * magnitude
-        if x.numel() and rng.random() < 0.3:
-            special = rng.choice([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-45])
-            x.view(-1)[rng.randrange(x.numel())] = special
-        x = x.to(rng.choice([torch.float32, torch.float64, torch.float16, torch.bfloat16]))
-        tensors.append(x.transpose(0, -1) if x.dim() > 1 and rng.random() < 0.5 else x)
-    flat = torch.cat([x.reshape(-1).float() for x in tensors])
-    codec, scale = topk(density), rng.choice([1.0, 0.25, 1 / 3])
-    error = torch.randn(len(flat), generator=generator) * magnitude if with_error else None
-    p = (flat * scale if error is None else flat * scale + error).numpy()
-    count = codec.entries(len(flat))
-    before = cpu_capability()
-    try:
-        cpu_capability(capability)
-        indices, values = encode(tensors, count, scale=scale, error=error)
+@given(case=sparse_cases(most=40, dimensions=3))
+def test_any_tensors(case: SparseCase) -> None:
+    drawn, codec = case.drawn(special=0.3), topk(case.density)
+    count = codec.entries(len(drawn.values))
+    with limited_cpu(case.level):
+        indices, values = encode(drawn.tensors, count, scale=drawn.scale, error=drawn.error)
         message = torch.cat([indices.view(torch.uint8), values.view(torch.uint8)])
-        out = [torch.full_like(x, 3.0) for x in tensors]
+        out = drawn.empty()
         codec.decode(message, out)
-    finally:
-        cpu_capability(before)
-    right = right_indices(p, count)
-    np.testing.assert_array_equal(indices.numpy(), right)
-    np.testing.assert_array_equal(values.numpy(), p[right])
-    if error is not None:
-        left = np.where(np.isfinite(p), p, 0)
-        left[right] = 0
-        np.testing.assert_array_equal(error.numpy(), left)
-    restored = torch.zeros_like(flat)
-    restored[torch.from_numpy(right)] = torch.from_numpy(p[right])
-    for got, piece in zip(out, restored.split([x.numel() for x in tensors]), strict=True):
-        expected = piece.view(got.shape).to(got.dtype)
-        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    right = torch.from_numpy(right_indices(drawn.values.numpy(), count))
+    np.testing.assert_array_equal(indices.numpy(), right.numpy())
+    np.testing.assert_array_equal(values.numpy(), drawn.values[right].numpy())
+    drawn.check_error(right)
+    drawn.check_decoded(out, right, drawn.values[right])
 
 
 # ---- bounds --------------------------------------------------------------------------------------
@@ -248,7 +197,7 @@ def test_how_many_are_sent() -> None:
 # ---- sums ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("each_capability")
+@pytest.mark.usefixtures("each_level")
 @pytest.mark.parametrize("d", [100, D])
 def test_a_sum_of_messages(d: int) -> None:
     """In float32, in their order, whether indices are those of others or not."""
@@ -265,51 +214,18 @@ def test_a_sum_of_messages(d: int) -> None:
     np.testing.assert_array_equal(out.numpy(), right * np.float32(1 / 3))
 
 
-# ---- what PyTorch asks of operators --------------------------------------------------------------
+# ---- operators; more in test_sparse_operators.py -------------------------------------------------
 
 
-def _samples() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+def test_opcheck_of_a_sum() -> None:
     tensors = [torch.randn(5, 30), torch.randn(70)]
     message = torch.empty(8 * 20, dtype=torch.uint8)
     commhook.topk_encode(tensors, message)
     stacked = torch.stack([message, message])
-    error = {"error": torch.zeros(220)}
-    return {
-        "encode": (commhook.topk_encode.default, (tensors, message), error),
-        "decode": (commhook.topk_decode.default, (message, tensors), {}),
-        "decode_sum": (commhook.topk_decode_sum.default, (stacked, tensors), {"scale": 0.5}),
-        "empty": (commhook.topk_encode.default, ([torch.zeros(0)], message[:0]), {}),
-        "one": (commhook.topk_encode.default, ([torch.ones(())], message[:8]), {}),
-    }
+    torch.library.opcheck(commhook.topk_decode_sum.default, (stacked, tensors), {"scale": 0.5})
 
 
-@pytest.mark.parametrize("dtype", BUCKET_DTYPES, ids=str)
-def test_opcheck_of_each_dtype(dtype: torch.dtype) -> None:
-    tensors = [torch.randn(5, 30).to(dtype), torch.randn(10, 7).to(dtype).t()]
-    message = torch.zeros(8, dtype=torch.uint8)
-    torch.library.opcheck(commhook.topk_encode.default, (tensors, message))
-    torch.library.opcheck(commhook.topk_decode.default, (message, tensors))
-
-
-@pytest.mark.parametrize("name", ["encode", "decode", "decode_sum", "empty", "one"])
-def test_opcheck(name: str) -> None:
-    op, arguments, keywords = _samples()[name]
-    torch.library.opcheck(op, arguments, keywords)
-
-
-def test_versions_move() -> None:
-    x, message, error = torch.randn(64), torch.zeros(16, dtype=torch.uint8), torch.zeros(64)
-    commhook.topk_encode([x], message, error=error)
-    assert (x._version, message._version, error._version) == (0, 1, 1)
-    commhook.topk_decode(message, [x])
-    assert x._version == 1
-
-
-MESSAGE = torch.zeros(16, dtype=torch.uint8)
-X = torch.ones(64)
-
-
-@pytest.mark.usefixtures("each_capability")
+@pytest.mark.usefixtures("each_level")
 @pytest.mark.parametrize("indices", [[5, 5], [6, 5], [-1, 5], [5, 64], [-(2**31), 2**31 - 1]])
 def test_indices_are_checked(indices: list[int]) -> None:
     """A message comes from another process: what it says must not be written anywhere."""
@@ -325,19 +241,9 @@ def test_indices_are_checked(indices: list[int]) -> None:
         commhook.topk_decode_sum(messages, [out])
 
 
-def test_memory_must_be_apart() -> None:
-    memory = torch.zeros(100)
-    message = memory.view(torch.uint8)[:16]
-    with pytest.raises(ValueError, match=r"message must share no memory with tensors\[0\]"):
-        commhook.topk_encode([memory[2:66]], message)
-    with pytest.raises(ValueError, match=r"tensors\[0\] must share no memory with message"):
-        commhook.topk_decode(message, [memory[2:66]])
-    with pytest.raises(ValueError, match=r"error must share no memory with tensors\[0\]"):
-        commhook.topk_encode([memory[:64]], MESSAGE.clone(), error=memory[36:])
-    with pytest.raises(ValueError, match="must reach each of its elements once"):
-        commhook.topk_decode(MESSAGE, [torch.ones(1).expand(64)])
+def test_a_sum_is_of_rows() -> None:
     with pytest.raises(ValueError, match="messages must have two dimensions"):
-        commhook.topk_decode_sum(MESSAGE, [X])
+        commhook.topk_decode_sum(torch.zeros(16, dtype=torch.uint8), [torch.ones(64)])
 
 
 def test_settings() -> None:

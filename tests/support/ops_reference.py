@@ -23,15 +23,22 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @contextlib.contextmanager
-def cpu_level(level: str) -> Iterator[str]:
-    """Runs the CPU kernels at ``level``; skips the test where the processor lacks it."""
+def limited_cpu(level: str) -> Iterator[str]:
+    """Runs the CPU kernels at ``level``, or at the best below it that the processor has."""
     before = ops.cpu_capability()
     try:
-        if ops.cpu_capability(level) != level:
-            pytest.skip(f"this processor has no {level}")
-        yield level
+        yield ops.cpu_capability(level)
     finally:
         ops.cpu_capability(before)
+
+
+@contextlib.contextmanager
+def cpu_level(level: str) -> Iterator[str]:
+    """Runs the CPU kernels at ``level``; skips the test where the processor lacks it."""
+    with limited_cpu(level) as found:
+        if found != level:
+            pytest.skip(f"this processor has no {level}")
+        yield level
 
 
 @contextlib.contextmanager
