@@ -7,13 +7,12 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from kill_and_resume import killed_and_resumed
+from nested_values import different_paths
 from train_errors import train_error
 from train_processes import TINY, TrainProcess, read_metrics, start_train
 
@@ -124,15 +123,8 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
 
 
 def _assert_same_weights(expected: Checkpoint, got: Checkpoint) -> None:
-    for name, tensor in expected.model.items():
-        assert torch.equal(tensor, got.model[name]), name
-    _assert_same_state(expected.optimizer["state"], got.optimizer["state"])
-
-
-def _assert_same_state(expected: Mapping[int, Any], got: Mapping[int, Any]) -> None:
-    for index, state in expected.items():
-        for name, tensor in state.items():
-            assert torch.equal(tensor, got[index][name]), name
+    assert different_paths(expected.model, got.model) == []
+    assert different_paths(expected.optimizer["state"], got.optimizer["state"]) == []
 
 
 @processes
@@ -154,7 +146,7 @@ def test_ranks_that_are_apart_go_on_as_they_were(tmp_path: Path) -> None:
     first, second = (state["optimizer"] for state in expected.rank_states)
     assert not torch.equal(first[0]["exp_avg"], second[0]["exp_avg"])
     for own, other in zip(expected.rank_states, got.rank_states, strict=True):
-        _assert_same_state(own["optimizer"], other["optimizer"])
+        assert different_paths(own["optimizer"], other["optimizer"]) == []
     for rank, state in enumerate(got.rank_states):
         apart = state["hook"][f"rank{rank}"]["local_sgd_parameter"]["head.weight"]
         assert torch.equal(apart, got.model["head.weight"]) == (rank == 0)

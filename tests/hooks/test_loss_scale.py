@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from nested_values import different_paths
 from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -84,13 +85,7 @@ class Steps:
 
 
 def _same(found: Any, wanted: Any) -> bool:
-    if isinstance(wanted, dict):
-        return found.keys() == wanted.keys() and all(_same(found[k], wanted[k]) for k in wanted)
-    if isinstance(wanted, (list, tuple)):
-        return len(found) == len(wanted) and all(map(_same, found, wanted))
-    if isinstance(wanted, Tensor):
-        return torch.equal(found, wanted)
-    return found == wanted
+    return not different_paths(found, wanted)
 
 
 def _differing(rank: int, hook: Any, road: str, told: bool = True) -> list[str]:

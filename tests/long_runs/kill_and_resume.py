@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from nested_values import different_paths
 from train_processes import start_train
 
 from torch_commhook.cli.checkpoint import read_checkpoint
@@ -74,9 +75,9 @@ def killed_and_resumed(hook: str, seed: int, folder: Path, *, steps: int = STEPS
         read_checkpoint(folders[name] / "end.pt") for name in ("straight", "resumed")
     )
     different = [
-        *(f"weights {name}" for name in _different(straight.model, resumed.model)),
-        *(f"optimizer {name}" for name in _different(straight.optimizer, resumed.optimizer)),
-        *(f"ranks {name}" for name in _different(straight.rank_states, resumed.rank_states)),
+        *(f"weights {name}" for name in different_paths(straight.model, resumed.model)),
+        *(f"optimizer {name}" for name in different_paths(straight.optimizer, resumed.optimizer)),
+        *(f"ranks {name}" for name in different_paths(straight.rank_states, resumed.rank_states)),
     ]
     assert any(state["hook"] for state in resumed.rank_states), "the hook remembers nothing"
     return {
@@ -86,21 +87,6 @@ def killed_and_resumed(hook: str, seed: int, folder: Path, *, steps: int = STEPS
         "steps": steps,
         "different": different,
     }
-
-
-def _different(one: Any, other: Any, path: str = "") -> list[str]:
-    """Where two nested values differ."""
-    if isinstance(one, torch.Tensor):
-        return [] if isinstance(other, torch.Tensor) and torch.equal(one, other) else [path]
-    if isinstance(one, dict):
-        if not isinstance(other, dict) or one.keys() != other.keys():
-            return [path]
-        return [p for key in one for p in _different(one[key], other[key], f"{path}/{key}")]
-    if isinstance(one, (list, tuple)):
-        if len(one) != len(other):
-            return [path]
-        return [p for i, item in enumerate(one) for p in _different(item, other[i], f"{path}/{i}")]
-    return [] if one == other else [path]
 
 
 def main() -> int:
