@@ -25,7 +25,7 @@ from torch_commhook.attachment.road import Road, road_in_use, roads
 from torch_commhook.collectives import resolve_group
 from torch_commhook.collectives.agreement import check_agreement
 from torch_commhook.memory.hook_memory import HookMemory
-from torch_commhook.memory.loss_scale import checked_scale
+from torch_commhook.memory.loss_scale import Scaler, checked_scale
 from torch_commhook.native.runtime import hook_name
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.step_group import StepGroup, check_is_free
@@ -47,7 +47,7 @@ def attach(
     hook: Callable[..., Any],
     *,
     state: object = None,
-    scaler: Any = None,
+    scaler: Scaler | None = None,
     process_group: dist.ProcessGroup | None = None,
     bucket_cap_mb: float | None = None,
     gradient_as_bucket_view: bool | None = None,

@@ -15,6 +15,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 
 class StepCounter(Protocol):
@@ -33,7 +34,7 @@ class StepCounter(Protocol):
 #: In the order in which the hooks were attached, which is that of the exchanges on all ranks.
 _counters: weakref.WeakValueDictionary[int, StepCounter] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
-_handles: list[Any] = []
+_handles: list[RemovableHandle] = []
 
 
 def add_step_counter(counter: StepCounter) -> None:

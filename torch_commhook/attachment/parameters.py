@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -187,10 +187,10 @@ def check_not_in_ddp(parameters: Sequence[tuple[str, Tensor]], *, attached: bool
             )
 
 
-#: The models that have claimed each parameter, each with what names the hook attached to it.
-_owners: Any = WeakIdKeyDictionary()
-
 _Owners = list[tuple["weakref.ref[nn.Module]", Callable[[], "str | None"]]]
+
+#: The models that have claimed each parameter, each with what names the hook attached to it.
+_owners: MutableMapping[Tensor, _Owners] = WeakIdKeyDictionary()
 
 
 def claim(

@@ -252,7 +252,7 @@ def _gradients(elements: int, model_elements: int) -> list[Any]:
     return [torch.randn(shape, dtype=torch.float32, device="cpu") for shape in shapes]
 
 
-def _bytes_sent(hook: Any, elements: int, world_size: int) -> float:
+def _bytes_sent(hook: Callable[..., Any], elements: int, world_size: int) -> float:
     """By each rank in a step."""
     from torch_commhook.testing import simulate
 
@@ -263,7 +263,7 @@ def _bytes_sent(hook: Any, elements: int, world_size: int) -> float:
     return simulate(hook, gradients, steps=2, timeout=600).wire_bytes * elements / counted
 
 
-def _compute_seconds(hook: Any, elements: int, bucket_elements: int) -> float:
+def _compute_seconds(hook: Callable[..., Any], elements: int, bucket_elements: int) -> float:
     """Of a step on this machine, with nothing to wait for."""
     from torch_commhook import GradBucket, run_hook
     from torch_commhook.testing import run_ranks

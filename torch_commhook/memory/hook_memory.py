@@ -20,6 +20,7 @@ from torch_commhook.collectives.gloo_groups import group_name
 from torch_commhook.collectives.plain import all_reduce
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.jump_watch import JumpWatch
+from torch_commhook.memory.loss_scale import Scaler
 from torch_commhook.memory.parameter_store import ParameterStore, multiply_error
 from torch_commhook.memory.states import ERROR, FOLDED_INTO, VERSION, Remembered, checked_state
 
@@ -56,7 +57,7 @@ class HookMemory:
         self.store = ParameterStore()
         # By first parameter.
         self._buckets: MutableMapping[Tensor, BucketMemory] = WeakIdKeyDictionary()
-        self.scaler: Any = None
+        self.scaler: Scaler | None = None
         self.scale = 1.0
         self.loss_scale: Tensor | None = None
         self.jump_watch: JumpWatch | None = None

@@ -6,7 +6,7 @@ import logging
 import math
 from collections import deque
 from statistics import fmean
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,13 @@ _TOLERANCES = 0.2, 0.4
 
 #: The part of a jump that must lie between two steps.
 _MOST = 0.7
+
+
+class Event(Protocol):
+    """Says whether what was queued before it has been done, such as ``torch.cuda.Event``."""
+
+    def query(self) -> bool:
+        """Whether it has."""
 
 
 class JumpWatch:
@@ -48,7 +55,7 @@ class JumpWatch:
         self._has_warned = False
         self._looked_at: tuple[int, int] | None = None
         self._octaves: deque[float] = deque(maxlen=2 * _STEPS)
-        self._on_the_way: deque[tuple[Tensor, Any]] = deque()
+        self._on_the_way: deque[tuple[Tensor, Event | None]] = deque()
 
     @torch.no_grad()
     def look(self, bucket: GradBucket) -> None:
@@ -74,7 +81,7 @@ class JumpWatch:
         for read in self.read_when_come(norm, event):
             self._note(read)
 
-    def read_when_come(self, norm: Tensor, event: Any) -> list[float]:
+    def read_when_come(self, norm: Tensor, event: Event | None) -> list[float]:
         """The norms of this and earlier steps that have come to the host since the last call.
 
         Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 
@@ -11,7 +11,14 @@ from torch_commhook import _C
 _LARGEST = torch.finfo(torch.float32).max
 
 
-def checked_scale(scaler: Any) -> float:
+class Scaler(Protocol):
+    """What scales a loss, such as ``torch.amp.GradScaler``."""
+
+    def get_scale(self) -> float:
+        """What the loss is multiplied by."""
+
+
+def checked_scale(scaler: Scaler) -> float:
     """:func:`scale_of` for what a user gives.
 
     Raises:
@@ -26,7 +33,7 @@ def checked_scale(scaler: Any) -> float:
     return scale_of(scaler, "attach")
 
 
-def scale_of(scaler: Any, who: str) -> float:
+def scale_of(scaler: Scaler, who: str) -> float:
     """What the next gradients are multiplied by. Waits for the device where that holds the scale.
 
     Args:

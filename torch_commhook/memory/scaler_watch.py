@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch.amp import GradScaler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from torch_commhook.autograd.running_backward import is_inside
 from torch_commhook.memory.hook_memory import HookMemory
@@ -50,7 +51,7 @@ class ScaledHook(Protocol):
 
 
 _watched: weakref.WeakSet[ScaledHook] = weakref.WeakSet()
-_handles: list[Any] = []
+_handles: list[RemovableHandle] = []
 
 
 def watch_for_scaler(attached: ScaledHook) -> None:

@@ -142,9 +142,10 @@ class Attached:
         Raises:
             ValueError: it is not positive and finite.
         """
-        if not self.follows_scale:
+        scaler = self.memory.scaler
+        if scaler is None or not self.minds_scale:
             return
-        scale = None if has_joined else scale_of(self.memory.scaler, f"hook '{self.name}'")
+        scale = None if has_joined else scale_of(scaler, f"hook '{self.name}'")
         if in_join:
             scale = self.memory.agree_on_scale(scale)
         if scale is not None:

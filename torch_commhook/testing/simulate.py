@@ -14,6 +14,7 @@ from torch import Tensor
 from torch_commhook._C import type_name
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.native.runtime import check_hook, hook_name, parse_hook_result, run_hook
+from torch_commhook.process_group.simulated.link import Links
 from torch_commhook.testing.ranks import check_timeout, run_with_links
 
 Gradients = Sequence[Sequence[Tensor]]
@@ -97,7 +98,7 @@ def simulate(
     check_timeout("simulate", timeout)
     sent_before = [0] * len(gradients)
 
-    def run_rank(rank: int, links: Any) -> list[Tensor]:
+    def run_rank(rank: int, links: Links) -> list[Tensor]:
         own_hook, own_state = _copies(hook, state)
         parameters = [torch.zeros_like(g, requires_grad=True) for g in gradients[rank]]
         results: list[Tensor] = []
@@ -152,7 +153,7 @@ def _copies(hook: Callable[..., Any], state: object) -> tuple[Callable[..., Any]
         ) from error
 
 
-def _bytes_sent(links: Any, rank: int) -> int:
+def _bytes_sent(links: Links, rank: int) -> int:
     return sum(
         link.bytes_sent[link.members.index(rank)] for link in links.all if rank in link.members
     )
