@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from hostile_states import GONE, changed, is_named, some_changes
 from rank_pool import RankPool
+from remembering_hooks import WITH_ERROR_FEEDBACK
 from torch import nn
 
 from torch_commhook import HookHandle, attach, codecs, hooks, reshard_states
@@ -21,12 +22,7 @@ from torch_commhook.cli.hook_expression import parse_hook
 pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 
 HOOKS = [
-    "error_feedback(blockwise(bits=4))",
-    "error_feedback(blockwise(rounding='stochastic'))",
-    "error_feedback(fp8())",
-    "error_feedback(sign())",
-    "error_feedback(topk(0.1))",
-    "error_feedback(randomk(0.1))",
+    *WITH_ERROR_FEEDBACK,
     "error_feedback(powersgd(rank=2))",
     "adaptive(20000, every=2)",
     "policy([('dim <= 1', allreduce())], error_feedback(sign()))",

@@ -9,17 +9,22 @@ from torch import Tensor, nn
 from torch_commhook import codecs, hooks
 from torch_commhook.cli.hook_expression import parse_hook
 
-#: All that remember something, and those that have buffers.
-HOOKS = [
-    "allreduce()",
-    "cast()",
-    "error_feedback(powersgd(rank=2))",
+#: Of each codec.
+WITH_ERROR_FEEDBACK = [
     "error_feedback(blockwise(bits=4))",
     "error_feedback(blockwise(rounding='stochastic'))",
     "error_feedback(fp8())",
     "error_feedback(sign())",
     "error_feedback(topk(0.1))",
     "error_feedback(randomk(0.1))",
+]
+
+#: All that remember something, and those that have buffers.
+HOOKS = [
+    "allreduce()",
+    "cast()",
+    "error_feedback(powersgd(rank=2))",
+    *WITH_ERROR_FEEDBACK,
     "adaptive(20000, every=2)",
     "hierarchical",
     "error_feedback(policy([('0.*', allreduce()), ('1.*', topk(0.1))], powersgd()))",

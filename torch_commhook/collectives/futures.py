@@ -98,12 +98,7 @@ def driven(result: Any) -> Any:
     if not is_driven_by_wait(result):
         return result
     future: torch.futures.Future[Any] = torch.futures.Future()
-    try:
-        value = result.wait()
-    except Exception as error:
-        set_error(future, error)
-    else:
-        future.set_result(value)
+    set_outcome(future, result.wait)
     return future
 
 
@@ -121,15 +116,9 @@ def then(
         return future.then(callback)
     result: torch.futures.Future[Tensor] = torch.futures.Future()
 
-    def done(each: torch.futures.Future[T]) -> None:
-        try:
-            value = callback(each)
-        except BaseException as error:
-            set_error(result, error)
-        else:
-            result.set_result(value)
-
-    future.add_done_callback(done)
+    future.add_done_callback(
+        lambda each: set_outcome(result, lambda: callback(each), caught=BaseException)
+    )
     return result
 
 
@@ -146,14 +135,34 @@ def then_beside(
     if isinstance(future, TracedFuture) or device.type == "cpu" or not future.done():
         return then(future, callback, device)
     result: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device])
-    try:
+
+    def waited_for() -> Tensor:
         future.wait()
-        value = callback(future)
-    except Exception as error:
-        set_error(result, error)
-    else:
-        result.set_result(value)
+        return callback(future)
+
+    set_outcome(result, waited_for)
     return result
+
+
+def set_outcome(
+    future: torch.futures.Future[T],
+    compute: Callable[[], T],
+    *,
+    caught: type[BaseException] = Exception,
+) -> None:
+    """Complete a Future with what ``compute()`` returns or raises.
+
+    Args:
+        future: is not complete yet.
+        compute: gives its value.
+        caught: BaseException where nobody would get what is raised, as in a callback.
+    """
+    try:
+        value = compute()
+    except caught as error:
+        set_error(future, error)
+    else:
+        future.set_result(value)
 
 
 def set_error(future: torch.futures.Future[Any], error: BaseException) -> None:

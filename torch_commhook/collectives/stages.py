@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_commhook.collectives.futures import TracedStages, set_error, then_beside
+from torch_commhook.collectives.futures import TracedStages, set_error, set_outcome, then_beside
 from torch_commhook.collectives.gloo_groups import exchanges_of, second_group
 from torch_commhook.collectives.turns import turns_of
 from torch_commhook.metrics import CallMeter, note_collective
@@ -120,12 +120,7 @@ def staged(
         turn.take(lambda: issue(tensor).add_done_callback(second_done))
 
     def second_done(done: torch.futures.Future[Second]) -> None:
-        try:
-            value = end(done.value())
-        except BaseException as error:
-            set_error(result, error)
-        else:
-            result.set_result(value)
+        set_outcome(result, lambda: end(done.value()), caught=BaseException)
 
     first.add_done_callback(first_done)
     return result

@@ -20,9 +20,9 @@ class BucketWithMemory(GradBucket):
     """A bucket as the library gives it to hooks: with its memory. A copy of one has none.
 
     Args:
-        parameters, gradients, buffer, index, bucket_count, sparse_grad_indices, process_group: see
-            :class:`torch_commhook.GradBucket`.
+        parameters: whose gradients are in it.
         memory: what the hook remembers of the bucket; None for hooks that are not the library's.
+        settings: the other arguments of :class:`torch_commhook.GradBucket`.
     """
 
     __slots__ = ("memory",)
@@ -30,26 +30,9 @@ class BucketWithMemory(GradBucket):
     memory: BucketMemory | None
 
     def __init__(
-        self,
-        parameters: Sequence[Tensor],
-        gradients: Sequence[Tensor | None] | None = None,
-        buffer: Tensor | None = None,
-        index: int = 0,
-        bucket_count: int = 1,
-        sparse_grad_indices: Tensor | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        *,
-        memory: BucketMemory | None = None,
+        self, parameters: Sequence[Tensor], *, memory: BucketMemory | None = None, **settings: Any
     ) -> None:
-        super().__init__(
-            parameters,
-            gradients,
-            buffer,
-            index,
-            bucket_count,
-            sparse_grad_indices,
-            process_group,
-        )
+        super().__init__(parameters, **settings)
         self.memory = memory
 
     @classmethod
