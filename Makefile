@@ -142,28 +142,14 @@ test-asan test-tsan: $(VENV)/built
 	cd build/$@ && $(abspath $(VENV))/bin/python tests/long_runs/sanitizers/run.py $(SANITIZER) $(ARGS)
 	$(PASSED)
 
-modes: $(VENV)/built
-	$(LONG_RUN)/all_modes.py $(ARGS)
-	$(PASSED)
-
-kill-and-resume: $(VENV)/built
-	$(LONG_RUN)/kill_and_resume.py $(ARGS)
-	$(PASSED)
-
-soak: $(VENV)/built
-	$(LONG_RUN)/soak_autograd_hooks.py $(ARGS)
-	$(PASSED)
-
-soak-hooks: $(VENV)/built
-	$(LONG_RUN)/soak_hooks.py $(ARGS)
-	$(PASSED)
-
-balance: $(VENV)/built
-	$(LONG_RUN)/balance.py $(ARGS)
-	$(PASSED)
-
-error-feedback: $(VENV)/built
-	$(LONG_RUN)/error_feedback_runs.py $(ARGS)
+modes: SCRIPT = all_modes
+kill-and-resume: SCRIPT = kill_and_resume
+soak: SCRIPT = soak_autograd_hooks
+soak-hooks: SCRIPT = soak_hooks
+balance: SCRIPT = balance
+error-feedback: SCRIPT = error_feedback_runs
+modes kill-and-resume soak soak-hooks balance error-feedback: $(VENV)/built
+	$(LONG_RUN)/$(SCRIPT).py $(ARGS)
 	$(PASSED)
 
 clean:

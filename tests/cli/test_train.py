@@ -14,7 +14,7 @@ import torch
 from kill_and_resume import killed_and_resumed
 from nested_values import different_paths
 from train_errors import train_error
-from train_processes import TINY, TrainProcess, read_metrics, start_train
+from train_processes import TINY, TrainProcess, hooks_file, read_metrics, start_train
 
 from torch_commhook import hooks as library_hooks
 from torch_commhook.cli import train
@@ -78,9 +78,8 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     for folder in (straight, resumed):
         folder.mkdir()
     # What this hook gives depends on what shares a bucket, which must be the same in both.
-    hooks = tmp_path / "my_hooks.py"
-    hooks.write_text(
-        "import torch\n"
+    hooks = hooks_file(
+        tmp_path,
         "from torch_commhook.collectives import all_reduce\n"
         "def coarse(state, bucket):\n"
         "    mean = bucket.buffer() / 2\n"
@@ -88,7 +87,7 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
         "    step = mean.abs().max() / 100\n"
         "    future = torch.futures.Future()\n"
         "    future.set_result((mean / step).round() * step)\n"
-        "    return future\n"
+        "    return future\n",
     )
     arguments = ("--steps", "6", "--save-every", "3", "--bucket-cap-mb", "0.02", "--seed", "7")
     hook = ("--hook", f"{hooks}:coarse", "--save", "step-{step}.pt")
@@ -210,15 +209,14 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
 
 @processes
 def test_under_torchrun_it_joins_the_world_with_a_hook_of_a_file(tmp_path: Path) -> None:
-    hooks = tmp_path / "my_hooks.py"
-    hooks.write_text(
-        "import torch.distributed as dist\n"
+    hooks = hooks_file(
+        tmp_path,
         "def mean(state, bucket):\n"
         "    buffer = bucket.buffer()\n"
         "    dist.all_reduce(buffer)\n"
-        "    future = __import__('torch').futures.Future()\n"
+        "    future = torch.futures.Future()\n"
         "    future.set_result(buffer / dist.get_world_size())\n"
-        "    return future\n"
+        "    return future\n",
     )
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     arguments = ("-m", "torch_commhook", "train", *TINY, "--steps", "3", "--out", "out")
@@ -237,15 +235,14 @@ def test_under_torchrun_it_joins_the_world_with_a_hook_of_a_file(tmp_path: Path)
 
 @processes
 def test_a_failing_hook_is_one_message_with_its_rank(tmp_path: Path) -> None:
-    hooks = tmp_path / "my_hooks.py"
-    hooks.write_text(
-        "import torch.distributed as dist\n"
+    hooks = hooks_file(
+        tmp_path,
         "def broken(state, bucket):\n"
         "    if dist.get_rank() == 1:\n"
         "        raise OverflowError('no room for the gradients')\n"
         "    buffer = bucket.buffer()\n"
         "    work = dist.all_reduce(buffer, async_op=True)\n"
-        "    return work.get_future().then(lambda future: future.value()[0])\n"
+        "    return work.get_future().then(lambda future: future.value()[0])\n",
     )
     with start_train("--hook", f"{hooks}:broken", folder=tmp_path) as run:
         assert run.wait() == 1

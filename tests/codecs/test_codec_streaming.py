@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops_reference import LEVELS, cpu_level, threads
+from ops_reference import LEVELS, cpu_level
+from settings import threads
 from streaming import cache_bytes, not_beyond_a_large_cache, split
 
 from torch_commhook.codecs import CODECS, Codec

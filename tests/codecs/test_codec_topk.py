@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from ops_reference import limited_cpu, threads
+from ops_reference import limited_cpu
+from settings import threads
 from sparse_codecs import SparseCase, each_level, sparse_cases  # noqa: F401
 from torch import Tensor
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from collective_cases import NO_GROUP
 from rank_pool import RankPool
 from torch import Tensor
 
@@ -213,11 +214,7 @@ ERRORS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "src must be an int, got str",
     ),
     "freed": (lambda: collectives.all_reduce(FREED), ValueError, "storage has been freed"),
-    "no group": (
-        lambda: collectives.all_gather(X, group=3),
-        TypeError,
-        "process_group must be a ProcessGroup, got int",
-    ),
+    "no group": (lambda: collectives.all_gather(X, group=3), *NO_GROUP),
 }
 
 

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from gloo_threads import gloo_ranks
 from mode_cases import CastInTwoStages
 from modes import Mode
-from ops_reference import LEVELS, cpu_level, threads
+from ops_reference import LEVELS, cpu_level
 from rank_pool import RankPool
+from settings import threads
 from torch import Tensor, nn
 
 from torch_commhook import GradBucket, attach, collectives, hooks, run_hook

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from modes import Mode
 from rank_pool import RankPool
 from remembering_hooks import HOOKS, batch, check_same, hook_of, model_of
+from settings import default_dtype
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -20,16 +20,6 @@ import torch_commhook
 from torch_commhook import attach, codecs, metrics
 from torch_commhook.native import bucket_ops
 from torch_commhook.testing import run_ranks
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def trained(

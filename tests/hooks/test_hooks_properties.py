@@ -39,6 +39,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*are more bytes than cast")
 
 any_case = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 shapes = st.lists(st.lists(st.integers(0, 40), max_size=3), min_size=1, max_size=4)
+any_hook = {
+    "hook": st.sampled_from(PLAIN + COMPRESSED + FEEDBACK),
+    "seed": st.integers(0, 2**31),
+    "ranks": st.integers(1, 4),
+    "form": shapes,
+}
 magnitudes = st.one_of(
     st.floats(-30, 30).map(lambda power: 10.0**power), st.sampled_from([1e-45, 1e-42, 1e-38, 1.0])
 )
@@ -86,10 +92,7 @@ def run(hook: hooks.Hook, grads: list[list[Tensor]], steps: int = 1) -> Simulati
 
 @any_case
 @given(
-    hook=st.sampled_from(PLAIN + COMPRESSED + FEEDBACK),
-    seed=st.integers(0, 2**31),
-    ranks=st.integers(1, 4),
-    form=shapes,
+    **any_hook,
     steps=st.integers(1, 2),
 )
 def test_zeros_stay_zeros(
@@ -140,10 +143,7 @@ class Once(Wrapper):
 
 @any_case
 @given(
-    hook=st.sampled_from(PLAIN + COMPRESSED + FEEDBACK),
-    seed=st.integers(0, 2**31),
-    ranks=st.integers(1, 4),
-    form=shapes,
+    **any_hook,
     magnitude=magnitudes,
     count=st.integers(1, 3),
 )

@@ -334,12 +334,16 @@ class Counted:
         return self.scale
 
 
+def _counted(road: str, scale: float) -> tuple[Counted, nn.Module, Any]:
+    torch._dynamo.reset()
+    scaler = Counted(scale)
+    return scaler, *attached(road, parse_hook("error_feedback(sign())"), scaler=scaler)
+
+
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("road", ["module", "ddp", "compiled"])
 def test_it_is_asked_once_in_each_backward(road: str) -> None:
-    torch._dynamo.reset()
-    scaler = Counted(4.0)
-    model, handle = attached(road, parse_hook("error_feedback(sign())"), scaler=scaler)
+    scaler, model, handle = _counted(road, 4.0)
     found = []
     for number in range(3):
         scaler.asked = 0
@@ -363,9 +367,7 @@ def test_it_is_not_asked_for_hooks_that_remember_nothing() -> None:
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("road", ["module", "ddp", "compiled"])
 def test_a_scale_that_is_none_ends_the_backward(road: str) -> None:
-    torch._dynamo.reset()
-    scaler = Counted(1.0)
-    model, handle = attached(road, parse_hook("error_feedback(sign())"), scaler=scaler)
+    scaler, model, handle = _counted(road, 1.0)
     for scale in (math.nan, 4.0):
         scaler.scale = scale
         refused = pytest.raises(

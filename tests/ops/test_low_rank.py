@@ -7,12 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from ops_reference import (
-    LEVELS,
-    cpu_level,
-    one_thread,  # noqa: F401
-    threads,
-)
+from ops_reference import LEVELS, cpu_level
+from settings import threads
 from streaming import cache_bytes, not_beyond_a_large_cache
 from torch import Tensor
 

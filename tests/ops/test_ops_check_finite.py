@@ -15,9 +15,8 @@ from ops_reference import (
     SOURCE_CLASSES,
     cpu_level,
     make,
-    one_thread,  # noqa: F401
-    threads,
 )
+from settings import threads
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -15,9 +15,8 @@ from ops_reference import (
     expected_flatten,
     expected_unflatten,
     maker,
-    one_thread,  # noqa: F401
-    threads,
 )
+from settings import threads
 from streaming import cache_bytes, not_beyond_a_large_cache, split
 
 import torch_commhook.native.bucket_ops as ops

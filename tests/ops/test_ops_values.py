@@ -21,9 +21,8 @@ from ops_reference import (
     expected_unflatten,
     make,
     maker,
-    one_thread,  # noqa: F401
-    threads,
 )
+from settings import threads
 
 import torch_commhook.native.bucket_ops as ops
 

@@ -16,6 +16,9 @@ from torch import Tensor
 
 Case = Callable[[int, int, Any], list[Tensor]]
 
+#: What each says of a group that is none.
+NO_GROUP = TypeError, "process_group must be a ProcessGroup, got int"
+
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
 REDUCED_BY_GLOO = (

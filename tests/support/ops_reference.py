@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
+from settings import threads
 from torch import Tensor
 
 import torch_commhook.native.bucket_ops as ops
@@ -39,17 +40,6 @@ def cpu_level(level: str) -> Iterator[str]:
         if found != level:
             pytest.skip(f"this processor has no {level}")
         yield level
-
-
-@contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Runs with ``count`` intra-op threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,13 @@ LIMIT_SECONDS = 100.0
 _MARK = "COMMHOOK_TEST_MARK"
 
 
+def hooks_file(folder: Path, source: str) -> Path:
+    """A user's file of hooks."""
+    path = folder / "my_hooks.py"
+    path.write_text(f"import torch\nimport torch.distributed as dist\n{source}")
+    return path
+
+
 class TrainProcess:
     """A command of this Python, started in a process group of its own.
 
