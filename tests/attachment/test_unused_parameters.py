@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from contextlib import nullcontext
 
 import pytest
@@ -12,7 +13,7 @@ from rank_pool import RankPool
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from torch_commhook import GradBucket, attach, hooks
+from torch_commhook import GradBucket, HookHandle, PeerError, attach, hooks
 from torch_commhook.process_group import WrapperProcessGroup
 from torch_commhook.testing import run_ranks
 
@@ -167,6 +168,166 @@ def test_what_no_micro_batch_has_used_is_left_alone(
         assert torch.equal(a, b)
 
 
+# ---- gradients of a rank's own, and a step after them in which no rank uses the parameter -------
+
+
+class OwnError(Exception):
+    """What hooks raise here."""
+
+
+def _raises(*_: object) -> None:
+    raise OwnError("boo")
+
+
+def _compiled() -> contextlib.AbstractContextManager[object]:
+    return torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+
+
+def _failed_step(model: Skipping, handle: HookHandle, rank: int) -> HookHandle:
+    """A step after the micro-batch fails on rank 0."""
+    with handle.no_sync():
+        model(batch(rank, 0)).square().sum().backward()
+    if rank == 0:
+        raising = handle.register_buffer_prehook(_raises)
+    model.skip = (4,)
+    with pytest.raises(OwnError if rank == 0 else PeerError):
+        model(batch(rank, 0)).square().sum().backward()
+    if rank == 0:
+        raising.remove()
+    return handle
+
+
+def _failed_in_its_end(model: Skipping, handle: HookHandle, rank: int) -> HookHandle:
+    """The step that has given the gradients fails on rank 0."""
+    if rank == 0:
+        raising = handle.register_buffer_prehook(_raises)
+    with pytest.raises(OwnError if rank == 0 else PeerError):
+        model(batch(rank, 0)).square().sum().backward()
+    if rank == 0:
+        raising.remove()
+    return handle
+
+
+def _left_by_an_exception(model: Skipping, handle: HookHandle, rank: int) -> HookHandle:
+    """The step that has given the gradients is left by an exception on rank 0."""
+    if rank == 0:
+        raising = model.layers[0].weight.register_hook(_raises)
+    with pytest.raises(OwnError if rank == 0 else PeerError):
+        if rank == 1:
+            model(batch(rank, 0)).square().sum().backward()
+        else:
+            try:
+                model(batch(rank, 0)).square().sum().backward()
+            finally:
+                # The next backward tells rank 1.
+                raising.remove()
+                model.skip = (4,)
+                with handle.no_sync():
+                    model(batch(rank, 1)).square().sum().backward()
+    return handle
+
+
+def _own_hook_raises(model: Skipping, handle: HookHandle, rank: int) -> HookHandle:
+    """What a micro-batch has accumulated is not counted: the user's hook comes before."""
+    raising = model.layers[4].weight.register_post_accumulate_grad_hook(_raises)
+    with handle.no_sync(), pytest.raises(OwnError):
+        model(batch(rank, 0)).square().sum().backward()
+    raising.remove()
+    return handle
+
+
+def _compiled_left(model: Skipping, handle: HookHandle, rank: int) -> HookHandle:
+    """A compiled micro-batch is left in the middle."""
+    for parameter in model.parameters():  # so that the compiler adds in place
+        parameter.grad = torch.zeros_like(parameter)
+    raising = model.layers[1].weight.register_hook(_raises)
+    with handle.no_sync():
+        loss = model(batch(rank, 0)).square().sum()
+        with _compiled(), pytest.raises(OwnError):
+            loss.backward()
+    raising.remove()
+    return handle
+
+
+def _attached_again(model: Skipping, handle: HookHandle, rank: int) -> HookHandle:
+    """The hook is taken off, and attached again."""
+    with handle.no_sync():
+        model(batch(rank, 0)).square().sum().backward()
+    handle.remove()
+    return attach(model, hooks.allreduce(), init_sync=False)
+
+
+def _apart(model: Skipping, handle: HookHandle, rank: int) -> HookHandle:
+    """The hook before has kept the ranks apart, with a hook of the user's around it."""
+    handle.replace(hooks.local_sgd(100))
+    looking = handle.register_buffer_prehook(lambda bucket: None)
+    model(batch(rank, 0)).square().sum().backward()
+    looking.remove()
+    handle.replace(hooks.allreduce())
+    return handle
+
+
+OWN_GRADIENTS = {
+    "a failed step after a micro-batch": _failed_step,
+    "a step that fails": _failed_in_its_end,
+    "a step that is left": _left_by_an_exception,
+    "a hook of the user's": _own_hook_raises,
+    "a compiled micro-batch that is left": _compiled_left,
+    "attached again": _attached_again,
+    "ranks that were apart": _apart,
+}
+
+
+def _then_unused(rank: int, case: str) -> tuple[Tensor, Tensor]:
+    """The gradient of the last layer, before and after a step that does not use it."""
+    torch._dynamo.reset()
+    model = Skipping()
+    handle = OWN_GRADIENTS[case](model, attach(model, hooks.allreduce()), rank)
+    last = model.layers[4].weight
+    before = last.grad.clone()
+    model.skip = (4,)
+    model(batch(rank, 2)).square().sum().backward()
+    handle.remove()
+    return before, last.grad
+
+
+@pytest.mark.parametrize("case", OWN_GRADIENTS)
+def test_a_gradient_of_a_ranks_own_is_averaged_by_the_next_step(
+    two_ranks: RankPool, case: str
+) -> None:
+    (own, first), (other, second) = two_ranks.run(_then_unused, case)
+    assert not torch.equal(own, other)
+    mean = (own + other) / 2
+    torch.testing.assert_close(first, mean)
+    assert torch.equal(first, second)
+
+
+def _other_layers_after_it_was_left(rank: int) -> list[Tensor]:
+    """A compiled micro-batch is left in the middle; the step after it uses other layers."""
+    torch._dynamo.reset()
+    model = Skipping()
+    handle = attach(model, hooks.allreduce(), bucket_cap_mb=0.002)
+    model.skip = (0, 1)
+    raising = model.layers[2].weight.register_hook(_raises)
+    with handle.no_sync():
+        loss = model(batch(rank, 0)).square().sum()
+        with _compiled(), pytest.raises(OwnError):
+            loss.backward()
+    raising.remove()
+    model.skip = (3, 4)
+    loss = model(batch(rank, 1)).square().sum()
+    with _compiled():
+        loss.backward()
+    handle.remove()
+    return [layer.weight.grad for layer in model.layers[:3]]
+
+
+def test_a_step_after_a_compiled_backward_that_was_left(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(_other_layers_after_it_was_left)
+    for one, another in zip(first, second, strict=True):
+        assert torch.equal(one, another)
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_over_a_simulated_group(set_to_none: bool) -> None:
     for wrong, _ in run_ranks(_against_the_mean, 2, Mode("module", "eager"), set_to_none):
@@ -227,6 +388,37 @@ def _rotating(rank: int) -> list[str]:
 
 def test_other_layers_in_each_step(two_ranks: RankPool) -> None:
     assert two_ranks.run(_rotating) == [[], []]
+
+
+def _graphs_of_a_last_backward(rank: int) -> int:
+    """How many graphs a step takes whose micro-batch has used other layers each time."""
+    torch._dynamo.reset()
+    graphs = 0
+
+    def compiler(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        nonlocal graphs
+        graphs += 1
+        return graph
+
+    model = Skipping()
+    handle = attach(model, hooks.allreduce())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for number in range(4):
+        model.zero_grad(set_to_none=False)
+        model.skip = ((1, 2, 3), (2, 4), (3,), ())[number]
+        with handle.no_sync():
+            model(batch(rank, number)).square().sum().backward()
+        model.skip = (2, 3, 4)
+        loss = model(batch(rank, number)).square().sum()
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend=compiler)):
+            loss.backward()
+    handle.remove()
+    return graphs
+
+
+def test_what_micro_batches_have_used_needs_no_other_graph(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_graphs_of_a_last_backward) == [1, 1]
 
 
 def _post_accumulate(rank: int, mode: Mode) -> list[float]:

@@ -179,6 +179,7 @@ class History:
         self.model = road.wrap(module)
         self.make_hook = HOOKS[name]
         self.handle = self._attach()
+        self.attached_anew = False
         # Compiled autograd compiles anew for each set of parameters.
         self.patterns = [self._draw_used() for _ in range(2)]
         self.given = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
@@ -212,6 +213,7 @@ class History:
             elif event < 0.35:
                 self.handle.remove()
                 self.handle = self._attach()
+                self.attached_anew = self.road.model != "ddp"  # else DDP knows what was used
                 self.handle.load_state_dict(saved)
             self._step(f"step {step}")
         self._compare()
@@ -292,6 +294,9 @@ class History:
                 self._backward(every[self.rank], compiled=compiled)
             for name, gradient in every[self.rank].items():
                 before[name] += gradient
+        if self.attached_anew:  # gradients that are there then are taken for the rank's own
+            used_by_any.update(had)
+            self.attached_anew = False
         for name, parameter in self.parameters.items():
             after = or_zeros(parameter.grad, parameter)
             if name not in used_by_any:

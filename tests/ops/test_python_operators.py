@@ -219,8 +219,9 @@ def test_names_and_keys_of_nothing() -> None:
         lambda: tracing.count_step(token, [result], "", "none"),
         lambda: tracing.note_backward(token, "none"),
         lambda: tracing.write_missing(token, used(), [result], [0], "none"),
+        lambda: tracing.leave_out(used(), used(), [0], False, "none"),
     ):
-        with pytest.raises(ValueError, match=r"_(step|backward|missing): (name|key) must be"):
+        with pytest.raises(ValueError, match=r"_(step|backward|missing|out): (name|key) must be"):
             call()
 
 
@@ -270,6 +271,41 @@ def test_write_missing_takes_what_fits() -> None:
 def test_write_missing_refuses(expected: str) -> None:
     (got,) = run_ranks(_write_missing, 1, expected)
     assert got.partition(": ")[2].startswith("write_missing: ") and expected in got
+
+
+#: Arguments of leave_out that do not fit.
+LEFT_OUT: dict[str, Callable[[], Arguments]] = {
+    "used must be of dtype": lambda: {"used": used().float()},
+    "touched must be of dtype": lambda: {"touched": used().float()},
+    "used and touched must have 2 elements, got 4 and 2": lambda: {"used": used().repeat(2)},
+    "used and touched must have 2 elements, got 2 and 1": lambda: {"touched": used()[:1].clone()},
+    "missing must be numbers from 0 to 1": lambda: {"missing": [2]},
+}
+
+
+def _leave_out(rank: int, expected: str | None) -> str:
+    handle = attach(nn.Linear(4, 3), hooks.allreduce())
+    arguments = {
+        "used": used(),
+        "touched": used(),
+        "missing": [0, 1],
+        "needs_all": False,
+        "key": _key_of(handle),
+    }
+    changed = {} if expected is None else LEFT_OUT[expected]()
+    got = outcome(tracing.leave_out, {**arguments, **changed})
+    handle.remove()
+    return got
+
+
+def test_leave_out_takes_what_fits() -> None:
+    assert run_ranks(_leave_out, 1, None) == ["taken"]
+
+
+@pytest.mark.parametrize("expected", LEFT_OUT)
+def test_leave_out_refuses(expected: str) -> None:
+    (got,) = run_ranks(_leave_out, 1, expected)
+    assert got.partition(": ")[2].startswith("leave_out: ") and expected in got
 
 
 def test_traffic_that_is_no_text_of_it_counts_no_step() -> None:

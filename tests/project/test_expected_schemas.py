@@ -53,6 +53,7 @@ commhook::fp8_encode(Tensor[] tensors, Tensor(a!) message, *, str format, int bl
 commhook::fp8_reduce(Tensor messages, Tensor(a!) message, int numel, *, str format, int block_size, float scale=1., Tensor(b!)? error=None) -> ()
 commhook::has_cuda_kernels() -> bool
 commhook::keep_unsent(Tensor(a0!)[] errors, Tensor[] results, Tensor[] gradients, Tensor used, SymInt[] table) -> ()
+commhook::leave_out(Tensor(a0!) used, Tensor touched, SymInt[] missing, bool needs_all, str key) -> ()
 commhook::low_rank_gather_left(Tensor[] gradients, Tensor(a!) matrices, Tensor right, Tensor(b!) left, *, bool adds=False) -> ()
 commhook::low_rank_left(Tensor matrices, Tensor right, Tensor(a!) left) -> ()
 commhook::low_rank_product(Tensor left, Tensor right, Tensor(a!) matrices) -> ()

@@ -20,12 +20,13 @@ from torch_commhook.metrics import as_text
 from torch_commhook.native.runtime import hook_on_bucket
 from torch_commhook.reducer.buckets import BucketState, TracedBucket, destinations
 from torch_commhook.reducer.eager_step import EagerStep, StartedBucket
-from torch_commhook.reducer.parameter_use import ParameterUse
+from torch_commhook.reducer.parameter_use import ParameterUse, missing_in, needs_all
 from torch_commhook.reducer.parameters import ReducerParameters
 from torch_commhook.reducer.tracing import (
     begin_step,
     commit_step,
     count_step,
+    leave_out,
     parameters_changed,
     prepare_tracing,
     start_traced,
@@ -116,10 +117,12 @@ class CompiledStep(EagerStep):
         for started in self._started:
             started.call.future.start_next()
         results = [self._result(started) for started in self._started]
-        used = self._use.locally_used(self._buckets, self.agreement)
+        used = self._traced.used
+        used.fill_(1)
+        missing = missing_in(self._buckets)
+        if missing:
+            leave_out(used, self._use.touched, missing, needs_all(self.agreement), self._traced.key)
         if self.agreement.size > 1:
-            self._traced.used.copy_(used)
-            used = self._traced.used
             commit_step(used, results, self._group.name)
         if attached.scales_steps:
             results = self._scaled(results, used)

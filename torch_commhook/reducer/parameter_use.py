@@ -1,4 +1,4 @@
-"""Which of a reducer's parameters have got a gradient since the ranks last synchronised."""
+"""Which of a reducer's parameters have gradients that the ranks have not averaged yet."""
 
 from __future__ import annotations
 
@@ -15,14 +15,26 @@ from torch_commhook.step.step_group import NoAgreement, StepGroup
 class ParameterUse:
     """Which parameters have got a gradient, in a backward and in those before it under no_sync().
 
+    A step that fails, or a backward that an exception ends, changes nothing here: the gradients
+    that it has written differ from rank to rank until a step averages them.
+
     Args:
         parameters: the reducer's.
+        touched: for each parameter, whether a backward may have written to its gradient since the
+            last step: uint8, on the CPU. What counts the gradients sets it.
+
+    Attributes:
+        touched: as there.
     """
 
-    def __init__(self, parameters: ReducerParameters) -> None:
+    def __init__(self, parameters: ReducerParameters, touched: Tensor) -> None:
         self._parameters = parameters
-        # Whether each parameter has got a gradient since the last synchronisation, under no_sync().
-        self._used_before = [False] * len(parameters)
+        self.touched = touched
+        self.all_are_own()
+
+    def all_are_own(self) -> None:
+        """Take all gradients that are there for this rank's own."""
+        self.touched.fill_(1)
 
     def set_before(self, used: Sequence[bool]) -> None:
         """Take parameters for used in a backward that did not synchronise.
@@ -30,18 +42,11 @@ class ParameterUse:
         Args:
             used: for each parameter, whether it was.
         """
-        self._used_before = list(used)
-
-    def add_backward(self, buckets: Sequence[BucketState]) -> None:
-        """A backward that does not synchronise has ended: its gradients wait for one that does."""
-        for bucket in buckets:
-            for number, arrived in zip(bucket.members, bucket.arrived, strict=True):
-                if bucket.pending == 0 or arrived is not None:
-                    self._used_before[number] = True
+        self.touched.copy_(torch.tensor(used, dtype=torch.uint8, device="cpu"))
 
     def forget(self) -> None:
-        """The gradients of earlier backward passes have been sent."""
-        self._used_before = [False] * len(self._parameters)
+        """The gradients of earlier backward passes have been averaged."""
+        self.touched.zero_()
 
     def locally_used(
         self, buckets: Sequence[BucketState], agreement: StepGroup | NoAgreement
@@ -51,25 +56,54 @@ class ParameterUse:
         Raises:
             RuntimeError: it has not used all of them, and cannot tell the other ranks.
         """
-        used = [1] * len(self._parameters)
-        for bucket in buckets:
-            if bucket.pending == 0:
-                continue
-            for number, parameter, arrived in zip(
-                bucket.members, bucket.parameters, bucket.arrived, strict=True
-            ):
-                if arrived is None and not (
-                    self._used_before[number] and parameter.grad is not None
-                ):
-                    used[number] = 0
-        if not agreement.shares_used and agreement.size > 1 and 0 in used:
-            names = [
-                name for name, yes in zip(self._parameters.names, used, strict=True) if not yes
-            ]
+        used = torch.ones(len(self._parameters), dtype=torch.uint8, device="cpu")
+        missing = missing_in(buckets)
+        if missing:
+            self.leave_out(used, self.touched, missing, needs_all=needs_all(agreement))
+        return used
+
+    def leave_out(
+        self, used: Tensor, touched: Tensor, missing: Sequence[int], *, needs_all: bool
+    ) -> None:
+        """Clear the flags of parameters that have got no gradient.
+
+        Args:
+            used: one flag for each parameter: uint8, on the CPU; written.
+            touched: as :attr:`touched`.
+            missing: the numbers of the parameters that this backward has given no gradient.
+            needs_all: whether this rank cannot tell the other ranks.
+
+        Raises:
+            RuntimeError: there are such, and the rank cannot tell.
+        """
+        is_touched = touched.tolist()
+        unused = [
+            number
+            for number in missing
+            if not is_touched[number] or self._parameters.tensors[number].grad is None
+        ]
+        if unused and needs_all:
+            names = [self._parameters.names[number] for number in sorted(unused)]
             raise RuntimeError(
                 f"torch_commhook: parameters {names} got no gradient, and over this process group "
                 "ranks do not tell each other which they used; freeze them "
                 "(requires_grad_(False)) before the hook is attached, or let the loss depend on "
                 "them"
             )
-        return torch.tensor(used, dtype=torch.uint8, device="cpu")
+        used[unused] = 0
+
+
+def missing_in(buckets: Sequence[BucketState]) -> list[int]:
+    """The numbers of the parameters that a backward has given no gradient."""
+    return [
+        number
+        for bucket in buckets
+        if bucket.pending
+        for number, arrived in zip(bucket.members, bucket.arrived, strict=True)
+        if arrived is None
+    ]
+
+
+def needs_all(agreement: StepGroup | NoAgreement) -> bool:
+    """Whether all ranks have to use all parameters, since they cannot tell which they used."""
+    return agreement.size > 1 and not agreement.shares_used

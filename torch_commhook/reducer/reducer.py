@@ -96,7 +96,6 @@ class Reducer:
         self._eager: EagerBackward | None = None  # under way
         self._compiled: CompiledBackward | None = None  # under way
         self._traced = TracedState(self.key, len(self.parameters))
-        self.use = ParameterUse(self.parameters)
         self._closes = False  # at the end of this backward
         self._memory_is_old = False  # the buckets', of the hook of this backward
         self._begun_count = 0  # how many backward passes have begun
@@ -105,6 +104,7 @@ class Reducer:
         )
         self._hooks = ParameterHooks(self, self.parameters)
         self._arrivals = self._hooks.arrivals
+        self.use = ParameterUse(self.parameters, self._arrivals.touched)
         self._order = BucketOrder(self._arrivals, len(self.parameters))
         self._fill_buckets(self._order.expected)
 
@@ -120,7 +120,9 @@ class Reducer:
 
     @attached.setter
     def attached(self, attached: Attached | None) -> None:
-        self._attached = attached
+        before, self._attached = self._attached, attached
+        if before is not None and before.keeps_ranks_apart:
+            self.use.all_are_own()
         if attached is not None:
             attached.use_group(self.group, self.device)
         if self._is_under_way():  # that backward goes on with what its own hook remembers
@@ -304,12 +306,6 @@ class Reducer:
             bucket, place = reducer._buckets.places[name]
             compiled = reducer._compiled
             if compiled is None:
-                if reducer._eager is not None:  # an eager backward was left by an exception
-                    reducer._abandon()
-                compiled = reducer._begin_compiled()
-            elif bucket.arrived[place] is not None:
-                # Compiled autograd was left by an exception before it came to an end.
-                reducer._abandon()
                 compiled = reducer._begin_compiled()
             bucket.arrived[place] = parameter
             bucket.pending -= 1
@@ -370,6 +366,8 @@ class Reducer:
 
         The last that Python sees of it: the compiler knows what is remembered as tensors alone.
         """
+        if self._eager is not None or self._compiled is not None:  # left by an exception
+            self._abandon()
         try:
             if self.attached is not None:
                 self.attached.look_at_scale(in_join=self._in_join())
@@ -379,10 +377,6 @@ class Reducer:
             if raised is error:
                 raise
             raise raised from error
-
-    def captured(self) -> None:
-        """That backward has run."""
-        self._arrivals.captured()
 
     # ---- the beginning and the end of any --------------------------------------------------------
 
@@ -415,7 +409,6 @@ class Reducer:
     def _finish(self, step: EagerStep | None) -> None:
         """All gradients of this backward are there: wait for the hooks and write their results."""
         if step is None:
-            self.use.add_backward(self._buckets.all)
             self._reset()
             return
         try:
@@ -463,7 +456,6 @@ class Reducer:
         else:
             raised = step.agreement.fail_with(error)
             step.drop()
-        self.use.forget()
         self._reset()
         raise raised
 
@@ -474,10 +466,6 @@ class Reducer:
         step = None if under_way is None else under_way.step
         if step is not None:
             step.agreement.fail("backward() was left by an exception")
-            self.use.forget()
-        elif eager is not None and not _is_compiling():  # what it has given stays
-            self._buckets.set_arrived(set(self._arrivals.missing()))
-            self.use.add_backward(self._buckets.all)
         self._reset()
 
     def _reset(self) -> None:
@@ -489,7 +477,6 @@ class Reducer:
             self._renew_memory()
         if not _is_compiling():
             self._arrivals.reset()
-            self._arrivals.captured()
         # Last: another thread that begins meanwhile would be half forgotten, and still be running.
         self._eager = self._compiled = None
         if self._closes:

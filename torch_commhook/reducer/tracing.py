@@ -17,6 +17,7 @@ from torch_commhook.hooks.base import Hook
 from torch_commhook.metrics import TRACED_METER, count_bucket, from_text
 from torch_commhook.native.dynamo import left_to_python
 from torch_commhook.native.tensor_checks import check_flat, check_used
+from torch_commhook.reducer.parameter_use import ParameterUse
 from torch_commhook.reducer.parameters import ReducerParameters
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.hook_call import HookCall
@@ -28,10 +29,12 @@ class TraceableReducer(Protocol):
 
     Attributes:
         parameters: those whose gradients are averaged.
+        use: which of these have got gradients.
         change_of_parameters: says what has happened to the parameters since, if anything.
     """
 
     parameters: ReducerParameters
+    use: ParameterUse
     change_of_parameters: Callable[[], str | None]
 
     @property
@@ -41,9 +44,6 @@ class TraceableReducer(Protocol):
     @property
     def attached(self) -> Attached | None:
         """The hook."""
-
-    def captured(self) -> None:
-        """A backward that compiled autograd has taken in has run."""
 
 
 #: By a key of theirs, for compiled code. Text, since Dynamo makes variables of numbers that change.
@@ -139,6 +139,35 @@ def begin_step(token: Tensor, name: str) -> None:
     _group("begin_step", name).begin()
 
 
+@torch.library.custom_op("commhook::leave_out", mutates_args=("used",))
+def leave_out(used: Tensor, touched: Tensor, missing: list[int], needs_all: bool, key: str) -> None:
+    """:meth:`ParameterUse.leave_out` of the reducer with a key.
+
+    It reads the flags when the step runs, so that other flags need no other code.
+
+    Args:
+        used: one flag for each parameter, uint8; written.
+        touched: as :attr:`ParameterUse.touched`; a compiler knows the flags by it.
+        missing: numbers of parameters.
+        needs_all: whether a parameter that is not used is an error.
+        key: of the reducer.
+
+    Raises:
+        TypeError, ValueError: tensors or numbers that do not fit the reducer's parameters.
+        RuntimeError: a parameter is not used, and ``needs_all``.
+    """
+    reducer = _reducer("leave_out", key)
+    check_used("leave_out", used, missing, "missing")
+    check_flat("leave_out", "touched", touched, (torch.uint8,))
+    count = len(reducer.parameters)
+    if not len(used) == len(touched) == count:
+        raise ValueError(
+            f"leave_out: used and touched must have {count} elements, got {len(used)} and "
+            f"{len(touched)}"
+        )
+    reducer.use.leave_out(used, touched, missing, needs_all=needs_all)
+
+
 @torch.library.custom_op("commhook::commit_step", mutates_args=("used",))
 def commit_step(used: Tensor, results: list[Tensor], name: str) -> None:
     """:meth:`StepGroup.commit` of the group with a name, once ``results`` are there."""
@@ -155,7 +184,6 @@ def count_step(token: Tensor, results: list[Tensor], traffic: str, key: str) -> 
     hook sends may change from step to step, and with it the code.
     """
     reducer = _reducer("count_step", key)
-    reducer.captured()
     attached = reducer.attached
     if attached is not None:
         buckets = from_text(traffic)
@@ -192,6 +220,13 @@ def write_missing(
 
 @begin_step.register_fake
 def _begin_step_fake(token: Tensor, name: str) -> None:
+    return None
+
+
+@leave_out.register_fake
+def _leave_out_fake(
+    used: Tensor, touched: Tensor, missing: list[int], needs_all: bool, key: str
+) -> None:
     return None
 
 

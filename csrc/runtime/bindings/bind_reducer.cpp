@@ -39,7 +39,7 @@ void bind_reducer(py::module_& m) {
       .def("assign", &Arrivals::assign, py::arg("bucket_of"))
       .def("count_in_this_backward", &Arrivals::count_in_this_backward, py::arg("tell_full"),
            py::arg("run") = py::none())
-      .def("captured", &Arrivals::captured)
+      .def_property_readonly("touched", &Arrivals::touched)
       .def("reset", &Arrivals::reset)
       .def("close", &Arrivals::close)
       .def("missing", &Arrivals::missing)

@@ -1,5 +1,7 @@
 #include "runtime/reducer/arrivals.h"
 
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
@@ -14,14 +16,19 @@ namespace {
 
 constexpr int kNoTask = -2;  // -1 is the engine's, outside of backward
 
+at::Tensor zeros_of_bytes(int64_t count) {
+  TORCH_CHECK_VALUE(count >= 0, "Arrivals: parameter_count must not be negative, got ", count);
+  const c10::InferenceMode outside(false);  // or nobody could write to it outside
+  return at::zeros({count}, at::kByte);
+}
+
 }  // namespace
 
 Arrivals::Arrivals(py::object listener, int64_t parameter_count)
     : listener_(std::make_shared<const PyRef>(std::move(listener))),
       parameter_count_(parameter_count),
-      taken_in_(std::max<int64_t>(parameter_count, 0)) {
-  TORCH_CHECK_VALUE(parameter_count >= 0, "Arrivals: parameter_count must not be negative, got ",
-                    parameter_count);
+      touched_(zeros_of_bytes(parameter_count)),
+      captured_task_(kNoTask) {
   assign(std::vector<int64_t>(parameter_count));
 }
 
@@ -39,6 +46,11 @@ void Arrivals::assign(std::vector<int64_t> bucket_of) {
   bucket_of_ = std::move(bucket_of);
   bucket_sizes_ = std::move(sizes);
   reset_locked();
+}
+
+void Arrivals::touch(int64_t number) {
+  const std::lock_guard lock(mutex_);
+  touched_.mutable_data_ptr<uint8_t>()[number] = 1;
 }
 
 Arrivals::Counted Arrivals::count(int64_t number, bool entered) {
@@ -129,23 +141,13 @@ void Arrivals::count_in_this_backward(bool tell_full, std::shared_ptr<ReducerRun
 void Arrivals::capture(int64_t number) {
   {
     const std::lock_guard lock(mutex_);
-    // One that comes again is of another backward: the one before did not run to its end.
-    const bool begins = !capturing_ || taken_in_[number];
-    if (begins) {
-      taken_in_.assign(taken_in_.size(), false);
-    }
-    capturing_ = true;
-    taken_in_[number] = true;
-    if (!begins) {
+    touched_.mutable_data_ptr<uint8_t>()[number] = 1;
+    const int task = torch::autograd::get_current_graph_task_id();
+    if (std::exchange(captured_task_, task) == task) {
       return;
     }
   }
   call("before_capture");
-}
-
-void Arrivals::captured() {
-  const std::lock_guard lock(mutex_);
-  capturing_ = false;
 }
 
 void Arrivals::reset() {

@@ -31,6 +31,13 @@ class Arrivals {
 
   int64_t parameter_count() const { return parameter_count_; }
 
+  // For each parameter, whether a backward may have written to its gradient since this was zeroed:
+  // uint8, on the CPU. Also one that an exception ended. It is zeroed between two backward passes.
+  const at::Tensor& touched() const { return touched_; }
+
+  // A backward writes to the gradient of a parameter.
+  void touch(int64_t number);
+
   // The gradient of a parameter has come, on any thread. Does not need the GIL.
   void arrive(int64_t number);
 
@@ -40,9 +47,6 @@ class Arrivals {
 
   // Compiled autograd takes in a backward in which the parameter has a gradient. Needs the GIL.
   void capture(int64_t number);
-
-  // What compiled autograd has taken in has run: the next parameter is one of another backward.
-  void captured();
 
   // Wait for the gradients of the next backward.
   void reset();
@@ -74,6 +78,7 @@ class Arrivals {
   mutable std::mutex mutex_;  // never held while Python runs
   std::shared_ptr<const PyRef> listener_;
   const int64_t parameter_count_;
+  const at::Tensor touched_;
   std::vector<int64_t> bucket_of_;
   std::vector<int64_t> bucket_sizes_;
   std::vector<int64_t> pending_;  // gradients to come in each bucket
@@ -81,8 +86,7 @@ class Arrivals {
   int task_;                      // the autograd engine's number of the backward
   bool tell_full_ = false;
   std::shared_ptr<ReducerRun> run_;
-  bool capturing_ = false;
-  std::vector<char> taken_in_;  // whether each parameter is part of the backward that is captured
+  int captured_task_;  // the engine's number of the last backward that was captured
   bool note_order_ = true;
   std::vector<int64_t> order_;
 };

@@ -29,6 +29,9 @@ class ParameterHooks : public PostAccumulateGradHook {
 
   void operator()(const Variable& parameter) override {
     const auto counting = this->counting();
+    if (counting) {  // whatever the hooks before ours raise
+      counting->arrivals->touch(counting->number);
+    }
     const auto hooks = list_->snapshot();
     // One word, which may be read without the GIL.
     const bool pytorchs = PyDict_GET_SIZE(held_->dict.get().ptr()) > (counting ? 1 : 0);
