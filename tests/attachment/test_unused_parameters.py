@@ -189,7 +189,7 @@ def _failed_step(model: Skipping, handle: HookHandle, rank: int) -> HookHandle:
         model(batch(rank, 0)).square().sum().backward()
     if rank == 0:
         raising = handle.register_buffer_prehook(_raises)
-    model.skip = (4,)
+    getattr(model, "module", model).skip = (4,)
     with pytest.raises(OwnError if rank == 0 else PeerError):
         model(batch(rank, 0)).square().sum().backward()
     if rank == 0:
@@ -299,6 +299,31 @@ def test_a_gradient_of_a_ranks_own_is_averaged_by_the_next_step(
     assert not torch.equal(own, other)
     mean = (own + other) / 2
     torch.testing.assert_close(first, mean)
+    assert torch.equal(first, second)
+
+
+def _then_unused_in_ddp(rank: int, case: str, views: bool) -> tuple[Tensor, Tensor]:
+    """:func:`_then_unused` over DDP's C++ reducer."""
+    options = {"find_unused_parameters": True, "gradient_as_bucket_view": views}
+    inner = Skipping()
+    model = Mode("ddp", "eager").wrap(inner, **options)
+    handle = attach(model, hooks.allreduce())
+    OWN_GRADIENTS[case](model, handle, rank)
+    last = inner.layers[4].weight
+    before = last.grad.clone()
+    inner.skip = (4,)
+    for number in range(2):  # the second leaves it alone
+        model(batch(rank, 2 + number)).square().sum().backward()
+    handle.remove()
+    return before, last.grad
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["apart", "views"])
+@pytest.mark.parametrize("case", ["a failed step after a micro-batch", "a step that fails"])
+def test_so_it_is_over_the_reducer_of_ddp(two_ranks: RankPool, case: str, views: bool) -> None:
+    (own, first), (other, second) = two_ranks.run(_then_unused_in_ddp, case, views)
+    assert not torch.equal(own, other)
+    torch.testing.assert_close(first, (own + other) / 2)
     assert torch.equal(first, second)
 
 

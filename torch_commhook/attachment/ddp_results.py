@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_commhook import _C
+from torch_commhook import _C, collectives
 from torch_commhook.attachment.watched_parameters import WatchedParameters
 from torch_commhook.buckets.results import scaled_result
 from torch_commhook.memory.bucket_with_memory import BucketWithMemory
@@ -67,6 +68,33 @@ class KeptGradients:
         return bool(self._kept)
 
 
+def average_own_gradients(parameters: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Average gradients that a failed step has left on the ranks, each its own.
+
+    Called on all ranks alike. A rank that has none gets the mean, too, where another has one.
+    Sparse ones stay as they are.
+    """
+    if not parameters:
+        return
+    layouts = [None if p.grad is None else p.grad.layout for p in parameters]
+    found = torch.tensor(
+        [[layout is torch.strided, layout is torch.sparse_coo] for layout in layouts],
+        dtype=torch.float32,
+        device=parameters[0].device,
+    )
+    counts = collectives.all_reduce(found, group=group).wait().tolist()
+    with torch.no_grad():
+        for parameter, (dense, sparse) in zip(parameters, counts, strict=True):
+            if not dense or sparse:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = parameter.grad
+            own = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+            mean = collectives.all_reduce(own.contiguous() / group.size(), group=group).wait()
+            own.copy_(mean)
+
+
 class DdpResults:
     """What hooks gave in one backward, as far as it is needed after DDP has written it.
 
@@ -80,6 +108,8 @@ class DdpResults:
     Attributes:
         kept: gradients that this rank has not used, as they were: DDP overwrites those that are
             views. None where it does not.
+        follow_a_failure: whether the step before has failed, which may have left gradients that
+            this one does not use.
     """
 
     def __init__(
@@ -97,6 +127,7 @@ class DdpResults:
         self._unsent: dict[int, Callable[[], Tensor]] = {}
         # Of other dtypes than the gradients: scaled first, and rounded to those then.
         self._unrounded: dict[int, Callable[[], Tensor]] = {}
+        self.follow_a_failure = False
 
     def keep_for_unused(self, index: int, result: Callable[[], Tensor]) -> None:
         """Keep a bucket's result, whose part for unused parameters the hook is to remember."""
@@ -113,7 +144,20 @@ class DdpResults:
 
     def are_needed(self, attached: Attached) -> bool:
         """Whether :meth:`finish` has anything to do."""
-        return attached.scales_steps or self.leaves_some_out(attached) or bool(self.kept)
+        return (
+            attached.scales_steps
+            or self.leaves_some_out(attached)
+            or bool(self.kept)
+            or self.follow_a_failure
+        )
+
+    def note_failure(self) -> None:
+        """A step has failed: the gradients that it has left differ from rank to rank."""
+        self.forget()
+        model = self._model()
+        self.follow_a_failure = (
+            model is not None and model.find_unused_parameters and not model.static_graph
+        )
 
     def forget(self) -> None:
         """Drop the results of a backward that is over, or has failed."""
@@ -122,12 +166,15 @@ class DdpResults:
         if self.kept is not None:
             self.kept.clear()
 
-    def finish(self, attached: Attached, past: Mapping[int, bool] | None) -> None:
+    def finish(
+        self, attached: Attached, past: Mapping[int, bool] | None, group: dist.ProcessGroup
+    ) -> None:
         """Do what DDP left undone, once it has written the last gradients.
 
         Args:
             attached: the hook.
             past: as in :meth:`Attached.step_scale`.
+            group: the ranks.
         """
         if self._unsent:
             self._keep_unsent()
@@ -136,6 +183,13 @@ class DdpResults:
             self.kept.put_back(used_by_any_rank(model))
         if attached.scales_steps:
             self._scale_gradients(attached, past)
+        if self.follow_a_failure:
+            self.follow_a_failure = False
+            # In join() a rank without inputs does not come here.
+            if model is not None and not model._join_config.enable:
+                is_used = used_by_any_rank(model).tolist()
+                unused = zip(self._parameters(), is_used, strict=True)
+                average_own_gradients([p for p, yes in unused if not yes], group)
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for _, parameter in self._watched.parameters]

@@ -261,7 +261,7 @@ class DdpRoad:
             has_joined=torch._C._current_graph_task_id() == _NO_BACKWARD,
         )
         native = attached.cpp_hook
-        if native is None or self._results.kept is not None:
+        if native is None or self._results.kept is not None or self._results.follow_a_failure:
             return None
         own = attached.own_group
         if own is not None:
@@ -348,7 +348,7 @@ class DdpRoad:
                 engine = torch.autograd.Variable._execution_engine
                 engine.queue_callback(partial(self._gradients_written, attached, past))
             return
-        self._results.forget()
+        self._results.note_failure()
         raised = self._group.fail_with(error)
         if raised is not error:  # which comes out of backward() by itself
             raise raised
@@ -357,7 +357,7 @@ class DdpRoad:
     def _gradients_written(
         self, attached: Attached, past: Mapping[int, bool] | None = None
     ) -> None:
-        self._results.finish(attached, past)
+        self._results.finish(attached, past, self._group.group_for(self._device))
         for index, bucket in sorted(self._buckets.items()):
             where = hook_on_bucket(attached.name, index, bucket.bucket_count())
             attached.stages.done(bucket, where)
