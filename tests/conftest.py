@@ -29,7 +29,20 @@ def pytest_collection_finish() -> None:
     collect_less()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+#: Cases that take seconds, while others of the same test try the same: beginnings of their names.
+LONG_TESTS = (Path(__file__).parent / "support" / "long_tests.txt").read_text().splitlines()
+
+
+@pytest.hookimpl(tryfirst=True)  # before they are chosen by marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    unknown = set(LONG_TESTS)
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        for beginning in filter(name.startswith, LONG_TESTS):
+            item.add_marker(pytest.mark.long)
+            unknown.discard(beginning)
+    if unknown and config.args == config.getini("testpaths"):
+        raise pytest.UsageError(f"long_tests.txt: no test begins with {min(unknown)}")
     if not torch.cuda.is_available():
         reason = "needs a CUDA GPU, and none is visible"
     elif not torch.ops.commhook.has_cuda_kernels():

@@ -60,7 +60,7 @@ def _given_groups_recover(rank: int, mode: Mode, kind: str) -> list[tuple[str, b
             step(batch(rank, 1))
         want = gradients(model)
         # Of compiled code that has sent something, PyTorch keeps what it has not waited for.
-        calls = (1, 1, 1) if mode.compiles_backward else (3, 1, 5)
+        calls = (1, 1, 1) if mode.compiles_backward else (2, 1, 4)
         for fails, call in zip((0, 1, 1), calls, strict=True):
             Failure.calls = call if rank == fails else -1
             model.zero_grad()

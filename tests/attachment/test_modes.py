@@ -190,10 +190,25 @@ def runs(mode: Mode, hook: str) -> bool:
     return ALL or hook in EVERYWHERE or mode in SOMEWHERE
 
 
+def is_long(mode: Mode, hook: str) -> bool:
+    """Compiles what others compile, too: each hook with ``fullgraph``, two on every model."""
+    if mode.fullgraph:
+        return hook.startswith("adaptive")  # three times
+    return mode.compiles_backward and hook not in (
+        "allreduce()",
+        "error_feedback(blockwise(bits=4))",
+    )
+
+
 @pytest.mark.parametrize(
     ("mode", "hook"),
     [
-        pytest.param(compiled(mode, hook), hook, id=f"{mode}-{hook}")
+        pytest.param(
+            compiled(mode, hook),
+            hook,
+            id=f"{mode}-{hook}",
+            marks=pytest.mark.long if not ALL and is_long(mode, hook) else [],
+        )
         for mode in MODES
         for hook in HOOKS
         if runs(mode, hook)

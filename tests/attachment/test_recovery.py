@@ -94,7 +94,13 @@ MANY_STEPS = [
     pytest.param(mode, steps, marks=pytest.mark.long if long else [], id=f"{mode}-{steps}")
     for mode in TRACED_MODES
     if not mode.fullgraph
-    for steps, long in ([(10, False), (50, True)] if mode.compiles_backward else [(50, False)])
+    for steps, long in (
+        [(50, False)]
+        if not mode.compiles_backward
+        else [(10, False), (50, True)]
+        if mode.model == "module"
+        else [(50, True)]
+    )
 ]
 
 
