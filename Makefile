@@ -90,7 +90,7 @@ lint: $(VENV)/linters
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-logo
-	$(VENV)/bin/clang-format --dry-run --Werror $(shell find csrc cuda examples tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' -o -name '*.inl')
+	@$(VENV)/bin/clang-format --dry-run --Werror $(shell find csrc cuda examples tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' -o -name '*.inl')
 
 format: $(VENV)/linters
 	$(VENV)/bin/ruff check --fix .
