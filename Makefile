@@ -21,8 +21,9 @@
 #   make soak-hooks       200 runs of each hook in stages, with delays and failures; half an hour
 #   make error-feedback   what error feedback is for, in runs of 20,000 steps; ten minutes
 #   make balance          1,000 random histories with error feedback, which loses nothing; an hour
-#   make long-runs        those of the long runs that changed files call for, 20 minutes of them
-#   make results          docs/results.md, from what the long runs have stored
+#   make long-runs        long runs whose files have changed since they last passed, up to 20 minutes
+#   make results          docs/results.md, from the results that the long runs have stored
+#   make clean            remove the environments and everything that was built
 # Settings: PYTHON, TORCH, ARGS (passed on to the command).
 
 PYTHON ?= python3
@@ -33,9 +34,9 @@ ARGS ?=
 
 VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip --quiet --disable-pip-version-check
-# What the long runs share with the tests is found as in a test.
+# The long runs import helpers of the tests.
 LONG_RUN = PYTHONPATH=$(CURDIR)/tests/support:$(PYTHONPATH) $(VENV)/bin/python tests/long_runs
-# After a whole long run: which files it has passed with.
+# Notes the files with which a whole long run has passed.
 PASSED = $(if $(ARGS),,$(LONG_RUN)/called_for.py --passed $@)
 NATIVE = setup.py build_support.py $(shell find csrc cuda -type f)
 

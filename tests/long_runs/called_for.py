@@ -1,11 +1,11 @@
-"""Which long runs the files call for that have changed since each run last passed.
+"""Finds the long runs whose files have changed since the run last passed.
 
     python tests/long_runs/called_for.py                  # a line for each
     python tests/long_runs/called_for.py --run --minutes 20
     python tests/long_runs/called_for.py --passed modes   # the Makefile says so after a run
 
-``make long-runs`` calls the second. What has passed is noted in ``passed.json`` beside this file,
-with a digest of the files that the run concerns, and is committed with the run's results.
+``make long-runs`` calls the second. ``passed.json`` beside this file holds a digest of each run's
+files when it last passed; it is committed with the run's results.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class LongRun(NamedTuple):
     """A target of the Makefile.
 
     Attributes:
-        minutes: that it takes on 2 cores, roughly.
-        files: files and folders whose change calls for it.
+        minutes: roughly how long it takes on 2 cores.
+        files: files and folders; a change of one calls for the run.
     """
 
     minutes: int
     files: tuple[str, ...]
 
     def paths(self) -> Iterator[Path]:
-        """The files, those of its folders among them, in order."""
+        """The files and those in its folders, in order."""
         for name in self.files:
             path = ROOT / name
             if path.is_dir():
@@ -52,7 +52,7 @@ class LongRun(NamedTuple):
                 raise FileNotFoundError(f"called_for.py: {name} does not exist")
 
     def digest(self) -> str:
-        """Of the files' names and contents."""
+        """A digest of the files' names and contents."""
         digest = hashlib.sha256()
         for path in self.paths():
             content = path.read_bytes()
@@ -61,11 +61,11 @@ class LongRun(NamedTuple):
 
 
 def is_source(path: Path) -> bool:
-    """Whether a file was written, not made."""
+    """Whether a file is a source, not a build's output."""
     return path.is_file() and path.suffix not in (".so", ".pyc")
 
 
-#: By name of the target; the first are run first.
+#: The runs by target, in the order in which they are run.
 RUNS = {
     "modes": LongRun(
         12,
@@ -104,6 +104,7 @@ RUNS = {
             "torch_commhook/process_group",
             "csrc/runtime/process_group",
             "tests/long_runs/distributed_suite.py",
+            "tests/long_runs/distributed_suite_cases.py",
             "tests/long_runs/distributed_suite_wrapper.py",
         ),
     ),
@@ -114,6 +115,7 @@ RUNS = {
             "torch_commhook/step",
             "csrc/runtime/hooks",
             "tests/long_runs/distributed_suite.py",
+            "tests/long_runs/distributed_suite_cases.py",
             "tests/long_runs/distributed_suite_hook.py",
         ),
     ),
@@ -138,18 +140,25 @@ RUNS = {
         ),
     ),
     "balance": LongRun(
-        50, (*STEPS, "csrc/runtime/reducer", "csrc/ops/codecs", "tests/long_runs/balance.py")
+        50,
+        (
+            *STEPS,
+            "csrc/runtime/reducer",
+            "csrc/ops/codecs",
+            "tests/long_runs/balance.py",
+            "tests/long_runs/local_balance.py",
+        ),
     ),
 }
 
 
 def passed() -> dict[str, str]:
-    """By name, the digest with which a run has last passed."""
+    """The digest with which each run last passed, by target."""
     return json.loads(PASSED.read_text()) if PASSED.exists() else {}
 
 
 def note_passed(target: str) -> None:
-    """Note that a run of all its cases has passed with the files as they are."""
+    """Note that all cases of a run have passed with the present files."""
     noted = {**passed(), target: RUNS[target].digest()}
     PASSED.write_text(json.dumps(dict(sorted(noted.items())), indent=1) + "\n")
 
@@ -161,7 +170,11 @@ def called_for() -> dict[str, LongRun]:
 
 
 def run_within(minutes: int) -> int:
-    """Run those called for that fit into so many minutes in all; 1 if one of them fails."""
+    """Run those called for that fit into so many minutes in all.
+
+    Returns:
+        1 if one of them fails, else 0.
+    """
     left, failed = minutes, []
     for name, run in called_for().items():
         if run.minutes > left:
@@ -169,7 +182,8 @@ def run_within(minutes: int) -> int:
             continue
         left -= run.minutes
         print(f"make {name}: about {run.minutes} minutes", flush=True)
-        if subprocess.run(["make", "--no-print-directory", name], cwd=ROOT).returncode:
+        # The ARGS of `make long-runs` would reach it through MAKEFLAGS.
+        if subprocess.run(["make", "--no-print-directory", name, "ARGS="], cwd=ROOT).returncode:
             failed.append(name)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)

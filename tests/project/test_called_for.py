@@ -53,6 +53,16 @@ def test_a_failed_run_is_a_failure(one_run: Path, capfd: pytest.CaptureFixture[s
     assert "failed: modes" in capfd.readouterr().err
 
 
+def test_its_own_arguments_are_not_passed_on(
+    one_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under ``make long-runs ARGS="--minutes 5"``."""
+    (one_run / "source.py").write_text("2")
+    (one_run.parent / "Makefile").write_text("modes:\n\ttest -z '$(ARGS)'\n")
+    monkeypatch.setenv("MAKEFLAGS", r" -- ARGS=--minutes\ 5")
+    assert called_for.run_within(5) == 0
+
+
 def test_each_is_a_target_and_concerns_files_that_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for name, run in called_for.RUNS.items():
