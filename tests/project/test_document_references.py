@@ -16,7 +16,10 @@ from repository import ROOT
 
 from torch_commhook.cli.main import COMMANDS, main
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "cuda/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 _SUFFIXES = r"\.(?:py|pyi|cpp|h|cu|cuh|inl|md|json|toml|\*)"
 _TOP = {"torch_commhook", "csrc", "cuda", "tests", "docs", "examples", "benchmarks", ".ci"}
