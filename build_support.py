@@ -1,14 +1,13 @@
 """How ``setup.py`` compiles: torch's ``BuildExtension``, all libraries in one run of ninja.
 
-Three things make a build quick. The headers of PyTorch that a library needs are parsed once: they
-stand in ``csrc/*/precompiled.h``. Files of one folder are compiled together, up to
-``JOINED_FILES`` of them, since each compilation takes seconds for what these headers define inline.
-And no processor waits at the end of a library for its last file.
+Three things make a build quick. GCC parses the headers in ``csrc/*/precompiled.h`` once. Up to
+``JOINED_FILES`` files of one folder are compiled together, since each compilation spends seconds on
+the inline functions of these headers. And no processor waits for the last file of a library.
 
 Files of kernels are compiled alone (see ``csrc/ops/cpu/for_each_instruction_set.h``). Names in
 anonymous namespaces of a folder must differ.
 
-Without ninja each file is compiled by itself, one after the other.
+Without ninja the files are compiled one after the other.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from setuptools.errors import CompileError
 from torch.utils import cpp_extension
 
 CSRC = Path(__file__).resolve().parent / "csrc"
-#: More would make a change of one file slow, fewer the whole build.
+#: More files make a change of one file slow; fewer make the whole build slow.
 JOINED_FILES = 8
 
 INCLUDE = re.compile(r"^#include\s+[<\"]([^>\"]+)[>\"]", re.MULTILINE)
@@ -45,11 +44,11 @@ PRECOMPILE = [
     "  depfile = $out.d",
     "  deps = gcc",
 ]
-#: What ninja begins a line with that is not a compiler's.
+#: Begins each line of ninja's own; the other lines are a compiler's.
 MARK = "\x1e"
 
 
-# ---- what is compiled together -------------------------------------------------------------------
+# ---- groups of sources --------------------------------------------------------------------------
 
 
 def text_of(source: str) -> str:
@@ -57,7 +56,7 @@ def text_of(source: str) -> str:
 
 
 def included(source: str) -> set[str]:
-    """The headers that a file names, of which none is followed."""
+    """The headers that a file names itself."""
     return set(INCLUDE.findall(text_of(source)))
 
 
@@ -66,7 +65,7 @@ def has_kernels(source: str) -> bool:
 
 
 def haste(group: list[str]) -> int:
-    """What takes longest comes first: by its bytes, with those of the kernels that it includes."""
+    """A sort key: the most bytes first, with those of the kernels that the files include."""
     texts = map(text_of, group)
     kernels: list[Path] = [CSRC / name for text in texts for name in KERNEL_FILE.findall(text)]
     paths = [*map(Path, group), *kernels]
@@ -74,7 +73,7 @@ def haste(group: list[str]) -> int:
 
 
 def groups_of(sources: list[str]) -> list[list[str]]:
-    """What is compiled together, in the order in which it is compiled."""
+    """Groups of sources that are compiled together, the slowest first."""
     folders = defaultdict(list)
     alone = []
     for source in sources:
@@ -94,9 +93,13 @@ def groups_of(sources: list[str]) -> list[list[str]]:
 
 
 def write_joined(folder: Path) -> tuple[Path, dict[str, str]]:
-    """What torch has written into a library's folder, with files that are joined.
+    """Writes a library's file for ninja anew, so that it joins sources.
 
-    Returns the file for ninja, and for each object of torch's the one that it is part of.
+    Args:
+        folder: holds the file that torch has written.
+
+    Returns:
+        The new file, and for each object in torch's file the object that now contains it.
     """
     lines = []
     objects: dict[str, str] = {}  # by their sources
@@ -135,7 +138,7 @@ def write_joined(folder: Path) -> tuple[Path, dict[str, str]]:
 
 
 def precompiled_header(sources: list[str]) -> Path | None:
-    """That of the folder of ``csrc`` in which a library stands."""
+    """The ``precompiled.h`` of the folder of ``csrc`` that holds a library's sources."""
     paths = [Path(source) for source in sources]
     folders = {path.relative_to(CSRC).parts[0] for path in paths if CSRC in path.parents}
     found = [CSRC / folder / "precompiled.h" for folder in sorted(folders)]
@@ -143,15 +146,14 @@ def precompiled_header(sources: list[str]) -> Path | None:
 
 
 def gcc_of(compiler: str) -> str:
-    """Its version, on which precompiled headers depend; nothing of compilers that make them in
-    another way."""
+    """GCC's version, on which precompiled headers depend; empty for other compilers."""
     command = [*shlex.split(compiler), "--version"]
     said = subprocess.run(command, capture_output=True, text=True).stdout
     return said.splitlines()[0] if "Free Software Foundation" in said else ""
 
 
 def write_changed(path: Path, text: str) -> Path:
-    """Leaves the time of a file that is as it should be."""
+    """Writes a file only if its text changes, so that ninja sees the old time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
@@ -159,7 +161,7 @@ def write_changed(path: Path, text: str) -> Path:
 
 
 def unescaped(name: str) -> str:
-    """A path of a file for ninja."""
+    """The path that a file for ninja writes as ``name``."""
     return re.sub(r"\$(.)", r"\1", name)
 
 
@@ -175,7 +177,7 @@ def in_command(path: Path) -> str:
 
 
 class Progress:
-    """One line: how many files are done, and the time. On a terminal it rewrites itself."""
+    """One line with the number of files done and the time; rewritten in place on a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -197,7 +199,7 @@ class Progress:
             self.is_shown = True
 
     def say(self, text: str) -> None:
-        """What a compiler has said, in the place of the line."""
+        """Print a compiler's message in place of the line."""
         self.write(f"\r\033[K{text}" if self.is_shown else text)
         self.is_shown = False
 
@@ -211,11 +213,13 @@ class Progress:
 
 
 def run_ninja(file: Path, stream: TextIO) -> None:
-    """Compiles what has changed. Prints how far it is and what compilers say, and no command but
-    that of a file that does not compile."""
+    """Compiles the files that have changed.
+
+    Prints the progress, the compilers' messages, and the command of a file that does not compile.
+    """
     jobs = os.environ.get("MAX_JOBS", "")
     if not jobs.isdigit():
-        # ninja would start two more, of 1.5 GB each.
+        # By itself ninja starts two more, of 1.5 GB each.
         jobs = str(len(os.sched_getaffinity(0)))
     command = ["ninja", "-f", str(file), "-j", jobs]
     progress = Progress(stream)
@@ -238,7 +242,7 @@ def run_ninja(file: Path, stream: TextIO) -> None:
 
 
 def lines_of(process: subprocess.Popen[bytes], progress: Progress) -> Iterator[str]:
-    """What a process writes; while it writes nothing, the time goes on."""
+    """The lines that a process writes. While it is silent, the progress line shows the time."""
     assert process.stdout is not None
     rest = b""
     while True:
@@ -261,10 +265,10 @@ class NinjaBuildExtension(cpp_extension.BuildExtension):
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        self.parallel = None  # ninja sees to that
+        self.parallel = None  # ninja runs the compilers in parallel
 
     def build_extension(self, ext: Any) -> None:
-        # torch writes a file for ninja into the folder of an extension's objects.
+        # Each extension needs a folder of its own: torch writes a file for ninja into it.
         folder = self.build_temp
         self.build_temp = str(Path(folder, ext.name.rpartition(".")[2]))
         try:
@@ -273,7 +277,7 @@ class NinjaBuildExtension(cpp_extension.BuildExtension):
             self.build_temp = folder
 
     def build_extensions(self) -> None:
-        # A torch that does without this function builds as it does: that takes longer, no more.
+        # A torch without this function builds in its own way, which only takes longer.
         if not self.use_ninja or not hasattr(cpp_extension, "_run_ninja_build"):
             super().build_extensions()
             return

@@ -3,8 +3,7 @@
 // A codec says what is its own:
 //   kBits, kParameters  of a value's code and of a block
 //   kIsRandom           whether it can round with random numbers
-//   Measure             of a block: adds values; of each of its words the largest of all lanes
-//                       counts
+//   Measure             accumulates a block's values; each word is max-reduced across its lanes
 //   kSums               whether that is a SumOfMagnitudes instead
 //   quantizer(measure, count, parameters, result)
 //                       gives a Quantizer and the parameters; false where a value is infinite or

@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t end = min(numel, begin + kPartValues);
   const int lane = threadIdx.x % kWarpSize;
   const int warp = threadIdx.x / kWarpSize;
-  // The part's own number of ties is that up to the next one's; no value past its end asks.
+  // The tie count needs no upper bound: no lane reads past the part's end.
   const auto part = part_of_message(before[blockIdx.x], {0, INT32_MAX}, state->wanted);
   const bool is_aligned = is_aligned_for_quads(p);
   __shared__ RankCounts of_warp[kWarpsPerBlock];

@@ -284,8 +284,8 @@ def from_text(text: str) -> tuple[BucketTraffic, ...]:
 class WireMeter:
     """Counts the bytes of one call of a hook, while :func:`counting` has it on this thread.
 
-    Both the library's collectives and recording process groups tell it, of the same traffic where
-    the one goes through the other; so they are counted apart.
+    Library collectives and recording groups may report the same traffic, so each has its own
+    counter.
     """
 
     __slots__ = (

@@ -1,4 +1,4 @@
-"""Attaching a hook to a model: what is checked, and which road the hook takes."""
+"""Attaching a hook to a model: the checks, and the choice of its road."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def _check_capacity(mebibytes: object) -> None:
 def _shared(
     model: torch.nn.Module, hook: Callable[..., Any], settings: dict[str, Any]
 ) -> dict[str, object]:
-    """What all ranks must attach alike."""
+    """The settings that all ranks must attach alike."""
     shared: dict[str, object] = {"the hook": printed_hook(hook)}
     if isinstance(model, DistributedDataParallel):
         shared["bucket_cap_mb"] = model.bucket_bytes_cap / (1 << 20)

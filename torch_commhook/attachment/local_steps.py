@@ -1,4 +1,4 @@
-"""Ranks that step on their own gradients for a while, and when and how they come together."""
+"""Steps on each rank's own gradients, and the exchanges that bring the ranks together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of optimizers, told to who counts them.
+"""Tells subscribers of the steps of optimizers.
 
 An optimizer tells nobody of its steps but hooks that are registered with it, or with all of them.
 So there is one of ours with all optimizers as long as somebody counts.
@@ -38,7 +38,7 @@ _handles: list[RemovableHandle] = []
 
 
 def add_step_counter(counter: StepCounter) -> None:
-    """Tell somebody of steps, as long as it lives."""
+    """Tell a subscriber of steps, as long as it lives."""
     _counters[next(_numbers)] = counter
     if not _handles:
         # What a rank sends, and when, is for no compiler.
@@ -48,7 +48,7 @@ def add_step_counter(counter: StepCounter) -> None:
 
 
 def remove_step_counter(counter: StepCounter) -> None:
-    """Tell somebody of steps no more."""
+    """Tell a subscriber of no more steps."""
     for number, other in list(_counters.items()):
         if other is counter:
             del _counters[number]

@@ -152,7 +152,7 @@ class ReducerRoad:
 
     @property
     def group(self) -> StepGroup:
-        """What the hook communicates through."""
+        """The group through which the hook communicates."""
         return self._group
 
     def parameter_buckets(self) -> list[list[Tensor]]:
@@ -211,7 +211,7 @@ class ReducerRoad:
         return self._closed and not self.reducer.is_closed
 
     def after_backward(self, then: Callable[[], None]) -> None:
-        """Call ``then`` where no backward that the last hook is in is under way any more."""
+        """Call ``then`` once no backward of the last hook is under way."""
         if self.is_closing:
             self._then.append(then)
         else:

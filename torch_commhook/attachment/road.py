@@ -1,4 +1,4 @@
-"""What a road is: what a hook needs of whoever averages a model's gradients."""
+"""The interface between an attached hook and the reducer that runs it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_commhook.step.step_group import StepGroup
 
 
 class Road(Protocol):
-    """What stands between a model's gradients and the hook that is attached at the moment.
+    """Hands a model's gradients to the hook that is attached at the moment.
 
     Attributes:
         attached: the hook; None where there is none.
@@ -32,7 +32,7 @@ class Road(Protocol):
 
     @property
     def group(self) -> StepGroup:
-        """What the hook communicates through."""
+        """The group through which the hook communicates."""
 
     @property
     def is_alive(self) -> bool:
@@ -49,7 +49,7 @@ class Road(Protocol):
         """The hook's memory has been read from elsewhere, where these were the buckets."""
 
     def after_backward(self, then: Callable[[], None]) -> None:
-        """Call ``then`` where no backward that the last hook is in is under way any more."""
+        """Call ``then`` once no backward of the last hook is under way."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let gradients add up on each rank, without communication."""

@@ -1,4 +1,4 @@
-"""Whether a model still has the parameters that a hook was attached to."""
+"""Checks that a model still has the parameters that its hook was attached to."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class WatchedParameters:
         self._members = 0
 
     def change(self) -> str | None:
-        """What has happened to the parameters, as an error says it; None if nothing."""
+        """A change of the parameters, as an error says it, or None."""
         model = self._model()
         self.is_sure = True
         if model is None or not self.parameters:

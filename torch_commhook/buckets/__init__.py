@@ -1,1 +1,1 @@
-"""Buckets of gradients: how they lie in memory, and what a hook is given."""
+"""Buckets of gradients: their layout in memory, and their interface for hooks."""

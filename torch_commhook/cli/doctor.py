@@ -1,7 +1,7 @@
-"""``doctor``: what is installed here, and whether a hook works on it. Reports of bugs ask for it.
+"""``doctor``: prints what is installed, and tries two hooks on it. Bug reports ask for its output.
 
-It says what it can where torch or a native library does not load. So it imports these only where it
-asks them, and the package calls :func:`end_where_nothing_loads` before it loads them itself.
+It works even if torch or a native library does not load. So it imports these only when it needs
+them, and the package calls :func:`end_where_nothing_loads` before it loads them itself.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-#: What is tried, as ``--hook`` of ``train`` takes it.
+#: The hooks to try, as ``--hook`` of ``train`` takes them.
 HOOKS = ("allreduce", "error_feedback(blockwise)")
 
-#: Variables whose values are printed. Others may hold secrets.
+#: Only variables with these prefixes are printed; others may hold secrets.
 PREFIXES = ("COMMHOOK_", "TORCH_", "GLOO_", "NCCL_")
 
 _PACKAGE = Path(__file__).parent.parent
@@ -51,7 +51,7 @@ def end_where_nothing_loads() -> None:
 
 
 def library_error() -> Exception | None:
-    """Why torch or a native library does not load, or None."""
+    """The error with which torch or a native library does not load, or None."""
     try:
         from torch_commhook.native.libraries import load_ops
 
@@ -128,7 +128,7 @@ def _of_variables() -> Iterator[tuple[str, str]]:
 
 
 def _failed_check() -> Exception | None:
-    """What two ranks fail with whose gradients two hooks average, or None."""
+    """Average gradients of two ranks with two hooks; returns the error, or None."""
     try:
         from torch_commhook.testing import run_ranks
 

@@ -1,4 +1,4 @@
-"""Memory for what codecs encode."""
+"""Memory for encoded messages."""
 
 from __future__ import annotations
 

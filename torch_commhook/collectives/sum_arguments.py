@@ -1,4 +1,4 @@
-"""What compressed sums are called with, and what that must be."""
+"""The arguments of compressed sums, and their checks."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
 
 
 def traits_of_codec(codec: Codec) -> HookTraits:
-    """What is so of a hook that averages through a codec."""
+    """The traits of a hook that averages through a codec."""
     return HookTraits(
         is_lossy=True,
         takes_error=codec.takes_error,

@@ -233,7 +233,7 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         return self.error_reset and bool(memory.tensors[_ERROR].any())
 
     def unsent(self, memory: BucketMemory) -> list[tuple[Tensor, Tensor]]:
-        """What an exchange that fails must leave as it was: tensors of the memory, and copies.
+        """The tensors that a failed exchange must leave as they were, and copies of them.
 
         The hook's errors. With ``error_reset`` not those of whole buckets: a rank's distance is
         measured from them, and has what they lack.

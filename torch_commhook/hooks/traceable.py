@@ -1,4 +1,4 @@
-"""What is said of hooks that compilers can trace."""
+"""The mark of hooks that compilers can trace."""
 
 from __future__ import annotations
 

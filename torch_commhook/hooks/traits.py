@@ -1,4 +1,4 @@
-"""What hooks tell of themselves, by which those around them and what runs them go."""
+"""Properties of a hook that its wrappers and the reducers depend on."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class HookTraits:
-    """What is so of a hook.
+    """The traits of a hook.
 
     Attributes:
-        is_lossy: whether what travels is less than what there is, so that results depend on what
-            shares a bucket.
-        takes_error: whether what is lost can be sent with the next message.
-        keeps_error: whether what is lost is remembered, and sent with the next message.
-        splits_buckets: whether parts of a bucket are averaged each by itself.
-        settles_buckets: whether something is settled for all buckets of a step together.
+        is_lossy: whether a message holds less than the gradients, so that results depend on the
+            parameters that share a bucket.
+        takes_error: whether the next message can carry what earlier ones have lost.
+        keeps_error: whether the hook remembers what a message loses, and sends it with the next.
+        splits_buckets: whether the hook averages parts of a bucket one by one.
+        settles_buckets: whether the hook decides something for all buckets of a step together.
         has_stages: whether collectives follow one another, for which some process groups need a
-            second one; where that depends on the number of ranks, ``Hook.has_stages_among`` tells.
+            second group. If that depends on the number of ranks, ask ``Hook.has_stages_among``.
         keeps_ranks_apart: whether each rank steps on gradients of its own for a while, so that
             parameters differ between ranks, and so does what an optimizer remembers of them.
         scales_steps: whether ``Hook.step_scale`` is to be asked, which has all results wait for the
@@ -37,7 +37,7 @@ class HookTraits:
 
     @classmethod
     def of_any(cls, hooks: Iterable[Any]) -> HookTraits:
-        """What is so of at least one of these hooks."""
+        """The traits that at least one of these hooks has."""
         hooks = list(hooks)
         # By the hooks' attributes: a class of one's own may say so there.
         return cls(

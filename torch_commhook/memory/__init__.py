@@ -1,1 +1,1 @@
-"""What hooks remember from step to step."""
+"""The memory of hooks from step to step."""

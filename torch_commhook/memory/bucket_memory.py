@@ -1,4 +1,4 @@
-"""What a hook remembers of one bucket between steps.
+"""A hook's memory of one bucket between steps.
 
 It lies in tensors for each bucket, of which each parameter's piece is known to the store of
 parameters; a new bucket begins with the pieces of its parameters.
@@ -116,7 +116,7 @@ class BucketMemory:
         return self._owner.steps
 
     def stand_in(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """What a hook that was given a group communicates through instead."""
+        """The group through which a hook communicates instead of the one that it was given."""
         return self._owner.stand_in(group)
 
     def flat(self, name: str) -> Tensor:
@@ -317,7 +317,7 @@ class BucketMemory:
         return [self.meter, *(meter for part in self.parts.values() for meter in part.meters())]
 
     def count_step(self) -> None:
-        """A step more."""
+        """Count one more step."""
         for rounding in self.roundings.values():
             rounding[:, 1] += 1
         for part in self.parts.values():
@@ -391,7 +391,7 @@ class BucketMemory:
 
 
 def _mix(*numbers: int) -> int:
-    """Numbers that are alike into one, of 63 bits, that is not (splitmix64)."""
+    """Mix similar numbers into one of 63 bits (splitmix64)."""
     mask = (1 << 64) - 1
     state = 0
     for number in numbers:

@@ -1,4 +1,4 @@
-"""A bucket together with what the hook that gets it remembers of it."""
+"""A bucket that carries its hook's memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class BucketWithMemory(GradBucket):
 
     @classmethod
     def from_torch(cls, bucket: Any, process_group: dist.ProcessGroup | None = None) -> Self:
-        """As :meth:`GradBucket.from_torch`, with no memory yet."""
+        """As :meth:`GradBucket.from_torch`; the bucket has no memory yet."""
         made = super().from_torch(bucket, process_group)
         made.memory = None
         return made

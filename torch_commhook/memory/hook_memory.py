@@ -1,4 +1,4 @@
-"""What a hook remembers between steps: by parameter, whatever bucket each of them is in.
+"""A hook's memory between steps, by parameter, whatever bucket each parameter is in.
 
 Hooks work on buckets, which are formed anew after a model's first step, and may be others when
 training goes on from a checkpoint. So memory lies in tensors for each bucket, of which each

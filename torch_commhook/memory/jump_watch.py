@@ -29,7 +29,7 @@ _MOST = 0.7
 
 
 class Event(Protocol):
-    """Says whether what was queued before it has been done, such as ``torch.cuda.Event``."""
+    """An event, such as ``torch.cuda.Event``, that says whether earlier work is done."""
 
     def query(self) -> bool:
         """Whether it has."""

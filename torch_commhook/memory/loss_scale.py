@@ -1,4 +1,4 @@
-"""The scale of mixed precision, by which gradients are multiplied when they come to a hook."""
+"""The scale of mixed precision, which multiplies the gradients that a hook gets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class Scaler(Protocol):
-    """What scales a loss, such as ``torch.amp.GradScaler``."""
+    """Scales a loss, such as ``torch.amp.GradScaler``."""
 
     def get_scale(self) -> float:
         """What the loss is multiplied by."""

@@ -1,4 +1,4 @@
-"""The store of what a hook remembers of each parameter, whatever bucket the parameter is in."""
+"""Stores a hook's memory of each parameter, whatever bucket the parameter is in."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def _error(what: str) -> ValueError:
 
 
 def _own_tensors(state: Any, rank: int) -> dict[str, dict[str, Tensor]]:
-    """A rank's own tensors of its state, by kind and name."""
+    """The tensors of a state that are the rank's own, by kind and name."""
     which = f"states[{rank}]"
     own_key = f"rank{rank}"
     if not isinstance(state, dict) or not {own_key, "world_size", "steps"} <= state.keys():

@@ -1,4 +1,4 @@
-"""Values that somebody else has written into a state: checks that never fail in another way."""
+"""Checks of untrusted values in a state. They raise no other errors than their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The form of what ``HookHandle.state_dict()`` gives, and checks of one that is to be loaded.
+"""The form of ``HookHandle.state_dict()``, and the checks of a state before it is loaded.
 
 Tensors by kind and parameter name: each rank's own under ``"rank0"``, ``"rank1"`` and so on, and
 what all have alike under ``"shared"``; beside them plain values.
@@ -126,7 +126,7 @@ def checked_state(
 def _entries(
     kinds: dict[Any, Any], wanted: Collection[Any], by_name: dict[str, Tensor]
 ) -> Iterator[tuple[str, str, Any, Tensor]]:
-    """What part of a state holds: kind, name, value, and the parameter.
+    """The entries of a part of a state: kind, name, value, and the parameter.
 
     Args:
         kinds: values by kind and name, such as nobody has looked at yet.

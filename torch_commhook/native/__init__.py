@@ -1,1 +1,1 @@
-"""The native libraries: loading them, and typed functions for what they hold."""
+"""The native libraries: loading them, and typed functions for their contents."""

@@ -1,4 +1,4 @@
-"""What operators that are written in Python check when they run.
+"""Checks of the arguments of operators that are written in Python.
 
 PyTorch lets anyone call them, with tensors whose memory it reads without a look.
 In C++: ``csrc/ops/memory_check.h``.

@@ -1,4 +1,4 @@
-"""What can go wrong on purpose in a process group, and when."""
+"""The faults that a process group can inject, and when."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from torch_commhook.process_group.operations import OPERATIONS
 
 
 class InjectedError(RuntimeError):
-    """What :class:`Fail` raises where it is not told what to raise."""
+    """The default error of :class:`Fail`."""
 
 
 class DroppedRankError(RuntimeError):
-    """This rank takes part in nothing any more; see :class:`Drop`."""
+    """This rank takes no part in operations any more; see :class:`Drop`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """When something is to go wrong: in which operations, on which ranks, how often.
+    """A fault in some operations on some ranks.
 
     Attributes:
         operations: names of a group's methods, such as ``"allreduce"``; None for all. Old names of
             a method mean the same as its newest.
         ranks: of the group; None for all.
-        skip: so many operations that fit go well first.
-        count: so many go wrong at most; None for no limit.
-        probability: with which one that fits goes wrong, drawn for each rank on its own.
+        skip: how many matching operations go well first.
+        count: how many go wrong at most; None for no limit.
+        probability: with which a matching operation goes wrong; each rank draws for itself.
 
     Raises:
-        TypeError, ValueError: an attribute that cannot be.
+        TypeError, ValueError: an attribute has a wrong type or value.
     """
 
     operations: str | Sequence[str] | None = None
@@ -87,7 +87,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Delay(Fault):
-    """The rank comes so many seconds late to the operation."""
+    """The rank comes to the operation ``seconds`` late."""
 
     seconds: float = 1.0
 

@@ -144,7 +144,7 @@ class GroupHooks:
 
 
 class HookedGroup(Protocol):
-    """A group that has hooks: what ``ProcessGroup`` in ``base.py`` is."""
+    """The interface of a group with hooks, such as ``ProcessGroup`` in ``base.py``."""
 
     @property
     def _hooks(self) -> GroupHooks: ...

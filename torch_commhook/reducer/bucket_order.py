@@ -1,4 +1,4 @@
-"""The order in which gradients come, in which a reducer's buckets are then formed anew."""
+"""The order in which gradients arrive, by which a reducer forms its buckets anew."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One backward of our reducer that compiled autograd runs: what of it is traced.
+"""One backward of our reducer that compiled autograd runs, and the traced part of it.
 
 A part of it may still be run by Python, as it is in eager: all of it where nothing compiles what
 compiled autograd has captured, and what comes after a graph break.
@@ -40,7 +40,7 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 
 
 class TracedState:
-    """What compiled code keeps of a reducer.
+    """The state of a reducer that compiled code keeps.
 
     What it does to the tensors is seen from outside, so that it is done.
 
@@ -151,7 +151,7 @@ class CompiledStep(EagerStep):
         )
 
     def _scaled(self, results: list[Tensor], used: Tensor) -> list[Tensor]:
-        """The results times what the hook scales them by."""
+        """The results times the hook's factor."""
         scale = self._step_scale(list(zip(self._buckets, results, strict=True)), used)
         if scale is None:
             return results
@@ -220,5 +220,5 @@ class CompiledBackward:
 
 @torch.compiler.disable
 def _leave_trace() -> NoReturn:
-    """Something is wrong while it is traced: break the graph, so that Python tells of it."""
+    """Break the graph on an error while a compiler traces, so that Python raises it."""
     raise AssertionError("this is traced, and never run")

@@ -213,7 +213,7 @@ class EagerStep:
     def _step_scale(
         self, results: Sequence[tuple[BucketState, Tensor]], used: Tensor
     ) -> Tensor | None:
-        """What the hook scales all results by, for those that go into gradients."""
+        """The factor by which the hook scales all results that go into gradients."""
         applied = []
         for bucket, result in results:
             if bucket.pending == 0:

@@ -1,4 +1,4 @@
-"""What the reducer says of backward passes that cannot be averaged."""
+"""The errors of backward passes that cannot be averaged."""
 
 from __future__ import annotations
 

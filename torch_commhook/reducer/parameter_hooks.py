@@ -1,4 +1,4 @@
-"""The hooks on a reducer's parameters, by which it learns of their gradients."""
+"""The hooks on a reducer's parameters, which tell it of their gradients."""
 
 from __future__ import annotations
 

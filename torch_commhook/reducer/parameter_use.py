@@ -1,4 +1,4 @@
-"""Which of a reducer's parameters have gradients that the ranks have not averaged yet."""
+"""Keeps track of the parameters whose gradients the ranks have not averaged yet."""
 
 from __future__ import annotations
 

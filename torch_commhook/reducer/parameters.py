@@ -1,4 +1,4 @@
-"""The parameters of a reducer, and what is checked of their gradients and written to them."""
+"""The parameters of a reducer: checks of their gradients, and writes to them."""
 
 from __future__ import annotations
 

@@ -295,7 +295,7 @@ class Reducer:
     # ---- a backward of compiled autograd ---------------------------------------------------------
 
     def _ready_hook(self, name: str) -> Callable[[Tensor], None]:
-        """What compiled autograd calls with a parameter when its gradient is there."""
+        """The function that compiled autograd calls with a parameter once its gradient is there."""
         # By name, since Dynamo makes variables of numbers that change with the place of a hook in
         # the list of those that it is given.
         reducer = self

@@ -25,7 +25,7 @@ from torch_commhook.step.step_group import StepGroup, groups_by_name
 
 
 class TraceableReducer(Protocol):
-    """What compiled code needs of a reducer.
+    """The interface of a reducer for compiled code.
 
     Attributes:
         parameters: those whose gradients are averaged.

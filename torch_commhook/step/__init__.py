@@ -1,1 +1,1 @@
-"""A hook on one bucket, and what the ranks of a step agree on."""
+"""A hook on one bucket, and the agreement of the ranks on each step."""

@@ -123,12 +123,12 @@ class Attached:
 
     @property
     def minds_scale(self) -> bool:
-        """Whether it matters what gradients are scaled by: to what is remembered, or to norms."""
+        """Whether the gradients' scale matters, to the hook's memory or to norms."""
         return (self.keeps_error or self.scales_steps) and not self.keeps_ranks_apart
 
     @property
     def follows_scale(self) -> bool:
-        """Whether it matters, and is known."""
+        """Whether the scale matters and is known."""
         return self.minds_scale and self.memory.scaler is not None
 
     def look_at_scale(self, *, in_join: bool, has_joined: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Groups of the library's own, whose connections can be made anew after a step that failed."""
+"""Groups of the library's own, which can connect anew after a failed step."""
 
 from __future__ import annotations
 

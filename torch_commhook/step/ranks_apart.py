@@ -1,4 +1,4 @@
-"""What brings the ranks together that a hook keeps apart, as a step sees it."""
+"""The interface by which a step brings ranks together that a hook keeps apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other in a store, since its connections may be closed."""
+"""Messages between ranks through a store, for when their connections are closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orthonormal bases of what thin factors span."""
+"""Orthonormal bases of the spaces that thin factors span."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor
 from torch_commhook.hooks.low_rank.plan import Plan
 
 #: Directions whose length beside those before them is less than this (squared, relative) are left
-#: out. They are a hundred times what rounding to float32 leaves of a direction that there is not;
-#: and still long enough for the others to come out right in float64.
+#: out. The threshold is 100 times the float32 rounding residue of a linearly dependent direction;
+#: longer directions come out right in float64.
 _SMALLEST = 1e-9
 
 

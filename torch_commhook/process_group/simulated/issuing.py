@@ -1,4 +1,4 @@
-"""A rank's side of a simulated group: how its collectives come to be under way."""
+"""A rank's side of a simulated group, which issues its collectives."""
 
 from __future__ import annotations
 
