@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -197,10 +198,12 @@ def _failed_step(model: Skipping, handle: HookHandle, rank: int) -> HookHandle:
     return handle
 
 
-def _failed_in_its_end(model: Skipping, handle: HookHandle, rank: int) -> HookHandle:
+def _failed_in_its_end(
+    model: Skipping, handle: HookHandle, rank: int, stage: str = "buffer_prehook"
+) -> HookHandle:
     """The step that has given the gradients fails on rank 0."""
     if rank == 0:
-        raising = handle.register_buffer_prehook(_raises)
+        raising = getattr(handle, f"register_{stage}")(_raises)
     with pytest.raises(OwnError if rank == 0 else PeerError):
         model(batch(rank, 0)).square().sum().backward()
     if rank == 0:
@@ -270,6 +273,8 @@ def _apart(model: Skipping, handle: HookHandle, rank: int) -> HookHandle:
 OWN_GRADIENTS = {
     "a failed step after a micro-batch": _failed_step,
     "a step that fails": _failed_in_its_end,
+    # The other rank has its averages then, and finds out when the ranks agree.
+    "a step that fails after its collectives": partial(_failed_in_its_end, stage="posthook"),
     "a step that is left": _left_by_an_exception,
     "a hook of the user's": _own_hook_raises,
     "a compiled micro-batch that is left": _compiled_left,
@@ -302,29 +307,45 @@ def test_a_gradient_of_a_ranks_own_is_averaged_by_the_next_step(
     assert torch.equal(first, second)
 
 
-def _then_unused_in_ddp(rank: int, case: str, views: bool) -> tuple[Tensor, Tensor]:
-    """:func:`_then_unused` over DDP's C++ reducer."""
+def _then_unused_in_ddp(rank: int, case: str, views: bool, compiled: bool) -> list[Tensor]:
+    """:func:`_then_unused` over DDP's C++ reducer, and the gradient after one more such step."""
+    torch._dynamo.reset()
     options = {"find_unused_parameters": True, "gradient_as_bucket_view": views}
     inner = Skipping()
     model = Mode("ddp", "eager").wrap(inner, **options)
     handle = attach(model, hooks.allreduce())
     OWN_GRADIENTS[case](model, handle, rank)
     last = inner.layers[4].weight
-    before = last.grad.clone()
+    found = [last.grad.clone()]
     inner.skip = (4,)
-    for number in range(2):  # the second leaves it alone
-        model(batch(rank, 2 + number)).square().sum().backward()
+    for number in range(2):
+        loss = model(batch(rank, 2 + number)).square().sum()
+        with _compiled() if compiled else nullcontext():
+            loss.backward()
+        found.append(last.grad.clone())
     handle.remove()
-    return before, last.grad
+    return found
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("views", [False, True], ids=["apart", "views"])
-@pytest.mark.parametrize("case", ["a failed step after a micro-batch", "a step that fails"])
-def test_so_it_is_over_the_reducer_of_ddp(two_ranks: RankPool, case: str, views: bool) -> None:
-    (own, first), (other, second) = two_ranks.run(_then_unused_in_ddp, case, views)
-    assert not torch.equal(own, other)
-    torch.testing.assert_close(first, (own + other) / 2)
-    assert torch.equal(first, second)
+@pytest.mark.parametrize(
+    "case",
+    [
+        "a failed step after a micro-batch",
+        "a step that fails",
+        "a step that fails after its collectives",
+    ],
+)
+def test_so_it_is_over_the_reducer_of_ddp(
+    two_ranks: RankPool, case: str, views: bool, compiled: bool
+) -> None:
+    first, second = two_ranks.run(_then_unused_in_ddp, case, views, compiled)
+    assert views or not torch.equal(first[0], second[0])
+    torch.testing.assert_close(first[1], (first[0] + second[0]) / 2)
+    assert torch.equal(first[1], second[1])
+    # The second step leaves the gradients alone.
+    assert torch.equal(first[2], first[1]) and torch.equal(second[2], second[1])
 
 
 def _other_layers_after_it_was_left(rank: int) -> list[Tensor]:

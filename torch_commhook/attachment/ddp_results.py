@@ -90,9 +90,10 @@ def average_own_gradients(parameters: Sequence[Tensor], group: dist.ProcessGroup
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradient = parameter.grad
-            own = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-            mean = collectives.all_reduce(own.contiguous() / group.size(), group=group).wait()
-            own.copy_(mean)
+            share = gradient.resolve_conj().contiguous() / group.size()
+            own = torch.view_as_real(share) if share.is_complex() else share
+            mean = collectives.all_reduce(own, group=group).wait()
+            gradient.copy_(torch.view_as_complex(mean) if share.is_complex() else mean)
 
 
 class DdpResults:
@@ -151,14 +152,6 @@ class DdpResults:
             or self.follow_a_failure
         )
 
-    def note_failure(self) -> None:
-        """A step has failed: the gradients that it has left differ from rank to rank."""
-        self.forget()
-        model = self._model()
-        self.follow_a_failure = (
-            model is not None and model.find_unused_parameters and not model.static_graph
-        )
-
     def forget(self) -> None:
         """Drop the results of a backward that is over, or has failed."""
         self._unsent.clear()
@@ -185,8 +178,7 @@ class DdpResults:
             self._scale_gradients(attached, past)
         if self.follow_a_failure:
             self.follow_a_failure = False
-            # In join() a rank without inputs does not come here.
-            if model is not None and not model._join_config.enable:
+            if model is not None:
                 is_used = used_by_any_rank(model).tolist()
                 unused = zip(self._parameters(), is_used, strict=True)
                 average_own_gradients([p for p, yes in unused if not yes], group)

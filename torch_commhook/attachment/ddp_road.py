@@ -89,6 +89,7 @@ class DdpRoad:
         self._attached: Attached | None = None
         self._running: Attached | None = None  # in this backward
         self._is_first = True  # the next bucket of it
+        self._averaged_epoch = self._group.epoch  # of the last step that went well
         self._seen_in_forward = False  # the parameters, since the last backward
         self._key = str(id(self))
         _roads[self._key] = self
@@ -256,6 +257,14 @@ class DdpRoad:
             return None
         self._group.begin()
         model = self.model()
+        self._results.follow_a_failure = (
+            self._group.epoch != self._averaged_epoch
+            and model is not None
+            and model.find_unused_parameters
+            and not model.static_graph
+            # In join() a rank without inputs has no part in what follows a step.
+            and not model._join_config.enable
+        )
         attached.look_at_scale(
             in_join=model is not None and model._join_config.enable,
             has_joined=torch._C._current_graph_task_id() == _NO_BACKWARD,
@@ -333,6 +342,7 @@ class DdpRoad:
             return
         if error is None:
             self._group.end()
+            self._averaged_epoch = self._group.epoch
             past = dict(attached.memory.past)
             attached.memory.count_step()
             for index, (numel, dtype, nbytes) in enumerate(sent or ()):
@@ -348,7 +358,7 @@ class DdpRoad:
                 engine = torch.autograd.Variable._execution_engine
                 engine.queue_callback(partial(self._gradients_written, attached, past))
             return
-        self._results.note_failure()
+        self._results.forget()
         raised = self._group.fail_with(error)
         if raised is not error:  # which comes out of backward() by itself
             raise raised
@@ -405,6 +415,8 @@ class DdpRoad:
         named = list(self._watched.parameters)
         self._watched.clear()
         used_before = _used_before(model, named)
+        if self._group.epoch != self._averaged_epoch:  # a failed step has left what differs
+            used_before = [True] * len(named)
         self.successor = self._make_successor(model, named, self._group, used_before)
         self.successor.attached, self.attached = self.attached, None
         return True

@@ -113,6 +113,14 @@ class StepGroup:
         """Whether ranks agree on each step, and connect anew after one that failed."""
         return self._rendezvous is not None
 
+    @property
+    def epoch(self) -> int:
+        """The connections that the next step has: each failed step ends those that it had.
+
+        The same on all ranks in a step that has begun. 0 where ranks cannot connect anew.
+        """
+        return 0 if self._rendezvous is None else self._rendezvous.epoch + self._broken
+
     def group_for(self, device: torch.device) -> dist.ProcessGroup:
         """What hooks communicate through for tensors on a device."""
         group = self.group if device.type == "cpu" else self.parent

@@ -78,7 +78,7 @@ struct ReducerAccess : c10d::Reducer {
     if (used(reducer).defined()) {
       used(reducer).zero_();
       auto& of_all_ranks = reducer.*(&ReducerAccess::local_used_map_dev_);
-      of_all_ranks = at::empty_like(of_all_ranks);
+      of_all_ranks = at::zeros_like(of_all_ranks);  // what a rank without inputs sends in join()
       reducer.*(&ReducerAccess::local_used_map_reduced_) = false;
     }
   }
