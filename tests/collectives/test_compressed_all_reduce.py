@@ -33,7 +33,6 @@ from torch_commhook.process_group import RecordingProcessGroup
 from torch_commhook.testing import run_ranks, simulate
 
 EXAMPLES = [example for cls in CODECS.values() for example in cls.examples()]
-STAGED = [codec for codec in EXAMPLES if codec.exchange == "all_to_all"]
 of_each_codec = pytest.mark.parametrize("codec", EXAMPLES, ids=repr)
 
 #: How many ranks of its own each test of simulated groups has.

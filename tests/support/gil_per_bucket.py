@@ -65,11 +65,6 @@ class GilCallsPerBucket:
         return (sum(self.many.values()) - sum(self.few.values())) / (MANY - FEW) / STEPS
 
     @property
-    def per_backward(self) -> float:
-        """What a backward takes beside that, however many buckets it has."""
-        return sum(self.few.values()) / STEPS - FEW * self.per_bucket
-
-    @property
     def per_bucket_by_library(self) -> dict[str, float]:
         """``per_bucket``, by the library that asked for the GIL; those of 0 are left out."""
         libraries = {*self.few, *self.many}
