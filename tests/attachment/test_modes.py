@@ -257,7 +257,7 @@ WITH_DYNAMIC_SHAPES = {
 @pytest.mark.parametrize(
     "hook",
     [
-        pytest.param(hook, marks=[] if hook in WITH_DYNAMIC_SHAPES else pytest.mark.long)
+        pytest.param(hook, marks=[] if ALL or hook in WITH_DYNAMIC_SHAPES else pytest.mark.long)
         for hook in HOOKS
         if hook not in ("futures", "object")
     ],
