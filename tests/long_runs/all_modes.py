@@ -35,7 +35,8 @@ def main(arguments: list[str]) -> int:
     os.environ["COMMHOOK_ALL_MODES"] = "1"
     counts, begun = Counts(), time.monotonic()
     tests = str(TESTS / "attachment" / "test_modes.py")
-    status = int(pytest.main([tests, *arguments], plugins=[counts]))
+    # Also those that are marked long.
+    status = int(pytest.main(["-m", "", tests, *arguments], plugins=[counts]))
     if not arguments:
         result = {
             "torch": torch.__version__,

@@ -87,8 +87,8 @@ def run_tests(arguments: list[str], **environment: str) -> bool:
     """Run pytest, and say whether all is well."""
     shutil.rmtree(REPORTS, ignore_errors=True)
     REPORTS.mkdir(parents=True)
-    # pytest's handler of faults would take the place of the sanitizer's.
-    pytest = [sys.executable, "-m", "pytest", "-p", "no:faulthandler", *arguments]
+    # pytest's handler of faults would take the place of the sanitizer's. Long tests run, too.
+    pytest = [sys.executable, "-m", "pytest", "-p", "no:faulthandler", "-m", "", *arguments]
     # Tests that start Python elsewhere must find this tree, and not the one that is installed.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     status = subprocess.run(pytest, cwd=ROOT, env=environment).returncode
