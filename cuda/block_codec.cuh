@@ -17,15 +17,15 @@
 
 namespace commhook::cuda {
 
-// rounding: seed and step, or null.
+// rounding: seed and step, or null. block: of all messages, with which this one begins.
 template <typename Codec>
-__device__ DitherKey dither_key(const int64_t* rounding) {
+__device__ DitherKey dither_key(const int64_t* rounding, int64_t block) {
   if (!Codec::kIsRandom || rounding == nullptr) {
-    return {false, 0, 0, 0};
+    return {false, 0, 0, 0, 0};
   }
   const auto seed = static_cast<uint64_t>(rounding[0]);
   return {true, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32),
-          static_cast<uint32_t>(rounding[1])};
+          static_cast<uint32_t>(rounding[1]), block};
 }
 
 // Calls visit(first block, elements) for each tile of this thread's warp. The elements' positions
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const auto tile = tile_of<Codec>(work.block_size);
   const auto layout = layout_of<Codec>(work);
-  const auto key = dither_key<Codec>(rounding);
+  const auto key = dither_key<Codec>(rounding, work.block);
   float* const values = shared_values(shared_bytes(tile, work.block_size, key.is_random));
   for_each_tile(work, tile, table.total, [&](int64_t first, const Run& run) {
     NoMeasure meter;
@@ -74,14 +74,20 @@ __global__ void __launch_bounds__(kThreads, 3)
 template <typename Codec, int kCapacity>
 __global__ void __launch_bounds__(kThreads)
     decode_kernel(const __grid_constant__ TensorTable<void, kCapacity> table, const BlockWork work,
-                  const uint8_t* message) {
+                  const uint8_t* messages, int64_t count) {
   const Codec codec;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const auto tile = tile_of<Codec>(work.block_size);
   const auto layout = layout_of<Codec>(work);
   float* const values = shared_values(shared_bytes(tile, work.block_size, false));
   for_each_tile(work, tile, table.total, [&](int64_t first, const Run& run) {
-    decode_tile(codec, layout, tile, first, lane, message, 1, values);
+    decode_tile(codec, layout, tile, first, lane, messages, count, values);
+    if (work.scale != 1.0f) {  // here, since a run is scaled in float64 where it is of such
+      for (int64_t i = lane; i < run.end - run.begin; i += kWarpSize) {
+        values[i] *= work.scale;
+      }
+      __syncwarp();
+    }
     unflatten_run(table, values - run.begin, 1.0, run, lane);
     __syncwarp();
   });
@@ -95,7 +101,7 @@ __global__ void __launch_bounds__(kThreads)
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const auto tile = tile_of<Codec>(work.block_size);
   const auto layout = layout_of<Codec>(work);
-  const auto key = dither_key<Codec>(rounding);
+  const auto key = dither_key<Codec>(rounding, work.block);
   float* const values = shared_values(shared_bytes(tile, work.block_size, key.is_random));
   for_each_tile(work, tile, work.numel, [&](int64_t first, const Run&) {
     decode_tile(codec, layout, tile, first, lane, messages, count, values);
@@ -103,7 +109,7 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// The shape of a launch over the blocks of a layout, or over `total` of its elements from the tile
+// The shape of a launch over the blocks of a chunk, or over `total` of its elements from the tile
 // `first` on.
 struct BlockGrid {
   BlockWork work;
@@ -113,8 +119,9 @@ struct BlockGrid {
 };
 
 template <typename Codec>
-BlockGrid grid_of(const codecs::BlockLayout& layout, int64_t first, int64_t total, double scale,
+BlockGrid grid_of(const codecs::Chunk& chunk, int64_t first, int64_t total, double scale,
                   bool is_random) {
+  const auto& layout = chunk.layout;
   constexpr int kSharedBytes = 48 * 1024;  // that every device gives a block without being asked
   constexpr int64_t kMostTiles = 16;
   const auto size = static_cast<int>(layout.form().block_size);
@@ -127,17 +134,49 @@ BlockGrid grid_of(const codecs::BlockLayout& layout, int64_t first, int64_t tota
   const int64_t blocks = (all + tiles * warps - 1) / (tiles * warps);
   TORCH_CHECK(blocks <= std::numeric_limits<int>::max(), "block codec: too many elements, ",
               layout.numel());
-  return {{layout.numel(), first, static_cast<int>(layout.shards()), size, static_cast<int>(tiles),
-           static_cast<float>(scale)},
+  return {{layout.numel(), first, chunk.block, static_cast<int>(layout.shards()), size,
+           static_cast<int>(tiles), static_cast<float>(scale)},
           static_cast<unsigned>(blocks),
           static_cast<unsigned>(warps * kWarpSize),
           static_cast<size_t>(warps) * static_cast<size_t>(bytes)};
 }
 
 template <typename Codec>
-int64_t tile_values(const codecs::BlockLayout& layout) {
-  const auto size = static_cast<int>(layout.form().block_size);
+int64_t tile_values(const codecs::BlockForm& form) {
+  const auto size = static_cast<int>(form.block_size);
   return values_of(tile_of<Codec>(size), size);
+}
+
+// The segments that hold a chunk's elements; those at its ends are cut.
+template <typename Data>
+std::vector<Segment<Data>> part_of(c10::ArrayRef<Segment<Data>> segments,
+                                   const codecs::Chunk& chunk) {
+  using Byte = std::conditional_t<std::is_const_v<Data>, const char, char>;
+  std::vector<Segment<Data>> part;
+  int64_t start = 0;
+  for (const auto& whole : segments) {
+    const int64_t from = std::max(chunk.element, start);
+    const int64_t to = std::min(chunk.end(), start + whole.numel);
+    if (from < to) {
+      auto* const data = static_cast<Byte*>(whole.data) + (from - start) * bytes_of(whole.dtype);
+      part.push_back({data, to - from, whole.dtype});
+    }
+    start += whole.numel;
+  }
+  return part;
+}
+
+// Calls launch(chunk, table, first tile) for tables of each chunk that has values.
+template <typename Codec, typename Data, typename Launch>
+void with_tables_of_chunks(c10::ArrayRef<Segment<Data>> segments, const codecs::Chunks& chunks,
+                           const at::TensorOptions& options, const Launch& launch) {
+  for (const auto& chunk : chunks) {
+    if (chunk.layout.blocks() > 0) {
+      const auto part = part_of(segments, chunk);
+      with_tables(c10::ArrayRef<Segment<Data>>(part), tile_values<Codec>(chunks.form()), options,
+                  [&](const auto& table, int64_t first) { launch(chunk, table, first); });
+    }
+  }
 }
 
 // Calls launch(table, first tile) for tables of whole tiles, of `values` each, that together hold
@@ -198,48 +237,61 @@ inline float* data_of(const std::optional<at::Tensor>& error) {
   return codecs::is_there(error) ? error->mutable_data_ptr<float>() : nullptr;
 }
 
-// message: checked, as `layout` has it.
+// message: checked, as `chunks` have it. Each chunk takes launches of its own.
 template <typename Codec>
 void encode_blocks(const char* op, at::TensorList tensors, const at::Tensor& message,
-                   const codecs::BlockLayout& layout, double scale,
+                   const codecs::Chunks& chunks, double scale,
                    const std::optional<at::Tensor>& error,
                    const std::optional<at::Tensor>& rounding) {
   const c10::cuda::CUDAGuard guard(message.device());
   const Sources sources(op, tensors);
-  if (layout.blocks() == 0) {
-    return;
-  }
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  with_tables(sources.segments(), tile_values<Codec>(layout), message.options(),
-              [&](const auto& table, int64_t first) {
-                constexpr int kCapacity = std::decay_t<decltype(table)>::kCapacity;
-                const auto grid =
-                    grid_of<Codec>(layout, first, table.total, scale, codecs::is_there(rounding));
-                encode_kernel<Codec, kCapacity><<<grid.blocks, grid.threads, grid.shared, stream>>>(
-                    table, grid.work, seed_of(rounding), data_of(error),
-                    message.mutable_data_ptr<uint8_t>());
-                C10_CUDA_KERNEL_LAUNCH_CHECK();
-              });
+  auto* const lost = data_of(error);
+  auto* const bytes = message.mutable_data_ptr<uint8_t>();
+  with_tables_of_chunks<Codec>(
+      sources.segments(), chunks, message.options(),
+      [&](const codecs::Chunk& chunk, const auto& table, int64_t first) {
+        constexpr int kCapacity = std::decay_t<decltype(table)>::kCapacity;
+        const auto grid =
+            grid_of<Codec>(chunk, first, table.total, scale, codecs::is_there(rounding));
+        encode_kernel<Codec, kCapacity><<<grid.blocks, grid.threads, grid.shared, stream>>>(
+            table, grid.work, seed_of(rounding), lost == nullptr ? nullptr : lost + chunk.element,
+            bytes + chunk.offset);
+        C10_CUDA_KERNEL_LAUNCH_CHECK();
+      });
+}
+
+// Several messages only of a single chunk.
+template <typename Codec>
+void decode_messages(const char* op, const at::Tensor& messages, int64_t count,
+                     at::TensorList tensors, const codecs::Chunks& chunks, double scale) {
+  const c10::cuda::CUDAGuard guard(messages.device());
+  const Destinations destinations(op, tensors);
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const auto* const bytes = messages.const_data_ptr<uint8_t>();
+  with_tables_of_chunks<Codec>(
+      destinations.segments(), chunks, messages.options(),
+      [&](const codecs::Chunk& chunk, const auto& table, int64_t first) {
+        constexpr int kCapacity = std::decay_t<decltype(table)>::kCapacity;
+        const auto grid = grid_of<Codec>(chunk, first, table.total, scale, false);
+        decode_kernel<Codec, kCapacity><<<grid.blocks, grid.threads, grid.shared, stream>>>(
+            table, grid.work, bytes + chunk.offset, count);
+        C10_CUDA_KERNEL_LAUNCH_CHECK();
+      });
+  destinations.finish();
 }
 
 template <typename Codec>
 void decode_blocks(const char* op, const at::Tensor& message, at::TensorList tensors,
-                   const codecs::BlockLayout& layout) {
-  const c10::cuda::CUDAGuard guard(message.device());
-  const Destinations destinations(op, tensors);
-  if (layout.blocks() == 0) {
-    return;
-  }
-  const auto stream = c10::cuda::getCurrentCUDAStream();
-  with_tables(destinations.segments(), tile_values<Codec>(layout), message.options(),
-              [&](const auto& table, int64_t first) {
-                constexpr int kCapacity = std::decay_t<decltype(table)>::kCapacity;
-                const auto grid = grid_of<Codec>(layout, first, table.total, 1.0, false);
-                decode_kernel<Codec, kCapacity><<<grid.blocks, grid.threads, grid.shared, stream>>>(
-                    table, grid.work, message.const_data_ptr<uint8_t>());
-                C10_CUDA_KERNEL_LAUNCH_CHECK();
-              });
-  destinations.finish();
+                   const codecs::Chunks& chunks) {
+  decode_messages<Codec>(op, message, 1, tensors, chunks, 1.0);
+}
+
+template <typename Codec>
+void decode_sum_blocks(const char* op, const at::Tensor& messages, at::TensorList tensors,
+                       const codecs::BlockLayout& layout, double scale) {
+  decode_messages<Codec>(op, messages, messages.size(0), tensors,
+                         {layout.form(), layout.numel(), layout.shards()}, scale);
 }
 
 template <typename Codec>
@@ -251,7 +303,8 @@ void reduce_blocks(const at::Tensor& messages, const at::Tensor& message,
     return;
   }
   const c10::cuda::CUDAGuard guard(message.device());
-  const auto grid = grid_of<Codec>(layout, 0, layout.numel(), scale, codecs::is_there(rounding));
+  const auto grid =
+      grid_of<Codec>({layout, 0, 0, 0}, 0, layout.numel(), scale, codecs::is_there(rounding));
   reduce_kernel<Codec>
       <<<grid.blocks, grid.threads, grid.shared, c10::cuda::getCurrentCUDAStream()>>>(
           grid.work, messages.const_data_ptr<uint8_t>(), messages.size(0), seed_of(rounding),

@@ -96,6 +96,7 @@ struct DitherKey {
   uint32_t seed0;
   uint32_t seed1;
   uint32_t step;
+  int64_t block;  // of all messages, with which this one begins
 };
 
 COMMHOOK_HOST_DEVICE int counters_of(int count) { return (count + 7) / 8; }

@@ -54,6 +54,7 @@ COMMHOOK_HOST_DEVICE BlockLane block_lane(const BlockTile& tile, int lane) {
 struct BlockWork {
   int64_t numel;  // of all launches
   int64_t first;  // tile
+  int64_t block;  // of all messages, with which this one begins
   int shards;
   int block_size;
   int tiles;  // of a warp, one after the other
@@ -158,7 +159,7 @@ __device__ void encode_tile(const Codec& codec, const codecs::BlockLayout& layou
   typename Codec::Measure measure;
   compensate(p, own.count, scale, own_error, among, [&](float value) { measure.add(value); });
   if (is_random) {
-    draw_dithers(key, own.block, own.count, dithers, among);
+    draw_dithers(key, key.block + own.block, own.count, dithers, among);
   }
   __syncwarp();
   if constexpr (Codec::kSums) {

@@ -19,24 +19,34 @@ void with_codec(const blockwise::Format& format, const Call& call) {
 }
 
 void encode(at::TensorList tensors, const at::Tensor& message, int64_t bits, int64_t block_size,
-            bool symmetric, int64_t shards, double scale, const std::optional<at::Tensor>& error,
-            const std::optional<at::Tensor>& rounding) {
+            bool symmetric, int64_t shards, at::OptionalIntArrayRef sizes, double scale,
+            const std::optional<at::Tensor>& error, const std::optional<at::Tensor>& rounding) {
   const auto format = blockwise::check_format("blockwise_encode", bits, block_size, symmetric);
-  const auto layout = codecs::check_encode("blockwise_encode", tensors, message, format.form(),
-                                           shards, error, rounding);
+  const auto chunks = codecs::check_encode("blockwise_encode", tensors, message, format.form(),
+                                           shards, sizes, error, rounding);
   with_codec(format, [&](auto codec) {
-    encode_blocks<decltype(codec)>("blockwise_encode", tensors, message, layout, scale, error,
+    encode_blocks<decltype(codec)>("blockwise_encode", tensors, message, chunks, scale, error,
                                    rounding);
   });
 }
 
 void decode(const at::Tensor& message, at::TensorList tensors, int64_t bits, int64_t block_size,
-            bool symmetric, int64_t shards) {
+            bool symmetric, int64_t shards, at::OptionalIntArrayRef sizes) {
   const auto format = blockwise::check_format("blockwise_decode", bits, block_size, symmetric);
-  const auto layout =
-      codecs::check_decode("blockwise_decode", message, tensors, format.form(), shards);
+  const auto chunks =
+      codecs::check_decode("blockwise_decode", message, tensors, format.form(), shards, sizes);
   with_codec(format, [&](auto codec) {
-    decode_blocks<decltype(codec)>("blockwise_decode", message, tensors, layout);
+    decode_blocks<decltype(codec)>("blockwise_decode", message, tensors, chunks);
+  });
+}
+
+void decode_sum(const at::Tensor& messages, at::TensorList tensors, int64_t bits,
+                int64_t block_size, bool symmetric, double scale) {
+  const auto format = blockwise::check_format("blockwise_decode_sum", bits, block_size, symmetric);
+  const auto layout =
+      codecs::check_decode_sum("blockwise_decode_sum", messages, tensors, format.form());
+  with_codec(format, [&](auto codec) {
+    decode_sum_blocks<decltype(codec)>("blockwise_decode_sum", messages, tensors, layout, scale);
   });
 }
 
@@ -54,6 +64,7 @@ void reduce(const at::Tensor& messages, const at::Tensor& message, int64_t numel
 TORCH_LIBRARY_IMPL(commhook, CUDA, m) {
   m.impl("blockwise_encode", encode);
   m.impl("blockwise_decode", decode);
+  m.impl("blockwise_decode_sum", decode_sum);
   m.impl("blockwise_reduce", reduce);
 }
 

@@ -15,22 +15,32 @@ void with_codec(const fp8::Format& format, const Call& call) {
 }
 
 void encode(at::TensorList tensors, const at::Tensor& message, std::string_view format,
-            int64_t block_size, int64_t shards, double scale,
+            int64_t block_size, int64_t shards, at::OptionalIntArrayRef sizes, double scale,
             const std::optional<at::Tensor>& error) {
   const auto checked = fp8::check_format("fp8_encode", format, block_size);
-  const auto layout =
-      codecs::check_encode("fp8_encode", tensors, message, checked.form, shards, error, {});
+  const auto chunks =
+      codecs::check_encode("fp8_encode", tensors, message, checked.form, shards, sizes, error, {});
   with_codec(checked, [&](auto codec) {
-    encode_blocks<decltype(codec)>("fp8_encode", tensors, message, layout, scale, error, {});
+    encode_blocks<decltype(codec)>("fp8_encode", tensors, message, chunks, scale, error, {});
   });
 }
 
 void decode(const at::Tensor& message, at::TensorList tensors, std::string_view format,
-            int64_t block_size, int64_t shards) {
+            int64_t block_size, int64_t shards, at::OptionalIntArrayRef sizes) {
   const auto checked = fp8::check_format("fp8_decode", format, block_size);
-  const auto layout = codecs::check_decode("fp8_decode", message, tensors, checked.form, shards);
+  const auto chunks =
+      codecs::check_decode("fp8_decode", message, tensors, checked.form, shards, sizes);
   with_codec(checked, [&](auto codec) {
-    decode_blocks<decltype(codec)>("fp8_decode", message, tensors, layout);
+    decode_blocks<decltype(codec)>("fp8_decode", message, tensors, chunks);
+  });
+}
+
+void decode_sum(const at::Tensor& messages, at::TensorList tensors, std::string_view format,
+                int64_t block_size, double scale) {
+  const auto checked = fp8::check_format("fp8_decode_sum", format, block_size);
+  const auto layout = codecs::check_decode_sum("fp8_decode_sum", messages, tensors, checked.form);
+  with_codec(checked, [&](auto codec) {
+    decode_sum_blocks<decltype(codec)>("fp8_decode_sum", messages, tensors, layout, scale);
   });
 }
 
@@ -48,6 +58,7 @@ void reduce(const at::Tensor& messages, const at::Tensor& message, int64_t numel
 TORCH_LIBRARY_IMPL(commhook, CUDA, m) {
   m.impl("fp8_encode", encode);
   m.impl("fp8_decode", decode);
+  m.impl("fp8_decode_sum", decode_sum);
   m.impl("fp8_reduce", reduce);
 }
 

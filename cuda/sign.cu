@@ -9,17 +9,25 @@ namespace commhook::cuda {
 namespace {
 
 void encode(at::TensorList tensors, const at::Tensor& message, int64_t block_size, int64_t shards,
-            double scale, const std::optional<at::Tensor>& error) {
+            at::OptionalIntArrayRef sizes, double scale, const std::optional<at::Tensor>& error) {
   const auto form = sign::check_form("sign_encode", block_size);
-  const auto layout =
-      codecs::check_encode("sign_encode", tensors, message, form, shards, error, {});
-  encode_blocks<SignBlock>("sign_encode", tensors, message, layout, scale, error, {});
+  const auto chunks =
+      codecs::check_encode("sign_encode", tensors, message, form, shards, sizes, error, {});
+  encode_blocks<SignBlock>("sign_encode", tensors, message, chunks, scale, error, {});
 }
 
-void decode(const at::Tensor& message, at::TensorList tensors, int64_t block_size, int64_t shards) {
+void decode(const at::Tensor& message, at::TensorList tensors, int64_t block_size, int64_t shards,
+            at::OptionalIntArrayRef sizes) {
   const auto form = sign::check_form("sign_decode", block_size);
-  const auto layout = codecs::check_decode("sign_decode", message, tensors, form, shards);
-  decode_blocks<SignBlock>("sign_decode", message, tensors, layout);
+  const auto chunks = codecs::check_decode("sign_decode", message, tensors, form, shards, sizes);
+  decode_blocks<SignBlock>("sign_decode", message, tensors, chunks);
+}
+
+void decode_sum(const at::Tensor& messages, at::TensorList tensors, int64_t block_size,
+                double scale) {
+  const auto form = sign::check_form("sign_decode_sum", block_size);
+  const auto layout = codecs::check_decode_sum("sign_decode_sum", messages, tensors, form);
+  decode_sum_blocks<SignBlock>("sign_decode_sum", messages, tensors, layout, scale);
 }
 
 void reduce(const at::Tensor& messages, const at::Tensor& message, int64_t numel,
@@ -33,6 +41,7 @@ void reduce(const at::Tensor& messages, const at::Tensor& message, int64_t numel
 TORCH_LIBRARY_IMPL(commhook, CUDA, m) {
   m.impl("sign_encode", encode);
   m.impl("sign_decode", decode);
+  m.impl("sign_decode_sum", decode_sum);
   m.impl("sign_reduce", reduce);
 }
 

@@ -86,15 +86,22 @@ class CallMeter:
         sources: Sequence[torch.Tensor],
         error: torch.Tensor | None,
         rounding: torch.Tensor | None,
+        sizes: Sequence[int] | None = None,
     ) -> None:
-        """Measure what a message has lost, if that is due."""
+        """Measure what a message has lost, if that is due.
+
+        ``sizes`` are those of its chunks, where it is of several.
+        """
         if not self.is_due():
             return
         with torch.no_grad():
             own = torch.empty(
                 sum(t.numel() for t in sources), dtype=torch.float32, device=message.device
             )
-            codec.decode(message, [own], shards=shards, rounding=rounding)
+            if sizes is None:
+                codec.decode(message, [own], shards=shards, rounding=rounding)
+            else:
+                codec.decode_chunks(message, [own], sizes, rounding=rounding)
             if error is None:
                 values = torch.cat([tensor.reshape(-1).float() for tensor in sources])
                 lost = values - own

@@ -21,7 +21,8 @@ Error feedback
     ``test_compressed_all_reduce.py``. The path of SGD, memory that stays bounded, quadratics and
     stuck signs: here, and longer with ``make error-feedback``.
 Bytes on the wire
-    ``test_compressed_all_reduce.py`` (test_bytes), ``test_simulate.py``; the figures: here.
+    ``test_compressed_all_reduce.py`` (test_bytes), ``test_simulate.py``; the figures: here. Of
+    chunks: ``test_compressed_chunks_calls.py`` (test_bytes, test_bytes_are_those_of_the_formulas).
 """
 
 from __future__ import annotations

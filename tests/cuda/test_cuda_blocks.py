@@ -37,10 +37,13 @@ class Case:
         sizes = [32, 64, 128, 256, 256, 512, 1024, 4096, *(() if least == 32 else (8, 72, 200))]
         self.block_size = draw.choice(sizes)
         self.settings = {**settings, "block_size": self.block_size}
+        self.codec = codecs.CODECS[self.operators](**self.settings)
         self.scale = draw.choice([1.0, 0.5, 1 / 3, 1e-3])
         self.tensors = [self.values(dtype) for dtype in self.dtypes()]
         self.numel = sum(tensor.numel() for tensor in self.tensors)
         self.shards = draw.choice([1, 1, 2, 3, 7])
+        ends = sorted(draw.randint(0, self.numel) for _ in range(draw.randint(0, 5)))
+        self.sizes = [b - a for a, b in zip([0, *ends], [*ends, self.numel], strict=True)]
         self.rounding = (
             torch.tensor([draw.getrandbits(62) - (1 << 61), draw.getrandbits(20)])
             if self.operators == "blockwise" and draw.random() < 0.5
@@ -72,11 +75,7 @@ class Case:
         return getattr(torch.ops.commhook, f"{self.operators}_{which}")
 
     def message(self, shards: int, fill: int) -> Tensor:
-        form = codecs.CODECS[self.operators](
-            **{k: v for k, v in self.settings.items() if k != "format"},
-            **({"format": self.settings["format"]} if "format" in self.settings else {}),
-        )
-        return torch.full((form.nbytes(self.numel, shards),), fill, dtype=torch.uint8)
+        return torch.full((self.codec.nbytes(self.numel, shards),), fill, dtype=torch.uint8)
 
     def results(self, device: KernelDevice | None) -> dict[str, Tensor]:
         """What all operators write, with the CPU's kernels or those of a device."""
@@ -88,7 +87,7 @@ class Case:
         rounding = {} if self.rounding is None else {"rounding": there(self.rounding)[0]}
         settings = {**self.settings, "shards": self.shards}
         # A copy in a memory of the same offset is as badly aligned.
-        errors = [None, None] if self.error is None else there(*[self.error] * 2)
+        errors = [None] * 3 if self.error is None else there(*[self.error] * 3)
         if device is None:
             errors = [None if error is None else error.clone() for error in errors]
         (message,) = there(self.message(self.shards, 0xAA if device is None else 0x55))
@@ -97,6 +96,16 @@ class Case:
         )
         decoded = there(*(torch.full_like(tensor, 7) for tensor in self.tensors))
         self.operator("decode")(message, decoded, **settings)
+
+        nbytes = sum(part.nbytes for part in self.codec.chunks(self.sizes))
+        fill = 0xAA if device is None else 0x55
+        (chunks,) = there(torch.full((nbytes,), fill, dtype=torch.uint8))
+        settings = {**self.settings, "sizes": self.sizes}
+        self.operator("encode")(
+            tensors, chunks, **settings, scale=self.scale, error=errors[2], **rounding
+        )
+        of_chunks = there(*(torch.full_like(tensor, 7) for tensor in self.tensors))
+        self.operator("decode")(chunks, of_chunks, **settings)
 
         messages = torch.stack(there(*(self.message(1, 0) for _ in self.factors)))
         for factor, each in zip(self.factors, messages, strict=True):
@@ -112,9 +121,13 @@ class Case:
             error=errors[1],
             **rounding,
         )
-        results = {"message": message, "messages": messages, "reduced": reduced}
+        sums = there(*(torch.full_like(tensor, 7) for tensor in self.tensors))
+        self.operator("decode_sum")(messages, sums, **self.settings, scale=self.scale)
+        results = {"message": message, "messages": messages, "reduced": reduced, "chunks": chunks}
         results |= {f"error {i}": error for i, error in enumerate(errors) if error is not None}
         results |= {f"decoded {i}": tensor for i, tensor in enumerate(decoded)}
+        results |= {f"decoded from chunks {i}": tensor for i, tensor in enumerate(of_chunks)}
+        results |= {f"sum {i}": tensor for i, tensor in enumerate(sums)}
         return {name: tensor.cpu() for name, tensor in results.items()}
 
 

@@ -33,8 +33,9 @@ class TestSchemas(expecttest.TestCase):
             "\n".join(sorted(schemas)) + "\n",
             """\
 commhook::begin_step(Tensor(a0!) token, str name) -> ()
-commhook::blockwise_decode(Tensor message, Tensor(a!)[] tensors, *, int bits, int block_size, bool symmetric, int shards=1) -> ()
-commhook::blockwise_encode(Tensor[] tensors, Tensor(a!) message, *, int bits, int block_size, bool symmetric, int shards=1, float scale=1., Tensor(b!)? error=None, Tensor? rounding=None) -> ()
+commhook::blockwise_decode(Tensor message, Tensor(a!)[] tensors, *, int bits, int block_size, bool symmetric, int shards=1, SymInt[]? sizes=None) -> ()
+commhook::blockwise_decode_sum(Tensor messages, Tensor(a!)[] tensors, *, int bits, int block_size, bool symmetric, float scale=1.) -> ()
+commhook::blockwise_encode(Tensor[] tensors, Tensor(a!) message, *, int bits, int block_size, bool symmetric, int shards=1, SymInt[]? sizes=None, float scale=1., Tensor(b!)? error=None, Tensor? rounding=None) -> ()
 commhook::blockwise_reduce(Tensor messages, Tensor(a!) message, int numel, *, int bits, int block_size, bool symmetric, float scale=1., Tensor(b!)? error=None, Tensor? rounding=None) -> ()
 commhook::broadcast_coalesced(Tensor(a!)[] tensors, int buffer_size, int rank, str group_name) -> ()
 commhook::built_for_torch() -> str
@@ -48,8 +49,9 @@ commhook::flatten(Tensor[] tensors, *, float scale=1., ScalarType? dtype=None) -
 commhook::flatten.out(Tensor[] tensors, *, float scale=1., Tensor(a!) out) -> Tensor(a!)
 commhook::flatten_stats(Tensor[] tensors, *, float scale=1., ScalarType? dtype=None) -> (Tensor buffer, Tensor sum_of_squares, Tensor nonfinite_count)
 commhook::floats_of_bytes(Tensor message) -> Tensor
-commhook::fp8_decode(Tensor message, Tensor(a!)[] tensors, *, str format, int block_size, int shards=1) -> ()
-commhook::fp8_encode(Tensor[] tensors, Tensor(a!) message, *, str format, int block_size, int shards=1, float scale=1., Tensor(b!)? error=None) -> ()
+commhook::fp8_decode(Tensor message, Tensor(a!)[] tensors, *, str format, int block_size, int shards=1, SymInt[]? sizes=None) -> ()
+commhook::fp8_decode_sum(Tensor messages, Tensor(a!)[] tensors, *, str format, int block_size, float scale=1.) -> ()
+commhook::fp8_encode(Tensor[] tensors, Tensor(a!) message, *, str format, int block_size, int shards=1, SymInt[]? sizes=None, float scale=1., Tensor(b!)? error=None) -> ()
 commhook::fp8_reduce(Tensor messages, Tensor(a!) message, int numel, *, str format, int block_size, float scale=1., Tensor(b!)? error=None) -> ()
 commhook::has_cuda_kernels() -> bool
 commhook::keep_unsent(Tensor(a0!)[] errors, Tensor[] results, Tensor[] gradients, Tensor used, SymInt[] table) -> ()
@@ -65,8 +67,9 @@ commhook::powersgd_restore(Tensor(a0!) q, Tensor(a1!) work, Tensor wire, Tensor 
 commhook::powersgd_right(Tensor(a0!) work, Tensor wire, str plan, float scale, bool keeps_error) -> (Tensor, Tensor)
 commhook::randomk_decode(Tensor message, Tensor(a!)[] tensors, Tensor rounding) -> ()
 commhook::randomk_encode(Tensor[] tensors, Tensor(a!) message, Tensor rounding, *, bool unbiased=False, float scale=1., Tensor(b!)? error=None) -> ()
-commhook::sign_decode(Tensor message, Tensor(a!)[] tensors, *, int block_size, int shards=1) -> ()
-commhook::sign_encode(Tensor[] tensors, Tensor(a!) message, *, int block_size, int shards=1, float scale=1., Tensor(b!)? error=None) -> ()
+commhook::sign_decode(Tensor message, Tensor(a!)[] tensors, *, int block_size, int shards=1, SymInt[]? sizes=None) -> ()
+commhook::sign_decode_sum(Tensor messages, Tensor(a!)[] tensors, *, int block_size, float scale=1.) -> ()
+commhook::sign_encode(Tensor[] tensors, Tensor(a!) message, *, int block_size, int shards=1, SymInt[]? sizes=None, float scale=1., Tensor(b!)? error=None) -> ()
 commhook::sign_reduce(Tensor messages, Tensor(a!) message, int numel, *, int block_size, float scale=1., Tensor(b!)? error=None) -> ()
 commhook::sum_rows(Tensor rows, Tensor(a!) out) -> ()
 commhook::topk_decode(Tensor message, Tensor(a!)[] tensors) -> ()

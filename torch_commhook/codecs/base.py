@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from torch_commhook.native.bucket_ops import unflatten_into
+from torch_commhook.native.bucket_ops import flatten, unflatten_into
 
 
 def check_setting(codec: str, name: str, value: object, kind: str) -> None:
@@ -173,6 +173,92 @@ class Codec(ABC):
             total.mul_(scale)
         unflatten_into(total, tensors)
 
+    def encode_chunks(
+        self,
+        tensors: Sequence[Tensor],
+        message: Tensor,
+        sizes: Sequence[int],
+        *,
+        scale: float = 1.0,
+        error: Tensor | None = None,
+        rounding: Tensor | None = None,
+    ) -> None:
+        """Write a message for each of several runs of the tensors' values, one after another.
+
+        Unlike shards, chunks end where the caller says. Each has a message of its own, in one
+        shard, which :meth:`decode` and :meth:`decode_sum` take.
+
+        Args:
+            tensors: as in :meth:`encode`.
+            message: written; as long as :meth:`chunks` says in all.
+            sizes: values of each chunk, at least one number; 0 is an empty chunk, of no bytes. They
+                add up to the number of the tensors' values.
+            scale, error: as in :meth:`encode`.
+            rounding: as in :meth:`encode`. Block codecs draw other numbers for each chunk; a codec
+                without an operator for chunks draws the same ones.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as in :meth:`encode`.
+        """
+        counts = self._checked_sizes("encode_chunks", sizes, tensors)
+        nbytes = [part.nbytes for part in self.chunks(counts)]
+        self._check_bytes("encode_chunks", message, sum(nbytes))
+        if len(tensors) == 1 and tensors[0].layout is torch.strided:
+            values = tensors[0].reshape(-1)
+        else:
+            values = flatten(tensors, dtype=torch.float32)
+        errors = [None] * len(counts) if error is None else error.split(counts)
+        pieces = zip(values.split(counts), message.split(nbytes), errors, strict=True)
+        for own, part, lost in pieces:
+            if own.numel():
+                self.encode([own], part, scale=scale, error=lost, rounding=rounding)
+
+    def decode_chunks(
+        self,
+        message: Tensor,
+        tensors: Sequence[Tensor],
+        sizes: Sequence[int],
+        *,
+        rounding: Tensor | None = None,
+    ) -> None:
+        """Write the values of messages that follow one another into tensors.
+
+        Args:
+            message: such as :meth:`encode_chunks` has written, or several ranks' messages.
+            tensors: as in :meth:`decode`.
+            sizes: as in :meth:`encode_chunks`.
+            rounding: as in :meth:`decode`.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as in :meth:`encode`.
+        """
+        counts = self._checked_sizes("decode_chunks", sizes, tensors)
+        nbytes = [part.nbytes for part in self.chunks(counts)]
+        self._check_bytes("decode_chunks", message, sum(nbytes))
+        values = torch.empty(sum(counts), dtype=torch.float32, device=message.device)
+        for own, part in zip(values.split(counts), message.split(nbytes), strict=True):
+            if own.numel():
+                self.decode(part, [own], rounding=rounding)
+        unflatten_into(values, tensors)
+
+    def _checked_sizes(
+        self, method: str, sizes: Sequence[int], tensors: Sequence[Tensor]
+    ) -> list[int]:
+        counts, numel = list(sizes), sum(tensor.numel() for tensor in tensors)
+        if not counts or any(count < 0 for count in counts) or sum(counts) != numel:
+            raise ValueError(
+                f"{self}.{method}: sizes must be numbers of at least 0 that add up to the tensors' "
+                f"{numel} values, got {counts}"
+            )
+        return counts
+
+    def _check_bytes(self, method: str, message: Tensor, nbytes: int) -> None:
+        if message.shape != (nbytes,):
+            raise ValueError(
+                f"{self}.{method}: message must be flat and hold {nbytes} bytes, got sizes "
+                f"{list(message.shape)}"
+            )
+
     def reduce(
         self,
         messages: Tensor,
@@ -224,6 +310,10 @@ class Codec(ABC):
     def nbytes(self, numel: int, shards: int = 1) -> int:
         """Bytes of a message of ``numel`` values."""
         return sum(shard.nbytes for shard in self.shards(numel, shards))
+
+    def chunks(self, sizes: Sequence[int]) -> list[Shard]:
+        """The messages that :meth:`encode_chunks` writes, one for each of ``sizes``, in order."""
+        return [Shard(size, self.nbytes(size)) for size in sizes]
 
 
 #: The codecs by name.

@@ -69,16 +69,34 @@ def _check_shards(op: str, shards: int) -> None:
         raise ValueError(f"{op}: shards must be at least 1 and at most 2^20, got {shards}")
 
 
+def _check_sizes(op: str, shards: int, sizes: Sequence[int] | None, numel: int) -> None:
+    if sizes is None:
+        return
+    if shards != 1:
+        raise ValueError(f"{op}: shards must be 1 where sizes are given, got {shards}")
+    if not 1 <= len(sizes) <= _MOST_SHARDS:
+        raise ValueError(
+            f"{op}: sizes must be at least 1 number and at most 2^20, got {len(sizes)}"
+        )
+    if not all(isinstance(size, int) for size in (*sizes, numel)):
+        return  # without a guard; the kernel sees the rest
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"{op}: sizes must be at least 0, got {list(sizes)}")
+    if sum(sizes) != numel:
+        raise ValueError(f"{op}: sizes must add up to {numel} elements, got {list(sizes)}")
+
+
 # ---- the codec -----------------------------------------------------------------------------------
 
 
 class BlockCodec(Codec):
-    """A codec that sends values in blocks, through three operators.
+    """A codec that sends values in blocks, through four operators.
 
-    ``<name>_encode``, ``<name>_decode`` and ``<name>_reduce`` walk over memory once. The values, in
-    the order of ``torch.ops.commhook.flatten``, are cut into blocks across the tensors' borders. A
-    message's shards have about equally many whole blocks; the last block of all may be shorter.
-    With fewer blocks than shards, some are empty.
+    ``<name>_encode``, ``<name>_decode``, ``<name>_decode_sum`` and ``<name>_reduce`` walk over
+    memory once. The values, in the order of ``torch.ops.commhook.flatten``, are cut into blocks
+    across the tensors' borders. A message's shards have about equally many whole blocks; the last
+    block of all may be shorter. With fewer blocks than shards, some are empty. Of chunks of given
+    sizes, each begins with a block of its own.
 
     Args:
         name: of the codec, with which the operators' begin.
@@ -125,6 +143,39 @@ class BlockCodec(Codec):
     ) -> None:
         self._call("decode", message, tensors, shards=shards)
 
+    def encode_chunks(
+        self,
+        tensors: Sequence[Tensor],
+        message: Tensor,
+        sizes: Sequence[int],
+        *,
+        scale: float = 1.0,
+        error: Tensor | None = None,
+        rounding: Tensor | None = None,
+    ) -> None:
+        drawn = self._drawn_from("encode_chunks", rounding)
+        self._call("encode", tensors, message, sizes=sizes, scale=scale, error=error, **drawn)
+
+    def decode_chunks(
+        self,
+        message: Tensor,
+        tensors: Sequence[Tensor],
+        sizes: Sequence[int],
+        *,
+        rounding: Tensor | None = None,
+    ) -> None:
+        self._call("decode", message, tensors, sizes=sizes)
+
+    def decode_sum(
+        self,
+        messages: Tensor,
+        tensors: Sequence[Tensor],
+        *,
+        scale: float = 1.0,
+        rounding: Tensor | None = None,
+    ) -> None:
+        self._call("decode_sum", messages, tensors, scale=scale)
+
     def reduce(
         self,
         messages: Tensor,
@@ -163,6 +214,7 @@ def register_fakes(name: str, form_of: Callable[..., BlockForm]) -> None:
         message: Tensor,
         *,
         shards: int = 1,
+        sizes: Sequence[int] | None = None,
         scale: float = 1.0,
         error: Tensor | None = None,
         rounding: Tensor | None = None,
@@ -172,17 +224,35 @@ def register_fakes(name: str, form_of: Callable[..., BlockForm]) -> None:
         form = form_of(op, **settings)
         _check_shards(op, shards)
         numel = check_values(op, tensors)
-        check_message(op, "message", message, _known_bytes(form, numel))
+        _check_sizes(op, shards, sizes, numel)
+        check_message(op, "message", message, _known_bytes(form, numel, sizes))
         check_memory(op, error, rounding, numel)
 
     @torch.library.register_fake(f"commhook::{name}_decode")
     def decode(
-        message: Tensor, tensors: Sequence[Tensor], *, shards: int = 1, **settings: Any
+        message: Tensor,
+        tensors: Sequence[Tensor],
+        *,
+        shards: int = 1,
+        sizes: Sequence[int] | None = None,
+        **settings: Any,
     ) -> None:
         op = f"{name}_decode"
         form = form_of(op, **settings)
         _check_shards(op, shards)
-        check_message(op, "message", message, _known_bytes(form, check_values(op, tensors)))
+        numel = check_values(op, tensors)
+        _check_sizes(op, shards, sizes, numel)
+        check_message(op, "message", message, _known_bytes(form, numel, sizes))
+
+    @torch.library.register_fake(f"commhook::{name}_decode_sum")
+    def decode_sum(
+        messages: Tensor, tensors: Sequence[Tensor], *, scale: float = 1.0, **settings: Any
+    ) -> None:
+        op = f"{name}_decode_sum"
+        form = form_of(op, **settings)
+        known = _known_bytes(form, check_values(op, tensors))
+        check_messages(op, messages)
+        check_message(op, "messages", messages, None if known is None else known * len(messages))
 
     @torch.library.register_fake(f"commhook::{name}_reduce")
     def reduce(
@@ -204,6 +274,9 @@ def register_fakes(name: str, form_of: Callable[..., BlockForm]) -> None:
         check_memory(op, error, rounding, numel)
 
 
-def _known_bytes(form: BlockForm, numel: int) -> int | None:
+def _known_bytes(form: BlockForm, numel: int, sizes: Sequence[int] | None = None) -> int | None:
     """What a message must hold, where that is known without a guard; the kernel sees the rest."""
-    return form.nbytes(numel) if isinstance(numel, int) else None
+    parts = [numel] if sizes is None else sizes
+    if not all(isinstance(part, int) for part in parts):
+        return None
+    return sum(form.nbytes(part) for part in parts)

@@ -7,6 +7,10 @@ bytes that they put on the wire.
 """
 
 from torch_commhook.collectives.compressed import compressed_all_reduce
+from torch_commhook.collectives.compressed_chunks import (
+    compressed_all_gather,
+    compressed_reduce_scatter,
+)
 from torch_commhook.collectives.futures import TracedFuture
 from torch_commhook.collectives.hierarchical import hierarchical_all_reduce
 from torch_commhook.collectives.plain import (
@@ -24,7 +28,9 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "compressed_all_gather",
     "compressed_all_reduce",
+    "compressed_reduce_scatter",
     "hierarchical_all_reduce",
     "reduce_scatter",
     "resolve_group",

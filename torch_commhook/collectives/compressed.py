@@ -9,15 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.codecs.base import Codec
-from torch_commhook.collectives.exchange import exchange, pays
+from torch_commhook.collectives.compressed_call import CompressedCall
 from torch_commhook.collectives.futures import then_beside
 from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.collectives.plain import (
     all_gather,
     all_reduce,
-    all_to_all,
     check_place,
-    issue_all_gather,
     resolve_group,
 )
 from torch_commhook.collectives.stages import on_wire, timed, two_stages
@@ -28,7 +26,7 @@ from torch_commhook.collectives.sum_arguments import (
     check_out,
     listed_tensors,
 )
-from torch_commhook.metrics import CallMeter, note_collective
+from torch_commhook.metrics import CallMeter
 from torch_commhook.native.tensor_checks import check_flat
 
 
@@ -147,12 +145,8 @@ def _bytes_of_floats_fake(values: Tensor) -> Tensor:
     return values.new_empty(values.numel() * 4, dtype=torch.uint8)
 
 
-class _CompressedSum:
-    """One sum on its way.
-
-    It does not keep the group: callbacks have it, which a thread of Gloo's may drop last. A group
-    that goes with it then would have that thread wait for its own end.
-    """
+class _CompressedSum(CompressedCall):
+    """One sum on its way."""
 
     def __init__(
         self,
@@ -161,23 +155,13 @@ class _CompressedSum:
         numel: int,
         group: dist.ProcessGroup,
     ) -> None:
-        rounding, buffers = arguments.rounding, arguments.buffers
-        self.codec = arguments.codec
-        self.destinations = destinations
-        self.device = destinations[0].device
+        super().__init__(arguments.codec, destinations, arguments.buffers, arguments.meter, group)
+        rounding = arguments.rounding
         self.numel = numel
         self.scale = arguments.scale
         self.shard_error = arguments.shard_error
         #: For this rank's values, and for its sum.
         self.rounding = (None, None) if rounding is None else (rounding[0], rounding[1])
-        self.buffers = MessageBuffers() if buffers is None else buffers
-        self.meter = arguments.meter
-        self.world_size: int = group.size()
-        self.rank: int = group.rank()
-        # Asked once: later stages are other threads' work, which cannot tell who compiles.
-        self.is_traced = torch.compiler.is_compiling()
-        if self.is_traced:
-            self.meter = None
 
     def start(
         self, sources: list[Tensor], error: Tensor | None, group: dist.ProcessGroup
@@ -194,13 +178,8 @@ class _CompressedSum:
             )
         return start(sources, error, group)
 
-    def _buffer(self, name: str, *shape: int) -> Tensor:
-        if self.is_traced:  # by a compiler, which plans memory itself
-            return torch.empty(shape, dtype=torch.uint8, device=self.device)
-        return self.buffers.get(name, shape, torch.uint8, self.device)
-
     def _encode(self, sources: list[Tensor], error: Tensor | None, shards: int) -> Tensor:
-        message = self._buffer("message", self.codec.nbytes(self.numel, shards))
+        message = self.buffer("message", self.codec.nbytes(self.numel, shards))
         with timed(self.meter, "encode"):
             self.codec.encode(
                 sources, message, shards=shards, error=error, rounding=self.rounding[0]
@@ -240,7 +219,7 @@ class _CompressedSum:
         message = self._encode(sources, error, 1)
         out = None
         if not self.is_traced:
-            out = self._buffer("gathered", self.world_size, len(message))
+            out = self.buffer("gathered", self.world_size, len(message))
         first = all_gather(message, out=out, group=group)
         wire = on_wire(first, self.meter, self.device)
 
@@ -261,27 +240,11 @@ class _CompressedSum:
         self.sizes = [shard.nbytes for shard in shards]
         self.shard = shards[self.rank]
         message = self._encode(sources, error, self.world_size)
-        received = self.world_size * self.shard.nbytes
-        sizes, own = self.sizes, [self.shard.nbytes] * self.world_size
-
-        def issue() -> torch.futures.Future[Tensor]:
-            if self._is_exchanged(max(sizes), group):
-                note_collective(sum(sizes) - sizes[self.rank], received - sizes[self.rank])
-                shards_of_all = self._buffer("shards", received)
-                by_rank = shards_of_all.split(own)
-                return exchange(message.split(sizes), by_rank, shards_of_all, group)
-            return all_to_all(
-                message,
-                input_split_sizes=sizes,
-                output_split_sizes=own,
-                out=None if self.is_traced else self._buffer("shards", received),
-                group=group,
-            )
-
+        sizes = self.sizes
         return two_stages(
-            issue,
+            lambda: self.issue_all_to_all(message, sizes, group),
             self._reduce,
-            self._issue_gather,
+            lambda padded, second_group: self.issue_gather("sums", padded, second_group),
             self._decode,
             second_bytes=max(sizes) * (self.world_size - 1),
             device=self.device,
@@ -291,7 +254,7 @@ class _CompressedSum:
 
     def _reduce(self, received: Tensor) -> Tensor:
         """The message of the sum of this rank's shards, as long as the longest of all."""
-        padded = self._buffer("sum", max(self.sizes))
+        padded = self.buffer("sum", max(self.sizes))
         with torch.no_grad(), timed(self.meter, "encode"):
             self.codec.reduce(
                 received.view(self.world_size, self.shard.nbytes),
@@ -303,32 +266,9 @@ class _CompressedSum:
             )
         return padded
 
-    def _issue_gather(
-        self, padded: Tensor, group: dist.ProcessGroup
-    ) -> torch.futures.Future[Tensor]:
-        if self.is_traced:
-            return issue_all_gather(padded, None, group, is_traced=True)
-        return self._gather_into(self._buffer("sums", self.world_size, len(padded)), padded, group)
-
     def _decode(self, gathered: Tensor) -> Tensor:
         with torch.no_grad(), timed(self.meter, "decode"):
-            if all(size == self.sizes[0] for size in self.sizes):
-                message = gathered.view(-1)
-            else:  # without what the shorter ones were filled up with
-                message = self._buffer("message", sum(self.sizes))  # that has been sent by now
-                pieces = [sums[:size] for sums, size in zip(gathered, self.sizes, strict=True)]
-                torch.cat(pieces, out=message)
+            # The buffer of the message that has been sent by now.
+            message = self.without_padding("message", gathered, self.sizes)
             self.codec.decode(message, self.destinations, shards=self.world_size)
         return self._result()
-
-    def _is_exchanged(self, longest: int, group: dist.ProcessGroup) -> bool:
-        return not self.is_traced and self.device.type == "cpu" and pays(group, longest)
-
-    def _gather_into(
-        self, result: Tensor, tensor: Tensor, group: dist.ProcessGroup
-    ) -> torch.futures.Future[Tensor]:
-        """In eager, from whatever thread."""
-        if not self._is_exchanged(len(tensor), group):
-            return issue_all_gather(tensor, result, group, is_traced=False)
-        to_each = [tensor] * self.world_size
-        return exchange(to_each, list(result), result, group)

@@ -31,7 +31,13 @@ class SumArguments(NamedTuple):
 
 
 def check_arguments(
-    op: str, arguments: SumArguments, numel: int, device: torch.device, group: dist.ProcessGroup
+    op: str,
+    arguments: SumArguments,
+    numel: int,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    *,
+    encodes_once: bool = False,
 ) -> None:
     """Refuse what would fail in a later stage, when other ranks are waiting already.
 
@@ -41,6 +47,7 @@ def check_arguments(
         numel: of the values that ``error`` is of.
         device: of the tensors.
         group: over which values are compressed.
+        encodes_once: whether no sum is encoded: ``rounding`` is then one seed and step.
 
     Raises:
         TypeError, ValueError: one does not fit.
@@ -53,9 +60,10 @@ def check_arguments(
     codec, rounding = arguments.codec, arguments.rounding
     if rounding is not None:
         _check_dtype(op, "rounding", rounding, torch.int64)
-    if codec.is_random and (rounding is None or rounding.shape != (2, 2)):
+    shape, content = ((2,), "seed and step") if encodes_once else ((2, 2), "rows of seed and step")
+    if codec.is_random and (rounding is None or rounding.shape != shape):
         raise ValueError(
-            f"{op}: rounding must be of shape (2, 2) for {codec}, rows of seed and step, got "
+            f"{op}: rounding must be of shape {shape} for {codec}, {content}, got "
             f"{None if rounding is None else list(rounding.shape)}"
         )
     if torch.compiler.is_compiling():  # whose sizes may be any
@@ -112,7 +120,9 @@ def _check_error(op: str, name: str, error: Tensor, device: torch.device) -> Non
         raise ValueError(f"{op}: {name} must be contiguous, got strides {list(error.stride())}")
 
 
-def check_out(op: str, destinations: Sequence[Tensor], numel: int) -> None:
+def check_out(
+    op: str, destinations: Sequence[Tensor], numel: int, as_many_as: str = "tensors"
+) -> None:
     """Refuse tensors that have no room for so many elements.
 
     Raises:
@@ -120,7 +130,29 @@ def check_out(op: str, destinations: Sequence[Tensor], numel: int) -> None:
     """
     room = sum(tensor.numel() for tensor in destinations)
     if room != numel:
-        raise ValueError(f"{op}: out must hold {numel} elements, as many as tensors, got {room}")
+        raise ValueError(
+            f"{op}: out must hold {numel} elements, as many as {as_many_as}, got {room}"
+        )
+
+
+def checked_sizes(op: str, sizes: Sequence[int], world_size: int) -> list[int]:
+    """Numbers of elements, one for each rank.
+
+    Raises:
+        TypeError: no list of ints.
+        ValueError: more or fewer numbers, or one below 0.
+    """
+    if not isinstance(sizes, Sequence) or any(
+        not isinstance(size, int) or isinstance(size, bool) for size in sizes
+    ):
+        raise TypeError(f"{op}: sizes must be a list of ints, got {sizes!r}")
+    counts = list(sizes)
+    if len(counts) != world_size or any(count < 0 for count in counts):
+        raise ValueError(
+            f"{op}: sizes must be {world_size} numbers of at least 0, one for each rank, got "
+            f"{counts}"
+        )
+    return counts
 
 
 def shard_range(codec: Codec, numel: int, *, rank: int, world_size: int) -> tuple[int, int]:

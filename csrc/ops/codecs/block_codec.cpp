@@ -14,39 +14,77 @@ void check_block_size(const char* op, int64_t block_size, int64_t multiple) {
 
 namespace {
 
+constexpr int64_t kMostShards = 1 << 20;
+
 void check_shards(const char* op, int64_t shards) {
-  TORCH_CHECK_VALUE(shards >= 1 && shards <= (1 << 20), op,
+  TORCH_CHECK_VALUE(shards >= 1 && shards <= kMostShards, op,
                     ": shards must be at least 1 and at most 2^20, got ", shards);
+}
+
+Chunks chunks_of(const char* op, const BlockForm& form, int64_t numel, int64_t shards,
+                 at::OptionalIntArrayRef sizes) {
+  if (!sizes.has_value()) {
+    return {form, numel, shards};
+  }
+  TORCH_CHECK_VALUE(shards == 1, op, ": shards must be 1 where sizes are given, got ", shards);
+  const auto count = static_cast<int64_t>(sizes->size());
+  TORCH_CHECK_VALUE(count >= 1 && count <= kMostShards, op,
+                    ": sizes must be at least 1 number and at most 2^20, got ", count);
+  int64_t left = numel;
+  for (const int64_t size : *sizes) {
+    TORCH_CHECK_VALUE(size >= 0, op, ": sizes must be at least 0, got ", *sizes);
+    TORCH_CHECK_VALUE(size <= left, op, ": sizes must add up to ", numel, " elements, got ",
+                      *sizes);
+    left -= size;
+  }
+  TORCH_CHECK_VALUE(left == 0, op, ": sizes must add up to ", numel, " elements, got ", *sizes);
+  return {form, *sizes};
+}
+
+void check_messages(const char* op, const at::Tensor& messages, const BlockLayout& layout) {
+  TORCH_CHECK_VALUE(messages.dim() == 2 && messages.size(0) >= 1, op,
+                    ": messages must have two dimensions, one row for each message, got sizes ",
+                    messages.sizes());
+  check_message(op, "messages", messages, messages.size(0) * layout.bytes());
 }
 
 }  // namespace
 
-BlockLayout check_encode(const char* op, at::TensorList tensors, const at::Tensor& message,
-                         const BlockForm& form, int64_t shards,
-                         const std::optional<at::Tensor>& error,
-                         const std::optional<at::Tensor>& rounding) {
+Chunks check_encode(const char* op, at::TensorList tensors, const at::Tensor& message,
+                    const BlockForm& form, int64_t shards, at::OptionalIntArrayRef sizes,
+                    const std::optional<at::Tensor>& error,
+                    const std::optional<at::Tensor>& rounding) {
   check_shards(op, shards);
   check_flatten(op, tensors, at::kFloat);
   const auto device = tensors[0].device();
   const int64_t numel = total_numel(tensors);
-  const BlockLayout layout(form, numel, shards);
-  check_message(op, "message", message, layout.bytes());
+  auto chunks = chunks_of(op, form, numel, shards, sizes);
+  check_message(op, "message", message, chunks.bytes());
   check_device(op, "message", message, device);
   check_error(op, error, numel, device);
   check_rounding(op, rounding, device);
   check_encoded_apart(op, tensors, message, error);
-  return layout;
+  return chunks;
 }
 
-BlockLayout check_decode(const char* op, const at::Tensor& message, at::TensorList tensors,
-                         const BlockForm& form, int64_t shards) {
+Chunks check_decode(const char* op, const at::Tensor& message, at::TensorList tensors,
+                    const BlockForm& form, int64_t shards, at::OptionalIntArrayRef sizes) {
   check_shards(op, shards);
   check_flatten(op, tensors, at::kFloat);
-  const int64_t numel = total_numel(tensors);
-  const BlockLayout layout(form, numel, shards);
-  check_message(op, "message", message, layout.bytes());
+  auto chunks = chunks_of(op, form, total_numel(tensors), shards, sizes);
+  check_message(op, "message", message, chunks.bytes());
   check_device(op, "message", message, tensors[0].device());
   check_destinations(op, message, "message", tensors);
+  return chunks;
+}
+
+BlockLayout check_decode_sum(const char* op, const at::Tensor& messages, at::TensorList tensors,
+                             const BlockForm& form) {
+  check_flatten(op, tensors, at::kFloat);
+  const BlockLayout layout(form, total_numel(tensors), 1);
+  check_messages(op, messages, layout);
+  check_device(op, "messages", messages, tensors[0].device());
+  check_destinations(op, messages, "messages", tensors);
   return layout;
 }
 
@@ -56,10 +94,7 @@ BlockLayout check_reduce(const char* op, const at::Tensor& messages, const at::T
                          const std::optional<at::Tensor>& rounding) {
   TORCH_CHECK_VALUE(numel >= 0, op, ": numel must be at least 0, got ", numel);
   const BlockLayout layout(form, numel, 1);
-  TORCH_CHECK_VALUE(messages.dim() == 2 && messages.size(0) >= 1, op,
-                    ": messages must have two dimensions, one row for each message, got sizes ",
-                    messages.sizes());
-  check_message(op, "messages", messages, messages.size(0) * layout.bytes());
+  check_messages(op, messages, layout);
   check_message(op, "message", message, layout.bytes());
   check_device(op, "message", message, messages.device());
   check_error(op, error, numel, messages.device());

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "ops/codecs/block_chunks.h"
 #include "ops/codecs/block_layout.h"
 #include "ops/codecs/codec_checks.h"
 
@@ -18,16 +19,21 @@ namespace commhook::codecs {
 // block_size: a multiple of `multiple`, of at most kMaxBlockSize.
 void check_block_size(const char* op, int64_t block_size, int64_t multiple);
 
-// tensors: as flatten takes them. message: contiguous bytes, as many as the layout has. error: flat
-// float32, as many as the tensors have; none is taken as well. rounding: two int64, seed and step;
-// none is to the nearest. All on one device, with no memory shared.
-C10_EXPORT BlockLayout check_encode(const char* op, at::TensorList tensors,
-                                    const at::Tensor& message, const BlockForm& form,
-                                    int64_t shards, const std::optional<at::Tensor>& error,
-                                    const std::optional<at::Tensor>& rounding);
+// tensors: as flatten takes them. message: contiguous bytes, as many as the chunks have. sizes: of
+// the chunks, as many elements in all as the tensors have; none is a single chunk, of `shards`
+// shards. error: flat float32, as many as the tensors have; none is taken as well. rounding: two
+// int64, seed and step; none is to the nearest. All on one device, with no memory shared.
+C10_EXPORT Chunks check_encode(const char* op, at::TensorList tensors, const at::Tensor& message,
+                               const BlockForm& form, int64_t shards, at::OptionalIntArrayRef sizes,
+                               const std::optional<at::Tensor>& error,
+                               const std::optional<at::Tensor>& rounding);
 // tensors: as unflatten_into takes them.
-C10_EXPORT BlockLayout check_decode(const char* op, const at::Tensor& message,
-                                    at::TensorList tensors, const BlockForm& form, int64_t shards);
+C10_EXPORT Chunks check_decode(const char* op, const at::Tensor& message, at::TensorList tensors,
+                               const BlockForm& form, int64_t shards,
+                               at::OptionalIntArrayRef sizes);
+// messages: [messages, bytes of one of the tensors' values in one shard].
+C10_EXPORT BlockLayout check_decode_sum(const char* op, const at::Tensor& messages,
+                                        at::TensorList tensors, const BlockForm& form);
 // messages: [messages, bytes of one of `numel` values in one shard]. message: one such.
 C10_EXPORT BlockLayout check_reduce(const char* op, const at::Tensor& messages,
                                     const at::Tensor& message, const BlockForm& form, int64_t numel,

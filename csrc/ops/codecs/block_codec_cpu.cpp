@@ -58,14 +58,24 @@ class BlockCursor {
   int64_t parameters_ = 0;
 };
 
-// Calls run(first block, first element, last element) on all threads.
+// Calls run(chunk, first block, first element, last element) on all threads, counted in the chunk.
 template <typename Run>
-void for_each_range(const BlockLayout& layout, const Run& run) {
-  const int64_t size = layout.form().block_size;
-  at::parallel_for(0, layout.blocks(), std::max<int64_t>(1, kGrainElements / size),
-                   [&](int64_t first, int64_t last) {
-                     run(first, first * size, std::min(layout.numel(), last * size));
-                   });
+void for_each_range(const Chunks& chunks, const Run& run) {
+  const int64_t size = chunks.form().block_size;
+  at::parallel_for(
+      0, chunks.blocks(), std::max<int64_t>(1, kGrainElements / size),
+      [&](int64_t first, int64_t last) {
+        auto chunk =
+            std::upper_bound(chunks.begin(), chunks.end(), first,
+                             [](int64_t block, const Chunk& each) { return block < each.block; });
+        for (--chunk; chunk != chunks.end() && chunk->block < last; ++chunk) {
+          const int64_t begin = std::max(first - chunk->block, int64_t{0});
+          const int64_t end = std::min(last - chunk->block, chunk->layout.blocks());
+          if (begin < end) {
+            run(*chunk, begin, begin * size, std::min(chunk->layout.numel(), end * size));
+          }
+        }
+      });
 }
 
 // That are collected before they go.
@@ -80,12 +90,10 @@ float* data_of(const std::optional<at::Tensor>& tensor) {
   return is_there(tensor) ? tensor->mutable_data_ptr<float>() : nullptr;
 }
 
-// The bytes of a message that is to be written.
-uint8_t* cleared(const at::Tensor& message, const BlockLayout& layout) {
-  auto* const bytes = message.mutable_data_ptr<uint8_t>();
+// Writes the bytes of a message that hold nothing.
+void clear(uint8_t* message, const BlockLayout& layout) {
   const auto fill = layout.fill();
-  std::fill(bytes + fill.begin, bytes + fill.end, uint8_t{0});
-  return bytes;
+  std::fill(message + fill.begin, message + fill.end, uint8_t{0});
 }
 
 // The bytes of what describes the blocks of so many values.
@@ -161,34 +169,53 @@ void decode_run(const BlockKernels& kernels, const BlockForm& form, const uint8_
   }
 }
 
+// Writes what several messages of `bytes` each have from `codes` and `parameters` on, added up in
+// their order.
+void add_up(const BlockKernels& kernels, const uint8_t* messages, int64_t count, int64_t bytes,
+            int64_t codes, int64_t parameters, int64_t n, int64_t size, float* out) {
+  for (int64_t i = 0; i < count; ++i) {
+    const auto* const each = messages + i * bytes;
+    (i == 0 ? kernels.decode : kernels.add)(
+        each + codes, reinterpret_cast<const float*>(each + parameters), n, size, out);
+  }
+}
+
+// Values that stay in the first-level cache while messages are added up: whole blocks.
+int64_t values_at_once(int64_t size) { return kMaxBlockSize / size * size; }
+
 }  // namespace
 
 void encode_on_cpu(const BlockKernels& kernels, at::TensorList tensors, const at::Tensor& message,
-                   const BlockLayout& layout, double scale, const std::optional<at::Tensor>& error,
+                   const Chunks& chunks, double scale, const std::optional<at::Tensor>& error,
                    const std::optional<at::Tensor>& rounding) {
-  const int64_t size = layout.form().block_size;
+  const auto& form = chunks.form();
+  const int64_t size = form.block_size;
   const Encoding encoding{static_cast<float>(scale), rounding_of(rounding)};
   const cpu::Segments segments(tensors);
-  auto* const bytes = cleared(message, layout);
+  auto* const all = message.mutable_data_ptr<uint8_t>();
+  for (const auto& chunk : chunks) {
+    clear(all + chunk.offset, chunk.layout);
+  }
   float* const lost = data_of(error);
   const auto& rows = cpu::row_kernels(cpu::capability());
   // With an error, which is read and written, it does not pay.
-  const bool streamed = lost == nullptr && layout.bytes() >= cpu::streaming_bytes();
-  for_each_range(layout, [&](int64_t block, int64_t begin, int64_t end) {
-    BlockCursor cursor(layout, block);
-    MessageStreams streams(rows, layout.form());
+  const bool streamed = lost == nullptr && chunks.bytes() >= cpu::streaming_bytes();
+  for_each_range(chunks, [&](const Chunk& chunk, int64_t block, int64_t begin, int64_t end) {
+    BlockCursor cursor(chunk.layout, block);
+    MessageStreams streams(rows, form);
+    auto* const bytes = all + chunk.offset;
     cpu::for_each_block(
-        segments, begin, end, size, rows,
+        segments, chunk.element + begin, chunk.element + end, size, rows,
         [&](const float* values, int64_t position, int64_t count) {
           cursor.visit(
-              position, count,
+              position - chunk.element, count,
               [&](int64_t at, int64_t n, int64_t first, int64_t codes, int64_t parameters) {
                 auto* const to = reinterpret_cast<float*>(bytes + parameters);
                 if (streamed) {
-                  stream_run(kernels, layout.form(), values + at, n, encoding, first, bytes + codes,
-                             to, streams);
+                  stream_run(kernels, form, values + at, n, encoding, chunk.block + first,
+                             bytes + codes, to, streams);
                 } else {
-                  kernels.encode(values + at, n, size, encoding, first,
+                  kernels.encode(values + at, n, size, encoding, chunk.block + first,
                                  lost == nullptr ? nullptr : lost + position + at, bytes + codes,
                                  to);
                 }
@@ -198,31 +225,65 @@ void encode_on_cpu(const BlockKernels& kernels, at::TensorList tensors, const at
 }
 
 void decode_on_cpu(const BlockKernels& kernels, const at::Tensor& message, at::TensorList tensors,
-                   const BlockLayout& layout) {
-  const int64_t size = layout.form().block_size;
+                   const Chunks& chunks) {
+  const auto& form = chunks.form();
+  const int64_t size = form.block_size;
   for (const auto& tensor : tensors) {
     tensor.mutable_data_ptr();  // a lazily copied storage becomes the tensor's own here
   }
   const cpu::Segments segments(tensors);
-  const auto* const bytes = message.const_data_ptr<uint8_t>();
+  const auto* const all = message.const_data_ptr<uint8_t>();
   const auto& rows = cpu::row_kernels(cpu::capability());
   const bool streamed = cpu::bytes_of(tensors) >= cpu::streaming_bytes();
-  for_each_range(layout, [&](int64_t block, int64_t begin, int64_t end) {
-    BlockCursor cursor(layout, block);
+  for_each_range(chunks, [&](const Chunk& chunk, int64_t block, int64_t begin, int64_t end) {
+    BlockCursor cursor(chunk.layout, block);
     cpu::Stream stream(rows, cpu::Stream::kMost);
+    const auto* const bytes = all + chunk.offset;
     cpu::write_each_block(
-        segments, begin, end, size, rows,
+        segments, chunk.element + begin, chunk.element + end, size, rows,
         [&](float* values, int64_t position, int64_t count, bool in_place) {
-          cursor.visit(position, count,
+          cursor.visit(position - chunk.element, count,
                        [&](int64_t at, int64_t n, int64_t, int64_t codes, int64_t parameters) {
                          const auto* from = reinterpret_cast<const float*>(bytes + parameters);
                          if (streamed && in_place) {
-                           decode_run(kernels, layout.form(), bytes + codes, from, n, values + at,
-                                      stream);
+                           decode_run(kernels, form, bytes + codes, from, n, values + at, stream);
                          } else {
                            kernels.decode(bytes + codes, from, n, size, values + at);
                          }
                        });
+        });
+  });
+}
+
+void decode_sum_on_cpu(const BlockKernels& kernels, const at::Tensor& messages,
+                       at::TensorList tensors, const BlockLayout& layout, double scale) {
+  const int64_t size = layout.form().block_size;
+  const auto factor = static_cast<float>(scale);
+  for (const auto& tensor : tensors) {
+    tensor.mutable_data_ptr();  // a lazily copied storage becomes the tensor's own here
+  }
+  const cpu::Segments segments(tensors);
+  const auto* const from = messages.const_data_ptr<uint8_t>();
+  const auto& rows = cpu::row_kernels(cpu::capability());
+  const int64_t most = values_at_once(size);
+  const Chunks whole(layout.form(), layout.numel(), layout.shards());
+  for_each_range(whole, [&](const Chunk&, int64_t block, int64_t begin, int64_t end) {
+    BlockCursor cursor(layout, block);
+    cpu::write_each_block(
+        segments, begin, end, size, rows,
+        [&](float* values, int64_t position, int64_t count, bool /*in_place*/) {
+          for (int64_t done = 0; done < count; done += most) {
+            cursor.visit(position + done, std::min(most, count - done),
+                         [&](int64_t at, int64_t n, int64_t, int64_t codes, int64_t parameters) {
+                           float* const out = values + done + at;
+                           add_up(kernels, from, messages.size(0), layout.bytes(), codes,
+                                  parameters, n, size, out);
+                           if (factor != 1.0f) {
+                             std::transform(out, out + n, out,
+                                            [&](float value) { return value * factor; });
+                           }
+                         });
+          }
         });
   });
 }
@@ -234,23 +295,19 @@ void reduce_on_cpu(const BlockKernels& kernels, const at::Tensor& messages,
   const int64_t size = layout.form().block_size;
   const Encoding encoding{static_cast<float>(scale), rounding_of(rounding)};
   const auto* const from = messages.const_data_ptr<uint8_t>();
-  const int64_t count_of_messages = messages.size(0);
-  const int64_t bytes_of_message = layout.bytes();
-  auto* const to = cleared(message, layout);
+  auto* const to = message.mutable_data_ptr<uint8_t>();
+  clear(to, layout);
   float* const lost = data_of(error);
-  for_each_range(layout, [&](int64_t block, int64_t begin, int64_t end) {
+  const Chunks whole(layout.form(), layout.numel(), layout.shards());
+  for_each_range(whole, [&](const Chunk&, int64_t block, int64_t begin, int64_t end) {
     BlockCursor cursor(layout, block);
     alignas(64) float sum[kMaxBlockSize];
-    const int64_t most = kMaxBlockSize / size * size;
+    const int64_t most = values_at_once(size);
     for (int64_t position = begin; position < end; position += most) {
       cursor.visit(position, std::min(most, end - position),
                    [&](int64_t at, int64_t n, int64_t first, int64_t codes, int64_t parameters) {
-                     for (int64_t i = 0; i < count_of_messages; ++i) {
-                       const auto* const each = from + i * bytes_of_message;
-                       (i == 0 ? kernels.decode : kernels.add)(
-                           each + codes, reinterpret_cast<const float*>(each + parameters), n, size,
-                           sum);
-                     }
+                     add_up(kernels, from, messages.size(0), layout.bytes(), codes, parameters, n,
+                            size, sum);
                      kernels.encode(sum, n, size, encoding, first,
                                     lost == nullptr ? nullptr : lost + position + at, to + codes,
                                     reinterpret_cast<float*>(to + parameters));

@@ -41,10 +41,12 @@ constexpr uintptr_t kStreamedAlignment = 32;
 constexpr int64_t kStreamedValues = 32;
 
 void encode_on_cpu(const BlockKernels& kernels, at::TensorList tensors, const at::Tensor& message,
-                   const BlockLayout& layout, double scale, const std::optional<at::Tensor>& error,
+                   const Chunks& chunks, double scale, const std::optional<at::Tensor>& error,
                    const std::optional<at::Tensor>& rounding);
 void decode_on_cpu(const BlockKernels& kernels, const at::Tensor& message, at::TensorList tensors,
-                   const BlockLayout& layout);
+                   const Chunks& chunks);
+void decode_sum_on_cpu(const BlockKernels& kernels, const at::Tensor& messages,
+                       at::TensorList tensors, const BlockLayout& layout, double scale);
 void reduce_on_cpu(const BlockKernels& kernels, const at::Tensor& messages,
                    const at::Tensor& message, const BlockLayout& layout, double scale,
                    const std::optional<at::Tensor>& error,

@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 
 #include <optional>
+#include <vector>
 
 #include "ops/bucket/bucket.h"
 #include "ops/codecs/block_codec.h"
@@ -91,27 +92,61 @@ at::Tensor decode_flat(const at::Tensor& message, const BlockLayout& layout,
   return flat;
 }
 
+// The bytes of a chunk's message.
+inline at::Tensor message_of(const at::Tensor& messages, const Chunk& chunk) {
+  return messages.view(-1).narrow(0, chunk.offset, chunk.layout.bytes());
+}
+
 template <typename Quantize>
-void encode(at::TensorList tensors, const at::Tensor& message, const BlockLayout& layout,
-            double scale, const std::optional<at::Tensor>& error, const Quantize& quantize) {
-  encode_flat(compensated(flat_of(tensors), scale, error), message, layout, error, quantize);
+void encode(at::TensorList tensors, const at::Tensor& message, const Chunks& chunks, double scale,
+            const std::optional<at::Tensor>& error, const Quantize& quantize) {
+  const auto p = compensated(flat_of(tensors), scale, error);
+  for (const auto& chunk : chunks) {
+    const int64_t numel = chunk.layout.numel();
+    auto lost = error;
+    if (is_there(error)) {
+      lost = error->detach().view(-1).narrow(0, chunk.element, numel);
+    }
+    encode_flat(p.narrow(0, chunk.element, numel), message_of(message, chunk), chunk.layout, lost,
+                [&](const at::Tensor& values, int64_t block, const at::Tensor& lost_of_values) {
+                  return quantize(values, chunk.block + block, lost_of_values);
+                });
+  }
 }
 
 template <typename Restore>
-void decode(const at::Tensor& message, at::TensorList tensors, const BlockLayout& layout,
+void decode(const at::Tensor& message, at::TensorList tensors, const Chunks& chunks,
             const Restore& restore) {
-  commhook::reference::unflatten_into(decode_flat(message, layout, restore), tensors, 1.0);
+  std::vector<at::Tensor> flat;
+  for (const auto& chunk : chunks) {
+    flat.push_back(decode_flat(message_of(message, chunk), chunk.layout, restore));
+  }
+  commhook::reference::unflatten_into(at::cat(flat), tensors, 1.0);
+}
+
+// Of several messages, added up in their order.
+template <typename Restore>
+at::Tensor sum_of(const at::Tensor& messages, const BlockLayout& layout, const Restore& restore) {
+  at::Tensor sum;
+  for (const auto& each : messages.unbind(0)) {
+    const auto values = decode_flat(each, layout, restore);
+    sum = sum.defined() ? sum + values : values;
+  }
+  return sum;
+}
+
+template <typename Restore>
+void decode_sum(const at::Tensor& messages, at::TensorList tensors, const BlockLayout& layout,
+                double scale, const Restore& restore) {
+  const auto sum = compensated(sum_of(messages, layout, restore), scale, std::nullopt);
+  commhook::reference::unflatten_into(sum, tensors, 1.0);
 }
 
 template <typename Quantize, typename Restore>
 void reduce(const at::Tensor& messages, const at::Tensor& message, const BlockLayout& layout,
             double scale, const std::optional<at::Tensor>& error, const Quantize& quantize,
             const Restore& restore) {
-  at::Tensor sum;
-  for (const auto& each : messages.unbind(0)) {
-    const auto values = decode_flat(each, layout, restore);
-    sum = sum.defined() ? sum + values : values;
-  }
+  const auto sum = sum_of(messages, layout, restore);
   encode_flat(compensated(sum, scale, error), message, layout, error, quantize);
 }
 

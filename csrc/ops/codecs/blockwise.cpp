@@ -159,28 +159,39 @@ auto restore_with(const Format& format) {
 // ---- the operators -----------------------------------------------------------------------------
 
 void encode(at::TensorList tensors, const at::Tensor& message, int64_t bits, int64_t block_size,
-            bool symmetric, int64_t shards, double scale, const std::optional<at::Tensor>& error,
-            const std::optional<at::Tensor>& rounding) {
+            bool symmetric, int64_t shards, at::OptionalIntArrayRef sizes, double scale,
+            const std::optional<at::Tensor>& error, const std::optional<at::Tensor>& rounding) {
   const auto format = check_format("blockwise_encode", bits, block_size, symmetric);
-  const auto layout = codecs::check_encode("blockwise_encode", tensors, message, format.form(),
-                                           shards, error, rounding);
+  const auto chunks = codecs::check_encode("blockwise_encode", tensors, message, format.form(),
+                                           shards, sizes, error, rounding);
   if (cpu::serve(message.device())) {
-    return codecs::encode_on_cpu(kernels_for(format), tensors, message, layout, scale, error,
+    return codecs::encode_on_cpu(kernels_for(format), tensors, message, chunks, scale, error,
                                  rounding);
   }
-  codecs::reference::encode(tensors, message, layout, scale, error,
+  codecs::reference::encode(tensors, message, chunks, scale, error,
                             quantize_with(format, rounding));
 }
 
 void decode(const at::Tensor& message, at::TensorList tensors, int64_t bits, int64_t block_size,
-            bool symmetric, int64_t shards) {
+            bool symmetric, int64_t shards, at::OptionalIntArrayRef sizes) {
   const auto format = check_format("blockwise_decode", bits, block_size, symmetric);
-  const auto layout =
-      codecs::check_decode("blockwise_decode", message, tensors, format.form(), shards);
+  const auto chunks =
+      codecs::check_decode("blockwise_decode", message, tensors, format.form(), shards, sizes);
   if (cpu::serve(message.device())) {
-    return codecs::decode_on_cpu(kernels_for(format), message, tensors, layout);
+    return codecs::decode_on_cpu(kernels_for(format), message, tensors, chunks);
   }
-  codecs::reference::decode(message, tensors, layout, restore_with(format));
+  codecs::reference::decode(message, tensors, chunks, restore_with(format));
+}
+
+void decode_sum(const at::Tensor& messages, at::TensorList tensors, int64_t bits,
+                int64_t block_size, bool symmetric, double scale) {
+  const auto format = check_format("blockwise_decode_sum", bits, block_size, symmetric);
+  const auto layout =
+      codecs::check_decode_sum("blockwise_decode_sum", messages, tensors, format.form());
+  if (cpu::serve(messages.device())) {
+    return codecs::decode_sum_on_cpu(kernels_for(format), messages, tensors, layout, scale);
+  }
+  codecs::reference::decode_sum(messages, tensors, layout, scale, restore_with(format));
 }
 
 void reduce(const at::Tensor& messages, const at::Tensor& message, int64_t numel, int64_t bits,
@@ -201,17 +212,24 @@ TORCH_LIBRARY_FRAGMENT(commhook, m) {
   m.set_python_module("torch_commhook.codecs.block_codec");
   const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
 
-  // Writes the message of a bucket: float32(value) * scale + error, quantised in blocks. Puts what
-  // is lost into `error`. Random where `rounding` holds a seed and a step.
+  // Writes the message of a bucket, or one for each of the runs of values that `sizes` gives:
+  // float32(value) * scale + error, quantised in blocks. Puts what is lost into `error`. Random
+  // where `rounding` holds a seed and a step.
   m.def(
       "blockwise_encode(Tensor[] tensors, Tensor(a!) message, *, int bits, int block_size, "
-      "bool symmetric, int shards=1, float scale=1.0, Tensor(b!)? error=None, "
+      "bool symmetric, int shards=1, SymInt[]? sizes=None, float scale=1.0, Tensor(b!)? "
+      "error=None, "
       "Tensor? rounding=None) -> ()",
       compliant);
   // Writes a message's values into tensors.
   m.def(
       "blockwise_decode(Tensor message, Tensor(a!)[] tensors, *, int bits, int block_size, "
-      "bool symmetric, int shards=1) -> ()",
+      "bool symmetric, int shards=1, SymInt[]? sizes=None) -> ()",
+      compliant);
+  // Writes scale * (sum of the values of several messages) into tensors.
+  m.def(
+      "blockwise_decode_sum(Tensor messages, Tensor(a!)[] tensors, *, int bits, int block_size, "
+      "bool symmetric, float scale=1.0) -> ()",
       compliant);
   // Writes the message of scale * (sum of the values of several messages) + error.
   m.def(
@@ -224,6 +242,7 @@ TORCH_LIBRARY_FRAGMENT(commhook, m) {
 TORCH_LIBRARY_IMPL(commhook, CompositeExplicitAutograd, m) {
   m.impl("blockwise_encode", encode);
   m.impl("blockwise_decode", decode);
+  m.impl("blockwise_decode_sum", decode_sum);
   m.impl("blockwise_reduce", reduce);
 }
 
@@ -232,4 +251,5 @@ TORCH_LIBRARY_IMPL(commhook, CompositeExplicitAutograd, m) {
 
 COMMHOOK_MUTATING_OPERATOR(commhook, "blockwise_encode")
 COMMHOOK_MUTATING_OPERATOR(commhook, "blockwise_decode")
+COMMHOOK_MUTATING_OPERATOR(commhook, "blockwise_decode_sum")
 COMMHOOK_MUTATING_OPERATOR(commhook, "blockwise_reduce")

@@ -84,25 +84,36 @@ auto restore_with(const Format& format) {
 // ---- the operators -----------------------------------------------------------------------------
 
 void encode(at::TensorList tensors, const at::Tensor& message, std::string_view format,
-            int64_t block_size, int64_t shards, double scale,
+            int64_t block_size, int64_t shards, at::OptionalIntArrayRef sizes, double scale,
             const std::optional<at::Tensor>& error) {
   const auto checked = check_format("fp8_encode", format, block_size);
-  const auto layout =
-      codecs::check_encode("fp8_encode", tensors, message, checked.form, shards, error, {});
+  const auto chunks =
+      codecs::check_encode("fp8_encode", tensors, message, checked.form, shards, sizes, error, {});
   if (cpu::serve(message.device())) {
-    return codecs::encode_on_cpu(kernels_for(checked), tensors, message, layout, scale, error, {});
+    return codecs::encode_on_cpu(kernels_for(checked), tensors, message, chunks, scale, error, {});
   }
-  codecs::reference::encode(tensors, message, layout, scale, error, quantize_with(checked));
+  codecs::reference::encode(tensors, message, chunks, scale, error, quantize_with(checked));
 }
 
 void decode(const at::Tensor& message, at::TensorList tensors, std::string_view format,
-            int64_t block_size, int64_t shards) {
+            int64_t block_size, int64_t shards, at::OptionalIntArrayRef sizes) {
   const auto checked = check_format("fp8_decode", format, block_size);
-  const auto layout = codecs::check_decode("fp8_decode", message, tensors, checked.form, shards);
+  const auto chunks =
+      codecs::check_decode("fp8_decode", message, tensors, checked.form, shards, sizes);
   if (cpu::serve(message.device())) {
-    return codecs::decode_on_cpu(kernels_for(checked), message, tensors, layout);
+    return codecs::decode_on_cpu(kernels_for(checked), message, tensors, chunks);
   }
-  codecs::reference::decode(message, tensors, layout, restore_with(checked));
+  codecs::reference::decode(message, tensors, chunks, restore_with(checked));
+}
+
+void decode_sum(const at::Tensor& messages, at::TensorList tensors, std::string_view format,
+                int64_t block_size, double scale) {
+  const auto checked = check_format("fp8_decode_sum", format, block_size);
+  const auto layout = codecs::check_decode_sum("fp8_decode_sum", messages, tensors, checked.form);
+  if (cpu::serve(messages.device())) {
+    return codecs::decode_sum_on_cpu(kernels_for(checked), messages, tensors, layout, scale);
+  }
+  codecs::reference::decode_sum(messages, tensors, layout, scale, restore_with(checked));
 }
 
 void reduce(const at::Tensor& messages, const at::Tensor& message, int64_t numel,
@@ -122,16 +133,22 @@ TORCH_LIBRARY_FRAGMENT(commhook, m) {
   m.set_python_module("torch_commhook.codecs.block_codec");
   const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
 
-  // Writes the message of a bucket: float32(value) * scale + error as 8-bit floats, with a scale
-  // for each block. Puts what is lost into `error`.
+  // Writes the message of a bucket, or one for each of the runs of values that `sizes` gives:
+  // float32(value) * scale + error as 8-bit floats, with a scale for each block. Puts what is lost
+  // into `error`.
   m.def(
       "fp8_encode(Tensor[] tensors, Tensor(a!) message, *, str format, int block_size, "
-      "int shards=1, float scale=1.0, Tensor(b!)? error=None) -> ()",
+      "int shards=1, SymInt[]? sizes=None, float scale=1.0, Tensor(b!)? error=None) -> ()",
       compliant);
   // Writes a message's values into tensors.
   m.def(
       "fp8_decode(Tensor message, Tensor(a!)[] tensors, *, str format, int block_size, "
-      "int shards=1) -> ()",
+      "int shards=1, SymInt[]? sizes=None) -> ()",
+      compliant);
+  // Writes scale * (sum of the values of several messages) into tensors.
+  m.def(
+      "fp8_decode_sum(Tensor messages, Tensor(a!)[] tensors, *, str format, int block_size, "
+      "float scale=1.0) -> ()",
       compliant);
   // Writes the message of scale * (sum of the values of several messages) + error.
   m.def(
@@ -143,6 +160,7 @@ TORCH_LIBRARY_FRAGMENT(commhook, m) {
 TORCH_LIBRARY_IMPL(commhook, CompositeExplicitAutograd, m) {
   m.impl("fp8_encode", encode);
   m.impl("fp8_decode", decode);
+  m.impl("fp8_decode_sum", decode_sum);
   m.impl("fp8_reduce", reduce);
 }
 
@@ -151,4 +169,5 @@ TORCH_LIBRARY_IMPL(commhook, CompositeExplicitAutograd, m) {
 
 COMMHOOK_MUTATING_OPERATOR(commhook, "fp8_encode")
 COMMHOOK_MUTATING_OPERATOR(commhook, "fp8_decode")
+COMMHOOK_MUTATING_OPERATOR(commhook, "fp8_decode_sum")
 COMMHOOK_MUTATING_OPERATOR(commhook, "fp8_reduce")

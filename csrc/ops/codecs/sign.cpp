@@ -103,24 +103,35 @@ auto quantize() {
 // ---- the operators -----------------------------------------------------------------------------
 
 void encode(at::TensorList tensors, const at::Tensor& message, int64_t block_size, int64_t shards,
-            double scale, const std::optional<at::Tensor>& error) {
+            at::OptionalIntArrayRef sizes, double scale, const std::optional<at::Tensor>& error) {
   const auto form = check_form("sign_encode", block_size);
-  const auto layout =
-      codecs::check_encode("sign_encode", tensors, message, form, shards, error, {});
+  const auto chunks =
+      codecs::check_encode("sign_encode", tensors, message, form, shards, sizes, error, {});
   if (cpu::serve(message.device())) {
-    return codecs::encode_on_cpu(COMMHOOK_CHOOSE(kKernels), tensors, message, layout, scale, error,
+    return codecs::encode_on_cpu(COMMHOOK_CHOOSE(kKernels), tensors, message, chunks, scale, error,
                                  {});
   }
-  codecs::reference::encode(tensors, message, layout, scale, error, quantize());
+  codecs::reference::encode(tensors, message, chunks, scale, error, quantize());
 }
 
-void decode(const at::Tensor& message, at::TensorList tensors, int64_t block_size, int64_t shards) {
+void decode(const at::Tensor& message, at::TensorList tensors, int64_t block_size, int64_t shards,
+            at::OptionalIntArrayRef sizes) {
   const auto form = check_form("sign_decode", block_size);
-  const auto layout = codecs::check_decode("sign_decode", message, tensors, form, shards);
+  const auto chunks = codecs::check_decode("sign_decode", message, tensors, form, shards, sizes);
   if (cpu::serve(message.device())) {
-    return codecs::decode_on_cpu(COMMHOOK_CHOOSE(kKernels), message, tensors, layout);
+    return codecs::decode_on_cpu(COMMHOOK_CHOOSE(kKernels), message, tensors, chunks);
   }
-  codecs::reference::decode(message, tensors, layout, restored);
+  codecs::reference::decode(message, tensors, chunks, restored);
+}
+
+void decode_sum(const at::Tensor& messages, at::TensorList tensors, int64_t block_size,
+                double scale) {
+  const auto form = check_form("sign_decode_sum", block_size);
+  const auto layout = codecs::check_decode_sum("sign_decode_sum", messages, tensors, form);
+  if (cpu::serve(messages.device())) {
+    return codecs::decode_sum_on_cpu(COMMHOOK_CHOOSE(kKernels), messages, tensors, layout, scale);
+  }
+  codecs::reference::decode_sum(messages, tensors, layout, scale, restored);
 }
 
 void reduce(const at::Tensor& messages, const at::Tensor& message, int64_t numel,
@@ -139,15 +150,23 @@ TORCH_LIBRARY_FRAGMENT(commhook, m) {
   m.set_python_module("torch_commhook.codecs.block_codec");
   const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
 
-  // Writes the message of a bucket: the signs of float32(value) * scale + error, and the mean
-  // magnitude of each block. Puts what is lost into `error`.
+  // Writes the message of a bucket, or one for each of the runs of values that `sizes` gives: the
+  // signs of float32(value) * scale + error, and the mean magnitude of each block. Puts what is
+  // lost into `error`.
   m.def(
       "sign_encode(Tensor[] tensors, Tensor(a!) message, *, int block_size, int shards=1, "
-      "float scale=1.0, Tensor(b!)? error=None) -> ()",
+      "SymInt[]? sizes=None, float scale=1.0, Tensor(b!)? error=None) -> ()",
       compliant);
   // Writes a message's values into tensors.
-  m.def("sign_decode(Tensor message, Tensor(a!)[] tensors, *, int block_size, int shards=1) -> ()",
-        compliant);
+  m.def(
+      "sign_decode(Tensor message, Tensor(a!)[] tensors, *, int block_size, int shards=1, "
+      "SymInt[]? sizes=None) -> ()",
+      compliant);
+  // Writes scale * (sum of the values of several messages) into tensors.
+  m.def(
+      "sign_decode_sum(Tensor messages, Tensor(a!)[] tensors, *, int block_size, "
+      "float scale=1.0) -> ()",
+      compliant);
   // Writes the message of scale * (sum of the values of several messages) + error.
   m.def(
       "sign_reduce(Tensor messages, Tensor(a!) message, int numel, *, int block_size, "
@@ -158,6 +177,7 @@ TORCH_LIBRARY_FRAGMENT(commhook, m) {
 TORCH_LIBRARY_IMPL(commhook, CompositeExplicitAutograd, m) {
   m.impl("sign_encode", encode);
   m.impl("sign_decode", decode);
+  m.impl("sign_decode_sum", decode_sum);
   m.impl("sign_reduce", reduce);
 }
 
@@ -166,4 +186,5 @@ TORCH_LIBRARY_IMPL(commhook, CompositeExplicitAutograd, m) {
 
 COMMHOOK_MUTATING_OPERATOR(commhook, "sign_encode")
 COMMHOOK_MUTATING_OPERATOR(commhook, "sign_decode")
+COMMHOOK_MUTATING_OPERATOR(commhook, "sign_decode_sum")
 COMMHOOK_MUTATING_OPERATOR(commhook, "sign_reduce")

@@ -1,0 +1,266 @@
+"""Reduce-scatters and all-gathers of codecs' messages: each rank has a chunk of a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_commhook.codecs.base import Codec
+from torch_commhook.collectives.compressed_call import CompressedCall
+from torch_commhook.collectives.futures import then_beside
+from torch_commhook.collectives.gloo_groups import exchanges_of, second_group
+from torch_commhook.collectives.message_buffers import MessageBuffers
+from torch_commhook.collectives.plain import check_place, resolve_group
+from torch_commhook.collectives.stages import on_wire, timed
+from torch_commhook.collectives.streams import beside
+from torch_commhook.collectives.sum_arguments import (
+    SumArguments,
+    check_arguments,
+    check_out,
+    checked_sizes,
+    listed_tensors,
+)
+from torch_commhook.metrics import CallMeter, note_collective
+
+
+def chunk_sizes(numel: int, world_size: int) -> list[int]:
+    """How many of ``numel`` elements each rank has: as ``torch.chunk`` and FSDP cut.
+
+    All have ``ceil(numel / world_size)``; the last ones have fewer, or none.
+    """
+    most = -(-numel // world_size)
+    return [min(numel, most * (rank + 1)) - min(numel, most * rank) for rank in range(world_size)]
+
+
+def compressed_reduce_scatter(
+    tensors: Tensor | Sequence[Tensor],
+    codec: Codec,
+    *,
+    sizes: Sequence[int] | None = None,
+    scale: float = 1.0,
+    out: Tensor | Sequence[Tensor] | None = None,
+    error: Tensor | None = None,
+    rounding: Tensor | None = None,
+    buffers: MessageBuffers | None = None,
+    meter: CallMeter | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> torch.futures.Future[Tensor]:
+    """Give each rank its chunk of ``scale`` times the sum of tensors over all ranks.
+
+    Each rank encodes its values once, in a message for each rank, and sends it there. The rank
+    decodes the messages that it gets and adds them up in float32, in the order of ranks. It does
+    not encode the sum: the result has the error of one encoding. Sent by each rank: the messages of
+    all chunks but its own, about ``(W - 1) / W`` of a message of all values.
+
+    Any codec will do. One that sends some of the values (``topk``, ``randomk``) takes its share of
+    each chunk.
+
+    On the CPU, and on CUDA over NCCL, the call does not wait for the wire. Where ranks give other
+    sizes or codecs, the backend decides what happens: Gloo may end the process.
+
+    Args:
+        tensors: dense, of dtypes that buckets have, on one device; the same sizes on all ranks.
+            The rank encodes them before the call returns.
+        codec: the same on all ranks.
+        sizes: elements of each rank's chunk, in order, the same on all ranks; 0 is allowed. They
+            add up to the elements of the tensors. By default all chunks have ``ceil(n / W)``
+            elements of n, and the last ones fewer or none, as ``torch.chunk`` cuts.
+        scale: factor of the sum.
+        out: written; tensors of as many elements in all as this rank's chunk. They may be part of
+            ``tensors``. By default a new flat tensor of the dtype of the first of the tensors.
+        error: what earlier calls have lost of this rank's values, of all chunks: float32, flat, as
+            many as the tensors have. Added to them, and replaced by what this call loses.
+        rounding: for codecs that draw random numbers (``Codec.is_random``): int64, of shape (2,):
+            seed and step. For the exchange ``"all_reduce"`` the same on all ranks.
+        buffers: memory that is used again in the next call.
+        meter: is told how long the stages took, and asks for the error, in eager.
+        group: the process group; None for the default one.
+
+    Returns:
+        A Future of ``out``, or of the first of its tensors where it is a list.
+
+    Raises:
+        TypeError, ValueError: tensors, codec, sizes or memory that do not fit, as
+            ``Codec.encode``; a group that does not tell its rank.
+        RuntimeError: torch.distributed is not initialized; what the backend raises.
+    """
+    op = "compressed_reduce_scatter"
+    sources = listed_tensors(op, "tensors", tensors)
+    numel = sum(tensor.numel() for tensor in sources)
+    group = _checked_group(op, group)
+    if sizes is None:
+        counts = chunk_sizes(numel, group.size())
+    else:
+        counts = checked_sizes(op, sizes, group.size())
+        if sum(counts) != numel:
+            raise ValueError(f"{op}: sizes must add up to {numel}, as tensors have, got {counts}")
+    own = counts[group.rank()]
+    out = sources[0].new_empty(own) if out is None else out
+    destinations = listed_tensors(op, "out", out)
+    check_out(op, destinations, own, "this rank's chunk")
+    arguments = SumArguments(codec, scale, error, None, rounding, buffers, meter)
+    check_arguments(op, arguments, numel, sources[0].device, group, encodes_once=True)
+    call = _ReduceScatter(arguments, destinations, counts, group)
+    with torch.no_grad():
+        if call.is_traced:
+            return call.start(sources, error, group)
+        with beside(call.device, call.buffers.stream, [*sources, *destinations, error, rounding]):
+            return call.start(sources, error, group)
+
+
+def compressed_all_gather(
+    tensors: Tensor | Sequence[Tensor],
+    codec: Codec,
+    *,
+    sizes: Sequence[int] | None = None,
+    out: Tensor | Sequence[Tensor] | None = None,
+    error: Tensor | None = None,
+    rounding: Tensor | None = None,
+    buffers: MessageBuffers | None = None,
+    meter: CallMeter | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> torch.futures.Future[Tensor]:
+    """Give every rank the chunks of all ranks, as a codec restores them.
+
+    Each rank encodes its chunk once and sends that message to all. All ranks get the same bits: the
+    rank takes its own chunk from the message, too. Sent by each rank: ``W - 1`` messages, each
+    filled up to the longest one.
+
+    Args:
+        tensors: this rank's chunk: dense, of dtypes that buckets have, on one device. The rank
+            encodes them before the call returns.
+        codec: the same on all ranks.
+        sizes: elements of each rank's chunk, in order, the same on all ranks; 0 is allowed. By
+            default all ranks have as many.
+        out: written; tensors of as many elements in all as the chunks of all ranks. They may share
+            memory with ``tensors``. By default a new flat tensor of the dtype of the first of the
+            tensors.
+        error: what earlier calls have lost of this rank's chunk: float32, flat, as many as it has.
+            Added to it, and replaced by what this call loses.
+        rounding, buffers, meter, group: as :func:`compressed_reduce_scatter`.
+
+    Returns:
+        A Future of ``out``, or of the first of its tensors where it is a list.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`compressed_reduce_scatter`.
+    """
+    op = "compressed_all_gather"
+    sources = listed_tensors(op, "tensors", tensors)
+    numel = sum(tensor.numel() for tensor in sources)
+    group = _checked_group(op, group)
+    counts = [numel] * group.size()
+    if sizes is not None:
+        counts = checked_sizes(op, sizes, group.size())
+        if counts[group.rank()] != numel:
+            raise ValueError(
+                f"{op}: sizes must give rank {group.rank()} the {numel} elements of its tensors, "
+                f"got {counts}"
+            )
+    out = sources[0].new_empty(sum(counts)) if out is None else out
+    destinations = listed_tensors(op, "out", out)
+    check_out(op, destinations, sum(counts), "the chunks of all ranks")
+    arguments = SumArguments(codec, 1.0, error, None, rounding, buffers, meter)
+    check_arguments(op, arguments, numel, sources[0].device, group, encodes_once=True)
+    call = _AllGather(arguments, destinations, counts, group)
+    with torch.no_grad():
+        if call.is_traced:
+            return call.start(sources, error, group)
+        with beside(call.device, call.buffers.stream, [*sources, *destinations, error, rounding]):
+            return call.start(sources, error, group)
+
+
+def _checked_group(op: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    group = resolve_group(group)
+    check_place(op, group)
+    return group
+
+
+class _ChunkCall(CompressedCall):
+    """A collective that encodes once.
+
+    Attributes:
+        counts: elements of each rank's chunk.
+        nbytes: of the message of each rank's chunk.
+    """
+
+    def __init__(
+        self,
+        arguments: SumArguments,
+        destinations: list[Tensor],
+        counts: list[int],
+        group: dist.ProcessGroup,
+    ) -> None:
+        super().__init__(arguments.codec, destinations, arguments.buffers, arguments.meter, group)
+        self.scale = arguments.scale
+        self.rounding = arguments.rounding
+        self.counts = counts
+        self.nbytes = [part.nbytes for part in self.codec.chunks(counts)]
+        if not self.is_traced and self.is_exchanged(max(self.nbytes), group):
+            # The connections for messages to lower ranks, which all ranks make here.
+            second = second_group(group)
+            if second is not None:
+                exchanges_of(second)
+
+    def encode(
+        self, sources: list[Tensor], message: Tensor, counts: list[int], error: Tensor | None
+    ) -> None:
+        with timed(self.meter, "encode"):
+            if len(message):
+                self.codec.encode_chunks(
+                    sources, message, counts, error=error, rounding=self.rounding
+                )
+        if self.meter is not None:
+            self.meter.encoded(self.codec, message, 1, sources, error, self.rounding, sizes=counts)
+
+    @property
+    def common_rounding(self) -> Tensor | None:
+        """What other ranks' messages are decoded with."""
+        return self.rounding if self.codec.exchange == "all_reduce" else None
+
+
+class _ReduceScatter(_ChunkCall):
+    def start(
+        self, sources: list[Tensor], error: Tensor | None, group: dist.ProcessGroup
+    ) -> torch.futures.Future[Tensor]:
+        message = self.buffer("message", sum(self.nbytes))
+        self.encode(sources, message, self.counts, error)
+        first = self.issue_all_to_all(message, self.nbytes, group)
+        return then_beside(on_wire(first, self.meter, self.device), self._finish, self.device)
+
+    def _finish(self, done: torch.futures.Future[Tensor]) -> Tensor:
+        received = done.value()
+        with torch.no_grad(), timed(self.meter, "decode"):
+            if self.counts[self.rank]:
+                self.codec.decode_sum(
+                    received.view(self.world_size, self.nbytes[self.rank]),
+                    self.destinations,
+                    scale=self.scale,
+                    rounding=self.common_rounding,
+                )
+        return self.destinations[0]
+
+
+class _AllGather(_ChunkCall):
+    def start(
+        self, sources: list[Tensor], error: Tensor | None, group: dist.ProcessGroup
+    ) -> torch.futures.Future[Tensor]:
+        padded = self.buffer("message", max(self.nbytes))
+        own = padded[: self.nbytes[self.rank]]
+        self.encode(sources, own, [self.counts[self.rank]], error)
+        note_collective(len(padded) * (self.world_size - 1))
+        first = self.issue_gather("gathered", padded, group)
+        return then_beside(on_wire(first, self.meter, self.device), self._finish, self.device)
+
+    def _finish(self, done: torch.futures.Future[Tensor]) -> Tensor:
+        gathered = done.value()
+        with torch.no_grad(), timed(self.meter, "decode"):
+            if sum(self.counts):
+                messages = self.without_padding("messages", gathered, self.nbytes)
+                self.codec.decode_chunks(
+                    messages, self.destinations, self.counts, rounding=self.common_rounding
+                )
+        return self.destinations[0]
