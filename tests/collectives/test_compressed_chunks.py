@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from chunk_cases import CASES, error_of, of_each_codec, options_of, rounding_of, sizes_of, values
+from chunk_cases import (
+    CASES,
+    LONG,
+    error_of,
+    of_each_codec,
+    options_of,
+    rounding_of,
+    sizes_of,
+    values,
+)
 from rank_pool import RankPool
 from torch import Tensor
 
@@ -49,11 +58,11 @@ def decoded(codec: Codec, message: Tensor, numel: int, rounding: Tensor | None) 
 # ---- reduce-scatter ------------------------------------------------------------------------------
 
 
-def _sums(rank: int, codec: Codec, seed: int) -> list[Any]:
+def _sums(rank: int, codec: Codec, names: list[str], seed: int) -> list[Any]:
     """Each case, some calls after another with the same memory."""
     world_size = dist.get_world_size()
     found = []
-    for name in CASES:
+    for name in names:
         numel = sum(sizes_of(name, world_size))
         error, buffers = error_of(codec, rank, numel, seed), MessageBuffers()
         for step in range(STEPS):
@@ -74,10 +83,10 @@ def _sums(rank: int, codec: Codec, seed: int) -> list[Any]:
     return found
 
 
-def check_sums(codec: Codec, ranks: list[list[Any]], seed: int) -> None:
+def check_sums(codec: Codec, ranks: list[list[Any]], names: list[str], seed: int) -> None:
     world_size = len(ranks)
     place = 0
-    for name in CASES:
+    for name in names:
         sizes = sizes_of(name, world_size)
         errors = [error_of(codec, rank, sum(sizes), seed) for rank in range(world_size)]
         for step in range(STEPS):
@@ -103,14 +112,16 @@ def check_sums(codec: Codec, ranks: list[list[Any]], seed: int) -> None:
 @of_each_codec
 def test_sums_simulated(codec: Codec, world_size: int) -> None:
     seed = random.randrange(1 << 20)
-    check_sums(codec, run_ranks(_sums, world_size, codec, seed, seed=seed), seed)
+    names = list(CASES)
+    check_sums(codec, run_ranks(_sums, world_size, codec, names, seed, seed=seed), names, seed)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @of_each_codec
 def test_sums_on_gloo(pools: dict[int, RankPool], codec: Codec, world_size: int) -> None:
     seed = random.randrange(1 << 20)
-    check_sums(codec, pools[world_size].run(_sums, codec, seed), seed)
+    names = [*CASES, *LONG]
+    check_sums(codec, pools[world_size].run(_sums, codec, names, seed), names, seed)
 
 
 # ---- how far a sum is off ------------------------------------------------------------------------
@@ -180,10 +191,10 @@ def _alone(rank: int, codec: Codec) -> Tensor:
 # ---- all-gather ----------------------------------------------------------------------------------
 
 
-def _gathers(rank: int, codec: Codec, seed: int) -> list[Any]:
+def _gathers(rank: int, codec: Codec, names: list[str], seed: int) -> list[Any]:
     world_size = dist.get_world_size()
     found = []
-    for name in CASES:
+    for name in names:
         sizes = sizes_of(name, world_size)
         error, buffers = error_of(codec, rank, sizes[rank], seed), MessageBuffers()
         equal = len(set(sizes)) == 1
@@ -200,10 +211,10 @@ def _gathers(rank: int, codec: Codec, seed: int) -> list[Any]:
     return found
 
 
-def check_gathers(codec: Codec, ranks: list[list[Any]], seed: int) -> None:
+def check_gathers(codec: Codec, ranks: list[list[Any]], names: list[str], seed: int) -> None:
     world_size = len(ranks)
     place = 0
-    for name in CASES:
+    for name in names:
         sizes = sizes_of(name, world_size)
         errors = [error_of(codec, rank, sizes[rank], seed) for rank in range(world_size)]
         for step in range(STEPS):
@@ -226,11 +237,13 @@ def check_gathers(codec: Codec, ranks: list[list[Any]], seed: int) -> None:
 @of_each_codec
 def test_gathers_simulated(codec: Codec, world_size: int) -> None:
     seed = random.randrange(1 << 20)
-    check_gathers(codec, run_ranks(_gathers, world_size, codec, seed, seed=seed), seed)
+    names, ranks = list(CASES), world_size
+    check_gathers(codec, run_ranks(_gathers, ranks, codec, names, seed, seed=seed), names, seed)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @of_each_codec
 def test_gathers_on_gloo(pools: dict[int, RankPool], codec: Codec, world_size: int) -> None:
     seed = random.randrange(1 << 20)
-    check_gathers(codec, pools[world_size].run(_gathers, codec, seed), seed)
+    names = [*CASES, *LONG]
+    check_gathers(codec, pools[world_size].run(_gathers, codec, names, seed), names, seed)

@@ -20,20 +20,22 @@ of_each_codec = pytest.mark.parametrize("codec", EXAMPLES, ids=repr)
 Sizes = int | Callable[[int], list[int]]
 CASES: dict[str, Sizes] = {
     **{f"{n} values": n for n in (0, 1, 2, 7, 257, 4000, 9001)},
-    "long messages": 600_000,  # point to point among 2 and 3 ranks
     "unequal": lambda ranks: [700 * rank + 5 for rank in range(ranks)],
     "the first has none": lambda ranks: [0 if rank == 0 else 300 for rank in range(ranks)],
     "the last has all": lambda ranks: [1000 if rank == ranks - 1 else 0 for rank in range(ranks)],
 }
 
+#: Those that go point to point over Gloo, among 2 and 3 ranks.
+LONG: dict[str, Sizes] = {"long messages": 600_000}
+
 
 def sizes_of(name: str, world_size: int) -> list[int]:
-    case = CASES[name]
+    case = {**CASES, **LONG}[name]
     return chunk_sizes(case, world_size) if isinstance(case, int) else case(world_size)
 
 
 def options_of(name: str, world_size: int) -> dict[str, Any]:
-    return {} if isinstance(CASES[name], int) else {"sizes": sizes_of(name, world_size)}
+    return {} if isinstance({**CASES, **LONG}[name], int) else {"sizes": sizes_of(name, world_size)}
 
 
 def values(rank: int, numel: int, seed: int) -> Tensor:
