@@ -87,7 +87,7 @@ def _in_flight(rank: int, codec: Codec, seed: int) -> list[tuple[Tensor, Tensor]
     """Calls that nobody waits for until all are on their way."""
     world_size = dist.get_world_size()
     drawn = rounding_of(codec, rank, seed)
-    lengths = [1500 * (number % 5 + 1) for number in range(12)]
+    lengths = [1500 * (number // 6 + 1) for number in range(12)]
     inputs = [values(rank, length, seed + number) for number, length in enumerate(lengths)]
     sums = [compressed_reduce_scatter(x, codec, rounding=drawn) for x in inputs]
     gathers = [compressed_all_gather(x, codec, rounding=drawn) for x in inputs]
