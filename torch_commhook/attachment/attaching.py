@@ -22,6 +22,9 @@ from torch_commhook.attachment.handle import (
 )
 from torch_commhook.attachment.parameters import check_not_in_ddp, claim, trainable
 from torch_commhook.attachment.road import Road, road_in_use, roads
+from torch_commhook.attachment.sharded.attaching import attach_sharded
+from torch_commhook.attachment.sharded.fsdp import is_sharded
+from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives import resolve_group
 from torch_commhook.collectives.agreement import check_agreement
 from torch_commhook.memory.hook_memory import HookMemory
@@ -53,6 +56,8 @@ def attach(
     gradient_as_bucket_view: bool | None = None,
     broadcast_buffers: bool | None = None,
     init_sync: bool | None = None,
+    shard_hook: Callable[..., Any] | None = None,
+    weights: Codec | None = None,
 ) -> HookHandle:
     """Let a model's gradients travel through a communication hook.
 
@@ -61,7 +66,10 @@ def attach(
 
     Args:
         model: any module, whose gradients are from now on averaged over the ranks in each backward;
-            or a ``DistributedDataParallel`` with no hook of its own. Either may be compiled.
+            or a ``DistributedDataParallel`` with no hook of its own; or a model whose modules
+            ``fully_shard()`` was applied to, or ``replicate()``. Each may be compiled. On sharded
+            models the hook averages across replicas where the mesh has two dimensions, else it
+            takes part in the reduce-scatters; see ``docs/sharded.md``.
         hook: one of :mod:`torch_commhook.hooks`, or any callable ``hook(state, bucket)`` that
             returns a ``Future[Tensor]`` or a tensor: the average of the bucket's gradients over the
             ranks, as many elements as the bucket has, of its dtype. It gets a
@@ -80,6 +88,11 @@ def attach(
         broadcast_buffers: for a module: rank 0's buffers (running statistics) go to all ranks
             before each forward that trains and synchronises. On by default.
         init_sync: for a module: rank 0's parameters and buffers go to all ranks now. On by default.
+        shard_hook: for a sharded model on a mesh of two dimensions: the hook of its
+            reduce-scatters. None leaves them as they are.
+        weights: for a sharded model: the codec through which its parameters are gathered, in
+            forward and in backward. Each rank's own shards stay exact. None gathers them as they
+            are.
 
     Returns:
         A handle that removes or replaces the hook and tells what it sent.
@@ -95,7 +108,8 @@ def attach(
 
     Raises:
         TypeError: no module, no scaler, or :func:`torch_commhook.check_hook` refuses the hook; a
-            parameter is a DTensor, or FullyShardedDataParallel has flattened it.
+            parameter is a DTensor that ``fully_shard()`` has not made, or FullyShardedDataParallel
+            has flattened it; on a sharded model, a hook that needs more than a rank has there.
         ValueError: an annotation of the hook says that it is none; a scale that is not positive and
             finite (in a later ``backward()`` too); a setting that DDP has itself;
             no parameter requires grad; a parameter is on the meta device, or has an optimizer in
@@ -112,6 +126,23 @@ def attach(
         "broadcast_buffers": broadcast_buffers,
         "init_sync": init_sync,
     }
+    if any(map(is_sharded, model.modules())):
+        _unoccupied_road(model)
+        _check_none_given({"process_group": process_group, **given}, _SHARDED)
+        return attach_sharded(
+            model,
+            hook,
+            state=state,
+            scaler=scaler,
+            shard_hook=shard_hook,
+            weights=weights,
+            attached_to=partial(_attached_to, weakref.ref(model)),
+        )
+    for name, value in (("shard_hook", shard_hook), ("weights", weights)):
+        if value is not None:
+            raise ValueError(
+                f"attach: {name} is for models that fully_shard() was applied to, got one without"
+            )
     scale = None if scaler is None else checked_scale(scaler)
     memory = HookMemory()
     memory.scaler = scaler
@@ -138,7 +169,7 @@ def _attach(
     road = _unoccupied_road(model)
     is_ddp = isinstance(model, DistributedDataParallel)
     if is_ddp:
-        _check_none_given({"process_group": process_group, **given})
+        _check_none_given({"process_group": process_group, **given}, _DDP)
     settings = {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
     parameters = trainable(model)
     if not is_ddp:
@@ -198,14 +229,15 @@ def _unoccupied_road(model: torch.nn.Module) -> Road | None:
     return road
 
 
-def _check_none_given(given: dict[str, object]) -> None:
-    """Refuse settings that DDP has itself."""
+_DDP = "be given to DistributedDataParallel, which has it already", "a model of that class"
+_SHARDED = "follow from how fully_shard() was applied", "a sharded model"
+
+
+def _check_none_given(given: dict[str, object], why: tuple[str, str]) -> None:
+    """Refuse settings that the model has itself."""
     for name, value in given.items():
         if value is not None:
-            raise ValueError(
-                f"attach: {name} must be given to DistributedDataParallel, which has it "
-                f"already; got {value!r} for a model of that class"
-            )
+            raise ValueError(f"attach: {name} must {why[0]}; got {value!r} for {why[1]}")
 
 
 def _attached_to(owner: weakref.ref[torch.nn.Module]) -> str | None:

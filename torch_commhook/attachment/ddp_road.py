@@ -20,6 +20,7 @@ from torch_commhook.attachment.parameters import trainable
 from torch_commhook.attachment.road import Road
 from torch_commhook.attachment.watched_parameters import WatchedParameters
 from torch_commhook.buckets.assignment import assign_buckets, split_by_kind
+from torch_commhook.collectives.agreement import agree
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_with_memory import BucketWithMemory
 from torch_commhook.metrics import BucketTraffic, count_bucket
@@ -131,6 +132,13 @@ class DdpRoad:
     def group(self) -> StepGroup:
         """What the hook communicates through."""
         return self._group
+
+    def check_fits(self, attached: Attached) -> None:
+        """Nothing: any hook averages whole gradients."""
+
+    def agree(self, what: str, error: Exception | None, settings: dict[str, object]) -> None:
+        """Go on together with all ranks, or not at all; see :func:`agree`."""
+        agree(self.group.parent, what, error, settings)
 
     def parameter_buckets(self) -> list[list[Tensor]]:
         """The parameters of each bucket, in order.

@@ -15,7 +15,6 @@ from torch.utils.hooks import RemovableHandle
 from torch_commhook.attachment.parameters import release
 from torch_commhook.attachment.road import Road, road_in_use, roads
 from torch_commhook.buckets.grad_bucket import GradBucket
-from torch_commhook.collectives.agreement import agree
 from torch_commhook.hooks import __name__ as hooks_module
 from torch_commhook.hooks.base import Hook
 from torch_commhook.memory.scaler_watch import stop_watching_for_scaler, watch_for_scaler
@@ -91,10 +90,11 @@ class HookHandle:
         replacement, error = None, None
         try:
             replacement = Attached.checked(hook, state, self._attached.memory.new_for_same_model())
+            self._road.check_fits(replacement)
         except Exception as refused:
             error = refused
         shared: dict[str, object] = {"the hook": printed_hook(hook)}
-        agree(self._road.group.parent, "HookHandle.replace", error, shared)
+        self._road.agree("HookHandle.replace", error, shared)
         assert replacement is not None
         before = self._attached
         replacement.stages = before.stages
@@ -268,7 +268,7 @@ class HookHandle:
                 settings = _shared_of_state(checked, None)
         except Exception as refused:
             error = refused
-        agree(self._road.group.parent, "HookHandle.load_state_dict", error, settings)
+        self._road.agree("HookHandle.load_state_dict", error, settings)
         if go_on is not None:
             go_on()
 
@@ -303,7 +303,7 @@ def begin_hook(first: Road, attached: Attached, op: str) -> None:
         _begin_local_steps(first, attached)
     except Exception as raised:
         error = raised
-    agree(group, op, error, {})
+    road.agree(op, error, {})
     if attached.minds_scale and not attached.follows_scale:
         watch_for_scaler(attached)
 

@@ -18,6 +18,7 @@ from torch_commhook.attachment.forward_hook import BeforeForward
 from torch_commhook.attachment.join import ReducerJoinable
 from torch_commhook.attachment.parameters import check_not_in_ddp
 from torch_commhook.attachment.watched_parameters import WatchedParameters
+from torch_commhook.collectives.agreement import agree
 from torch_commhook.native.dynamo import left_to_python
 from torch_commhook.reducer.reducer import Reducer
 from torch_commhook.reducer.tracing import parameters_changed
@@ -154,6 +155,13 @@ class ReducerRoad:
     def group(self) -> StepGroup:
         """The group through which the hook communicates."""
         return self._group
+
+    def check_fits(self, attached: Attached) -> None:
+        """Nothing: any hook averages whole gradients."""
+
+    def agree(self, what: str, error: Exception | None, settings: dict[str, object]) -> None:
+        """Go on together with all ranks, or not at all; see :func:`agree`."""
+        agree(self.group.parent, what, error, settings)
 
     def parameter_buckets(self) -> list[list[Tensor]]:
         """The parameters of each bucket, in order."""

@@ -43,6 +43,41 @@ def agree(
         raise error
 
 
+def agree_across(
+    groups: Sequence[dist.ProcessGroup],
+    what: str,
+    error: Exception | None,
+    settings: dict[str, object],
+) -> None:
+    """:func:`agree`, of all ranks of a mesh. All of them must call this.
+
+    Args:
+        groups: this rank's along each of the mesh's dimensions.
+        what, error, settings: as :func:`agree`.
+
+    Raises:
+        Exception: ``error``.
+        RuntimeError: another rank cannot go on, or something differs. Says what.
+    """
+    text = None if error is None else f"{type(error).__name__}: {error}"
+    found: list[Any] = [(dist.get_rank() if dist.is_initialized() else 0, text, settings)]
+    for group in groups:
+        every = gather(group, found)
+        if every is not None:
+            found = [report for reports in every for report in reports]
+    if error is not None:
+        raise error
+    for rank, other, other_settings in found:
+        if other is not None:
+            raise RuntimeError(f"{what}: it failed on rank {rank}: {other}")
+        for name, value in settings.items():
+            if other_settings.get(name) != value:
+                raise RuntimeError(
+                    f"{what}: {name} must be the same on all ranks: this one has {value}, "
+                    f"rank {rank} has {other_settings.get(name)}"
+                )
+
+
 def gather(group: dist.ProcessGroup, value: object) -> list[Any] | None:
     """What each rank of a group gives. All of them must call this.
 

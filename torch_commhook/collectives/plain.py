@@ -284,6 +284,37 @@ def reduce_scatter(
     return _future(work, group, "reduce_scatter_tensor", result)
 
 
+def issue_reduce_scatter(
+    tensor: Tensor,
+    out: Tensor,
+    op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+    group: dist.ProcessGroup,
+    *,
+    scale: float,
+) -> torch.futures.Future[Tensor]:
+    """Sum a tensor over all ranks, as the backend does, and give each rank its share.
+
+    Args:
+        tensor: flat and contiguous: as many elements for each rank.
+        out: written; flat and contiguous.
+        op: the backend's operation.
+        group: the process group.
+        scale: what the sum is multiplied by where the backend does not have ``op``.
+
+    Returns:
+        A Future of ``out``. Over Gloo, whose Works have none, it is complete.
+    """
+    ranks = group.size()
+    note_collective(tensor_bytes(tensor) // ranks * (ranks - 1))
+    gloo = is_gloo(group, tensor.device.type)
+    if not gloo:
+        work = _reduce_scatter(out, tensor, op=op, group=group, async_op=True)
+        return _future(work, group, "reduce_scatter_tensor", out)
+    premultiplied = not (op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG)
+    _reduce_scatter(out, tensor, op=dist.ReduceOp.SUM if premultiplied else op, group=group)
+    return _C.as_future(out.mul_(scale) if premultiplied else out, "reduce_scatter")
+
+
 def broadcast(
     tensor: Tensor, *, src: int = 0, group: dist.ProcessGroup | None = None
 ) -> torch.futures.Future[Tensor]:

@@ -23,6 +23,7 @@ from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.bucket_with_memory import BucketWithMemory, memory_of, set_memory
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.jump_watch import JumpWatch
+from torch_commhook.memory.sharded_bucket import ShardedBucket
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES
 from torch_commhook.native.runtime import hook_name, hook_on_bucket
 
@@ -198,6 +199,37 @@ class Hook(ABC):
         dtype = checked_result_dtype(self, bucket)
         where = _where(self, bucket)
         return _C.cast_into(_C.run_average(self, bucket), bucket.buffer(), dtype, where)
+
+    def check_shards(self) -> None:
+        """Refuse sharded gradients, where the hook cannot average them in a reduce-scatter.
+
+        Raises:
+            TypeError: it cannot; says why, and what can be done.
+        """
+        if type(self).average_shard is Hook.average_shard:
+            raise TypeError(
+                f"{self}: averages whole gradients, and of sharded parameters each rank needs its "
+                "shard alone; shard over a mesh of two dimensions, across whose replicas it can "
+                "average, or use allreduce(), cast(), blockwise(), fp8(), sign() or randomk()"
+            )
+
+    def average_shard(self, bucket: ShardedBucket) -> torch.futures.Future[Tensor]:
+        """Start summing sharded gradients over the ranks, of which each gets its shard.
+
+        For models with ``fully_shard``, over the ranks that have shards of the same parameters.
+
+        Args:
+            bucket: has the gradients in :meth:`GradBucket.buffer`, what the sum is multiplied by in
+                ``scale``, and in ``shard`` the tensor that is to be written.
+
+        Returns:
+            A Future, complete once ``bucket.shard`` has been written.
+
+        Raises:
+            TypeError: as :meth:`check_shards`.
+        """
+        self.check_shards()
+        raise NotImplementedError(f"{self}: has no average_shard()")
 
     def shards(self, memory: BucketMemory) -> "list[str]":
         """The names of what it remembers of parts of a bucket; see :meth:`BucketMemory.shard`."""

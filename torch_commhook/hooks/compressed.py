@@ -14,11 +14,13 @@ from torch import Tensor
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.base import CODECS, Codec
 from torch_commhook.collectives.compressed import compressed_all_reduce
+from torch_commhook.collectives.compressed_chunks import compressed_reduce_scatter
 from torch_commhook.collectives.plain import check_place, resolve_group
 from torch_commhook.collectives.sum_arguments import shard_range
 from torch_commhook.hooks.base import Hook, average_scale, result_tensor
 from torch_commhook.hooks.traits import HookTraits
 from torch_commhook.memory.bucket_memory import BucketMemory
+from torch_commhook.memory.sharded_bucket import ShardedBucket
 from torch_commhook.metrics import ring_all_reduce_bytes
 
 
@@ -70,7 +72,7 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
         self._warn_where_a_cast_is_better(memory)
         if memory.with_error and codec.takes_error:
             memory.flat("error")
-            if self.has_stages:
+            if self.has_stages and not memory.is_sharded:
                 rank, ranks = self._place(memory)
                 span = shard_range(codec, memory.numel, rank=rank, world_size=ranks)
                 shard = memory.shard("shard_error", *span, factor=ranks)
@@ -112,6 +114,33 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
             error=memory.tensors.get("error"),
             shard_error=memory.tensors.get(memory.plans.get(self._shard_plan, "")),
             rounding=rounding_of(self.codec, self.seed, memory),
+            buffers=memory.buffers,
+            meter=memory.meter,
+            group=group,
+        )
+
+    def check_shards(self) -> None:
+        if self.codec.exchange == "all_gather":
+            raise TypeError(
+                f"{self}: needs the gradients of all ranks in one place, and of sharded parameters "
+                "each rank has its shard alone; shard over a mesh of two dimensions, across whose "
+                "replicas it can average, or use another codec"
+            )
+
+    def average_shard(self, bucket: ShardedBucket) -> torch.futures.Future[Tensor]:
+        self.check_shards()
+        check_dense(self, bucket)
+        group = self.group(bucket)
+        memory = self.memory(bucket)
+        rounding = rounding_of(self.codec, self.seed, memory)
+        return compressed_reduce_scatter(
+            bucket.sources(),
+            self.codec,
+            sizes=[bucket.shard.numel()] * group.size(),
+            scale=bucket.scale,
+            out=bucket.shard,
+            error=memory.tensors.get("error"),
+            rounding=None if rounding is None else rounding[0],  # nothing is encoded again
             buffers=memory.buffers,
             meter=memory.meter,
             group=group,

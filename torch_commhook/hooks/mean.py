@@ -7,10 +7,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.buckets.grad_bucket import GradBucket
-from torch_commhook.collectives import all_reduce
+from torch_commhook.collectives import all_reduce, all_to_all
+from torch_commhook.collectives.futures import then_beside
+from torch_commhook.collectives.plain import issue_reduce_scatter
 from torch_commhook.collectives.streams import beside
-from torch_commhook.collectives.wide_sum import LEAST_RANKS, padded_numel, wide_all_reduce
+from torch_commhook.collectives.wide_sum import (
+    LEAST_RANKS,
+    padded_numel,
+    sum_rows,
+    wide_all_reduce,
+)
 from torch_commhook.hooks.base import Hook, Workspaces, average_scale
+from torch_commhook.memory.sharded_bucket import ShardedBucket
 
 
 class allreduce(Hook):  # noqa: N801 (a hook is written as it is called)
@@ -27,6 +35,15 @@ class allreduce(Hook):  # noqa: N801 (a hook is written as it is called)
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         group = self.group(bucket)
         return all_reduce(bucket.scaled_buffer(average_scale(group)), group=group)
+
+    def check_shards(self) -> None:
+        pass
+
+    def average_shard(self, bucket: ShardedBucket) -> torch.futures.Future[Tensor]:
+        # As fully_shard itself does, whose bits these are.
+        return issue_reduce_scatter(
+            bucket.buffer(), bucket.shard, bucket.op, self.group(bucket), scale=bucket.scale
+        )
 
     def __repr__(self) -> str:
         return "allreduce()"
@@ -45,7 +62,9 @@ class cast(Hook):  # noqa: N801
     error does not grow with their number: an all-to-all brings each rank its shard from all ranks,
     the rank adds these up in float32 and rounds the sum once, and an all-gather brings all sums to
     all ranks. Shards are padded to equal lengths. The process group must have these two
-    collectives. The hook then keeps 4 bytes for each element instead of 2.
+    collectives. The hook then keeps 4 bytes for each element instead of 2. Of sharded gradients
+    each rank adds up its shard in float32, however many ranks there are, and sends
+    ``2 (W - 1) / W`` bytes for each element.
 
     Does what PyTorch's ``fp16_compress_hook`` and ``bf16_compress_hook`` do; those divide after
     the cast, where large values have already become infinite, and refuse bfloat16 on the CPU.
@@ -105,6 +124,24 @@ class cast(Hook):  # noqa: N801
 
     def result_dtype(self, bucket: GradBucket) -> torch.dtype:
         return self.dtype
+
+    def check_shards(self) -> None:
+        pass
+
+    def average_shard(self, bucket: ShardedBucket) -> torch.futures.Future[Tensor]:
+        group = self.group(bucket)
+        with beside(bucket.device(), self.memory(bucket).buffers.stream, bucket.sources()):
+            wire = bucket.flatten(
+                scale=bucket.scale, dtype=self.dtype, out=self._workspaces.get(bucket, self.dtype)
+            )
+            received = all_to_all(wire, out=self._shards.get(bucket, self.dtype), group=group)
+            ranks, shard = group.size(), bucket.shard
+
+            def add_up(done: torch.futures.Future[Tensor]) -> Tensor:
+                with torch.no_grad():
+                    return sum_rows(done.value().view(ranks, -1), shard)
+
+            return then_beside(received, add_up, bucket.device())
 
     def __repr__(self) -> str:
         return f"cast({str(self.dtype).removeprefix('torch.')})"

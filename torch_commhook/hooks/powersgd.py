@@ -134,6 +134,13 @@ class powersgd(Hook):  # noqa: N801 (a hook is written as it is called)
 
         memory.packed(f"powersgd_q{self.rank}", plan.numbers, first, key=self._name)
 
+    def check_shards(self) -> None:
+        raise TypeError(
+            f"{self}: needs whole matrices, and of sharded parameters a rank has its rows alone; "
+            "shard over a mesh of two dimensions, across whose replicas it averages each shard as "
+            "a matrix"
+        )
+
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         check_dense(self, bucket)
         group = self.group(bucket)

@@ -15,6 +15,7 @@ from torch_commhook.hooks.mean import allreduce
 from torch_commhook.hooks.traits import HookTraits
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.hook_memory import HookMemory
+from torch_commhook.memory.sharded_bucket import ShardedBucket
 from torch_commhook.native.bucket_ops import GRADIENT_DTYPES, flatten_stats
 from torch_commhook.native.tensor_checks import check_dense
 
@@ -55,6 +56,14 @@ class Wrapper(Hook):
 
     def result_dtype(self, bucket: GradBucket) -> torch.dtype:
         return self.hook.result_dtype(bucket)
+
+    def check_shards(self) -> None:
+        for hook in self.hooks_inside():
+            hook.check_shards()
+
+    def average_shard(self, bucket: ShardedBucket) -> torch.futures.Future[Tensor]:
+        self.memory(bucket)
+        return self.hook.average_shard(bucket)
 
     def step_scale(
         self,
@@ -210,6 +219,12 @@ class after(Wrapper):  # noqa: N801
     def result_dtype(self, bucket: GradBucket) -> torch.dtype:
         return self._hook_of(bucket).result_dtype(bucket)
 
+    def average_shard(self, bucket: ShardedBucket) -> torch.futures.Future[Tensor]:
+        current = self._hook_of(bucket)
+        if current is self.hook:
+            self._take_over(self.memory(bucket))
+        return current.average_shard(bucket)
+
     def __repr__(self) -> str:
         before = "" if self._before_is_plain else f", before={self.before}"
         return f"after({self.step}, {self.hook}{before})"
@@ -268,6 +283,12 @@ class clip(Wrapper):  # noqa: N801
         scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0).to(dtype)
         inner = step_scale_of(self.hook, results, past, loss_scale)
         return scale if inner is None else torch.minimum(scale, inner)
+
+    def check_shards(self) -> None:
+        raise TypeError(
+            f"{self}: of sharded gradients no rank sees the norm; call "
+            "torch.nn.utils.clip_grad_norm_() after backward(), which adds it up over the shards"
+        )
 
     def __repr__(self) -> str:
         short = f"{self.max_norm:g}"

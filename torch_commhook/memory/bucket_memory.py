@@ -72,8 +72,10 @@ class BucketMemory:
         index: int,
         *,
         with_error: bool = False,
+        is_sharded: bool = False,
     ) -> None:
         self._owner = owner
+        self.is_sharded = is_sharded
         self._store = owner.store
         # One hook may serve several models, and keeps none of them.
         self._parameters = [TensorWeakRef(parameter) for parameter in parameters]

@@ -75,7 +75,7 @@ class HookMemory:
 
     def new_for_same_model(self) -> HookMemory:
         """An empty one, for another hook."""
-        other = HookMemory()
+        other = type(self)()
         named = self.store.named_parameters()
         other.set_parameters(named, rank=self.rank, world_size=self.world_size)
         other.scaler = self.scaler
@@ -93,6 +93,14 @@ class HookMemory:
             memory.replace_parameters(placeholders)
             kept[placeholders[id(first)]] = memory
         self._buckets = kept
+
+    def replace_parameter(self, before: Tensor, now: Tensor) -> None:
+        """A parameter is another tensor now, of the same shape. Its buckets are formed anew."""
+        for first, memory in list(self._buckets.items()):
+            if any(parameter is before for parameter in memory.parameters):
+                memory.return_shards()
+                del self._buckets[first]
+        self.store.replace_parameter(before, now)
 
     # ---- buckets ---------------------------------------------------------------------------------
 
@@ -117,12 +125,15 @@ class HookMemory:
                 if any(id(parameter) in wanted for parameter in old.parameters):
                     old.return_shards()
                     del self._buckets[first]
-            memory = BucketMemory(self, parameters, index)
+            memory = self._new_bucket_memory(parameters, index)
             prepare(memory)
             self.store.add_loaded_shards_to_errors(parameters, self.world_size)
         self._buckets[parameters[0]] = memory
         self.is_empty = self.is_empty and memory.is_empty and not self.past
         return memory
+
+    def _new_bucket_memory(self, parameters: Sequence[Tensor], index: int) -> BucketMemory:
+        return BucketMemory(self, parameters, index)
 
     def bucket_memories(self) -> list[BucketMemory]:
         """Those of the buckets that there are, in order."""
@@ -180,6 +191,11 @@ class HookMemory:
 
     # ---- state -----------------------------------------------------------------------------------
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """This process's number among those that have states of one training, and how many."""
+        return self.rank, self.world_size
+
     def state_dict(self) -> dict[str, Any]:
         """Everything as tensors and plain values, by the parameters' names."""
         own: dict[str, dict[str, Tensor]] = {}
@@ -196,14 +212,15 @@ class HookMemory:
             kind: {name: tensor.detach().clone() for name, tensor in tensors.items()}
             for kind, tensors in self.store.named_shared().items()
         }
+        rank, ranks = self.place
         return {
             "version": VERSION,
             "steps": self.steps,
-            "world_size": self.world_size,
+            "world_size": ranks,
             "buckets": [memory.names for memory in self.bucket_memories()],
             "choices": self.store.named_choices(),
             "shared": shared,
-            f"rank{self.rank}": own,
+            f"rank{rank}": own,
         }
 
     def check_state(self, state: Any) -> dict[str, Any]:
@@ -220,7 +237,8 @@ class HookMemory:
             choices=self.store.allowed_choices,
         )
         by_name = dict(self.store.named_parameters())
-        return checked_state(state, by_name, remembered, rank=self.rank, world_size=self.world_size)
+        rank, ranks = self.place
+        return checked_state(state, by_name, remembered, rank=rank, world_size=ranks)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`check_state` has given. Buckets are to be asked for anew."""
@@ -229,7 +247,8 @@ class HookMemory:
         self._set_scale(1.0)  # a state is of gradients that are not scaled
         for step in self.past:
             self.past[step] = self.steps >= step
-        self.store.load_state(state[f"rank{self.rank}"], state["shared"], state["choices"])
+        own = state[f"rank{self.place[0]}"]
+        self.store.load_state(own, state["shared"], state["choices"])
 
     def _memories_and_parts(self) -> list[BucketMemory]:
         """The memories of all buckets, and of their parts."""

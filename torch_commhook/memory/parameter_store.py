@@ -12,6 +12,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_commhook.buckets.layout import BucketLayout
 from torch_commhook.memory.states import ERROR, FOLDED_INTO
 
+#: The attributes that are tables by parameter.
+_TABLES = ("_names", "_pieces", "_shared", "_loaded_shards", "_choices")
+
 
 class ParameterStore:
     """What a hook remembers of a model's parameters, by parameter and kind.
@@ -63,13 +66,20 @@ class ParameterStore:
             id(p): torch.empty((), dtype=p.dtype, device=p.device).expand(p.shape)
             for p in self._names
         }
-        for table in ("_names", "_pieces", "_shared", "_loaded_shards", "_choices"):
+        for table in _TABLES:
             kept = WeakIdKeyDictionary()
             for parameter, value in getattr(self, table).items():
                 kept[placeholders[id(parameter)]] = value
             setattr(self, table, kept)
         self._placeholders = list(placeholders.values())
         return placeholders
+
+    def replace_parameter(self, before: Tensor, now: Tensor) -> None:
+        """What is remembered of a parameter is of another tensor from here on."""
+        for table in _TABLES:
+            values = getattr(self, table)
+            if before in values:
+                values[now] = values.pop(before)
 
     # ---- pieces of buckets' tensors, of this rank's own ------------------------------------------
 

@@ -1,0 +1,1 @@
+"""Hooks on models whose parameters ``fully_shard`` has sharded."""

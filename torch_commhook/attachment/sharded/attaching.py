@@ -1,0 +1,215 @@
+"""Attaching a hook to a model whose parameters ``fully_shard`` has sharded."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from torch_commhook import _C
+from torch_commhook.attachment.handle import HookHandle, begin_hook, printed_hook
+from torch_commhook.attachment.parameters import claim
+from torch_commhook.attachment.road import roads
+from torch_commhook.attachment.sharded import fsdp
+from torch_commhook.attachment.sharded.road import ShardedRoad, Unit, check_fits
+from torch_commhook.attachment.sharded.stages import ShardedStages
+from torch_commhook.codecs.base import Codec
+from torch_commhook.memory.hook_memory import HookMemory
+from torch_commhook.memory.loss_scale import Scaler, checked_scale
+from torch_commhook.memory.sharded_memory import ReplicaMemory, UnshardedMemory
+from torch_commhook.step.attached_hook import Attached
+
+
+def attach_sharded(
+    model: nn.Module,
+    hook: Callable[..., Any],
+    *,
+    state: object,
+    scaler: Scaler | None,
+    shard_hook: Callable[..., Any] | None,
+    weights: Codec | None,
+    attached_to: Callable[[], str | None],
+) -> HookHandle:
+    """:func:`torch_commhook.attach`, for a model that has ``fully_shard`` modules.
+
+    Args:
+        model: the model, which no hook is attached to.
+        hook, state, scaler, shard_hook, weights: as there.
+        attached_to: gives the name of the hook that is attached to the model.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as there.
+    """
+    units = _units(model)
+    first = units[0].group
+    has_replicas = fsdp.replica_group(first) is not None
+    _check_weights(units, weights)
+    scale = None if scaler is None else checked_scale(scaler)
+    attached = _checked(hook, state, scaler, on_shards=not has_replicas)
+    beside = None
+    if shard_hook is not None:
+        _check_shard_hook(first, has_replicas)
+        beside = _checked(shard_hook, None, scaler, on_shards=True)
+    parameters = _parameters(model, units)
+    claim(parameters, model, attached_to)
+    road = ShardedRoad(model, units, weights)
+    try:
+        _name_parameters(units, attached, beside)
+        settings = _shared(units, attached, beside, weights)
+        settings["the scaler's scale"] = scale
+        road.agree("attach", None, settings)
+        roads[model] = road
+        handle = HookHandle(road, attached)
+        begin_hook(road, attached, "attach")
+        if beside is not None:
+            road.use_shard_hook(beside)
+    except BaseException:
+        road.attached = None
+        roads.pop(model, None)
+        raise
+    return handle
+
+
+def _units(model: nn.Module) -> list[Unit]:
+    """A model's groups of parameters that require grad.
+
+    Raises:
+        ValueError: there are none, a parameter is on the meta device, or they are sharded over
+            different meshes.
+        RuntimeError: another communication was put in the place of ``fully_shard``'s own.
+    """
+    groups = [group for group in fsdp.param_groups(model) if fsdp.trainable(group)]
+    if not groups:
+        raise ValueError(f"attach: {_C.type_name(model)} has no parameter that requires grad")
+    units = [Unit.of(model, group, len(groups) - 1 - i) for i, group in enumerate(groups)]
+    for unit, group in zip(units, groups, strict=True):
+        for parameter, form in zip(fsdp.trainable(group), unit.parameters.values(), strict=True):
+            if parameter.is_meta:
+                raise ValueError(
+                    f"attach: parameter '{form.name}' is on the meta device; materialise the model "
+                    "(model.to_empty(device=...), then load or initialise it) before attaching"
+                )
+        if not fsdp.is_default(fsdp.communication(group)):
+            raise RuntimeError(
+                "attach: a module's communication was replaced by set_custom_reduce_scatter(), "
+                "set_custom_all_gather() or another setter of FSDPModule; the hook is to take its "
+                "place"
+            )
+        for of_group in (fsdp.shard_group, fsdp.scatter_group, fsdp.replica_group):
+            if of_group(group) is not of_group(groups[0]):
+                raise ValueError(
+                    f"attach: the modules of {_C.type_name(model)} are sharded over different "
+                    "meshes; attach a hook to each part that is sharded over one mesh"
+                )
+    return units
+
+
+def _parameters(model: nn.Module, units: list[Unit]) -> list[tuple[str, Tensor]]:
+    sharded = {id(parameter) for unit in units for parameter in fsdp.trainable(unit.group)}
+    found: list[tuple[str, Tensor]] = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) in sharded:
+            found.append((name, parameter))
+        else:
+            warnings.warn(
+                f"attach: parameter '{name}' is in no module that fully_shard() was applied to, or "
+                "in its ignored_params; neither that nor the hook averages its gradient",
+                stacklevel=5,
+            )
+    return found
+
+
+def _checked(
+    hook: Callable[..., Any], state: object, scaler: Scaler | None, *, on_shards: bool
+) -> Attached:
+    """The hook, where it can do what is asked of it.
+
+    Args:
+        hook, state, scaler: as given.
+        on_shards: whether it is to take part in reduce-scatters.
+
+    Raises:
+        TypeError, ValueError: it cannot.
+    """
+    memory: HookMemory = UnshardedMemory() if on_shards else ReplicaMemory()
+    memory.scaler = scaler
+    attached = Attached.checked(hook, state, memory)
+    attached.stages = ShardedStages(on_shards=on_shards)
+    check_fits(attached)
+    return attached
+
+
+def _check_shard_hook(group: fsdp.ParamGroup, has_replicas: bool) -> None:
+    if not has_replicas:
+        raise ValueError(
+            "attach: shard_hook is for models on a mesh of two dimensions, whose replicas the hook "
+            "averages across; on one dimension the hook itself averages the shards"
+        )
+    if fsdp.shard_group(group) is None:
+        raise ValueError(
+            "attach: shard_hook is for sharded models, and replicate() leaves parameters whole"
+        )
+
+
+def _check_weights(units: list[Unit], weights: object) -> None:
+    if weights is None:
+        return
+    if not isinstance(weights, Codec):
+        raise TypeError(
+            f"attach: weights must be one of torch_commhook.codecs, got {_C.type_name(weights)}"
+        )
+    if weights.exchange != "all_to_all" or weights.is_random:
+        raise ValueError(
+            f"attach: weights must be a codec that sends all values, and the same ones each time, "
+            f"got {weights}"
+        )
+    if fsdp.shard_group(units[0].group) is None:
+        raise ValueError("attach: weights are gathered on sharded models, and not by replicate()")
+    for unit in units:
+        dtypes = fsdp.gathered_dtypes(unit.group)
+        if len(dtypes) > 1:
+            names = ", ".join(sorted(map(str, dtypes)))
+            raise ValueError(
+                "attach: weights can be compressed where a module's parameters are gathered in one "
+                f"dtype, got {names}"
+            )
+
+
+def _name_parameters(units: list[Unit], attached: Attached, beside: Attached | None) -> None:
+    group = units[0].group
+    shards, replicas = fsdp.shard_group(group), fsdp.replica_group(group)
+    forms = [form for unit in units for form in unit.parameters.values()]
+    for each in (attached, beside):
+        if each is not None and isinstance(each.memory, UnshardedMemory):
+            assert shards is not None
+            each.memory.set_sharded(forms, rank=shards.rank())
+    if replicas is not None:
+        memory = attached.memory
+        assert isinstance(memory, ReplicaMemory)
+        memory.shard = (0, 1) if shards is None else (shards.rank(), shards.size())
+        named = [each for unit in units for each in unit.named_shards()]
+        memory.set_parameters(named, rank=replicas.rank(), world_size=replicas.size())
+
+
+def _shared(
+    units: list[Unit], attached: Attached, beside: Attached | None, weights: Codec | None
+) -> dict[str, object]:
+    """What all ranks must attach alike."""
+    forms = [form for unit in units for form in unit.parameters.values()]
+    group = units[0].group
+    shards, replicas = fsdp.shard_group(group), fsdp.replica_group(group)
+    return {
+        "the hook": printed_hook(attached.hook),
+        "shard_hook": None if beside is None else printed_hook(beside.hook),
+        "weights": None if weights is None else repr(weights),
+        "how many groups of parameters there are": len(units),
+        "the mesh": (
+            None if shards is None else shards.size(),
+            None if replicas is None else replicas.size(),
+        ),
+        "the parameters": [f"{form.name} {tuple(form.shape)} {form.dtype}" for form in forms],
+    }

@@ -1,0 +1,121 @@
+"""What ``fully_shard`` calls in place of its own collectives."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_commhook import _C
+from torch_commhook.collectives.gloo_groups import group_name
+from torch_commhook.process_group.registration import register
+from torch_commhook.process_group.wrapper import WrapperProcessGroup
+
+_numbers = itertools.count()
+
+
+class _Listener(Protocol):
+    """Communicates for a model."""
+
+    def reduce_scatter(
+        self,
+        number: int,
+        out: Tensor,
+        tensor: Tensor,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+    ) -> None:
+        """Sum gradients of parameter group ``number``."""
+
+    def all_gather(
+        self, out: Tensor, tensor: Tensor, group: dist.ProcessGroup
+    ) -> torch.futures.Future[Tensor]:
+        """Gather parameters."""
+
+    def wait_for_gather(self, future: torch.futures.Future[Tensor]) -> None:
+        """Wait for what :meth:`all_gather` gave."""
+
+    def all_reduce(self, tensor: Tensor, options: dist.AllreduceOptions) -> None:
+        """Average gradients across replicas."""
+
+
+class _Communication:
+    """Takes memory from PyTorch's allocator, as ``fully_shard`` does by default."""
+
+    def __init__(self, listener: _Listener) -> None:
+        self._listener = listener
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for a collective."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class ReduceScatter(_Communication):
+    """The reduce-scatter of one group of parameters."""
+
+    def __init__(self, listener: _Listener, number: int) -> None:
+        super().__init__(listener)
+        self._number = number
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        """Leave it to the listener, and wait: on the CPU for the result, else on the stream."""
+        self._listener.reduce_scatter(self._number, output_tensor, input_tensor, op)
+
+
+class AllGather(_Communication):
+    """The all-gather of parameters."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        """Leave it to the listener; a Work where ``async_op``, else None once it is done."""
+        future = self._listener.all_gather(output_tensor, input_tensor, group)
+        if async_op:
+            return _C.as_work(future)
+        self._listener.wait_for_gather(future)
+        return None
+
+
+class ReplicaGroup(WrapperProcessGroup):
+    """Stands in a mesh for the group across replicas, through which ``fully_shard`` all-reduces."""
+
+    def __init__(self, parent: dist.ProcessGroup, listener: _Listener) -> None:
+        super().__init__(parent)
+        self._listener = listener
+        # Known to torch.distributed, whose functions ask for its backend where one fails.
+        register(self, f"{group_name(parent)}/replicas{next(_numbers)}")
+
+    def forget(self) -> None:
+        """Be known to ``torch.distributed`` no longer."""
+        dist.destroy_process_group(self)
+
+    def shutdown(self) -> None:
+        """Nothing: the parent goes on."""
+
+    def abort(self) -> None:
+        """Nothing: the parent goes on."""
+
+    def run_collective(
+        self, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
+        if operation != "allreduce":
+            return super().run_collective(operation, arguments, keywords)
+        tensors, options = arguments
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        self._listener.all_reduce(tensors[0], options)
+        future.set_result(tensors)
+        return future

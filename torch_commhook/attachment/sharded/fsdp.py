@@ -1,0 +1,190 @@
+"""What the package uses of ``fully_shard`` that PyTorch does not document: all of it is here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torch_commhook.memory.sharded_memory import ShardedParameter
+
+#: A group of parameters that ``fully_shard`` communicates together (its ``FSDPParamGroup``).
+ParamGroup = Any
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard()``, or the ``replicate()`` that is made of it, was applied."""
+    return hasattr(module, "_get_fsdp_state") and hasattr(module, "reshard")
+
+
+def param_groups(model: nn.Module) -> list[ParamGroup]:
+    """The groups of a model's parameters, in the order of its modules."""
+    found: list[ParamGroup] = []
+    for module in model.modules():
+        if is_sharded(module):
+            for group in _groups_of(module._get_fsdp_state()):  # type: ignore[operator]
+                if all(group is not other for other in found):
+                    found.append(group)
+    return found
+
+
+def _groups_of(state: Any) -> list[ParamGroup]:
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before torch 2.13
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
+
+
+def shard_group(group: ParamGroup) -> dist.ProcessGroup | None:
+    """The ranks that have shards of the same parameters; None for ``replicate()``."""
+    return getattr(group.mesh_info, "shard_process_group", None)
+
+
+def scatter_group(group: ParamGroup) -> dist.ProcessGroup | None:
+    """A group for reduce-scatters alone, where one was asked for."""
+    return getattr(group.mesh_info, "reduce_scatter_process_group", None)
+
+
+def forward_group(group: ParamGroup) -> dist.ProcessGroup | None:
+    """The ranks that have the parameters after a forward, where these are fewer."""
+    after = group.post_forward_mesh_info
+    return None if after is None else getattr(after, "shard_process_group", None)
+
+
+def replica_group(group: ParamGroup) -> dist.ProcessGroup | None:
+    """The ranks that have the same shards; None on a mesh of one dimension."""
+    return getattr(group.mesh_info, "replicate_process_group", None)
+
+
+def set_replica_group(group: ParamGroup, process_group: dist.ProcessGroup) -> None:
+    """Have another group average across replicas."""
+    group.mesh_info.replicate_process_group = process_group
+
+
+def sharded_parameters(model: nn.Module, group: ParamGroup) -> dict[int, ShardedParameter]:
+    """The form of each parameter of a group that requires grad.
+
+    Args:
+        model: has their names.
+        group: of the model.
+
+    Returns:
+        By the id of PyTorch's object of the parameter.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    shards = 1 if shard_group(group) is None else shard_group(group).size()  # type: ignore[union-attr]
+    policy = group.mp_policy
+    return {
+        id(each): ShardedParameter(
+            name=names[id(each.sharded_param)],
+            shape=each._orig_size,
+            dim=each.fsdp_placement.dim if shards > 1 else 0,
+            shards=shards,
+            dtype=policy.reduce_dtype or policy.param_dtype or each.sharded_param.dtype,
+            device=group.device,
+        )
+        for each in group.fsdp_params
+        if each.sharded_param.requires_grad
+    }
+
+
+def trainable(group: ParamGroup) -> list[Tensor]:
+    """A group's parameters that require grad, as the model has them."""
+    found = [each.sharded_param for each in group.fsdp_params]
+    return [parameter for parameter in found if parameter.requires_grad]
+
+
+class Communication(NamedTuple):
+    """What a group of parameters communicates through."""
+
+    all_gather: Any
+    reduce_scatter: Any
+
+
+def communication(group: ParamGroup) -> Communication:
+    """What a group communicates through."""
+    return Communication(group._all_gather_comm, group._reduce_scatter_comm)
+
+
+def set_communication(group: ParamGroup, communication: Communication) -> None:
+    """Have a group communicate through something else.
+
+    As ``set_custom_all_gather`` and ``set_custom_reduce_scatter``, which refuse modules with
+    several groups.
+    """
+    group._all_gather_comm, group._reduce_scatter_comm = communication
+
+
+def is_default(communication: Communication) -> bool:
+    """Whether nobody has replaced what ``fully_shard`` communicates through."""
+    return all(
+        type(each).__name__.startswith("Default") and type(each).__module__.startswith("torch.")
+        for each in communication
+    )
+
+
+def set_post_backward(group: ParamGroup, function: Callable[..., None] | None) -> None:
+    """Have a function called where a group's gradients are complete; None for what PyTorch does."""
+    if function is None:
+        group.__dict__.pop("post_backward", None)
+    else:  # an attribute of the object goes before the method
+        group.post_backward = function
+
+
+def post_backward(group: ParamGroup, *arguments: Any) -> None:
+    """What PyTorch does where a group's gradients are complete."""
+    type(group).post_backward(group, *arguments)
+
+
+def local_shard(each: Any) -> Tensor:
+    """A parameter's shard on this rank, flat, with its padding."""
+    shard: Tensor = each._sharded_param_data
+    return shard
+
+
+def with_gradient(group: ParamGroup) -> list[Any]:
+    """The parameters whose gradients the next reduction of a group takes."""
+    all_of_them = getattr(group, "reduce_scatter_unused_params", False)
+    return [
+        each
+        for each in group.fsdp_params
+        if hasattr(each, "_unsharded_param")
+        and (
+            each.unsharded_accumulated_grad is not None
+            or each.unsharded_param.grad is not None
+            or (all_of_them and each.unsharded_param.requires_grad)
+        )
+    ]
+
+
+def gathered_dtypes(group: ParamGroup) -> set[Any]:
+    """The dtypes in which a group's parameters are gathered."""
+    return {group.mp_policy.param_dtype or each.sharded_param.dtype for each in group.fsdp_params}
+
+
+def divide_factor(group: ParamGroup) -> float | None:
+    """What ``set_gradient_divide_factor`` was called with."""
+    factor: float | None = group.gradient_divide_factor
+    return factor
+
+
+def sync_flags(group: ParamGroup) -> tuple[bool, bool]:
+    """Whether a group reduces gradients, and does so across replicas."""
+    return group.reduce_grads, group.all_reduce_grads
+
+
+def set_sync_flags(group: ParamGroup, flags: tuple[bool, bool]) -> None:
+    """Undo what was changed of :func:`sync_flags`."""
+    group.reduce_grads, group.all_reduce_grads = flags
+
+
+def reset_after_failure(model: nn.Module) -> None:
+    """Have a model go on after a forward or backward that was left by an exception."""
+    for module in model.modules():
+        if not is_sharded(module):
+            continue
+        state: Any = module._get_fsdp_state()  # type: ignore[operator]
+        if state._is_root and hasattr(module, "reset_iter_state"):
+            module.reset_iter_state()  # type: ignore[operator]

@@ -1,0 +1,567 @@
+"""The road of a hook on a model whose parameters ``fully_shard`` has sharded."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torch_commhook import _C
+from torch_commhook.attachment.forward_hook import BeforeForward, register_first
+from torch_commhook.attachment.sharded import fsdp
+from torch_commhook.attachment.sharded.communication import AllGather, ReduceScatter, ReplicaGroup
+from torch_commhook.attachment.sharded.step import ShardedStep
+from torch_commhook.codecs.base import Codec
+from torch_commhook.collectives.agreement import agree_across
+from torch_commhook.collectives.compressed_chunks import compressed_all_gather
+from torch_commhook.collectives.futures import driven
+from torch_commhook.collectives.plain import all_gather, issue_reduce_scatter
+from torch_commhook.hooks.base import Hook
+from torch_commhook.hooks.mean import allreduce
+from torch_commhook.memory.bucket_with_memory import BucketWithMemory
+from torch_commhook.memory.hook_memory import HookMemory
+from torch_commhook.memory.sharded_bucket import ShardedBucket
+from torch_commhook.memory.sharded_memory import ShardedParameter, UnshardedMemory
+from torch_commhook.metrics import (
+    WireMeter,
+    count_bucket,
+    counting,
+    note_collective,
+    ring_all_reduce_bytes,
+    tensor_bytes,
+)
+from torch_commhook.native.bucket_ops import unflatten_into
+from torch_commhook.native.runtime import hook_on_bucket
+from torch_commhook.step.attached_hook import Attached
+from torch_commhook.step.hook_call import HookCall
+from torch_commhook.step.step_group import StepGroup
+
+
+@dataclass(eq=False)
+class Unit:
+    """Parameters that ``fully_shard`` communicates together.
+
+    It keeps no model alive.
+
+    Attributes:
+        reference: gives PyTorch's object of them.
+        number: among the model's units; that of the last module, whose gradients come first, is 0.
+        parameters: the form of each that requires grad, by the id of PyTorch's object.
+        reduced: which of them have gradients that are being reduced, in order.
+        shards: this rank's shards, by name, with the tensors of which they are views.
+        own: what ``fully_shard`` communicates through where no hook is attached.
+    """
+
+    reference: weakref.ref[fsdp.ParamGroup]
+    number: int
+    parameters: dict[int, ShardedParameter]
+    reduced: list[ShardedParameter] = field(default_factory=list)
+    shards: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    own: fsdp.Communication | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module, group: fsdp.ParamGroup, number: int) -> Unit:
+        """The unit of a group of parameters."""
+        return cls(weakref.ref(group), number, fsdp.sharded_parameters(model, group))
+
+    @property
+    def group(self) -> fsdp.ParamGroup:
+        """PyTorch's object of the parameters."""
+        return self.reference()
+
+    def note_reduced(self) -> None:
+        """Note which parameters' gradients ``fully_shard`` is about to reduce."""
+        self.reduced = [self.parameters[id(each)] for each in fsdp.with_gradient(self.group)]
+
+    def local_shards(self, memory: HookMemory | None) -> list[Tensor]:
+        """This rank's shards of the parameters whose gradients are being reduced.
+
+        Args:
+            memory: is told where a parameter has other memory than before.
+        """
+        flat_of = {self.parameters[id(each)].name: fsdp.local_shard(each) for each in self._all}
+        found = []
+        for parameter in self.reduced:
+            flat, known = flat_of[parameter.name], self.shards.get(parameter.name)
+            if known is None or known[0] is not flat:
+                shard = flat.detach().view(parameter.shard_shape)
+                if known is not None and memory is not None:
+                    memory.replace_parameter(known[1], shard)
+                known = self.shards[parameter.name] = flat, shard
+            found.append(known[1])
+        return found
+
+    @property
+    def _all(self) -> list[Any]:
+        return [each for each in self.group.fsdp_params if id(each) in self.parameters]
+
+    def named_shards(self) -> list[tuple[str, Tensor]]:
+        """The names and this rank's shards of all parameters that require grad."""
+        self.reduced = list(self.parameters.values())
+        shards = self.local_shards(None)
+        return [(each.name, shard) for each, shard in zip(self.reduced, shards, strict=True)]
+
+    def take_over(self, gather: AllGather, scatter: ReduceScatter) -> None:
+        """Have ``fully_shard`` call these in place of its own collectives."""
+        self.own = fsdp.communication(self.group)
+        fsdp.set_communication(self.group, fsdp.Communication(gather, scatter))
+
+    def give_back(self) -> None:
+        """Undo :meth:`take_over`."""
+        group = self.group
+        if group is not None and self.own is not None:
+            fsdp.set_communication(group, self.own)
+            self.own = None
+
+
+class ShardedRoad:
+    """A model with ``fully_shard``, whose communication is the library's while a hook is attached.
+
+    On a mesh of one dimension the hook takes part in the reduce-scatters; on one of two dimensions,
+    and with ``replicate()``, it averages across replicas.
+
+    Args:
+        model: the model.
+        units: its groups of parameters, of which all have the same process groups.
+        weights: what parameters are gathered through; None for as they are.
+    """
+
+    #: None takes this one's place.
+    successor = None
+
+    def __init__(self, model: nn.Module, units: list[Unit], weights: Codec | None) -> None:
+        self.model = weakref.ref(model)
+        self._units = units
+        self._weights = weights
+        self._attached: Attached | None = None
+        #: The hook of the reduce-scatters; on a mesh of one dimension the same as the attached one.
+        self.shard_attached: Attached | None = None
+        self._reducing: Unit | None = None
+        self._then: list[Callable[[], None]] = []
+        first = units[0].group
+        self._shard_group = fsdp.scatter_group(first) or fsdp.shard_group(first)
+        self._replica_group = fsdp.replica_group(first)
+        self.device: torch.device = first.device
+        self._stand_in: ReplicaGroup | None = None
+        self._counted: list[Attached] = []  # in this step
+        self._step = ShardedStep(_process_groups(units), self._step_begins, self._step_done)
+        self._take_over()
+        self._closed = False
+        self._members = _C.module_members(model)
+        self._forward_handle = register_first(model, BeforeForward(self))
+
+    # ---- in the place of fully_shard's own collectives -------------------------------------------
+
+    def _take_over(self) -> None:
+        gather = AllGather(self)
+        stand_in = None
+        if self._replica_group is not None:
+            self._stand_in = stand_in = ReplicaGroup(self._replica_group, self)
+        for unit in self._units:
+            unit.take_over(gather, ReduceScatter(self, unit.number))
+            fsdp.set_post_backward(unit.group, partial(self.post_backward, unit))
+            if stand_in is not None:
+                fsdp.set_replica_group(unit.group, stand_in)
+
+    def _give_back(self) -> None:
+        for unit in self._units:
+            unit.give_back()
+            if unit.group is not None:
+                fsdp.set_post_backward(unit.group, None)
+                if self._replica_group is not None:
+                    fsdp.set_replica_group(unit.group, self._replica_group)
+        if self._stand_in is not None:
+            self._stand_in.forget()
+
+    def post_backward(self, unit: Unit, *unused: Any) -> None:
+        """A unit's gradients are complete; ``fully_shard`` reduces them now."""
+        before, self._reducing = self._reducing, unit
+        unit.note_reduced()
+        try:
+            fsdp.post_backward(unit.group, *unused)
+        finally:
+            self._reducing = before
+
+    def reduce_scatter(
+        self,
+        number: int,
+        out: Tensor,
+        tensor: Tensor,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+    ) -> None:
+        """Sum a unit's gradients over the shards' ranks.
+
+        Raises:
+            PeerError: it failed on another rank.
+            Exception: what the hook raised.
+        """
+        assert self._shard_group is not None
+        unit, attached = self._units[-1 - number], self.shard_attached
+        self._step.before_reduction()
+        step_group = self._step.group_of(self._shard_group)
+        assert step_group is not None
+        group = step_group.group_for(tensor.device)
+        scale = self._scale(op, group.size(), unit)
+        try:
+            if attached is None:
+                future = issue_reduce_scatter(tensor, out, op, group, scale=scale)
+                self._wait(future, step_group)
+            else:
+                self._run_on_shards(attached, unit, out, tensor, op, scale, step_group)
+        except Exception as error:
+            raise self._step.fail_with(error, step_group) from None
+
+    def _run_on_shards(
+        self,
+        attached: Attached,
+        unit: Unit,
+        out: Tensor,
+        tensor: Tensor,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        scale: float,
+        step_group: StepGroup,
+    ) -> None:
+        assert isinstance(attached.hook, Hook) and isinstance(attached.memory, UnshardedMemory)
+        stand_ins = attached.memory.shards_of([each.name for each in unit.reduced])
+        memory = attached.memory_of(stand_ins, unit.number)
+        bucket = ShardedBucket(
+            stand_ins,
+            memory=memory,
+            shard=out,
+            scale=scale,
+            op=op,
+            buffer=tensor,
+            index=unit.number,
+            bucket_count=len(self._units),
+            process_group=step_group.group_for(tensor.device),
+        )
+        where = hook_on_bucket(attached.name, unit.number, len(self._units))
+        if attached.memory.jump_watch is not None:
+            attached.memory.jump_watch.look(bucket)
+        meter = WireMeter()
+        with counting(meter):
+            future = _C.as_future(driven(attached.hook.average_shard(bucket)), where)
+        _C.wait_for_result(future, where, step_group.timeout.total_seconds())
+        future.wait()
+        if memory is not None:
+            attached.memory.clear_padding(memory)
+        self._count(attached, unit, meter.traffic(tensor.numel(), tensor.dtype))
+
+    def all_reduce(self, tensor: Tensor, options: dist.AllreduceOptions) -> None:
+        """Average a unit's shard across replicas.
+
+        Raises:
+            PeerError: it failed on another rank.
+            Exception: what the hook raised.
+        """
+        unit, attached = self._reducing, self._attached
+        assert self._replica_group is not None
+        self._step.before_reduction()
+        step_group = self._step.group_of(self._replica_group)
+        assert step_group is not None
+        group = step_group.group_for(tensor.device)
+        try:
+            if unit is None or attached is None or _is_plain(attached):
+                note = ring_all_reduce_bytes(tensor_bytes(tensor), group.size())
+                meter = WireMeter()
+                with counting(meter):
+                    note_collective(note)
+                    # With the operation of fully_shard, whose bits these are.
+                    future = group.allreduce([tensor], options).get_future()
+                self._wait(future, step_group)
+                if unit is not None and attached is not None:
+                    self._count(attached, unit, meter.traffic(tensor.numel(), tensor.dtype))
+            else:
+                op: Any = options.reduceOp
+                factor = 1.0 if op == dist.ReduceOp.AVG else float(group.size())
+                self._run_on_replicas(attached, unit, tensor, factor, step_group)
+        except Exception as error:
+            raise self._step.fail_with(error, step_group) from None
+
+    def _run_on_replicas(
+        self,
+        attached: Attached,
+        unit: Unit,
+        tensor: Tensor,
+        factor: float,
+        step_group: StepGroup,
+    ) -> None:
+        parameters = unit.local_shards(attached.memory)
+        bucket = BucketWithMemory(
+            parameters,
+            memory=attached.memory_of(parameters, unit.number),
+            buffer=tensor,
+            index=unit.number,
+            bucket_count=len(self._units),
+            process_group=step_group.group_for(tensor.device),
+        )
+        call: HookCall = attached.start(
+            bucket, hook_on_bucket(attached.name, unit.number, len(self._units))
+        )
+        result = call.wait(step_group.timeout)
+        if call.local is not None:
+            result = attached.stages.after(bucket, result, call.local, call.where)
+        _write(result, tensor, factor)
+        self._count(attached, unit, call.traffic)
+
+    def all_gather(
+        self, out: Tensor, tensor: Tensor, group: dist.ProcessGroup
+    ) -> torch.futures.Future[Tensor]:
+        """Gather a unit's parameters.
+
+        Raises:
+            PeerError: a rank has left the step that came before.
+        """
+        self._step.before_gather()
+        step_group = self._step.group_of(group)
+        inner = group if step_group is None else step_group.group_for(tensor.device)
+        try:
+            if self._weights is None or tensor.dtype == torch.uint8 or group is not self._gathers:
+                shape = (inner.size(), *tensor.shape)
+                return all_gather(tensor, out=out.view(shape), group=inner)
+            return compressed_all_gather(tensor, self._weights, out=out, group=inner)
+        except Exception as error:
+            raise self._gather_failed(error, step_group) from None
+
+    @property
+    def _gathers(self) -> dist.ProcessGroup | None:
+        return fsdp.shard_group(self._units[0].group)
+
+    def wait_for_gather(self, future: torch.futures.Future[Tensor]) -> None:
+        """Wait for what :meth:`all_gather` gave."""
+        assert self._gathers is not None
+        step_group = self._step.group_of(self._gathers)
+        assert step_group is not None
+        try:
+            self._wait(future, step_group)
+        except Exception as error:
+            raise self._gather_failed(error, step_group) from None
+
+    def _gather_failed(self, error: Exception, at: StepGroup | None) -> BaseException:
+        return error if at is None else self._step.fail_with(error, at)
+
+    def _wait(self, future: torch.futures.Future[Any], group: StepGroup) -> None:
+        _C.wait_for_result(future, "a collective of fully_shard", group.timeout.total_seconds())
+        future.wait()
+
+    def _scale(self, op: dist.ReduceOp | dist.ReduceOp.RedOpType, ranks: int, unit: Unit) -> float:
+        """What ``fully_shard`` has the sum multiplied by."""
+        if op == dist.ReduceOp.AVG:
+            return 1.0 / ranks
+        if op == dist.ReduceOp.SUM:
+            return 1.0
+        factor = fsdp.divide_factor(unit.group)
+        assert factor is not None  # a premultiplied sum
+        return 1.0 / factor
+
+    def _count(self, attached: Attached, unit: Unit, traffic: Any) -> None:
+        first = attached not in self._counted
+        self._counted.append(attached)
+        stats = attached.stats
+        # Units whose gradients come later have larger numbers, but some may come first or never.
+        while len(stats.buckets) < unit.number:
+            index = len(stats.buckets)
+            empty = traffic._replace(numel=0, bytes_sent=0, bytes_received=0)
+            count_bucket(stats, index, len(self._units), empty, first=False)
+        count_bucket(stats, unit.number, len(self._units), traffic, first=first)
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def _step_begins(self) -> None:
+        self._counted = []
+        for attached in self._all_attached():
+            attached.look_at_scale(in_join=False)
+
+    def _step_done(self) -> None:
+        for attached in self._all_attached():
+            attached.memory.count_step()
+        while self._then:
+            self._then.pop()()
+
+    def _all_attached(self) -> list[Attached]:
+        found = [each for each in (self._attached, self.shard_attached) if each is not None]
+        return found[:1] if len(found) == 2 and found[0] is found[1] else found
+
+    def before_forward(self, module: nn.Module) -> None:
+        """Called by the model before its own forward."""
+        if self._step.has_failed:
+            self._step.has_failed = False
+            fsdp.reset_after_failure(module)
+        members = _C.module_members(module)
+        if members != self._members:
+            self._check_units(module)
+            self._members = members
+        for unit in self._units:
+            now = fsdp.communication(unit.group)
+            if not isinstance(now.reduce_scatter, ReduceScatter) or not isinstance(
+                now.all_gather, AllGather
+            ):
+                raise RuntimeError(
+                    "torch_commhook: set_custom_reduce_scatter() or set_custom_all_gather() was "
+                    "called since the hook was attached, whose place they take; remove() the hook "
+                    "first"
+                )
+
+    def _check_units(self, module: nn.Module) -> None:
+        known = {id(unit.group) for unit in self._units}
+        for group in fsdp.param_groups(module):
+            if id(group) not in known and fsdp.sharded_parameters(module, group):
+                raise RuntimeError(
+                    "torch_commhook: fully_shard() was applied to a part of the model since the "
+                    "hook was attached; remove() the hook and attach it again"
+                )
+
+    # ---- the road of a hook ----------------------------------------------------------------------
+
+    @property
+    def attached(self) -> Attached | None:
+        return self._attached
+
+    @attached.setter
+    def attached(self, attached: Attached | None) -> None:
+        if attached is not None:
+            attached.use_group(self.group, self.device)
+        if self._replica_group is None:
+            self.shard_attached = attached
+        self._attached = attached
+        if attached is None:
+            self._close()
+
+    def use_shard_hook(self, attached: Attached) -> None:
+        """Have a hook take part in the reduce-scatters, beside the one across replicas."""
+        assert self._shard_group is not None
+        group = self._step.group_of(self._shard_group)
+        assert group is not None
+        attached.use_group(group, self.device)
+        self.shard_attached = attached
+
+    @property
+    def group(self) -> StepGroup:
+        """Through which the hook communicates: across replicas, or else among the shards."""
+        parent = self._shard_group if self._replica_group is None else self._replica_group
+        assert parent is not None
+        group = self._step.group_of(parent)
+        assert group is not None
+        return group
+
+    def check_fits(self, attached: Attached) -> None:
+        """Refuse a hook that cannot do what a sharded model asks of it."""
+        check_fits(attached)
+
+    def agree(self, what: str, error: Exception | None, settings: dict[str, object]) -> None:
+        """Go on together with all ranks of the mesh, or not at all; as :func:`agree`."""
+        parents = [self._shard_group, self._replica_group]
+        agree_across([each for each in parents if each is not None], what, error, settings)
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._closed and self.model() is not None
+
+    @property
+    def is_closing(self) -> bool:
+        return self._closed and self._step.is_open
+
+    def parameter_buckets(self) -> list[list[Tensor]]:
+        """The parameters of each unit, in order."""
+        return [fsdp.trainable(unit.group) for unit in reversed(self._units)]
+
+    def memory_loaded(self, buckets: list[list[str]]) -> None:
+        """The hook's memory has been read from elsewhere: units are what they were."""
+
+    def after_backward(self, then: Callable[[], None]) -> None:
+        if self.is_closing:
+            self._then.append(then)
+        else:
+            then()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients add up on each rank; ``set_requires_gradient_sync(False)`` meanwhile."""
+        before = [(unit.group, fsdp.sync_flags(unit.group)) for unit in self._units]
+        for group, _ in before:
+            fsdp.set_sync_flags(group, (False, False))
+        try:
+            yield
+        finally:
+            for group, flags in before:
+                fsdp.set_sync_flags(group, flags)
+
+    def join(self) -> NoReturn:
+        raise RuntimeError(
+            "HookHandle.join: with fully_shard all ranks must take equally many steps, since each "
+            "has a part of the parameters; give each as many batches"
+        )
+
+    def _close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._forward_handle.remove()
+        self._give_back()
+        self.shard_attached = None
+        self.after_backward(self._step.close)
+
+
+def check_fits(attached: Attached) -> None:
+    """Refuse hooks that cannot do what a sharded model asks of them.
+
+    Raises:
+        TypeError, ValueError: one cannot.
+    """
+    hook = attached.hook
+    if isinstance(attached.memory, UnshardedMemory):
+        if not isinstance(hook, Hook):
+            raise TypeError(
+                f"attach: hook '{attached.name}' averages whole gradients, and of sharded "
+                "parameters each rank needs its shard alone; subclass torch_commhook.hooks.Hook, "
+                "with average_shard(), or shard over a mesh of two dimensions"
+            )
+        hook.check_shards()
+    if isinstance(hook, Hook) and hook.scales_steps:
+        raise TypeError(
+            f"attach: {hook} scales a step's gradients by what all of them are, of which no rank "
+            "has more than its shards; call torch.nn.utils.clip_grad_norm_() after backward()"
+        )
+    if isinstance(hook, Hook) and hook.keeps_ranks_apart:
+        raise TypeError(
+            f"attach: {hook} keeps whole parameters apart, and these are sharded; attach it to a "
+            "model without fully_shard()"
+        )
+
+
+@torch.no_grad()
+def _write(result: Tensor, tensor: Tensor, factor: float) -> None:
+    """Write ``factor`` times a hook's result, which may lie where it is to be written."""
+    if result.data_ptr() == tensor.data_ptr() and result.dtype == tensor.dtype:
+        if factor != 1.0:
+            tensor.mul_(factor)
+    elif result.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+        unflatten_into(result.clone(), [tensor], scale=factor)
+    else:
+        unflatten_into(result, [tensor], scale=factor)
+
+
+def _is_plain(attached: Attached) -> bool:
+    return type(attached.hook) is allreduce and attached.stages.is_empty
+
+
+def _process_groups(units: list[Unit]) -> list[dist.ProcessGroup]:
+    found: list[dist.ProcessGroup] = []
+    for unit in units:
+        for of_unit in (
+            fsdp.shard_group,
+            fsdp.scatter_group,
+            fsdp.forward_group,
+            fsdp.replica_group,
+        ):
+            group = of_unit(unit.group)
+            if group is not None and all(group is not one for one in found):
+                found.append(group)
+    return found

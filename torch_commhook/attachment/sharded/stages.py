@@ -1,0 +1,43 @@
+"""The hooks around a hook that a sharded model can have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.hooks import RemovableHandle
+
+from torch_commhook.step.stages import BucketStages
+
+
+class ShardedStages(BucketStages):
+    """Refuses those that need what no rank has.
+
+    Args:
+        on_shards: whether the hook takes part in reduce-scatters.
+    """
+
+    def __init__(self, *, on_shards: bool) -> None:
+        super().__init__()
+        self._on_shards = on_shards
+
+    def register(self, stage: str, hook: Callable[..., Any]) -> RemovableHandle:
+        """As :meth:`BucketStages.register`.
+
+        Raises:
+            RuntimeError: the model has no place for it.
+        """
+        if stage == "post_accumulate_hooks":
+            raise RuntimeError(
+                "HookHandle.register_post_accumulate_hook: fully_shard() writes the gradients of "
+                "sharded parameters, and calls their own hooks then; use "
+                "Tensor.register_post_accumulate_grad_hook"
+            )
+        if self._on_shards:
+            name = f"register_{stage.removesuffix('s')}"
+            raise RuntimeError(
+                f"HookHandle.{name}: in a reduce-scatter there is no gradient of a parameter's "
+                "shape before the hook, nor a whole one after it; use Tensor.register_hook of the "
+                "parameters' own gradients, or a mesh of two dimensions"
+            )
+        return super().register(stage, hook)

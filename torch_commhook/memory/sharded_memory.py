@@ -1,0 +1,254 @@
+"""A hook's memory where a model's parameters are sharded."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_commhook.memory.bucket_memory import BucketMemory
+from torch_commhook.memory.hook_memory import HookMemory
+from torch_commhook.memory.parameter_store import add_to_error
+from torch_commhook.memory.states import ERROR, FOLDED_INTO, Remembered, checked_state, load_error
+
+#: Where a state says how many shards a parameter has.
+SHARDS = "shards"
+
+
+@dataclass(frozen=True)
+class ShardedParameter:
+    """A parameter of which each rank has a shard.
+
+    Attributes:
+        name: in the model.
+        shape: of the whole parameter.
+        dim: along which it is cut.
+        shards: into how many.
+        dtype: of its gradient.
+        device: of its gradient.
+    """
+
+    name: str
+    shape: torch.Size
+    dim: int
+    shards: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def shard_shape(self) -> torch.Size:
+        """Of each shard, with its padding."""
+        shape = list(self.shape)
+        shape[self.dim] = -(-shape[self.dim] // self.shards)
+        return torch.Size(shape)
+
+    def rows_of(self, rank: int) -> int:
+        """How many of a shard's rows are the parameter's: the rest is padding."""
+        rows = self.shard_shape[self.dim]
+        return max(min(self.shape[self.dim] - rank * rows, rows), 0)
+
+    def stand_ins(self) -> list[Tensor]:
+        """For each rank a tensor of its shard's form, which takes no memory."""
+        one = torch.empty((), dtype=self.dtype, device=self.device)
+        return [one.expand(self.shard_shape) for _ in range(self.shards)]
+
+    def whole(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The parameter's form of what is remembered of its shards."""
+        return torch.cat(list(pieces), dim=self.dim).narrow(self.dim, 0, self.shape[self.dim])
+
+    def pieces(self, whole: Tensor) -> list[Tensor]:
+        """What :meth:`whole` was made of, zeros in the padding."""
+        rows = self.shard_shape[self.dim]
+        missing = rows * self.shards - self.shape[self.dim]
+        shape = list(self.shape)
+        shape[self.dim] = missing
+        padded = torch.cat([whole, whole.new_zeros(shape)], dim=self.dim)
+        return [piece.contiguous() for piece in padded.split(rows, dim=self.dim)]
+
+
+class UnshardedMemory(HookMemory):
+    """Memory of whole gradients, of whose sum each rank gets its shard.
+
+    A bucket has its elements by rank: a parameter's gradient is in as many pieces as there are
+    shards. A state has whole parameters, as where they are not sharded.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parameters: dict[str, ShardedParameter] = {}
+        self._shards: dict[str, list[Tensor]] = {}
+        self._padding: weakref.WeakKeyDictionary[BucketMemory, list[tuple[int, int]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def set_sharded(self, parameters: Sequence[ShardedParameter], *, rank: int) -> None:
+        """Name the model's parameters, and say which rank this is.
+
+        Args:
+            parameters: sharded over equally many ranks.
+            rank: of this process among them.
+        """
+        self._parameters = {each.name: each for each in parameters}
+        self._shards = {each.name: each.stand_ins() for each in parameters}
+        named = [
+            (_piece_name(name, number), stand_in)
+            for name, stand_ins in self._shards.items()
+            for number, stand_in in enumerate(stand_ins)
+        ]
+        self.set_parameters(named, rank=rank, world_size=parameters[0].shards)
+
+    def new_for_same_model(self) -> HookMemory:
+        other = UnshardedMemory()
+        other.set_sharded(list(self._parameters.values()), rank=self.rank)
+        other.scaler = self.scaler
+        return other
+
+    def shards_of(self, names: Sequence[str]) -> list[Tensor]:
+        """What stands for some parameters' shards in a bucket: by rank, then by parameter."""
+        found = [self._shards[name] for name in names]
+        return [each[rank] for rank in range(self.world_size) for each in found]
+
+    def _new_bucket_memory(self, parameters: Sequence[Tensor], index: int) -> BucketMemory:
+        return BucketMemory(self, parameters, index, is_sharded=True)
+
+    def clear_padding(self, memory: BucketMemory) -> None:
+        """Forget what was lost of padding, which is no gradient's."""
+        error = memory.tensors.get(ERROR)
+        if error is None:
+            return
+        places = self._padding.get(memory)
+        if places is None:
+            places = self._padding[memory] = self._places_of_padding(memory)
+        for begin, end in places:
+            error[begin:end].zero_()
+
+    def _places_of_padding(self, memory: BucketMemory) -> list[tuple[int, int]]:
+        place_of = {
+            id(stand_in): (self._parameters[name], number)
+            for name, stand_ins in self._shards.items()
+            for number, stand_in in enumerate(stand_ins)
+        }
+        places = []
+        offsets, lengths = memory.layout.offsets, memory.layout.lengths
+        for stand_in, offset, length in zip(memory.parameters, offsets, lengths, strict=True):
+            parameter, number = place_of[id(stand_in)]
+            if parameter.dim == 0:  # others are cut evenly
+                rows = parameter.shard_shape[0]
+                begin = length // max(rows, 1) * parameter.rows_of(number)
+                if begin < length:
+                    places.append((offset + begin, offset + length))
+        return places
+
+    # ---- state -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        own = state[f"rank{self.rank}"]
+        state[f"rank{self.rank}"] = {kind: self._whole(pieces) for kind, pieces in own.items()}
+        # Each parameter has a piece for each rank.
+        state["buckets"] = [
+            [_whole_name(name) for name in names[: len(names) // self.world_size]]
+            for names in state["buckets"]
+        ]
+        state["choices"] = {
+            kind: {_whole_name(name): number for name, number in numbers.items()}
+            for kind, numbers in state["choices"].items()
+        }
+        return state
+
+    def _whole(self, pieces: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = {}
+        for name, parameter in self._parameters.items():
+            names = [_piece_name(name, number) for number in range(self.world_size)]
+            if names[0] in pieces:
+                found[name] = parameter.whole([pieces[each] for each in names])
+        return found
+
+    def check_state(self, state: Any) -> dict[str, Any]:
+        remembered = Remembered(
+            own=self.store.kinds_of_pieces(),
+            shards=set(),
+            shared={},
+            choices=self.store.allowed_choices,
+        )
+        by_name = {
+            name: torch.empty(parameter.shape, device="meta")
+            for name, parameter in self._parameters.items()
+        }
+        return checked_state(state, by_name, remembered, rank=self.rank, world_size=self.world_size)
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        own = {kind: dict(tensors) for kind, tensors in state[f"rank{self.rank}"].items()}
+        # What a rank had lost of sums that it encoded, where parameters were not sharded.
+        for kind in [kind for kind in own if kind in FOLDED_INTO]:
+            for name, lost in own.pop(kind).items():
+                shape = self._parameters[name].shape
+                whole = own.setdefault(FOLDED_INTO[kind], {}).get(name)
+                whole = torch.zeros(shape) if whole is None else whole.clone()
+                add_to_error(whole, lost.view(shape), self.world_size)
+                own[FOLDED_INTO[kind]][name] = whole
+        pieces = {
+            kind: {
+                _piece_name(name, number): piece
+                for name, tensor in tensors.items()
+                for number, piece in enumerate(self._parameters[name].pieces(tensor))
+            }
+            for kind, tensors in own.items()
+        }
+        choices = {
+            kind: {
+                _piece_name(name, number): value
+                for name, value in numbers.items()
+                for number in range(self.world_size)
+            }
+            for kind, numbers in state["choices"].items()
+        }
+        super().load_state({**state, f"rank{self.rank}": pieces, "choices": choices})
+
+
+class ReplicaMemory(HookMemory):
+    """Memory of shards' gradients, which are averaged across replicas.
+
+    Ranks that have other shards remember other things: a state is of a rank among all.
+
+    Attributes:
+        shard: which of the shards this rank has, and how many there are.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shard = 0, 1
+
+    @property
+    def place(self) -> tuple[int, int]:
+        shard, shards = self.shard
+        return self.rank * shards + shard, self.world_size * shards
+
+    def new_for_same_model(self) -> HookMemory:
+        other = super().new_for_same_model()
+        assert isinstance(other, ReplicaMemory)
+        other.shard = self.shard
+        return other
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), SHARDS: self.shard[1]}
+
+    def check_state(self, state: Any) -> dict[str, Any]:
+        shards = state.get(SHARDS, 1) if isinstance(state, dict) else 1
+        if shards != self.shard[1]:
+            raise load_error(
+                f"the state must be of parameters in {self.shard[1]} shards, got one of {shards}"
+            )
+        return super().check_state(state)
+
+
+def _piece_name(name: str, number: int) -> str:
+    return f"{name} {number}"
+
+
+def _whole_name(name: str) -> str:
+    return name.rpartition(" ")[0]
