@@ -231,7 +231,7 @@ class HookHandle:
         memory, local_steps = self._attached.memory, self._attached.local_steps
         if local_steps is not None:
             return local_steps.state_dict()
-        return {} if memory.is_empty else memory.state_dict()
+        return {} if memory.remembers_nothing else memory.state_dict()
 
     @outside_inference_mode
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -262,7 +262,7 @@ class HookHandle:
                 apart = local_steps.check_state(state)
                 go_on = partial(local_steps.take_state, apart)
                 settings = _shared_of_state(apart.rest, apart.position)
-            elif not (isinstance(state, dict) and not state and memory.is_empty):
+            elif not (isinstance(state, dict) and not state and memory.remembers_nothing):
                 checked = memory.check_state(state)
                 go_on = partial(self._take_state, checked)
                 settings = _shared_of_state(checked, None)

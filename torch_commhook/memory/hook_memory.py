@@ -192,6 +192,21 @@ class HookMemory:
     # ---- state -----------------------------------------------------------------------------------
 
     @property
+    def error_bytes(self) -> int:
+        """Bytes of what is remembered as lost, in the buckets that there are."""
+        return sum(
+            tensor.numel() * tensor.element_size()
+            for memory in self._memories_and_parts()
+            for name, tensor in memory.tensors.items()
+            if name == ERROR
+        )
+
+    @property
+    def remembers_nothing(self) -> bool:
+        """Whether a state would have nothing."""
+        return self.is_empty
+
+    @property
     def place(self) -> tuple[int, int]:
         """This process's number among those that have states of one training, and how many."""
         return self.rank, self.world_size

@@ -8,6 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_commhook.memory.sharded_states import (
+    SHARD_HOOK,
+    cut_states,
+    is_cut,
+    number_of_shards,
+    shared_key,
+    whole_states,
+)
 from torch_commhook.memory.state_values import check_tensor, is_number, shown
 from torch_commhook.memory.states import (
     FOLDED_INTO,
@@ -23,7 +31,9 @@ _MOST_RANKS = 1 << 20
 
 
 @torch.inference_mode(False)  # inside, states would be no use elsewhere
-def reshard_states(states: Sequence[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
+def reshard_states(
+    states: Sequence[dict[str, Any]], world_size: int, *, shards: int | None = None
+) -> list[dict[str, Any]]:
     """States for another number of ranks, from those of all ranks.
 
     What the ranks have yet to send is sent all the same: the mean of their error memories stays.
@@ -33,9 +43,16 @@ def reshard_states(states: Sequence[dict[str, Any]], world_size: int) -> list[di
     that are apart (:class:`torch_commhook.hooks.local_sgd`) go on from the mean of their
     parameters.
 
+    On sharded models a hook remembers whole gradients where it takes part in the reduce-scatters;
+    the same holds then. Across replicas it remembers those of its shard: the ranks of a replica
+    together have whole ones, to which all this applies, and which are cut again.
+
     Args:
-        states: what ``HookHandle.state_dict()`` gave on each rank, in order of rank.
+        states: what ``HookHandle.state_dict()`` gave on each rank, in order of rank. On a mesh of
+            replicas and shards those of a replica follow one another.
         world_size: ranks that are to go on.
+        shards: into how many shards a hook's memory is to be cut, where it is to average across
+            replicas: ranks of a replica. 1 for all other models. None for as many as before.
 
     Returns:
         For each of the new ranks, what it is to load.
@@ -57,6 +74,24 @@ def reshard_states(states: Sequence[dict[str, Any]], world_size: int) -> list[di
         raise TypeError(f"reshard_states: states must be a list of states, got {got}")
     if not states:
         raise ValueError("reshard_states: states must hold at least one, got none")
+    if shards is not None and (not isinstance(shards, int) or isinstance(shards, bool)):
+        got = type(shards).__qualname__
+        raise TypeError(f"reshard_states: shards must be an int or None, got {got}")
+    if shards is not None and not 1 <= shards <= world_size:
+        raise ValueError(
+            f"reshard_states: shards must be from 1 to {world_size}, the ranks, got {shards}"
+        )
+    if isinstance(states[0], dict) and SHARD_HOOK in states[0]:
+        beside = [_of_shard_hook(state, rank) for rank, state in enumerate(states)]
+        rest = [{k: v for k, v in state.items() if k != SHARD_HOOK} for state in states]
+        both = zip(
+            reshard_states(rest, world_size, shards=shards),
+            reshard_states(beside, world_size, shards=1),
+            strict=True,
+        )
+        return [{**state, SHARD_HOOK: of_shard_hook} for state, of_shard_hook in both]
+    if is_cut(states[0]) or (shards or 1) > 1:
+        return _reshard_shards(states, world_size, shards)
     own: list[dict[str, dict[str, Tensor]]] = []
     for rank, state in enumerate(states):
         own.append(_own_tensors(state, rank))
@@ -81,6 +116,32 @@ def reshard_states(states: Sequence[dict[str, Any]], world_size: int) -> list[di
     return [
         {**common, "world_size": world_size, f"rank{rank}": own[rank]} for rank in range(world_size)
     ]
+
+
+def _of_shard_hook(state: Any, rank: int) -> Any:
+    if not isinstance(state, dict) or SHARD_HOOK not in state:
+        raise _error(f"states[{rank}] must have {SHARD_HOOK!r}, as states[0] has")
+    return state[SHARD_HOOK]
+
+
+def _reshard_shards(
+    states: Sequence[dict[str, Any]], world_size: int, shards: int | None
+) -> list[dict[str, Any]]:
+    """:func:`reshard_states`, where parameters are, or are to be, in shards."""
+    for rank, state in enumerate(states):
+        _own_tensors(state, rank)
+        _check_alike(state, states[0], rank)
+    before = number_of_shards(states[0], "states[0]: its ", _error)
+    shards = before if shards is None else shards
+    if world_size % shards:
+        raise _error(f"world_size must be a multiple of {shards} shards, got {world_size}")
+    whole = reshard_states(whole_states(states, _error), world_size // shards)
+    made = cut_states(whole, shards, states[0], _error)
+    if shards == before:  # what the replicas of a shard have alike, such as factors, stays
+        for rank, state in enumerate(made):
+            key = shared_key(rank % shards)
+            state[key] = states[rank % shards].get(key, {})
+    return made
 
 
 def _error(what: str) -> ValueError:

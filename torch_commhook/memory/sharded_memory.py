@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,61 +12,15 @@ from torch import Tensor
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.parameter_store import add_to_error
+from torch_commhook.memory.sharded_parameter import ShardedParameter
+from torch_commhook.memory.sharded_states import (
+    SHARD_HOOK,
+    SHARDS,
+    number_of_shards,
+    shards_entry,
+    shared_key,
+)
 from torch_commhook.memory.states import ERROR, FOLDED_INTO, Remembered, checked_state, load_error
-
-#: Where a state says how many shards a parameter has.
-SHARDS = "shards"
-
-
-@dataclass(frozen=True)
-class ShardedParameter:
-    """A parameter of which each rank has a shard.
-
-    Attributes:
-        name: in the model.
-        shape: of the whole parameter.
-        dim: along which it is cut.
-        shards: into how many.
-        dtype: of its gradient.
-        device: of its gradient.
-    """
-
-    name: str
-    shape: torch.Size
-    dim: int
-    shards: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def shard_shape(self) -> torch.Size:
-        """Of each shard, with its padding."""
-        shape = list(self.shape)
-        shape[self.dim] = -(-shape[self.dim] // self.shards)
-        return torch.Size(shape)
-
-    def rows_of(self, rank: int) -> int:
-        """How many of a shard's rows are the parameter's: the rest is padding."""
-        rows = self.shard_shape[self.dim]
-        return max(min(self.shape[self.dim] - rank * rows, rows), 0)
-
-    def stand_ins(self) -> list[Tensor]:
-        """For each rank a tensor of its shard's form, which takes no memory."""
-        one = torch.empty((), dtype=self.dtype, device=self.device)
-        return [one.expand(self.shard_shape) for _ in range(self.shards)]
-
-    def whole(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The parameter's form of what is remembered of its shards."""
-        return torch.cat(list(pieces), dim=self.dim).narrow(self.dim, 0, self.shape[self.dim])
-
-    def pieces(self, whole: Tensor) -> list[Tensor]:
-        """What :meth:`whole` was made of, zeros in the padding."""
-        rows = self.shard_shape[self.dim]
-        missing = rows * self.shards - self.shape[self.dim]
-        shape = list(self.shape)
-        shape[self.dim] = missing
-        padded = torch.cat([whole, whole.new_zeros(shape)], dim=self.dim)
-        return [piece.contiguous() for piece in padded.split(rows, dim=self.dim)]
 
 
 class UnshardedMemory(HookMemory):
@@ -75,10 +28,14 @@ class UnshardedMemory(HookMemory):
 
     A bucket has its elements by rank: a parameter's gradient is in as many pieces as there are
     shards. A state has whole parameters, as where they are not sharded.
+
+    Attributes:
+        replica: which of the replicas this rank belongs to, and how many there are.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.replica = 0, 1
         self._parameters: dict[str, ShardedParameter] = {}
         self._shards: dict[str, list[Tensor]] = {}
         self._padding: weakref.WeakKeyDictionary[BucketMemory, list[tuple[int, int]]] = (
@@ -104,8 +61,14 @@ class UnshardedMemory(HookMemory):
     def new_for_same_model(self) -> HookMemory:
         other = UnshardedMemory()
         other.set_sharded(list(self._parameters.values()), rank=self.rank)
+        other.replica = self.replica
         other.scaler = self.scaler
         return other
+
+    @property
+    def place(self) -> tuple[int, int]:
+        replica, replicas = self.replica
+        return replica * self.world_size + self.rank, replicas * self.world_size
 
     def shards_of(self, names: Sequence[str]) -> list[Tensor]:
         """What stands for some parameters' shards in a bucket: by rank, then by parameter."""
@@ -147,8 +110,10 @@ class UnshardedMemory(HookMemory):
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
-        own = state[f"rank{self.rank}"]
-        state[f"rank{self.rank}"] = {kind: self._whole(pieces) for kind, pieces in own.items()}
+        state[SHARDS] = shards_entry(list(self._parameters.values()), 1)
+        key = f"rank{self.place[0]}"
+        own = state[key]
+        state[key] = {kind: self._whole(pieces) for kind, pieces in own.items()}
         # Each parameter has a piece for each rank.
         state["buckets"] = [
             [_whole_name(name) for name in names[: len(names) // self.world_size]]
@@ -179,10 +144,13 @@ class UnshardedMemory(HookMemory):
             name: torch.empty(parameter.shape, device="meta")
             for name, parameter in self._parameters.items()
         }
-        return checked_state(state, by_name, remembered, rank=self.rank, world_size=self.world_size)
+        _check_shards(state, 1)
+        rank, ranks = self.place
+        return checked_state(state, by_name, remembered, rank=rank, world_size=ranks)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        own = {kind: dict(tensors) for kind, tensors in state[f"rank{self.rank}"].items()}
+        key = f"rank{self.place[0]}"
+        own = {kind: dict(tensors) for kind, tensors in state[key].items()}
         # What a rank had lost of sums that it encoded, where parameters were not sharded.
         for kind in [kind for kind in own if kind in FOLDED_INTO]:
             for name, lost in own.pop(kind).items():
@@ -207,7 +175,7 @@ class UnshardedMemory(HookMemory):
             }
             for kind, numbers in state["choices"].items()
         }
-        super().load_state({**state, f"rank{self.rank}": pieces, "choices": choices})
+        super().load_state({**state, key: pieces, "choices": choices})
 
 
 class ReplicaMemory(HookMemory):
@@ -217,11 +185,19 @@ class ReplicaMemory(HookMemory):
 
     Attributes:
         shard: which of the shards this rank has, and how many there are.
+        parameters: the model's.
+        beside: the memory of the hook in the reduce-scatters, where there is one.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.shard = 0, 1
+        self.parameters: list[ShardedParameter] = []
+        self.beside: HookMemory | None = None
+
+    @property
+    def remembers_nothing(self) -> bool:
+        return self.is_empty and (self.beside is None or self.beside.is_empty)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -231,19 +207,45 @@ class ReplicaMemory(HookMemory):
     def new_for_same_model(self) -> HookMemory:
         other = super().new_for_same_model()
         assert isinstance(other, ReplicaMemory)
-        other.shard = self.shard
+        other.shard, other.parameters, other.beside = self.shard, self.parameters, self.beside
         return other
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), SHARDS: self.shard[1]}
+        state = {**super().state_dict(), SHARDS: shards_entry(self.parameters, self.shard[1])}
+        if self.shard[1] > 1:  # what the replicas of one shard have alike, others have not
+            state[shared_key(self.shard[0])] = state["shared"]
+            state["shared"] = {}
+        if self.beside is not None:
+            state[SHARD_HOOK] = self.beside.state_dict()
+        return state
 
     def check_state(self, state: Any) -> dict[str, Any]:
-        shards = state.get(SHARDS, 1) if isinstance(state, dict) else 1
-        if shards != self.shard[1]:
-            raise load_error(
-                f"the state must be of parameters in {self.shard[1]} shards, got one of {shards}"
-            )
-        return super().check_state(state)
+        _check_shards(state, self.shard[1])
+        if isinstance(state, dict) and self.shard[1] > 1:
+            state = {**state, "shared": state.get(shared_key(self.shard[0]))}
+        checked = super().check_state(state)
+        if (SHARD_HOOK in state) != (self.beside is not None):
+            has = "has one" if self.beside is None else "has none"
+            raise load_error(f"the state must be of a model with the same shard_hook, and it {has}")
+        if self.beside is not None:
+            checked[SHARD_HOOK] = self.beside.check_state(state[SHARD_HOOK])
+        return checked
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        super().load_state(state)
+        if self.beside is not None:
+            self.beside.load_state(state[SHARD_HOOK])
+
+
+def _check_shards(state: Any, wanted: int) -> None:
+    if not isinstance(state, dict):
+        return  # for others to refuse
+    shards = number_of_shards(state, "its ", load_error)
+    if shards != wanted:
+        raise load_error(
+            f"the state must be of parameters in {wanted} shards, got one of {shards}; "
+            "torch_commhook.reshard_states makes states for others"
+        )
 
 
 def _piece_name(name: str, number: int) -> str:

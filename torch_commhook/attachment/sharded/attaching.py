@@ -191,6 +191,11 @@ def _name_parameters(units: list[Unit], attached: Attached, beside: Attached | N
         memory = attached.memory
         assert isinstance(memory, ReplicaMemory)
         memory.shard = (0, 1) if shards is None else (shards.rank(), shards.size())
+        memory.parameters = forms
+        if beside is not None:
+            assert isinstance(beside.memory, UnshardedMemory)
+            beside.memory.replica = replicas.rank(), replicas.size()
+            memory.beside = beside.memory
         named = [each for unit in units for each in unit.named_shards()]
         memory.set_parameters(named, rank=replicas.rank(), world_size=replicas.size())
 

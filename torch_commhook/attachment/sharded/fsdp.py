@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torch_commhook.memory.sharded_memory import ShardedParameter
+from torch_commhook.memory.sharded_parameter import ShardedParameter
 
 #: A group of parameters that ``fully_shard`` communicates together (its ``FSDPParamGroup``).
 ParamGroup = Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +29,8 @@ from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_with_memory import BucketWithMemory
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.sharded_bucket import ShardedBucket
-from torch_commhook.memory.sharded_memory import ShardedParameter, UnshardedMemory
+from torch_commhook.memory.sharded_memory import UnshardedMemory
+from torch_commhook.memory.sharded_parameter import ShardedParameter
 from torch_commhook.metrics import (
     WireMeter,
     count_bucket,
@@ -428,6 +430,7 @@ class ShardedRoad:
     def attached(self, attached: Attached | None) -> None:
         if attached is not None:
             attached.use_group(self.group, self.device)
+            self._prepare(attached)
         if self._replica_group is None:
             self.shard_attached = attached
         self._attached = attached
@@ -440,7 +443,28 @@ class ShardedRoad:
         group = self._step.group_of(self._shard_group)
         assert group is not None
         attached.use_group(group, self.device)
+        self._prepare(attached)
         self.shard_attached = attached
+
+    def _prepare(self, attached: Attached) -> None:
+        """Have what a hook remembers of all parameters before the first step."""
+        if not isinstance(attached.hook, Hook):
+            return
+        for unit in self._units:
+            if isinstance(attached.memory, UnshardedMemory):
+                names = [each.name for each in unit.parameters.values()]
+                parameters = attached.memory.shards_of(names)
+            else:
+                parameters = [shard for _, shard in unit.named_shards()]
+            attached.memory_of(parameters, unit.number)
+        lost = attached.memory.error_bytes
+        if lost and isinstance(attached.memory, UnshardedMemory):
+            warnings.warn(
+                f"attach: {attached.hook} remembers what it loses of whole gradients, "
+                f"{lost / 2**20:.1f} MiB on each rank, which do not shrink with the number of "
+                "shards; on a mesh of two dimensions it remembers as much of a shard",
+                stacklevel=7,
+            )
 
     @property
     def group(self) -> StepGroup:

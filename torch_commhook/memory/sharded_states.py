@@ -1,0 +1,215 @@
+"""States of hooks on sharded models: of whole parameters, and cut into shards again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_commhook.memory.sharded_parameter import ShardedParameter
+from torch_commhook.memory.state_values import Refuse, is_number, shown
+from torch_commhook.memory.states import FOLDED_INTO, entry_name
+
+#: Where a state says into how many shards its parameters are cut, and how.
+SHARDS = "shards"
+
+#: Where a state has that of the hook in the reduce-scatters, beside one across replicas.
+SHARD_HOOK = "shard_hook"
+
+_MOST_DIMENSIONS = 64
+
+
+def shards_entry(parameters: Sequence[ShardedParameter], number: int) -> dict[str, Any]:
+    """What a state has under :data:`SHARDS`.
+
+    Args:
+        parameters: the model's.
+        number: of the shards that the tensors of a state are cut into.
+    """
+    forms = {each.name: [each.dim, *each.shape] for each in parameters}
+    return {"number": number, "forms": forms}
+
+
+def number_of_shards(state: Mapping[str, Any], which: str, refuse: Refuse) -> int:
+    """Into how many shards the tensors of a state are cut; 1 where they are whole.
+
+    Raises:
+        ValueError: that is no number of shards.
+    """
+    entry = state.get(SHARDS, {"number": 1})
+    number = entry.get("number") if isinstance(entry, dict) else None
+    if type(number) is not int or number < 1:
+        raise refuse(f"{which}{SHARDS} must have a number of shards, got {shown(entry)}")
+    return number
+
+
+def _forms(state: Mapping[str, Any], which: str, refuse: Refuse) -> dict[str, list[int]]:
+    """The dimension along which each parameter is cut, and its shape."""
+    entry = state.get(SHARDS, {})
+    forms = entry.get("forms", {}) if isinstance(entry, dict) else None
+    if not isinstance(forms, dict):
+        raise refuse(f"{which}{SHARDS} must have the parameters' forms, got {shown(entry)}")
+    for name, form in forms.items():
+        if (
+            type(name) is not str
+            or not isinstance(form, list)
+            or not 2 <= len(form) <= _MOST_DIMENSIONS
+            or any(type(size) is not int or size < 0 for size in form)
+            or form[0] >= len(form) - 1
+        ):
+            raise refuse(
+                f"{which}{SHARDS}: the form of parameter {shown(name)} must be a dimension and a "
+                f"shape, got {shown(form)}"
+            )
+    return forms
+
+
+def _parameter(name: str, form: Sequence[int], shards: int) -> ShardedParameter:
+    dim, *shape = form
+    return ShardedParameter(
+        name, torch.Size(shape), dim, shards, torch.float32, torch.device("cpu")
+    )
+
+
+def shared_key(shard: int) -> str:
+    """Where a state has what the replicas of a shard have alike."""
+    return f"shared{shard}"
+
+
+def whole_states(states: Sequence[dict[str, Any]], refuse: Refuse) -> list[dict[str, Any]]:
+    """States of whole parameters, one for each replica, from those of its shards.
+
+    Args:
+        states: of all ranks, in order of rank: those of a replica follow one another.
+        refuse: makes the error of a text.
+
+    Raises:
+        ValueError: they do not fit together.
+    """
+    shards = number_of_shards(states[0], "states[0]: its ", refuse)
+    forms = _forms(states[0], "states[0]: its ", refuse)
+    for rank, state in enumerate(states):
+        if number_of_shards(state, f"states[{rank}]: its ", refuse) != shards:
+            raise refuse(f"states[{rank}] must be of {shards} shards, as states[0]")
+    if len(states) % shards:
+        raise refuse(f"states must be of all {shards} shards of each replica, got {len(states)}")
+    if shards == 1:
+        return [_without_shards(state) for state in states]
+    found = []
+    for first in range(0, len(states), shards):
+        own = [states[first + shard][f"rank{first + shard}"] for shard in range(shards)]
+        replica = first // shards
+        state = {
+            key: value
+            for key, value in _without_shards(states[first]).items()
+            if not key.startswith(("rank", "shared"))
+        }
+        state["world_size"] = len(states) // shards
+        state["shared"] = {}
+        state[f"rank{replica}"] = _joined_tensors(own, forms, refuse)
+        found.append(state)
+    return found
+
+
+def _joined_tensors(
+    own: Sequence[Any], forms: Mapping[str, list[int]], refuse: Refuse
+) -> dict[str, dict[str, Tensor]]:
+    def join(kind: str, name: str, _: Tensor) -> Tensor:
+        pieces = [_tensor(each, kind, name, refuse) for each in own]
+        return _joined(pieces, _form_of(forms, name, refuse), kind, refuse)
+
+    return _map_tensors(own[0], join)
+
+
+def _without_shards(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if key != SHARDS}
+
+
+def _form_of(forms: Mapping[str, list[int]], name: str, refuse: Refuse) -> list[int]:
+    if name not in forms:
+        raise refuse(f"the form of parameter {shown(name)} must be in the state, got none")
+    return forms[name]
+
+
+def _tensor(own: Any, kind: str, name: str, refuse: Refuse) -> Tensor:
+    tensor = own.get(kind, {}).get(name)
+    if not isinstance(tensor, Tensor):
+        raise refuse(f"{entry_name(kind, name)} must be there for all shards")
+    return tensor
+
+
+def _joined(pieces: Sequence[Tensor], form: list[int], kind: str, refuse: Refuse) -> Tensor:
+    parameter = _parameter("", form, len(pieces))
+    shape = parameter.shard_shape
+    for piece in pieces:
+        if piece.numel() != math.prod(shape):
+            raise refuse(
+                f"a shard of {shown(kind)} must be of shape {list(shape)}, got {list(piece.shape)}"
+            )
+    whole = parameter.whole([piece.reshape(shape) for piece in pieces])
+    return whole.reshape(-1) if kind in FOLDED_INTO else whole
+
+
+def cut_states(
+    states: Sequence[dict[str, Any]],
+    shards: int,
+    forms_of: Mapping[str, Any],
+    refuse: Refuse,
+) -> list[dict[str, Any]]:
+    """States for each rank of replicas, whose parameters are cut into shards.
+
+    Args:
+        states: of whole parameters, one for each replica, in order.
+        shards: how many ranks each replica has.
+        forms_of: a state that tells how parameters are cut; along their first dimension where it
+            does not.
+        refuse: makes the error of a text.
+    """
+    forms = dict(_forms(forms_of, "states[0]: its ", refuse))
+    if shards == 1:
+        return [dict(state) for state in states]
+    found = []
+    for replica, state in enumerate(states):
+        own = state[f"rank{replica}"]
+        for kind, tensors in own.items():
+            for name, tensor in tensors.items():
+                if kind not in FOLDED_INTO:
+                    forms.setdefault(name, [0, *tensor.shape])
+        common = {key: value for key, value in state.items() if key != f"rank{replica}"}
+        for shard in range(shards):
+            rank = replica * shards + shard
+
+            def piece(kind: str, name: str, tensor: Tensor, shard: int = shard) -> Tensor:
+                parameter = _parameter(name, _form_of(forms, name, refuse), shards)
+                one = parameter.pieces(tensor.reshape(parameter.shape))[shard]
+                return one.reshape(-1) if kind in FOLDED_INTO else one
+
+            found.append(
+                {
+                    **common,
+                    "world_size": len(states) * shards,
+                    SHARDS: {"number": shards, "forms": dict(forms)},
+                    f"rank{rank}": _map_tensors(own, piece),
+                }
+            )
+    return found
+
+
+def _map_tensors(
+    own: Mapping[str, Mapping[str, Tensor]], function: Callable[[str, str, Tensor], Tensor]
+) -> dict[str, dict[str, Tensor]]:
+    return {
+        kind: {name: function(kind, name, tensor) for name, tensor in tensors.items()}
+        for kind, tensors in own.items()
+    }
+
+
+def is_cut(state: object) -> bool:
+    """Whether a state's tensors are those of shards."""
+    if not isinstance(state, dict):
+        return False
+    entry = state.get(SHARDS)
+    return isinstance(entry, dict) and not is_number(entry.get("number"), 1)
