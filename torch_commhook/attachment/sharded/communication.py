@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_commhook import _C
 from torch_commhook.collectives.gloo_groups import group_name
 from torch_commhook.process_group.registration import register
+from torch_commhook.process_group.work import Work
 from torch_commhook.process_group.wrapper import WrapperProcessGroup
 
 _numbers = itertools.count()
@@ -82,12 +83,27 @@ class AllGather(_Communication):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Any:
-        """Leave it to the listener; a Work where ``async_op``, else None once it is done."""
+        """Leave it to the listener.
+
+        Returns:
+            A Work, also where none was asked for: parameters that are gathered ahead of their use
+            then travel beside the computation, on the CPU as well.
+        """
         future = self._listener.all_gather(output_tensor, input_tensor, group)
-        if async_op:
-            return _C.as_work(future)
-        self._listener.wait_for_gather(future)
-        return None
+        return _Gathering(self._listener, future)
+
+
+class _Gathering(Work):
+    """A gathering of parameters that is under way."""
+
+    def __init__(self, listener: _Listener, future: torch.futures.Future[Tensor]) -> None:
+        super().__init__()
+        self._listener = listener
+        self._future = future
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._listener.wait_for_gather(self._future)
+        return True
 
 
 class ReplicaGroup(WrapperProcessGroup):

@@ -156,6 +156,7 @@ class ShardedRoad:
         self._step = ShardedStep(_process_groups(units), self._step_begins, self._step_done)
         self._take_over()
         self._closed = False
+        self._is_resetting = False
         self._members = _C.module_members(model)
         self._forward_handle = register_first(model, BeforeForward(self))
 
@@ -344,6 +345,8 @@ class ShardedRoad:
         try:
             self._wait(future, step_group)
         except Exception as error:
+            if self._is_resetting:  # the step that it belonged to has failed already
+                return
             raise self._gather_failed(error, step_group) from None
 
     def _gather_failed(self, error: Exception, at: StepGroup | None) -> BaseException:
@@ -395,7 +398,11 @@ class ShardedRoad:
         """Called by the model before its own forward."""
         if self._step.has_failed:
             self._step.has_failed = False
-            fsdp.reset_after_failure(module)
+            self._is_resetting = True
+            try:
+                fsdp.reset_after_failure(module)
+            finally:
+                self._is_resetting = False
         members = _C.module_members(module)
         if members != self._members:
             self._check_units(module)
