@@ -139,18 +139,18 @@ class _Subject:
     def measure(self, steps: int, figures: Figures) -> None:
         """Time so many steps, and count their bytes."""
         dist.barrier()
-        told, carried = self.hook_bytes(), _carried()
+        told, before = self.hook_bytes(), carried()
         for _ in range(steps):
             started = time.perf_counter()
             self.step()
             figures.seconds.append(time.perf_counter() - started)
-        figures.link_bytes += _carried() - carried
+        figures.link_bytes += carried() - before
         now = self.hook_bytes()
         if told is not None and now is not None:
             figures.hook_bytes = (figures.hook_bytes or 0) + now - told
 
 
-def _carried() -> int:
+def carried() -> int:
     """Bytes that the link has carried away from this host."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
@@ -173,7 +173,7 @@ def _set_rate(rate: int, folder: Path) -> None:
     dist.barrier()
 
 
-def _goes_on(rank: int, answer: bool) -> bool:
+def goes_on(rank: int, answer: bool) -> bool:
     """What rank 0 answers."""
     shared = torch.tensor([rank == 0 and answer], dtype=torch.int64)
     dist.broadcast(shared, 0)
@@ -194,7 +194,7 @@ def measure(plan: Plan, place: Place, folder: Path) -> dict[int, dict[str, Figur
     end = time.perf_counter() + plan.seconds
     for number in range(plan.rounds):
         late = number >= plan.least_rounds and time.perf_counter() > end
-        if not _goes_on(place.rank, not late):
+        if not goes_on(place.rank, not late):
             break
         shuffle(order)
         for job in order:

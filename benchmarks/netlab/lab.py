@@ -210,16 +210,18 @@ class Lab:
         self,
         command: Sequence[str],
         *,
+        ranks_per_host: int = 1,
         timeout: float | None = None,
         grace: float = GRACE_SECONDS,
         environment: Mapping[str, str] | None = None,
         output: Callable[[int, bool, bytes], None] | None = None,
     ) -> int:
-        """Run ``command`` on each host, one rank of a world each, to the end of all.
+        """Run ``command`` on each host, the ranks of one world, to the end of all.
 
         Args:
             command: the program and its arguments. It gets its place by RANK, WORLD_SIZE,
                 LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME.
+            ranks_per_host: how often on each host. Those of the first host are the first.
             timeout: after so many seconds all ranks are ended.
             grace: so many seconds after a rank has failed the others are ended.
             environment: of the ranks, besides these; that of this process by default.
@@ -231,13 +233,14 @@ class Lab:
             signal n has killed it; ``TIMED_OUT`` (124) after the timeout.
         """
         places = []
-        for host in range(self.hosts):
+        for rank in range(self.hosts * ranks_per_host):
+            host, local_rank = divmod(rank, ranks_per_host)
             variables = dict(os.environ if environment is None else environment)
             variables |= {
-                "RANK": str(host),
-                "WORLD_SIZE": str(self.hosts),
-                "LOCAL_RANK": "0",
-                "LOCAL_WORLD_SIZE": "1",
+                "RANK": str(rank),
+                "WORLD_SIZE": str(self.hosts * ranks_per_host),
+                "LOCAL_RANK": str(local_rank),
+                "LOCAL_WORLD_SIZE": str(ranks_per_host),
                 "MASTER_ADDR": self.address(0),
                 "MASTER_PORT": str(_PORT),
                 "GLOO_SOCKET_IFNAME": INTERFACE,
