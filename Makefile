@@ -8,6 +8,7 @@
 #   make bench            the benchmarks; results go to benchmarks/results
 #   make bench-loss       loss after 1,000 steps with each hook, three seeds; hours, can be interrupted
 #   make bench-link       steps over links of 200 Mbit/s and 1 Gbit/s; root, iproute2, 15 minutes
+#   make bench-sharded    sharded models over links of 200 Mbit/s; root, iproute2, 15 minutes
 #   make bench-plan       what plan foretells of these steps, beside them; a minute
 #   make bench-throttle   ThrottledProcessGroup against such links; root, iproute2, two minutes
 #   make cuda-compile     compile and inspect the CUDA kernels; needs nvcc, not a GPU
@@ -40,7 +41,7 @@ LONG_RUN = PYTHONPATH=$(CURDIR)/tests/support:$(PYTHONPATH) $(VENV)/bin/python t
 PASSED = $(if $(ARGS),,$(LONG_RUN)/called_for.py --passed $@)
 NATIVE = setup.py build_support.py $(shell find csrc cuda -type f)
 
-.PHONY: train test test-long long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-link bench-plan bench-throttle results cuda-compile gpu test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback clean
+.PHONY: train test test-long long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-link bench-sharded bench-plan bench-throttle results cuda-compile gpu test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/built
@@ -76,6 +77,9 @@ bench-loss: $(VENV)/built
 
 bench-link: $(VENV)/built
 	$(VENV)/bin/python benchmarks/bench_link.py $(ARGS)
+
+bench-sharded: $(VENV)/built
+	$(VENV)/bin/python benchmarks/bench_sharded.py $(ARGS)
 
 bench-plan: $(VENV)/built
 	$(VENV)/bin/python benchmarks/bench_plan.py $(ARGS)

@@ -240,7 +240,10 @@ def _check_shapes(own: Sequence[dict[str, dict[str, Tensor]]], rank: int) -> Non
 
 
 def _add_up_for_ranks(own: Sequence[dict[str, dict[str, Tensor]]], world_size: int) -> list[Any]:
-    found: list[dict[str, dict[str, Tensor]]] = [{} for _ in range(world_size)]
+    kinds_of_all = [FOLDED_INTO.get(kind, kind) for kind in own[0]]
+    found: list[dict[str, dict[str, Tensor]]] = [
+        {kind: {} for kind in kinds_of_all} for _ in range(world_size)
+    ]
     for rank, kinds in enumerate(own):
         for kind, tensors in kinds.items():
             if kind.startswith("node_"):

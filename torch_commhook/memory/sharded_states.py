@@ -209,7 +209,7 @@ def _map_tensors(
 
 def is_cut(state: object) -> bool:
     """Whether a state's tensors are those of shards."""
-    if not isinstance(state, dict):
+    if not isinstance(state, dict) or SHARDS not in state:
         return False
-    entry = state.get(SHARDS)
-    return isinstance(entry, dict) and not is_number(entry.get("number"), 1)
+    entry = state[SHARDS]
+    return not (isinstance(entry, dict) and is_number(entry.get("number"), 1))

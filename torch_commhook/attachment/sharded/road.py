@@ -438,6 +438,7 @@ class ShardedRoad:
         if attached is not None:
             attached.use_group(self.group, self.device)
             self._prepare(attached)
+            _warn_of_memory(attached)
         if self._replica_group is None:
             self.shard_attached = attached
         self._attached = attached
@@ -451,6 +452,7 @@ class ShardedRoad:
         assert group is not None
         attached.use_group(group, self.device)
         self._prepare(attached)
+        _warn_of_memory(attached)
         self.shard_attached = attached
 
     def _prepare(self, attached: Attached) -> None:
@@ -464,14 +466,6 @@ class ShardedRoad:
             else:
                 parameters = [shard for _, shard in unit.named_shards()]
             attached.memory_of(parameters, unit.number)
-        lost = attached.memory.error_bytes
-        if lost and isinstance(attached.memory, UnshardedMemory):
-            warnings.warn(
-                f"attach: {attached.hook} remembers what it loses of whole gradients, "
-                f"{lost / 2**20:.1f} MiB on each rank, which do not shrink with the number of "
-                "shards; on a mesh of two dimensions it remembers as much of a shard",
-                stacklevel=7,
-            )
 
     @property
     def group(self) -> StepGroup:
@@ -504,7 +498,9 @@ class ShardedRoad:
         return [fsdp.trainable(unit.group) for unit in reversed(self._units)]
 
     def memory_loaded(self, buckets: list[list[str]]) -> None:
-        """The hook's memory has been read from elsewhere: units are what they were."""
+        """The hook's memory has been read from elsewhere; its buckets are formed from that."""
+        for attached in self._all_attached():
+            self._prepare(attached)
 
     def after_backward(self, then: Callable[[], None]) -> None:
         if self.is_closing:
@@ -564,6 +560,17 @@ def check_fits(attached: Attached) -> None:
         raise TypeError(
             f"attach: {hook} keeps whole parameters apart, and these are sharded; attach it to a "
             "model without fully_shard()"
+        )
+
+
+def _warn_of_memory(attached: Attached) -> None:
+    lost = attached.memory.error_bytes
+    if lost and isinstance(attached.memory, UnshardedMemory):
+        warnings.warn(
+            f"attach: {attached.hook} remembers what it loses of whole gradients, "
+            f"{lost / 2**20:.1f} MiB on each rank, which do not shrink with the number of "
+            "shards; on a mesh of two dimensions it remembers as much of a shard",
+            stacklevel=8,
         )
 
 
