@@ -159,6 +159,29 @@ def with_gradient(group: ParamGroup) -> list[Any]:
     ]
 
 
+def is_written_last(group: ParamGroup, op: object) -> bool:
+    """Whether PyTorch does nothing more with a reduced gradient than have it for one.
+
+    What it then has in its place may be written until the backward ends. Not so where it divides or
+    casts the gradient, adds it to one that is there, copies it to another device, or calls hooks
+    of the parameter.
+
+    Args:
+        group: of which :func:`with_gradient` are being reduced.
+        op: of the reduction.
+    """
+    if group.device.type != "cpu" or op == dist.ReduceOp.SUM:
+        return False
+    if group._reduce_dtype not in (None, group._orig_dtype) or group._all_reduce_hook is not None:
+        return False
+    return all(
+        each.sharded_param.grad is None
+        and not each.offload_to_cpu
+        and not getattr(each.sharded_param, "_post_accumulate_grad_hooks", None)
+        for each in group.fsdp_params
+    )
+
+
 def gathered_dtypes(group: ParamGroup) -> set[Any]:
     """The dtypes in which a group's parameters are gathered."""
     return {group.mp_policy.param_dtype or each.sharded_param.dtype for each in group.fsdp_params}

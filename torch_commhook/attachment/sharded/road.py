@@ -19,6 +19,7 @@ from torch_commhook.attachment.forward_hook import BeforeForward, register_first
 from torch_commhook.attachment.sharded import fsdp
 from torch_commhook.attachment.sharded.communication import AllGather, ReduceScatter, ReplicaGroup
 from torch_commhook.attachment.sharded.step import ShardedStep
+from torch_commhook.attachment.sharded.under_way import Exchange, UnderWay
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.agreement import agree_across
 from torch_commhook.collectives.compressed_chunks import compressed_all_gather
@@ -153,7 +154,10 @@ class ShardedRoad:
         self.device: torch.device = first.device
         self._stand_in: ReplicaGroup | None = None
         self._counted: list[Attached] = []  # in this step
-        self._step = ShardedStep(_process_groups(units), self._step_begins, self._step_done)
+        self._under_way = UnderWay()
+        self._step = ShardedStep(
+            _process_groups(units), self._step_begins, self._under_way, self._step_done
+        )
         self._take_over()
         self._closed = False
         self._is_resetting = False
@@ -185,6 +189,8 @@ class ShardedRoad:
 
     def post_backward(self, unit: Unit, *unused: Any) -> None:
         """A unit's gradients are complete; ``fully_shard`` reduces them now."""
+        if self._under_way.has(unit.number):  # a module that ran twice: its gradients add up
+            self._under_way.wait(self._step.fail_with)
         before, self._reducing = self._reducing, unit
         unit.note_reduced()
         try:
@@ -251,11 +257,23 @@ class ShardedRoad:
         meter = WireMeter()
         with counting(meter):
             future = _C.as_future(driven(attached.hook.average_shard(bucket)), where)
-        _C.wait_for_result(future, where, step_group.timeout.total_seconds())
-        future.wait()
-        if memory is not None:
-            attached.memory.clear_padding(memory)
-        self._count(attached, unit, meter.traffic(tensor.numel(), tensor.dtype))
+        traffic = meter.traffic(tensor.numel(), tensor.dtype)
+
+        def finish(_: Any) -> None:
+            assert isinstance(attached.memory, UnshardedMemory)
+            if memory is not None:
+                attached.memory.clear_padding(memory)
+            self._count(attached, unit, traffic)
+
+        self._let_go_on(Exchange(unit.number, future, where, step_group, finish), unit, op)
+
+    def _let_go_on(self, exchange: Exchange, unit: Unit, op: object) -> None:
+        """Wait for an exchange: at the end of the backward, where PyTorch does not need it yet."""
+        is_last = self._replica_group is None or exchange.group.parent is self._replica_group
+        if is_last and fsdp.is_written_last(unit.group, op):
+            self._under_way.add(exchange)
+        else:
+            exchange.wait()
 
     def all_reduce(self, tensor: Tensor, options: dist.AllreduceOptions) -> None:
         """Average a unit's shard across replicas.
@@ -270,6 +288,7 @@ class ShardedRoad:
         step_group = self._step.group_of(self._replica_group)
         assert step_group is not None
         group = step_group.group_for(tensor.device)
+        op: Any = options.reduceOp
         try:
             if unit is None or attached is None or _is_plain(attached):
                 note = ring_all_reduce_bytes(tensor_bytes(tensor), group.size())
@@ -282,9 +301,7 @@ class ShardedRoad:
                 if unit is not None and attached is not None:
                     self._count(attached, unit, meter.traffic(tensor.numel(), tensor.dtype))
             else:
-                op: Any = options.reduceOp
-                factor = 1.0 if op == dist.ReduceOp.AVG else float(group.size())
-                self._run_on_replicas(attached, unit, tensor, factor, step_group)
+                self._run_on_replicas(attached, unit, tensor, op, step_group)
         except Exception as error:
             raise self._step.fail_with(error, step_group) from None
 
@@ -293,9 +310,10 @@ class ShardedRoad:
         attached: Attached,
         unit: Unit,
         tensor: Tensor,
-        factor: float,
+        op: Any,
         step_group: StepGroup,
     ) -> None:
+        factor = 1.0 if op == dist.ReduceOp.AVG else float(step_group.size)
         parameters = unit.local_shards(attached.memory)
         bucket = BucketWithMemory(
             parameters,
@@ -308,11 +326,17 @@ class ShardedRoad:
         call: HookCall = attached.start(
             bucket, hook_on_bucket(attached.name, unit.number, len(self._units))
         )
-        result = call.wait(step_group.timeout)
-        if call.local is not None:
-            result = attached.stages.after(bucket, result, call.local, call.where)
-        _write(result, tensor, factor)
-        self._count(attached, unit, call.traffic)
+
+        def finish(_: Any) -> None:
+            result = call.result()
+            if call.local is not None:
+                result = attached.stages.after(bucket, result, call.local, call.where)
+            _write(result, tensor, factor)
+            self._count(attached, unit, call.traffic)
+
+        self._let_go_on(
+            Exchange(unit.number, call.future, call.where, step_group, finish), unit, op
+        )
 
     def all_gather(
         self, out: Tensor, tensor: Tensor, group: dist.ProcessGroup

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
+from torch_commhook.attachment.sharded.under_way import UnderWay
 from torch_commhook.autograd.running_backward import RunningBackward
 from torch_commhook.step.step_group import StepGroup
 
@@ -24,6 +25,7 @@ class ShardedStep:
         parents: the process groups through which the model communicates; all their ranks make
             theirs at the same point, in the same order.
         on_begin: called when a step begins.
+        under_way: what is waited for when a step ends on this rank.
         on_end: called when a step has been done on all ranks.
 
     Attributes:
@@ -34,10 +36,12 @@ class ShardedStep:
         self,
         parents: Sequence[dist.ProcessGroup],
         on_begin: Callable[[], None],
+        under_way: UnderWay,
         on_end: Callable[[], None],
     ) -> None:
         self._groups = [(parent, StepGroup(parent)) for parent in parents]
         self._on_begin = on_begin
+        self._under_way = under_way
         self._on_end = on_end
         self._backward: RunningBackward | None = None
         self._is_open = False
@@ -92,6 +96,7 @@ class ShardedStep:
     def _end(self) -> None:
         if not self._is_open:  # it has failed
             return
+        self._under_way.wait(self.fail_with)
         self._is_open = False
         for group in self.groups:
             try:
@@ -121,6 +126,7 @@ class ShardedStep:
         self.has_failed = True
         for group in self.groups:
             group.fail(reason)
+        self._under_way.drop()
 
     def close(self) -> None:
         """Give the groups up."""
