@@ -378,3 +378,24 @@ def test_what_cannot_be_registered() -> None:
         register(WrapperProcessGroup(dist.group.WORLD), "x")
     with pytest.raises(TypeError, match="parent must be a ProcessGroup, got None"):
         WrapperProcessGroup(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("all_gather_single", "_allgather_base"),
+        ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
+        ("start_coalescing", "_start_coalescing", "startCoalescing"),
+    ],
+    ids=lambda names: names[0],
+)
+def test_a_method_has_all_its_names(names: tuple[str, ...]) -> None:
+    """Whichever of them a subclass defines, callers of each get that, and not the parent's."""
+    for defined in names:
+
+        def own(self: Any, *arguments: Any) -> str:
+            return "own"
+
+        group = type("Own", (WrapperProcessGroup,), {defined: own})(ProcessGroup(0, 2))
+        for name in names:
+            assert getattr(group, name)(None) == "own", f"{name} where the class has {defined}"

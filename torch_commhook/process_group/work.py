@@ -42,9 +42,10 @@ def take_over(
             if isinstance(vars(holder)[name], types.FunctionType):
                 own = make(vars(holder)[name], name)
                 setattr(cls, name, own)
-        # An older name in a class takes the place of the newest one in those before it.
-        if own is not None and names[0] not in vars(cls) and _is_python(cls, names[0]):
-            setattr(cls, names[0], own)
+        # One name in a class takes the place of the others in those before it.
+        for name in names:
+            if own is not None and name not in vars(cls) and _is_python(cls, name):
+                setattr(cls, name, own)
 
 
 def _is_python(cls: type, name: str) -> bool:
