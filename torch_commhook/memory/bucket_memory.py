@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from torch_commhook.buckets.layout import BucketLayout
+from torch_commhook.codecs.seeds import mix_seeds
 from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.memory.parameter_store import ParameterStore, add_to_error
 from torch_commhook.memory.states import FOLDED_INTO
@@ -247,7 +248,7 @@ class BucketMemory:
         if rounding is None:
             rank = 0 if alike else self.rank + 1
             step = self._owner.steps
-            seeds = _mix(seed, self.index, rank), _mix(seed, self.index, -1 - self.rank)
+            seeds = mix_seeds(seed, self.index, rank), mix_seeds(seed, self.index, -1 - self.rank)
             rows = [[seed, step] for seed in seeds]
             with torch.inference_mode(False):
                 rounding = torch.tensor(rows, dtype=torch.int64, device=self.device)
@@ -390,15 +391,3 @@ class BucketMemory:
             loaded = self._store.pop_loaded_shard(parameter, kind)
             if loaded is not None:
                 self._store.add_lost(parameter, kind, loaded, self.factors[name])
-
-
-def _mix(*numbers: int) -> int:
-    """Mix similar numbers into one of 63 bits (splitmix64)."""
-    mask = (1 << 64) - 1
-    state = 0
-    for number in numbers:
-        state = (state + (number & mask) + 0x9E3779B97F4A7C15) & mask
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
-        state ^= state >> 31
-    return state >> 1
