@@ -215,6 +215,14 @@ ERRORS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "freed": (lambda: collectives.all_reduce(FREED), ValueError, "storage has been freed"),
     "no group": (lambda: collectives.all_gather(X, group=3), *NO_GROUP),
+    **{
+        f"a timeout of {name} in seconds": (
+            lambda name=name: getattr(collectives, name)(X, timeout=3),
+            TypeError,
+            f"{name}: timeout must be a timedelta or None, got int",
+        )
+        for name in ("all_reduce", "all_gather", "all_to_all")
+    },
 }
 
 

@@ -537,6 +537,11 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "meter must be a CallMeter or None, got int",
     ),
+    "a timeout in seconds": (
+        lambda: compressed_all_reduce(X, BLOCKWISE, timeout=3),
+        TypeError,
+        "timeout must be a timedelta or None, got int",
+    ),
     "several devices": (
         lambda: compressed_all_reduce([X, torch.zeros(3, device="meta")], BLOCKWISE),
         ValueError,

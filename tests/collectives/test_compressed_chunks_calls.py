@@ -320,6 +320,11 @@ ERRORS: dict[str, tuple[Callable[[Call], Any], type[Exception], str]] = {
         TypeError,
         "meter must be a CallMeter or None, got int",
     ),
+    "a timeout in seconds": (
+        lambda call: call(X, BLOCKWISE, timeout=3),
+        TypeError,
+        "timeout must be a timedelta or None, got int",
+    ),
     "no group": (lambda call: call(X, BLOCKWISE, group=3), *NO_GROUP),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,7 @@ def compressed_all_reduce(
     buffers: MessageBuffers | None = None,
     meter: CallMeter | None = None,
     group: dist.ProcessGroup | None = None,
+    timeout: timedelta | None = None,
 ) -> torch.futures.Future[Tensor]:
     """``scale`` times the sum of tensors over all ranks, compressed on the wire.
 
@@ -84,6 +86,7 @@ def compressed_all_reduce(
         buffers: memory that is used again in the next call.
         meter: is told how long the stages took, and asks for the error, in eager.
         group: the process group; None for the default one.
+        timeout: of each stage, in eager, given by all ranks or none; None for the group's.
 
     Returns:
         A Future of ``out``, or of the first of its tensors where it is a list.
@@ -101,7 +104,7 @@ def compressed_all_reduce(
     group = resolve_group(group)
     if isinstance(codec, Codec) and codec.exchange == "all_to_all":  # others are refused below
         check_place("compressed_all_reduce", group)
-    arguments = SumArguments(codec, scale, error, shard_error, rounding, buffers, meter)
+    arguments = SumArguments(codec, scale, error, shard_error, rounding, buffers, meter, timeout)
     check_arguments("compressed_all_reduce", arguments, numel, sources[0].device, group)
     call = _CompressedSum(arguments, destinations, numel, group)
     with torch.no_grad():
@@ -155,7 +158,7 @@ class _CompressedSum(CompressedCall):
         numel: int,
         group: dist.ProcessGroup,
     ) -> None:
-        super().__init__(arguments.codec, destinations, arguments.buffers, arguments.meter, group)
+        super().__init__(arguments, destinations, group)
         rounding = arguments.rounding
         self.numel = numel
         self.scale = arguments.scale
@@ -198,7 +201,9 @@ class _CompressedSum(CompressedCall):
     ) -> torch.futures.Future[Tensor]:
         message = self._encode(sources, error, 1)
         values = floats_of_bytes(message) if self.is_traced else message.view(torch.float32)
-        wire = on_wire(all_reduce(values, group=group), self.meter, self.device)
+        wire = on_wire(
+            all_reduce(values, group=group, timeout=self.timeout), self.meter, self.device
+        )
 
         def finish(done: torch.futures.Future[Tensor]) -> Tensor:
             total = done.value()
@@ -220,7 +225,7 @@ class _CompressedSum(CompressedCall):
         out = None
         if not self.is_traced:
             out = self.buffer("gathered", self.world_size, len(message))
-        first = all_gather(message, out=out, group=group)
+        first = all_gather(message, out=out, group=group, timeout=self.timeout)
         wire = on_wire(first, self.meter, self.device)
 
         def finish(done: torch.futures.Future[Tensor]) -> Tensor:

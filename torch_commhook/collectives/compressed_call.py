@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.exchange import exchange, pays
 from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.collectives.plain import all_to_all, issue_all_gather
-from torch_commhook.metrics import CallMeter, note_collective
+from torch_commhook.collectives.sum_arguments import SumArguments
+from torch_commhook.metrics import note_collective
 
 
 class CompressedCall:
@@ -23,18 +23,14 @@ class CompressedCall:
     """
 
     def __init__(
-        self,
-        codec: Codec,
-        destinations: list[Tensor],
-        buffers: MessageBuffers | None,
-        meter: CallMeter | None,
-        group: dist.ProcessGroup,
+        self, arguments: SumArguments, destinations: list[Tensor], group: dist.ProcessGroup
     ) -> None:
-        self.codec = codec
+        self.codec = arguments.codec
         self.destinations = destinations
         self.device = destinations[0].device
-        self.buffers = MessageBuffers() if buffers is None else buffers
-        self.meter = meter
+        self.buffers = MessageBuffers() if arguments.buffers is None else arguments.buffers
+        self.meter = arguments.meter
+        self.timeout = arguments.timeout
         self.world_size: int = group.size()
         self.rank: int = group.rank()
         # Asked once: later stages are other threads' work, which cannot tell who compiles.
@@ -48,7 +44,9 @@ class CompressedCall:
         return self.buffers.get(name, shape, torch.uint8, self.device)
 
     def is_exchanged(self, longest: int, group: dist.ProcessGroup) -> bool:
-        return not self.is_traced and self.device.type == "cpu" and pays(group, longest)
+        if self.is_traced or self.timeout is not None:  # exchanges have the group's timeout
+            return False
+        return self.device.type == "cpu" and pays(group, longest)
 
     def issue_all_to_all(
         self, message: Tensor, sizes: Sequence[int], group: dist.ProcessGroup
@@ -74,6 +72,7 @@ class CompressedCall:
             output_split_sizes=own,
             out=None if self.is_traced else self.buffer("shards", sum(own)),
             group=group,
+            timeout=self.timeout,
         )
 
     def issue_gather(
@@ -93,7 +92,7 @@ class CompressedCall:
             return issue_all_gather(message, None, group, is_traced=True)
         result = self.buffer(name, self.world_size, len(message))
         if not self.is_exchanged(len(message), group):
-            return issue_all_gather(message, result, group, is_traced=False)
+            return issue_all_gather(message, result, group, is_traced=False, timeout=self.timeout)
         return exchange([message] * self.world_size, list(result), result, group)
 
     def without_padding(self, name: str, messages: Tensor, sizes: Sequence[int]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,7 @@ def compressed_reduce_scatter(
     buffers: MessageBuffers | None = None,
     meter: CallMeter | None = None,
     group: dist.ProcessGroup | None = None,
+    timeout: timedelta | None = None,
 ) -> torch.futures.Future[Tensor]:
     """Give each rank its chunk of ``scale`` times the sum of tensors over all ranks.
 
@@ -78,6 +80,7 @@ def compressed_reduce_scatter(
         buffers: memory that is used again in the next call.
         meter: is told how long the stages took, and asks for the error, in eager.
         group: the process group; None for the default one.
+        timeout: of the operation, in eager, given by all ranks or none; None for the group's.
 
     Returns:
         A Future of ``out``, or of the first of its tensors where it is a list.
@@ -101,7 +104,7 @@ def compressed_reduce_scatter(
     out = sources[0].new_empty(own) if out is None else out
     destinations = listed_tensors(op, "out", out)
     check_out(op, destinations, own, "this rank's chunk")
-    arguments = SumArguments(codec, scale, error, None, rounding, buffers, meter)
+    arguments = SumArguments(codec, scale, error, None, rounding, buffers, meter, timeout)
     check_arguments(op, arguments, numel, sources[0].device, group, encodes_once=True)
     call = _ReduceScatter(arguments, destinations, counts, group)
     with torch.no_grad():
@@ -122,6 +125,7 @@ def compressed_all_gather(
     buffers: MessageBuffers | None = None,
     meter: CallMeter | None = None,
     group: dist.ProcessGroup | None = None,
+    timeout: timedelta | None = None,
 ) -> torch.futures.Future[Tensor]:
     """Give every rank the chunks of all ranks, as a codec restores them.
 
@@ -140,7 +144,7 @@ def compressed_all_gather(
             tensors.
         error: what earlier calls have lost of this rank's chunk: float32, flat, as many as it has.
             Added to it, and replaced by what this call loses.
-        rounding, buffers, meter, group: as :func:`compressed_reduce_scatter`.
+        rounding, buffers, meter, group, timeout: as :func:`compressed_reduce_scatter`.
 
     Returns:
         A Future of ``out``, or of the first of its tensors where it is a list.
@@ -163,7 +167,7 @@ def compressed_all_gather(
     out = sources[0].new_empty(sum(counts)) if out is None else out
     destinations = listed_tensors(op, "out", out)
     check_out(op, destinations, sum(counts), "the chunks of all ranks")
-    arguments = SumArguments(codec, 1.0, error, None, rounding, buffers, meter)
+    arguments = SumArguments(codec, 1.0, error, None, rounding, buffers, meter, timeout)
     check_arguments(op, arguments, numel, sources[0].device, group, encodes_once=True)
     call = _AllGather(arguments, destinations, counts, group)
     with torch.no_grad():
@@ -194,7 +198,7 @@ class _ChunkCall(CompressedCall):
         counts: list[int],
         group: dist.ProcessGroup,
     ) -> None:
-        super().__init__(arguments.codec, destinations, arguments.buffers, arguments.meter, group)
+        super().__init__(arguments, destinations, group)
         self.scale = arguments.scale
         self.rounding = arguments.rounding
         self.counts = counts

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from torch_commhook import _C
 from torch_commhook.collectives.futures import (
@@ -22,6 +24,14 @@ from torch_commhook.metrics import note_collective, ring_all_reduce_bytes, tenso
 # Their names change with torch; the old ones warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_ALL_GATHER, _ALL_TO_ALL = (
+    new if hasattr(dist.ProcessGroup, new) else old
+    for new, old in (
+        ("all_gather_single", "_allgather_base"),
+        ("all_to_all_single", "alltoall_base"),
+    )
+)
 
 # An object: PyTorch types it as an int here, and as a group where it returns it.
 _NON_MEMBER: object = dist.GroupMember.NON_GROUP_MEMBER
@@ -83,7 +93,10 @@ def check_place(op: str, group: dist.ProcessGroup) -> None:
 
 
 def all_reduce(
-    tensor: Tensor, *, group: dist.ProcessGroup | None = None
+    tensor: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    timeout: timedelta | None = None,
 ) -> torch.futures.Future[Tensor]:
     """Sum a tensor over all ranks.
 
@@ -92,6 +105,7 @@ def all_reduce(
             sparse_coo where the backend reduces that (Gloo does). The bytes of a sparse tensor are
             counted as those of this rank's entries. Its contents are undefined from here on.
         group: the process group; None for the default one.
+        timeout: of the operation, in eager; None for the group's.
 
     Returns:
         A Future of the sum. In eager that is the same tensor, written in place. With one rank it is
@@ -105,14 +119,20 @@ def all_reduce(
             it does not know.
     """
     _check_tensor("all_reduce", tensor, sparse=True)
+    _check_timeout("all_reduce", timeout)
     group = resolve_group(group)
     world_size = group.size()
     note_collective(ring_all_reduce_bytes(tensor_bytes(tensor), world_size))
-    return issue_all_reduce(tensor, group, is_traced=torch.compiler.is_compiling())
+    is_traced = torch.compiler.is_compiling()
+    return issue_all_reduce(tensor, group, is_traced=is_traced, timeout=timeout)
 
 
 def issue_all_reduce(
-    tensor: Tensor, group: dist.ProcessGroup, *, is_traced: bool
+    tensor: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    is_traced: bool,
+    timeout: timedelta | None = None,
 ) -> torch.futures.Future[Tensor]:
     """:func:`all_reduce`, unchecked and not counted: on whatever thread."""
     if is_traced:
@@ -124,12 +144,16 @@ def issue_all_reduce(
     if group.size() == 1:
         return _C.as_future(tensor, "all_reduce")
     # Sums by default.
-    work = group.allreduce([tensor], dist.AllreduceOptions())
+    work = group.allreduce([tensor], _with_timeout(dist.AllreduceOptions(), timeout))
     return _future(work, group, "allreduce", tensor)
 
 
 def all_gather(
-    tensor: Tensor, *, out: Tensor | None = None, group: dist.ProcessGroup | None = None
+    tensor: Tensor,
+    *,
+    out: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    timeout: timedelta | None = None,
 ) -> torch.futures.Future[Tensor]:
     """Give every rank the tensors of all ranks.
 
@@ -137,6 +161,7 @@ def all_gather(
         tensor: contiguous, of the same shape and dtype on all ranks.
         out: written in eager, if given; as the result.
         group: the process group; None for the default one.
+        timeout: as :func:`all_reduce`.
 
     Returns:
         A Future of a new tensor, or ``out``, of shape ``(ranks, *tensor.shape)``.
@@ -145,17 +170,23 @@ def all_gather(
         TypeError, ValueError, RuntimeError: as :func:`all_reduce`.
     """
     _check_tensor("all_gather", tensor)
+    _check_timeout("all_gather", timeout)
     group = resolve_group(group)
     world_size = group.size()
     note_collective(tensor_bytes(tensor) * (world_size - 1))
     is_traced = torch.compiler.is_compiling()
     if not is_traced:
         out = _result("all_gather", tensor, (world_size, *tensor.shape), out)
-    return issue_all_gather(tensor, out, group, is_traced=is_traced)
+    return issue_all_gather(tensor, out, group, is_traced=is_traced, timeout=timeout)
 
 
 def issue_all_gather(
-    tensor: Tensor, out: Tensor | None, group: dist.ProcessGroup, *, is_traced: bool
+    tensor: Tensor,
+    out: Tensor | None,
+    group: dist.ProcessGroup,
+    *,
+    is_traced: bool,
+    timeout: timedelta | None = None,
 ) -> torch.futures.Future[Tensor]:
     """:func:`all_gather`, unchecked and not counted: on whatever thread.
 
@@ -173,7 +204,11 @@ def issue_all_gather(
     result = out
     if world_size == 1:
         return _C.as_future(result.copy_(tensor.unsqueeze(0)), "all_gather")
-    work = _all_gather(result.view(-1), flat, group=group, async_op=True)
+    if timeout is None:
+        work = _all_gather(result.view(-1), flat, group=group, async_op=True)
+    else:
+        options = _with_timeout(AllgatherOptions(), timeout)
+        work = getattr(group, _ALL_GATHER)(result.view(-1), flat, options)
     # What its Future holds differs between backends: one tensor, or one for each rank.
     return _on_device(work, group, "all_gather", result).then(lambda done: _when_good(done, result))
 
@@ -185,6 +220,7 @@ def all_to_all(
     output_split_sizes: Sequence[int] | None = None,
     out: Tensor | None = None,
     group: dist.ProcessGroup | None = None,
+    timeout: timedelta | None = None,
 ) -> torch.futures.Future[Tensor]:
     """Send a piece of a tensor to each rank, and get one from each.
 
@@ -195,6 +231,7 @@ def all_to_all(
         output_split_sizes: rows that come from each rank; by default equal shares of as many rows.
         out: written in eager, if given; as the result.
         group: the process group; None for the default one.
+        timeout: as :func:`all_reduce`.
 
     Returns:
         A Future of a new tensor, or ``out``: the pieces in order of rank.
@@ -204,6 +241,7 @@ def all_to_all(
         TypeError, RuntimeError: as :func:`all_reduce`.
     """
     _check_tensor("all_to_all", tensor, rows=True)
+    _check_timeout("all_to_all", timeout)
     group = resolve_group(group)
     world_size = group.size()
     if input_split_sizes is None:
@@ -230,9 +268,14 @@ def all_to_all(
     result = _result("all_to_all", tensor, (sum(gets), *tensor.shape[1:]), out)
     if world_size == 1:
         return _C.as_future(result.copy_(tensor), "all_to_all")
-    work = dist.all_to_all_single(
-        _as_real(result), _as_real(tensor), gets, sends, group=group, async_op=True
-    )
+    if timeout is None:
+        work = dist.all_to_all_single(
+            _as_real(result), _as_real(tensor), gets, sends, group=group, async_op=True
+        )
+    else:
+        options = _with_timeout(AllToAllOptions(), timeout)
+        call = getattr(group, _ALL_TO_ALL)
+        work = call(_as_real(result), _as_real(tensor), gets, sends, options)
     return _future(work, group, "all_to_all_single", result)
 
 
@@ -459,6 +502,19 @@ def _check_tensor(op: str, tensor: object, *, sparse: bool = False, rows: bool =
             f"{op}: tensor must be resolved, got a lazy conjugate or negative; pass "
             "tensor.resolve_conj().resolve_neg()"
         )
+
+
+def _check_timeout(op: str, timeout: object) -> None:
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise TypeError(
+            f"{op}: timeout must be a timedelta or None, got {type(timeout).__qualname__}"
+        )
+
+
+def _with_timeout(options: Any, timeout: timedelta | None) -> Any:
+    if timeout is not None:
+        options.timeout = timeout
+    return options
 
 
 def _as_real(tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ class SumArguments(NamedTuple):
     rounding: Tensor | None
     buffers: MessageBuffers | None
     meter: CallMeter | None
+    timeout: timedelta | None = None
 
 
 def check_arguments(
@@ -95,6 +97,7 @@ def _check_settings(op: str, arguments: SumArguments) -> None:
     for name, value, kind in (
         ("buffers", arguments.buffers, MessageBuffers),
         ("meter", arguments.meter, CallMeter),
+        ("timeout", arguments.timeout, timedelta),
     ):
         if value is not None and not isinstance(value, kind):
             raise TypeError(
