@@ -6,7 +6,6 @@ codec's bound of a float64 reference.
 
 from __future__ import annotations
 
-import math
 import random
 from typing import Any
 
@@ -17,6 +16,7 @@ from chunk_cases import (
     CASES,
     LONG,
     error_of,
+    most_lost,
     of_each_codec,
     options_of,
     rounding_of,
@@ -27,8 +27,6 @@ from rank_pool import RankPool
 from torch import Tensor
 
 from torch_commhook.codecs import CODECS, Codec
-from torch_commhook.codecs.block_codec import BlockCodec
-from torch_commhook.codecs.sparse_codec import SparseCodec
 from torch_commhook.collectives import compressed_all_gather, compressed_reduce_scatter
 from torch_commhook.collectives.compressed_chunks import chunk_sizes
 from torch_commhook.collectives.message_buffers import MessageBuffers
@@ -125,36 +123,6 @@ def test_sums_on_gloo(pools: dict[int, RankPool], codec: Codec, world_size: int)
 
 
 # ---- how far a sum is off ------------------------------------------------------------------------
-
-
-def most_lost(codec: Codec, x: Tensor) -> float:
-    """The norm of what an encoding of a chunk may lose, in float64."""
-    x = x.double()
-    norm, count = float(x.norm()), x.numel()
-    if isinstance(codec, SparseCodec):
-        kept = codec.entries(count) / count
-        if codec.exchange == "all_gather":
-            return math.sqrt(1 - kept) * norm
-        return norm * max(1.0, 1 / kept - 1)
-    if not isinstance(codec, BlockCodec):
-        return 2.0**-7 * norm
-    squares = 0.0
-    for block in x.split(codec._form.block_size):
-        if codec._name == "sign":
-            squares += float(block.square().sum() - block.abs().sum() ** 2 / block.numel())
-            continue
-        largest = float(block.abs().amax())
-        if codec._name == "fp8":
-            digits, least = (2, 2.0**-16) if "e5m2" in repr(codec) else (3, 2.0**-9)
-            step = largest / (57344.0 if digits == 2 else 448.0)
-            off = torch.maximum(block.abs() * 2.0 ** -(digits + 1), torch.tensor(step * least / 2))
-        else:
-            settings = codec._settings
-            levels = 2 ** (settings["bits"] - settings["symmetric"]) - 1
-            span = largest if settings["symmetric"] else float(block.amax() - block.amin())
-            off = torch.full_like(block, span / levels * (1.0 if codec.is_random else 0.5))
-        squares += float(off.square().sum())
-    return math.sqrt(squares)
 
 
 def _sum(rank: int, codec: Codec, numel: int, seed: int) -> Tensor:

@@ -342,7 +342,9 @@ def test_a_rank_that_fails_between_the_stages(two_ranks: RankPool) -> None:
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(TypeError, match=r"codec must be torch\.bfloat16 or torch\.float16, got"):
+    with pytest.raises(
+        TypeError, match=r"codec must be torch\.bfloat16, torch\.float16 or a codec"
+    ):
         CompressedProcessGroup(Twice(), torch.float32)
     with pytest.raises(ValueError, match="min_numel must be an int of at least 0, got -1"):
         CompressedProcessGroup(Twice(), min_numel=-1)

@@ -429,10 +429,14 @@ def _on_device(
     part, perhaps before copies to the device have ended. ``Work.wait`` takes care of these, but
     holds up the thread. So it is with a Future that completes only when its Work is waited for.
     """
-    future = future_of_work(work, group, method)
-    is_complete_by_itself = not is_driven_by_wait(future)
-    if is_complete_by_itself and (not result.is_cuda or _C.has_devices(future)):
-        return future
+    try:
+        future = future_of_work(work, group, method)
+    except NotImplementedError:  # by a Work in Python that can only be waited for
+        pass
+    else:
+        is_complete_by_itself = not is_driven_by_wait(future)
+        if is_complete_by_itself and (not result.is_cuda or _C.has_devices(future)):
+            return future
     try:
         work.wait()
     except Exception as error:

@@ -11,32 +11,43 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from torch_commhook import _C
+from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.gloo_groups import second_group
 from torch_commhook.collectives.stages import staged
 from torch_commhook.collectives.streams import StreamNumber, beside
 from torch_commhook.collectives.wide_sum import LEAST_RANKS, padded_numel, sum_rows
+from torch_commhook.metrics import WireMeter, counting, tensor_bytes
 from torch_commhook.native.bucket_ops import flatten, unflatten_into
+from torch_commhook.process_group.codec_calls import (
+    SUMS,
+    CodecCalls,
+    as_sum,
+    is_large,
+    options_of,
+    parts_of,
+    without_premultiplier,
+)
+from torch_commhook.process_group.operations import describe
 from torch_commhook.process_group.work import FollowedWork
 from torch_commhook.process_group.wrapper import BINDINGS, WrapperProcessGroup
 
-_OPTIONS: dict[str, Any] = {
-    "allreduce": dist.AllreduceOptions,
-    "allreduce_coalesced": dist.AllreduceCoalescedOptions,
-    "reduce_scatter": dist.ReduceScatterOptions,
-    "reduce_scatter_single": dist.ReduceScatterOptions,
-    "reduce_scatter_single_coalesced": dist.ReduceScatterOptions,
-}
+#: What is rounded to 16 bits.
+_ROUNDED = (torch.float32, torch.float64)
 
 
 class CompressedProcessGroup(WrapperProcessGroup):
-    """Leaves everything to another group, and large sums and means travel in 16 bits.
+    """Leaves everything to another group, and sends large sums and means in fewer bits.
 
-    All-reduce and reduce-scatter of floating tensors, with ``SUM`` or ``AVG``, send each value
-    divided by the number of ranks (in float32) and rounded to ``codec``; the result is scaled and
+    This holds for all-reduce and reduce-scatter of floating tensors, with ``SUM`` or ``AVG``. So
+    ``fully_shard``, DTensor and DDP send compressed gradients without a hook. The group also
+    compresses sums that are no gradients, which ``min_numel`` should leave alone. All else passes
+    as it is: other reductions and dtypes, small, sparse and non-contiguous tensors, and operations
+    between ``start_coalescing`` and ``end_coalescing``.
+
+    **A codec of 16 bits** (``torch.bfloat16``, ``torch.float16``) takes float32 and float64. Each
+    value travels divided by the number of ranks (in float32) and rounded; the result is scaled and
     cast back in one pass. Divided first, the sum stays in range where the mean does (float16: up to
-    65504). All else passes as it is: other reductions and dtypes, small, sparse and non-contiguous
-    tensors. So ``fully_shard``, DTensor and DDP send compressed gradients without a hook; so do
-    sums that are no gradients, which ``min_numel`` should leave alone.
+    65504).
 
     Among fewer than 8 ranks the parent runs the same operation, and adds in ``codec``. From 8 ranks
     on the error does not grow with their number. A reduce-scatter is an all-to-all of the parent's,
@@ -46,60 +57,131 @@ class CompressedProcessGroup(WrapperProcessGroup):
     all-reduce of CPU tensors makes; over other parents that all-reduce returns once its all-to-all
     has ended, with CUDA tensors over NCCL at once.
 
+    **A codec of** :mod:`torch_commhook.codecs` takes float64, float32, bfloat16 and float16, and
+    adds in float32. An all-reduce is a :func:`~torch_commhook.collectives.compressed_all_reduce`, a
+    reduce-scatter a :func:`~torch_commhook.collectives.compressed_reduce_scatter`, on the parent.
+    All ranks get the same bits of an all-reduce. There is no error feedback: the group keeps
+    nothing of what a message loses. Tensors pass as they are where that takes as few bytes, and so
+    on one rank. ``PREMUL_SUM`` is compressed too; that of small CPU tensors becomes a sum of
+    multiplied tensors, since Gloo has none.
+
+    ``gathers`` compresses all-gathers of floating tensors as well, such as those of parameters in
+    ``fully_shard``. All ranks get the same bits, this rank of its own tensor, too. That includes
+    ``DTensor.full_tensor()``, and so checkpoints that are made by it.
+
     Args:
         parent: the process group that does the work.
-        codec: ``torch.bfloat16`` or ``torch.float16``.
-        min_numel: operations on fewer elements pass as they are.
+        codec: of sums: ``torch.bfloat16``, ``torch.float16`` or a
+            :class:`torch_commhook.codecs.Codec`, the same on all ranks.
+        min_numel: operations on fewer elements pass as they are. The elements of all ranks count,
+            so those of a reduce-scatter's inputs and of an all-gather's outputs.
+        seed: of random numbers, for codecs that draw some; the same on all ranks. They follow from
+            seed, rank, kind of operation and how many of that kind the group has compressed.
+        gathers: a codec of all-gathers, the same on all ranks; None leaves them as they are.
 
     Attributes:
         compressed: how many operations were.
+        bytes_sent: by this rank, for these. ``HookHandle.stats()`` counts what a hook hands to the
+            group instead, uncompressed.
 
     Raises:
-        TypeError: no process group; another codec.
+        TypeError: no process group; another codec; a seed that is no int.
         ValueError: a negative ``min_numel``.
     """
 
     def __init__(
         self,
         parent: dist.ProcessGroup,
-        codec: torch.dtype = torch.bfloat16,
+        codec: torch.dtype | Codec = torch.bfloat16,
         *,
         min_numel: int = 4096,
+        seed: int = 0,
+        gathers: Codec | None = None,
     ) -> None:
         super().__init__(parent)
-        if codec not in (torch.bfloat16, torch.float16):
+        name = type(self).__name__
+        # Not by `in`, which would ask objects of another type whether they are equal.
+        is_dtype = codec is torch.bfloat16 or codec is torch.float16
+        if not is_dtype and not isinstance(codec, Codec):
             raise TypeError(
-                f"{type(self).__name__}: codec must be torch.bfloat16 or torch.float16, got {codec}"
+                f"{name}: codec must be torch.bfloat16, torch.float16 or a codec of "
+                f"torch_commhook.codecs, got {codec!r}"
             )
         if isinstance(min_numel, bool) or not isinstance(min_numel, int) or min_numel < 0:
-            raise ValueError(
-                f"{type(self).__name__}: min_numel must be an int of at least 0, got {min_numel!r}"
+            raise ValueError(f"{name}: min_numel must be an int of at least 0, got {min_numel!r}")
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise TypeError(f"{name}: seed must be an int, got {_C.type_name(seed)}")
+        if gathers is not None and not isinstance(gathers, Codec):
+            raise TypeError(
+                f"{name}: gathers must be a codec of torch_commhook.codecs or None, got {gathers!r}"
             )
         self.codec = codec
         self.min_numel = min_numel
+        self.seed = seed
+        self.gathers = gathers
         self.compressed = 0
+        self.bytes_sent = 0
         self._stream = StreamNumber()
+        self._is_coalescing = False
+        of_sums = codec if isinstance(codec, Codec) else None
+        self._calls = CodecCalls(parent, of_sums, gathers, min_numel, seed)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        assert isinstance(self.codec, torch.dtype)
+        return self.codec
+
+    def start_coalescing(self, device: Any) -> Any:
+        """Have the parent take what follows for one operation. It passes as it is.
+
+        The caller waits for the parent's Work of all of it, so nothing could be decoded after it.
+        """
+        result = getattr(self.parent, BINDINGS["start_coalescing"])(device)
+        self._is_coalescing = True
+        return result
 
     def run_collective(
         self, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
-        if operation in _OPTIONS and not keywords:
-            start = self._encode(operation, arguments)
-            if start is not None:
-                self.compressed += 1
-                return start()
+        if operation == "end_coalescing":
+            self._is_coalescing = False
+        elif not keywords and not self._is_coalescing:
+            if self._calls.takes(operation):
+                return self._run_with_codec(operation, arguments)
+            if operation in SUMS:
+                start = self._encode(operation, arguments)
+                if start is not None:
+                    self.compressed += 1
+                    return start()
         return super().run_collective(operation, arguments, keywords)
+
+    def _run_with_codec(self, operation: str, arguments: tuple[Any, ...]) -> Any:
+        arguments = self.change_arguments(operation, arguments)
+        start = self._calls.prepare(operation, arguments)
+        if start is None:
+            call = getattr(self.parent, BINDINGS[operation])
+            if operation in SUMS:
+                arguments = without_premultiplier(operation, arguments)
+            return self._issue(operation, arguments, lambda: call(*arguments))
+        self.compressed += 1
+        # A hook that issued this has counted it already.
+        meter = WireMeter()
+        with counting(meter):
+            work = self._issue(operation, arguments, start)
+        self.bytes_sent += meter.bytes_sent
+        return work
 
     def _call(self, operation: str, *arguments: Any) -> Any:
         """The Work of the parent's operation."""
+        call = describe(operation, arguments, {})
+        if call is not None:
+            self.bytes_sent += call.bytes_sent(self.rank(), self.size())
         return _C.as_work(super().run_collective(operation, arguments, {}))
 
     def _encode(self, operation: str, arguments: tuple[Any, ...]) -> Callable[[], Any] | None:
         """Starts the operation, and returns its Work; None for what passes as it is."""
-        make_options = _OPTIONS[operation]
-        tensors = 1 if operation.startswith("allreduce") else 2
-        options = arguments[tensors] if len(arguments) > tensors else make_options()
-        if not tensors <= len(arguments) <= tensors + 1 or not isinstance(options, make_options):
+        options = options_of(operation, arguments)
+        if options is None:
             return None  # for the parent to judge
         # Not by `in`, which would ask the members of another type whether they are equal.
         if options.reduceOp == dist.ReduceOp.AVG:
@@ -122,12 +204,12 @@ class CompressedProcessGroup(WrapperProcessGroup):
     def _encode_allreduce(
         self, operation: str, tensors: Any, options: Any, factor: float
     ) -> Callable[[], Any] | None:
-        if not self._is_large(tensors):
+        if not is_large(tensors, self.min_numel, _ROUNDED):
             return None
         numel = sum(tensor.numel() for tensor in tensors)
         adds_in_float32 = self.size() >= LEAST_RANKS and numel > 0
         padded = padded_numel(numel, self.size()) if adds_in_float32 else numel
-        buffer = tensors[0].new_empty(padded, dtype=self.codec)
+        buffer = tensors[0].new_empty(padded, dtype=self._dtype)
         wire = self._flatten(tensors, buffer[:numel])
 
         def write_back() -> list[Tensor]:
@@ -137,7 +219,7 @@ class CompressedProcessGroup(WrapperProcessGroup):
 
         def start() -> Any:
             if not adds_in_float32:
-                return FollowedWork(self._call(operation, [wire], _as_sum(options)), write_back)
+                return FollowedWork(self._call(operation, [wire], as_sum(options)), write_back)
             buffer[numel:].zero_()
             return FollowedWork(self._sum_in_float32(buffer, options), write_back)
 
@@ -167,6 +249,7 @@ class CompressedProcessGroup(WrapperProcessGroup):
             ).get_future()
 
         first = self._call("all_to_all_single", shards.view(-1), buffer, [], [], to_all)
+        self.bytes_sent += tensor_bytes(sums) * (self.size() - 1)
         return _C.as_work(staged(first.get_future(), send, issue, lambda _: buffer, second))
 
     # ---- reduce-scatter --------------------------------------------------------------------------
@@ -178,13 +261,13 @@ class CompressedProcessGroup(WrapperProcessGroup):
         if in_lists and not all(isinstance(some, (list, tuple)) for some in inputs):
             return None
         flat = [each for some in inputs for each in some] if in_lists else inputs
-        if not self._is_large(flat) or not self._is_large(outputs, at_least=0):
+        if not is_large(flat, self.min_numel, _ROUNDED) or not is_large(outputs, 0, _ROUNDED):
             return None
         if self.size() >= LEAST_RANKS and any(each.numel() for each in flat):
-            parts = self._parts(outputs, inputs, in_lists=in_lists)
+            parts = parts_of(outputs, inputs, self.size(), self.rank(), in_lists=in_lists)
             if parts is not None:
                 return lambda: self._scatter_in_float32(parts, outputs, options, factor)
-        results = [output.new_empty(output.shape, dtype=self.codec) for output in outputs]
+        results = [output.new_empty(output.shape, dtype=self._dtype) for output in outputs]
         sent: list[Any] = []
         for each in inputs:
             tensors = list(each) if in_lists else [each]
@@ -203,28 +286,12 @@ class CompressedProcessGroup(WrapperProcessGroup):
                     unflatten_into(result, [output], scale=factor)
             return list(outputs)
 
-        new_options = _as_sum(options)
+        new_options = as_sum(options)
         if operation == "reduce_scatter_single":
             given: tuple[Any, ...] = results[0], sent[0], new_options
         else:
             given = results, sent, new_options
         return lambda: FollowedWork(self._call(operation, *given), write_back)
-
-    def _parts(self, outputs: Any, inputs: Any, *, in_lists: bool) -> list[list[Tensor]] | None:
-        """For each rank the tensors that go there; None where they do not fit the outputs."""
-        ranks, rank = self.size(), self.rank()
-        if len(inputs) != len(outputs):
-            return None
-        shares: list[Any] = list(inputs)
-        if not in_lists:
-            for each, output in zip(inputs, outputs, strict=True):
-                if each.numel() != ranks * output.numel():
-                    return None
-            shares = [each.detach().view(ranks, -1).unbind() for each in inputs]
-        for some, output in zip(shares, outputs, strict=True):
-            if len(some) != ranks or some[rank].numel() != output.numel():
-                return None
-        return [list(of_rank) for of_rank in zip(*shares, strict=True)]
 
     def _scatter_in_float32(
         self, parts: list[list[Tensor]], outputs: Any, options: Any, factor: float
@@ -254,33 +321,7 @@ class CompressedProcessGroup(WrapperProcessGroup):
 
     def _flatten(self, tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
         with torch.no_grad():
-            return flatten(tensors, scale=1.0 / self.size(), dtype=self.codec, out=out)
-
-    def _is_large(self, tensors: Any, at_least: int | None = None) -> bool:
-        if not isinstance(tensors, (list, tuple)) or not tensors:
-            return False
-        for tensor in tensors:
-            if (
-                not isinstance(tensor, Tensor)
-                or tensor.layout is not torch.strided
-                or tensor.dtype not in (torch.float32, torch.float64)
-                or not tensor.is_contiguous()
-                or tensor.device != tensors[0].device
-            ):
-                return False
-        at_least = self.min_numel if at_least is None else at_least
-        numel: int = sum(tensor.numel() for tensor in tensors)
-        return numel >= at_least
-
-
-def _as_sum(options: Any) -> Any:
-    """The same options for a sum."""
-    changed = type(options)()
-    for name in ("timeout", "asyncOp"):
-        if hasattr(options, name):
-            setattr(changed, name, getattr(options, name))
-    changed.reduceOp = dist.ReduceOp.SUM
-    return changed
+            return flatten(tensors, scale=1.0 / self.size(), dtype=self._dtype, out=out)
 
 
 def _with_timeout(make_options: Callable[[], Any], like: Any) -> Any:

@@ -106,12 +106,16 @@ class WrapperProcessGroup(ProcessGroup):
         """
         arguments = self.change_arguments(operation, arguments)
         call = getattr(self.parent, BINDINGS[operation])
+        return self._issue(operation, arguments, lambda: call(*arguments, **keywords))
+
+    def _issue(self, operation: str, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
+        """Start a collective by ``call()``, inside of the context, and wrap its Work."""
         around = self.context(operation, arguments)
         if around is None:
-            work = call(*arguments, **keywords)
+            work = call()
         else:
             with around:
-                work = call(*arguments, **keywords)
+                work = call()
         return self.wrap_work(operation, arguments, work)
 
     # What torch.distributed asks a group for, past the methods that C++ calls.

@@ -1,0 +1,386 @@
+"""CompressedProcessGroup with codecs: who calls it, order, errors and times."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from chunk_cases import FIRST, values
+from codec_doubles import Around as SlowCodec
+from compressed_sums import group_of, int8, issue_sum, options
+from layered_net import Net, batch
+from rank_pool import RankPool
+from refusals import refusals
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import AllgatherOptions
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from torch_commhook.codecs import CODECS, Codec
+from torch_commhook.collectives import compressed_all_reduce, compressed_reduce_scatter
+from torch_commhook.process_group import (
+    CompressedProcessGroup,
+    ProcessGroup,
+    RecordingProcessGroup,
+    Work,
+    WrapperProcessGroup,
+    register,
+)
+from torch_commhook.testing import run_ranks
+
+SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+
+
+# ---- who calls it --------------------------------------------------------------------------------
+
+
+@contextmanager
+def known(group: CompressedProcessGroup, name: str) -> Iterator[DeviceMesh]:
+    """A group that torch.distributed knows, and a mesh of it."""
+    register(group, name)
+    try:
+        # By its own name: DTensor takes equal meshes for one, whatever their groups.
+        yield DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name.replace(" ", "_"),))
+    finally:
+        dist.destroy_process_group(group)
+
+
+def _partial(rank: int, codec: Codec) -> None:
+    ranks = dist.get_world_size()
+    x = values(rank, 600 * ranks, 2).view(ranks, 600)
+    group = group_of(codec)
+    with known(group, "codec partial") as mesh:
+        partial = DTensor.from_local(x, mesh, [Partial()])
+        replicated = partial.redistribute(mesh, [Replicate()]).to_local()
+        shard = partial.redistribute(mesh, [Shard(0)]).to_local()
+    assert group.compressed == 2
+    want = compressed_all_reduce(x, codec, group=dist.group.WORLD).wait()
+    assert torch.equal(replicated.flatten(), want)
+    want = compressed_reduce_scatter(x, codec, group=dist.group.WORLD).wait()
+    assert torch.equal(shard.flatten(), want)
+
+
+@pytest.mark.parametrize("codec", [codec for codec in FIRST if not codec.is_random], ids=repr)
+def test_dtensor(two_ranks: RankPool, codec: Codec) -> None:
+    two_ranks.run(_partial, codec)
+
+
+def _fully_sharded(
+    rank: int, factor: float | None, dtype: torch.dtype, gathers: bool
+) -> tuple[Tensor, Tensor, list[int], int]:
+    """Gradients without and with codecs, the bytes of each, and how many operations were."""
+    found, sent = [], []
+    policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+    for codec in (None, int8):
+        recording = RecordingProcessGroup(dist.group.WORLD)
+        group = CompressedProcessGroup(
+            recording,
+            int8,
+            min_numel=10**9 if codec is None else 500,
+            gathers=int8 if gathers else None,
+        )
+        with known(group, f"codec shards {codec}") as mesh:
+            torch.manual_seed(0)
+            model: Any = Net(32)
+            for layer in model.layers:
+                fully_shard(layer, mesh=mesh, mp_policy=policy)
+            fully_shard(model, mesh=mesh, mp_policy=policy)
+            for layer in model.layers:
+                if factor is not None:
+                    layer.set_gradient_divide_factor(factor)
+            model(batch(rank, 0, 32)).square().sum().backward()
+            sent.append(sum(each.bytes_sent for each in recording.counters.values()))
+            gradients = [parameter.grad.to_local().flatten() for parameter in model.parameters()]
+            found.append(torch.cat(gradients))
+    return found[0], found[1], sent, group.compressed
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize(
+    ("factor", "dtype"), [(None, torch.float32), (None, torch.bfloat16), (1.0, torch.float32)]
+)
+def test_fully_shard(
+    two_ranks: RankPool, factor: float | None, dtype: torch.dtype, gathers: bool
+) -> None:
+    for plain, compressed, sent, operations in two_ranks.run(
+        _fully_sharded, factor, dtype, gathers
+    ):
+        # Of each layer a reduce-scatter, and all-gathers in forward and backward.
+        assert operations == 6 + (12 if gathers else 0)
+        value = int8.nbytes(528) / 528  # of a rank's share of a layer
+        share = ((2 * value if gathers else 8) + value) / (8 + dtype.itemsize)
+        assert sent[1] == pytest.approx(share * sent[0])
+        error = float((plain - compressed).norm() / plain.norm())
+        assert 0 < error < 0.02
+
+
+def _by_name(rank: int) -> None:
+    group = group_of(int8, gathers=int8)
+    x = values(rank, 4000, 2)
+    with known(group, "codec by name"):
+
+        def run(x: Tensor) -> list[Tensor]:
+            summed = functional.all_reduce(x, "avg", "codec by name")
+            share = functional.reduce_scatter_tensor(x * 2, "sum", 0, "codec by name")
+            return [summed + 1, share + 1, functional.all_gather_tensor(x, 0, "codec by name") + 1]
+
+        eager = run(x)
+        before = group.compressed
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
+        assert before == 3 and group.compressed == 6
+    for one, other in zip(eager, compiled, strict=True):
+        assert torch.equal(one, other)
+    want = compressed_all_reduce(x, int8, scale=0.5, group=dist.group.WORLD).wait()
+    assert torch.equal(eager[0], want + 1)
+
+
+def test_functional_collectives_by_name(two_ranks: RankPool) -> None:
+    two_ranks.run(_by_name)
+
+
+def _around_and_inside(rank: int) -> list[Tensor]:
+    """Between wrappers, whose seams all operations pass once."""
+
+    class Around(CompressedProcessGroup):
+        seen: ClassVar[list[str]] = []
+
+        def change_arguments(self, operation: str, arguments: Any) -> Any:
+            self.seen.append(f"arguments of {operation}")
+            return super().change_arguments(operation, arguments)
+
+        def context(self, operation: str, arguments: Any) -> Any:
+            self.seen.append(f"context of {operation}")
+            return super().context(operation, arguments)
+
+        def wrap_work(self, operation: str, arguments: Any, work: Any) -> Any:
+            self.seen.append(f"work of {operation}")
+            return super().wrap_work(operation, arguments, work)
+
+    group = Around(WrapperProcessGroup(dist.group.WORLD), int8, min_numel=100)
+    outer = RecordingProcessGroup(group)
+    found = []
+    for numel in (50, 3000):
+        Around.seen.clear()
+        x = torch.full((numel,), rank + 1.0)
+        dist.all_reduce(x, group=outer)
+        assert Around.seen == [f"{one} of allreduce" for one in ("arguments", "context", "work")]
+        found.append(x.unique())
+    assert group.compressed == 1 and outer.counters["allreduce"].calls == 2
+    return found
+
+
+def test_wrappers_around_and_inside(two_ranks: RankPool) -> None:
+    for found in two_ranks.run(_around_and_inside):
+        assert [each.tolist() for each in found] == [[3.0], [3.0]]
+
+
+# ---- order, errors and times ---------------------------------------------------------------------
+
+
+def _in_flight(rank: int, seed: int) -> list[Tensor]:
+    """Sums of all kinds that nobody waits for until all are on their way."""
+    dice = random.Random(seed * 10 + rank)
+    slow = SlowCodec(int8, lambda method: time.sleep(dice.random() * 0.003))
+    group = group_of(slow, gathers=slow, min_numel=300)
+    works, results = [], []
+    for number in range(12):
+        x = torch.full((400 * (number % 5 + 1),), float(rank + number))
+        if number % 4 == 3:
+            out = torch.empty(2 * len(x))
+            works.append(group.all_gather_single(out, x, AllgatherOptions()))
+            results.append([out])
+            continue
+        name = ("allreduce", "reduce_scatter_single", "allreduce")[number % 4]
+        if number == 6:
+            x = x[:200]  # which passes as it is
+        work, found = issue_sum(group, name, SUM, [x])
+        works.append(work)
+        results.append(found)
+    for number in dice.sample(range(12), 12):
+        assert works[number].wait()
+    return [result.unique() for (result,) in results]
+
+
+def test_several_in_flight(two_ranks: RankPool) -> None:
+    for found in two_ranks.run(_in_flight, random.randrange(1 << 20)):
+        for number, got in enumerate(found):
+            want = [number, number + 1.0] if number % 4 == 3 else [2 * number + 1.0]
+            assert got.tolist() == pytest.approx(want), number
+
+
+def _fails_between_the_stages(rank: int) -> list[str]:
+    def before(method: str) -> None:
+        if rank == 0 and method == "reduce":
+            raise ArithmeticError("between the stages")
+
+    ranks = dist.new_group(timeout=timedelta(seconds=3))
+    group = CompressedProcessGroup(ranks, SlowCodec(int8, before), min_numel=0)
+    work = group.allreduce([torch.ones(900)], dist.AllreduceOptions())
+    with pytest.raises((RuntimeError, ArithmeticError)) as caught:
+        work.wait()
+    assert not work.is_success()
+    return [str(caught.value).splitlines()[0], type(work.exception()).__name__]
+
+
+def test_a_rank_that_fails_between_the_stages(two_ranks: RankPool) -> None:
+    (own, kind), (other, _) = two_ranks.run(_fails_between_the_stages)
+    assert own == "between the stages" and kind == "ArithmeticError"
+    assert re.search("(?i)timed? ?out", other)
+
+
+def _alone(rank: int, name: str, own_timeout: bool) -> str:
+    """Rank 1 comes to none of the stages, or only to the first one."""
+
+    calls = itertools.count()
+
+    def before(method: str) -> None:
+        if rank == 1 and method == "reduce" and next(calls) == 1:
+            raise ArithmeticError("between the stages")
+
+    seconds = timedelta(seconds=1)
+    ranks = dist.new_group(timeout=timedelta(seconds=20) if own_timeout else seconds)
+    operation, codec, comes = TIMED[name]
+    codec = SlowCodec(codec, before)
+    group = CompressedProcessGroup(ranks, codec, min_numel=0, gathers=codec)
+    group.allreduce([torch.ones(900)], dist.AllreduceOptions()).wait()  # makes the connections
+    given = {"allreduce": dist.AllreduceOptions, "all_gather_single": AllgatherOptions}
+    made = given.get(operation, dist.ReduceScatterOptions)()
+    if own_timeout:
+        made.timeout = seconds
+    # Long ones go point to point over Gloo.
+    x = torch.ones(900 if own_timeout else 600_000)
+    out = {"all_gather_single": torch.empty(2 * len(x)), "reduce_scatter_single": x[::2].clone()}
+    tensors: Any = (out[operation], x) if operation in out else ([x],)
+    if rank == 1 and not comes:
+        return ""
+    with pytest.raises((RuntimeError, ArithmeticError)) as caught:
+        getattr(group, operation)(*tensors, made).wait()
+    return str(caught.value)
+
+
+#: Operation and codec, and whether a rank comes that fails between the stages.
+TIMED: dict[str, tuple[str, Codec, bool]] = {
+    "second stage": ("allreduce", int8, True),
+    "first stage": ("allreduce", int8, False),
+    "gathered": ("allreduce", CODECS["topk"](), False),
+    "added up": ("allreduce", CODECS["randomk"](), False),
+    "reduce-scatter": ("reduce_scatter_single", int8, False),
+    "all-gather": ("all_gather_single", int8, False),
+}
+
+
+@pytest.mark.parametrize("own_timeout", [False, True])
+@pytest.mark.parametrize("name", TIMED)
+def test_a_rank_that_does_not_come(two_ranks: RankPool, name: str, own_timeout: bool) -> None:
+    """It is waited for as long as the call says, or else the group."""
+    error = two_ranks.run(_alone, name, own_timeout)[0]
+    # Of messages that go point to point Gloo does not say for how long.
+    assert re.search("(?i)timed out.*1000 ?ms" if own_timeout else "(?i)time(d )?out", error), error
+
+
+class FourAlike(ProcessGroup):
+    """Four ranks that hold the same, whose works know nothing but to be waited for."""
+
+    class Done(Work):
+        def wait(self, timeout: Any) -> bool:
+            return True
+
+    def __init__(self) -> None:
+        super().__init__(0, 4)
+
+    def all_to_all_single(self, output: Any, input: Any, outs: Any, ins: Any, opts: Any) -> Any:
+        output.copy_(input[: ins[0]].repeat(4))
+        return self.Done()
+
+    def all_gather_single(self, output: Any, input: Any, opts: Any) -> Any:
+        output.copy_(input.repeat(4))
+        return self.Done()
+
+    def allreduce(self, tensors: Any, opts: Any) -> Any:
+        tensors[0].mul_(4)
+        return self.Done()
+
+
+@pytest.mark.parametrize("codec", FIRST, ids=repr)
+def test_works_that_have_no_future(codec: Codec) -> None:
+    group = CompressedProcessGroup(FourAlike(), codec, min_numel=0, gathers=codec)
+    x = torch.ones(4 * 4096)
+    group.allreduce([x], options(dist.AllreduceOptions, SUM)).wait()
+    assert x.unique().tolist()[-1] == pytest.approx(4.0)
+    for name in ("reduce_scatter_single", "reduce_scatter"):
+        work, (output,) = issue_sum(group, name, SUM, [torch.ones(4 * 4096)])
+        assert work.wait() and output.unique().tolist()[-1] == pytest.approx(4.0)
+    output = torch.empty(4 * 4096)
+    group.all_gather_single(output, torch.ones(4096), AllgatherOptions()).wait()
+    assert output.unique().tolist()[-1] == pytest.approx(1.0)
+
+
+def _coalesced(rank: int, codec: Any) -> tuple[Tensor, int]:
+    group = CompressedProcessGroup(dist.group.WORLD, codec, min_numel=0)
+    x = torch.full((600,), rank + 1.0)
+    group._start_coalescing(torch.device("cpu"))
+    group.allreduce([x], options(dist.AllreduceOptions, SUM))
+    group._end_coalescing(torch.device("cpu")).wait()
+    inside = group.compressed
+    group.allreduce([x.clone()], options(dist.AllreduceOptions, SUM)).wait()
+    return x, group.compressed - inside
+
+
+@pytest.mark.parametrize("codec", [torch.bfloat16, int8], ids=str)
+def test_coalesced_operations_are_done(codec: Any) -> None:
+    for x, after in run_ranks(_coalesced, 2, codec):
+        assert x.unique().tolist() == [3.0] and after == 1
+
+
+CALLS = """
+CompressedProcessGroup(None, int8)
+CompressedProcessGroup(parent, blockwise)
+CompressedProcessGroup(parent, torch.float32)
+CompressedProcessGroup(parent, "int8")
+CompressedProcessGroup(parent, int8, min_numel=-1)
+CompressedProcessGroup(parent, int8, min_numel=True)
+CompressedProcessGroup(parent, int8, seed=1.0)
+CompressedProcessGroup(parent, int8, seed=True)
+CompressedProcessGroup(parent, int8, gathers=torch.bfloat16)
+CompressedProcessGroup(parent, int8, gathers=int8, seed=-1)
+"""
+REFUSALS = """\
+CompressedProcessGroup(None, int8)
+    TypeError: CompressedProcessGroup: parent must be a ProcessGroup, got None
+CompressedProcessGroup(parent, blockwise)
+    TypeError: CompressedProcessGroup: codec must be torch.bfloat16, torch.float16 or a codec of torch_commhook.codecs, got <class 'torch_commhook.codecs.blockwise.blockwise'>
+CompressedProcessGroup(parent, torch.float32)
+    TypeError: CompressedProcessGroup: codec must be torch.bfloat16, torch.float16 or a codec of torch_commhook.codecs, got torch.float32
+CompressedProcessGroup(parent, "int8")
+    TypeError: CompressedProcessGroup: codec must be torch.bfloat16, torch.float16 or a codec of torch_commhook.codecs, got 'int8'
+CompressedProcessGroup(parent, int8, min_numel=-1)
+    ValueError: CompressedProcessGroup: min_numel must be an int of at least 0, got -1
+CompressedProcessGroup(parent, int8, min_numel=True)
+    ValueError: CompressedProcessGroup: min_numel must be an int of at least 0, got True
+CompressedProcessGroup(parent, int8, seed=1.0)
+    TypeError: CompressedProcessGroup: seed must be an int, got float
+CompressedProcessGroup(parent, int8, seed=True)
+    TypeError: CompressedProcessGroup: seed must be an int, got bool
+CompressedProcessGroup(parent, int8, gathers=torch.bfloat16)
+    TypeError: CompressedProcessGroup: gathers must be a codec of torch_commhook.codecs or None, got torch.bfloat16
+CompressedProcessGroup(parent, int8, gathers=int8, seed=-1)
+    is accepted
+"""  # noqa: E501
+
+
+def test_bad_arguments() -> None:
+    parent = dist.ProcessGroup(0, 2)
+    given = {"CompressedProcessGroup": CompressedProcessGroup, "parent": parent, "int8": int8}
+    given |= {"torch": torch, "blockwise": CODECS["blockwise"]}
+    assert refusals(CALLS, given) == REFUSALS
