@@ -101,6 +101,10 @@ def _names_of_groups(names: Names) -> None:
     names.update(time=time, WrapperProcessGroup=WrapperProcessGroup)
 
 
+def _a_large_model(names: Names) -> None:
+    names["model"] = nn.Linear(100, 100)
+
+
 def _a_group_and_a_model(names: Names) -> None:
     names.update(
         torch_commhook=torch_commhook, group=dist.group.WORLD, model=nn.BatchNorm1d(3).double()
@@ -117,7 +121,8 @@ BEFORE: dict[str, Callable[[Names], None]] = {
     "docs/hooks.md 4": _a_checkpoint,
     "docs/local_sgd.md 1": _a_loop,
     "docs/process_groups.md 3": _names_of_groups,
-    "docs/process_groups.md 5": _a_group_and_a_model,
+    "docs/process_groups.md 4": _a_large_model,
+    "docs/process_groups.md 6": _a_group_and_a_model,
 }
 
 
@@ -231,6 +236,13 @@ def _slow_passes_on(names: Names) -> None:
     assert x.tolist() == [1.0, 1.0]
 
 
+def _shards_are_compressed(names: Names) -> None:
+    names["model"](torch.ones(4, 100)).sum().backward()
+    # The parameters in forward and their gradients.
+    assert names["group"].compressed >= 2
+    dist.destroy_process_group(names["group"])
+
+
 def _faults_are_injected(names: Names) -> None:
     for _ in range(11):
         x = torch.ones(2)
@@ -253,11 +265,12 @@ AFTER: dict[str, Callable[[Names], None]] = {
     "docs/process_groups.md 1": _every_rank_for_itself,
     "docs/process_groups.md 2": _known_to_torch_distributed,
     "docs/process_groups.md 3": _slow_passes_on,
-    "docs/process_groups.md 4": _faults_are_injected,
+    "docs/process_groups.md 4": _shards_are_compressed,
+    "docs/process_groups.md 5": _faults_are_injected,
 }
 
 #: Blocks that want more ranks than one.
-RANKS = {"docs/process_groups.md 4": 2}
+RANKS = {"docs/process_groups.md 4": 2, "docs/process_groups.md 5": 2}
 
 #: Blocks that raise, and where their page has the message: the block of any language after it.
 RAISES: dict[str, type[Exception]] = {"docs/testing.md 3": DeadlockError}
