@@ -26,7 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel as DDP
 
+from torch_commhook import attach, hooks
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.collectives import compressed_all_reduce, compressed_reduce_scatter
 from torch_commhook.process_group import (
@@ -123,6 +125,32 @@ def test_fully_shard(
         assert sent[1] == pytest.approx(share * sent[0])
         error = float((plain - compressed).norm() / plain.norm())
         assert 0 < error < 0.02
+
+
+def _replicated(rank: int, kind: str) -> tuple[Tensor, Tensor, int]:
+    """Gradients on a plain group and on one with a codec, of DDP or of a module with a hook."""
+    found = []
+    group = group_of(int8, min_numel=500)
+    for own in (dist.group.WORLD, group):
+        torch.manual_seed(0)
+        model: Any = Net(32)
+        if kind == "ddp":
+            model = DDP(model, process_group=own, bucket_cap_mb=0.01)
+        else:
+            attach(model, hooks.allreduce(), process_group=own, bucket_cap_mb=0.01)
+        for number in range(2):  # DDP forms its buckets anew after the first step
+            model.zero_grad()
+            model(batch(rank, number, 32)).square().sum().backward()
+        found.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    return found[0], found[1], group.compressed
+
+
+@pytest.mark.parametrize("kind", ["ddp", "attach"])
+def test_replicas(two_ranks: RankPool, kind: str) -> None:
+    (plain, first, operations), (_, second, _) = two_ranks.run(_replicated, kind)
+    assert operations >= 2, "at least one in each step"
+    assert torch.equal(first, second)
+    assert 0 < float((plain - first).norm() / plain.norm()) < 0.02
 
 
 def _by_name(rank: int) -> None:
