@@ -234,6 +234,36 @@ def test_the_error_does_not_grow_with_the_ranks(name: str, ranks: int, codec: to
                     torch.testing.assert_close(got.double(), exact / factor, rtol=roundoff, atol=0)
 
 
+def _bytes(rank: int) -> tuple[int, int]:
+    recording = RecordingProcessGroup(dist.group.WORLD)
+    group = CompressedProcessGroup(recording, min_numel=10)
+    for numel in (160, 8):  # the second passes as it is
+        group.allreduce([torch.ones(numel)], reduce_options()).wait()
+        if numel == 160:
+            output = torch.empty(numel // group.size())
+            group.reduce_scatter_single(output, torch.ones(numel), scatter_options()).wait()
+            recorded = sum(each.bytes_sent for each in recording.counters.values())
+    return group.bytes_sent, recorded
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_bytes_of_what_is_compressed(ranks: int) -> None:
+    values = 3 * 160 * (ranks - 1) // ranks
+    assert run_ranks(_bytes, ranks) == [(2 * values, 2 * values)] * ranks
+
+
+def _bytes_of_two_groups(rank: int) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch_commhook.process_group.compressed.LEAST_RANKS", 2)
+        group = CompressedProcessGroup(dist.group.WORLD, min_numel=0)
+        group.allreduce([torch.ones(160)], reduce_options()).wait()
+        return group.bytes_sent
+
+
+def test_bytes_on_a_second_group(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_bytes_of_two_groups) == [2 * 160] * 2
+
+
 def _uneven(rank: int) -> torch.Tensor:
     parent = dist.group.WORLD
     assert parent is not None
