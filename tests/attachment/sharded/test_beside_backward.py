@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -31,15 +33,23 @@ class _Late(hooks.Hook):
         return self._late(hooks.allreduce().average(bucket))
 
     def average_shard(self, bucket: ShardedBucket) -> torch.futures.Future[Tensor]:
-        return self._late(hooks.allreduce().average_shard(bucket))
+        shard = hooks.allreduce().average_shard(bucket).wait()
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(shard.clone())
+        return self._late(future, shard.fill_(math.nan).copy_)
 
-    def _late(self, future: torch.futures.Future[Tensor]) -> torch.futures.Future[Tensor]:
+    def _late(
+        self,
+        future: torch.futures.Future[Tensor],
+        write: Callable[[Tensor], Tensor] = lambda result: result,
+    ) -> torch.futures.Future[Tensor]:
         late: torch.futures.Future[Tensor] = torch.futures.Future()
 
         def wait() -> None:
             result = future.wait()
+            time.sleep(0.02)  # whoever takes it before, takes what is not there yet
             if self.may_end.wait(10):
-                late.set_result(result)
+                late.set_result(write(result))
             else:
                 late.set_exception(TimeoutError("the backward did not go on"))
 
