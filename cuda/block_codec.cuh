@@ -10,6 +10,7 @@
 
 #include "block_tile.cuh"
 #include "bucket_launch.h"
+#include "error_launch.h"
 #include "launch.cuh"
 #include "ops/codecs/block_codec.h"
 #include "row.h"
@@ -233,10 +234,6 @@ inline const int64_t* seed_of(const std::optional<at::Tensor>& rounding) {
   return codecs::is_there(rounding) ? rounding->const_data_ptr<int64_t>() : nullptr;
 }
 
-inline float* data_of(const std::optional<at::Tensor>& error) {
-  return codecs::is_there(error) ? error->mutable_data_ptr<float>() : nullptr;
-}
-
 // message: checked, as `chunks` have it. Each chunk takes launches of its own.
 template <typename Codec>
 void encode_blocks(const char* op, at::TensorList tensors, const at::Tensor& message,
@@ -246,7 +243,8 @@ void encode_blocks(const char* op, at::TensorList tensors, const at::Tensor& mes
   const c10::cuda::CUDAGuard guard(message.device());
   const Sources sources(op, tensors);
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  auto* const lost = data_of(error);
+  const WideError wide(error);
+  auto* const lost = wide.data();
   auto* const bytes = message.mutable_data_ptr<uint8_t>();
   with_tables_of_chunks<Codec>(
       sources.segments(), chunks, message.options(),
@@ -259,6 +257,7 @@ void encode_blocks(const char* op, at::TensorList tensors, const at::Tensor& mes
             bytes + chunk.offset);
         C10_CUDA_KERNEL_LAUNCH_CHECK();
       });
+  wide.finish();
 }
 
 // Several messages only of a single chunk.
@@ -303,13 +302,15 @@ void reduce_blocks(const at::Tensor& messages, const at::Tensor& message,
     return;
   }
   const c10::cuda::CUDAGuard guard(message.device());
+  const WideError lost(error);
   const auto grid =
       grid_of<Codec>({layout, 0, 0, 0}, 0, layout.numel(), scale, codecs::is_there(rounding));
   reduce_kernel<Codec>
       <<<grid.blocks, grid.threads, grid.shared, c10::cuda::getCurrentCUDAStream()>>>(
           grid.work, messages.const_data_ptr<uint8_t>(), messages.size(0), seed_of(rounding),
-          data_of(error), message.mutable_data_ptr<uint8_t>());
+          lost.data(), message.mutable_data_ptr<uint8_t>());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
+  lost.finish();
 }
 
 }  // namespace commhook::cuda

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "error_launch.h"
 #include "flat.cuh"
 #include "launch.cuh"
 #include "ops/codecs/codec_checks.h"
@@ -95,7 +96,8 @@ void encode(at::TensorList tensors, const at::Tensor& message, const at::Tensor&
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const auto flat = flat_of("randomk_encode", tensors);
   const auto has_nonfinite = at::zeros({1}, message.options().dtype(at::kInt));
-  auto* const lost = codecs::is_there(error) ? error->mutable_data_ptr<float>() : nullptr;
+  const WideError wide(error);
+  auto* const lost = wide.data();
   const unsigned wave = std::min(
       blocks_for(numel),
       static_cast<unsigned>(at::cuda::getCurrentDeviceProperties()->multiProcessorCount * 8));
@@ -108,6 +110,7 @@ void encode(at::TensorList tensors, const at::Tensor& message, const at::Tensor&
       has_nonfinite.const_data_ptr<int32_t>(), lost,
       reinterpret_cast<float*>(message.mutable_data_ptr<uint8_t>()), count);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
+  wide.finish(rounding.const_data_ptr<int64_t>());
 }
 
 void decode(const at::Tensor& message, at::TensorList tensors, const at::Tensor& rounding) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "error_launch.h"
 #include "flat.cuh"
 #include "launch.cuh"
 #include "ops/codecs/codec_checks.h"
@@ -250,8 +251,8 @@ unsigned blocks_for(int64_t count, int64_t each) {
 }
 
 void encode(at::TensorList tensors, const at::Tensor& message, double scale,
-            const std::optional<at::Tensor>& error) {
-  const int64_t numel = topk::check_encode(tensors, message, error);
+            const std::optional<at::Tensor>& error, const std::optional<at::Tensor>& rounding) {
+  const int64_t numel = topk::check_encode(tensors, message, error, rounding);
   const int64_t count = message.numel() / topk::kBytesOfEntry;
   if (count == 0) {
     return;
@@ -260,7 +261,8 @@ void encode(at::TensorList tensors, const at::Tensor& message, double scale,
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const auto flat = flat_of("topk_encode", tensors);
   auto* const values = flat.mutable_data_ptr<float>();
-  auto* const lost = codecs::is_there(error) ? error->mutable_data_ptr<float>() : nullptr;
+  const WideError wide(error);
+  auto* const lost = wide.data();
   const auto parts = blocks_for(numel, kPartValues);
   const auto options = message.options().dtype(at::kInt);
   const auto counts = at::zeros({kRankBins}, options);
@@ -290,6 +292,7 @@ void encode(at::TensorList tensors, const at::Tensor& message, double scale,
   write_entries_kernel<<<parts, kThreads, 0, stream>>>(p, numel, known, before, lost, indices,
                                                        reinterpret_cast<float*>(indices + count));
   C10_CUDA_KERNEL_LAUNCH_CHECK();
+  wide.finish(codecs::is_there(rounding) ? rounding->const_data_ptr<int64_t>() : nullptr);
 }
 
 void write_sum_of_messages(const char* op, const at::Tensor& messages, at::TensorList tensors,

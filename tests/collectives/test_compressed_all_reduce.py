@@ -470,7 +470,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "error in float64": (
         lambda: compressed_all_reduce(X, TOPK, error=torch.zeros(600).double()),
         TypeError,
-        "error must be of dtype torch.float32, got torch.float64",
+        "error must be of dtype torch.float32 or torch.bfloat16, got torch.float64",
     ),
     "short error of the shard": (
         lambda: compressed_all_reduce(X, BLOCKWISE, shard_error=torch.zeros(599)),

@@ -303,7 +303,7 @@ ERRORS: dict[str, tuple[Callable[[Call], Any], type[Exception], str]] = {
     "error in float64": (
         lambda call: call(X, BLOCKWISE, error=torch.zeros(600).double()),
         TypeError,
-        "error must be of dtype torch.float32, got torch.float64",
+        "error must be of dtype torch.float32 or torch.bfloat16, got torch.float64",
     ),
     "an error of a codec that scales": (
         lambda call: call(X, UNBIASED, error=torch.zeros(600), rounding=SEED),

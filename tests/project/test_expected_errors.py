@@ -246,7 +246,7 @@ commhook.topk_encode([x], bytes(17)[1:])
 commhook.topk_encode([x], message, error=ones(63))
     ValueError: topk_encode: error must be contiguous and hold 64 elements, got sizes [63] with strides [1]
 commhook.topk_encode([x], message, error=x.half())
-    TypeError: topk_encode: error must be of dtype float32, got torch.float16
+    TypeError: topk_encode: error must be of dtype float32 or bfloat16, got torch.float16
 commhook.topk_encode([x.expand(1 << 26, 64)], message)
     ValueError: topk_encode: tensors must hold less than 2^31 elements, got 4294967296
 commhook.topk_encode([ones(64, requires_grad=True)], message)

@@ -74,7 +74,7 @@ commhook::sign_reduce(Tensor messages, Tensor(a!) message, int numel, *, int blo
 commhook::sum_rows(Tensor rows, Tensor(a!) out) -> ()
 commhook::topk_decode(Tensor message, Tensor(a!)[] tensors) -> ()
 commhook::topk_decode_sum(Tensor messages, Tensor(a!)[] tensors, *, float scale=1.) -> ()
-commhook::topk_encode(Tensor[] tensors, Tensor(a!) message, *, float scale=1., Tensor(b!)? error=None) -> ()
+commhook::topk_encode(Tensor[] tensors, Tensor(a!) message, *, float scale=1., Tensor(b!)? error=None, Tensor? rounding=None) -> ()
 commhook::total_norm(Tensor[] results) -> Tensor
 commhook::unflatten(Tensor buffer, Tensor[] like, *, float scale=1.) -> Tensor[]
 commhook::unflatten_into(Tensor buffer, Tensor(a!)[] tensors, *, float scale=1.) -> ()

@@ -21,6 +21,15 @@ def rounding_for(codec: Codec, step: int = 0, device: torch.device | str = "cpu"
     return torch.tensor([1, step], device=device) if codec.is_random else None
 
 
+def rounding_of_error(
+    codec: Codec, error: Tensor | None, device: torch.device | str = "cpu"
+) -> Tensor | None:
+    """What :func:`rounding_for` gives, where the error alone is rounded at random, too."""
+    if codec.rounds_error_at_random(error):
+        return torch.tensor([1, 0], device=device)
+    return rounding_for(codec, device=device)
+
+
 def encode(codec: Codec, tensors: list[Tensor], **options: Any) -> Tensor:
     numel = sum(tensor.numel() for tensor in tensors)
     device = tensors[0].device
@@ -56,7 +65,8 @@ def everything(
     error = error if codec.takes_error else None
     rounding = rounding_for(codec, device=tensors[0].device)
     errors = [None if error is None else error.clone() for _ in range(2)]
-    message = encode(codec, tensors, shards=shards, scale=scale, error=errors[0])
+    drawn = rounding_of_error(codec, error, tensors[0].device)
+    message = encode(codec, tensors, shards=shards, scale=scale, error=errors[0], rounding=drawn)
     out = [torch.empty_like(tensor) for tensor in tensors]
     codec.decode(message, out, shards=shards, rounding=rounding)
     numel = sum(tensor.numel() for tensor in tensors)

@@ -84,6 +84,10 @@ class Codec(ABC):
         """Whether :meth:`encode` may be given an error."""
         return True
 
+    #: The dtypes of errors that :meth:`encode` and :meth:`reduce` take. Collectives give a codec
+    #: that takes float32 alone a copy of a bfloat16 error.
+    error_dtypes: Sequence[torch.dtype] = (torch.float32,)
+
     @abstractmethod
     def shards(self, numel: int, shards: int = 1) -> list[Shard]:
         """The parts of a message of ``numel`` values, in order; some may be empty."""
@@ -108,9 +112,10 @@ class Codec(ABC):
                 all, at an address that is a multiple of 4.
             shards: how many.
             scale: factor, applied in float32.
-            error: what earlier messages have lost, in float32, flat, as many as the values. Added
-                to them, and replaced by what this message loses. It stays as it was where that
-                is not finite, or it would never be finite again.
+            error: what earlier messages have lost, flat, as many as the values, of one of
+                :attr:`error_dtypes`. Added to them, and replaced by what this message loses. It
+                stays as it was where that is not finite, or it would never be finite again.
+                Computed in float32, and rounded to its dtype.
             rounding: int64, ``[seed, step]`` on the tensors' device, from which random numbers
                 follow. Needed where :attr:`is_random`.
 
@@ -297,6 +302,10 @@ class Codec(ABC):
                 total += one
         return total
 
+    def rounds_error_at_random(self, error: Tensor | None) -> bool:
+        """Whether :meth:`encode` rounds this error at random, if it is given ``rounding``."""
+        return False
+
     def _given(self, method: str, rounding: Tensor | None) -> Tensor:
         """What random numbers follow from.
 
@@ -314,6 +323,28 @@ class Codec(ABC):
     def chunks(self, sizes: Sequence[int]) -> list[Shard]:
         """The messages that :meth:`encode_chunks` writes, one for each of ``sizes``, in order."""
         return [Shard(size, self.nbytes(size)) for size in sizes]
+
+
+def error_for(codec: Codec, error: Tensor | None) -> Tensor | None:
+    """An error as a codec takes it: the tensor itself, or a copy for :func:`keep_error`."""
+    if error is None or error.dtype in codec.error_dtypes:
+        return error
+    return error.to(torch.float32)
+
+
+def keep_error(error: Tensor | None, lost: Tensor | None) -> None:
+    """Write what an encoding has lost into an error, if :func:`error_for` gave a copy."""
+    if error is not None and lost is not None and lost is not error:
+        write_saturated(error, lost)
+
+
+def write_saturated(error: Tensor, lost: Tensor) -> None:
+    """Round values to an error's dtype; the largest finite ones stay finite."""
+    if lost.dtype == error.dtype:
+        error.copy_(lost)
+    else:
+        limits = torch.finfo(error.dtype)
+        error.copy_(lost.clamp(limits.min, limits.max))
 
 
 #: The codecs by name.

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from torch_commhook.codecs.base import Codec, Shard, text_of
-from torch_commhook.codecs.checks import check_memory, check_message, check_messages, check_values
+from torch_commhook.codecs.checks import (
+    ERROR_DTYPES,
+    check_memory,
+    check_message,
+    check_messages,
+    check_values,
+)
 
 _MAX_BLOCK_SIZE = 4096
 _MOST_SHARDS = 1 << 20
@@ -103,6 +109,8 @@ class BlockCodec(Codec):
         form: of its messages.
         settings: what its operators take beside what all of them take.
     """
+
+    error_dtypes = ERROR_DTYPES
 
     def __init__(self, name: str, form: BlockForm, settings: dict[str, Any]) -> None:
         self._name = name

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES
 
+#: In what an error is remembered.
+ERROR_DTYPES = (torch.float32, torch.bfloat16)
+
 
 def check_values(op: str, tensors: Sequence[Tensor]) -> int:
     torch._check_value(
@@ -43,8 +46,8 @@ def check_message(op: str, name: str, message: Tensor, nbytes: int | None) -> No
 
 def check_memory(op: str, error: Tensor | None, rounding: Tensor | None, numel: int) -> None:
     if error is not None:
-        if error.dtype is not torch.float32:
-            raise TypeError(f"{op}: error must be of dtype float32, got {error.dtype}")
+        if error.dtype not in ERROR_DTYPES:
+            raise TypeError(f"{op}: error must be of dtype float32 or bfloat16, got {error.dtype}")
         torch._check_value(
             error.is_contiguous() and error.numel() == numel,
             lambda: (

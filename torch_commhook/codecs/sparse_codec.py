@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_commhook.codecs.base import Codec, Shard, check_setting
+from torch_commhook.codecs.checks import ERROR_DTYPES
 
 _MAX_NUMEL = (1 << 31) - 1
 
@@ -36,6 +37,8 @@ class SparseCodec(Codec):
         bytes_of_entry: what a value costs that is sent.
     """
 
+    error_dtypes = ERROR_DTYPES
+
     def __init__(self, name: str, density: float, bytes_of_entry: int) -> None:
         check_setting(name, "density", density, "a number")
         if not 0 < density <= 1:
@@ -61,6 +64,10 @@ class SparseCodec(Codec):
     def shards(self, numel: int, shards: int = 1) -> list[Shard]:
         self._check_shards(shards)
         return [Shard(numel, self.entries(numel) * self._bytes_of_entry)]
+
+    def rounds_error_at_random(self, error: Tensor | None) -> bool:
+        # Most values wait for many steps, while their errors grow by less than the last bit.
+        return error is not None and error.dtype == torch.bfloat16
 
     def _check_shards(self, shards: int) -> None:
         if shards != 1:

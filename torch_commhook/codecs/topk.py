@@ -27,12 +27,13 @@ def _encode_fake(
     *,
     scale: float = 1.0,
     error: Tensor | None = None,
+    rounding: Tensor | None = None,
 ) -> None:
     op = "topk_encode"
     numel = check_values(op, tensors)
     check_message(op, "message", message, None)
     check_entries(op, message.numel(), _BYTES_OF_ENTRY, numel)
-    check_memory(op, error, None, numel)
+    check_memory(op, error, rounding, numel)
 
 
 @torch.library.register_fake("commhook::topk_decode")
@@ -95,7 +96,7 @@ class topk(SparseCodec):  # noqa: N801 (a codec is written as it is called)
         rounding: Tensor | None = None,
     ) -> None:
         self._check_shards(shards)
-        _ops.topk_encode(tensors, message, scale=scale, error=error)
+        _ops.topk_encode(tensors, message, scale=scale, error=error, rounding=rounding)
 
     def decode(
         self,

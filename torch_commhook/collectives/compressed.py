@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_commhook.codecs.base import Codec
+from torch_commhook.codecs.base import Codec, error_for, keep_error
 from torch_commhook.collectives.compressed_call import CompressedCall
 from torch_commhook.collectives.futures import then_beside
 from torch_commhook.collectives.message_buffers import MessageBuffers
@@ -76,13 +76,14 @@ def compressed_all_reduce(
         scale: factor of the sum.
         out: written; tensors of as many elements in all. By default a new flat tensor of the dtype
             of the first of the tensors.
-        error: what earlier calls have lost of this rank's values: float32, flat, as many as these.
-            Added to them, and replaced by what this call loses.
-        shard_error: the same of the sum that this rank encodes: float32, as many as
+        error: what earlier calls have lost of this rank's values: float32 or bfloat16, flat, as
+            many as these. Added to them, and replaced by what this call loses.
+        shard_error: the same of the sum that this rank encodes: float32 or bfloat16, as many as
             ``shard_range`` says. Not asked for unless the exchange is ``"all_to_all"``.
         rounding: for codecs that draw random numbers (``Codec.is_random``): int64, of shape
             (2, 2), rows of seed and step: the first for this rank's values, the second for its sum.
-            For the exchange ``"all_reduce"`` the first must be the same on all ranks.
+            For the exchange ``"all_reduce"`` the first must be the same on all ranks. ``topk`` and
+            ``randomk`` round a bfloat16 error at random with it.
         buffers: memory that is used again in the next call.
         meter: is told how long the stages took, and asks for the error, in eager.
         group: the process group; None for the default one.
@@ -184,9 +185,11 @@ class _CompressedSum(CompressedCall):
     def _encode(self, sources: list[Tensor], error: Tensor | None, shards: int) -> Tensor:
         message = self.buffer("message", self.codec.nbytes(self.numel, shards))
         with timed(self.meter, "encode"):
+            lost = error_for(self.codec, error)
             self.codec.encode(
-                sources, message, shards=shards, error=error, rounding=self.rounding[0]
+                sources, message, shards=shards, error=lost, rounding=self.rounding[0]
             )
+            keep_error(error, lost)
         if self.meter is not None:
             self.meter.encoded(self.codec, message, shards, sources, error, self.rounding[0])
         return message
@@ -261,14 +264,16 @@ class _CompressedSum(CompressedCall):
         """The message of the sum of this rank's shards, as long as the longest of all."""
         padded = self.buffer("sum", max(self.sizes))
         with torch.no_grad(), timed(self.meter, "encode"):
+            lost = error_for(self.codec, self.shard_error)
             self.codec.reduce(
                 received.view(self.world_size, self.shard.nbytes),
                 padded[: self.shard.nbytes],
                 self.shard.numel,
                 scale=self.scale,
-                error=self.shard_error,
+                error=lost,
                 rounding=self.rounding[1],
             )
+            keep_error(self.shard_error, lost)
         return padded
 
     def _decode(self, gathered: Tensor) -> Tensor:

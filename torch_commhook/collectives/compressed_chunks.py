@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_commhook.codecs.base import Codec
+from torch_commhook.codecs.base import Codec, error_for, keep_error
 from torch_commhook.collectives.compressed_call import CompressedCall
 from torch_commhook.collectives.futures import then_beside
 from torch_commhook.collectives.gloo_groups import exchanges_of, second_group
@@ -73,8 +73,9 @@ def compressed_reduce_scatter(
         scale: factor of the sum.
         out: written; tensors of as many elements in all as this rank's chunk. They may be part of
             ``tensors``. By default a new flat tensor of the dtype of the first of the tensors.
-        error: what earlier calls have lost of this rank's values, of all chunks: float32, flat, as
-            many as the tensors have. Added to them, and replaced by what this call loses.
+        error: what earlier calls have lost of this rank's values, of all chunks: float32 or
+            bfloat16, flat, as many as the tensors have. Added to them, and replaced by what this
+            call loses.
         rounding: for codecs that draw random numbers (``Codec.is_random``): int64, of shape (2,):
             seed and step. For the exchange ``"all_reduce"`` the same on all ranks.
         buffers: memory that is used again in the next call.
@@ -142,8 +143,8 @@ def compressed_all_gather(
         out: written; tensors of as many elements in all as the chunks of all ranks. They may share
             memory with ``tensors``. By default a new flat tensor of the dtype of the first of the
             tensors.
-        error: what earlier calls have lost of this rank's chunk: float32, flat, as many as it has.
-            Added to it, and replaced by what this call loses.
+        error: what earlier calls have lost of this rank's chunk: float32 or bfloat16, flat, as many
+            as it has. Added to it, and replaced by what this call loses.
         rounding, buffers, meter, group, timeout: as :func:`compressed_reduce_scatter`.
 
     Returns:
@@ -214,9 +215,11 @@ class _ChunkCall(CompressedCall):
     ) -> None:
         with timed(self.meter, "encode"):
             if len(message):
+                lost = error_for(self.codec, error)
                 self.codec.encode_chunks(
-                    sources, message, counts, error=error, rounding=self.rounding
+                    sources, message, counts, error=lost, rounding=self.rounding
                 )
+                keep_error(error, lost)
         if self.meter is not None:
             self.meter.encoded(self.codec, message, 1, sources, error, self.rounding, sizes=counts)
 

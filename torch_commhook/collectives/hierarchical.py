@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.codecs.base import Codec
+from torch_commhook.codecs.checks import ERROR_DTYPES
 from torch_commhook.collectives.compressed import compressed_all_reduce
 from torch_commhook.collectives.futures import then_beside
 from torch_commhook.collectives.message_buffers import MessageBuffers
@@ -63,8 +64,10 @@ def hierarchical_all_reduce(
         inter_group: the ranks that have this rank's place in their nodes, one of each.
         scale: factor of the sum.
         out: written; as in :func:`compressed_all_reduce`.
-        carry: added to this rank's values, if given, and then zeros: float32, flat, as many.
-        error: what the node's earlier messages have lost: float32, as many as the share has.
+        carry: added to this rank's values, if given, and then zeros: float32 or bfloat16, flat, as
+            many.
+        error: what the node's earlier messages have lost: float32 or bfloat16, as many as the share
+            has.
         shard_error, rounding, buffers, meter: as in :func:`compressed_all_reduce`, of the share.
 
     Returns:
@@ -120,8 +123,10 @@ def _checked_groups(
 def _check_carry(carry: object, numel: int) -> None:
     if carry is None:
         return
-    if not isinstance(carry, Tensor) or carry.dtype != torch.float32:
-        raise TypeError("hierarchical_all_reduce: carry must be a tensor of float32, or None")
+    if not isinstance(carry, Tensor) or carry.dtype not in ERROR_DTYPES:
+        raise TypeError(
+            "hierarchical_all_reduce: carry must be a tensor of float32 or bfloat16, or None"
+        )
     if carry.dim() != 1 or (not torch.compiler.is_compiling() and len(carry) != numel):
         raise ValueError(
             f"hierarchical_all_reduce: carry must be flat and hold {numel} elements, got sizes "

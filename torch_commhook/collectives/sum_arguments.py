@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.codecs.base import Codec
+from torch_commhook.codecs.checks import ERROR_DTYPES
 from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.metrics import CallMeter
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES
@@ -57,13 +58,16 @@ def check_arguments(
     _check_settings(op, arguments)
     for name, tensor in (("error", arguments.error), ("shard_error", arguments.shard_error)):
         if tensor is not None:
-            _check_dtype(op, name, tensor, torch.float32)
+            _check_dtype(op, name, tensor, *ERROR_DTYPES)
             _check_error(op, name, tensor, device)
     codec, rounding = arguments.codec, arguments.rounding
     if rounding is not None:
         _check_dtype(op, "rounding", rounding, torch.int64)
     shape, content = ((2,), "seed and step") if encodes_once else ((2, 2), "rows of seed and step")
-    if codec.is_random and (rounding is None or rounding.shape != shape):
+    draws = codec.is_random or (
+        rounding is not None and codec.rounds_error_at_random(arguments.error)
+    )
+    if draws and (rounding is None or rounding.shape != shape):
         raise ValueError(
             f"{op}: rounding must be of shape {shape} for {codec}, {content}, got "
             f"{None if rounding is None else list(rounding.shape)}"
@@ -105,11 +109,12 @@ def _check_settings(op: str, arguments: SumArguments) -> None:
             )
 
 
-def _check_dtype(op: str, name: str, tensor: object, dtype: torch.dtype) -> None:
+def _check_dtype(op: str, name: str, tensor: object, *dtypes: torch.dtype) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(tensor).__qualname__}")
-    if tensor.dtype != dtype:
-        raise TypeError(f"{op}: {name} must be of dtype {dtype}, got {tensor.dtype}")
+    if tensor.dtype not in dtypes:
+        allowed = " or ".join(map(str, dtypes))
+        raise TypeError(f"{op}: {name} must be of dtype {allowed}, got {tensor.dtype}")
 
 
 def _check_error(op: str, name: str, error: Tensor, device: torch.device) -> None:

@@ -21,8 +21,9 @@ void check_block_size(const char* op, int64_t block_size, int64_t multiple);
 
 // tensors: as flatten takes them. message: contiguous bytes, as many as the chunks have. sizes: of
 // the chunks, as many elements in all as the tensors have; none is a single chunk, of `shards`
-// shards. error: flat float32, as many as the tensors have; none is taken as well. rounding: two
-// int64, seed and step; none is to the nearest. All on one device, with no memory shared.
+// shards. error: flat float32 or bfloat16, as many as the tensors have; none is taken as well.
+// rounding: two int64, seed and step; none is to the nearest. All on one device, with no memory
+// shared.
 C10_EXPORT Chunks check_encode(const char* op, at::TensorList tensors, const at::Tensor& message,
                                const BlockForm& form, int64_t shards, at::OptionalIntArrayRef sizes,
                                const std::optional<at::Tensor>& error,

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "ops/codecs/error_memory.h"
 #include "ops/cpu/blocks.h"
 #include "ops/cpu/streaming.h"
 
@@ -84,10 +85,6 @@ constexpr int64_t kStreamedBytes = 4096;
 // The number of values, of whole blocks, whose `bits` fill about so many bytes.
 int64_t values_in(int64_t bytes, int64_t bits, int64_t block_size) {
   return std::max<int64_t>(1, bytes * 8 / bits / block_size) * block_size;
-}
-
-float* data_of(const std::optional<at::Tensor>& tensor) {
-  return is_there(tensor) ? tensor->mutable_data_ptr<float>() : nullptr;
 }
 
 // Writes the bytes of a message that hold nothing.
@@ -183,6 +180,30 @@ void add_up(const BlockKernels& kernels, const uint8_t* messages, int64_t count,
 // Values that stay in the first-level cache while messages are added up: whole blocks.
 int64_t values_at_once(int64_t size) { return kMaxBlockSize / size * size; }
 
+// Rounded to the nearest: a block leaves no error to grow for many steps.
+ErrorMemory memory_of(const std::optional<at::Tensor>& error) { return {error, Rounding{}}; }
+
+// Encodes the values of blocks that follow each other, with the errors from `position` on.
+void encode_run(const BlockKernels& kernels, const BlockForm& form, const float* values,
+                int64_t count, const Encoding& encoding, int64_t block, const ErrorMemory& error,
+                int64_t position, uint8_t* codes, float* parameters) {
+  const int64_t size = form.block_size;
+  if (!error.is_narrow()) {
+    float* const lost = error.is_there() ? error.in_place() + position : nullptr;
+    return kernels.encode(values, count, size, encoding, block, lost, codes, parameters);
+  }
+  alignas(64) float lost[kMaxBlockSize];
+  const int64_t piece = values_at_once(size);
+  for (int64_t i = 0; i < count; i += piece) {
+    const int64_t n = std::min(piece, count - i);
+    error.read(position + i, n, lost);
+    kernels.encode(values + i, n, size, encoding, block + i / size, lost, codes, parameters);
+    error.write(position + i, n, lost);
+    codes += form.code_bytes(n);
+    parameters += piece / size * form.parameters;
+  }
+}
+
 }  // namespace
 
 void encode_on_cpu(const BlockKernels& kernels, at::TensorList tensors, const at::Tensor& message,
@@ -196,10 +217,10 @@ void encode_on_cpu(const BlockKernels& kernels, at::TensorList tensors, const at
   for (const auto& chunk : chunks) {
     clear(all + chunk.offset, chunk.layout);
   }
-  float* const lost = data_of(error);
+  const auto lost = memory_of(error);
   const auto& rows = cpu::row_kernels(cpu::capability());
   // With an error, which is read and written, it does not pay.
-  const bool streamed = lost == nullptr && chunks.bytes() >= cpu::streaming_bytes();
+  const bool streamed = !lost.is_there() && chunks.bytes() >= cpu::streaming_bytes();
   for_each_range(chunks, [&](const Chunk& chunk, int64_t block, int64_t begin, int64_t end) {
     BlockCursor cursor(chunk.layout, block);
     MessageStreams streams(rows, form);
@@ -215,9 +236,8 @@ void encode_on_cpu(const BlockKernels& kernels, at::TensorList tensors, const at
                   stream_run(kernels, form, values + at, n, encoding, chunk.block + first,
                              bytes + codes, to, streams);
                 } else {
-                  kernels.encode(values + at, n, size, encoding, chunk.block + first,
-                                 lost == nullptr ? nullptr : lost + position + at, bytes + codes,
-                                 to);
+                  encode_run(kernels, form, values + at, n, encoding, chunk.block + first, lost,
+                             position + at, bytes + codes, to);
                 }
               });
         });
@@ -297,7 +317,7 @@ void reduce_on_cpu(const BlockKernels& kernels, const at::Tensor& messages,
   const auto* const from = messages.const_data_ptr<uint8_t>();
   auto* const to = message.mutable_data_ptr<uint8_t>();
   clear(to, layout);
-  float* const lost = data_of(error);
+  const auto lost = memory_of(error);
   const Chunks whole(layout.form(), layout.numel(), layout.shards());
   for_each_range(whole, [&](const Chunk&, int64_t block, int64_t begin, int64_t end) {
     BlockCursor cursor(layout, block);
@@ -308,9 +328,9 @@ void reduce_on_cpu(const BlockKernels& kernels, const at::Tensor& messages,
                    [&](int64_t at, int64_t n, int64_t first, int64_t codes, int64_t parameters) {
                      add_up(kernels, from, messages.size(0), layout.bytes(), codes, parameters, n,
                             size, sum);
-                     kernels.encode(sum, n, size, encoding, first,
-                                    lost == nullptr ? nullptr : lost + position + at, to + codes,
-                                    reinterpret_cast<float*>(to + parameters));
+                     encode_run(kernels, layout.form(), sum, n, encoding, first, lost,
+                                position + at, to + codes,
+                                reinterpret_cast<float*>(to + parameters));
                    });
     }
   });

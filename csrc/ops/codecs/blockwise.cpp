@@ -107,7 +107,7 @@ codecs::reference::Blocks quantized(const at::Tensor& p, const Format& format,
   const auto q = t.round();
   if (error.defined()) {
     const auto restored = format.is_symmetric ? q * step : low + q * step;
-    error.copy_(at::where(is_good, p - restored, error));
+    codecs::reference::keep(at::where(is_good, p - restored, error), error);
   }
   auto parameters = at::where(is_good, step, std::numeric_limits<double>::quiet_NaN());
   if (!format.is_symmetric) {

@@ -31,7 +31,8 @@ void check_error(const char* op, const std::optional<at::Tensor>& error, int64_t
   TORCH_CHECK_TYPE(error->layout() == at::kStrided, op,
                    ": error must be dense (torch.strided), got layout ",
                    layout_name(error->layout()));
-  TORCH_CHECK_TYPE(error->scalar_type() == at::kFloat, op, ": error must be of dtype float32, got ",
+  TORCH_CHECK_TYPE(error->scalar_type() == at::kFloat || error->scalar_type() == at::kBFloat16, op,
+                   ": error must be of dtype float32 or bfloat16, got ",
                    dtype_name(error->scalar_type()));
   TORCH_CHECK_VALUE(error->device() == device, op, ": error must be on the device of the values, ",
                     device, ", got ", error->device());

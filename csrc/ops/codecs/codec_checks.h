@@ -27,7 +27,7 @@ Rounding rounding_of(const std::optional<at::Tensor>& rounding);
 
 // message: contiguous bytes, so many.
 void check_message(const char* op, const char* argument, const at::Tensor& message, int64_t bytes);
-// error: flat float32, so many elements on the device; none is taken as well.
+// error: flat float32 or bfloat16, so many elements on the device; none is taken as well.
 void check_error(const char* op, const std::optional<at::Tensor>& error, int64_t numel,
                  at::Device device);
 // rounding: two int64 on the device, seed and step; none is taken as well.

@@ -62,7 +62,7 @@ codecs::reference::Blocks quantized(const at::Tensor& p, const Format& format,
   const auto scaled = at::where(is_good, (p * lift * factor).clamp(-largest, largest), 0.0);
   const auto q = scaled.to(dtype_of(format));
   if (error.defined()) {
-    error.copy_(at::where(is_good, p - q.to(at::kFloat) * step, error));
+    codecs::reference::keep(at::where(is_good, p - q.to(at::kFloat) * step, error), error);
   }
   return {q.view(at::kByte),
           at::where(is_good, step, std::numeric_limits<double>::quiet_NaN()).to(at::kFloat)};

@@ -91,7 +91,9 @@ void encode_reference(at::TensorList tensors, const at::Tensor& message, const D
   message.view(-1).copy_(sent.to(at::kFloat).view(at::kByte));
   if (codecs::is_there(error)) {
     const auto kept = at::where(is_finite, p, 0.0).to(at::kFloat);
-    error->detach().view(-1).copy_(at::where(are_finite, kept.index_fill(0, indices, 0.0), kept));
+    codecs::reference::keep(at::where(are_finite, kept.index_fill(0, indices, 0.0), kept),
+                            error->detach().view(-1),
+                            codecs::noise_key(draw.seed0, draw.seed1, draw.step));
   }
 }
 
@@ -133,7 +135,8 @@ TORCH_LIBRARY_FRAGMENT(commhook, m) {
   const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
 
   // Writes the message of a bucket: values of float32(value) * scale + error at places that follow
-  // from a seed and a step, as many as it has room for. Puts what is not sent into `error`.
+  // from a seed and a step, as many as it has room for. Puts what is not sent into `error`, rounded
+  // at random if that is bfloat16.
   // Unbiased, it scales by the number of all values over that of those sent.
   m.def(
       "randomk_encode(Tensor[] tensors, Tensor(a!) message, Tensor rounding, *, "

@@ -4,8 +4,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <numeric>
+#include <vector>
 
 #include "ops/codecs/codec_checks.h"
+#include "ops/codecs/error_memory.h"
 #include "ops/codecs/float_bits.h"
 #include "ops/codecs/randomk.h"
 #include "ops/cpu/blocks.h"
@@ -33,18 +36,22 @@ struct Kernels {
 #define COMMHOOK_KERNELS "ops/codecs/randomk_kernels.inl"
 #include "ops/cpu/for_each_instruction_set.h"
 
-// Whether all values are finite, when scaled and added to the error, which they are.
-bool are_finite(const cpu::Segments& segments, float scale, float* error) {
+// Adds the scaled values to the error, and says whether all are finite. An error of 16 bits holds
+// no sum: add(values, position, count) does so, and returns the largest magnitude.
+template <typename Add>
+bool are_finite(const cpu::Segments& segments, float scale, const codecs::ErrorMemory& error,
+                const Add& add) {
   std::atomic<bool> result{true};
   const Kernels& kernels = COMMHOOK_CHOOSE(kKernels);
   at::parallel_for(0, segments.total(), kGrainElements, [&](int64_t begin, int64_t end) {
     uint32_t most = 0;
     cpu::for_each_block(segments, begin, end, kPiece, cpu::row_kernels(cpu::capability()),
                         [&](const float* values, int64_t position, int64_t count) {
-                          const uint32_t own =
-                              error == nullptr
-                                  ? kernels.largest(values, count, scale)
-                                  : kernels.compensate(values, count, scale, error + position);
+                          const uint32_t own = error.is_narrow() ? add(values, position, count)
+                                               : error.is_there()
+                                                   ? kernels.compensate(values, count, scale,
+                                                                        error.in_place() + position)
+                                                   : kernels.largest(values, count, scale);
                           most = std::max(most, own);
                         });
     if (most >= kInfinity) {
@@ -72,6 +79,80 @@ void for_each_entry(const Draw& draw, int64_t count, const Locate& locate, const
       }
     }
   });
+}
+
+// The entries of a message, sorted by the piece of kPiece values that theirs is in.
+class SortedEntries {
+ public:
+  struct Entry {
+    uint32_t index;
+    uint32_t entry;
+  };
+
+  SortedEntries(const Draw& draw, int64_t count)
+      : entries_(count), begins_(draw.numel / kPiece + 2) {
+    std::vector<uint32_t> indices(count);
+    for_each_entry(
+        draw, count, [](int64_t index) { return static_cast<uint32_t>(index); },
+        [&](int64_t entry, uint32_t index) { indices[entry] = index; });
+    for (const uint32_t index : indices) {
+      ++begins_[index / kPiece + 1];
+    }
+    std::partial_sum(begins_.begin(), begins_.end(), begins_.begin());
+    auto next = begins_;
+    for (int64_t i = 0; i < count; ++i) {
+      entries_[next[indices[i] / kPiece]++] = {indices[i], static_cast<uint32_t>(i)};
+    }
+  }
+
+  const std::vector<Entry>& all() const { return entries_; }
+
+  // Calls visit(index, entry) for those of the values [begin, end).
+  template <typename Visit>
+  void visit(int64_t begin, int64_t end, const Visit& visit) const {
+    const int64_t last = begins_[(end - 1) / kPiece + 1];
+    for (int64_t i = begins_[begin / kPiece]; i < last; ++i) {
+      const int64_t index = entries_[i].index;
+      if (index >= begin && index < end) {
+        visit(index, entries_[i].entry);
+      }
+    }
+  }
+
+ private:
+  std::vector<Entry> entries_;
+  std::vector<int64_t> begins_;  // of each piece
+};
+
+// Writes the message with an error of 16 bits, which could not hold what is sent between two
+// passes: entries are taken while their piece of the values is at hand.
+void encode_narrow(const cpu::Segments& segments, float scale, const Draw& draw,
+                   const codecs::ErrorMemory& error, float* message, int64_t count) {
+  const SortedEntries entries(draw, count);
+  const Kernels& kernels = COMMHOOK_CHOOSE(kKernels);
+  const bool is_good = are_finite(
+      segments, scale, error, [&](const float* values, int64_t position, int64_t values_count) {
+        alignas(64) float p[kPiece];
+        uint32_t most = 0;
+        for (int64_t i = 0; i < values_count; i += kPiece) {
+          const int64_t n = std::min(kPiece, values_count - i);
+          const int64_t begin = position + i;
+          error.read(begin, n, p);
+          most = std::max(most, kernels.compensate(values + i, n, scale, p));
+          entries.visit(begin, begin + n, [&](int64_t index, uint32_t entry) {
+            message[entry] = p[index - begin];
+            p[index - begin] = 0.0f;
+          });
+          error.write(begin, n, p);
+        }
+        return most;
+      });
+  if (!is_good) {  // and nothing leaves the error
+    for (const auto& each : entries.all()) {
+      error.write(each.index, 1, message + each.entry);
+      message[each.entry] = float_of(kNaN);
+    }
+  }
 }
 
 // An element of a tensor.
@@ -122,10 +203,15 @@ void encode_on_cpu(at::TensorList tensors, const at::Tensor& message, const Draw
   const cpu::Segments segments(tensors);
   const auto& kernels = cpu::row_kernels(cpu::capability());
   const auto factor = static_cast<float>(scale);
-  float* const lost = codecs::is_there(error) ? error->mutable_data_ptr<float>() : nullptr;
+  const codecs::ErrorMemory memory(error, {true, draw.seed0, draw.seed1, draw.step});
+  float* const lost = memory.in_place();
   auto* const values = reinterpret_cast<float*>(message.mutable_data_ptr<uint8_t>());
   const int64_t count = message.numel() / kBytesOfEntry;
-  if (!are_finite(segments, factor, lost)) {
+  if (memory.is_narrow()) {
+    return encode_narrow(segments, factor, draw, memory, values, count);
+  }
+  const auto none = [](const float*, int64_t, int64_t) { return uint32_t{0}; };
+  if (!are_finite(segments, factor, memory, none)) {
     std::fill(values, values + count, float_of(kNaN));
   } else if (lost == nullptr) {
     for_each_entry(draw, count, locate_in(segments), [&](int64_t entry, const Place& place) {

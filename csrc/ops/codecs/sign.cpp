@@ -73,7 +73,7 @@ codecs::reference::Blocks quantized(const at::Tensor& p, const at::Tensor& error
   const auto is_negative = at::signbit(p).logical_and(is_good);
   if (error.defined()) {
     const auto restored = at::where(is_negative, -magnitude, magnitude);
-    error.copy_(at::where(is_good, p - restored, error));
+    codecs::reference::keep(at::where(is_good, p - restored, error), error);
   }
   auto padded = at::zeros({p.size(0), 8 * width}, p.options().dtype(at::kByte));
   padded.narrow(1, 0, n).copy_(is_negative);

@@ -56,7 +56,8 @@ void check_decoded(const char* op, const char* argument, const at::Tensor& messa
 }  // namespace
 
 int64_t check_encode(at::TensorList tensors, const at::Tensor& message,
-                     const std::optional<at::Tensor>& error) {
+                     const std::optional<at::Tensor>& error,
+                     const std::optional<at::Tensor>& rounding) {
   check_flatten(kEncode, tensors, at::kFloat);
   const auto device = tensors[0].device();
   const int64_t numel = total_numel(tensors);
@@ -64,6 +65,7 @@ int64_t check_encode(at::TensorList tensors, const at::Tensor& message,
   check_bytes(kEncode, "message", message.numel(), numel);
   codecs::check_device(kEncode, "message", message, device);
   codecs::check_error(kEncode, error, numel, device);
+  codecs::check_rounding(kEncode, rounding, device);
   codecs::check_encoded_apart(kEncode, tensors, message, error);
   return numel;
 }
@@ -94,7 +96,8 @@ at::Tensor ranks_of(const at::Tensor& p) {
 }
 
 void encode_reference(at::TensorList tensors, const at::Tensor& message, double scale,
-                      const std::optional<at::Tensor>& error) {
+                      const std::optional<at::Tensor>& error,
+                      const std::optional<at::Tensor>& rounding) {
   const int64_t count = message.numel() / kBytesOfEntry;
   const auto p = codecs::reference::compensated(codecs::reference::flat_of(tensors), scale, error);
   const auto order = std::get<1>(ranks_of(p).sort(/*stable=*/true, /*dim=*/0, /*descending=*/true));
@@ -106,8 +109,8 @@ void encode_reference(at::TensorList tensors, const at::Tensor& message, double 
   bytes.narrow(0, 0, 4 * count).copy_(indices.to(at::kInt).view(at::kByte));
   bytes.narrow(0, 4 * count, 4 * count).copy_(sent.view(at::kByte));
   if (codecs::is_there(error)) {
-    error->detach().view(-1).copy_(
-        at::where(p.isfinite(), p, 0.0).to(at::kFloat).index_fill(0, indices, 0.0));
+    const auto lost = at::where(p.isfinite(), p, 0.0).to(at::kFloat).index_fill(0, indices, 0.0);
+    codecs::reference::keep(lost, error->detach().view(-1), codecs::reference::key_of(rounding));
   }
 }
 
@@ -138,12 +141,12 @@ void decode_sum_reference(const char* op, const at::Tensor& messages, at::Tensor
 // ---- the operators -----------------------------------------------------------------------------
 
 void encode(at::TensorList tensors, const at::Tensor& message, double scale,
-            const std::optional<at::Tensor>& error) {
-  check_encode(tensors, message, error);
+            const std::optional<at::Tensor>& error, const std::optional<at::Tensor>& rounding) {
+  check_encode(tensors, message, error, rounding);
   if (cpu::serve(message.device())) {
-    return encode_on_cpu(tensors, message, scale, error);
+    return encode_on_cpu(tensors, message, scale, error, rounding);
   }
-  encode_reference(tensors, message, scale, error);
+  encode_reference(tensors, message, scale, error, rounding);
 }
 
 void write_sum_of_messages(const char* op, const at::Tensor& messages, at::TensorList tensors,
@@ -169,10 +172,11 @@ TORCH_LIBRARY_FRAGMENT(commhook, m) {
   const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
 
   // Writes the message of a bucket: the values of float32(value) * scale + error of largest
-  // magnitude, as many as it has room for. Puts what is not sent into `error`.
+  // magnitude, as many as it has room for. Puts what is not sent into `error`, which is rounded at
+  // random, if it is bfloat16, where `rounding` holds a seed and a step.
   m.def(
       "topk_encode(Tensor[] tensors, Tensor(a!) message, *, float scale=1.0, "
-      "Tensor(b!)? error=None) -> ()",
+      "Tensor(b!)? error=None, Tensor? rounding=None) -> ()",
       compliant);
   // Writes a message's values into tensors, and zeros beside them.
   m.def("topk_decode(Tensor message, Tensor(a!)[] tensors) -> ()", compliant);

@@ -18,7 +18,8 @@ constexpr int64_t kBytesOfEntry = sizeof(int32_t) + sizeof(float);
 
 // Returns the number of all values.
 C10_EXPORT int64_t check_encode(at::TensorList tensors, const at::Tensor& message,
-                                const std::optional<at::Tensor>& error);
+                                const std::optional<at::Tensor>& error,
+                                const std::optional<at::Tensor>& rounding);
 C10_EXPORT void check_decode(const at::Tensor& message, at::TensorList tensors);
 // messages: [messages, bytes].
 C10_EXPORT void check_decode_sum(const at::Tensor& messages, at::TensorList tensors);
@@ -26,7 +27,8 @@ C10_EXPORT void check_decode_sum(const at::Tensor& messages, at::TensorList tens
 void check_indices(const char* op, bool are_good, int64_t numel);
 
 void encode_on_cpu(at::TensorList tensors, const at::Tensor& message, double scale,
-                   const std::optional<at::Tensor>& error);
+                   const std::optional<at::Tensor>& error,
+                   const std::optional<at::Tensor>& rounding);
 // messages: [messages, bytes].
 void decode_sum_on_cpu(const char* op, const at::Tensor& messages, at::TensorList tensors,
                        double scale);

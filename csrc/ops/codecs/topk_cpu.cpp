@@ -11,6 +11,7 @@
 #include <optional>
 #include <vector>
 
+#include "ops/codecs/error_memory.h"
 #include "ops/codecs/topk.h"
 #include "ops/cpu/blocks.h"
 #include "ops/cpu/capability.h"
@@ -91,12 +92,15 @@ void for_each_part(Parts& parts, const Visit& visit) {
   });
 }
 
-// The values p. The first visit of a part writes them over the error, if there is one, where later
-// visits find them.
+// The values p. The first visit of a part writes them over the error, if there is one of float32,
+// where later visits find them. An error of 16 bits could not hold them: it stays as it is.
 class Values {
  public:
-  Values(const cpu::Segments& segments, double scale, float* error)
-      : segments_(segments), scale_(static_cast<float>(scale)), error_(error) {}
+  Values(const cpu::Segments& segments, double scale, const codecs::ErrorMemory& error)
+      : segments_(segments),
+        scale_(static_cast<float>(scale)),
+        memory_(error),
+        error_(error.in_place()) {}
 
   int64_t total() const { return segments_.total(); }
   float* error() const { return error_; }
@@ -104,6 +108,9 @@ class Values {
   // Calls visit(p, position, count) for pieces of a part, in order.
   template <typename Visit>
   void visit(Part& part, const Visit& visit) const {
+    if (memory_.is_narrow()) {
+      return for_each_piece(part, visit);
+    }
     if (error_ != nullptr && part.is_visited) {
       for (int64_t at = part.begin; at < part.end; at += kPiece) {
         visit(error_ + at, at, std::min(kPiece, part.end - at));
@@ -128,6 +135,24 @@ class Values {
     part.is_visited = true;
   }
 
+  // Replaces an error of 16 bits by p, but for what is sent and, if `drops`, what is not finite.
+  void keep(Parts& parts, const int32_t* indices, int64_t count, bool drops) const {
+    const Kernels& kernels = COMMHOOK_CHOOSE(kKernels);
+    for_each_part(parts, [&](int64_t, const Part& part) {
+      const int32_t* const end = indices + count;
+      const int32_t* next = std::lower_bound(indices, end, part.begin);
+      for_each_piece(part, [&](float* p, int64_t position, int64_t n) {
+        for (; next != end && *next < position + n; ++next) {
+          p[*next - position] = 0.0f;
+        }
+        if (drops) {
+          kernels.drop_nonfinite(p, n);
+        }
+        memory_.write(position, n, p);
+      });
+    });
+  }
+
   // Calls visit(p, count) for the elements [begin, end), at most kPiece, before any other visit.
   template <typename Visit>
   void look_at(int64_t begin, int64_t end, const Visit& visit) const {
@@ -135,6 +160,11 @@ class Values {
     alignas(64) float buffer[kPiece];
     cpu::for_each_block(segments_, begin, end, end - begin, cpu::row_kernels(cpu::capability()),
                         [&](const float* values, int64_t position, int64_t count) {
+                          if (memory_.is_narrow()) {
+                            memory_.read(position, count, buffer);
+                            kernels.compensate(values, count, scale_, buffer);
+                            return visit(buffer, count);
+                          }
                           const float* const error =
                               error_ == nullptr ? nullptr : error_ + position;
                           visit(kernels.scaled(values, count, scale_, error, buffer), count);
@@ -142,9 +172,27 @@ class Values {
   }
 
  private:
+  // Calls visit(p, position, count) for pieces of a part, made of an error of 16 bits.
+  template <typename Visit>
+  void for_each_piece(const Part& part, const Visit& visit) const {
+    const Kernels& kernels = COMMHOOK_CHOOSE(kKernels);
+    alignas(64) float p[kPiece];
+    cpu::for_each_block(segments_, part.begin, part.end, kPiece,
+                        cpu::row_kernels(cpu::capability()),
+                        [&](const float* values, int64_t position, int64_t count) {
+                          for (int64_t at = 0; at < count; at += kPiece) {
+                            const int64_t n = std::min(kPiece, count - at);
+                            memory_.read(position + at, n, p);
+                            kernels.compensate(values + at, n, scale_, p);
+                            visit(p, position + at, n);
+                          }
+                        });
+  }
+
   const cpu::Segments& segments_;
   const float scale_;
-  float* const error_;
+  const codecs::ErrorMemory& memory_;
+  float* const error_;  // of float32
 };
 
 // ---- the least that is sent --------------------------------------------------------------------
@@ -334,19 +382,23 @@ bool are_ascending(const int32_t* indices, int64_t count, int64_t end) {
 }  // namespace
 
 void encode_on_cpu(at::TensorList tensors, const at::Tensor& message, double scale,
-                   const std::optional<at::Tensor>& error) {
+                   const std::optional<at::Tensor>& error,
+                   const std::optional<at::Tensor>& rounding) {
   const cpu::Segments segments(tensors);
   const int64_t count = message.numel() / kBytesOfEntry;
   if (count == 0) {
     return;
   }
-  const bool has_error = error.has_value() && error->defined();
-  const Values values(segments, scale, has_error ? error->mutable_data_ptr<float>() : nullptr);
+  const codecs::ErrorMemory memory(error, codecs::rounding_of(rounding));
+  const Values values(segments, scale, memory);
   Parts parts = split(values.total());
   const Threshold threshold = find_candidates(values, parts, count);
   auto* const indices = reinterpret_cast<int32_t*>(message.mutable_data_ptr<uint8_t>());
   write(parts, threshold, indices, reinterpret_cast<float*>(indices + count), values.error());
-  if (has_error && threshold.rank >= static_cast<int32_t>(kInfinity)) {  // not all were sent
+  const bool drops = threshold.rank >= static_cast<int32_t>(kInfinity);  // not all were sent
+  if (memory.is_narrow()) {
+    values.keep(parts, indices, count, drops);
+  } else if (memory.is_there() && drops) {
     for_each_part(parts, [&](int64_t, const Part& part) {
       COMMHOOK_CHOOSE(kKernels).drop_nonfinite(values.error() + part.begin, part.end - part.begin);
     });

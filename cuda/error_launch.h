@@ -1,0 +1,44 @@
+// Errors of 16 bits, which the kernels of codecs take as float32.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <optional>
+
+#include "ops/codecs/codec_checks.h"
+
+namespace commhook::cuda {
+
+// Rounds float32 values to `error`, bfloat16 and of as many. rounding: seed and step on the device,
+// from which random numbers follow; null is to the nearest. Takes the current stream of the current
+// device, launches nothing for no elements, and never waits for the device.
+void launch_narrow_error(const at::Tensor& values, const int64_t* rounding,
+                         const at::Tensor& error);
+
+// An error as float32: where it lies, or a copy.
+class WideError {
+ public:
+  // error: checked by check_error, on the current device.
+  explicit WideError(const std::optional<at::Tensor>& error) {
+    if (codecs::is_there(error)) {
+      error_ = *error;
+      wide_ = error->scalar_type() == at::kFloat ? *error : error->detach().to(at::kFloat);
+    }
+  }
+
+  // Null where there is none.
+  float* data() const { return wide_.defined() ? wide_.mutable_data_ptr<float>() : nullptr; }
+
+  // Brings a copy back, after the kernels that write it.
+  void finish(const int64_t* rounding = nullptr) const {
+    if (wide_.defined() && error_.scalar_type() != at::kFloat) {
+      launch_narrow_error(wide_, rounding, error_);
+    }
+  }
+
+ private:
+  at::Tensor error_;
+  at::Tensor wide_;
+};
+
+}  // namespace commhook::cuda
