@@ -135,15 +135,21 @@ def test_majority_vote(ranks: int, right: float) -> None:
 RATE = 0.05
 
 
-def _follows_sgd(rank: int, codec: Codec, steps: int, seed: int) -> dict[str, Tensor | float]:
-    """Where SGD went with the hook, and what was observed and is remembered."""
+def _follows_sgd(
+    rank: int, codec: Codec, steps: int, seed: int, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor | float]:
+    """Where SGD went with the hook, and what was observed and is remembered.
+
+    And the sums over all steps of the squares of what was remembered, of own values and of sums.
+    """
     world_size, numel = dist.get_world_size(), 1500
     generator = torch.Generator().manual_seed(seed + rank)
     curvature = torch.rand(numel, generator=generator)
     target = torch.randn(numel, generator=generator)
-    run = Steps(hooks.error_feedback(hooks.compressed(codec)), numel)
+    run = Steps(hooks.error_feedback(hooks.compressed(codec), dtype=dtype), numel)
     x = torch.ones(numel, dtype=torch.float64)
     observed, largest = torch.zeros(numel, dtype=torch.float64), 0.0
+    squares = {"error": 0.0, "shard_error": 0.0}
     for _ in range(steps):
         noise = torch.randn(numel, generator=generator)
         gradient = curvature * (x.float() - target) + 0.3 * noise
@@ -152,12 +158,19 @@ def _follows_sgd(rank: int, codec: Codec, steps: int, seed: int) -> dict[str, Te
         x -= RATE * result.double()
         memory = run.memory["error"]
         largest = max(largest, (gradient.abs() + memory.abs()).max().item())
+        for name in squares:
+            if name in run.memory:
+                squares[name] += run.memory[name].double().square().sum().item()
     begin, end = shard_range(codec, numel, rank=rank, world_size=world_size)
     held = torch.zeros(numel, dtype=torch.float64)
     if end > begin:
         held[begin:end] = run.memory["shard_error"].double()
     error = run.memory["error"].double()
-    return {"x": x, "observed": observed, "error": error, "held": held, "largest": largest}
+    return {
+        "x": x, "observed": observed, "error": error, "held": held, "largest": largest, **{
+            f"squares of {name}": square for name, square in squares.items()
+        },
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -181,6 +194,30 @@ def test_error_feedback_follows_sgd(codec: Codec, world_size: int) -> None:
     lost = RATE * (mean_error + held).abs().max()
     if type(codec).__module__.startswith("torch_commhook."):  # another's may lose less
         assert lost > 4 * tolerance, "nothing was lost, so that this test shows nothing"
+
+
+IN_16_BITS = {
+    CODECS["blockwise"](bits=4): 2.0**-8,
+    CODECS["sign"](): 2.0**-8,
+    CODECS["topk"](0.05): 2.0**-7,
+    CODECS["randomk"](0.05): 2.0**-7,
+}
+
+
+@pytest.mark.parametrize("codec", IN_16_BITS, ids=repr)
+def test_error_feedback_in_16_bits_follows_sgd(codec: Codec) -> None:
+    """Off by what rounding takes from the errors: a random walk, in no direction."""
+    steps, seed = 60, random.randrange(1 << 30)
+    ranks: list[Any] = run_ranks(_follows_sgd, 2, codec, steps, seed, torch.bfloat16)
+    assert all(torch.equal(found["x"], ranks[0]["x"]) for found in ranks)
+    lost = sum(found["error"] for found in ranks) / 2 + sum(found["held"] for found in ranks)
+    observed = sum(found["observed"] for found in ranks) / 2
+    off = (ranks[0]["x"] - RATE * lost - (1 - RATE * observed)).norm().item()
+    squares = sum(found["squares of error"] / 4 for found in ranks)
+    squares += sum(found["squares of shard_error"] for found in ranks)
+    # Each rounding is off by a third of the most on average, or less.
+    most = RATE * IN_16_BITS[codec] * squares**0.5
+    assert 0.1 * most < off < 0.8 * most, f"seed {seed}"
 
 
 class Net(nn.Module):
@@ -297,6 +334,16 @@ def test_quadratics(name: str) -> None:
     with_feedback = run_ranks(quadratics, 4, hooks.error_feedback(hook), 500, seed)
     assert min(without) > 10, f"seed {seed}"
     assert 0 <= max(with_feedback) < 2, f"seed {seed}"
+
+
+@pytest.mark.parametrize("name", OF_QUADRATICS)
+def test_quadratics_with_errors_in_16_bits(name: str) -> None:
+    """As near as with float32, within a factor of two; without feedback it is a hundred."""
+    hook, seed = hooks.compressed(OF_QUADRATICS[name]), random.randrange(1 << 30)
+    wide = run_ranks(quadratics, 4, hooks.error_feedback(hook), 500, seed)
+    thin = run_ranks(quadratics, 4, hooks.error_feedback(hook, dtype=torch.bfloat16), 500, seed)
+    assert thin != wide, "nothing was rounded"
+    assert max(thin) < 2 * max(wide) + 0.1, f"seed {seed}"
 
 
 def test_signs_are_stuck() -> None:

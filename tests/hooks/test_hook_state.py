@@ -30,6 +30,8 @@ HOOKS = [
     "after(3, error_feedback(blockwise(4, 8)), before=error_feedback(blockwise(8, 64)))",
     "after(5, error_feedback(sign()), before=error_feedback(blockwise(4, 8)))",
     "after(3, error_feedback(topk(0.05)), before=error_feedback(blockwise(8, 64)))",
+    "error_feedback(blockwise(bits=4), dtype=torch.bfloat16)",
+    "error_feedback(topk(0.05), dtype=torch.bfloat16)",
 ]
 
 

@@ -108,6 +108,14 @@ def test_nothing_is_lost_of_parameters_that_no_rank_used(
         assert lost < 1e-5
 
 
+@pytest.mark.parametrize("mode", [EAGER, ON_DDP, TRACED], ids=str)
+def test_little_is_lost_where_16_bits_remember_it(two_ranks: RankPool, mode: Mode) -> None:
+    """Of nine steps, each of which rounds what is remembered."""
+    hook = "error_feedback(topk(0.05), dtype=torch.bfloat16)"
+    for lost in two_ranks.run(_sometimes_unused, hook, mode, timeout=120):
+        assert 1e-5 < lost < 9 * 2.0**-8
+
+
 AFTER = {
     "error_feedback(topk(0.05))": "error_feedback(blockwise(bits=4))",
     "error_feedback(powersgd(rank=1))": "error_feedback(sign())",

@@ -32,6 +32,8 @@ HOOKS = [
     "after(1, error_feedback(sign()), before=error_feedback(powersgd()))",
     "local_sgd(2, hook=error_feedback(blockwise(bits=4)))",
     "local_sgd(2, hook=error_feedback(topk(0.1)), error_reset=True)",
+    "error_feedback(powersgd(rank=2), dtype=torch.bfloat16)",
+    "local_sgd(2, hook=error_feedback(topk(0.1), dtype=torch.bfloat16), error_reset=True)",
 ]
 
 

@@ -59,6 +59,9 @@ class Hook(ABC):
     keeps_ranks_apart = Trait()
     scales_steps = Trait()
 
+    #: In what a hook that keeps an error remembers it.
+    error_dtype: torch.dtype = torch.float32
+
     #: Whether :meth:`step_scale` takes ``loss_scale``.
     _takes_loss_scale: bool = True
 

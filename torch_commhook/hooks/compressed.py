@@ -168,7 +168,7 @@ def traits_of_codec(codec: Codec) -> HookTraits:
 
 def rounding_of(codec: Codec, seed: int, memory: BucketMemory) -> Tensor | None:
     """What a codec's random numbers follow from in this bucket and step; None where it has none."""
-    if not codec.is_random:
+    if not (codec.is_random or codec.rounds_error_at_random(memory.tensors.get("error"))):
         return None
     return memory.rounding_seeds(seed, alike=codec.exchange == "all_reduce")
 

@@ -183,6 +183,7 @@ class _LowRankAverage:
         self.q: Any = q
         self.error = self.memory.tensors.get("error")
         self.keeps_error = self.error is not None
+        self.lent: Tensor | None = None
         self.scale = average_scale(group)
         self.numel = bucket.numel()
         self.dtype = _dtype(bucket.dtype())
@@ -227,6 +228,16 @@ class _LowRankAverage:
                 self.error.zero_()
         return all_reduce(wire, group=group)
 
+    def _work(self) -> Tensor:
+        """Memory for the gradients with their errors, until these are known anew."""
+        if self.error is None or self.error.dtype != torch.bfloat16 or self.is_traced:
+            return self._buffer("work", self.numel)
+        # Not the bucket's own to keep: it would take twice the bytes of what is remembered.
+        if self.device.type != "cpu":  # where an allocator does the same, stream by stream
+            return torch.empty(self.numel, dtype=self.dtype, device=self.device)
+        self.lent = self.memory.scratch.take(self.numel, self.dtype, self.device)
+        return self.lent[: self.numel]
+
     def _left_factors(self, bucket: GradBucket) -> Tensor:
         error, sources = self.error, bucket.sources()
         flat = flat_source(sources)
@@ -235,7 +246,7 @@ class _LowRankAverage:
         elif error is None and flat is not None and flat.dtype == self.dtype and not self.is_traced:
             self.work = flat  # which nobody writes before the result is there
         else:
-            self.work = self._buffer("work", self.numel)
+            self.work = self._work()
             if error is not None:
                 self.work.copy_(error)
         wire: Tensor
@@ -307,8 +318,15 @@ class _LowRankAverage:
                     keeps_error=self.keeps_error,
                 )
         if self.error is not None and self.error is not self.work:
-            # Of float64 what is beyond float32 is forgotten: errors must stay finite.
-            self.error.copy_(self.work).nan_to_num_(0.0, 0.0, 0.0)
+            if self.error.dtype == torch.bfloat16:
+                most = torch.finfo(torch.bfloat16).max
+                self.error.copy_(self.work.clamp_(-most, most))
+            else:  # Of float64 what is beyond float32 is forgotten: errors must stay finite.
+                self.error.copy_(self.work).nan_to_num_(0.0, 0.0, 0.0)
+            if self.lent is not None:
+                del self.work
+                self.memory.scratch.give(self.lent)
+                self.lent = None
         return result
 
     def _result(self, bucket: GradBucket) -> Tensor:

@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from torch_commhook.buckets.layout import BucketLayout
+from torch_commhook.codecs.base import write_saturated
 from torch_commhook.codecs.seeds import mix_seeds
 from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.memory.parameter_store import ParameterStore, add_to_error
+from torch_commhook.memory.scratch import Scratch
 from torch_commhook.memory.states import FOLDED_INTO
 from torch_commhook.metrics import CallMeter
 
@@ -32,6 +34,7 @@ class ModelMemory(Protocol):
         rank, world_size: of this process.
         steps: that have been done on all ranks.
         past: see :class:`BucketMemory`.
+        scratch: for calls of any bucket.
     """
 
     store: ParameterStore
@@ -39,6 +42,7 @@ class ModelMemory(Protocol):
     world_size: int
     steps: int
     past: dict[int, bool]
+    scratch: Scratch
 
     def stand_in(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """What is to be used instead of a group that a hook was given, or the group itself."""
@@ -51,15 +55,17 @@ class BucketMemory:
     compilers, and finds it in ``tensors`` and ``lists`` then.
 
     Attributes:
-        tensors: flat, by name; float32, but for what a hook has packed.
+        tensors: flat, by name; of ``error_dtype``, but for what a hook has packed.
         lists: a tensor or None for each parameter, by name.
         plans: what a hook has worked out from the layout, as text, by name.
         roundings: what :meth:`rounding_seeds` has made, by what it was asked for.
         with_error: whether hooks are to remember what they lose.
+        error_dtype: in what; float32 or bfloat16.
         parts: memories of some of the parameters each, by name.
         places: for such a part, the numbers of its parameters in the whole.
         buffers: for messages.
         meter: of what messages cost.
+        scratch: see :class:`ModelMemory`.
         past: whether so many steps have been done, for each number that was asked for.
         factors: of what :meth:`shard` has made.
         folded: what :meth:`fold_shards` need not be called for again, by a name of the caller's.
@@ -88,6 +94,7 @@ class BucketMemory:
         self.rank = owner.rank
         self.world_size = owner.world_size
         self.with_error = with_error
+        self.error_dtype = torch.float32
         self.tensors: dict[str, Tensor] = {}
         self.lists: dict[str, list[Tensor | None]] = {}
         self.plans: dict[str, str] = {}
@@ -96,6 +103,7 @@ class BucketMemory:
         self.buffers = MessageBuffers()
         self.meter = CallMeter()
         self.past = owner.past
+        self.scratch = owner.scratch
         self.choices: dict[str, int] = {}
         self.places: list[int] = []
         self._shards: dict[str, tuple[str, tuple[int, int]]] = {}  # kind, first and last element
@@ -123,21 +131,21 @@ class BucketMemory:
         return self._owner.stand_in(group)
 
     def flat(self, name: str) -> Tensor:
-        """A number in float32 for each of the bucket's elements; zeros at first.
+        """A number of ``error_dtype`` for each of the bucket's elements; zeros at first.
 
         Where a ``GradScaler`` changes its scale, ``"error"`` is multiplied accordingly.
         """
         flat = self.tensors.get(name)
         if flat is None:
             flat = self.tensors[name] = torch.zeros(
-                self.numel, dtype=torch.float32, device=self.device
+                self.numel, dtype=self.error_dtype, device=self.device
             )
             for parameter, piece in zip(self.parameters, self.layout.views(flat), strict=True):
                 self._store.move_piece(parameter, name, piece)
         return flat
 
     def shard(self, kind: str, begin: int, end: int, factor: int) -> str:
-        """A number in float32 for each of the elements ``[begin, end)``; zeros at first.
+        """A number of ``error_dtype`` for each of the elements ``[begin, end)``; zeros at first.
 
         When another rank has these, they go into ``flat("error")``, ``factor`` times: as many ranks
         as the mean is over of which this is an error.
@@ -151,7 +159,7 @@ class BucketMemory:
                 return name
         others = sum(known == kind for known, _ in self._shards.values())
         name = f"{kind} {others + 1}" if others else kind
-        self.tensors[name] = torch.zeros(end - begin, dtype=torch.float32, device=self.device)
+        self.tensors[name] = torch.zeros(end - begin, dtype=self.error_dtype, device=self.device)
         self._shards[name] = kind, place
         self.factors[name] = factor
         self._restore_shard(name, kind)
@@ -267,6 +275,7 @@ class BucketMemory:
                 with_error=self.with_error,
             )
             part.places = list(numbers)
+            part.error_dtype = self.error_dtype
         return part
 
     def track_step(self, step: int) -> None:
@@ -362,7 +371,7 @@ class BucketMemory:
             for parameter in self.parameters:
                 if name_of[id(parameter)] not in whole:
                     whole[name_of[id(parameter)]] = torch.zeros(
-                        parameter.numel(), dtype=torch.float32, device=parameter.device
+                        parameter.numel(), dtype=self.error_dtype, device=parameter.device
                     )
             for parameter, first, start, count in self.shard_pieces(name):
                 flat = whole[name_of[id(parameter)]]
@@ -385,7 +394,7 @@ class BucketMemory:
             loaded = self._store.loaded_shard(parameter, kind)
             if loaded is not None:
                 part = loaded[first : first + count]
-                self.tensors[name][start : start + count] = part
+                write_saturated(self.tensors[name][start : start + count], part)
                 part.zero_()
         for parameter in self.parameters:
             loaded = self._store.pop_loaded_shard(parameter, kind)

@@ -22,6 +22,7 @@ from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.jump_watch import JumpWatch
 from torch_commhook.memory.loss_scale import Scaler
 from torch_commhook.memory.parameter_store import ParameterStore, multiply_error
+from torch_commhook.memory.scratch import Scratch
 from torch_commhook.memory.states import ERROR, FOLDED_INTO, VERSION, Remembered, checked_state
 
 
@@ -38,6 +39,7 @@ class HookMemory:
         on_step: called after each step.
         has_begun: whether a bucket has been asked for, where nobody else tells of steps.
         past: see :class:`BucketMemory`.
+        scratch: float tensors for calls of any bucket.
         scaler: scales the gradients, where one does.
         scale: what errors are multiplied by: the scaler's scale when they were written.
         loss_scale: the same as a tensor, where a scaler is followed.
@@ -55,6 +57,7 @@ class HookMemory:
         self.on_step: Callable[[HookMemory], None] | None = None
         self.past: dict[int, bool] = {}
         self.store = ParameterStore()
+        self.scratch = Scratch()
         # By first parameter.
         self._buckets: MutableMapping[Tensor, BucketMemory] = WeakIdKeyDictionary()
         self.scaler: Scaler | None = None

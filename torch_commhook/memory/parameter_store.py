@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_commhook.buckets.layout import BucketLayout
+from torch_commhook.codecs.base import write_saturated
 from torch_commhook.memory.states import ERROR, FOLDED_INTO
 
 #: The attributes that are tables by parameter.
@@ -92,7 +93,7 @@ class ParameterStore:
         pieces = self._pieces.setdefault(parameter, {})
         before = pieces.get(kind)
         if before is not None:
-            piece.copy_(before)
+            write_saturated(piece, before)
         pieces[kind] = piece
 
     def add_lost(

@@ -85,7 +85,7 @@ def add_unsent_to_errors(
     earlier backward, which were sent again, are no part of it.
 
     Args:
-        errors: flat, float32; written.
+        errors: flat, float32 or bfloat16; written.
         results: of parameters' shapes, laid out as in the buckets.
         gradients: of parameters' shapes.
         used: for each parameter, whether any rank has used it.
@@ -136,7 +136,7 @@ def _check_unsent(
 ) -> None:
     op = "keep_unsent"
     for i, error in enumerate(errors):
-        check_flat(op, f"errors[{i}]", error, (torch.float32,))
+        check_flat(op, f"errors[{i}]", error, (torch.float32, torch.bfloat16))
     for name, tensors in (("results", results), ("gradients", gradients)):
         for i, tensor in enumerate(tensors):
             check_dense(op, f"{name}[{i}]", tensor, BUCKET_DTYPES)

@@ -1,0 +1,32 @@
+"""Float tensors that the buckets of a model lend each other."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Scratch:
+    """Tensors for one call each, and for the next call of whatever bucket.
+
+    There are as many as buckets were under way at once. Any thread may take and give.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat tensor of at least ``numel`` elements with undefined contents."""
+        try:
+            kept = self._free.pop()
+        except IndexError:
+            kept = None
+        if kept is not None and kept.numel() >= numel:
+            if kept.dtype == dtype and kept.device == device:
+                return kept
+        with torch.inference_mode(False):  # or no other call could write to it
+            return torch.empty(numel, dtype=dtype, device=device)
+
+    def give(self, tensor: Tensor) -> None:
+        """Let others have a tensor that :meth:`take` gave."""
+        self._free.append(tensor)
