@@ -169,6 +169,10 @@ class HookStats:
         bytes_sent: in all; None where nobody counts, as in :class:`BucketStats`.
         bytes_sent_last_step: in the last of the steps, over all buckets.
         bytes_received, bytes_received_last_step: the same of what came.
+        bytes_gathered: sent in all-gathers of a sharded model's parameters, in forwards that do not
+            train too; with and without ``weights``.
+        bytes_scattered: sent in reduce-scatters among the shards of a replica, where the hook
+            averages across replicas; with and without ``shard_hook``.
         world_size: ranks.
         buckets: the buckets as they are now; DDP forms them anew after the first step.
     """
@@ -178,6 +182,8 @@ class HookStats:
     bytes_sent_last_step: int | None = 0
     bytes_received: int | None = 0
     bytes_received_last_step: int | None = 0
+    bytes_gathered: int = 0
+    bytes_scattered: int = 0
     world_size: int = 1
     buckets: list[BucketStats] = field(default_factory=list)
 

@@ -89,7 +89,7 @@ class TestStats(expecttest.TestCase):
         self.assertExpectedInline(
             without_times(run_ranks(two_steps, 2, "cast()")[0]),
             """\
-HookStats(steps=2, bytes_sent=33280, bytes_sent_last_step=16640, bytes_received=33280, bytes_received_last_step=16640, world_size=2, buckets=[
+HookStats(steps=2, bytes_sent=33280, bytes_sent_last_step=16640, bytes_received=33280, bytes_received_last_step=16640, bytes_gathered=0, bytes_scattered=0, world_size=2, buckets=[
     BucketStats(index=0, numel=8320, dtype=torch.float32, bytes_sent=33280, bytes_sent_last_step=16640, bytes_received=33280, bytes_received_last_step=16640, relative_error=None, encode_seconds=0.0, wire_seconds=0.0, decode_seconds=0.0)])
 """,
         )
@@ -99,7 +99,7 @@ HookStats(steps=2, bytes_sent=33280, bytes_sent_last_step=16640, bytes_received=
         self.assertExpectedInline(
             without_times(stats),
             """\
-HookStats(steps=2, bytes_sent=17168, bytes_sent_last_step=8584, bytes_received=16904, bytes_received_last_step=8452, world_size=2, buckets=[
+HookStats(steps=2, bytes_sent=17168, bytes_sent_last_step=8584, bytes_received=16904, bytes_received_last_step=8452, bytes_gathered=0, bytes_scattered=0, world_size=2, buckets=[
     BucketStats(index=0, numel=8320, dtype=torch.float32, bytes_sent=17168, bytes_sent_last_step=8584, bytes_received=16904, bytes_received_last_step=8452, relative_error=0.006, encode_seconds=0.0, wire_seconds=0.0, decode_seconds=0.0)])
 """,
         )

@@ -226,7 +226,8 @@ class HookHandle:
         same: those of a module are made so when it is loaded; DDP forms its buckets anew after its
         first step, before which they may be others. Seeds are settings of the hook.
 
-        Of a hook that keeps ranks apart this has the rank's parameters too.
+        Of a hook that keeps ranks apart this has the rank's parameters too. Where a sharded model
+        has a ``shard_hook``, what that remembers is under ``"shard_hook"``.
         """
         memory, local_steps = self._attached.memory, self._attached.local_steps
         if local_steps is not None:

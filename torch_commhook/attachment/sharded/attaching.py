@@ -155,9 +155,12 @@ def _check_shard_hook(group: fsdp.ParamGroup, has_replicas: bool) -> None:
         )
 
 
-def _check_weights(units: list[Unit], weights: object) -> None:
-    if weights is None:
-        return
+def check_weights_codec(weights: object) -> None:
+    """Refuse what parameters cannot be gathered through.
+
+    Raises:
+        TypeError, ValueError: no codec, or one that does not send all values.
+    """
     if not isinstance(weights, Codec):
         raise TypeError(
             f"attach: weights must be one of torch_commhook.codecs, got {_C.type_name(weights)}"
@@ -167,6 +170,12 @@ def _check_weights(units: list[Unit], weights: object) -> None:
             f"attach: weights must be a codec that sends all values, and the same ones each time, "
             f"got {weights}"
         )
+
+
+def _check_weights(units: list[Unit], weights: object) -> None:
+    if weights is None:
+        return
+    check_weights_codec(weights)
     if fsdp.shard_group(units[0].group) is None:
         raise ValueError("attach: weights are gathered on sharded models, and not by replicate()")
     for unit in units:

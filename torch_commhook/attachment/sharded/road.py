@@ -218,14 +218,18 @@ class ShardedRoad:
         assert step_group is not None
         group = step_group.group_for(tensor.device)
         scale = self._scale(op, group.size(), unit)
+        meter = WireMeter()
         try:
             if attached is None:
-                future = issue_reduce_scatter(tensor, out, op, group, scale=scale)
+                with counting(meter):
+                    future = issue_reduce_scatter(tensor, out, op, group, scale=scale)
                 self._wait(future, step_group)
             else:
-                self._run_on_shards(attached, unit, out, tensor, op, scale, step_group)
+                self._run_on_shards(attached, unit, out, tensor, op, scale, step_group, meter)
         except Exception as error:
             raise self._step.fail_with(error, step_group) from None
+        if self._attached is not None and self._attached is not attached:
+            self._attached.stats.bytes_scattered += meter.bytes_sent
 
     def _run_on_shards(
         self,
@@ -236,6 +240,7 @@ class ShardedRoad:
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         scale: float,
         step_group: StepGroup,
+        meter: WireMeter,
     ) -> None:
         assert isinstance(attached.hook, Hook) and isinstance(attached.memory, UnshardedMemory)
         stand_ins = attached.memory.shards_of([each.name for each in unit.reduced])
@@ -254,7 +259,6 @@ class ShardedRoad:
         where = hook_on_bucket(attached.name, unit.number, len(self._units))
         if attached.memory.jump_watch is not None:
             attached.memory.jump_watch.look(bucket)
-        meter = WireMeter()
         with counting(meter):
             future = _C.as_future(driven(attached.hook.average_shard(bucket)), where)
         traffic = meter.traffic(tensor.numel(), tensor.dtype)
@@ -349,13 +353,22 @@ class ShardedRoad:
         self._step.before_gather()
         step_group = self._step.group_of(group)
         inner = group if step_group is None else step_group.group_for(tensor.device)
+        meter = WireMeter()
         try:
-            if self._weights is None or tensor.dtype == torch.uint8 or group is not self._gathers:
-                shape = (inner.size(), *tensor.shape)
-                return all_gather(tensor, out=out.view(shape), group=inner)
-            return compressed_all_gather(tensor, self._weights, out=out, group=inner)
+            with counting(meter):
+                future = self._issue_gather(out, tensor, group, inner)
         except Exception as error:
             raise self._gather_failed(error, step_group) from None
+        if self._attached is not None:
+            self._attached.stats.bytes_gathered += meter.bytes_sent
+        return future
+
+    def _issue_gather(
+        self, out: Tensor, tensor: Tensor, group: dist.ProcessGroup, inner: dist.ProcessGroup
+    ) -> torch.futures.Future[Tensor]:
+        if self._weights is None or tensor.dtype == torch.uint8 or group is not self._gathers:
+            return all_gather(tensor, out=out.view(inner.size(), *tensor.shape), group=inner)
+        return compressed_all_gather(tensor, self._weights, out=out, group=inner)
 
     @property
     def _gathers(self) -> dist.ProcessGroup | None:
