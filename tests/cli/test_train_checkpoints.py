@@ -22,6 +22,7 @@ from torch_commhook.cli.checkpoint import (
     to_cpu,
     write_checkpoint,
 )
+from torch_commhook.cli.parallel import Traffic
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.train_options import parse_options
 from torch_commhook.cli.train_rank import Run, _make_optimizer, _restore, _save
@@ -110,7 +111,7 @@ def test_an_interrupt_writes_no_checkpoint_in_the_place_of_results(
     data = types.SimpleNamespace(fingerprint="00")
     world = World(0, 1, torch.device("cpu"), "gloo")
     for run.step in (3, 4):
-        saved = _save(run, options, world, data, None)  # type: ignore[arg-type]
+        saved = _save(run, options, world, data, Traffic(None))  # type: ignore[arg-type]
         path = Path(f"at-{run.step}") / "loss.png"
         assert (saved, path.exists()) == ((None, False) if run.step == 3 else (path, True))
     assert capsys.readouterr().out == (

@@ -19,6 +19,7 @@ import random
 import signal
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,20 @@ HOOKS = [
 ]
 
 
-def killed_and_resumed(hook: str, seed: int, folder: Path, *, steps: int = STEPS) -> dict[str, Any]:
-    """Where it was killed, from where it went on, and whether all is the same in the end."""
+def killed_and_resumed(
+    hook: str,
+    seed: int,
+    folder: Path,
+    *,
+    steps: int = STEPS,
+    how: Sequence[str] = ("--bucket-cap-mb", "0.02"),
+) -> dict[str, Any]:
+    """Where it was killed, from where it went on, and whether all is the same in the end.
+
+    ``how`` are further arguments of ``train``.
+    """
     dice = random.Random(f"{hook} {seed}")
-    arguments = ("--steps", str(steps), "--bucket-cap-mb", "0.02", "--seed", str(seed))
+    arguments = ("--steps", str(steps), "--seed", str(seed), *how)
     folders = {name: folder / name for name in ("straight", "killed", "resumed")}
     for each in folders.values():
         each.mkdir(parents=True)

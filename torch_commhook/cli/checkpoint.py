@@ -8,7 +8,7 @@ import stat
 import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,16 @@ class Checkpoint:
     Attributes:
         config: the configuration as plain values.
         step: the steps done.
-        model: parameter name to tensor.
-        optimizer: the optimizer's ``state_dict()``.
+        model: parameter name to tensor, whole where parameters are sharded.
+        optimizer: the optimizer's ``state_dict()``, of whole parameters.
         rank_states: for each rank ``{"hook": the hook's state or None, "rng": uint8 tensor}``. Of a
             hook that keeps ranks apart also ``"optimizer"``, that of the rank's own; ``model`` and
             ``optimizer`` are then those of rank 0.
         data_fingerprint: of the text.
-        bytes_sent: what rank 0 has sent, None where the hook doesn't tell.
+        bytes_sent: what rank 0 has sent for gradients, None where the hook doesn't tell.
         seconds: spent on the steps.
+        bytes_scattered: what it has sent in reduce-scatters within a replica.
+        bytes_gathered: what it has sent to gather parameters.
     """
 
     config: dict[str, Any]
@@ -48,6 +50,8 @@ class Checkpoint:
     data_fingerprint: str
     bytes_sent: int | None
     seconds: float
+    bytes_scattered: int = 0
+    bytes_gathered: int = 0
 
     @property
     def has_hook_state(self) -> bool:
@@ -90,11 +94,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(
             f"{path} is a checkpoint of version {version}, this is for {_VERSION}"
         )
-    names = Checkpoint.__dataclass_fields__
-    missing = [name for name in names if name not in content]
+    known = fields(Checkpoint)
+    missing = [each.name for each in known if each.name not in content and each.default is MISSING]
     if missing:
         raise CheckpointError(f"{path} lacks {', '.join(missing)}")
-    checkpoint = Checkpoint(**{name: content[name] for name in names})
+    checkpoint = Checkpoint(**{e.name: content[e.name] for e in known if e.name in content})
     wrong = [name for name, is_right in _right_fields(checkpoint).items() if not is_right]
     if wrong:
         raise CheckpointError(f"{path} is damaged: its {', '.join(wrong)} can't be read")
@@ -133,6 +137,8 @@ def _right_fields(checkpoint: Checkpoint) -> dict[str, bool]:
         "rank_states": isinstance(ranks, list) and all(_is_rank_state(state) for state in ranks),
         "data_fingerprint": isinstance(checkpoint.data_fingerprint, str),
         "bytes_sent": checkpoint.bytes_sent is None or _is_count(checkpoint.bytes_sent),
+        "bytes_scattered": _is_count(checkpoint.bytes_scattered),
+        "bytes_gathered": _is_count(checkpoint.bytes_gathered),
         "seconds": isinstance(checkpoint.seconds, float) and 0 <= checkpoint.seconds < math.inf,
     }
 

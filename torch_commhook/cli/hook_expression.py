@@ -2,7 +2,8 @@
 
 An expression is parsed, never evaluated as Python: calls of the public names of
 ``torch_commhook.hooks``, whose arguments are constants, names of dtypes, lists and tuples of those,
-or further such calls. A file is Python of the user's own, and is run.
+or further such calls. A file is Python of the user's own, and is run. Codecs are read alike:
+``blockwise(bits=4)`` or ``none``.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def parse_hook(expression: str, hooks: ModuleType | None = None) -> Any:
     text = expression.strip()
     if text.lower() == NO_HOOK:
         return None
-    if _is_file_reference(text):
+    if is_file_reference(text):
         return _load_from_file(text)
     if hooks is None:
         from torch_commhook import hooks as library_hooks
@@ -66,10 +67,29 @@ def parse_hook(expression: str, hooks: ModuleType | None = None) -> Any:
     return _Builder(text, hooks).build()
 
 
+def parse_codec(expression: str) -> Any:
+    """The codec that ``expression`` describes; None for ``none``.
+
+    Args:
+        expression: a call of a codec of the library, such as ``blockwise(bits=4)``, a bare name, or
+            ``none``.
+
+    Raises:
+        HookExpressionError: the expression is not of this form, a name is unknown, or the arguments
+            don't suit the codec.
+    """
+    text = expression.strip()
+    if text.lower() == NO_HOOK:
+        return None
+    from torch_commhook import codecs
+
+    return _CodecBuilder(text, codecs).build()
+
+
 def check_hook(expression: str, hooks: ModuleType | None = None) -> None:
     """Raise HookExpressionError where :func:`parse_hook` would, without running a user's file."""
     text = expression.strip()
-    if _is_file_reference(text):
+    if is_file_reference(text):
         path, name = _split_file_reference(text)
         _check_file_defines(text, path, name)
     else:
@@ -97,10 +117,20 @@ def public_names(hooks: ModuleType) -> list[str]:
 class _Builder:
     """Turns the syntax tree of one expression into the hook."""
 
+    kind = "hook"
+    forms = f"as in cast(bfloat16), or {NO_HOOK}, or FILE.py:NAME"
+
     def __init__(self, text: str, hooks: ModuleType) -> None:
         self.text = text
         self.hooks = hooks
-        self.names = public_names(hooks)
+        self.names = self.callable_names()
+
+    def callable_names(self) -> list[str]:
+        return public_names(self.hooks)
+
+    def check(self, built: Any) -> None:
+        if not callable(built):
+            raise self._error("is only a part of a hook")
 
     def build(self) -> Any:
         if len(self.text) > _MOST_CHARACTERS:
@@ -108,14 +138,13 @@ class _Builder:
         try:
             node = ast.parse(self.text, mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise self._error("is not a hook expression") from error
+            raise self._error(f"is not a {self.kind} expression") from error
         if not isinstance(node, (ast.Name, ast.Call)):
-            raise self._error("is not a hook expression")
+            raise self._error(f"is not a {self.kind} expression")
         self._check_depth(node)
         # A bare name is a call without arguments.
         hook = self._call(node, [], {}) if isinstance(node, ast.Name) else self._value(node)
-        if not callable(hook):
-            raise self._error("is only a part of a hook")
+        self.check(hook)
         return hook
 
     def _check_depth(self, tree: ast.expr) -> None:
@@ -178,21 +207,34 @@ class _Builder:
         if name in self.names:  # a wrapper's inner hook may be a bare name too
             return self._call(node, [], {})
         raise self._error(
-            f"has the argument {_shortened(name)!r}, which is neither a dtype nor a hook"
+            f"has the argument {_shortened(name)!r}, which is neither a dtype nor a {self.kind}"
         )
 
     def _unknown(self, name: str) -> HookExpressionError:
         close = difflib.get_close_matches(name, self.names, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
-        return self._error(f"names the unknown hook {_shortened(name)!r}{hint}")
+        return self._error(f"names the unknown {self.kind} {_shortened(name)!r}{hint}")
 
     def _error(self, what: str) -> HookExpressionError:
         no_hooks = (*_NOT_WRITABLE_HOOKS, *_PARTS)
         names = ", ".join(name for name in self.names if name not in no_hooks)
         return HookExpressionError(
-            f"hook {_shortened(self.text)!r} {what}; a hook is one of {names}, as in "
-            f"cast(bfloat16), or {NO_HOOK}, or FILE.py:NAME"
+            f"{self.kind} {_shortened(self.text)!r} {what}; a {self.kind} is one of {names}, "
+            f"{self.forms}"
         )
+
+
+class _CodecBuilder(_Builder):
+    """Turns the syntax tree of one expression into the codec."""
+
+    kind = "codec"
+    forms = f"as in blockwise(bits=8), or {NO_HOOK}"
+
+    def callable_names(self) -> list[str]:
+        return sorted(self.hooks.CODECS)
+
+    def check(self, built: Any) -> None:
+        """Whatever the table of codecs makes is one."""
 
 
 def _shortened(text: str) -> str:
@@ -211,7 +253,8 @@ def _bound(
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def _is_file_reference(text: str) -> bool:
+def is_file_reference(text: str) -> bool:
+    """Whether a hook is written as FILE.py:NAME, rightly or wrongly."""
     return ".py:" in text or text.endswith(".py")
 
 

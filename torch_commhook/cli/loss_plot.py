@@ -40,7 +40,7 @@ def draw_loss(path: Path, results: Sequence[RunResult]) -> bool:
             sent = [(record.bytes_sent or 0) / 1e6 for record in result.records]
             by_bytes.plot(sent, losses, **style)
     by_step.set(xlabel="step", ylabel="loss (nats per byte)")
-    by_bytes.set(xlabel="sent by rank 0 (MB)")
+    by_bytes.set(xlabel="sent by rank 0 for gradients (MB)")
     for axes in (by_step, by_bytes):
         axes.grid(alpha=0.3)
     by_step.legend()

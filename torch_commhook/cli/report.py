@@ -29,8 +29,11 @@ class StepRecord:
         lr: the learning rate of this step.
         seconds: spent on the steps so far.
         bytes_sent: by rank 0 for gradients since step 1; None where the hook doesn't tell.
-        fp32_bytes: what rank 0 would have sent by a ring all-reduce of fp32 gradients.
+        fp32_bytes: what rank 0 would have sent in the same places for fp32 gradients, around a
+            ring.
         tokens: bytes of text trained on so far, by all ranks.
+        bytes_scattered: by rank 0 in reduce-scatters within its replica.
+        bytes_gathered: by rank 0 for parameters.
     """
 
     step: int
@@ -40,6 +43,8 @@ class StepRecord:
     bytes_sent: int | None
     fp32_bytes: int
     tokens: int
+    bytes_scattered: int = 0
+    bytes_gathered: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,17 +52,19 @@ class RunResult:
     """The outcome of one run, a row of the table.
 
     Attributes:
-        hook: its expression.
+        hook: its expression, with what else compresses.
         steps: done in this run.
         final_loss: nats per byte, the mean over the last ``final_steps`` steps.
         final_steps: see there.
         held_out_loss: nats per byte of the text that was held out, None where none was.
         steps_per_second: without evaluation and checkpoints.
         bytes_per_step: sent by rank 0 for gradients; None where the hook doesn't tell.
-        fp32_bytes_per_step: of a ring all-reduce of fp32 gradients.
+        fp32_bytes_per_step: of fp32 gradients in the same places, around a ring.
         records: the steps.
         is_interrupted: whether it was ended before its last step.
         checkpoint: the latest that was written, None where none was.
+        scattered_per_step: sent by rank 0 in reduce-scatters within its replica.
+        gathered_per_step: sent by rank 0 for parameters.
     """
 
     hook: str
@@ -71,6 +78,8 @@ class RunResult:
     records: tuple[StepRecord, ...]
     is_interrupted: bool = False
     checkpoint: str | None = None
+    scattered_per_step: float = 0.0
+    gathered_per_step: float = 0.0
 
     @property
     def fp32_ratio(self) -> float | None:
@@ -153,8 +162,7 @@ class PlainLine:
         step = f"{record.step:{len(str(self._last_step))}}/{self._last_step}"
         print(
             f"{self._title}  step {step}  loss {record.loss:.4f}  {speed:.2f} steps/s"
-            f"  sent {format_bytes(record.bytes_sent)}"
-            f", {format_ratio(fp32_ratio(record.bytes_sent, record.fp32_bytes))}",
+            f"  {_sent(record)}",
             file=self._stream or sys.stdout,
             flush=True,
         )
@@ -183,15 +191,20 @@ class RichLine:
         self._progress.start()
 
     def update(self, record: StepRecord, speed: float) -> None:
-        ratio = fp32_ratio(record.bytes_sent, record.fp32_bytes)
-        numbers = (
-            f"loss {record.loss:.3f}  {speed:.2f} steps/s"
-            f"  sent {format_bytes(record.bytes_sent)}, {format_ratio(ratio)}"
-        )
+        numbers = f"loss {record.loss:.3f}  {speed:.2f} steps/s  {_sent(record)}"
         self._progress.update(self._task, completed=record.step, numbers=numbers)
 
     def close(self) -> None:
         self._progress.stop()
+
+
+def _sent(record: StepRecord) -> str:
+    text = f"sent {format_bytes(record.bytes_sent)}"
+    if record.bytes_scattered:
+        text += f", scattered {format_bytes(record.bytes_scattered)}"
+    if record.bytes_gathered:
+        text += f", gathered {format_bytes(record.bytes_gathered)}"
+    return f"{text}, {format_ratio(fp32_ratio(record.bytes_sent, record.fp32_bytes))}"
 
 
 def make_live_line(title: str, first_step: int, last_step: int, every: int) -> LiveLine:
@@ -264,22 +277,29 @@ def write_summary(path: Path, config: dict[str, Any], results: Sequence[RunResul
 
 
 def format_table(results: Sequence[RunResult]) -> str:
-    """The runs side by side, a line each."""
-    header = ("hook", "final loss", "held-out", "steps/s", "sent per step", "fp32 / sent")
+    """The runs side by side, a line each.
+
+    What was scattered and gathered has a column where a run did so.
+    """
+    has_scattered = any(result.scattered_per_step for result in results)
+    has_gathered = any(result.gathered_per_step for result in results)
+    header = ["hook", "final loss", "held-out", "steps/s", "sent per step", "fp32 / sent"]
+    header += ["scattered per step"] * has_scattered + ["gathered per step"] * has_gathered
     rows = [header]
     for result in results:
         held_out = "-" if result.held_out_loss is None else f"{result.held_out_loss:.4f}"
         ratio = result.fp32_ratio
-        rows.append(
-            (
-                result.hook,
-                f"{result.final_loss:.4f}",
-                held_out,
-                f"{result.steps_per_second:.2f}",
-                format_bytes(result.bytes_per_step),
-                "-" if ratio is None else f"{ratio:.2f}x",
-            )
-        )
+        row = [
+            result.hook,
+            f"{result.final_loss:.4f}",
+            held_out,
+            f"{result.steps_per_second:.2f}",
+            format_bytes(result.bytes_per_step),
+            "-" if ratio is None else f"{ratio:.2f}x",
+        ]
+        row += [format_bytes(result.scattered_per_step)] * has_scattered
+        row += [format_bytes(result.gathered_per_step)] * has_gathered
+        rows.append(row)
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     lines = []
     for row in rows:

@@ -19,6 +19,11 @@ MOST = {
 }
 
 
+#: How a model is spread over the ranks: whole on each; in shards over all of them; or in replicas,
+#: each of which is in shards over its own ranks.
+PARALLEL = ("ddp", "fsdp", "hsdp")
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """Everything that decides the numbers of a run; a checkpoint holds it."""
@@ -38,6 +43,31 @@ class TrainConfig:
     bucket_cap_mb: tuple[float, ...] = (2.0, 12.0, 14.0, 10.0, 6.0)
     data: tuple[str, ...] | None = None
     data_cap_mb: float | None = None
+    parallel: str = "ddp"
+    #: Of ``"hsdp"`` alone: the ranks of a replica.
+    shards: int | None = None
+    shard_hook: str | None = None
+    weights: str | None = None
+
+    @property
+    def shard_ranks(self) -> int:
+        """The ranks that a parameter is sharded over."""
+        if self.parallel == "hsdp":
+            assert self.shards is not None
+            return self.shards
+        return self.ranks if self.parallel == "fsdp" else 1
+
+    @property
+    def replicas(self) -> int:
+        """How many whole models there are."""
+        return self.ranks // self.shard_ranks
+
+    @property
+    def communication(self) -> str:
+        """The hook, and what else compresses, as in a call of ``attach``."""
+        beside = {"shard_hook": self.shard_hook, "weights": self.weights}
+        given = [f"{name}={value}" for name, value in beside.items() if value is not None]
+        return ", ".join([self.hook, *given])
 
     @property
     def cap_bytes(self) -> int | None:
@@ -74,6 +104,12 @@ class TrainConfig:
 
 def _can_be(name: str, value: Any, default: Any) -> bool:
     """Whether ``value`` is one that the field ``name`` of TrainConfig can have."""
+    if name == "parallel":
+        return value in PARALLEL
+    if name == "shards":
+        return value is None or (type(value) is int and 1 <= value <= MOST_RANKS)
+    if name in ("shard_hook", "weights"):
+        return value is None or isinstance(value, str)
     if name == "data":
         return value is None or (
             isinstance(value, list) and all(isinstance(item, str) for item in value)
@@ -92,3 +128,5 @@ def _can_be(name: str, value: Any, default: Any) -> bool:
 
 #: The fields that fix the shapes of the model: a checkpoint fits no others.
 MODEL_FIELDS = ("layers", "dim", "heads", "seq")
+#: The fields that what hooks remember is of; with others it is no use.
+MEMORY_FIELDS = ("hook", "parallel", "shards", "shard_hook")

@@ -19,8 +19,9 @@ from torch_commhook.cli.outputs import (
     checkpoint_path,
 )
 from torch_commhook.cli.place import Place
+from torch_commhook.cli.sharded_options import ShardedOptionError, check_sharded, resolve_sharded
 from torch_commhook.cli.text_data import DataError, read_text
-from torch_commhook.cli.train_config import MODEL_FIELDS, MOST_RANKS, TrainConfig
+from torch_commhook.cli.train_config import MEMORY_FIELDS, MODEL_FIELDS, MOST_RANKS, TrainConfig
 from torch_commhook.cli.train_parser import build_parser
 
 if TYPE_CHECKING:  # it imports torch, which only --resume needs
@@ -73,7 +74,7 @@ def parse_options(argv: Sequence[str], place: Place | None = None) -> TrainOptio
         if place is None or (place.rank == 0 and place.launcher_pid is None):
             _check_outputs(options)  # once, where it will be written
         return options
-    except (OptionError, HookExpressionError, DataError) as error:
+    except (OptionError, ShardedOptionError, HookExpressionError, DataError) as error:
         parser.error(str(error))
 
 
@@ -90,6 +91,9 @@ def _resolve(args: argparse.Namespace, place: Place | None) -> TrainOptions:
     for name in ("data", "bucket_cap_mb"):
         if name in given:
             given[name] = tuple(given[name])
+    for name in ("shard_hook", "weights"):
+        if name in given and given[name].strip().lower() == NO_HOOK:
+            given[name] = None
     if place is not None:
         if given.get("ranks", place.size) != place.size:
             raise OptionError(
@@ -102,7 +106,7 @@ def _resolve(args: argparse.Namespace, place: Place | None) -> TrainOptions:
     saved_step = 0
     if args.resume is not None:
         base, saved_step, notes = _base_from_checkpoint(args.resume, given)
-    config = replace(base, **given)
+    config = resolve_sharded(replace(base, **given), given)
     if place is None:
         notes += _check_ranks(config.ranks, chosen="ranks" in given, device=args.device)
     _check_config(config)
@@ -141,7 +145,8 @@ def _base_from_checkpoint(
         saved = _saved_config(path, checkpoint)
     except CheckpointError as error:
         raise OptionError(f"argument --resume: {error}") from error
-    notes = []
+    notes: list[str] = []
+    is_noted = False
     for name, value in given.items():
         was = getattr(saved, name)
         if value == was:
@@ -156,8 +161,9 @@ def _base_from_checkpoint(
                 f"argument {option}: the checkpoint {path} holds the hook's state of {was} ranks, "
                 f"which is each rank's own; resume with {was} ranks, got {value}"
             )
-        if name == "hook" and checkpoint.has_hook_state:
-            notes.append(f"the state of the hook {was} in {path} is not used")
+        if name in MEMORY_FIELDS and checkpoint.has_hook_state and not is_noted:
+            is_noted = True
+            notes.append(f"the state of the hook {saved.hook} in {path} is not used")
         notes.append(f"{option} is {value}, it was {was} in {path}: not the same run any more")
     return saved, checkpoint.step, tuple(notes)
 
@@ -220,6 +226,7 @@ def _check_config(config: TrainConfig) -> None:
         check_hook(config.hook)
     except HookExpressionError as error:
         raise OptionError(f"argument --hook: {error}") from error
+    check_sharded(config)
     cap = config.cap_bytes
     if config.data_cap_mb is not None and cap is not None and cap <= config.seq:
         raise OptionError(

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch_commhook.cli.hook_expression import NO_HOOK
 from torch_commhook.cli.main import OneLineParser
 from torch_commhook.cli.outputs import METRICS, PLOT, SUMMARY
-from torch_commhook.cli.train_config import MOST, MOST_RANKS, TrainConfig
+from torch_commhook.cli.train_config import MOST, MOST_RANKS, PARALLEL, TrainConfig
 
 _Number = TypeVar("_Number", int, float)
 
@@ -20,7 +20,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="commhook train",
         description=(
-            "Train a byte-level transformer with DistributedDataParallel and a communication hook. "
+            "Train a byte-level transformer with DistributedDataParallel or fully_shard, and a "
+            "communication hook. "
             "Started alone it launches its own ranks on this machine; under torchrun it joins "
             "the world that is there."
         ),
@@ -83,12 +84,31 @@ def _communication_options(default: TrainConfig) -> _Options:
     return {
         "--hook": _option(
             str,
-            f"a hook of the library such as {default.hook}, {NO_HOOK} for plain DDP, "
-            f"or FILE.py:NAME ({default.hook})",
+            f"a hook of the library such as {default.hook}, {NO_HOOK} for plain DDP or "
+            f"fully_shard, or FILE.py:NAME ({default.hook})",
+        ),
+        "--parallel": _option(
+            str,
+            "ddp: each rank has the model; fsdp: fully_shard over all ranks, and the hook takes "
+            "part in its reduce-scatters; hsdp: replicas that are sharded each, and the hook "
+            f"averages across these ({default.parallel})",
+            choices=PARALLEL,
+        ),
+        "--shards": _option(_positive_int, "of hsdp: ranks of a replica (half of the ranks)"),
+        "--shard-hook": _option(
+            str,
+            f"of hsdp: a hook for the reduce-scatters of each replica, or {NO_HOOK} ({NO_HOOK})",
+            metavar="HOOK",
+        ),
+        "--weights": _option(
+            str,
+            "of fsdp and hsdp: a codec such as blockwise() for the all-gathers of parameters, or "
+            f"{NO_HOOK} ({NO_HOOK})",
+            metavar="CODEC",
         ),
         "--bucket-cap-mb": _option(
             _at_most(MOST["bucket_cap_mb"], _positive_float),
-            "DDP's buckets, from the first to be full on; the last is for all that follow "
+            "of ddp: the buckets, from the first to be full on; the last is for all that follow "
             f"({' '.join(f'{cap:g}' for cap in default.bucket_cap_mb)})",
             metavar="MIB",
             nargs="+",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch_commhook.cli.checkpoint import (
     to_cpu,
     write_checkpoint,
 )
-from torch_commhook.cli.hook_expression import NO_HOOK, parse_hook
+from torch_commhook.cli.hook_expression import NO_HOOK
 from torch_commhook.cli.loss_plot import HOW_TO_GET_MATPLOTLIB, draw_loss
 from torch_commhook.cli.outputs import (
     METRICS,
@@ -34,6 +34,15 @@ from torch_commhook.cli.outputs import (
     check_checkpoint,
     checkpoint_path,
 )
+from torch_commhook.cli.parallel import (
+    Traffic,
+    attach_hook,
+    load_optimizer,
+    plain_traffic,
+    shard,
+    whole_model,
+    whole_state,
+)
 from torch_commhook.cli.place import Place
 from torch_commhook.cli.rank_process import is_asked_to_stop, tell_first_step
 from torch_commhook.cli.report import (
@@ -43,7 +52,6 @@ from torch_commhook.cli.report import (
     format_bytes,
     format_final_loss,
     format_table,
-    fp32_bytes_per_step,
     make_live_line,
     write_summary,
 )
@@ -54,7 +62,7 @@ from torch_commhook.cli.text_data import (
     split_text,
     training_batch,
 )
-from torch_commhook.cli.train_config import TrainConfig
+from torch_commhook.cli.train_config import MEMORY_FIELDS, TrainConfig
 from torch_commhook.cli.train_options import TrainOptions
 from torch_commhook.cli.transformer import ByteTransformer
 from torch_commhook.cli.world import World, join_world
@@ -87,7 +95,8 @@ def train_rank(options: TrainOptions, place: Place) -> None:
         _print_start(options, world, data, checkpoint)
     results = [_train_once(options, world, data, checkpoint, main_run=True)]
     if options.compare and not results[0].is_interrupted:
-        plain = replace(options, config=replace(config, hook=NO_HOOK), save=None, save_every=None)
+        without = replace(config, hook=NO_HOOK, shard_hook=None, weights=None)
+        plain = replace(options, config=without, save=None, save_every=None)
         results.append(_train_once(plain, world, data, checkpoint, main_run=False))
     world.barrier()  # rank 0 may still have been writing: nobody leaves before
     dist.destroy_process_group()
@@ -100,25 +109,41 @@ def train_rank(options: TrainOptions, place: Place) -> None:
 
 @dataclass
 class Run:
-    """The parts of a run that a checkpoint holds."""
+    """The parts of a run that a checkpoint holds.
+
+    Attributes:
+        model: the model.
+        ddp: what the forward is called of: the model in DDP, or itself where it is sharded.
+        optimizer: of its parameters.
+        handle: the hook's, None without a hook.
+        step: the steps done.
+        seconds: spent on them.
+        sent_before: by this rank before this process: in the runs that were resumed.
+    """
 
     model: ByteTransformer
-    ddp: DistributedDataParallel
+    ddp: nn.Module
     optimizer: torch.optim.Optimizer
-    handle: Any  # HookHandle, or None without a hook
+    handle: Any
     step: int = 0
     seconds: float = 0.0
-    bytes_before: int | None = 0  # sent before this process: by the runs that were resumed
+    sent_before: Traffic = field(default_factory=Traffic)
 
     @property
     def ranks_are_apart(self) -> bool:
         """Whether parameters, and what the optimizer remembers, differ between ranks."""
         return getattr(getattr(self.handle, "hook", None), "keeps_ranks_apart", False)
 
-    def bytes_sent(self, fp32_bytes: int, steps: int) -> int | None:
-        """Sent by this rank since step 1, after ``steps`` steps of this process."""
-        sent = fp32_bytes * steps if self.handle is None else self.handle.stats().bytes_sent
-        return None if sent is None or self.bytes_before is None else self.bytes_before + sent
+    def sent(self, plain: Traffic, steps: int) -> Traffic:
+        """By this rank since step 1, after ``steps`` steps of this process.
+
+        Args:
+            plain: of a step without a hook.
+            steps: see there.
+        """
+        if self.handle is None:
+            return self.sent_before + plain.times(steps)
+        return self.sent_before + Traffic.of_hook(self.handle.stats())
 
 
 def _train_once(
@@ -131,13 +156,14 @@ def _train_once(
     config = options.config
     run = prepare(config, world, checkpoint, main_run)
     first_step, last_step = run.step, options.last_step
-    fp32_bytes = fp32_bytes_per_step(run.model.parameter_count(), world.size)
+    plain = plain_traffic(run.model, config)
+    fp32_bytes = plain.gradients or 0
     records: list[StepRecord] = []
     saved: Path | None = None
     reporter = None
     if world.rank == 0:
         name = METRICS if main_run else PLAIN_METRICS
-        line = make_live_line(config.hook, first_step, last_step, options.log_every)
+        line = make_live_line(config.communication, first_step, last_step, options.log_every)
         reporter = Reporter(options.out / name, line, first_step)
         reporter.start(run.seconds)
     try:
@@ -145,14 +171,17 @@ def _train_once(
             started = time.perf_counter()
             loss, lr, is_asked = train_step(run, config, world, data)
             run.seconds += time.perf_counter() - started
+            sent = run.sent(plain, run.step - first_step)
             record = StepRecord(
                 step=run.step,
                 loss=loss,
                 lr=lr,
                 seconds=round(run.seconds, 6),
-                bytes_sent=run.bytes_sent(fp32_bytes, run.step - first_step),
+                bytes_sent=sent.gradients,
                 fp32_bytes=fp32_bytes * run.step,
                 tokens=run.step * config.batch * config.seq * world.size,
+                bytes_scattered=sent.scattered,
+                bytes_gathered=sent.gathered,
             )
             records.append(record)
             if reporter is not None:
@@ -164,7 +193,7 @@ def _train_once(
                     f"the loss is {loss} at step {run.step}: --lr {config.lr:g} may be too high"
                 )
             if options.saves_at(run.step) or (is_asked and options.save is not None):
-                saved = _save(run, options, world, data, record.bytes_sent)
+                saved = _save(run, options, world, data, sent)
             if is_asked:
                 break
     finally:
@@ -175,7 +204,7 @@ def _train_once(
     if not is_interrupted:
         if run.handle is not None:  # what is evaluated is one model
             run.handle.synchronize()
-        held_out_loss = _held_out_loss(run.model, world, data, config.seq)
+        held_out_loss = _held_out_loss(whole_model(run.model, config), world, data, config.seq)
     result = _result(run, config, records, first_step, fp32_bytes, checkpoint)
     if run.handle is not None and not is_interrupted:  # else the ranks may be apart
         run.handle.remove()
@@ -196,6 +225,18 @@ def prepare(
     if checkpoint is not None:
         model.load_state_dict(checkpoint.model)
     model.to(world.device)
+    if config.parallel == "ddp":
+        module: nn.Module = _in_ddp(model, config, world)
+    else:
+        module = model
+        shard(model, config, world.device)
+    run = Run(model, module, _make_optimizer(model, config), attach_hook(module, config))
+    if checkpoint is not None:
+        _restore(run, config, world, checkpoint, main_run)
+    return run
+
+
+def _in_ddp(model: nn.Module, config: TrainConfig, world: World) -> DistributedDataParallel:
     ddp = DistributedDataParallel(
         model,
         device_ids=None if world.device.type == "cpu" else [world.device],
@@ -203,15 +244,7 @@ def prepare(
         gradient_as_bucket_view=True,  # a copy of all gradients less, in memory and time
     )
     _settle_buckets(ddp, world)
-    run = Run(model, ddp, _make_optimizer(model, config), None)
-    hook = parse_hook(config.hook)
-    if hook is not None:
-        from torch_commhook import attach
-
-        run.handle = attach(ddp, hook)
-    if checkpoint is not None:
-        _restore(run, config, world, checkpoint, main_run)
-    return run
+    return ddp
 
 
 def _bucket_sizes(config: TrainConfig) -> dict[str, Any]:
@@ -236,20 +269,22 @@ def _settle_buckets(ddp: DistributedDataParallel, world: World) -> None:
 def _restore(
     run: Run, config: TrainConfig, world: World, checkpoint: Checkpoint, main_run: bool
 ) -> None:
-    _load_optimizer(run, checkpoint.optimizer["state"])
+    load_optimizer(run.optimizer, checkpoint.optimizer["state"])
     run.step, run.seconds = checkpoint.step, checkpoint.seconds
     if not main_run:  # nothing of the comparison was sent before, in this or another process
-        per_step = fp32_bytes_per_step(run.model.parameter_count(), world.size)
-        run.bytes_before = per_step * checkpoint.step
+        run.sent_before = plain_traffic(run.model, config).times(checkpoint.step)
         return
-    run.bytes_before = checkpoint.bytes_sent
+    run.sent_before = Traffic(
+        checkpoint.bytes_sent, checkpoint.bytes_scattered, checkpoint.bytes_gathered
+    )
     if world.rank >= len(checkpoint.rank_states):
         return
     saved = checkpoint.rank_states[world.rank]
     torch.set_rng_state(saved["rng"])
-    same_hook = checkpoint.config.get("hook") == config.hook
+    was = TrainConfig.from_plain(checkpoint.config)
+    same_hook = all(getattr(was, name) == getattr(config, name) for name in MEMORY_FIELDS)
     if same_hook and "optimizer" in saved:
-        _load_optimizer(run, saved["optimizer"])
+        load_optimizer(run.optimizer, saved["optimizer"])
     if same_hook and saved["hook"] and hasattr(run.handle, "load_state_dict"):
         try:
             run.handle.load_state_dict(saved["hook"])
@@ -257,12 +292,6 @@ def _restore(
             raise CheckpointError(
                 f"the hook {config.hook} refuses its state in the checkpoint: {error}"
             ) from error
-
-
-def _load_optimizer(run: Run, state: Any) -> None:
-    # The settings of the groups come from this run's own options.
-    groups = run.optimizer.state_dict()["param_groups"]
-    run.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def _make_optimizer(model: ByteTransformer, config: TrainConfig) -> torch.optim.Optimizer:
@@ -313,13 +342,14 @@ def train_step(
 
 
 def _save(
-    run: Run, options: TrainOptions, world: World, data: TextData, bytes_sent: int | None
+    run: Run, options: TrainOptions, world: World, data: TextData, sent: Traffic
 ) -> Path | None:
     """Write a checkpoint of this step, on rank 0; returns where."""
     hook_state = run.handle.state_dict() if hasattr(run.handle, "state_dict") else None
     state = {"hook": to_cpu(hook_state), "rng": torch.get_rng_state()}
     if run.ranks_are_apart:
         state["optimizer"] = to_cpu(run.optimizer.state_dict()["state"])
+    model, optimizer = whole_state(run.model.state_dict()), whole_state(run.optimizer.state_dict())
     states: list[Any] | None = [None] * world.size if world.rank == 0 else None
     dist.gather_object(state, states)
     if states is None or options.save is None:
@@ -337,12 +367,14 @@ def _save(
         Checkpoint(
             config=options.config.to_plain(),
             step=run.step,
-            model=run.model.state_dict(),
-            optimizer=run.optimizer.state_dict(),
+            model=model,
+            optimizer=optimizer,
             rank_states=states,
             data_fingerprint=data.fingerprint,
-            bytes_sent=bytes_sent,
+            bytes_sent=sent.gradients,
             seconds=run.seconds,
+            bytes_scattered=sent.scattered,
+            bytes_gathered=sent.gathered,
         ),
     )
     return path
@@ -379,17 +411,22 @@ def _result(
     steps = run.step - first_step
     seconds = run.seconds - (0.0 if checkpoint is None else checkpoint.seconds)
     final = [record.loss for record in records[-min(_FINAL_STEPS, max(1, steps // 5)) :]]
-    sent, before = records[-1].bytes_sent, run.bytes_before
+    last, before = records[-1], run.sent_before
+    sent = None
+    if last.bytes_sent is not None and before.gradients is not None:
+        sent = (last.bytes_sent - before.gradients) / steps
     return RunResult(
-        hook=config.hook,
+        hook=config.communication,
         steps=steps,
         final_loss=sum(final) / len(final),
         final_steps=len(final),
         held_out_loss=None,
         steps_per_second=steps / seconds,
-        bytes_per_step=None if sent is None or before is None else (sent - before) / steps,
+        bytes_per_step=sent,
         fp32_bytes_per_step=fp32_bytes,
         records=tuple(records),
+        scattered_per_step=(last.bytes_scattered - before.scattered) / steps,
+        gathered_per_step=(last.bytes_gathered - before.gathered) / steps,
     )
 
 
@@ -404,8 +441,12 @@ def _print_start(
         where += f", {options.threads} thread{'s' if options.threads > 1 else ''} each"
     text = "the standard library" if config.data is None else ", ".join(config.data)
     ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
+    if config.parallel == "fsdp":
+        ranks = f"in shards on {ranks}"
+    elif config.parallel == "hsdp":
+        ranks = f"in {config.replicas} replicas of {config.shard_ranks} shards on {ranks}"
     print(
-        f"{count / 1e6:.2f} M parameters, {ranks} ({where}), hook {config.hook}, "
+        f"{count / 1e6:.2f} M parameters, {ranks} ({where}), hook {config.communication}, "
         f"{format_bytes(len(data))} of {text}, results in {options.out}",
         flush=True,
     )

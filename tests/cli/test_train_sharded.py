@@ -1,0 +1,397 @@
+"""``train --parallel fsdp|hsdp``: models in shards."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kill_and_resume import killed_and_resumed
+from nested_values import different_paths
+from torch.distributed.tensor import DTensor
+from train_errors import train_error
+from train_processes import hooks_file, read_metrics, start_train
+
+from torch_commhook.cli.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from torch_commhook.cli.hook_expression import HookExpressionError, parse_codec
+from torch_commhook.cli.parallel import (
+    Traffic,
+    attach_hook,
+    load_optimizer,
+    plain_traffic,
+    shard,
+    whole_model,
+    whole_state,
+)
+from torch_commhook.cli.place import Place
+from torch_commhook.cli.train_config import TrainConfig
+from torch_commhook.cli.train_options import parse_options
+from torch_commhook.cli.train_rank import _make_optimizer
+from torch_commhook.cli.transformer import ByteTransformer
+from torch_commhook.testing import run_ranks
+
+processes = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+CPU = torch.device("cpu")
+TINY = TrainConfig(layers=2, dim=12, heads=2, seq=8)
+FSDP = replace(TINY, parallel="fsdp", hook="allreduce()")
+HSDP = replace(TINY, parallel="hsdp", hook="allreduce()")
+
+
+def _model(config: TrainConfig) -> ByteTransformer:
+    torch.manual_seed(0)
+    return ByteTransformer(config.layers, config.dim, config.heads)
+
+
+def _step(model: ByteTransformer, rank: int, optimizer: torch.optim.Optimizer) -> None:
+    windows = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(rank))
+    model(windows[:, :-1], windows[:, 1:]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# ---- what is sent --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(replace(base, ranks=ranks, shards=shards), id=f"{base.parallel} {ranks}")
+        for base, ranks, shards in [(FSDP, 2, None), (FSDP, 3, None), (HSDP, 4, 2), (HSDP, 6, 2)]
+    ],
+)
+def test_without_a_hook_as_much_is_sent_as_the_plain_mean_sends(config: TrainConfig) -> None:
+    """Of 2 layers whose rows 3 ranks do not divide, where ``none`` is not counted."""
+
+    def of_rank(rank: int) -> tuple[Traffic, Traffic]:
+        model = _model(config)
+        shard(model, config, CPU)
+        handle = attach_hook(model, config)
+        _step(model, rank, _make_optimizer(model, config))
+        return plain_traffic(model, config), Traffic.of_hook(handle.stats())
+
+    for expected, counted in run_ranks(of_rank, config.ranks):
+        assert expected == counted
+        assert min(counted.gradients or 0, counted.gathered) > 0
+        assert (counted.scattered > 0) == (config.parallel == "hsdp")
+
+
+def test_traffic_adds_up() -> None:
+    sum_ = Traffic(1, 2, 3).times(3) + Traffic(10, 20, 30)
+    assert sum_ == Traffic(13, 26, 39)
+    assert (Traffic(None, 2, 3).times(2) + Traffic(1, 1, 1)).gradients is None
+
+
+# ---- whole states --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [replace(FSDP, ranks=3), replace(HSDP, ranks=4, shards=2)])
+def test_states_are_whole_and_go_back_into_shards(config: TrainConfig) -> None:
+    def of_rank(rank: int) -> tuple[list[str], list[str], list[str], bool]:
+        model = _model(config)
+        shard(model, config, CPU)
+        optimizer = _make_optimizer(model, config)
+        attach_hook(model, config)
+        _step(model, rank, optimizer)
+        saved = whole_state({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        other = _model(config)
+        other.load_state_dict(saved["model"])
+        shard(other, config, CPU)
+        again = _make_optimizer(other, config)
+        load_optimizer(again, saved["optimizer"]["state"])
+        is_sharded = all(
+            isinstance(values["exp_avg"], DTensor) and values["exp_avg"].placements == p.placements
+            for p, values in again.state.items()
+        )
+        twice = whole_state({"model": other.state_dict(), "optimizer": again.state_dict()})
+        plain = whole_model(model, config).state_dict()
+        return (
+            different_paths(saved, twice),
+            different_paths(saved["model"], plain),
+            [name for name, value in saved["model"].items() if isinstance(value, DTensor)],
+            is_sharded,
+        )
+
+    results = run_ranks(of_rank, config.ranks)
+    assert results == [([], [], [], True)] * config.ranks
+
+
+def test_an_optimizer_leaves_the_state_that_it_goes_on_from() -> None:
+    """``--compare`` trains from the same checkpoint a second time."""
+    model = _model(TINY)
+    optimizer = _make_optimizer(model, TINY)
+    _step(model, 0, optimizer)
+    state = whole_state(optimizer.state_dict()["state"])
+    before = {name: value.clone() for name, value in state[0].items()}
+    again = _make_optimizer(model, TINY)
+    load_optimizer(again, state)
+    _step(model, 0, again)
+    assert different_paths(before, state[0]) == []
+
+
+# ---- whole runs ----------------------------------------------------------------------------------
+
+
+def _assert_resumed_alike(straight: Path, resumed: Path) -> None:
+    expected, got = (read_checkpoint(folder / "last.pt") for folder in (straight, resumed))
+    for part in ("config", "step", "bytes_sent", "bytes_scattered", "bytes_gathered"):
+        assert getattr(expected, part) == getattr(got, part), part
+    for part in ("model", "optimizer", "rank_states"):
+        assert different_paths(getattr(expected, part), getattr(got, part)) == [], part
+    assert all(state["hook"] for state in got.rank_states)
+    lines, again = (read_metrics(each / "out" / "metrics.jsonl") for each in (straight, resumed))
+    keys = ("loss", "bytes_sent", "bytes_scattered", "bytes_gathered")
+    for line, other in zip(lines[len(lines) - len(again) :], again, strict=True):
+        assert [line[key] for key in keys] == [other[key] for key in keys]
+
+
+@processes
+def test_a_run_in_shards_reports_and_compares(tmp_path: Path) -> None:
+    arguments = ("--parallel", "fsdp", "--hook", "blockwise(bits=4)", "--weights", "blockwise()")
+    with start_train(*arguments, "--steps", "3", "--compare", folder=tmp_path) as run:
+        assert run.wait() == 0, run.stderr
+        run.assert_all_end()
+    assert run.stderr == ""
+    plain = _plain_traffic()
+    lines = read_metrics(tmp_path / "out" / "metrics-none.jsonl")
+    for step, line in enumerate(lines, start=1):
+        assert line["bytes_sent"] == line["fp32_bytes"] == (plain.gradients or 0) * step
+        assert line["bytes_gathered"] == plain.gathered * step
+    last = read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]
+    assert last["loss"] == pytest.approx(lines[-1]["loss"], abs=0.01)
+    assert last["fp32_bytes"] == (plain.gradients or 0) * 3
+    assert 7.5 < last["fp32_bytes"] / last["bytes_sent"] < 8
+    assert 3.8 < plain.gathered * 3 / last["bytes_gathered"] < 4
+    first, second = json.loads((tmp_path / "out" / "summary.json").read_text())["runs"]
+    assert first["hook"] == "blockwise(bits=4), weights=blockwise()"
+    assert first["held_out_loss"] == pytest.approx(second["held_out_loss"], abs=0.01)
+    assert "in shards on 2 ranks" in run.stdout
+    (header,) = [line for line in run.stdout.splitlines() if line.startswith("hook  ")]
+    assert header.endswith("fp32 / sent  gathered per step")
+
+
+def _plain_traffic() -> Traffic:
+    with torch.device("meta"):
+        model = ByteTransformer(1, 32, 2)
+    return plain_traffic(model, TrainConfig(parallel="fsdp", layers=1, dim=32, heads=2))
+
+
+@processes
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--parallel", "fsdp", "--hook", "error_feedback(blockwise(bits=4))"),
+        (
+            *("--parallel", "hsdp", "--ranks", "4", "--hook", "error_feedback(powersgd(rank=2))"),
+            *("--shard-hook", "error_feedback(blockwise(bits=4))", "--threads", "1"),
+        ),
+    ],
+    ids=["fsdp", "hsdp"],
+)
+def test_a_resumed_run_in_shards_ends_with_the_same_bits(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    for folder in (straight, resumed):
+        folder.mkdir()
+    options = (*options, "--weights", "blockwise()", "--steps", "4", "--save-every", "2")
+    with start_train(*options, "--save", "{step}.pt", folder=straight) as run:
+        assert run.wait() == 0, run.stderr
+    (straight / "4.pt").rename(straight / "last.pt")
+    arguments = ("--resume", straight / "2.pt", "--save", "last.pt", "--compare")
+    with start_train(*arguments, "--threads", "1", folder=resumed) as again:
+        assert again.wait() == 0, again.stderr
+    _assert_resumed_alike(straight, resumed)
+    first, second = json.loads((resumed / "out" / "summary.json").read_text())["runs"]
+    (line,) = read_metrics(straight / "out" / "metrics.jsonl")[3:]
+    assert first["gathered_per_step"] == line["bytes_gathered"] / 4  # of its own steps alone
+    assert second["gathered_per_step"] == _plain_traffic().gathered
+    assert second["scattered_per_step"] == (
+        0 if "fsdp" in options else first["fp32_bytes_per_step"]
+    )
+
+
+@processes
+@pytest.mark.long
+def test_a_killed_run_in_shards_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    how = ("--parallel", "fsdp", "--weights", "fp8()")
+    row = killed_and_resumed("error_feedback(blockwise(bits=4))", 1, tmp_path, steps=60, how=how)
+    assert row["different"] == []
+    assert 0 < row["resumed_from"] < row["steps"]
+
+
+@processes
+@pytest.mark.long
+def test_a_killed_run_with_replicas_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    how = ("--parallel", "hsdp", "--ranks", "4", "--shard-hook", "error_feedback(sign())")
+    row = killed_and_resumed("error_feedback(powersgd(rank=2))", 1, tmp_path, steps=60, how=how)
+    assert row["different"] == []
+    assert 0 < row["resumed_from"] < row["steps"]
+
+
+@processes
+@pytest.mark.long
+def test_a_function_that_averages_whole_gradients_is_one_message(tmp_path: Path) -> None:
+    hooks = hooks_file(tmp_path, "def mean(state, bucket):\n    return bucket.buffer()\n")
+    with start_train("--parallel", "fsdp", "--hook", f"{hooks}:mean", folder=tmp_path) as run:
+        assert run.wait() == 1
+        run.assert_all_end()
+    assert run.stderr.count("commhook train:") == 1
+    assert "mean' averages whole gradients" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+# ---- options -------------------------------------------------------------------------------------
+
+
+def test_a_codec_is_read_like_a_hook() -> None:
+    assert repr(parse_codec("blockwise(bits=4)")) == "blockwise(bits=4)"
+    assert repr(parse_codec("fp8")) == repr(parse_codec("fp8()"))
+    assert parse_codec(" None ") is None
+    for text, message in [
+        ("blockwisse()", "the unknown codec 'blockwisse' (did you mean 'blockwise'?); a codec is "),
+        ("cast()", "names the unknown codec 'cast'"),
+        ("3", "is not a codec expression; a codec is one of "),
+        ("blockwise(bits=3)", "is refused by blockwise: ValueError"),
+    ]:
+        with pytest.raises(HookExpressionError) as caught:
+            parse_codec(text)
+        assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--parallel tensor", "argument --parallel: invalid choice: 'tensor'"),
+        ("--weights blockwise()", "argument --weights: needs --parallel fsdp or hsdp, got ddp"),
+        ("--shards 2", "argument --shards: needs --parallel hsdp, got ddp"),
+        ("--parallel fsdp --shards 2", "argument --shards: needs --parallel hsdp, got fsdp"),
+        ("--parallel fsdp --shard-hook cast()", "argument --shard-hook: needs --parallel hsdp, go"),
+        ("--parallel fsdp --bucket-cap-mb 1", "argument --bucket-cap-mb: needs --parallel ddp, go"),
+        (
+            "--parallel hsdp --ranks 3",
+            "argument --shards: is half of the ranks by default, got 3 ranks; give a number that d",
+        ),
+        ("--parallel hsdp --ranks 4 --shards 3", "--shards: must divide the 4 ranks, got 3"),
+        ("--parallel hsdp --ranks 4 --shards 8", "--shards: must divide the 4 ranks, got 8"),
+        ("--parallel fsdp --hook topk(0.1)", "argument --hook: topk(density=0.1): needs the gra"),
+        ("--parallel fsdp --hook powersgd()", "argument --hook: powersgd"),
+        ("--parallel fsdp --hook error_feedback(topk(0.1))", "argument --hook: topk(density=0.1)"),
+        (
+            "--parallel fsdp --hook clip(1.0)",
+            "argument --hook: clip(1): of sharded gradients no",
+        ),
+        ("--parallel fsdp --hook local_sgd(4)", "argument --hook: local_sgd(4): averages whole gr"),
+        ("--parallel hsdp --hook clip(1.0)", "argument --hook: clip(1) scales a step's gradients"),
+        (
+            "--parallel hsdp --ranks 4 --shard-hook topk(0.1)",
+            "argument --shard-hook: topk(density=0.1): needs the gradients of all ranks",
+        ),
+        ("--parallel hsdp --shard-hook castt()", "argument --shard-hook: hook 'castt()' names the"),
+        ("--parallel hsdp --shard-hook no.py:x", "argument --shard-hook: hook 'no.py:x': there is"),
+        ("--parallel fsdp --weights int8()", "argument --weights: codec 'int8()' names the unknow"),
+        (
+            "--parallel fsdp --weights randomk(0.1)",
+            "argument --weights: weights must be a codec that sends all values",
+        ),
+        ("--parallel fsdp --hook none --weights fp8()", "--weights: needs a --hook, got none"),
+    ],
+)
+def test_a_wrong_option_is_one_line_before_ranks_start(
+    arguments: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from torch_commhook.cli import launcher
+
+    def launch(*arguments: object) -> int:
+        raise AssertionError("a wrong command line must not start ranks")
+
+    monkeypatch.setattr(launcher, "launch", launch)
+    assert message in train_error(arguments.split(), capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shard_ranks", "replicas"),
+    [
+        ("--ranks 4", 1, 4),
+        ("--ranks 4 --parallel fsdp --hook sign() --weights none", 4, 1),
+        ("--ranks 4 --parallel hsdp --hook topk(0.1) --shard-hook cast()", 2, 2),
+        ("--ranks 6 --parallel hsdp --hook powersgd() --shards 3", 3, 2),
+    ],
+)
+def test_where_the_ranks_go(arguments: str, shard_ranks: int, replicas: int) -> None:
+    config = parse_options(arguments.split()).config
+    assert (config.shard_ranks, config.replicas) == (shard_ranks, replicas)
+    assert config.weights is None
+    assert TrainConfig.from_plain(config.to_plain()) == config
+
+
+def test_a_world_that_is_there_is_halved() -> None:
+    config = parse_options(["--parallel", "hsdp"], Place(0, 6, 0, 6)).config
+    assert (config.shards, config.replicas) == (3, 2)
+
+
+def _checkpoint(**changes: Any) -> Checkpoint:
+    config = replace(HSDP, ranks=4, shards=2, weights="blockwise()", steps=4, **changes)
+    model = _model(config)
+    optimizer = _make_optimizer(model, config)
+    _step(model, 0, optimizer)
+    return Checkpoint(
+        config=config.to_plain(),
+        step=1,
+        model=model.state_dict(),
+        optimizer=optimizer.state_dict(),
+        rank_states=[{"hook": {"error": torch.ones(3)}, "rng": torch.get_rng_state()}] * 4,
+        data_fingerprint="00",
+        bytes_sent=1,
+        seconds=1.5,
+        bytes_scattered=2,
+        bytes_gathered=3,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "config", "drops_memory"),
+    [
+        ("", ("hsdp", 2, "cast()", "blockwise()"), False),
+        ("--weights none", ("hsdp", 2, "cast()", None), False),
+        ("--shards 1", ("hsdp", 1, "cast()", "blockwise()"), True),
+        ("--parallel fsdp", ("fsdp", None, None, "blockwise()"), True),
+        ("--parallel ddp", ("ddp", None, None, None), True),
+        ("--hook none", ("hsdp", 2, None, None), True),
+    ],
+)
+def test_what_is_not_given_comes_from_the_checkpoint(
+    arguments: str, config: tuple[object, ...], drops_memory: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "c.pt"
+    write_checkpoint(path, _checkpoint(shard_hook="cast()"))
+    options = parse_options(["--resume", str(path), *arguments.split()])
+    got = options.config
+    assert (got.parallel, got.shards, got.shard_hook, got.weights) == config
+    said = [note for note in options.notes if "the state of the hook allreduce()" in note]
+    assert len(said) == drops_memory
+
+
+def test_a_checkpoint_of_an_older_version_has_gathered_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "c.pt"
+    write_checkpoint(path, _checkpoint())
+    assert read_checkpoint(path).bytes_gathered == 3
+    content = torch.load(path, weights_only=True)
+    del content["bytes_scattered"], content["bytes_gathered"]
+    for name in ("parallel", "shards", "shard_hook", "weights"):
+        del content["config"][name]
+    torch.save(content, path)
+    found = read_checkpoint(path)
+    assert (found.bytes_scattered, found.bytes_gathered) == (0, 0)
+    assert TrainConfig.from_plain(found.config).parallel == "ddp"
+    content["bytes_gathered"] = -1
+    torch.save(content, path)
+    with pytest.raises(ValueError, match="its bytes_gathered can't be read"):
+        read_checkpoint(path)
