@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from torch_commhook.cli import plan_sharded
 from torch_commhook.cli.main import main
 from torch_commhook.cli.plan import Measured, bucket_sizes, measure, plan
 
@@ -121,6 +122,129 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert [cost["hook"] for cost in json.loads(capsys.readouterr().out)] == HOOKS
 
 
+# ---- models in shards ----------------------------------------------------------------------------
+
+#: Bytes of an element's message, with a scale of 4 bytes for each block.
+MESSAGE = {
+    "allreduce()": 4.0,
+    "cast()": 2.0,
+    "blockwise()": 1 + 4 / 256,
+    "blockwise(bits=4)": 0.5 + 4 / 256,
+    "error_feedback(sign())": 1 / 8 + 4 / 1024,
+    "after(5, fp8())": 1 + 4 / 256,
+}
+
+
+def layout(shards: int, replicas: int | None = None, **more: int) -> plan_sharded.Layout:
+    settings = {"elements": 1 << 20, "after_forward": shards, **more}
+    return plan_sharded.Layout(shards=shards, replicas=replicas, **settings)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(("hook", "each"), MESSAGE.items())
+def test_a_reduce_scatter_sends_one_encoding(hook: str, each: float, ranks: int) -> None:
+    (found,) = plan_sharded.measure_sharded([hook], layout(ranks))
+    elements = 1 << 20
+    assert found.scattered_bytes == pytest.approx(each * elements * (ranks - 1) / ranks)
+    assert found.forward_bytes == found.backward_bytes == 4 * elements * (ranks - 1) / ranks
+    assert found.reduced_bytes == 0
+    assert found.error_bytes == (4 * elements if "error_feedback" in hook else 0)
+    assert found.compute_seconds >= 0
+
+
+@pytest.mark.parametrize(("shards", "replicas"), [(2, 2), (4, 2), (2, 4)])
+@pytest.mark.parametrize(
+    ("hook", "each"),
+    [
+        ("allreduce()", 4.0),
+        ("error_feedback(blockwise(bits=4))", 0.5 + 4 / 256),
+    ],
+)
+def test_replicas_average_a_shard(hook: str, each: float, shards: int, replicas: int) -> None:
+    (found,) = plan_sharded.measure_sharded([hook], layout(shards, replicas))
+    shard = (1 << 20) / shards
+    expected = 2 * each * shard * (replicas - 1) / replicas
+    assert found.reduced_bytes == pytest.approx(expected, rel=1e-3)  # blocks of matrices end
+    assert found.scattered_bytes == 4 * shard * (shards - 1)
+    remembered = 4 * shard * (1 + 1 / replicas) if "error" in hook else 0
+    assert found.error_bytes == pytest.approx(remembered, rel=1e-2)
+
+
+def test_low_rank_factors_are_those_of_shards_of_matrices() -> None:
+    shape = layout(2, 2, elements=480_000)
+    (found,) = plan_sharded.measure_sharded(["powersgd(rank=2)"], shape)
+    assert found.reduced_bytes == 48 * 2 * (50 + 100) * 4
+
+
+@pytest.mark.parametrize(
+    ("after_forward", "backward"),
+    [(4, (1 + 4 / 256) * 3 / 4), (2, 4 * 1 / 2), (1, 0.0)],
+)
+def test_weights_are_compressed_among_all_shards(after_forward: int, backward: float) -> None:
+    """``reshard_after_forward=2`` gathers them as they are among two ranks in the backward."""
+    shape = layout(4, after_forward=after_forward)
+    plain, found = plan_sharded.measure_sharded(["cast()"], shape, weights="blockwise()")
+    assert (plain.hook, found.hook) == ("cast()", "cast(), weights=blockwise()")
+    assert plain.forward_bytes == 4 * (1 << 20) * 3 / 4
+    assert found.forward_bytes == (1 + 4 / 256) * (1 << 20) * 3 / 4
+    assert found.backward_bytes == backward * (1 << 20)
+    assert found.scattered_bytes == plain.scattered_bytes
+    assert found.compute_seconds > plain.compute_seconds
+
+
+def test_a_shard_hook_is_of_the_reduce_scatters() -> None:
+    plain, found = plan_sharded.measure_sharded(
+        ["cast()"], layout(2, 2), shard_hook="error_feedback(blockwise())"
+    )
+    assert plain.reduced_bytes == found.reduced_bytes
+    assert plain.scattered_bytes == 4 * (1 << 19)
+    assert found.scattered_bytes == (1 + 4 / 256) * (1 << 19)
+    assert (found.error_bytes, found.shard_error_bytes) == (0, 4 * (1 << 20))
+
+
+@pytest.mark.parametrize(
+    ("shape", "seconds"),
+    [
+        (layout(4), 8.0 + 4.0 + 2.0),
+        (layout(4, after_forward=2), 8.0 + 4.0 + 0.2),
+        (layout(2, 2), 1.0 + 0.8 + 0.4 + 0.2),
+    ],
+)
+def test_what_stays_within_takes_the_inner_link(shape: plan_sharded.Layout, seconds: float) -> None:
+    """Ten times as fast. Nothing is hidden behind what is computed, for 3 seconds."""
+    reduced = 0.0 if shape.replicas is None else 1e6
+    sizes = [8e6, 4e6, 2e6, reduced]
+    measured = plan_sharded.Measured("a", *[each * PAYLOAD for each in sizes], 0.5, 0.0, 0.0)
+    (cost,) = plan_sharded.plan_sharded(
+        [measured],
+        layout=shape,
+        bits_per_second=8e6,
+        inner_bits_per_second=8e7,
+        compute_seconds=3.0,
+    )
+    assert cost.wire_seconds == pytest.approx(seconds)
+    assert cost.step_seconds == pytest.approx(seconds + 3.5)
+
+
+def test_one_rank_sends_nothing() -> None:
+    for shape in (layout(1), layout(1, 1)):
+        (found,) = plan_sharded.measure_sharded(["cast()"], shape)
+        assert found.scattered_bytes == found.forward_bytes == found.reduced_bytes == 0
+
+
+@pytest.mark.parametrize("parallel", ["fsdp", "hsdp"])
+def test_the_command_lists_hooks_for_shards(
+    parallel: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", "--model-size", "10k", "--parallel", parallel, "--world", "4"]
+    assert main([*arguments, "--json", "--reshard-after-forward", "no"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found[0]["hook"] == "allreduce()"
+    assert [cost["backward_bytes"] for cost in found] == [0] * len(found)
+    low_rank = [cost["hook"] for cost in found if "powersgd" in cost["hook"]]
+    assert len(low_rank) == (parallel == "hsdp")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -136,6 +260,23 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
             "can't be planned: it asks for more of a model than its size",
         ),
         (["--model-size", "1k", "--hooks", "none"], "write allreduce()"),
+        (["--parallel", "fsdp", "--hooks", "none"], "is plain fully_shard: write allreduce()"),
+        (["--parallel", "fsdp", "--hooks", "topk(0.1)"], "error: topk(density=0.1): needs the gra"),
+        (["--parallel", "hsdp", "--hooks", "clip(1.0)"], "error: clip(1) scales a step's gradient"),
+        (
+            ["--parallel", "fsdp", "--weights", "topk(0.1)"],
+            "weights must be a codec that sends",
+        ),
+        (["--weights", "fp8()"], "argument --weights: needs --parallel fsdp or hsdp, got ddp"),
+        (["--parallel", "hsdp", "--world", "3"], "--shards: is half of the ranks by default"),
+        (
+            ["--parallel", "fsdp", "--reshard-after-forward", "1"],
+            "must be yes, no or a number fr",
+        ),
+        (
+            ["--parallel", "fsdp", "--world", "4", "--reshard-after-forward", "3"],
+            "must be yes, no or a number that divides the 4 shards, got 3",
+        ),
     ],
 )
 def test_wrong_arguments(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import unittest.mock
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from group_doubles import Later
 from torch import nn
 
 from torch_commhook import attach
-from torch_commhook.cli import plan
+from torch_commhook.cli import plan, plan_sharded
 from torch_commhook.cli.hook_expression import parse_hook
 from torch_commhook.cli.main import main
 from torch_commhook.metrics import HookStats
@@ -32,14 +33,19 @@ HOOKS = ["allreduce()", "cast()", "error_feedback(blockwise(bits=4))", "local_sg
 def planned(*arguments: str) -> str:
     """What ``commhook plan`` prints where each hook computes for 30 ms a step."""
     printed = io.StringIO()
-    measured = plan.measure
 
-    def measure(*positional: Any, **options: Any) -> list[plan.Measured]:
-        found = measured(*positional, **options)
-        return [replace(each, compute_seconds=0.03) for each in found]
+    def in_30_ms(measured: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        def measure(*positional: Any, **options: Any) -> list[Any]:
+            found = measured(*positional, **options)
+            return [replace(each, compute_seconds=0.03) for each in found]
+
+        return measure
 
     with (
-        unittest.mock.patch.object(plan, "measure", measure),
+        unittest.mock.patch.object(plan, "measure", in_30_ms(plan.measure)),
+        unittest.mock.patch.object(
+            plan_sharded, "measure_sharded", in_30_ms(plan_sharded.measure_sharded)
+        ),
         contextlib.redirect_stdout(printed),
     ):
         assert main(["plan", *arguments]) == 0
@@ -61,6 +67,43 @@ allreduce()                               400 kB  334.6 ms    30.0 ms  359.6 ms 
 cast()                                    200 kB  167.3 ms    30.0 ms  203.5 ms           0.57   yes
 error_feedback(blockwise(bits=4))        51.6 kB   43.2 ms    30.0 ms   95.7 ms           0.27   yes
 local_sgd(4)                              100 kB   83.6 ms    30.0 ms  163.6 ms           0.46   yes
+""",
+        )
+
+    def test_a_model_in_shards(self) -> None:
+        text = planned(
+            *("--model-size", "100k", "--link", "10mbit", "--compute-ms", "50"),
+            *("--parallel", "fsdp", "--world", "4", "--hooks", *HOOKS[:3]),
+        )
+        self.assertExpectedInline(
+            text,
+            """\
+0.1 M elements, 4 ranks, parameters sharded over 4 ranks and freed after the forward, 10 Mbit/s each way, a step of 50 ms without communication, 1 thread
+hook                               reduce-scatter  gathers, forward  backward      wire  computing      step  x allreduce()  pays
+allreduce()                                300 kB            300 kB    300 kB  752.8 ms    30.0 ms  832.8 ms           1.00
+cast()                                     150 kB            300 kB    300 kB  627.3 ms    30.0 ms  707.3 ms           0.85   yes
+error_feedback(blockwise(bits=4))         38.7 kB            300 kB    300 kB  534.2 ms    30.0 ms  614.2 ms           0.74   yes
+error_feedback(blockwise(bits=4)) remembers 400 kB on each rank: what it has lost of the gradients of all shards
+""",
+        )
+
+    def test_replicas_in_shards(self) -> None:
+        text = planned(
+            *("--model-size", "100k", "--link", "10mbit", "--inner-link", "1gbit"),
+            *("--parallel", "hsdp", "--world", "4", "--hooks", *HOOKS[1:3]),
+            *("--shard-hook", "error_feedback(sign())", "--weights", "blockwise()"),
+            *("--reshard-after-forward", "no"),
+        )
+        self.assertExpectedInline(
+            text,
+            """\
+0.1 M elements, 4 ranks, 2 replicas, parameters sharded over 2 ranks each and kept after the forward, 10 Mbit/s each way (1000 within), a step of 0 ms without communication, 1 thread
+hook                                                                                       reduce-scatter  gathers, forward  backward  between replicas     wire  computing      step  x cast()  pays
+cast()                                                                                             200 kB            200 kB       0 B            100 kB  87.0 ms    30.0 ms  117.0 ms      1.00
+cast(), shard_hook=error_feedback(sign()), weights=blockwise()                                    6.45 kB           50.8 kB       0 B            100 kB  84.1 ms    30.0 ms  114.1 ms      0.98    no
+error_feedback(blockwise(bits=4)), shard_hook=error_feedback(sign()), weights=blockwise()         6.45 kB           50.8 kB       0 B           25.9 kB  22.1 ms    30.0 ms   52.1 ms      0.45   yes
+error_feedback(blockwise(bits=4)) remembers 300 kB on each rank: what it has lost of the gradients of the rank's own shard
+shard_hook remembers 400 kB on each rank: what it has lost of the gradients of all shards
 """,
         )
 

@@ -17,18 +17,34 @@ import argparse
 import json
 import math
 import re
-import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Any
 
-from torch_commhook.cli.hook_expression import HookExpressionError, parse_hook
+from torch_commhook.cli import plan_sharded
+from torch_commhook.cli.hook_cost import (
+    PAYLOAD,
+    HookError,
+    count_bytes,
+    measure_pass,
+    measure_seconds,
+    unwrap_hook,
+)
+from torch_commhook.cli.hook_expression import NO_HOOK, HookExpressionError, parse_hook
 from torch_commhook.cli.main import OneLineParser
 from torch_commhook.cli.report import format_bytes
+from torch_commhook.cli.sharded_options import ShardedOptionError, resolve_sharded
+from torch_commhook.cli.train_config import PARALLEL, TrainConfig
 
+#: Those that take part in reduce-scatters.
+DEFAULT_SHARD_HOOKS = (
+    "allreduce()",
+    "cast()",
+    "blockwise()",
+    "fp8()",
+    "error_feedback(blockwise(bits=4))",
+    "error_feedback(sign())",
+)
 DEFAULT_HOOKS = (
     "allreduce()",
     "cast()",
@@ -39,25 +55,12 @@ DEFAULT_HOOKS = (
     "error_feedback(powersgd(rank=2))",
 )
 _BUCKET_CAPS_MB = (1.0, 25.0)  # DDP's
-#: Elements of the largest bucket that is measured: 25 MiB.
-_MOST_MEASURED = 25 * (1 << 20) // 4
 _BUCKET_NUMBER_BYTES = 4  # gradients in float32
 _MOST_BUCKETS = 10_000  # past which one more makes no difference
 #: A backward computes the products of a forward twice over.
 _FORWARD = 1 / 3
-#: Of an Ethernet frame what is not headers, its own, IP's and TCP's.
-_PAYLOAD = 1448 / 1514
-#: Matrices of a model: a few in each of some layers. What low-rank factors send depends on it.
-_MATRICES = 48
-#: Elements that are sent between threads to count the bytes, for each rank.
-_MOST_COUNTED = 1 << 18
-_RUNS = 5
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 _BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
-
-
-class HookError(RuntimeError):
-    """A hook that could not be run, in one sentence."""
 
 
 @dataclass(frozen=True)
@@ -118,10 +121,10 @@ def measure(
         if hook is None:
             raise HookExpressionError(f"the hook {text!r} is plain DDP: write allreduce()")
         try:
-            inner, steps, around = _unwrap_hook(hook)
-            sent = _bytes_sent(inner, elements, world_size)
-            computed = _compute_seconds(inner, elements, bucket)
-            computed += sum(_pass_seconds(one, elements, bucket) for one in around)
+            inner, steps, around = unwrap_hook(hook)
+            sent = count_bytes(inner, elements, world_size)
+            computed = measure_seconds(inner, elements, bucket)
+            computed += sum(measure_pass(one, elements, bucket) for one in around)
         except Exception as error:  # a hook may be a user's, and raise anything
             said = " ".join(f"{type(error).__name__}: {error}".split())
             if "attach(model, hook)" in said:
@@ -130,49 +133,6 @@ def measure(
         overlaps = not getattr(hook, "keeps_ranks_apart", False)
         found.append(Measured(text, sent / steps, computed / steps, overlaps))
     return found
-
-
-def _unwrap_hook(hook: Any) -> tuple[Any, int, list[Callable[[Any], object]]]:
-    """A hook as it is in the long run: what it does with a bucket, and in how many steps once.
-
-    And what else goes over all gradients then: functions of a tensor.
-    """
-    import torch
-
-    from torch_commhook import hooks
-
-    steps, around = 1, []
-    while True:
-        if isinstance(hook, hooks.after):
-            hook = hook.hook
-        elif isinstance(hook, hooks.clip):
-            around.append(torch.linalg.vector_norm)
-            hook = hook.hook
-        elif isinstance(hook, hooks.local_sgd):
-            around.append(partial(_outer_step, hook.outer))
-            steps, hook = steps * hook.H, hook.hook
-        else:
-            return hook, steps, around
-
-
-def _outer_step(outer: Any, gradient: Any) -> None:
-    """What :class:`local_sgd` does beside averaging: how far it is, the anchor's step, and back."""
-    distance = (gradient - gradient).to(gradient.dtype)
-    outer.step([gradient.clone()], [distance], [distance] if outer.momentum else [])
-    gradient.copy_(distance)
-
-
-def _pass_seconds(call: Callable[[Any], object], elements: int, bucket_elements: int) -> float:
-    """Of something that goes over all gradients."""
-    import torch
-
-    gradient = torch.randn(min(bucket_elements, _MOST_MEASURED), dtype=torch.float32, device="cpu")
-    times = []
-    for _ in range(_RUNS + 2):
-        begun = time.perf_counter()
-        call(gradient)
-        times.append(time.perf_counter() - begun)
-    return statistics.median(times[2:]) * elements / gradient.numel()
 
 
 def plan(
@@ -192,7 +152,7 @@ def plan(
     """
     costs: list[Cost] = []
     for each in measured:
-        wire = each.bytes_sent * 8 / bits_per_second / _PAYLOAD
+        wire = each.bytes_sent * 8 / bits_per_second / PAYLOAD
         if each.overlaps:
             step = _step_seconds(compute_seconds, each.compute_seconds, wire, buckets)
         else:
@@ -241,53 +201,6 @@ def _step_seconds(compute: float, hook: float, wire: float, buckets: Sequence[in
     return max(computed, through)
 
 
-def _gradients(elements: int, model_elements: int) -> list[Any]:
-    """Random gradients, mostly square matrices, of so many elements of a model."""
-    import torch
-
-    side = max(1, math.isqrt(min(elements, model_elements // _MATRICES)))
-    rows, rest = divmod(elements, side)
-    heights = [side] * (rows // side) + [rows % side] * (rows % side > 0)
-    shapes = [(height, side) for height in heights] + [(rest,)] * (rest > 0)
-    return [torch.randn(shape, dtype=torch.float32, device="cpu") for shape in shapes]
-
-
-def _bytes_sent(hook: Callable[..., Any], elements: int, world_size: int) -> float:
-    """By each rank in a step."""
-    from torch_commhook.testing import simulate
-
-    # What low-rank factors send is no share of the elements: count it on matrices of the model's
-    # own size, as far as memory goes.
-    counted = min(elements, max(_MOST_COUNTED, (1 << 24) // world_size))
-    gradients = [_gradients(counted, elements) for _ in range(world_size)]
-    return simulate(hook, gradients, steps=2, timeout=600).wire_bytes * elements / counted
-
-
-def _compute_seconds(hook: Callable[..., Any], elements: int, bucket_elements: int) -> float:
-    """Of a step on this machine, with nothing to wait for."""
-    from torch_commhook import GradBucket, run_hook
-    from torch_commhook.testing import run_ranks
-
-    measured = min(bucket_elements, _MOST_MEASURED)
-    gradients = _gradients(measured, elements)
-
-    def of_bucket(rank: int) -> float:
-        import torch
-
-        parameters = [torch.zeros_like(gradient, requires_grad=True) for gradient in gradients]
-        times = []
-        for _ in range(_RUNS + 2):
-            bucket = GradBucket(parameters, gradients)
-            begun = time.perf_counter()
-            result = run_hook(hook, None, bucket).wait()
-            for gradient, piece in zip(gradients, bucket.layout().views(result), strict=True):
-                gradient.copy_(piece)
-            times.append(time.perf_counter() - begun)
-        return statistics.median(times[2:])  # after buffers have been made
-
-    return run_ranks(of_bucket, 1, timeout=600)[0] * elements / measured
-
-
 # ---- the command ---------------------------------------------------------------------------------
 
 
@@ -298,53 +211,177 @@ def main(argv: Sequence[str]) -> int:
 
     torch.set_num_threads(options.threads)
     try:
-        costs = plan(
-            measure(
-                options.hooks,
-                elements=options.model_size,
-                world_size=options.world,
-                bucket_cap_mb=options.bucket_cap_mb,
-            ),
-            bits_per_second=options.link,
-            compute_seconds=options.compute_ms / 1e3,
-            buckets=bucket_sizes(options.model_size, options.bucket_cap_mb),
-        )
-    except (HookExpressionError, HookError) as error:
+        layout = _layout(options)
+        costs: Sequence[Cost] | Sequence[plan_sharded.Cost]
+        if layout is None:
+            costs, table = _of_ddp(options)
+        else:
+            costs, table = _of_shards(options, layout)
+    except (HookExpressionError, HookError, ShardedOptionError) as error:
         print(f"commhook plan: error: {error}", file=sys.stderr)
         return 2
-    if options.json:
-        print(json.dumps([asdict(cost) for cost in costs], indent=2))
-    else:
-        print(_table(costs, options))
+    print(json.dumps([asdict(cost) for cost in costs], indent=2) if options.json else table)
     return 0
 
 
-def _table(costs: Sequence[Cost], options: argparse.Namespace) -> str:
+def _layout(options: argparse.Namespace) -> plan_sharded.Layout | None:
+    """Of the model; None where each rank has all of it.
+
+    Raises:
+        ShardedOptionError: options that are wrong together.
+    """
+    named = ("bucket_cap_mb", "shards", "shard_hook", "weights")
+    given = {name: getattr(options, name) for name in named}
+    given = {name: value for name, value in given.items() if value is not None}
+    config = resolve_sharded(
+        TrainConfig(parallel=options.parallel, ranks=options.world, **given), given
+    )
+    if config.parallel == "ddp":
+        return None
+    shards = config.shard_ranks
+    after = {"yes": shards, "no": 1}.get(options.reshard_after_forward)
+    if after is None:
+        after = int(options.reshard_after_forward)
+        if shards % after:
+            raise ShardedOptionError(
+                f"argument --reshard-after-forward: must be yes, no or a number that divides the "
+                f"{shards} shards, got {after}"
+            )
+    replicas = config.replicas if config.parallel == "hsdp" else None
+    return plan_sharded.Layout(options.model_size, shards, replicas, after)
+
+
+def _of_ddp(options: argparse.Namespace) -> tuple[list[Cost], str]:
+    caps = options.bucket_cap_mb or _BUCKET_CAPS_MB
+    costs = plan(
+        measure(
+            options.hooks or DEFAULT_HOOKS,
+            elements=options.model_size,
+            world_size=options.world,
+            bucket_cap_mb=caps,
+        ),
+        bits_per_second=options.link,
+        compute_seconds=options.compute_ms / 1e3,
+        buckets=bucket_sizes(options.model_size, caps),
+    )
+    return costs, _table(costs, options, caps)
+
+
+def _of_shards(
+    options: argparse.Namespace, layout: plan_sharded.Layout
+) -> tuple[list[plan_sharded.Cost], str]:
+    default = DEFAULT_HOOKS if layout.replicas is not None else DEFAULT_SHARD_HOOKS
+    costs = plan_sharded.plan_sharded(
+        plan_sharded.measure_sharded(
+            options.hooks or default,
+            layout,
+            shard_hook=options.shard_hook,
+            weights=options.weights,
+        ),
+        layout=layout,
+        bits_per_second=options.link,
+        inner_bits_per_second=options.inner_link or options.link,
+        compute_seconds=options.compute_ms / 1e3,
+    )
+    return costs, _sharded_table(costs, options, layout)
+
+
+def _sharded_table(
+    costs: Sequence[plan_sharded.Cost], options: argparse.Namespace, layout: plan_sharded.Layout
+) -> str:
+    has_replicas = layout.replicas is not None
+    header = ["hook", "reduce-scatter", "gathers, forward", "backward"]
+    header += ["between replicas"] * has_replicas
+    header += ["wire", "computing", "step", f"x {costs[0].hook}", "pays"]
+    rows = [
+        [
+            cost.hook,
+            format_bytes(cost.scattered_bytes),
+            format_bytes(cost.forward_bytes),
+            format_bytes(cost.backward_bytes),
+            *[format_bytes(cost.reduced_bytes)] * has_replicas,
+            *_times(cost.wire_seconds, cost.compute_seconds, cost.step_seconds),
+            f"{cost.ratio:.2f}",
+            _pays(cost.ratio, is_first=cost is costs[0]),
+        ]
+        for cost in costs
+    ]
+    spread = f"parameters sharded over {layout.shards} ranks"
+    if has_replicas:
+        spread = f"{layout.replicas} replicas, {spread} each"
+    if layout.after_forward == layout.shards:
+        spread += " and freed after the forward"
+    elif layout.after_forward == 1:
+        spread += " and kept after the forward"
+    else:
+        spread += f", over {layout.after_forward} after the forward"
+    link = f"{options.link / 1e6:g} Mbit/s each way"
+    if options.inner_link is not None:
+        link += f" ({options.inner_link / 1e6:g} within)"
+    what = (
+        f"{options.model_size / 1e6:g} M elements, {options.world} ranks, {spread}, {link}, a step "
+        f"of {options.compute_ms:g} ms without communication, {_threads(options)}"
+    )
+    return "\n".join([what, *_aligned(header, rows), *_memory_notes(costs, layout)])
+
+
+def _memory_notes(costs: Sequence[plan_sharded.Cost], layout: plan_sharded.Layout) -> list[str]:
+    """What error feedback costs in memory, in words."""
+    of_all = "what it has lost of the gradients of all shards"
+    of_shard = "what it has lost of the gradients of the rank's own shard"
+    notes: dict[str, None] = {}  # once each, in order
+    for cost in costs:
+        if cost.error_bytes:
+            lost = of_all if layout.replicas is None else of_shard
+            hook = cost.hook.partition(", shard_hook=")[0].partition(", weights=")[0]
+            notes[f"{hook} remembers {format_bytes(cost.error_bytes)} on each rank: {lost}"] = None
+    shard_error = max(cost.shard_error_bytes for cost in costs)
+    if shard_error:
+        notes[f"shard_hook remembers {format_bytes(shard_error)} on each rank: {of_all}"] = None
+    return list(notes)
+
+
+def _table(
+    costs: Sequence[Cost], options: argparse.Namespace, bucket_cap_mb: Sequence[float]
+) -> str:
     header = ("hook", "sent per step", "wire", "computing", "step", f"x {costs[0].hook}", "pays")
     rows = [
         (
             cost.hook,
             format_bytes(cost.bytes_sent),
-            _seconds(cost.wire_seconds),
-            _seconds(cost.compute_seconds),
-            _seconds(cost.step_seconds),
+            *_times(cost.wire_seconds, cost.compute_seconds, cost.step_seconds),
             f"{cost.ratio:.2f}",
-            "" if cost is costs[0] else "yes" if cost.ratio < 0.95 else "no",
+            _pays(cost.ratio, is_first=cost is costs[0]),
         )
         for cost in costs
-    ]
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    lines = [
-        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(line))
-        for line in (list(zip(row, widths, strict=True)) for row in (header, *rows))
     ]
     what = (
         f"{options.model_size / 1e6:g} M elements, {options.world} ranks, "
         f"{options.link / 1e6:g} Mbit/s each way, a step of {options.compute_ms:g} ms without "
-        f"communication, buckets of {' '.join(f'{cap:g}' for cap in options.bucket_cap_mb)} MiB, "
-        f"{options.threads} thread{'s' if options.threads > 1 else ''}"
+        f"communication, buckets of {' '.join(f'{cap:g}' for cap in bucket_cap_mb)} MiB, "
+        f"{_threads(options)}"
     )
-    return "\n".join([what, *lines])
+    return "\n".join([what, *_aligned(header, rows)])
+
+
+def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    return [
+        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(line))
+        for line in (list(zip(row, widths, strict=True)) for row in (header, *rows))
+    ]
+
+
+def _times(*seconds: float) -> list[str]:
+    return list(map(_seconds, seconds))
+
+
+def _pays(ratio: float, *, is_first: bool) -> str:
+    return "" if is_first else "yes" if ratio < 0.95 else "no"
+
+
+def _threads(options: argparse.Namespace) -> str:
+    return f"{options.threads} thread{'s' if options.threads > 1 else ''}"
 
 
 def _seconds(seconds: float) -> str:
@@ -376,19 +413,73 @@ def _parser() -> argparse.ArgumentParser:
         "--bucket-cap-mb",
         type=_mebibytes,
         nargs="+",
-        default=_BUCKET_CAPS_MB,
         metavar="MIB",
         help=(
-            "DDP's buckets, from the first to be full on; the last is for all that follow "
+            "of ddp: the buckets, from the first to be full on; the last is for all that follow "
             f"({' '.join(f'{cap:g}' for cap in _BUCKET_CAPS_MB)})"
         ),
     )
     parser.add_argument("--threads", type=_ranks, default=1, help="that a rank computes with (1)")
-    parser.add_argument(
-        "--hooks", nargs="+", default=DEFAULT_HOOKS, metavar="HOOK", help="as train takes them"
-    )
+    parser.add_argument("--hooks", nargs="+", metavar="HOOK", help="as train takes them")
+    _add_sharded_options(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+def _add_sharded_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--parallel",
+        choices=PARALLEL,
+        default="ddp",
+        help=(
+            "ddp: each rank has the model; fsdp: fully_shard over all ranks, and hooks take part "
+            "in its reduce-scatters; hsdp: replicas that are sharded each, and hooks average "
+            "across these (ddp)"
+        ),
+    )
+    parser.add_argument(
+        "--shards", type=_ranks, help="of hsdp: ranks of a replica (half of the ranks)"
+    )
+    parser.add_argument(
+        "--shard-hook",
+        type=_unless_none,
+        metavar="HOOK",
+        help="of hsdp: a hook for the reduce-scatters of each replica",
+    )
+    parser.add_argument(
+        "--weights",
+        type=_unless_none,
+        metavar="CODEC",
+        help="of fsdp and hsdp: a codec such as blockwise() for the all-gathers of parameters",
+    )
+    parser.add_argument(
+        "--reshard-after-forward",
+        type=_resharding,
+        default="yes",
+        metavar="yes|no|RANKS",
+        help=(
+            "of fsdp and hsdp: whether parameters are freed after the forward and gathered again, "
+            "or how many ranks keep a shard of them each (yes)"
+        ),
+    )
+    parser.add_argument(
+        "--inner-link",
+        type=_rate,
+        help=(
+            "within a replica of hsdp, and among the RANKS of --reshard-after-forward "
+            "(that of --link)"
+        ),
+    )
+
+
+def _unless_none(text: str) -> str | None:
+    return None if text.strip().lower() == NO_HOOK else text
+
+
+def _resharding(text: str) -> str:
+    if text not in ("yes", "no") and not (text.isdecimal() and 2 <= int(text) <= 1024):
+        raise argparse.ArgumentTypeError(f"must be yes, no or a number from 2, got {text!r}")
+    return text
 
 
 def _count(text: str) -> int:

@@ -1,0 +1,365 @@
+"""What hooks would cost in a step of a model in shards.
+
+Bytes are those of the formulas: a reduce-scatter sends ``(W - 1) / W`` of one encoding, and so does
+each all-gather; across replicas it is the hook's all-reduce of a shard. ``fully_shard`` on the CPU
+hides none of its communication, so a step is the sum of its computing and of the wire.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch_commhook.cli.hook_cost import (
+    MOST_MEASURED,
+    PAYLOAD,
+    HookError,
+    count_bytes,
+    counted_elements,
+    gradients_of,
+    measure_seconds,
+    median_seconds,
+    unwrap_hook,
+)
+from torch_commhook.cli.hook_expression import parse_codec, parse_hook
+from torch_commhook.cli.sharded_options import ShardedOptionError, check_hook_fits, check_weights
+
+#: Parameters and gradients in float32.
+_NUMBER_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the parts of a model are.
+
+    Attributes:
+        elements: of the model.
+        shards: ranks that its parameters are sharded over.
+        replicas: across which the hook averages; None where it takes part in reduce-scatters.
+        after_forward: ranks that parameters are sharded over between forward and backward: the
+            shards where they are freed, 1 where they are kept.
+    """
+
+    elements: int
+    shards: int
+    replicas: int | None
+    after_forward: int
+
+    @property
+    def shard_elements(self) -> int:
+        """Elements of a rank's shard."""
+        return -(-self.elements // self.shards)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a hook does in one step, whatever the link.
+
+    Attributes:
+        hook: as it is written, with what else compresses.
+        scattered_bytes: sent by each rank in reduce-scatters.
+        forward_bytes: sent in the all-gathers of the forward.
+        backward_bytes: sent in those of the backward.
+        reduced_bytes: sent across replicas.
+        compute_seconds: encoding, adding up and decoding.
+        error_bytes: of the hook's error feedback on each rank.
+        shard_error_bytes: of the shard hook's.
+    """
+
+    hook: str
+    scattered_bytes: float
+    forward_bytes: float
+    backward_bytes: float
+    reduced_bytes: float
+    compute_seconds: float
+    error_bytes: float
+    shard_error_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost(Measured):
+    """What a hook costs in one step.
+
+    Attributes:
+        wire_seconds: that the bytes take on the links, with the headers of their packets.
+        step_seconds: with what the step computes anyway.
+        ratio: of that to the step of the first row.
+    """
+
+    wire_seconds: float
+    step_seconds: float
+    ratio: float
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a step's communication."""
+
+    sent: float
+    seconds: float = 0.0
+    error: float = 0.0
+
+
+def measure_sharded(
+    hooks: Sequence[str],
+    layout: Layout,
+    *,
+    shard_hook: str | None = None,
+    weights: str | None = None,
+) -> list[Measured]:
+    """What each hook computes and sends.
+
+    Args:
+        hooks: as ``train`` takes them.
+        layout: of the model.
+        shard_hook: of the reduce-scatters, where the hooks average across replicas.
+        weights: the codec of the all-gathers.
+
+    Returns:
+        The first hook without ``shard_hook`` and ``weights``, where one is given; then each hook.
+
+    Raises:
+        HookExpressionError: no hook, or no codec.
+        ShardedOptionError: one that can't do what is asked of it.
+        HookError: one that fails when it is run.
+    """
+    on_shards = layout.replicas is None
+    for text in hooks:
+        check_hook_fits(text, on_shards=on_shards)
+        if parse_hook(text) is None:
+            raise ShardedOptionError(f"the hook {text!r} is plain fully_shard: write allreduce()")
+    if shard_hook is not None:
+        check_hook_fits(shard_hook, on_shards=True)
+    if weights is not None:
+        check_weights(weights)
+    plain = _Part(_NUMBER_BYTES * layout.shard_elements * (layout.shards - 1))
+    beside = plain if shard_hook is None else _tried(_scatter, shard_hook, layout)
+    parts = [_tried(_scatter if on_shards else _reduce, text, layout) for text in hooks]
+    given = {"shard_hook": shard_hook, "weights": weights}
+    compressed = [f"{name}={value}" for name, value in given.items() if value is not None]
+    gathers = _gathers(weights, layout)
+    found: list[Measured] = []
+    for text, part in zip(hooks, parts, strict=True):
+        if compressed and not found:
+            found.append(_measured(text, part, plain, _gathers(None, layout), layout))
+        label = ", ".join([text, *compressed])
+        found.append(_measured(label, part, beside, gathers, layout))
+    return found
+
+
+def _measured(
+    label: str, part: _Part, beside: _Part, gathers: tuple[_Part, _Part], layout: Layout
+) -> Measured:
+    on_shards = layout.replicas is None
+    others = gathers if on_shards else (*gathers, beside)
+    return Measured(
+        hook=label,
+        scattered_bytes=part.sent if on_shards else beside.sent,
+        forward_bytes=gathers[0].sent,
+        backward_bytes=gathers[1].sent,
+        reduced_bytes=0.0 if on_shards else part.sent,
+        compute_seconds=part.seconds + sum(each.seconds for each in others),
+        error_bytes=part.error,
+        shard_error_bytes=0.0 if on_shards else beside.error,
+    )
+
+
+def plan_sharded(
+    measured: Sequence[Measured],
+    *,
+    layout: Layout,
+    bits_per_second: float,
+    inner_bits_per_second: float,
+    compute_seconds: float = 0.0,
+) -> list[Cost]:
+    """What each hook would cost; the first is what the others are compared with.
+
+    Args:
+        measured: what :func:`measure_sharded` gives.
+        layout: as there.
+        bits_per_second: of each rank's link, each way; with replicas, between these.
+        inner_bits_per_second: within a replica, and among the ranks of ``after_forward`` where
+            these are fewer than the shards.
+        compute_seconds: of a step without communication.
+    """
+    costs: list[Cost] = []
+    for each in measured:
+        inner, outer = 0.0, each.reduced_bytes
+        if layout.replicas is not None:
+            inner += each.scattered_bytes + each.forward_bytes + each.backward_bytes
+        else:
+            outer += each.scattered_bytes + each.forward_bytes
+            if layout.after_forward == layout.shards:
+                outer += each.backward_bytes
+            else:
+                inner += each.backward_bytes
+        wire = (outer / bits_per_second + inner / inner_bits_per_second) * 8 / PAYLOAD
+        step = compute_seconds + each.compute_seconds + wire
+        first = costs[0].step_seconds if costs else step
+        ratio = step / first if first else 1.0
+        costs.append(Cost(**asdict(each), wire_seconds=wire, step_seconds=step, ratio=ratio))
+    return costs
+
+
+# ---- the parts of a step -------------------------------------------------------------------------
+
+
+def _tried(part: Callable[[Any, Layout], _Part], text: str, layout: Layout) -> _Part:
+    """A part of a hook, as it is in the long run."""
+    try:
+        hook, _, _ = unwrap_hook(parse_hook(text))
+        return part(hook, layout)
+    except Exception as error:  # a hook may be a user's, and raise anything
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        if "attach(model, hook)" in said:
+            said = "it asks for more of a model than its size"
+        raise HookError(f"the hook {text!r} can't be planned: {said}") from error
+
+
+def _gathers(weights: str | None, layout: Layout) -> tuple[_Part, _Part]:
+    """The all-gathers of forward and backward."""
+    codec = None if weights is None else parse_codec(weights)
+    ranks, elements = layout.shards, layout.shard_elements
+    full = _Part(_NUMBER_BYTES * elements * (ranks - 1))
+    if codec is not None:
+        full = _Part(codec.nbytes(elements) * (ranks - 1), _codec_seconds(codec, layout))
+    if layout.after_forward == ranks:
+        return full, full
+    # The codec is for the gathers among all shards; fewer ranks gather parameters as they are.
+    few = layout.after_forward
+    return full, _Part(_NUMBER_BYTES * -(-layout.elements // few) * (few - 1))
+
+
+def _codec_seconds(codec: Any, layout: Layout) -> float:
+    """Of encoding a shard and decoding all of them."""
+    import torch
+
+    own = max(1, min(layout.elements, MOST_MEASURED) // layout.shards)
+    counts = [own] * layout.shards
+    shard = torch.randn(own, dtype=torch.float32, device="cpu")
+    message = torch.empty(codec.nbytes(own), dtype=torch.uint8, device="cpu")
+    whole = torch.empty(own * layout.shards, dtype=torch.float32, device="cpu")
+
+    codec.encode_chunks([shard], message, [own])
+    messages = message.repeat(layout.shards)
+
+    def gather() -> None:
+        codec.encode_chunks([shard], message, [own])
+        codec.decode_chunks(messages, [whole], counts)
+
+    return median_seconds(gather) * layout.elements / whole.numel()
+
+
+def _scatter(hook: Any, layout: Layout) -> _Part:
+    """A reduce-scatter that a hook takes part in."""
+    from torch_commhook.testing import run_ranks
+
+    ranks = layout.shards
+    counted = -(-counted_elements(layout.elements, ranks) // ranks)
+    share = layout.elements / (counted * ranks)
+    measured = min(layout.elements, MOST_MEASURED)
+
+    def count(rank: int) -> tuple[float, float]:
+        return _Scatter(hook, [counted] * ranks, rank).sent()
+
+    def measure(rank: int) -> float:
+        return median_seconds(_Scatter(hook, [measured], rank).average)
+
+    if ranks == 1:  # fully_shard calls no reduce-scatter then
+        return _Part(0.0)
+    sent, error = run_ranks(count, ranks, timeout=600)[0]
+    seconds = run_ranks(measure, 1, timeout=600)[0] * layout.elements / measured
+    return _Part(sent * share, seconds, error * share)
+
+
+class _Scatter:
+    """One rank's gradients of a parameter, of which each rank gets a chunk.
+
+    Args:
+        hook: averages them.
+        counts: elements of each rank's chunk, equally many.
+        rank: of the default process group.
+    """
+
+    def __init__(self, hook: Any, counts: list[int], rank: int) -> None:
+        import torch
+
+        from torch_commhook.memory.sharded_memory import ShardedParameter, UnshardedMemory
+        from torch_commhook.step.attached_hook import Attached
+
+        ranks, numel = len(counts), sum(counts)
+        cpu = torch.device("cpu")
+        form = ShardedParameter("p", torch.Size([numel]), 0, ranks, torch.float32, cpu)
+        memory = UnshardedMemory()
+        memory.set_sharded([form], rank=rank)
+        attached = Attached.checked(copy.deepcopy(hook), None, memory)
+        self._hook = attached.hook
+        self._ranks = ranks
+        self._stand_ins = memory.shards_of(["p"])
+        self._memory = attached.memory_of(self._stand_ins, 0)
+        self._gradients = torch.randn(numel, dtype=torch.float32, device=cpu)
+        self._shard = torch.empty(counts[rank], dtype=torch.float32, device=cpu)
+
+    def average(self) -> None:
+        """One step."""
+        import torch.distributed as dist
+
+        from torch_commhook.collectives import resolve_group
+        from torch_commhook.collectives.futures import driven
+        from torch_commhook.memory.sharded_bucket import ShardedBucket
+
+        bucket = ShardedBucket(
+            self._stand_ins,
+            memory=self._memory,
+            shard=self._shard,
+            scale=1.0 / self._ranks,
+            op=dist.ReduceOp.AVG,
+            buffer=self._gradients,
+            process_group=resolve_group(),
+        )
+        driven(self._hook.average_shard(bucket)).wait()  # type: ignore[attr-defined]
+
+    def sent(self) -> tuple[float, float]:
+        """The bytes that a step sends, and those of error feedback."""
+        from torch_commhook.metrics import WireMeter, counting
+
+        meter = WireMeter()
+        with counting(meter):
+            self.average()
+        return meter.bytes_sent, _error_bytes(self._memory)
+
+
+def _reduce(hook: Any, layout: Layout) -> _Part:
+    """An average of shards across replicas."""
+    assert layout.replicas is not None
+    elements = layout.shard_elements
+    if layout.replicas == 1:
+        return _Part(0.0)
+    sent = count_bytes(hook, elements, layout.replicas, layout.shards)
+    seconds = measure_seconds(hook, elements, elements, layout.shards)
+    return _Part(sent, seconds, _replica_error_bytes(hook, layout))
+
+
+def _replica_error_bytes(hook: Any, layout: Layout) -> float:
+    from torch_commhook.memory.sharded_memory import ReplicaMemory
+    from torch_commhook.step.attached_hook import Attached
+
+    assert layout.replicas is not None
+    elements = layout.shard_elements
+    counted = counted_elements(elements, layout.replicas)
+    shards = gradients_of(counted, layout.elements, layout.shards)
+    memory = ReplicaMemory()
+    named = [(f"p{number}", shard) for number, shard in enumerate(shards)]
+    memory.set_parameters(named, rank=0, world_size=layout.replicas)
+    attached = Attached.checked(copy.deepcopy(hook), None, memory)
+    return _error_bytes(attached.memory_of(shards, 0)) * elements / counted
+
+
+def _error_bytes(memory: Any) -> float:
+    """Of what a bucket's memory holds of lost values."""
+    if memory is None:
+        return 0.0
+    own = sum(tensor.nbytes for name, tensor in memory.tensors.items() if "error" in name)
+    return float(own) + sum(map(_error_bytes, memory.parts.values()))
