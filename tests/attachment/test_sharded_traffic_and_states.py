@@ -141,8 +141,8 @@ def load_other(rank: int, saved: dict[str, Any], loaded: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("saved", "loaded", "message"),
     [
-        (True, False, "it is of a model with a shard_hook, and this one has none"),
-        (False, True, "it must have the shard_hook's memory of rank"),
+        (True, False, "what a shard_hook remembers where there is one, got one"),
+        (False, True, "what a shard_hook remembers where there is one, got none"),
     ],
 )
 def test_a_state_of_another_shard_hook_is_refused(saved: bool, loaded: bool, message: str) -> None:

@@ -196,8 +196,12 @@ class ReplicaMemory(HookMemory):
         self.beside: HookMemory | None = None
 
     @property
+    def _beside_remembers(self) -> bool:
+        return self.beside is not None and not self.beside.is_empty
+
+    @property
     def remembers_nothing(self) -> bool:
-        return self.is_empty and (self.beside is None or self.beside.is_empty)
+        return self.is_empty and not self._beside_remembers
 
     @property
     def place(self) -> tuple[int, int]:
@@ -215,7 +219,8 @@ class ReplicaMemory(HookMemory):
         if self.shard[1] > 1:  # what the replicas of one shard have alike, others have not
             state[shared_key(self.shard[0])] = state["shared"]
             state["shared"] = {}
-        if self.beside is not None:
+        if self._beside_remembers:
+            assert self.beside is not None
             state[SHARD_HOOK] = self.beside.state_dict()
         return state
 
@@ -224,16 +229,20 @@ class ReplicaMemory(HookMemory):
         if isinstance(state, dict) and self.shard[1] > 1:
             state = {**state, "shared": state.get(shared_key(self.shard[0]))}
         checked = super().check_state(state)
-        if (SHARD_HOOK in state) != (self.beside is not None):
-            has = "has one" if self.beside is None else "has none"
-            raise load_error(f"the state must be of a model with the same shard_hook, and it {has}")
-        if self.beside is not None:
+        if (SHARD_HOOK in state) != self._beside_remembers:
+            has = "none" if self._beside_remembers else "one"
+            raise load_error(
+                f"the state must have what a shard_hook remembers where there is one, got {has}"
+            )
+        if self._beside_remembers:
+            assert self.beside is not None
             checked[SHARD_HOOK] = self.beside.check_state(state[SHARD_HOOK])
         return checked
 
     def load_state(self, state: dict[str, Any]) -> None:
         super().load_state(state)
-        if self.beside is not None:
+        if self._beside_remembers:
+            assert self.beside is not None
             self.beside.load_state(state[SHARD_HOOK])
 
 
