@@ -24,6 +24,11 @@ END_SECONDS = 10
 _PYTHON_REDUCER = "torch.nn.parallel.distributed"
 
 
+#: Names of process groups that a process keeps from one function to the next: those of meshes, by
+#: which DTensor remembers what it has planned.
+KEPT_GROUPS: set[str] = set()
+
+
 class RankError(AssertionError):
     """A rank raised; the message holds its traceback."""
 
@@ -60,7 +65,7 @@ def _end_groups() -> None:
     world = distributed_c10d._world
     stay = dist.group.WORLD.group_name, f"{dist.group.WORLD.group_name}/commhook-second"
     for group, name in list(world.pg_names.items()):
-        if name in stay:
+        if name in stay or name in KEPT_GROUPS:
             continue
         if "/commhook" in name:  # after a failed step it may have no backend
             destroy_group(group)

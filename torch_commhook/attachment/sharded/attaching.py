@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_commhook import _C
@@ -16,6 +17,7 @@ from torch_commhook.attachment.sharded import fsdp
 from torch_commhook.attachment.sharded.road import ShardedRoad, Unit, check_fits
 from torch_commhook.attachment.sharded.stages import ShardedStages
 from torch_commhook.codecs.base import Codec
+from torch_commhook.collectives.agreement import agree_across
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.loss_scale import Scaler, checked_scale
 from torch_commhook.memory.sharded_memory import ReplicaMemory, UnshardedMemory
@@ -42,24 +44,23 @@ def attach_sharded(
     Raises:
         TypeError, ValueError, RuntimeError: as there.
     """
-    units = _units(model)
-    first = units[0].group
-    has_replicas = fsdp.replica_group(first) is not None
-    _check_weights(units, weights)
-    scale = None if scaler is None else checked_scale(scaler)
-    attached = _checked(hook, state, scaler, on_shards=not has_replicas)
-    beside = None
-    if shard_hook is not None:
-        _check_shard_hook(first, has_replicas)
-        beside = _checked(shard_hook, None, scaler, on_shards=True)
+    units, error = _units(model), None
+    settings: dict[str, object] = {}
+    try:
+        _check_units(model, units)
+        checked = _checked_hooks(units, hook, state, scaler, shard_hook, weights)
+        settings = _shared(units, *checked, weights)
+        settings["the scaler's scale"] = None if scaler is None else checked_scale(scaler)
+    except Exception as refused:
+        error = refused
+    # Before anything is made that ranks must make together.
+    agree_across(_axes(units[0].group), "attach", error, settings)
+    attached, beside = checked
     parameters = _parameters(model, units)
     claim(parameters, model, attached_to)
     road = ShardedRoad(model, units, weights)
     try:
         _name_parameters(units, attached, beside)
-        settings = _shared(units, attached, beside, weights)
-        settings["the scaler's scale"] = scale
-        road.agree("attach", None, settings)
         roads[model] = road
         handle = HookHandle(road, attached)
         begin_hook(road, attached, "attach")
@@ -76,14 +77,28 @@ def _units(model: nn.Module) -> list[Unit]:
     """A model's groups of parameters that require grad.
 
     Raises:
-        ValueError: there are none, a parameter is on the meta device, or they are sharded over
-            different meshes.
-        RuntimeError: another communication was put in the place of ``fully_shard``'s own.
+        ValueError: there are none, or one has parameters outside of the model.
     """
     groups = [group for group in fsdp.param_groups(model) if fsdp.trainable(group)]
     if not groups:
         raise ValueError(f"attach: {_C.type_name(model)} has no parameter that requires grad")
-    units = [Unit.of(model, group, len(groups) - 1 - i) for i, group in enumerate(groups)]
+    return [Unit.of(model, group, len(groups) - 1 - i) for i, group in enumerate(groups)]
+
+
+def _axes(group: fsdp.ParamGroup) -> list[dist.ProcessGroup]:
+    """This rank's process groups, along each of the mesh's dimensions."""
+    axes = fsdp.shard_group(group), fsdp.replica_group(group)
+    return [each for each in axes if each is not None]
+
+
+def _check_units(model: nn.Module, units: list[Unit]) -> None:
+    """Refuse a model that cannot have a hook.
+
+    Raises:
+        ValueError: a parameter is on the meta device, or they are sharded over different meshes.
+        RuntimeError: another communication was put in the place of ``fully_shard``'s own.
+    """
+    groups = [unit.group for unit in units]
     for unit, group in zip(units, groups, strict=True):
         for parameter, form in zip(fsdp.trainable(group), unit.parameters.values(), strict=True):
             if parameter.is_meta:
@@ -103,7 +118,6 @@ def _units(model: nn.Module) -> list[Unit]:
                     f"attach: the modules of {_C.type_name(model)} are sharded over different "
                     "meshes; attach a hook to each part that is sharded over one mesh"
                 )
-    return units
 
 
 def _parameters(model: nn.Module, units: list[Unit]) -> list[tuple[str, Tensor]]:
@@ -121,6 +135,29 @@ def _parameters(model: nn.Module, units: list[Unit]) -> list[tuple[str, Tensor]]
                 stacklevel=5,
             )
     return found
+
+
+def _checked_hooks(
+    units: list[Unit],
+    hook: Callable[..., Any],
+    state: object,
+    scaler: Scaler | None,
+    shard_hook: Callable[..., Any] | None,
+    weights: Codec | None,
+) -> tuple[Attached, Attached | None]:
+    """The hook, and that of the reduce-scatters beside it.
+
+    Raises:
+        TypeError, ValueError: one cannot do what is asked of it.
+    """
+    first = units[0].group
+    has_replicas = fsdp.replica_group(first) is not None
+    _check_weights(units, weights)
+    attached = _checked(hook, state, scaler, on_shards=not has_replicas)
+    if shard_hook is None:
+        return attached, None
+    _check_shard_hook(first, has_replicas)
+    return attached, _checked(shard_hook, None, scaler, on_shards=True)
 
 
 def _checked(
@@ -209,6 +246,11 @@ def _name_parameters(units: list[Unit], attached: Attached, beside: Attached | N
         memory.set_parameters(named, rank=replicas.rank(), world_size=replicas.size())
 
 
+def _forward_size(group: fsdp.ParamGroup) -> int | None:
+    after = fsdp.forward_group(group)
+    return None if after is None else after.size()
+
+
 def _shared(
     units: list[Unit], attached: Attached, beside: Attached | None, weights: Codec | None
 ) -> dict[str, object]:
@@ -225,5 +267,6 @@ def _shared(
             None if shards is None else shards.size(),
             None if replicas is None else replicas.size(),
         ),
+        "reshard_after_forward": [_forward_size(unit.group) for unit in units],
         "the parameters": [f"{form.name} {tuple(form.shape)} {form.dtype}" for form in forms],
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from torch_commhook.collectives.gloo_groups import group_name
 from torch_commhook.process_group.registration import register
@@ -90,20 +92,23 @@ class AllGather(_Communication):
             then travel beside the computation, on the CPU as well.
         """
         future = self._listener.all_gather(output_tensor, input_tensor, group)
-        return _Gathering(self._listener, future)
+        return _GatherWork(self._listener, future)
 
 
-class _Gathering(Work):
-    """A gathering of parameters that is under way."""
+class _GatherWork(Work):
+    """Tells the listener where it fails."""
 
     def __init__(self, listener: _Listener, future: torch.futures.Future[Tensor]) -> None:
         super().__init__()
         self._listener = listener
         self._future = future
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         self._listener.wait_for_gather(self._future)
         return True
+
+    def get_future(self) -> torch.futures.Future[Tensor]:
+        return self._future
 
 
 class ReplicaGroup(WrapperProcessGroup):
@@ -111,13 +116,15 @@ class ReplicaGroup(WrapperProcessGroup):
 
     def __init__(self, parent: dist.ProcessGroup, listener: _Listener) -> None:
         super().__init__(parent)
-        self._listener = listener
+        # torch.distributed keeps the group, which must not keep the model's memory.
+        self._listener = weakref.ref(listener)
         # Known to torch.distributed, whose functions ask for its backend where one fails.
         register(self, f"{group_name(parent)}/replicas{next(_numbers)}")
 
     def forget(self) -> None:
         """Be known to ``torch.distributed`` no longer."""
-        dist.destroy_process_group(self)
+        if self in distributed_c10d._world.pg_names:  # its user may have ended all groups
+            dist.destroy_process_group(self)
 
     def shutdown(self) -> None:
         """Nothing: the parent goes on."""
@@ -132,6 +139,8 @@ class ReplicaGroup(WrapperProcessGroup):
             return super().run_collective(operation, arguments, keywords)
         tensors, options = arguments
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        self._listener.all_reduce(tensors[0], options)
+        listener = self._listener()
+        assert listener is not None
+        listener.all_reduce(tensors[0], options)
         future.set_result(tensors)
         return future

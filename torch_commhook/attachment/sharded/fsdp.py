@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -74,6 +76,11 @@ def sharded_parameters(model: nn.Module, group: ParamGroup) -> dict[int, Sharded
         By the id of PyTorch's object of the parameter.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    if any(id(each) not in names for each in trainable(group)):
+        raise ValueError(
+            "attach: some parameters of a group that fully_shard() has formed of several modules "
+            f"are not in {type(model).__name__}; attach to a module that has all of them"
+        )
     shards = 1 if shard_group(group) is None else shard_group(group).size()  # type: ignore[union-attr]
     policy = group.mp_policy
     return {
@@ -203,11 +210,95 @@ def set_sync_flags(group: ParamGroup, flags: tuple[bool, bool]) -> None:
     group.reduce_grads, group.all_reduce_grads = flags
 
 
-def reset_after_failure(model: nn.Module) -> None:
-    """Have a model go on after a forward or backward that was left by an exception."""
+def states(model: nn.Module) -> list[Any]:
+    """PyTorch's objects of the modules that ``fully_shard`` was applied to."""
+    found: list[Any] = []
     for module in model.modules():
-        if not is_sharded(module):
-            continue
-        state: Any = module._get_fsdp_state()  # type: ignore[operator]
-        if state._is_root and hasattr(module, "reset_iter_state"):
-            module.reset_iter_state()  # type: ignore[operator]
+        if is_sharded(module):
+            state = module._get_fsdp_state()  # type: ignore[operator]
+            if all(state is not other for other in found):
+                found.append(state)
+    return found
+
+
+def roots(of_states: Iterable[Any]) -> list[Any]:
+    """The states of the modules whose forwards begin an iteration; they may be around a model.
+
+    Before the first forward PyTorch has not chosen any.
+    """
+    found: list[Any] = []
+    for state in of_states:
+        for root in state._state_ctx.all_states[:1]:
+            if all(root is not other for other in found):
+                found.append(root)
+    return found
+
+
+def root_module(root: Any) -> nn.Module:
+    """The module of one of :func:`roots`."""
+    module: nn.Module = root._modules[0]
+    return module
+
+
+def is_in_backward(root: Any) -> bool:
+    """Whether a backward has begun, and PyTorch has not ended it."""
+    queued: bool = root._state_ctx.post_backward_final_callback_queued
+    return queued
+
+
+def is_unfinished(root: Any) -> bool:
+    """Whether a forward or a backward has begun, and PyTorch has not ended it."""
+    return is_in_backward(root) or root._state_ctx.iter_forward_root is not None
+
+
+def reset(root: Any) -> None:
+    """Have a model go on after a forward or backward that was left by an exception."""
+    groups = [group for state in root._state_ctx.all_states for group in _groups_of(state)]
+    for group in groups:
+        result = group._all_gather_result
+        if result is not None and result.all_gather_work is not None:
+            with suppress(RuntimeError):  # it was part of what has failed
+                result.all_gather_work.wait()
+            group._all_gather_result = result._replace(all_gather_work=None)
+    if hasattr(root, "_reset_iter_state"):  # torch 2.13 has it
+        root._reset_iter_state()
+    for group in groups:
+        for each in group.fsdp_params:
+            # Gradients of that iteration, which PyTorch leaves to the next.
+            each.unsharded_accumulated_grad = None
+            if hasattr(each, "_unsharded_param"):
+                each._unsharded_param.grad = None
+
+
+class _EndOfBackward:
+    """In the place of a state's method that PyTorch has called when a backward ends."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = weakref.ref(state)
+        self.listeners: list[Callable[[], None]] = []
+
+    def __call__(self) -> None:
+        state = self._state()
+        if state is not None:
+            type(state)._root_post_backward_final_callback(state)
+        for listener in list(self.listeners):
+            listener()
+
+
+_END = "_root_post_backward_final_callback"
+
+
+def listen_to_end(state: Any, listener: Callable[[], None]) -> None:
+    """Have a function called when a backward ends that has begun with a state's module."""
+    end = vars(state).setdefault(_END, _EndOfBackward(state))
+    if listener not in end.listeners:
+        end.listeners.append(listener)
+
+
+def stop_listening(state: Any, listener: Callable[[], None]) -> None:
+    """Undo :func:`listen_to_end`."""
+    end = vars(state).get(_END)
+    if end is not None and listener in end.listeners:
+        end.listeners.remove(listener)
+        if not end.listeners:
+            del vars(state)[_END]

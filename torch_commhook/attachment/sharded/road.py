@@ -18,7 +18,7 @@ from torch_commhook import _C
 from torch_commhook.attachment.forward_hook import BeforeForward, register_first
 from torch_commhook.attachment.sharded import fsdp
 from torch_commhook.attachment.sharded.communication import AllGather, ReduceScatter, ReplicaGroup
-from torch_commhook.attachment.sharded.step import ShardedStep
+from torch_commhook.attachment.sharded.step import LEFT, ShardedStep, is_in_backward
 from torch_commhook.attachment.sharded.under_way import Exchange, UnderWay
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.agreement import agree_across
@@ -80,8 +80,18 @@ class Unit:
         return self.reference()
 
     def note_reduced(self) -> None:
-        """Note which parameters' gradients ``fully_shard`` is about to reduce."""
-        self.reduced = [self.parameters[id(each)] for each in fsdp.with_gradient(self.group)]
+        """Note which parameters' gradients ``fully_shard`` is about to reduce.
+
+        Raises:
+            RuntimeError: there is one that did not require grad.
+        """
+        found = fsdp.with_gradient(self.group)
+        if any(id(each) not in self.parameters for each in found):
+            raise RuntimeError(
+                "torch_commhook: a parameter has a gradient that was frozen when the hook was "
+                "attached; remove() the hook and attach it again"
+            )
+        self.reduced = [self.parameters[id(each)] for each in found]
 
     def local_shards(self, memory: HookMemory | None) -> list[Tensor]:
         """This rank's shards of the parameters whose gradients are being reduced.
@@ -120,8 +130,19 @@ class Unit:
         """Undo :meth:`take_over`."""
         group = self.group
         if group is not None and self.own is not None:
-            fsdp.set_communication(group, self.own)
-            self.own = None
+            now = fsdp.communication(group)  # of which a user may have replaced a part
+            ours = (
+                isinstance(now.all_gather, AllGather),
+                isinstance(now.reduce_scatter, ReduceScatter),
+            )
+            fsdp.set_communication(
+                group,
+                fsdp.Communication(
+                    self.own.all_gather if ours[0] else now.all_gather,
+                    self.own.reduce_scatter if ours[1] else now.reduce_scatter,
+                ),
+            )
+        self.own = None
 
 
 class ShardedRoad:
@@ -152,25 +173,30 @@ class ShardedRoad:
         self._shard_group = fsdp.scatter_group(first) or fsdp.shard_group(first)
         self._replica_group = fsdp.replica_group(first)
         self.device: torch.device = first.device
-        self._stand_in: ReplicaGroup | None = None
+        self._forget: weakref.finalize[..., Any] | None = None
         self._counted: list[Attached] = []  # in this step
         self._under_way = UnderWay()
         self._step = ShardedStep(
             _process_groups(units), self._step_begins, self._under_way, self._step_done
         )
+        self._states: list[weakref.ref[Any]] = []
         self._take_over()
         self._closed = False
-        self._is_resetting = False
         self._members = _C.module_members(model)
-        self._forward_handle = register_first(model, BeforeForward(self))
+        self._forward_handles = [register_first(model, BeforeForward(self))]
+        self._watched_roots: list[weakref.ref[nn.Module]] = []
 
     # ---- in the place of fully_shard's own collectives -------------------------------------------
 
     def _take_over(self) -> None:
         gather = AllGather(self)
         stand_in = None
+        model = self.model()
+        assert model is not None
+        for state in fsdp.states(model):
+            self._listen_to(state)
         if self._replica_group is not None:
-            self._stand_in = stand_in = ReplicaGroup(self._replica_group, self)
+            stand_in = ReplicaGroup(self._replica_group, self)
         for unit in self._units:
             unit.take_over(gather, ReduceScatter(self, unit.number))
             fsdp.set_post_backward(unit.group, partial(self.post_backward, unit))
@@ -184,15 +210,28 @@ class ShardedRoad:
                 fsdp.set_post_backward(unit.group, None)
                 if self._replica_group is not None:
                     fsdp.set_replica_group(unit.group, self._replica_group)
-        if self._stand_in is not None:
-            self._stand_in.forget()
+        if self._forget is not None:
+            self._forget()
+        for reference in self._states:
+            state = reference()
+            if state is not None:
+                fsdp.stop_listening(state, self._backward_ends)
+
+    def _listen_to(self, state: Any) -> None:
+        if all(reference() is not state for reference in self._states):
+            self._states.append(weakref.ref(state))
+            fsdp.listen_to_end(state, self._backward_ends)
 
     def post_backward(self, unit: Unit, *unused: Any) -> None:
         """A unit's gradients are complete; ``fully_shard`` reduces them now."""
         if self._under_way.has(unit.number):  # a module that ran twice: its gradients add up
             self._under_way.wait(self._step.fail_with)
         before, self._reducing = self._reducing, unit
-        unit.note_reduced()
+        try:
+            unit.note_reduced()
+        except RuntimeError as error:
+            self._step.fail(str(error))
+            raise
         try:
             fsdp.post_backward(unit.group, *unused)
         finally:
@@ -382,8 +421,6 @@ class ShardedRoad:
         try:
             self._wait(future, step_group)
         except Exception as error:
-            if self._is_resetting:  # the step that it belonged to has failed already
-                return
             raise self._gather_failed(error, step_group) from None
 
     def _gather_failed(self, error: Exception, at: StepGroup | None) -> BaseException:
@@ -421,9 +458,19 @@ class ShardedRoad:
         for attached in self._all_attached():
             attached.look_at_scale(in_join=False)
 
+    def _backward_ends(self) -> None:
+        """A backward of one of the model's roots has ended; of several in one, the last ends it."""
+        if not any(map(fsdp.is_in_backward, self._roots())):
+            self._step.end()
+
+    def _roots(self) -> list[Any]:
+        states = [reference() for reference in self._states]
+        return fsdp.roots(state for state in states if state is not None)
+
     def _step_done(self) -> None:
         for attached in self._all_attached():
-            attached.memory.count_step()
+            if attached in self._counted:  # gradients may have been added up among the shards alone
+                attached.memory.count_step()
         while self._then:
             self._then.pop()()
 
@@ -432,14 +479,42 @@ class ShardedRoad:
         return found[:1] if len(found) == 2 and found[0] is found[1] else found
 
     def before_forward(self, module: nn.Module) -> None:
-        """Called by the model before its own forward."""
-        if self._step.has_failed:
+        """Called by the model before its own forward, and by a root around it before that."""
+        model = self.model()
+        if self._closed or model is None:
+            return
+        self._recover(module)
+        if module is model:
+            self._watch_roots(model)
+            self._check(model)
+
+    def _recover(self, module: nn.Module) -> None:
+        """Have the model go on where its last forward or backward was left by an exception."""
+        if is_in_backward():  # activation checkpointing
+            return
+        inside = [root for root in self._roots() if _has(module, fsdp.root_module(root))]
+        if not self._step.has_failed:
+            if not self._step.is_open and not any(map(fsdp.is_unfinished, inside)):
+                return
+            self._step.fail(LEFT)
+        for root in inside:
+            fsdp.reset(root)
+        if inside:
             self._step.has_failed = False
-            self._is_resetting = True
-            try:
-                fsdp.reset_after_failure(module)
-            finally:
-                self._is_resetting = False
+
+    def _watch_roots(self, model: nn.Module) -> None:
+        """Hear of the forward of a module around the model with which iterations begin."""
+        for root in self._roots():
+            around = fsdp.root_module(root)
+            if _has(model, around) or any(each() is around for each in self._watched_roots):
+                continue
+            self._watched_roots.append(weakref.ref(around))
+            self._forward_handles.append(register_first(around, BeforeForward(self)))
+            for state in fsdp.states(around):
+                self._listen_to(state)
+
+    def _check(self, module: nn.Module) -> None:
+        """Refuse a model that is not what it was when the hook was attached."""
         members = _C.module_members(module)
         if members != self._members:
             self._check_units(module)
@@ -519,7 +594,7 @@ class ShardedRoad:
 
     def agree(self, what: str, error: Exception | None, settings: dict[str, object]) -> None:
         """Go on together with all ranks of the mesh, or not at all; as :func:`agree`."""
-        parents = [self._shard_group, self._replica_group]
+        parents = [fsdp.shard_group(self._units[0].group), self._replica_group]
         agree_across([each for each in parents if each is not None], what, error, settings)
 
     @property
@@ -567,7 +642,11 @@ class ShardedRoad:
         if self._closed:
             return
         self._closed = True
-        self._forward_handle.remove()
+        for handle in self._forward_handles:
+            handle.remove()
+        if self._step.has_failed:
+            for root in self._roots():
+                fsdp.reset(root)
         self._give_back()
         self.shard_attached = None
         self.after_backward(self._step.close)
@@ -621,6 +700,10 @@ def _write(result: Tensor, tensor: Tensor, factor: float) -> None:
         unflatten_into(result.clone(), [tensor], scale=factor)
     else:
         unflatten_into(result, [tensor], scale=factor)
+
+
+def _has(module: nn.Module, other: nn.Module) -> bool:
+    return module is other or any(each is other for each in module.modules())
 
 
 def _is_plain(attached: Attached) -> bool:

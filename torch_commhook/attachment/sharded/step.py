@@ -6,13 +6,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
 
 from torch_commhook.attachment.sharded.under_way import UnderWay
 from torch_commhook.autograd.running_backward import RunningBackward
 from torch_commhook.step.step_group import StepGroup
 
-_LEFT = "backward() was left by an exception"
+#: Why a step fails that nobody has ended.
+LEFT = "forward() or backward() was left by an exception"
+
+
+def is_in_backward() -> bool:
+    """Whether this thread is inside of a backward."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class ShardedStep:
@@ -78,8 +83,6 @@ class ShardedStep:
                 raise self.fail_with(error, group) from error
         self._backward = backward
         self._is_open = True
-        # After that of fully_shard, which was queued when this backward began.
-        Variable._execution_engine.queue_callback(self._end)
         self._on_begin()
 
     def before_gather(self) -> None:
@@ -88,12 +91,17 @@ class ShardedStep:
         Raises:
             RuntimeError, PeerError: as :meth:`StepGroup.connect`.
         """
-        if self._is_open and torch._C._current_graph_task_id() == -1:
-            self.fail(_LEFT)
+        if self._is_open and not is_in_backward():
+            self.fail(LEFT)
         for group in self.groups:
             group.connect()
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """End the step, where there is one, together with all ranks.
+
+        Raises:
+            PeerError: it failed on another rank.
+        """
         if not self._is_open:  # it has failed
             return
         self._under_way.wait(self.fail_with)

@@ -1,0 +1,81 @@
+"""Everything that ``fully_shard`` does keeps working with a hook attached."""
+
+from __future__ import annotations
+
+import pytest
+from rank_pool import RankPool
+from sharded_models import Mesh, differences, far, reference, take_steps
+from sharded_scenarios import PLACES, SCENARIOS
+
+from torch_commhook import hooks
+
+
+def _with_allreduce(rank: int, name: str, place: str) -> list[str]:
+    scenario, mesh = SCENARIOS[name], Mesh.of(place)
+    got = take_steps(scenario, mesh, rank, hooks.allreduce())
+    return differences(got, take_steps(scenario, mesh, rank, None))
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), [each for each in PLACES if SCENARIOS[each[0]].plain_works]
+)
+def test_allreduce_has_the_bits_of_fully_shard(ranks: RankPool, name: str, place: str) -> None:
+    assert ranks.run(_with_allreduce, name, place) == [[]] * ranks.world_size
+
+
+def _encodings(place: str) -> int:
+    """A reduce-scatter encodes once, an all-reduce twice."""
+    return 1 if place.startswith("fsdp") else 2
+
+
+def _near(rank: int, name: str, place: str) -> list[str]:
+    scenario, mesh = SCENARIOS[name], Mesh.of(place)
+    expected, largest = reference(scenario, int(place[-1]))
+    found = []
+    exact = take_steps(scenario, mesh, rank, hooks.allreduce(), rate=0.0, count=1, gather=True)
+    found += far(exact.whole[0], expected, scenario.rounding * largest, "allreduce")
+    # Half a step of int8, of the largest value that a block may have.
+    bound = (_encodings(place) * scenario.encodings * 0.51 / 127 + scenario.rounding) * largest
+    coded = take_steps(scenario, mesh, rank, hooks.blockwise(), rate=0.0, count=1, gather=True)
+    found += far(coded.whole[0], expected, bound, "blockwise")
+    return found
+
+
+_MEANS = [each for each in PLACES if SCENARIOS[each[0]].averages]
+
+
+@pytest.mark.parametrize(("name", "place"), _MEANS)
+def test_hooks_are_near_the_mean(ranks: RankPool, name: str, place: str) -> None:
+    assert ranks.run(_near, name, place) == [[]] * ranks.world_size
+
+
+def _feedback(rank: int, name: str, place: str) -> list[str]:
+    """What is lost in a step comes in the next: sums are near, however many steps there are."""
+    scenario, mesh = SCENARIOS[name], Mesh.of(place)
+    count = 6
+    expected, largest = reference(scenario, int(place[-1]))
+    hook = hooks.error_feedback(hooks.blockwise(bits=4))
+    done = take_steps(
+        scenario, mesh, rank, hook, rate=0.0, count=count, gather=True, same_batches=True
+    )
+    sums = [
+        None if any(each is None for each in steps) else sum(steps)
+        for steps in zip(*done.whole, strict=True)
+    ]
+    wanted = [None if each is None else count * each for each in expected]
+    # Half a step of int4, of a value with what was lost of the one before.
+    bound = _encodings(place) * scenario.encodings * 0.6 / 7 + count * scenario.rounding
+    return far(sums, wanted, bound * largest, "the sum")
+
+
+#: Whose gradients are the same in each step.
+_SAME = [
+    (name, place)
+    for name, place in _MEANS
+    if place != "fsdp-2" and name not in ("unused by turns", "unused by turns in one group")
+]
+
+
+@pytest.mark.parametrize(("name", "place"), _SAME)
+def test_error_feedback_remembers_what_it_lost(ranks: RankPool, name: str, place: str) -> None:
+    assert ranks.run(_feedback, name, place) == [[]] * ranks.world_size

@@ -1,0 +1,254 @@
+"""What is left of a hook on a sharded model when it has been taken off, or the model has gone."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from rank_pool import RankPool
+from sharded_models import Mesh, batch, by_layer, layers, local, loss_of, reshard, sharded_modules
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+
+from torch_commhook import attach, codecs, hooks
+
+PLACES = ["fsdp-2", "hsdp-4", "replicate-2"]
+
+
+def _new_model(place: str) -> nn.Module:
+    model = layers()
+    by_layer(model, Mesh.of(place))
+    return model
+
+
+def _step(model: nn.Module, rank: int, number: int = 0) -> list[Tensor]:
+    model.zero_grad()
+    loss_of(model(batch(rank, number))).backward()
+    reshard(model)
+    return [local(p.grad) for p in model.parameters() if p.grad is not None]
+
+
+def _same(got: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(got) == len(expected) > 0 and all(
+        one.equal(other) for one, other in zip(got, expected, strict=True)
+    )
+
+
+def _settings(place: str) -> dict[str, Any]:
+    """All that can be attached."""
+    found: dict[str, Any] = {}
+    if not place.startswith("replicate"):
+        found["weights"] = codecs.blockwise()
+    if place.startswith("hsdp"):
+        found["shard_hook"] = hooks.error_feedback(hooks.blockwise())
+    return found
+
+
+def _groups_of(model: nn.Module) -> list[Any]:
+    return [g for module in sharded_modules(model) for g in module._get_fsdp_state()._fsdp_param_groups]
+
+
+def _form(value: Any) -> Any:
+    """By which an attribute is compared: PyTorch makes some of them anew in each step."""
+    named = type(value).__module__, type(value).__qualname__
+    return named if isinstance(value, (list, Tensor)) or named[0].startswith("torch") else value
+
+
+def _attributes(model: nn.Module) -> list[dict[str, Any]]:
+    found = [{name: _form(value) for name, value in vars(g).items()} for g in _groups_of(model)]
+    found += [{n: id(v) for n, v in vars(g.mesh_info).items()} for g in _groups_of(model)]
+    for module in sharded_modules(model):
+        state = vars(module._get_fsdp_state())
+        found.append({name: _form(value) for name, value in state.items()})
+        found.append({"hooks": len(module._forward_pre_hooks), "after": len(module._forward_hooks)})
+        found.append({name: _form(value) for name, value in vars(module).items()})
+    return found
+
+
+def _world() -> dict[str, set[str]]:
+    """The names of groups that ``torch.distributed`` knows."""
+    world = distributed_c10d._world
+    return {
+        "names": set(world.pg_names.values()),
+        "ranks": {world.pg_names.get(g, "?") for g in world.pg_group_ranks},
+        "map": {world.pg_names.get(g, "?") for g in world.pg_map},
+        "configs": {world.pg_names.get(g, "?") for g in world.pg_backend_config},
+        "tags": {world.pg_names.get(g, "?") for groups in world.tags_to_pg.values() for g in groups},
+    }
+
+
+def _changes(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[str]:
+    found = []
+    for one, other in zip(before, after, strict=True):
+        for name in one.keys() | other.keys():
+            if one.get(name) != other.get(name):
+                found.append(f"{name}: {one.get(name)} has become {other.get(name)}")
+    return found
+
+
+def _nothing_left(rank: int, place: str) -> list[str]:
+    model = _new_model(place)
+    expected = _step(model, rank)
+    before, world = _attributes(model), _world()
+    handle = attach(model, hooks.error_feedback(hooks.blockwise()), **_settings(place))
+    _step(model, rank)
+    handle.remove()
+    after = _world()
+    found = _changes(before, _attributes(model))
+    found += [f"{kind}: {names - world[kind]}" for kind, names in after.items()
+              if names != world[kind]]
+    if not _same(_step(model, rank), expected):
+        found.append("other gradients")
+    return found
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_nothing_is_left_on_torchs_objects(ranks: RankPool, place: str) -> None:
+    assert ranks.run(_nothing_left, place) == [[]] * ranks.world_size
+
+
+def _in_turn(rank: int, place: str) -> list[str]:
+    """Hooks one after another, and none between them."""
+    model = _new_model(place)
+    expected = _step(model, rank)
+    found = []
+    handle = attach(model, hooks.blockwise(), **_settings(place))
+    if _same(_step(model, rank), expected):
+        found.append("the hook does nothing")
+    handle.remove()
+    if not _same(_step(model, rank), expected):
+        found.append("removed")
+    handle = attach(model, hooks.allreduce())
+    if not _same(_step(model, rank), expected):
+        found.append("attached again")
+    handle.replace(hooks.cast())
+    if _same(_step(model, rank), expected):
+        found.append("replaced, and nothing done")
+    handle.replace(hooks.allreduce())
+    if not _same(_step(model, rank), expected):
+        found.append("replaced")
+    handle.remove()
+    if not _same(_step(model, rank), expected) or handle.is_attached:
+        found.append("removed again")
+    return found
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_hooks_in_turn(ranks: RankPool, place: str) -> None:
+    assert ranks.run(_in_turn, place) == [[]] * ranks.world_size
+
+
+def _collected(rank: int, place: str, remove: bool) -> list[str]:
+    world = _world()
+    model, hook = _new_model(place), hooks.error_feedback(hooks.blockwise())
+    handle = attach(model, hook, **_settings(place))
+    _step(model, rank)
+    if remove:
+        handle.remove()
+    road = weakref.ref(handle._first_road)
+    left = {"model": weakref.ref(model), "hook": weakref.ref(hook), "road": road}
+    memory = weakref.ref(handle._attached.memory)
+    del model, hook, handle
+    gc.collect()
+    found = [name for name, each in {**left, "memory": memory}.items() if each() is not None]
+    dist.barrier()
+    after = _world()
+    found += [f"{kind}: {names - world[kind]}" for kind, names in after.items()
+              if names != world[kind]]
+    return found
+
+
+@pytest.mark.parametrize("remove", [True, False], ids=["removed", "attached"])
+@pytest.mark.parametrize("place", PLACES)
+def test_model_and_hook_are_collected(ranks: RankPool, place: str, remove: bool) -> None:
+    assert ranks.run(_collected, place, remove) == [[]] * ranks.world_size
+
+
+class _Custom:
+    """A reduce-scatter of the user's own."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def allocate(self, size: Any, *, dtype: Any, device: Any) -> Tensor:
+        return nn.Parameter(None).new_empty(size, dtype=dtype, device=device).detach()
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any,
+                 async_op: bool = False) -> Any:
+        self.calls += 1
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)
+
+
+def _custom_later(rank: int) -> list[str]:
+    model = _new_model("fsdp-2")
+    expected = _step(model, rank)
+    handle = attach(model, hooks.blockwise())
+    custom = _Custom()
+    model[0].set_custom_reduce_scatter(custom)
+    found = []
+    try:
+        _step(model, rank)
+        found.append("no error")
+    except RuntimeError as error:
+        if "remove() the hook" not in str(error):
+            found.append(str(error))
+    handle.remove()
+    if not _same(_step(model, rank), expected):
+        found.append("other gradients")
+    if custom.calls != 1:
+        found.append(f"the user's was called {custom.calls} times")
+    return found
+
+
+@pytest.mark.parametrize("place", ["fsdp-2"])
+def test_remove_leaves_what_was_set_later(ranks: RankPool, place: str) -> None:
+    assert ranks.run(_custom_later) == [[]] * ranks.world_size
+
+
+def _removed_in_backward(rank: int, place: str) -> list[str]:
+    model = _new_model(place)
+    expected = _step(model, rank)
+    handle = attach(model, hooks.allreduce())
+    model.zero_grad()
+    output = model(batch(rank, 0))
+    output.register_hook(lambda gradient: handle.remove())
+    loss_of(output).backward()
+    reshard(model)
+    got = [local(p.grad) for p in model.parameters()]
+    found = [] if _same(got, expected) else ["in that backward"]
+    if not _same(_step(model, rank), expected):
+        found.append("in the next")
+    return found
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_removed_in_backward(ranks: RankPool, place: str) -> None:
+    assert ranks.run(_removed_in_backward, place) == [[]] * ranks.world_size
+
+
+def _states(rank: int, place: str) -> list[str]:
+    """The model's own state, which ranks save and load as without a hook."""
+    model = _new_model(place)
+    names = list(model.state_dict())
+    handle = attach(model, hooks.error_feedback(hooks.blockwise()), **_settings(place))
+    expected = _step(model, rank)
+    state = {name: local(value) for name, value in model.state_dict().items()}
+    found = [] if list(state) == names else [f"names {list(state)}"]
+    values = model.state_dict()
+    values = {name: value.detach().clone() for name, value in values.items()}
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    model.load_state_dict(values)
+    handle.replace(handle.hook)
+    if not _same(_step(model, rank), expected):
+        found.append("other gradients")
+    handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_state_dict_of_a_model_with_a_hook(ranks: RankPool, place: str) -> None:
+    assert ranks.run(_states, place) == [[]] * ranks.world_size

@@ -1,0 +1,123 @@
+"""Ways in which one rank leaves a step of a sharded model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from mode_cases import OwnError
+from sharded_models import Layers, Mesh, batch, by_layer, local, loss_of, reshard
+from torch import Tensor, nn
+
+from torch_commhook import PeerError, hooks
+
+
+class Failing(hooks.Hook):
+    """Averages exactly, and raises in one of its calls.
+
+    Attributes:
+        fails_in: how many calls go well before; None for all.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails_in: int | None = None
+
+    def check_shards(self) -> None:
+        pass
+
+    def average(self, bucket: Any) -> Any:
+        self._call()
+        return hooks.allreduce().average(bucket)
+
+    def average_shard(self, bucket: Any) -> Any:
+        self._call()
+        return hooks.allreduce().average_shard(bucket)
+
+    def _call(self) -> None:
+        if self.fails_in is not None:
+            self.fails_in -= 1
+            if self.fails_in < 0:
+                raise OwnError("boo")
+
+
+class _Raising(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise OwnError("boo")
+
+
+class Trap(nn.Module):
+    """Lets its input through, or raises: in ``forward`` or in ``backward``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raises_in = ""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.raises_in == "forward":
+            raise OwnError("boo")
+        return _Raising.apply(inputs) if self.raises_in == "backward" else inputs * 1
+
+
+#: Where the traps are among the layers: before, between and after them.
+TRAPS = ("first", "middle", "last")
+
+
+def with_traps() -> nn.Module:
+    """Three layers with traps."""
+    torch.manual_seed(0)
+    parts = list(Layers(5, 6, 6, 1))
+    return nn.Sequential(Trap(), *parts[:2], Trap(), *parts[2:], Trap())
+
+
+def trap_of(model: Any, where: str) -> Trap:
+    traps = [part for part in model if isinstance(part, Trap)]
+    return traps[TRAPS.index(where)]
+
+
+def new_model(place: str) -> nn.Module:
+    """Such a model, sharded."""
+    model = with_traps()
+    by_layer(model, Mesh.of(place))
+    return model
+
+
+def one_step(model: nn.Module, rank: int, number: int) -> list[Tensor]:
+    """This rank's gradients of a step."""
+    model.zero_grad()
+    loss_of(model(batch(rank, number).requires_grad_())).backward()
+    reshard(model)
+    return [local(p.grad) for p in model.parameters() if p.grad is not None]
+
+
+def outcome(model: nn.Module, rank: int, number: int, fails: int) -> list[str]:
+    """What is wrong with how this rank leaves a step that fails on another, or on this one."""
+    try:
+        one_step(model, rank, number)
+    except OwnError:
+        return [] if rank == fails else ["an error of its own"]
+    except PeerError as error:
+        wrong = [] if rank != fails else ["another rank's error"]
+        return wrong if "on rank" in str(error) else [*wrong, f"says {error}"]
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}"]
+    return ["no error"]
+
+
+def plain_gradients(place: str, rank: int, number: int) -> list[Tensor]:
+    """What ``fully_shard`` gives without a hook."""
+    return one_step(new_model(place), rank, number)
+
+
+def unequal(got: list[Tensor], expected: list[Tensor], what: str) -> list[str]:
+    """Where gradients have other bits."""
+    return [
+        f"{what}: gradient {number} differs"
+        for number, (one, other) in enumerate(zip(got, expected, strict=True))
+        if not torch.equal(one, other)
+    ]

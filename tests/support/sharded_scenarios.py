@@ -1,0 +1,451 @@
+"""What ``fully_shard`` can do, each as a scenario that is run with and without a hook."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from sharded_models import (
+    Batches,
+    Layers,
+    Mesh,
+    Scenario,
+    at_once,
+    by_layer,
+    layers,
+    loss_of,
+    micro_sync,
+    sharded_modules,
+    unsynchronised,
+)
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
+
+from torch_commhook import HookHandle
+
+SHARDED = ("fsdp-3", "hsdp-4")
+
+
+# ---- gradient accumulation -----------------------------------------------------------------------
+
+
+def _backward(model: Any, batches: Batches, number: int) -> None:
+    loss_of(model(batches(number))).backward()
+
+
+def _accumulate(model: Any, batches: Batches, handle: HookHandle | None) -> None:
+    for number in range(3):
+        micro_sync(model, number == 2)
+        _backward(model, batches, number)
+
+
+def _accumulate_in_no_sync(model: Any, batches: Batches, handle: HookHandle | None) -> None:
+    if handle is None:
+        _accumulate(model, batches, None)
+        return
+    with unsynchronised(model, handle):
+        _backward(model, batches, 0)
+        _backward(model, batches, 1)
+    _backward(model, batches, 2)
+
+
+def _accumulate_in_shards(model: Any, batches: Batches, handle: HookHandle | None) -> None:
+    for number in range(3):
+        for module in sharded_modules(model):
+            module.set_requires_all_reduce(number == 2)
+        _backward(model, batches, number)
+
+
+def _last_backward(model: Any, batches: Batches, handle: HookHandle | None) -> None:
+    for number in range(2):
+        for module in sharded_modules(model):
+            module.set_is_last_backward(number == 1)
+        micro_sync(model, number == 1)
+        _backward(model, batches, number)
+
+
+def _two_backwards(model: Any, batches: Batches, handle: HookHandle | None) -> None:
+    """Both average."""
+    _backward(model, batches, 0)
+    _backward(model, batches, 1)
+
+
+def _keep_after_backward(model: Any) -> None:
+    model.set_reshard_after_backward(False)
+
+
+# ---- forwards and backwards ----------------------------------------------------------------------
+
+
+def _two_forwards(model: Any, batches: Batches, handle: HookHandle | None) -> None:
+    (loss_of(model(batches(0))) + loss_of(model(batches(1)))).backward()
+
+
+def _backward_twice(model: Any, batches: Batches, handle: HookHandle | None) -> None:
+    loss = loss_of(model(batches(0)))
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def _evaluate_between(model: Any, batches: Batches, handle: HookHandle | None) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(batches(1))
+    model.train()
+    _backward(model, batches, 0)
+    with torch.no_grad():
+        model(batches(2))
+
+
+def _input_needs_gradient(model: Any, batches: Batches, handle: HookHandle | None) -> None:
+    loss_of(model(batches(0).requires_grad_())).backward()
+
+
+def _clip(model: Any, batches: Batches, handle: HookHandle | None) -> None:
+    _backward(model, batches, 0)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+
+
+def _prefetch(model: Any) -> None:
+    parts = [layer for layer in model if isinstance(layer, nn.Linear)]
+    for before, after in zip(parts, parts[1:], strict=False):
+        before.set_modules_to_forward_prefetch([after])
+        after.set_modules_to_backward_prefetch([before])
+
+
+def _unshard_async(model: Any) -> None:
+    model._set_unshard_async_op(True)
+
+
+def _unshard_ahead(model: Any, batches: Batches, handle: HookHandle | None) -> None:
+    if hasattr(model, "unshard"):
+        model[0].unshard(async_op=True)
+        model.unshard()
+    _backward(model, batches, 0)
+
+
+# ---- parameters ----------------------------------------------------------------------------------
+
+
+class _Tied(nn.Module):
+    """The last layer has the first one's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.middle = nn.Linear(7, 5)
+        self.last = nn.Linear(5, 7)
+        self.last.weight = self.first.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(inputs)))))
+
+
+def _tied() -> nn.Module:
+    torch.manual_seed(0)
+    return _Tied()
+
+
+def _shard_tied(model: nn.Module, mesh: Mesh) -> None:
+    mesh.apply(model.middle)
+    mesh.apply([model.first, model.last])
+    mesh.apply(model)
+
+
+def _frozen() -> nn.Module:
+    model = layers()
+    model[0].weight.requires_grad_(False)  # a part of a group
+    for parameter in model[2].parameters():
+        parameter.requires_grad_(False)  # a group
+    return model
+
+
+class _Branches(nn.Module):
+    """Two of three branches take part: by turns, or as the rank says."""
+
+    def __init__(self, by_rank: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 6)
+        self.branches = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.by_rank = by_rank
+        self.calls = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        which = int(inputs[0, 0] > 0) if self.by_rank else self.calls % 3
+        self.calls += 1
+        hidden = torch.tanh(self.first(inputs))
+        return sum(b(hidden) for i, b in enumerate(self.branches) if i != which)
+
+
+def _branches(by_rank: bool) -> nn.Module:
+    torch.manual_seed(0)
+    return _Branches(by_rank)
+
+
+def _shard_branches(model: nn.Module, mesh: Mesh) -> None:
+    for branch in model.branches:
+        mesh.apply(branch)
+    mesh.apply(model)
+
+
+def _reduce_unused(model: Any) -> None:
+    model.set_reduce_scatter_unused_params(True)
+
+
+def _partly_frozen() -> nn.Module:
+    model = layers()
+    model[2].requires_grad_(False)
+    return model
+
+
+def _ignoring(model: nn.Module, mesh: Mesh) -> None:
+    ignored = set(model[2].parameters())
+    mesh.apply(model[0])
+    mesh.apply(model, ignored_params=ignored)
+
+
+def _columns(parameter: nn.Parameter) -> Shard | None:
+    return Shard(1) if parameter.dim() == 2 else None
+
+
+def _even() -> nn.Module:
+    torch.manual_seed(0)
+    model = Layers(6, 12, 6)
+    return nn.Sequential(nn.Linear(5, 6), model, nn.Linear(6, 1))
+
+
+def _shard_columns(model: nn.Module, mesh: Mesh) -> None:
+    mesh.apply(model[1], shard_placement_fn=_columns)
+    mesh.apply(model)
+
+
+def _on_meta(model: nn.Module, mesh: Mesh) -> None:
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    model.to("meta")
+    by_layer(model, mesh)
+    model.to_empty(device="cpu")
+    for name, parameter in model.named_parameters():
+        whole = torch.distributed.tensor.distribute_tensor(
+            values[name], parameter.device_mesh, parameter.placements
+        )
+        with torch.no_grad():
+            parameter.copy_(whole)
+
+
+# ---- other layers --------------------------------------------------------------------------------
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.inner = inner
+        self.reentrant = reentrant
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return checkpoint(self.inner, inputs, use_reentrant=self.reentrant)
+
+
+def _checkpointed(reentrant: bool) -> nn.Module:
+    torch.manual_seed(0)
+    parts = [
+        _Checkpointed(nn.Sequential(nn.Linear(5, 5), nn.Tanh()), reentrant) for _ in range(3)
+    ]
+    return nn.Sequential(*parts, nn.Linear(5, 1))
+
+
+def _input_for_checkpoints(
+    model: Any, batches: Batches, handle: HookHandle | None
+) -> None:
+    _input_needs_gradient(model, batches, handle)
+
+
+def _shard_inside_checkpoints(model: nn.Module, mesh: Mesh) -> None:
+    for part in model:
+        mesh.apply(part.inner if isinstance(part, _Checkpointed) else part)
+    mesh.apply(model)
+
+
+def _shard_around_checkpoints(model: nn.Module, mesh: Mesh) -> None:
+    for part in model:
+        mesh.apply(part)
+    mesh.apply(model)
+
+
+def _blocks() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layers(5, 7, 5) for _ in range(2)), nn.Linear(5, 1))
+
+
+def _compile_blocks(model: Any) -> None:
+    for block in model[:2]:
+        block.compile(backend="aot_eager")
+
+
+def _each_its_own_root(model: nn.Module, mesh: Mesh) -> None:
+    for layer in model:
+        if any(True for _ in layer.parameters()):
+            mesh.apply(layer)
+
+
+def _two_groups(model: nn.Module, mesh: Mesh) -> None:
+    mesh.apply([model[0], model[4]])
+    mesh.apply(model)
+
+
+# ---- settings ------------------------------------------------------------------------------------
+
+
+def _policy(
+    param: torch.dtype | None, reduce: torch.dtype | None, output: torch.dtype | None = None
+) -> Callable[[nn.Module, Mesh], None]:
+    policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, output_dtype=output)
+    return partial(by_layer, mp_policy=policy)
+
+
+def _half_model() -> nn.Module:
+    return layers().bfloat16()
+
+
+def _half_step(model: Any, batches: Batches, handle: HookHandle | None) -> None:
+    loss_of(model(batches(0).bfloat16())).backward()
+
+
+def _divide(factor: float, only_sums: bool) -> Callable[[Any], None]:
+    def prepare(model: Any) -> None:
+        for module in sharded_modules(model):
+            module.set_gradient_divide_factor(factor)
+        if only_sums:
+            _only_sums(model)
+
+    return prepare
+
+
+def _only_sums(model: Any) -> None:
+    for module in sharded_modules(model):
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def _separate_group(model: Any) -> None:
+    model.set_separate_reduce_scatter_group(True)
+
+
+def _all_reduce_hook(model: Any) -> None:
+    model.set_all_reduce_hook(lambda gradient: gradient.mul_(2))
+
+
+def _more_buffers(model: Any) -> None:
+    model.set_reduce_scatter_max_input_buffers(3)
+
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+SCENARIOS: dict[str, Scenario] = {
+    "layers": Scenario(meshes=("fsdp-2", "fsdp-3", "fsdp-4", "hsdp-2", "hsdp-4", "replicate-2",
+                               "replicate-3")),
+    "one group": Scenario(shard=at_once),
+    "each layer its own root": Scenario(shard=_each_its_own_root),
+    "two modules in one group": Scenario(shard=_two_groups),
+    "input needs gradient": Scenario(step=_input_needs_gradient),
+    "bf16, reduced in f32": Scenario(shard=_policy(BF16, F32), rounding=0.05),
+    "bf16, reduced in bf16": Scenario(shard=_policy(BF16, BF16), rounding=0.05),
+    "bf16, reduced as they are": Scenario(shard=_policy(BF16, None), rounding=0.08),
+    "f32, reduced in bf16": Scenario(shard=_policy(None, BF16), rounding=0.03),
+    "f32, reduced in f16": Scenario(shard=_policy(None, F16), rounding=0.01),
+    "bf16, output in f32": Scenario(shard=_policy(BF16, F32, F32), rounding=0.05),
+    "bf16, output in f16": Scenario(shard=_policy(BF16, BF16, F16), rounding=0.05),
+    "a model in bf16": Scenario(net=_half_model, step=_half_step, rounding=0.1),
+    "gradients add up": Scenario(step=_accumulate, whole_step=_accumulate),
+    "gradients add up in no_sync": Scenario(
+        step=_accumulate_in_no_sync, whole_step=_accumulate
+    ),
+    "gradients in bf16 add up in f32": Scenario(
+        shard=_policy(BF16, F32), step=_accumulate, whole_step=_accumulate, rounding=0.05
+    ),
+    "gradients add up in shards": Scenario(
+        step=_accumulate_in_shards, whole_step=_accumulate, encodings=3,
+    ),
+    "not the last backward": Scenario(step=_last_backward, whole_step=_two_backwards),
+    "two backwards": Scenario(step=_two_backwards, whole_step=_two_backwards, encodings=2),
+    "parameters stay after backward": Scenario(
+        prepare=_keep_after_backward, step=_accumulate, whole_step=_accumulate
+    ),
+    "two forwards": Scenario(step=_two_forwards, whole_step=_two_forwards, encodings=2),
+    "a graph twice": Scenario(step=_backward_twice, whole_step=_backward_twice, encodings=2),
+    "evaluation between steps": Scenario(step=_evaluate_between),
+    "clip_grad_norm_": Scenario(step=_clip, averages=False),
+    "prefetching": Scenario(prepare=_prefetch),
+    "asynchronous unshard": Scenario(prepare=_unshard_async),
+    "prefetching asynchronously": Scenario(
+        prepare=lambda model: (_prefetch(model), _unshard_async(model)), meshes=SHARDED
+    ),
+    "unshard ahead": Scenario(step=_unshard_ahead),
+    "whole after forward": Scenario(
+        shard=partial(by_layer, reshard_after_forward=False), meshes=SHARDED
+    ),
+    "sharded after forward": Scenario(
+        shard=partial(by_layer, reshard_after_forward=True), meshes=SHARDED
+    ),
+    "sharded among two after forward": Scenario(
+        shard=partial(by_layer, reshard_after_forward=2), meshes=("fsdp-4",)
+    ),
+    "offloaded": Scenario(
+        shard=partial(by_layer, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    ),
+    "divided by 3": Scenario(prepare=_divide(3.0, False), factor=3.0, plain_works=False),
+    "divided by 1": Scenario(prepare=_divide(1.0, False), factor=1.0, plain_works=False),
+    "divided by 2": Scenario(
+        prepare=_divide(2.0, False), factor=2.0, meshes=("fsdp-2", "hsdp-4")
+    ),
+    "sums divided by 3": Scenario(prepare=_divide(3.0, True), factor=3.0),
+    "only sums": Scenario(prepare=_only_sums),
+    "divided by 3 in f16": Scenario(
+        shard=_policy(None, F16), prepare=_divide(3.0, False), factor=3.0, rounding=0.01,
+        meshes=SHARDED,
+    ),
+    "a group for reduce-scatters": Scenario(prepare=_separate_group, meshes=SHARDED),
+    "an all-reduce hook of the user's": Scenario(
+        shard=at_once, prepare=_all_reduce_hook, factor=1.0, meshes=("fsdp-2",)
+    ),
+    "more buffers": Scenario(prepare=_more_buffers),
+    "columns": Scenario(net=_even, shard=_shard_columns, meshes=SHARDED),
+    "tied": Scenario(net=_tied, shard=_shard_tied),
+    "tied in one group": Scenario(net=_tied, shard=at_once),
+    "frozen": Scenario(net=_frozen),
+    "unused by turns": Scenario(net=partial(_branches, False), shard=_shard_branches),
+    "unused by turns in one group": Scenario(net=partial(_branches, False), shard=at_once),
+    "unused on some ranks": Scenario(
+        net=partial(_branches, True), shard=at_once, prepare=_reduce_unused
+    ),
+    "ignored": Scenario(net=_partly_frozen, shard=_ignoring),
+    "from the meta device": Scenario(shard=_on_meta, meshes=SHARDED),
+    "checkpoints": Scenario(net=partial(_checkpointed, False), shard=_shard_inside_checkpoints),
+    "checkpoints inside": Scenario(
+        net=partial(_checkpointed, False), shard=_shard_around_checkpoints
+    ),
+    "reentrant checkpoints": Scenario(
+        net=partial(_checkpointed, True),
+        shard=_shard_inside_checkpoints,
+        step=_input_for_checkpoints,
+        whole_step=_input_for_checkpoints,
+    ),
+    "reentrant checkpoints inside": Scenario(
+        net=partial(_checkpointed, True),
+        shard=_shard_around_checkpoints,
+        step=_input_for_checkpoints,
+        whole_step=_input_for_checkpoints,
+    ),
+    "compiled blocks": Scenario(net=_blocks, shard=by_layer, prepare=_compile_blocks),
+}
+
+#: Each scenario on each of its meshes.
+PLACES = [(name, place) for name, each in SCENARIOS.items() for place in each.meshes]
+
+
+def no_view_warnings() -> None:
+    """PyTorch says that a module's output is a view where it is none of ours."""
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
