@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_commhook import HookHandle, attach
 
+
 @dataclass
 class Mesh:
     """How a model is sharded.
@@ -126,6 +127,7 @@ class Scenario:
         rounding: how far gradients may be from the reference's without a codec, as a part of the
             largest gradient.
         encodings: how often a step encodes a gradient.
+        backwards: how many of a step the hook takes part in; on each kind of mesh that differs.
         factor: what the sum over ranks is divided by; None for the number of ranks.
         plain_works: whether ``fully_shard`` can do it over Gloo without a hook.
         averages: whether gradients are the mean of those that each rank has alone.
@@ -139,6 +141,7 @@ class Scenario:
     meshes: tuple[str, ...] = ("fsdp-3", "hsdp-4", "replicate-2")
     rounding: float = 1e-5
     encodings: int = 1
+    backwards: dict[str, int] = field(default_factory=dict)
     factor: float | None = None
     plain_works: bool = True
     averages: bool = True
@@ -268,7 +271,9 @@ def reference(
         scenario.whole_step(model, lambda i, rank=rank: batch(rank, number + i).double(), None)
         gradients = [parameter.grad for parameter in model.parameters()]
         largest += max(float(each.abs().max()) for each in gradients if each is not None) / ranks
-        total = [_add(a, b) for a, b in zip(total or [None] * len(gradients), gradients, strict=True)]
+        total = [
+            _add(a, b) for a, b in zip(total or [None] * len(gradients), gradients, strict=True)
+        ]
     factor = scenario.factor or ranks
     mean = [None if each is None else each / factor for each in total]
     return mean, largest * ranks / factor

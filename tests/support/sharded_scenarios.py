@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from rank_pool import KEPT_GROUPS
 from sharded_models import (
     Batches,
     Layers,
@@ -252,15 +253,11 @@ class _Checkpointed(nn.Module):
 
 def _checkpointed(reentrant: bool) -> nn.Module:
     torch.manual_seed(0)
-    parts = [
-        _Checkpointed(nn.Sequential(nn.Linear(5, 5), nn.Tanh()), reentrant) for _ in range(3)
-    ]
+    parts = [_Checkpointed(nn.Sequential(nn.Linear(5, 5), nn.Tanh()), reentrant) for _ in range(3)]
     return nn.Sequential(*parts, nn.Linear(5, 1))
 
 
-def _input_for_checkpoints(
-    model: Any, batches: Batches, handle: HookHandle | None
-) -> None:
+def _input_for_checkpoints(model: Any, batches: Batches, handle: HookHandle | None) -> None:
     _input_needs_gradient(model, batches, handle)
 
 
@@ -331,7 +328,19 @@ def _only_sums(model: Any) -> None:
 
 
 def _separate_group(model: Any) -> None:
-    model.set_separate_reduce_scatter_group(True)
+    groups = [
+        g for each in sharded_modules(model) for g in each._get_fsdp_state()._fsdp_param_groups
+    ]
+    name = groups[0].mesh_info.shard_process_group.group_name
+    if name not in _separate_groups:  # PyTorch names the next one alike
+        model.set_separate_reduce_scatter_group(True)
+        _separate_groups[name] = groups[0].mesh_info.reduce_scatter_process_group
+        KEPT_GROUPS.add(_separate_groups[name].group_name)
+    for group in groups:
+        group.mesh_info.reduce_scatter_process_group = _separate_groups[name]
+
+
+_separate_groups: dict[str, Any] = {}
 
 
 def _all_reduce_hook(model: Any) -> None:
@@ -344,9 +353,12 @@ def _more_buffers(model: Any) -> None:
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
+TWICE = {"fsdp": 2, "hsdp": 2, "replicate": 2}
+
 SCENARIOS: dict[str, Scenario] = {
-    "layers": Scenario(meshes=("fsdp-2", "fsdp-3", "fsdp-4", "hsdp-2", "hsdp-4", "replicate-2",
-                               "replicate-3")),
+    "layers": Scenario(
+        meshes=("fsdp-2", "fsdp-3", "fsdp-4", "hsdp-2", "hsdp-4", "replicate-2", "replicate-3")
+    ),
     "one group": Scenario(shard=at_once),
     "each layer its own root": Scenario(shard=_each_its_own_root),
     "two modules in one group": Scenario(shard=_two_groups),
@@ -360,22 +372,27 @@ SCENARIOS: dict[str, Scenario] = {
     "bf16, output in f16": Scenario(shard=_policy(BF16, BF16, F16), rounding=0.05),
     "a model in bf16": Scenario(net=_half_model, step=_half_step, rounding=0.1),
     "gradients add up": Scenario(step=_accumulate, whole_step=_accumulate),
-    "gradients add up in no_sync": Scenario(
-        step=_accumulate_in_no_sync, whole_step=_accumulate
-    ),
+    "gradients add up in no_sync": Scenario(step=_accumulate_in_no_sync, whole_step=_accumulate),
     "gradients in bf16 add up in f32": Scenario(
         shard=_policy(BF16, F32), step=_accumulate, whole_step=_accumulate, rounding=0.05
     ),
     "gradients add up in shards": Scenario(
-        step=_accumulate_in_shards, whole_step=_accumulate, encodings=3,
+        step=_accumulate_in_shards,
+        whole_step=_accumulate,
+        encodings=3,
+        backwards={"fsdp": 3},
     ),
     "not the last backward": Scenario(step=_last_backward, whole_step=_two_backwards),
-    "two backwards": Scenario(step=_two_backwards, whole_step=_two_backwards, encodings=2),
+    "two backwards": Scenario(
+        step=_two_backwards, whole_step=_two_backwards, encodings=2, backwards=TWICE
+    ),
     "parameters stay after backward": Scenario(
         prepare=_keep_after_backward, step=_accumulate, whole_step=_accumulate
     ),
     "two forwards": Scenario(step=_two_forwards, whole_step=_two_forwards, encodings=2),
-    "a graph twice": Scenario(step=_backward_twice, whole_step=_backward_twice, encodings=2),
+    "a graph twice": Scenario(
+        step=_backward_twice, whole_step=_backward_twice, encodings=2, backwards=TWICE
+    ),
     "evaluation between steps": Scenario(step=_evaluate_between),
     "clip_grad_norm_": Scenario(step=_clip, averages=False),
     "prefetching": Scenario(prepare=_prefetch),
@@ -398,13 +415,15 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "divided by 3": Scenario(prepare=_divide(3.0, False), factor=3.0, plain_works=False),
     "divided by 1": Scenario(prepare=_divide(1.0, False), factor=1.0, plain_works=False),
-    "divided by 2": Scenario(
-        prepare=_divide(2.0, False), factor=2.0, meshes=("fsdp-2", "hsdp-4")
-    ),
-    "sums divided by 3": Scenario(prepare=_divide(3.0, True), factor=3.0),
+    "divided by 2": Scenario(prepare=_divide(2.0, False), factor=2.0, meshes=("fsdp-2", "hsdp-4")),
+    # replicate() of PyTorch divides twice then.
+    "sums divided by 3": Scenario(prepare=_divide(3.0, True), factor=3.0, meshes=SHARDED),
     "only sums": Scenario(prepare=_only_sums),
     "divided by 3 in f16": Scenario(
-        shard=_policy(None, F16), prepare=_divide(3.0, False), factor=3.0, rounding=0.01,
+        shard=_policy(None, F16),
+        prepare=_divide(3.0, False),
+        factor=3.0,
+        rounding=0.01,
         meshes=SHARDED,
     ),
     "a group for reduce-scatters": Scenario(prepare=_separate_group, meshes=SHARDED),

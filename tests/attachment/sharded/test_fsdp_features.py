@@ -13,7 +13,9 @@ from torch_commhook import hooks
 def _with_allreduce(rank: int, name: str, place: str) -> list[str]:
     scenario, mesh = SCENARIOS[name], Mesh.of(place)
     got = take_steps(scenario, mesh, rank, hooks.allreduce())
-    return differences(got, take_steps(scenario, mesh, rank, None))
+    found = differences(got, take_steps(scenario, mesh, rank, None))
+    steps = 3 * scenario.backwards.get(mesh.kind, 1)
+    return found if got.stats.steps == steps else [*found, f"{got.stats.steps} steps"]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,9 @@ def _feedback(rank: int, name: str, place: str) -> list[str]:
     wanted = [None if each is None else count * each for each in expected]
     # Half a step of int4, of a value with what was lost of the one before.
     bound = _encodings(place) * scenario.encodings * 0.6 / 7 + count * scenario.rounding
-    return far(sums, wanted, bound * largest, "the sum")
+    found = far(sums, wanted, bound * largest, "the sum")
+    steps = count * scenario.backwards.get(mesh.kind, 1)
+    return found if done.state["steps"] == steps else [*found, f"{done.state['steps']} steps"]
 
 
 #: Whose gradients are the same in each step.

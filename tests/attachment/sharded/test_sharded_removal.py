@@ -48,7 +48,9 @@ def _settings(place: str) -> dict[str, Any]:
 
 
 def _groups_of(model: nn.Module) -> list[Any]:
-    return [g for module in sharded_modules(model) for g in module._get_fsdp_state()._fsdp_param_groups]
+    return [
+        g for module in sharded_modules(model) for g in module._get_fsdp_state()._fsdp_param_groups
+    ]
 
 
 def _form(value: Any) -> Any:
@@ -76,7 +78,9 @@ def _world() -> dict[str, set[str]]:
         "ranks": {world.pg_names.get(g, "?") for g in world.pg_group_ranks},
         "map": {world.pg_names.get(g, "?") for g in world.pg_map},
         "configs": {world.pg_names.get(g, "?") for g in world.pg_backend_config},
-        "tags": {world.pg_names.get(g, "?") for groups in world.tags_to_pg.values() for g in groups},
+        "tags": {
+            world.pg_names.get(g, "?") for groups in world.tags_to_pg.values() for g in groups
+        },
     }
 
 
@@ -98,8 +102,9 @@ def _nothing_left(rank: int, place: str) -> list[str]:
     handle.remove()
     after = _world()
     found = _changes(before, _attributes(model))
-    found += [f"{kind}: {names - world[kind]}" for kind, names in after.items()
-              if names != world[kind]]
+    found += [
+        f"{kind}: {names - world[kind]}" for kind, names in after.items() if names != world[kind]
+    ]
     if not _same(_step(model, rank), expected):
         found.append("other gradients")
     return found
@@ -153,11 +158,13 @@ def _collected(rank: int, place: str, remove: bool) -> list[str]:
     memory = weakref.ref(handle._attached.memory)
     del model, hook, handle
     gc.collect()
+    gc.collect()  # what the table of models had, which has lost the model now
     found = [name for name, each in {**left, "memory": memory}.items() if each() is not None]
     dist.barrier()
     after = _world()
-    found += [f"{kind}: {names - world[kind]}" for kind, names in after.items()
-              if names != world[kind]]
+    found += [
+        f"{kind}: {names - world[kind]}" for kind, names in after.items() if names != world[kind]
+    ]
     return found
 
 
@@ -176,8 +183,14 @@ class _Custom:
     def allocate(self, size: Any, *, dtype: Any, device: Any) -> Tensor:
         return nn.Parameter(None).new_empty(size, dtype=dtype, device=device).detach()
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any,
-                 async_op: bool = False) -> Any:
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
         self.calls += 1
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)
 
@@ -233,7 +246,9 @@ def _states(rank: int, place: str) -> list[str]:
     """The model's own state, which ranks save and load as without a hook."""
     model = _new_model(place)
     names = list(model.state_dict())
-    handle = attach(model, hooks.error_feedback(hooks.blockwise()), **_settings(place))
+    settings = _settings(place)
+    settings.pop("shard_hook", None)  # which would remember what it has lost
+    handle = attach(model, hooks.error_feedback(hooks.blockwise()), **settings)
     expected = _step(model, rank)
     state = {name: local(value) for name, value in model.state_dict().items()}
     found = [] if list(state) == names else [f"names {list(state)}"]

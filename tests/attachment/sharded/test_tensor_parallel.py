@@ -46,7 +46,9 @@ def _near(rank: int, with_feedback: bool) -> list[str]:
     mesh = Mesh("fsdp", two_axes(("dp", "tp")))
     expected, largest = reference(SCENARIO, 2)
     if not with_feedback:
-        done = take_steps(SCENARIO, mesh, rank // 2, hooks.blockwise(), rate=0, count=1, gather=True)
+        done = take_steps(
+            SCENARIO, mesh, rank // 2, hooks.blockwise(), rate=0, count=1, gather=True
+        )
         return far(done.whole[0], expected, 0.51 / 127 * largest, "blockwise")
     hook = hooks.error_feedback(hooks.blockwise(bits=4))
     done = take_steps(

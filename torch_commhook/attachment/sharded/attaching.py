@@ -14,6 +14,7 @@ from torch_commhook.attachment.handle import HookHandle, begin_hook, printed_hoo
 from torch_commhook.attachment.parameters import claim
 from torch_commhook.attachment.road import roads
 from torch_commhook.attachment.sharded import fsdp
+from torch_commhook.attachment.sharded.communication import ReduceScatter
 from torch_commhook.attachment.sharded.road import ShardedRoad, Unit, check_fits
 from torch_commhook.attachment.sharded.stages import ShardedStages
 from torch_commhook.codecs.base import Codec
@@ -74,15 +75,18 @@ def attach_sharded(
 
 
 def _units(model: nn.Module) -> list[Unit]:
-    """A model's groups of parameters that require grad.
+    """A model's groups of parameters: first those of which some require grad.
 
     Raises:
-        ValueError: there are none, or one has parameters outside of the model.
+        ValueError: none does, or a group has parameters outside of the model.
     """
-    groups = [group for group in fsdp.param_groups(model) if fsdp.trainable(group)]
-    if not groups:
+    groups = fsdp.param_groups(model)
+    trained = [group for group in groups if fsdp.trainable(group)]
+    if not trained:
         raise ValueError(f"attach: {_C.type_name(model)} has no parameter that requires grad")
-    return [Unit.of(model, group, len(groups) - 1 - i) for i, group in enumerate(groups)]
+    units = [Unit.of(model, group, len(trained) - 1 - i) for i, group in enumerate(trained)]
+    frozen = [group for group in groups if not fsdp.trainable(group)]
+    return units + [Unit.of(model, group, -1) for group in frozen]
 
 
 def _axes(group: fsdp.ParamGroup) -> list[dist.ProcessGroup]:
@@ -106,14 +110,16 @@ def _check_units(model: nn.Module, units: list[Unit]) -> None:
                     f"attach: parameter '{form.name}' is on the meta device; materialise the model "
                     "(model.to_empty(device=...), then load or initialise it) before attaching"
                 )
-        if not fsdp.is_default(fsdp.communication(group)):
+        now = fsdp.communication(group)
+        # The library's own is that of a hook which is attached to a part of the model, or around it.
+        if not isinstance(now.reduce_scatter, ReduceScatter) and not fsdp.is_default(now):
             raise RuntimeError(
                 "attach: a module's communication was replaced by set_custom_reduce_scatter(), "
                 "set_custom_all_gather() or another setter of FSDPModule; the hook is to take its "
                 "place"
             )
         for of_group in (fsdp.shard_group, fsdp.scatter_group, fsdp.replica_group):
-            if of_group(group) is not of_group(groups[0]):
+            if unit.parameters and of_group(group) is not of_group(groups[0]):
                 raise ValueError(
                     f"attach: the modules of {_C.type_name(model)} are sharded over different "
                     "meshes; attach a hook to each part that is sharded over one mesh"

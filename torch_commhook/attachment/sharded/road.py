@@ -55,7 +55,8 @@ class Unit:
 
     Attributes:
         reference: gives PyTorch's object of them.
-        number: among the model's units; that of the last module, whose gradients come first, is 0.
+        number: among the model's units; that of the last module, whose gradients come first, is 0,
+            and those that are not trained have -1.
         parameters: the form of each that requires grad, by the id of PyTorch's object.
         reduced: which of them have gradients that are being reduced, in order.
         shards: this rank's shards, by name, with the tensors of which they are views.
@@ -153,7 +154,8 @@ class ShardedRoad:
 
     Args:
         model: the model.
-        units: its groups of parameters, of which all have the same process groups.
+        units: its groups of parameters, of which those that are trained come first, and have the
+            same process groups.
         weights: what parameters are gathered through; None for as they are.
     """
 
@@ -162,7 +164,8 @@ class ShardedRoad:
 
     def __init__(self, model: nn.Module, units: list[Unit], weights: Codec | None) -> None:
         self.model = weakref.ref(model)
-        self._units = units
+        self._all_units = units
+        self._units = [unit for unit in units if unit.parameters]
         self._weights = weights
         self._attached: Attached | None = None
         #: The hook of the reduce-scatters; on a mesh of one dimension the same as the attached one.
@@ -197,14 +200,16 @@ class ShardedRoad:
             self._listen_to(state)
         if self._replica_group is not None:
             stand_in = ReplicaGroup(self._replica_group, self)
-        for unit in self._units:
+            self._forget = weakref.finalize(self, stand_in.forget)
+            self._forget.atexit = False
+        for unit in self._all_units:
             unit.take_over(gather, ReduceScatter(self, unit.number))
             fsdp.set_post_backward(unit.group, partial(self.post_backward, unit))
             if stand_in is not None:
                 fsdp.set_replica_group(unit.group, stand_in)
 
     def _give_back(self) -> None:
-        for unit in self._units:
+        for unit in self._all_units:
             unit.give_back()
             if unit.group is not None:
                 fsdp.set_post_backward(unit.group, None)
@@ -519,7 +524,7 @@ class ShardedRoad:
         if members != self._members:
             self._check_units(module)
             self._members = members
-        for unit in self._units:
+        for unit in self._all_units:
             now = fsdp.communication(unit.group)
             if not isinstance(now.reduce_scatter, ReduceScatter) or not isinstance(
                 now.all_gather, AllGather
@@ -531,7 +536,7 @@ class ShardedRoad:
                 )
 
     def _check_units(self, module: nn.Module) -> None:
-        known = {id(unit.group) for unit in self._units}
+        known = {id(unit.group) for unit in self._all_units}
         for group in fsdp.param_groups(module):
             if id(group) not in known and fsdp.sharded_parameters(module, group):
                 raise RuntimeError(

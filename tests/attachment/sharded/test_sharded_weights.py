@@ -1,0 +1,197 @@
+"""Parameters that are gathered through a codec: the same on all ranks, from shards that stay exact."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankPool
+from sharded_models import Layers, Mesh, batch, by_layer, local, loss_of, reshard
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+
+from torch_commhook import attach, codecs, hooks
+
+PLACES = ["fsdp-2", "fsdp-3", "hsdp-4"]
+
+
+class _Watching(nn.Linear):
+    """Notes its weight in forward, and as its gradient of the input has it in backward."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.seen = getattr(self, "seen", [])
+        self.seen.append(self.weight.detach().float().clone())
+        return _Product.apply(inputs, self.weight, self)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, module: Any) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.module = module
+        return inputs @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        ctx.module.seen.append(weight.detach().float().clone())
+        return gradient @ weight, gradient.t() @ inputs, None
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    parts = list(Layers(5, 7, 1))
+    return nn.Sequential(*parts[:2], _Watching(7, 7, bias=False), nn.Tanh(), parts[2])
+
+
+CODECS: dict[str, tuple[Callable[[], Any], float]] = {
+    "int8": (codecs.blockwise, 0.51 / 127),
+    "int4": (partial(codecs.blockwise, bits=4), 0.51 / 7),
+    "fp8": (codecs.fp8, 0.07),
+}
+
+
+def _gather(rank: int, place: str, codec: str, settings: dict[str, Any]) -> list[str]:
+    model = _net()
+    whole = [parameter.detach().clone() for parameter in model.parameters()]
+    by_layer(model, Mesh.of(place), **settings)
+    exact = [local(parameter) for parameter in model.parameters()]
+    weights, part = CODECS[codec]
+    handle = attach(model, hooks.allreduce(), weights=weights())
+    loss_of(model(batch(rank, 0))).backward()
+    found = []
+    reshard(model)
+    after = [local(parameter) for parameter in model.parameters()]
+    if not all(a.equal(b) for a, b in zip(after, exact, strict=True)):
+        found.append("a shard has changed")
+    forward, backward = model[2].seen
+    if not forward.equal(backward):
+        found.append("backward sees other weights")
+    distance = float((forward - whole[2]).abs().max())
+    bound = part * float(whole[2].abs().max())
+    if not 0 < distance <= bound:
+        found.append(f"{distance} is none, or more than {bound}")
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, hashlib.sha256(forward.numpy().tobytes()).hexdigest())
+    if len(set(digests)) != 1:
+        found.append("ranks have restored other weights")
+    handle.remove()
+    loss_of(model(batch(rank, 0)))
+    if not model[2].seen[-1].equal(whole[2]):
+        found.append("removed, the weights are not exact")
+    return found
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("place", PLACES)
+def test_weights_through_a_codec(ranks: RankPool, place: str, codec: str) -> None:
+    assert ranks.run(_gather, place, codec, {}) == [[]] * ranks.world_size
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "whole after forward": {"reshard_after_forward": False},
+    "sharded after forward": {"reshard_after_forward": True},
+    "sharded among two after forward": {"reshard_after_forward": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "place"),
+    [
+        ("whole after forward", "fsdp-3"),
+        ("sharded after forward", "fsdp-3"),
+        ("sharded among two after forward", "fsdp-4"),
+    ],
+)
+def test_backward_sees_the_same_weights(ranks: RankPool, place: str, settings: str) -> None:
+    assert ranks.run(_gather, place, "int8", SETTINGS[settings]) == [[]] * ranks.world_size
+
+
+def _gradients(rank: int, place: str, policy: dict[str, Any]) -> list[str]:
+    """Those at the weights that were gathered, to the bits."""
+    model = _net()
+    by_layer(model, Mesh.of(place), mp_policy=MixedPrecisionPolicy(**policy))
+    handle = attach(model, hooks.allreduce(), weights=codecs.blockwise())
+    loss_of(model(batch(rank, 0))).backward()
+    reshard(model)
+    got = [local(parameter.grad) for parameter in model.parameters()]
+    model.unshard()
+    for layer in model:
+        if hasattr(layer, "unshard"):
+            layer.unshard()
+    restored = [parameter.detach().float().clone() for parameter in model.parameters()]
+    handle.remove()
+    plain = _net()
+    with torch.no_grad():
+        for parameter, value in zip(plain.parameters(), restored, strict=True):
+            parameter.copy_(value)
+    by_layer(plain, Mesh.of(place), mp_policy=MixedPrecisionPolicy(**policy))
+    loss_of(plain(batch(rank, 0))).backward()
+    reshard(plain)
+    expected = [local(parameter.grad) for parameter in plain.parameters()]
+    return [
+        f"gradient {number}"
+        for number, (a, b) in enumerate(zip(got, expected, strict=True))
+        if not a.equal(b)
+    ]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [{}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}],
+    ids=["float32", "bfloat16"],
+)
+@pytest.mark.parametrize("place", PLACES)
+def test_gradients_are_those_at_the_restored_weights(
+    ranks: RankPool, place: str, policy: dict[str, Any]
+) -> None:
+    assert ranks.run(_gradients, place, policy) == [[]] * ranks.world_size
+
+
+def _columns(rank: int) -> list[str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), _Watching(6, 6, bias=False), nn.Linear(6, 1))
+    whole = model[2].weight.detach().clone()
+    by_layer(
+        model,
+        Mesh.of("fsdp-3"),
+        shard_placement_fn=lambda p: Shard(1) if tuple(p.shape) == (6, 6) else None,
+    )
+    handle = attach(model, hooks.blockwise(), weights=codecs.blockwise())
+    loss_of(model(batch(rank, 0))).backward()
+    forward, backward = model[2].seen
+    handle.remove()
+    found = [] if forward.equal(backward) else ["backward sees other weights"]
+    distance = float((forward - whole).abs().max())
+    if not 0 < distance <= 0.51 / 127 * float(whole.abs().max()):
+        found.append(f"{distance}")
+    return found
+
+
+@pytest.mark.parametrize("place", ["fsdp-3"])
+def test_columns(ranks: RankPool, place: str) -> None:
+    assert ranks.run(_columns) == [[]] * 3
+
+
+def _frozen(rank: int) -> list[str]:
+    """Modules of which nothing is trained are gathered as well."""
+    model = _net()
+    whole = model[2].weight.detach().clone()
+    model[2].requires_grad_(False)
+    by_layer(model, Mesh.of("fsdp-2"))
+    handle = attach(model, hooks.allreduce(), weights=codecs.blockwise())
+    loss_of(model(batch(rank, 0))).backward()
+    handle.remove()
+    forward, backward = model[2].seen
+    found = [] if forward.equal(backward) else ["backward sees other weights"]
+    return found if not forward.equal(whole) else [*found, "gathered as they are"]
+
+
+def test_frozen_modules_are_gathered_through_the_codec(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_frozen) == [[], []]
