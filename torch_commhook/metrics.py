@@ -175,6 +175,8 @@ class HookStats:
             averages across replicas; with and without ``shard_hook``.
         world_size: ranks.
         buckets: the buckets as they are now; DDP forms them anew after the first step.
+        of_shards: whether the hook takes part in reduce-scatters, where each rank needs its shard
+            of the sum alone.
     """
 
     steps: int = 0
@@ -186,17 +188,22 @@ class HookStats:
     bytes_scattered: int = 0
     world_size: int = 1
     buckets: list[BucketStats] = field(default_factory=list)
+    of_shards: bool = False
 
     @property
     def compression_ratio(self) -> float | None:
         """How many times less was sent in the last step than an all-reduce would send.
 
+        With ``of_shards``, than a reduce-scatter would send, which is half of that.
+
         None where nobody counts, or nothing was sent.
         """
-        plain = sum(
+        plain: float = sum(
             ring_all_reduce_bytes(bucket.numel * bucket.dtype.itemsize, self.world_size)
             for bucket in self.buckets
         )
+        if self.of_shards:
+            plain /= 2
         return plain / self.bytes_sent_last_step if self.bytes_sent_last_step else None
 
 

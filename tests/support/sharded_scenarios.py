@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ def _clip(model: Any, batches: Batches, handle: HookHandle | None) -> None:
 
 def _prefetch(model: Any) -> None:
     parts = [layer for layer in model if isinstance(layer, nn.Linear)]
-    for before, after in zip(parts, parts[1:], strict=False):
+    for before, after in pairwise(parts):
         before.set_modules_to_forward_prefetch([after])
         after.set_modules_to_backward_prefetch([before])
 

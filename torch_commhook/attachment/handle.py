@@ -98,6 +98,7 @@ class HookHandle:
         assert replacement is not None
         before = self._attached
         replacement.stages = before.stages
+        replacement.stats.of_shards = before.stats.of_shards
         self._attached = replacement
         try:
             begin_hook(self._first_road, replacement, "HookHandle.replace")

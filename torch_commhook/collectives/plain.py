@@ -345,12 +345,12 @@ def issue_reduce_scatter(
         scale: what the sum is multiplied by where the backend does not have ``op``.
 
     Returns:
-        A Future of ``out``. Over Gloo, whose Works have none, it is complete.
+        A Future of ``out``. On the CPU, where Gloo's Works have none, it is complete.
     """
     ranks = group.size()
     note_collective(tensor_bytes(tensor) // ranks * (ranks - 1))
-    gloo = is_gloo(group, tensor.device.type)
-    if not gloo:
+    # A group around Gloo's, such as one that counts, gives its Works on.
+    if tensor.device.type != "cpu" and not is_gloo(group, tensor.device.type):
         work = _reduce_scatter(out, tensor, op=op, group=group, async_op=True)
         return _future(work, group, "reduce_scatter_tensor", out)
     premultiplied = not (op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG)

@@ -181,6 +181,7 @@ def _checked(
     memory: HookMemory = UnshardedMemory() if on_shards else ReplicaMemory()
     memory.scaler = scaler
     attached = Attached.checked(hook, state, memory)
+    attached.stats.of_shards = on_shards
     attached.stages = ShardedStages(on_shards=on_shards)
     check_fits(attached)
     return attached
