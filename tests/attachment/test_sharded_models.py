@@ -73,16 +73,21 @@ def test_flattened(two_ranks: RankPool, place: str, strategy: str, use_orig_para
         assert "whole on each rank" in message
 
 
-def _attach_gathered(rank: int) -> str:
-    model = _net()
-    fully_shard(model)
-    model(torch.ones(2, 4))  # after which the parameters are whole until backward
-    return _message(TypeError, lambda: attach(model, hooks.allreduce()))
+def _attach_gathered(rank: int) -> bool:
+    model, plain = _net(), _net()
+    for each in (model, plain):
+        fully_shard(each)
+    _step(plain, rank)
+    output = model(torch.full((2, 4), rank + 1.0))  # parameters are whole until backward
+    handle = attach(model, hooks.allreduce())
+    output.sum().backward()
+    steps = handle.stats().steps
+    same = zip(model.parameters(), plain.parameters(), strict=True)
+    return steps == 1 and all(a.grad.to_local().equal(b.grad.to_local()) for a, b in same)
 
 
-def test_fully_shard_between_forward_and_backward() -> None:
-    for message in run_ranks(_attach_gathered, 2):
-        assert "parameter '0.weight' is a DTensor" in message
+def test_attached_between_forward_and_backward() -> None:
+    assert run_ranks(_attach_gathered, 2) == [True, True]
 
 
 def _attach_to_ignored(rank: int) -> list[float]:

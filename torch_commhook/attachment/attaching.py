@@ -23,7 +23,7 @@ from torch_commhook.attachment.handle import (
 from torch_commhook.attachment.parameters import check_not_in_ddp, claim, trainable
 from torch_commhook.attachment.road import Road, road_in_use, roads
 from torch_commhook.attachment.sharded.attaching import attach_sharded
-from torch_commhook.attachment.sharded.fsdp import is_sharded
+from torch_commhook.attachment.sharded.fsdp import trains_shards
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives import resolve_group
 from torch_commhook.collectives.agreement import check_agreement
@@ -126,7 +126,7 @@ def attach(
         "broadcast_buffers": broadcast_buffers,
         "init_sync": init_sync,
     }
-    if any(map(is_sharded, model.modules())):
+    if trains_shards(model):
         _unoccupied_road(model)
         _check_none_given({"process_group": process_group, **given}, _SHARDED)
         return attach_sharded(

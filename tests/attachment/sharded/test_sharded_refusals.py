@@ -1,4 +1,4 @@
-"""What a hook cannot do on a sharded model, and what must not change under it: errors that say so."""
+"""What hooks cannot do on sharded models, and what must not change under them: errors say so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes on the wire of sharded models: as counted in the groups, by the hook, and by the formulas."""
+"""Bytes on the wire of sharded models: as groups count them, and the hook, and by the formulas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters that are gathered through a codec: the same on all ranks, from shards that stay exact."""
+"""Parameters gathered through a codec: the same on all ranks, from shards that stay exact."""
 
 from __future__ import annotations
 

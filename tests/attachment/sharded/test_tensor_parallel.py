@@ -1,12 +1,26 @@
-"""Hooks on models that are sharded over one axis of a mesh, with tensor parallelism on the other."""
+"""Hooks on models that are sharded over one axis of a mesh, and tensor parallel on the other."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from mode_cases import OwnError
 from rank_pool import RankPool
-from sharded_models import Mesh, Scenario, differences, far, reference, take_steps, two_axes
-from torch import nn
+from sharded_failures import Failing
+from sharded_models import (
+    Mesh,
+    Scenario,
+    batch,
+    differences,
+    far,
+    local,
+    loss_of,
+    reference,
+    reshard,
+    take_steps,
+    two_axes,
+)
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -14,7 +28,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from torch_commhook import hooks
+from torch_commhook import PeerError, attach, hooks
 
 
 def _net() -> nn.Module:
@@ -62,3 +76,58 @@ def _near(rank: int, with_feedback: bool) -> list[str]:
 @pytest.mark.parametrize("place", ["fsdp-4"])
 def test_hooks_are_near_the_mean(ranks: RankPool, place: str, with_feedback: bool) -> None:
     assert ranks.run(_near, with_feedback) == [[]] * 4
+
+
+def _fail(rank: int) -> list[str]:
+    """The last reduction of one rank fails; ranks with other columns have no part in it."""
+    mesh = Mesh("fsdp", two_axes(("dp", "tp")))
+    plain, model = SCENARIO.net(), SCENARIO.net()
+    for each in (plain, model):
+        SCENARIO.shard(each, mesh)
+    expected = _gradients(plain, rank)
+    hook = Failing()
+    handle = attach(model, hook)
+    found = []
+    for fails in range(4):
+        hook.fails_in = 2 if rank == fails else None
+        try:
+            _gradients(model, rank)
+            found.append("no error")
+        except (OwnError, PeerError) as error:
+            if isinstance(error, OwnError) != (rank == fails):
+                found.append(f"{error}")
+        hook.fails_in = None
+        got = _gradients(model, rank)
+        if not all(a.equal(b) for a, b in zip(got, expected, strict=True)):
+            found.append(f"other bits after rank {fails} has failed")
+    handle.remove()
+    return found
+
+
+def _gradients(model: nn.Module, rank: int) -> list[Tensor]:
+    model.zero_grad()
+    loss_of(model(batch(rank // 2, 0))).backward()
+    reshard(model)
+    return [local(parameter.grad) for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("place", ["fsdp-4"])
+def test_a_hook_that_fails(ranks: RankPool, place: str) -> None:
+    assert ranks.run(_fail) == [[]] * 4
+
+
+def _differs(rank: int) -> str:
+    """From the rank that has other columns of the same rows."""
+    model = SCENARIO.net()
+    SCENARIO.shard(model, Mesh("fsdp", two_axes(("dp", "tp"))))
+    try:
+        attach(model, hooks.blockwise(bits=4 if rank % 2 else 8))
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("place", ["fsdp-4"])
+def test_ranks_that_differ(ranks: RankPool, place: str) -> None:
+    for message in ranks.run(_differs):
+        assert "the hook must be the same on all ranks" in message

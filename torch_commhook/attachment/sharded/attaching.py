@@ -38,13 +38,14 @@ def attach_sharded(
     """:func:`torch_commhook.attach`, for a model that has ``fully_shard`` modules.
 
     Args:
-        model: the model, which no hook is attached to.
+        model: the model, which no hook is attached to, and of which shards are trained.
         hook, state, scaler, shard_hook, weights: as there.
         attached_to: gives the name of the hook that is attached to the model.
 
     Raises:
         TypeError, ValueError, RuntimeError: as there.
     """
+    fsdp.reshard(model)
     units, error = _units(model), None
     settings: dict[str, object] = {}
     try:
@@ -55,7 +56,7 @@ def attach_sharded(
     except Exception as refused:
         error = refused
     # Before anything is made that ranks must make together.
-    agree_across(_axes(units[0].group), "attach", error, settings)
+    agree_across(_axes(units), "attach", error, settings)
     attached, beside = checked
     parameters = _parameters(model, units)
     claim(parameters, model, attached_to)
@@ -78,21 +79,23 @@ def _units(model: nn.Module) -> list[Unit]:
     """A model's groups of parameters: first those of which some require grad.
 
     Raises:
-        ValueError: none does, or a group has parameters outside of the model.
+        ValueError: a group has parameters outside of the model.
     """
     groups = fsdp.param_groups(model)
     trained = [group for group in groups if fsdp.trainable(group)]
-    if not trained:
-        raise ValueError(f"attach: {_C.type_name(model)} has no parameter that requires grad")
     units = [Unit.of(model, group, len(trained) - 1 - i) for i, group in enumerate(trained)]
     frozen = [group for group in groups if not fsdp.trainable(group)]
     return units + [Unit.of(model, group, -1) for group in frozen]
 
 
-def _axes(group: fsdp.ParamGroup) -> list[dist.ProcessGroup]:
-    """This rank's process groups, along each of the mesh's dimensions."""
-    axes = fsdp.shard_group(group), fsdp.replica_group(group)
-    return [each for each in axes if each is not None]
+def _axes(units: list[Unit]) -> list[dist.ProcessGroup]:
+    """Through which all ranks of the mesh are reached, also where modules differ."""
+    found: list[dist.ProcessGroup] = []
+    for unit in units:
+        for group in fsdp.mesh_groups(unit.group):
+            if all(group is not one for one in found):
+                found.append(group)
+    return found
 
 
 def _check_units(model: nn.Module, units: list[Unit]) -> None:
@@ -111,7 +114,7 @@ def _check_units(model: nn.Module, units: list[Unit]) -> None:
                     "(model.to_empty(device=...), then load or initialise it) before attaching"
                 )
         now = fsdp.communication(group)
-        # The library's own is that of a hook which is attached to a part of the model, or around it.
+        # The library's own is that of a hook on a part of the model, or around it.
         if not isinstance(now.reduce_scatter, ReduceScatter) and not fsdp.is_default(now):
             raise RuntimeError(
                 "attach: a module's communication was replaced by set_custom_reduce_scatter(), "

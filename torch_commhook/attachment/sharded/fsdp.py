@@ -39,6 +39,20 @@ def _groups_of(state: Any) -> list[ParamGroup]:
     return list(groups)
 
 
+def trains_shards(model: nn.Module) -> bool:
+    """Whether ``fully_shard`` reduces gradients of a model.
+
+    It does not where all that it has sharded is frozen, beside ``ignored_params`` that are trained.
+    """
+    return any(map(trainable, param_groups(model)))
+
+
+def reshard(model: nn.Module) -> None:
+    """Have a model's parameters be its shards; after a forward some may still be whole."""
+    for group in param_groups(model):
+        group.reshard()
+
+
 def shard_group(group: ParamGroup) -> dist.ProcessGroup | None:
     """The ranks that have shards of the same parameters; None for ``replicate()``."""
     return getattr(group.mesh_info, "shard_process_group", None)
@@ -58,6 +72,24 @@ def forward_group(group: ParamGroup) -> dist.ProcessGroup | None:
 def replica_group(group: ParamGroup) -> dist.ProcessGroup | None:
     """The ranks that have the same shards; None on a mesh of one dimension."""
     return getattr(group.mesh_info, "replicate_process_group", None)
+
+
+def axes(group: ParamGroup) -> list[dist.ProcessGroup]:
+    """This rank's groups along all axes over which parameters are sharded or replicated.
+
+    Those of tensor parallelism are among them, and all that are used for communication.
+    """
+    of_group = shard_group, scatter_group, forward_group, replica_group
+    found = [each for each in (get(group) for get in of_group) if each is not None]
+    return found + mesh_groups(group)
+
+
+def mesh_groups(group: ParamGroup) -> list[dist.ProcessGroup]:
+    """This rank's groups along the axes of the meshes of a group's parameters."""
+    found: list[dist.ProcessGroup] = []
+    for each in group.fsdp_params:
+        found += each.sharded_param.device_mesh.get_all_groups()
+    return found
 
 
 def set_replica_group(group: ParamGroup, process_group: dist.ProcessGroup) -> None:

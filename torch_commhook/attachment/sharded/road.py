@@ -180,7 +180,7 @@ class ShardedRoad:
         self._counted: list[Attached] = []  # in this step
         self._under_way = UnderWay()
         self._step = ShardedStep(
-            _process_groups(units), self._step_begins, self._under_way, self._step_done
+            process_groups(units), self._step_begins, self._under_way, self._step_done
         )
         self._states: list[weakref.ref[Any]] = []
         self._take_over()
@@ -599,8 +599,7 @@ class ShardedRoad:
 
     def agree(self, what: str, error: Exception | None, settings: dict[str, object]) -> None:
         """Go on together with all ranks of the mesh, or not at all; as :func:`agree`."""
-        parents = [fsdp.shard_group(self._units[0].group), self._replica_group]
-        agree_across([each for each in parents if each is not None], what, error, settings)
+        agree_across(self._step.parents, what, error, settings)
 
     @property
     def is_alive(self) -> bool:
@@ -715,16 +714,15 @@ def _is_plain(attached: Attached) -> bool:
     return type(attached.hook) is allreduce and attached.stages.is_empty
 
 
-def _process_groups(units: list[Unit]) -> list[dist.ProcessGroup]:
+def process_groups(units: list[Unit]) -> list[dist.ProcessGroup]:
+    """The groups whose ranks step together, in an order that is the same on all of them.
+
+    They have those of tensor parallelism, too: ranks that have other columns of a parameter are to
+    leave a step that has failed.
+    """
     found: list[dist.ProcessGroup] = []
     for unit in units:
-        for of_unit in (
-            fsdp.shard_group,
-            fsdp.scatter_group,
-            fsdp.forward_group,
-            fsdp.replica_group,
-        ):
-            group = of_unit(unit.group)
-            if group is not None and all(group is not one for one in found):
+        for group in fsdp.axes(unit.group):
+            if all(group is not one for one in found):
                 found.append(group)
     return found

@@ -58,6 +58,11 @@ class ShardedStep:
         return self._is_open
 
     @property
+    def parents(self) -> list[dist.ProcessGroup]:
+        """The process groups that these were made for."""
+        return [parent for parent, _ in self._groups]
+
+    @property
     def groups(self) -> list[StepGroup]:
         """Those of all parents."""
         return [group for _, group in self._groups]
