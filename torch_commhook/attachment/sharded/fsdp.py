@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -198,7 +199,7 @@ def with_gradient(group: ParamGroup) -> list[Any]:
     ]
 
 
-def is_written_last(group: ParamGroup, op: object) -> bool:
+def is_written_last(group: ParamGroup, op: object, dtype: torch.dtype) -> bool:
     """Whether PyTorch does nothing more with a reduced gradient than have it for one.
 
     What it then has in its place may be written until the backward ends. Not so where it divides or
@@ -208,10 +209,11 @@ def is_written_last(group: ParamGroup, op: object) -> bool:
     Args:
         group: of which :func:`with_gradient` are being reduced.
         op: of the reduction.
+        dtype: of what is reduced.
     """
     if group.device.type != "cpu" or op == dist.ReduceOp.SUM:
         return False
-    if group._reduce_dtype not in (None, group._orig_dtype) or group._all_reduce_hook is not None:
+    if dtype != group._orig_dtype or group._all_reduce_hook is not None:
         return False
     return all(
         each.sharded_param.grad is None

@@ -313,12 +313,14 @@ class ShardedRoad:
                 attached.memory.clear_padding(memory)
             self._count(attached, unit, traffic)
 
-        self._let_go_on(Exchange(unit.number, future, where, step_group, finish), unit, op)
+        self._let_go_on(
+            Exchange(unit.number, future, where, step_group, finish), unit, op, tensor.dtype
+        )
 
-    def _let_go_on(self, exchange: Exchange, unit: Unit, op: object) -> None:
+    def _let_go_on(self, exchange: Exchange, unit: Unit, op: object, dtype: torch.dtype) -> None:
         """Wait for an exchange: at the end of the backward, where PyTorch does not need it yet."""
         is_last = self._replica_group is None or exchange.group.parent is self._replica_group
-        if is_last and fsdp.is_written_last(unit.group, op):
+        if is_last and fsdp.is_written_last(unit.group, op, dtype):
             self._under_way.add(exchange)
         else:
             exchange.wait()
