@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from rank_pool import RankPool
-from sharded_models import Mesh, differences, far, reference, take_steps
+from sharded_models import (
+    Mesh,
+    batch,
+    by_layer,
+    differences,
+    far,
+    layers,
+    loss_of,
+    reference,
+    take_steps,
+)
 from sharded_scenarios import PLACES, SCENARIOS
 
-from torch_commhook import hooks
+from torch_commhook import attach, hooks
 
 
 def _with_allreduce(rank: int, name: str, place: str) -> list[str]:
@@ -46,7 +59,16 @@ def _near(rank: int, name: str, place: str) -> list[str]:
 _MEANS = [each for each in PLACES if SCENARIOS[each[0]].averages]
 
 
-@pytest.mark.parametrize(("name", "place"), _MEANS)
+def _long(is_long: Callable[[str, str], bool], places: list[tuple[str, str]]) -> list[Any]:
+    """Some of the cases are left to the long tests, which others resemble."""
+    return [
+        pytest.param(*each, marks=pytest.mark.long if is_long(*each) else []) for each in places
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), _long(lambda name, place: place == "replicate-2", _MEANS)
+)
 def test_hooks_are_near_the_mean(ranks: RankPool, name: str, place: str) -> None:
     assert ranks.run(_near, name, place) == [[]] * ranks.world_size
 
@@ -80,6 +102,51 @@ _SAME = [
 ]
 
 
-@pytest.mark.parametrize(("name", "place"), _SAME)
+#: Where memory is of other forms, or asked for otherwise, than in most.
+_OF_OTHER_FORM = (
+    "layers",
+    "one group",
+    "each layer its own root",
+    "f32, reduced in bf16",
+    "a model in bf16",
+    "gradients add up",
+    "gradients add up in shards",
+    "two forwards",
+    "offloaded",
+    "columns",
+    "tied",
+    "frozen",
+    "unused on some ranks",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    _long(lambda name, place: name not in _OF_OTHER_FORM or place == "replicate-2", _SAME),
+)
 def test_error_feedback_remembers_what_it_lost(ranks: RankPool, name: str, place: str) -> None:
     assert ranks.run(_feedback, name, place) == [[]] * ranks.world_size
+
+
+def _padding(rank: int) -> tuple[float, float]:
+    """The largest error that is remembered of the last rank's shard of the first layer.
+
+    Of seven rows that rank has one; two are padding.
+    """
+    model = layers()
+    by_layer(model, Mesh.of("fsdp-3"))
+    handle = attach(model, hooks.error_feedback(hooks.sign()))
+    for number in range(3):
+        loss_of(model(batch(rank, number))).backward()
+    error = handle._attached.memory.bucket_memories()[-1].tensors["error"].view(3, -1)[2]
+    handle.remove()
+    weight, bias = error[:15].view(3, 5).abs(), error[15:].abs()
+    own = max(float(weight[0].max()), float(bias[0]))
+    return own, max(float(weight[1:].max()), float(bias[1:].max()))
+
+
+@pytest.mark.parametrize("place", ["fsdp-3"])
+def test_nothing_is_remembered_of_padding(ranks: RankPool, place: str) -> None:
+    for own, padding in ranks.run(_padding):
+        assert own > 0
+        assert padding == 0

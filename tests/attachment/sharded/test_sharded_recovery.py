@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from rank_pool import RankPool
 from sharded_failures import (
     TRAPS,
@@ -16,7 +17,10 @@ from sharded_failures import (
     plain_gradients,
     trap_of,
     unequal,
+    with_traps,
 )
+from sharded_models import Mesh, by_layer
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from torch_commhook import attach, codecs, hooks
 
@@ -146,16 +150,18 @@ def test_a_hook_replaced_after_a_failure(ranks: RankPool, place: str) -> None:
     assert ranks.run(_replace_after_failure, place) == [[]] * ranks.world_size
 
 
-def _fail_while_adding_up(rank: int, place: str) -> list[str]:
+def _fail_while_adding_up(rank: int, place: str, **policy: torch.dtype) -> list[str]:
     """What had added up on some rank does not come into the next step."""
-    model, hook = new_model(place), Failing()
+    model, plain, hook = with_traps(), with_traps(), Failing()
+    for each in (model, plain):
+        by_layer(each, Mesh.of(place), mp_policy=MixedPrecisionPolicy(**policy))
     handle = attach(model, hook)
     with handle.no_sync():
         one_step(model, rank, 3)
     hook.fails_in = 1 if rank == 1 else None
     found = outcome(model, rank, 0, 1)
     hook.fails_in = None
-    found += unequal(one_step(model, rank, 0), plain_gradients(place, rank, 0), "next")
+    found += unequal(one_step(model, rank, 0), one_step(plain, rank, 0), "next")
     handle.remove()
     return found
 
@@ -163,3 +169,13 @@ def _fail_while_adding_up(rank: int, place: str) -> list[str]:
 @pytest.mark.parametrize("place", PLACES)
 def test_gradients_that_had_added_up(ranks: RankPool, place: str) -> None:
     assert ranks.run(_fail_while_adding_up, place) == [[]] * ranks.world_size
+
+
+def _fail_while_adding_up_in_float32(rank: int) -> list[str]:
+    return _fail_while_adding_up(
+        rank, "fsdp-2", param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    )
+
+
+def test_gradients_that_had_added_up_in_float32(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_fail_while_adding_up_in_float32) == [[], []]

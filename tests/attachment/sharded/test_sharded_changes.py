@@ -1,0 +1,299 @@
+"""What must not change under a hook on a sharded model, or differ between ranks: errors say so."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+from sharded_models import (
+    Layers,
+    Mesh,
+    at_once,
+    by_layer,
+    layers,
+)
+from sharded_refusals import Custom, error_of, gradients_of, new_model, own_hook, still_plain
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from torch_commhook import attach, codecs, hooks
+
+# ---- what changes under a hook -------------------------------------------------------------------
+
+
+def _shard_more(model: nn.Module) -> None:
+    model.add_module("more", Layers(1, 4, 1))
+    fully_shard(model.more, mesh=Mesh.of("fsdp-2").mesh)
+
+
+def _shard_around(model: nn.Module) -> None:
+    fully_shard(model, mesh=Mesh.of("fsdp-2").mesh)
+
+
+def _custom_later(model: nn.Module) -> None:
+    model[0].set_custom_reduce_scatter(Custom())
+
+
+def _custom_gather_later(model: nn.Module) -> None:
+    model[2].set_custom_all_gather(Custom())
+
+
+def _unfreeze(model: nn.Module) -> None:
+    model[2].bias.requires_grad_(True)
+
+
+def _first_two(model: nn.Module) -> None:
+    mesh = Mesh.of("fsdp-2")
+    model[2].bias.requires_grad_(False)
+    for layer in (model[0], model[2]):
+        mesh.apply(layer)
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Module], None], Callable[[nn.Module], None], str]] = {
+    "fully_shard of more": (
+        lambda model: by_layer(model, Mesh.of("fsdp-2")),
+        _shard_more,
+        "fully_shard() was applied",
+    ),
+    "fully_shard of the rest": (_first_two, _shard_around, "fully_shard() was applied"),
+    "set_custom_reduce_scatter": (
+        lambda model: by_layer(model, Mesh.of("fsdp-2")),
+        _custom_later,
+        "remove() the hook first",
+    ),
+    "set_custom_all_gather": (
+        lambda model: by_layer(model, Mesh.of("fsdp-2")),
+        _custom_gather_later,
+        "remove() the hook first",
+    ),
+    "unfrozen": (_first_two, _unfreeze, "remove() the hook and attach it again"),
+}
+
+
+def _changed(rank: int, name: str, stepped: bool) -> list[str]:
+    shard, change, message = CHANGES[name]
+    model = layers()
+    shard(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of parameters that nobody has sharded
+        handle = attach(model, hooks.blockwise())
+    if stepped:
+        gradients_of(model, rank)
+    found = []
+    try:
+        change(model)
+    except Exception as error:  # PyTorch refuses it, once a forward has run
+        return [] if stepped else [f"{type(error).__name__}: {error}"]
+    error = error_of(lambda: gradients_of(model, rank))
+    if stepped and "requires running forward through the root" in error:
+        return []  # by PyTorch
+    if message not in error or "RuntimeError" not in error:
+        found.append(error)
+    handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("stepped", [False, True], ids=["before a step", "after a step"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_model_that_changes(two_ranks: RankPool, name: str, stepped: bool) -> None:
+    assert two_ranks.run(_changed, name, stepped) == [[], []]
+
+
+# ---- ranks that differ ---------------------------------------------------------------------------
+
+
+def _differ_in_hook(rank: int) -> tuple[nn.Module, dict[str, Any]]:
+    return new_model("fsdp-2"), {"hook": hooks.allreduce() if rank else hooks.blockwise()}
+
+
+def _differ_in_settings(rank: int) -> tuple[nn.Module, dict[str, Any]]:
+    return new_model("fsdp-2"), {"hook": hooks.blockwise(bits=4 if rank else 8)}
+
+
+def _differ_in_weights(rank: int) -> tuple[nn.Module, dict[str, Any]]:
+    return new_model("fsdp-2"), {"weights": codecs.blockwise() if rank else None}
+
+
+def _differ_in_groups(rank: int) -> tuple[nn.Module, dict[str, Any]]:
+    model = layers()
+    (by_layer if rank else at_once)(model, Mesh.of("fsdp-2"))
+    return model, {}
+
+
+def _differ_in_parameters(rank: int) -> tuple[nn.Module, dict[str, Any]]:
+    model = Layers(5, 7, 1) if rank else Layers(5, 6, 1)
+    by_layer(model, Mesh.of("fsdp-2"))
+    return model, {}
+
+
+def _differ_in_frozen(rank: int) -> tuple[nn.Module, dict[str, Any]]:
+    model = new_model("fsdp-2")
+    model[0].bias.requires_grad_(rank == 0)
+    return model, {}
+
+
+def _differ_in_reduce_dtype(rank: int) -> tuple[nn.Module, dict[str, Any]]:
+    model = layers()
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if rank else torch.float32)
+    by_layer(model, Mesh.of("fsdp-2"), mp_policy=policy)
+    return model, {}
+
+
+def _differ_in_refusal(rank: int) -> tuple[nn.Module, dict[str, Any]]:
+    """One rank's hook is refused."""
+    return new_model("fsdp-2"), {"hook": hooks.allreduce() if rank else own_hook}
+
+
+def _differ_in_meta(rank: int) -> tuple[nn.Module, dict[str, Any]]:
+    model = layers()
+    if rank:
+        model.to("meta")
+    by_layer(model, Mesh.of("fsdp-2"))
+    return model, {}
+
+
+DIFFERENT = {
+    "hook": _differ_in_hook,
+    "settings": _differ_in_settings,
+    "weights": _differ_in_weights,
+    "groups": _differ_in_groups,
+    "parameters": _differ_in_parameters,
+    "frozen": _differ_in_frozen,
+    "reduce_dtype": _differ_in_reduce_dtype,
+    "refused on one rank": _differ_in_refusal,
+    "on the meta device on one rank": _differ_in_meta,
+}
+
+
+def _different(rank: int, name: str) -> tuple[str, bool]:
+    model, settings = DIFFERENT[name](rank)
+    hook = settings.pop("hook", hooks.allreduce())
+    return error_of(lambda: attach(model, hook, **settings)), still_plain(new_model("fsdp-2"), rank)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_ranks_that_attach_differently(two_ranks: RankPool, name: str) -> None:
+    for rank, (message, works) in enumerate(two_ranks.run(_different, name)):
+        own = rank == (0 if name == "refused on one rank" else 1) and "one rank" in name
+        expected = "attach" if own else "it failed on rank" if "one rank" in name else "must be"
+        assert expected in message
+        assert works
+
+
+def _different_meshes(rank: int) -> str:
+    """Two ranks reshard among two after forward, two among all."""
+    model = layers()
+    if rank < 2:
+        by_layer(model, Mesh.of("fsdp-4"), reshard_after_forward=False)
+    else:
+        by_layer(model, Mesh.of("fsdp-4"), reshard_after_forward=True)
+    return error_of(lambda: attach(model, hooks.allreduce()))
+
+
+@pytest.mark.parametrize("place", ["fsdp-4"])
+def test_meshes_that_differ(ranks: RankPool, place: str) -> None:
+    for message in ranks.run(_different_meshes):
+        assert "reshard_after_forward must be the same on all ranks" in message
+
+
+def _replica_differs(rank: int) -> str:
+    """What differs on another replica, at another place, is found across both axes."""
+    model = new_model("hsdp-4")
+    return error_of(lambda: attach(model, hooks.blockwise(bits=4 if rank == 3 else 8)))
+
+
+@pytest.mark.parametrize("place", ["hsdp-4"])
+def test_one_rank_of_a_mesh_differs(ranks: RankPool, place: str) -> None:
+    for message in ranks.run(_replica_differs):
+        assert "the hook must be the same on all ranks" in message
+
+
+def _with_ignored(rank: int) -> list[str]:
+    model = layers()
+    fully_shard(model, mesh=Mesh.of("fsdp-2").mesh, ignored_params=set(model[2].parameters()))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        handle = attach(model, hooks.allreduce())
+    handle.remove()
+    return [str(each.message) for each in said if "attach:" in str(each.message)]
+
+
+def test_parameters_that_nobody_averages_are_named(two_ranks: RankPool) -> None:
+    for said in two_ranks.run(_with_ignored):
+        assert len(said) == 2
+        assert "parameter '2.weight' is in no module that fully_shard()" in said[0]
+
+
+# ---- the handle ----------------------------------------------------------------------------------
+
+
+def _stage(rank: int, place: str, name: str) -> str:
+    model = new_model(place)
+    handle = attach(model, hooks.allreduce())
+    message = error_of(lambda: getattr(handle, name)(lambda *arguments: None))
+    gradients_of(model, rank)
+    handle.remove()
+    return message
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "register_buffer_prehook",
+        "register_prehook",
+        "register_posthook",
+        "register_post_accumulate_hook",
+    ],
+)
+def test_hooks_around_a_reduce_scatter(two_ranks: RankPool, name: str) -> None:
+    for message in two_ranks.run(_stage, "fsdp-2", name):
+        assert f"HookHandle.{name}: " in message and "use Tensor.register" in message.replace(
+            "\n", " "
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "works"),
+    [
+        ("register_buffer_prehook", True),
+        ("register_prehook", True),
+        ("register_posthook", True),
+        ("register_post_accumulate_hook", False),
+    ],
+)
+def test_hooks_around_an_all_reduce(two_ranks: RankPool, name: str, works: bool) -> None:
+    for message in two_ranks.run(_stage, "replicate-2", name):
+        assert (message == "no error") == works
+
+
+def _join(rank: int) -> str:
+    handle = attach(new_model("fsdp-2"), hooks.allreduce())
+    message = error_of(handle.join)
+    handle.remove()
+    return message
+
+
+def test_join(two_ranks: RankPool) -> None:
+    for message in two_ranks.run(_join):
+        assert "all ranks must take equally many steps" in message
+
+
+def _attached_twice(rank: int) -> list[str]:
+    model = new_model("fsdp-2")
+    handle = attach(model, hooks.allreduce())
+    found = [error_of(lambda: attach(model, hooks.allreduce()))]
+    found.append(error_of(lambda: attach(model[0], hooks.allreduce())))
+    found.append(error_of(lambda: attach(nn.Sequential(model), hooks.allreduce())))
+    handle.remove()
+    return found
+
+
+def test_attached_twice(two_ranks: RankPool) -> None:
+    for same, part, around in two_ranks.run(_attached_twice):
+        assert "is attached to this model already" in same
+        for message in (part, around):
+            assert message.startswith("RuntimeError: ") and "allreduce" in message

@@ -1,0 +1,64 @@
+"""What tests of errors on sharded models share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sharded_models import (
+    Mesh,
+    batch,
+    by_layer,
+    layers,
+    local,
+    loss_of,
+    reshard,
+)
+from torch import Tensor, nn
+
+from torch_commhook import attach, hooks
+
+
+def new_model(place: str) -> nn.Module:
+    model = layers()
+    by_layer(model, Mesh.of(place))
+    return model
+
+
+def gradients_of(model: nn.Module, rank: int, number: int = 0) -> list[Tensor]:
+    model.zero_grad()
+    loss_of(model(batch(rank, number))).backward()
+    reshard(model)
+    return [local(p.grad) for p in model.parameters() if p.grad is not None]
+
+
+def error_of(function: Callable[[], Any]) -> str:
+    """The error that a function raises, with its kind."""
+    try:
+        function()
+    except (TypeError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def still_plain(model: nn.Module, rank: int) -> bool:
+    """Whether a model that has refused a hook is what it was, and takes another."""
+    expected = gradients_of(new_model("fsdp-2"), rank)
+    first = gradients_of(model, rank)
+    handle = attach(model, hooks.allreduce())
+    second = gradients_of(model, rank)
+    handle.remove()
+    return all(a.equal(b) and b.equal(c) for a, b, c in zip(first, second, expected, strict=True))
+
+
+class Custom:
+    def allocate(self, size: Any, *, dtype: Any, device: Any) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, **arguments: Any) -> None:
+        raise AssertionError("it is not called")
+
+
+def own_hook(state: object, bucket: Any) -> Tensor:
+    return bucket.buffer()
