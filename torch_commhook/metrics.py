@@ -188,7 +188,7 @@ class HookStats:
     bytes_scattered: int = 0
     world_size: int = 1
     buckets: list[BucketStats] = field(default_factory=list)
-    of_shards: bool = False
+    of_shards: bool = field(default=False, repr=False)
 
     @property
     def compression_ratio(self) -> float | None:
