@@ -37,8 +37,8 @@ class Mesh:
         """Over all ranks, as many as the name ends with: ``hsdp-4``, the replicas' axis first."""
         kind, _, ranks = place.rpartition("-")
         if kind == "hsdp":
-            return cls(kind, _device_mesh((2, int(ranks) // 2), ("replicas", "shards")))
-        return cls(kind, _device_mesh((int(ranks),), ("ranks",)))
+            return cls(kind, device_mesh((2, int(ranks) // 2), ("replicas", "shards")))
+        return cls(kind, device_mesh((int(ranks),), ("ranks",)))
 
     def apply(self, module: Any, **settings: Any) -> None:
         """``fully_shard`` or ``replicate`` a module, or several together."""
@@ -51,7 +51,7 @@ class Mesh:
 
 
 @cache
-def _device_mesh(sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+def device_mesh(sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     KEPT_GROUPS.update(group.group_name for group in mesh.get_all_groups())
     return mesh
@@ -59,7 +59,7 @@ def _device_mesh(sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
 
 def two_axes(names: tuple[str, str]) -> DeviceMesh:
     """Four ranks, two by two."""
-    return _device_mesh((2, 2), names)
+    return device_mesh((2, 2), names)
 
 
 class Layers(nn.Sequential):

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankPool
+from sharded_models import device_mesh
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from torch_commhook import GradBucket, attach, hooks
@@ -66,7 +66,7 @@ def _net() -> nn.Sequential:
 
 
 def _sharded(way: str, policy: MixedPrecisionPolicy | None = None) -> nn.Sequential:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = device_mesh((dist.get_world_size(),), ("ranks",))
     model = _net()
     apply = replicate if way == "replicate" else fully_shard
     settings = {} if policy is None else {"mp_policy": policy}

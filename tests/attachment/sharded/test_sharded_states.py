@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankPool
+from sharded_models import device_mesh
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from torch_commhook import attach, hooks, reshard_states
@@ -37,9 +37,9 @@ def _net() -> nn.Sequential:
 def _sharded(way: str) -> nn.Module:
     ranks = dist.get_world_size()
     if way == "hsdp":
-        mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("replicas", "shards"))
+        mesh = device_mesh((ranks, 1), ("replicas", "shards"))
     else:
-        mesh = init_device_mesh("cpu", (ranks,))
+        mesh = device_mesh((ranks,), ("ranks",))
     model = _net()
     apply = replicate if way == "replicate" else fully_shard
     for module in model:

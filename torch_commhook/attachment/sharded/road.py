@@ -384,9 +384,8 @@ class ShardedRoad:
             _write(result, tensor, factor)
             self._count(attached, unit, call.traffic)
 
-        self._let_go_on(
-            Exchange(unit.number, call.future, call.where, step_group, finish), unit, op
-        )
+        exchange = Exchange(unit.number, call.future, call.where, step_group, finish)
+        self._let_go_on(exchange, unit, op, tensor.dtype)
 
     def all_gather(
         self, out: Tensor, tensor: Tensor, group: dist.ProcessGroup
