@@ -19,7 +19,7 @@ import torch.distributed.checkpoint
 from cpp_libraries import library
 from repository import ROOT, SUPPORT
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -37,6 +37,7 @@ PAGES = sorted(
 
 #: Blocks that run elsewhere.
 ELSEWHERE = {f"README.md {number}": "tests/project/test_readme.py runs it" for number in (1, 2, 3)}
+ELSEWHERE["docs/sharded.md 2"] = "for torchtitan's trainer"
 
 
 def _blocks(page: str) -> list[str]:
@@ -105,6 +106,12 @@ def _a_large_model(names: Names) -> None:
     names["model"] = nn.Linear(100, 100)
 
 
+def _a_model_of_blocks(names: Names) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    model.blocks = list(model)
+    names.update(model=model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
 def _a_group_and_a_model(names: Names) -> None:
     names.update(
         torch_commhook=torch_commhook, group=dist.group.WORLD, model=nn.BatchNorm1d(3).double()
@@ -123,6 +130,7 @@ BEFORE: dict[str, Callable[[Names], None]] = {
     "docs/process_groups.md 3": _names_of_groups,
     "docs/process_groups.md 4": _a_large_model,
     "docs/process_groups.md 6": _a_group_and_a_model,
+    "docs/sharded.md 1": _a_model_of_blocks,
 }
 
 
@@ -243,6 +251,11 @@ def _shards_are_compressed(names: Names) -> None:
     dist.destroy_process_group(names["group"])
 
 
+def _the_hook_takes_part_in_reduce_scatters(names: Names) -> None:
+    names["model"](torch.ones(4, 8)).sum().backward()
+    assert names["handle"].stats().bytes_sent > 0
+
+
 def _faults_are_injected(names: Names) -> None:
     for _ in range(11):
         x = torch.ones(2)
@@ -267,10 +280,11 @@ AFTER: dict[str, Callable[[Names], None]] = {
     "docs/process_groups.md 3": _slow_passes_on,
     "docs/process_groups.md 4": _shards_are_compressed,
     "docs/process_groups.md 5": _faults_are_injected,
+    "docs/sharded.md 1": _the_hook_takes_part_in_reduce_scatters,
 }
 
 #: Blocks that want more ranks than one.
-RANKS = {"docs/process_groups.md 4": 2, "docs/process_groups.md 5": 2}
+RANKS = {"docs/process_groups.md 4": 2, "docs/process_groups.md 5": 2, "docs/sharded.md 1": 2}
 
 #: Blocks that raise, and where their page has the message: the block of any language after it.
 RAISES: dict[str, type[Exception]] = {"docs/testing.md 3": DeadlockError}

@@ -141,7 +141,7 @@ class UnshardedMemory(HookMemory):
             choices=self.store.allowed_choices,
         )
         by_name = {
-            name: torch.empty(parameter.shape, device="meta")
+            name: torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             for name, parameter in self._parameters.items()
         }
         _check_shards(state, 1)
@@ -156,7 +156,10 @@ class UnshardedMemory(HookMemory):
             for name, lost in own.pop(kind).items():
                 shape = self._parameters[name].shape
                 whole = own.setdefault(FOLDED_INTO[kind], {}).get(name)
-                whole = torch.zeros(shape) if whole is None else whole.clone()
+                if whole is None:
+                    whole = torch.zeros(shape, dtype=lost.dtype, device=lost.device)
+                else:
+                    whole = whole.clone()
                 add_to_error(whole, lost.view(shape), self.world_size)
                 own[FOLDED_INTO[kind]][name] = whole
         pieces = {
