@@ -114,7 +114,7 @@ def check_hook_fits(expression: str, *, on_shards: bool) -> None:
     Raises:
         ShardedOptionError: it is no hook, or can't.
     """
-    from torch_commhook.attachment.sharded.road import check_fits
+    from torch_commhook.attachment.sharded.fits import check_fits
     from torch_commhook.memory.sharded_memory import ReplicaMemory, UnshardedMemory
     from torch_commhook.step.attached_hook import Attached
 

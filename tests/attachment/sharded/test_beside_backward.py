@@ -30,7 +30,11 @@ class _Late(hooks.Hook):
         self.may_end = threading.Event()
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        return self._late(hooks.allreduce().average(bucket))
+        average = hooks.allreduce().average(bucket).wait()
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(average.clone())
+        bucket.buffer().fill_(math.nan)
+        return self._late(future)
 
     def average_shard(self, bucket: ShardedBucket) -> torch.futures.Future[Tensor]:
         shard = hooks.allreduce().average_shard(bucket).wait()
@@ -109,6 +113,29 @@ def _is_beside(rank: int, way: str) -> bool:
 def test_the_backward_goes_on(two_ranks: RankPool, way: str) -> None:
     """It would wait for the hook for ever, and the hook for it."""
     assert two_ranks.run(_is_beside, way) == [True, True]
+
+
+def _is_removed_in_it(rank: int, way: str) -> bool:
+    plain = _sharded(way)
+    _backward(plain, rank, lambda: None)
+    model, hook = _sharded(way), _Late()
+    handle = attach(model, hook)
+
+    def remove() -> None:
+        handle.remove()
+        threading.Timer(0.3, hook.may_end.set).start()
+
+    _backward(model, rank, remove)
+    same = all(map(torch.equal, _gradients(model), _gradients(plain)))
+    model.zero_grad()
+    _backward(model, rank, lambda: None)  # without a hook
+    return same and all(map(torch.equal, _gradients(model), _gradients(plain)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_hook_that_is_removed_in_the_backward(two_ranks: RankPool, way: str) -> None:
+    """What it has begun is brought to its end."""
+    assert two_ranks.run(_is_removed_in_it, way) == [True, True]
 
 
 def _waits(rank: int, way: str, why: str) -> bool:

@@ -15,8 +15,10 @@ from torch_commhook.attachment.parameters import claim
 from torch_commhook.attachment.road import roads
 from torch_commhook.attachment.sharded import fsdp
 from torch_commhook.attachment.sharded.communication import ReduceScatter
-from torch_commhook.attachment.sharded.road import ShardedRoad, Unit, check_fits
+from torch_commhook.attachment.sharded.fits import check_fits
+from torch_commhook.attachment.sharded.road import ShardedRoad
 from torch_commhook.attachment.sharded.stages import ShardedStages
+from torch_commhook.attachment.sharded.unit import Unit
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.agreement import agree_across
 from torch_commhook.memory.hook_memory import HookMemory

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
@@ -18,8 +16,10 @@ from torch_commhook import _C
 from torch_commhook.attachment.forward_hook import BeforeForward, register_first
 from torch_commhook.attachment.sharded import fsdp
 from torch_commhook.attachment.sharded.communication import AllGather, ReduceScatter, ReplicaGroup
+from torch_commhook.attachment.sharded.fits import check_fits, warn_of_memory
 from torch_commhook.attachment.sharded.step import LEFT, ShardedStep, is_in_backward
 from torch_commhook.attachment.sharded.under_way import Exchange, UnderWay
+from torch_commhook.attachment.sharded.unit import Unit, process_groups
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.agreement import agree_across
 from torch_commhook.collectives.compressed_chunks import compressed_all_gather
@@ -28,10 +28,8 @@ from torch_commhook.collectives.plain import all_gather, issue_reduce_scatter
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_with_memory import BucketWithMemory
-from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.sharded_bucket import ShardedBucket
 from torch_commhook.memory.sharded_memory import UnshardedMemory
-from torch_commhook.memory.sharded_parameter import ShardedParameter
 from torch_commhook.metrics import (
     WireMeter,
     count_bucket,
@@ -45,105 +43,6 @@ from torch_commhook.native.runtime import hook_on_bucket
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.hook_call import HookCall
 from torch_commhook.step.step_group import StepGroup
-
-
-@dataclass(eq=False)
-class Unit:
-    """Parameters that ``fully_shard`` communicates together.
-
-    It keeps no model alive.
-
-    Attributes:
-        reference: gives PyTorch's object of them.
-        number: among the model's units; that of the last module, whose gradients come first, is 0,
-            and those that are not trained have -1.
-        parameters: the form of each that requires grad, by the id of PyTorch's object.
-        reduced: which of them have gradients that are being reduced, in order.
-        shards: this rank's shards, by name, with the tensors of which they are views.
-        own: what ``fully_shard`` communicates through where no hook is attached.
-    """
-
-    reference: weakref.ref[fsdp.ParamGroup]
-    number: int
-    parameters: dict[int, ShardedParameter]
-    reduced: list[ShardedParameter] = field(default_factory=list)
-    shards: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    own: fsdp.Communication | None = None
-
-    @classmethod
-    def of(cls, model: nn.Module, group: fsdp.ParamGroup, number: int) -> Unit:
-        """The unit of a group of parameters."""
-        return cls(weakref.ref(group), number, fsdp.sharded_parameters(model, group))
-
-    @property
-    def group(self) -> fsdp.ParamGroup:
-        """PyTorch's object of the parameters."""
-        return self.reference()
-
-    def note_reduced(self) -> None:
-        """Note which parameters' gradients ``fully_shard`` is about to reduce.
-
-        Raises:
-            RuntimeError: there is one that did not require grad.
-        """
-        found = fsdp.with_gradient(self.group)
-        if any(id(each) not in self.parameters for each in found):
-            raise RuntimeError(
-                "torch_commhook: a parameter has a gradient that was frozen when the hook was "
-                "attached; remove() the hook and attach it again"
-            )
-        self.reduced = [self.parameters[id(each)] for each in found]
-
-    def local_shards(self, memory: HookMemory | None) -> list[Tensor]:
-        """This rank's shards of the parameters whose gradients are being reduced.
-
-        Args:
-            memory: is told where a parameter has other memory than before.
-        """
-        flat_of = {self.parameters[id(each)].name: fsdp.local_shard(each) for each in self._all}
-        found = []
-        for parameter in self.reduced:
-            flat, known = flat_of[parameter.name], self.shards.get(parameter.name)
-            if known is None or known[0] is not flat:
-                shard = flat.detach().view(parameter.shard_shape)
-                if known is not None and memory is not None:
-                    memory.replace_parameter(known[1], shard)
-                known = self.shards[parameter.name] = flat, shard
-            found.append(known[1])
-        return found
-
-    @property
-    def _all(self) -> list[Any]:
-        return [each for each in self.group.fsdp_params if id(each) in self.parameters]
-
-    def named_shards(self) -> list[tuple[str, Tensor]]:
-        """The names and this rank's shards of all parameters that require grad."""
-        self.reduced = list(self.parameters.values())
-        shards = self.local_shards(None)
-        return [(each.name, shard) for each, shard in zip(self.reduced, shards, strict=True)]
-
-    def take_over(self, gather: AllGather, scatter: ReduceScatter) -> None:
-        """Have ``fully_shard`` call these in place of its own collectives."""
-        self.own = fsdp.communication(self.group)
-        fsdp.set_communication(self.group, fsdp.Communication(gather, scatter))
-
-    def give_back(self) -> None:
-        """Undo :meth:`take_over`."""
-        group = self.group
-        if group is not None and self.own is not None:
-            now = fsdp.communication(group)  # of which a user may have replaced a part
-            ours = (
-                isinstance(now.all_gather, AllGather),
-                isinstance(now.reduce_scatter, ReduceScatter),
-            )
-            fsdp.set_communication(
-                group,
-                fsdp.Communication(
-                    self.own.all_gather if ours[0] else now.all_gather,
-                    self.own.reduce_scatter if ours[1] else now.reduce_scatter,
-                ),
-            )
-        self.own = None
 
 
 class ShardedRoad:
@@ -217,10 +116,14 @@ class ShardedRoad:
                     fsdp.set_replica_group(unit.group, self._replica_group)
         if self._forget is not None:
             self._forget()
+
+    def _stop(self) -> None:
+        """The last backward of the hook has ended."""
         for reference in self._states:
             state = reference()
             if state is not None:
                 fsdp.stop_listening(state, self._backward_ends)
+        self._step.close()
 
     def _listen_to(self, state: Any) -> None:
         if all(reference() is not state for reference in self._states):
@@ -466,8 +369,11 @@ class ShardedRoad:
 
     def _backward_ends(self) -> None:
         """A backward of one of the model's roots has ended; of several in one, the last ends it."""
-        if not any(map(fsdp.is_in_backward, self._roots())):
-            self._step.end()
+        if any(map(fsdp.is_in_backward, self._roots())):
+            return
+        self._step.end()
+        while self._then:
+            self._then.pop()()
 
     def _roots(self) -> list[Any]:
         states = [reference() for reference in self._states]
@@ -477,8 +383,6 @@ class ShardedRoad:
         for attached in self._all_attached():
             if attached in self._counted:  # gradients may have been added up among the shards alone
                 attached.memory.count_step()
-        while self._then:
-            self._then.pop()()
 
     def _all_attached(self) -> list[Attached]:
         found = [each for each in (self._attached, self.shard_attached) if each is not None]
@@ -556,7 +460,7 @@ class ShardedRoad:
         if attached is not None:
             attached.use_group(self.group, self.device)
             self._prepare(attached)
-            _warn_of_memory(attached)
+            warn_of_memory(attached)
         if self._replica_group is None:
             self.shard_attached = attached
         self._attached = attached
@@ -570,7 +474,7 @@ class ShardedRoad:
         assert group is not None
         attached.use_group(group, self.device)
         self._prepare(attached)
-        _warn_of_memory(attached)
+        warn_of_memory(attached)
         self.shard_attached = attached
 
     def _prepare(self, attached: Attached) -> None:
@@ -654,45 +558,7 @@ class ShardedRoad:
                 fsdp.reset(root)
         self._give_back()
         self.shard_attached = None
-        self.after_backward(self._step.close)
-
-
-def check_fits(attached: Attached) -> None:
-    """Refuse hooks that cannot do what a sharded model asks of them.
-
-    Raises:
-        TypeError, ValueError: one cannot.
-    """
-    hook = attached.hook
-    if isinstance(attached.memory, UnshardedMemory):
-        if not isinstance(hook, Hook):
-            raise TypeError(
-                f"attach: hook '{attached.name}' averages whole gradients, and of sharded "
-                "parameters each rank needs its shard alone; subclass torch_commhook.hooks.Hook, "
-                "with average_shard(), or shard over a mesh of two dimensions"
-            )
-        hook.check_shards()
-    if isinstance(hook, Hook) and hook.scales_steps:
-        raise TypeError(
-            f"attach: {hook} scales a step's gradients by what all of them are, of which no rank "
-            "has more than its shards; call torch.nn.utils.clip_grad_norm_() after backward()"
-        )
-    if isinstance(hook, Hook) and hook.keeps_ranks_apart:
-        raise TypeError(
-            f"attach: {hook} keeps whole parameters apart, and these are sharded; attach it to a "
-            "model without fully_shard()"
-        )
-
-
-def _warn_of_memory(attached: Attached) -> None:
-    lost = attached.memory.error_bytes
-    if lost and isinstance(attached.memory, UnshardedMemory):
-        warnings.warn(
-            f"attach: {attached.hook} remembers what it loses of whole gradients, "
-            f"{lost / 2**20:.1f} MiB on each rank, which do not shrink with the number of "
-            "shards; on a mesh of two dimensions it remembers as much of a shard",
-            stacklevel=8,
-        )
+        self.after_backward(self._stop)
 
 
 @torch.no_grad()
@@ -713,17 +579,3 @@ def _has(module: nn.Module, other: nn.Module) -> bool:
 
 def _is_plain(attached: Attached) -> bool:
     return type(attached.hook) is allreduce and attached.stages.is_empty
-
-
-def process_groups(units: list[Unit]) -> list[dist.ProcessGroup]:
-    """The groups whose ranks step together, in an order that is the same on all of them.
-
-    They have those of tensor parallelism, too: ranks that have other columns of a parameter are to
-    leave a step that has failed.
-    """
-    found: list[dist.ProcessGroup] = []
-    for unit in units:
-        for group in fsdp.axes(unit.group):
-            if all(group is not one for one in found):
-                found.append(group)
-    return found

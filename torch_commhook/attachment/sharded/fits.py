@@ -1,0 +1,47 @@
+"""Whether a hook fits a sharded model, and what it costs there."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch_commhook.hooks.base import Hook
+from torch_commhook.memory.sharded_memory import UnshardedMemory
+from torch_commhook.step.attached_hook import Attached
+
+
+def check_fits(attached: Attached) -> None:
+    """Refuse hooks that cannot do what a sharded model asks of them.
+
+    Raises:
+        TypeError, ValueError: one cannot.
+    """
+    hook = attached.hook
+    if isinstance(attached.memory, UnshardedMemory):
+        if not isinstance(hook, Hook):
+            raise TypeError(
+                f"attach: hook '{attached.name}' averages whole gradients, and of sharded "
+                "parameters each rank needs its shard alone; subclass torch_commhook.hooks.Hook, "
+                "with average_shard(), or shard over a mesh of two dimensions"
+            )
+        hook.check_shards()
+    if isinstance(hook, Hook) and hook.scales_steps:
+        raise TypeError(
+            f"attach: {hook} scales a step's gradients by what all of them are, of which no rank "
+            "has more than its shards; call torch.nn.utils.clip_grad_norm_() after backward()"
+        )
+    if isinstance(hook, Hook) and hook.keeps_ranks_apart:
+        raise TypeError(
+            f"attach: {hook} keeps whole parameters apart, and these are sharded; attach it to a "
+            "model without fully_shard()"
+        )
+
+
+def warn_of_memory(attached: Attached) -> None:
+    lost = attached.memory.error_bytes
+    if lost and isinstance(attached.memory, UnshardedMemory):
+        warnings.warn(
+            f"attach: {attached.hook} remembers what it loses of whole gradients, "
+            f"{lost / 2**20:.1f} MiB on each rank, which do not shrink with the number of "
+            "shards; on a mesh of two dimensions it remembers as much of a shard",
+            stacklevel=8,
+        )

@@ -1,0 +1,128 @@
+"""Parameters that ``fully_shard`` communicates together."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torch_commhook.attachment.sharded import fsdp
+from torch_commhook.attachment.sharded.communication import AllGather, ReduceScatter
+from torch_commhook.memory.hook_memory import HookMemory
+from torch_commhook.memory.sharded_parameter import ShardedParameter
+
+
+@dataclass(eq=False)
+class Unit:
+    """Parameters that ``fully_shard`` communicates together.
+
+    It keeps no model alive.
+
+    Attributes:
+        reference: gives PyTorch's object of them.
+        number: among the model's units; that of the last module, whose gradients come first, is 0,
+            and those that are not trained have -1.
+        parameters: the form of each that requires grad, by the id of PyTorch's object.
+        reduced: which of them have gradients that are being reduced, in order.
+        shards: this rank's shards, by name, with the tensors of which they are views.
+        own: what ``fully_shard`` communicates through where no hook is attached.
+    """
+
+    reference: weakref.ref[fsdp.ParamGroup]
+    number: int
+    parameters: dict[int, ShardedParameter]
+    reduced: list[ShardedParameter] = field(default_factory=list)
+    shards: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    own: fsdp.Communication | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module, group: fsdp.ParamGroup, number: int) -> Unit:
+        """The unit of a group of parameters."""
+        return cls(weakref.ref(group), number, fsdp.sharded_parameters(model, group))
+
+    @property
+    def group(self) -> fsdp.ParamGroup:
+        """PyTorch's object of the parameters."""
+        return self.reference()
+
+    def note_reduced(self) -> None:
+        """Note which parameters' gradients ``fully_shard`` is about to reduce.
+
+        Raises:
+            RuntimeError: there is one that did not require grad.
+        """
+        found = fsdp.with_gradient(self.group)
+        if any(id(each) not in self.parameters for each in found):
+            raise RuntimeError(
+                "torch_commhook: a parameter has a gradient that was frozen when the hook was "
+                "attached; remove() the hook and attach it again"
+            )
+        self.reduced = [self.parameters[id(each)] for each in found]
+
+    def local_shards(self, memory: HookMemory | None) -> list[Tensor]:
+        """This rank's shards of the parameters whose gradients are being reduced.
+
+        Args:
+            memory: is told where a parameter has other memory than before.
+        """
+        flat_of = {self.parameters[id(each)].name: fsdp.local_shard(each) for each in self._all}
+        found = []
+        for parameter in self.reduced:
+            flat, known = flat_of[parameter.name], self.shards.get(parameter.name)
+            if known is None or known[0] is not flat:
+                shard = flat.detach().view(parameter.shard_shape)
+                if known is not None and memory is not None:
+                    memory.replace_parameter(known[1], shard)
+                known = self.shards[parameter.name] = flat, shard
+            found.append(known[1])
+        return found
+
+    @property
+    def _all(self) -> list[Any]:
+        return [each for each in self.group.fsdp_params if id(each) in self.parameters]
+
+    def named_shards(self) -> list[tuple[str, Tensor]]:
+        """The names and this rank's shards of all parameters that require grad."""
+        self.reduced = list(self.parameters.values())
+        shards = self.local_shards(None)
+        return [(each.name, shard) for each, shard in zip(self.reduced, shards, strict=True)]
+
+    def take_over(self, gather: AllGather, scatter: ReduceScatter) -> None:
+        """Have ``fully_shard`` call these in place of its own collectives."""
+        self.own = fsdp.communication(self.group)
+        fsdp.set_communication(self.group, fsdp.Communication(gather, scatter))
+
+    def give_back(self) -> None:
+        """Undo :meth:`take_over`."""
+        group = self.group
+        if group is not None and self.own is not None:
+            now = fsdp.communication(group)  # of which a user may have replaced a part
+            ours = (
+                isinstance(now.all_gather, AllGather),
+                isinstance(now.reduce_scatter, ReduceScatter),
+            )
+            fsdp.set_communication(
+                group,
+                fsdp.Communication(
+                    self.own.all_gather if ours[0] else now.all_gather,
+                    self.own.reduce_scatter if ours[1] else now.reduce_scatter,
+                ),
+            )
+        self.own = None
+
+
+def process_groups(units: list[Unit]) -> list[dist.ProcessGroup]:
+    """The groups whose ranks step together, in an order that is the same on all of them.
+
+    They have those of tensor parallelism, too: ranks that have other columns of a parameter are to
+    leave a step that has failed.
+    """
+    found: list[dist.ProcessGroup] = []
+    for unit in units:
+        for group in fsdp.axes(unit.group):
+            if all(group is not one for one in found):
+                found.append(group)
+    return found
