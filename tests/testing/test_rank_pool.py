@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankPool
+from rank_pool import KEPT_GROUPS, RankPool
+from sharded_models import Mesh
 from torch.distributed import distributed_c10d
 
 from torch_commhook import attach
@@ -38,11 +39,17 @@ def _sum_in_two_stages(rank: int) -> float:
     return float(compressed_all_reduce(x, CODECS["blockwise"]()).wait().sum())
 
 
+def _make_a_mesh(rank: int) -> None:
+    Mesh.of("fsdp-2")  # whose groups stay
+
+
 def _groups(rank: int) -> int:
-    return len(distributed_c10d._world.pg_names)
+    default = dist.group.WORLD.group_name  # which a mesh may have as its own
+    names = distributed_c10d._world.pg_names.values()
+    return sum(name == default or name not in KEPT_GROUPS for name in names)
 
 
-@pytest.mark.parametrize("leave", [_leave_a_group_of_one, _leave_a_failed_step])
+@pytest.mark.parametrize("leave", [_leave_a_group_of_one, _leave_a_failed_step, _make_a_mesh])
 def test_groups_end_with_their_function(two_ranks: RankPool, leave: Callable[[int], None]) -> None:
     for _ in range(2):
         assert two_ranks.run(_sum_in_two_stages) == [200.0, 200.0]
