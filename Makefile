@@ -7,6 +7,7 @@
 #   make lint             ruff, mypy, import-linter, clang-format (make format mends what it can)
 #   make bench            the benchmarks; results go to benchmarks/results
 #   make bench-loss       loss after 1,000 steps with each hook, three seeds; hours, can be interrupted
+#   make bench-loss-sharded   the same on sharded models, of four ranks; three hours
 #   make bench-link       steps over links of 200 Mbit/s and 1 Gbit/s; root, iproute2, 15 minutes
 #   make bench-sharded    sharded models over links of 200 Mbit/s; root, iproute2, 15 minutes
 #   make bench-plan       what plan foretells of these steps, beside them; a minute
@@ -41,7 +42,7 @@ LONG_RUN = PYTHONPATH=$(CURDIR)/tests/support:$(PYTHONPATH) $(VENV)/bin/python t
 PASSED = $(if $(ARGS),,$(LONG_RUN)/called_for.py --passed $@)
 NATIVE = setup.py build_support.py $(shell find csrc cuda -type f)
 
-.PHONY: train test test-long long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-link bench-sharded bench-plan bench-throttle results cuda-compile gpu test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback clean
+.PHONY: train test test-long long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-loss-sharded bench-link bench-sharded bench-plan bench-throttle results cuda-compile gpu test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/built
@@ -74,6 +75,9 @@ bench: $(VENV)/built
 
 bench-loss: $(VENV)/built
 	$(VENV)/bin/python benchmarks/bench_loss.py $(ARGS)
+
+bench-loss-sharded: $(VENV)/built
+	$(VENV)/bin/python benchmarks/bench_loss_sharded.py $(ARGS)
 
 bench-link: $(VENV)/built
 	$(VENV)/bin/python benchmarks/bench_link.py $(ARGS)

@@ -57,12 +57,14 @@ AT_MOST: dict[str, float | None] = {
 _STRIDE = 20
 
 
-def train(hook: str, seed: int, steps: int, batch: int) -> dict[str, Any]:
-    """One run: its losses and bytes."""
+def train(
+    hook: str, seed: int, steps: int, batch: int, options: Sequence[str] = ()
+) -> dict[str, Any]:
+    """One run, with more options of ``train``: its losses and bytes."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch_commhook", "train", "--hook", hook]
         command += ["--seed", str(seed), "--steps", str(steps), "--batch", str(batch)]
-        command += ["--out", folder]
+        command += [*options, "--out", folder]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=FOLDER.parent)
         summary = json.loads((Path(folder) / "summary.json").read_text())
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").open()]

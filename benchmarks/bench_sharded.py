@@ -151,14 +151,14 @@ def _rate(text: str) -> int:
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line, checked as far as no hosts are needed for it."""
     options = parser(__doc__.splitlines()[0])
-    options.set_defaults(rounds=6, seconds=600.0)
+    options.set_defaults(rounds=5, seconds=300.0)
     add = options.add_argument
     add("--rate", type=_rate, default=parse_rate("200mbit"), help="of the links (200mbit)")
     add("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     add("--batch", type=int, default=1, help="sequences of each rank in a step (default: 1)")
     add("--seq", type=int, default=128, help="bytes of a sequence (default: 128)")
-    add("--steps", type=int, default=4, help="timed in each job's turn of a round (default: 4)")
-    add("--warm-up", type=int, default=3, help="steps at the beginning of a turn (default: 3)")
+    add("--steps", type=int, default=3, help="timed in each job's turn of a round (default: 3)")
+    add("--warm-up", type=int, default=2, help="steps at the beginning of a turn (default: 2)")
     add("--timeout", type=float, default=3600.0, help="of the ranks, in seconds (default: 3600)")
     add("--plot", type=Path, metavar="FILE", help="where to draw the times")
     parsed = parse(options, arguments)

@@ -45,6 +45,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 @outside_inference_mode
+# Over 80 lines: the docstring tells each argument and error.
 def attach(
     model: torch.nn.Module,
     hook: Callable[..., Any],

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -30,11 +28,11 @@ from torch_commhook.cli.hook_cost import (
     measure_seconds,
     unwrap_hook,
 )
-from torch_commhook.cli.hook_expression import NO_HOOK, HookExpressionError, parse_hook
-from torch_commhook.cli.main import OneLineParser
+from torch_commhook.cli.hook_expression import HookExpressionError, parse_hook
+from torch_commhook.cli.plan_parser import BUCKET_CAPS_MB, build_parser
 from torch_commhook.cli.report import format_bytes
 from torch_commhook.cli.sharded_options import ShardedOptionError, resolve_sharded
-from torch_commhook.cli.train_config import PARALLEL, TrainConfig
+from torch_commhook.cli.train_config import TrainConfig
 
 #: Those that take part in reduce-scatters.
 DEFAULT_SHARD_HOOKS = (
@@ -54,13 +52,10 @@ DEFAULT_HOOKS = (
     "error_feedback(topk(0.01))",
     "error_feedback(powersgd(rank=2))",
 )
-_BUCKET_CAPS_MB = (1.0, 25.0)  # DDP's
 _BUCKET_NUMBER_BYTES = 4  # gradients in float32
 _MOST_BUCKETS = 10_000  # past which one more makes no difference
 #: A backward computes the products of a forward twice over.
 _FORWARD = 1 / 3
-_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
-_BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 
 
 @dataclass(frozen=True)
@@ -100,7 +95,7 @@ def measure(
     *,
     elements: int,
     world_size: int,
-    bucket_cap_mb: Sequence[float] = _BUCKET_CAPS_MB,
+    bucket_cap_mb: Sequence[float] = BUCKET_CAPS_MB,
 ) -> list[Measured]:
     """What each hook computes and sends.
 
@@ -206,7 +201,7 @@ def _step_seconds(compute: float, hook: float, wire: float, buckets: Sequence[in
 
 def main(argv: Sequence[str]) -> int:
     """Run the subcommand; see :func:`torch_commhook.cli.main.main`."""
-    options = _parser().parse_args(argv)
+    options = build_parser().parse_args(argv)
     import torch
 
     torch.set_num_threads(options.threads)
@@ -252,7 +247,7 @@ def _layout(options: argparse.Namespace) -> plan_sharded.Layout | None:
 
 
 def _of_ddp(options: argparse.Namespace) -> tuple[list[Cost], str]:
-    caps = options.bucket_cap_mb or _BUCKET_CAPS_MB
+    caps = options.bucket_cap_mb or BUCKET_CAPS_MB
     costs = plan(
         measure(
             options.hooks or DEFAULT_HOOKS,
@@ -386,139 +381,3 @@ def _threads(options: argparse.Namespace) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
-        prog="commhook plan",
-        description=(
-            "What each hook would cost in a step over a link: its computation measured on this "
-            "machine, its bytes counted."
-        ),
-    )
-    parser.add_argument(
-        "--model-size", type=_count, default=10_830_000, help="elements, such as 124M (10.83M)"
-    )
-    parser.add_argument(
-        "--link", type=_rate, default=_rate("1gbit"), help="of each rank, each way (1gbit)"
-    )
-    parser.add_argument("--world", type=_ranks, default=2, help="ranks (2)")
-    parser.add_argument(
-        "--compute-ms",
-        type=_milliseconds,
-        default=0.0,
-        help="of a step without communication (0)",
-    )
-    parser.add_argument(
-        "--bucket-cap-mb",
-        type=_mebibytes,
-        nargs="+",
-        metavar="MIB",
-        help=(
-            "of ddp: the buckets, from the first to be full on; the last is for all that follow "
-            f"({' '.join(f'{cap:g}' for cap in _BUCKET_CAPS_MB)})"
-        ),
-    )
-    parser.add_argument("--threads", type=_ranks, default=1, help="that a rank computes with (1)")
-    parser.add_argument("--hooks", nargs="+", metavar="HOOK", help="as train takes them")
-    _add_sharded_options(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
-
-
-def _add_sharded_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--parallel",
-        choices=PARALLEL,
-        default="ddp",
-        help=(
-            "ddp: each rank has the model; fsdp: fully_shard over all ranks, and hooks take part "
-            "in its reduce-scatters; hsdp: replicas that are sharded each, and hooks average "
-            "across these (ddp)"
-        ),
-    )
-    parser.add_argument(
-        "--shards", type=_ranks, help="of hsdp: ranks of a replica (half of the ranks)"
-    )
-    parser.add_argument(
-        "--shard-hook",
-        type=_unless_none,
-        metavar="HOOK",
-        help="of hsdp: a hook for the reduce-scatters of each replica",
-    )
-    parser.add_argument(
-        "--weights",
-        type=_unless_none,
-        metavar="CODEC",
-        help="of fsdp and hsdp: a codec such as blockwise() for the all-gathers of parameters",
-    )
-    parser.add_argument(
-        "--reshard-after-forward",
-        type=_resharding,
-        default="yes",
-        metavar="yes|no|RANKS",
-        help=(
-            "of fsdp and hsdp: whether parameters are freed after the forward and gathered again, "
-            "or how many ranks keep a shard of them each (yes)"
-        ),
-    )
-    parser.add_argument(
-        "--inner-link",
-        type=_rate,
-        help=(
-            "within a replica of hsdp, and among the RANKS of --reshard-after-forward "
-            "(that of --link)"
-        ),
-    )
-
-
-def _unless_none(text: str) -> str | None:
-    return None if text.strip().lower() == NO_HOOK else text
-
-
-def _resharding(text: str) -> str:
-    if text not in ("yes", "no") and not (text.isdecimal() and 2 <= int(text) <= 1024):
-        raise argparse.ArgumentTypeError(f"must be yes, no or a number from 2, got {text!r}")
-    return text
-
-
-def _count(text: str) -> int:
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+)([kmgbt]?)", text.strip().lower())
-    count = round(float(match[1]) * _SUFFIXES[match[2]]) if match else 0
-    if not 1 <= count <= 10**13:
-        raise argparse.ArgumentTypeError(f"must be a number such as 124M or 7B, got {text!r}")
-    return count
-
-
-def _rate(text: str) -> float:
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+) *([a-z]+)(?:/s)?", text.strip().lower())
-    rate = float(match[1]) * _BITS.get(match[2], 0) if match else 0.0
-    if not 0 < rate < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a rate such as 200mbit or 10gbit, got {text!r}")
-    return rate
-
-
-def _ranks(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 1024:
-        raise argparse.ArgumentTypeError(f"must be a number from 1 to 1024, got {text!r}")
-    return int(text)
-
-
-def _milliseconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of milliseconds, got {text!r}")
-    return value
-
-
-def _mebibytes(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 1e-3 <= value <= 1e5:
-        raise argparse.ArgumentTypeError(f"must be from 0.001 to 100000 MiB, got {text!r}")
-    return value

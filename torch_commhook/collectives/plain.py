@@ -19,6 +19,13 @@ from torch_commhook.collectives.futures import (
     traced,
 )
 from torch_commhook.collectives.gloo_groups import group_name, is_destroyed, is_gloo
+from torch_commhook.collectives.plain_arguments import (
+    check_tensor,
+    check_timeout,
+    checked_sizes,
+    equal_shares,
+    result_tensor,
+)
 from torch_commhook.metrics import note_collective, ring_all_reduce_bytes, tensor_bytes
 
 # Their names change with torch; the old ones warn.
@@ -118,8 +125,8 @@ def all_reduce(
         RuntimeError: torch.distributed is not initialized; what the backend raises for a dtype that
             it does not know.
     """
-    _check_tensor("all_reduce", tensor, sparse=True)
-    _check_timeout("all_reduce", timeout)
+    check_tensor("all_reduce", tensor, sparse=True)
+    check_timeout("all_reduce", timeout)
     group = resolve_group(group)
     world_size = group.size()
     note_collective(ring_all_reduce_bytes(tensor_bytes(tensor), world_size))
@@ -169,14 +176,14 @@ def all_gather(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`all_reduce`.
     """
-    _check_tensor("all_gather", tensor)
-    _check_timeout("all_gather", timeout)
+    check_tensor("all_gather", tensor)
+    check_timeout("all_gather", timeout)
     group = resolve_group(group)
     world_size = group.size()
     note_collective(tensor_bytes(tensor) * (world_size - 1))
     is_traced = torch.compiler.is_compiling()
     if not is_traced:
-        out = _result("all_gather", tensor, (world_size, *tensor.shape), out)
+        out = result_tensor("all_gather", tensor, (world_size, *tensor.shape), out)
     return issue_all_gather(tensor, out, group, is_traced=is_traced, timeout=timeout)
 
 
@@ -240,23 +247,23 @@ def all_to_all(
         ValueError: the rows do not fit the splits; as :func:`all_reduce`.
         TypeError, RuntimeError: as :func:`all_reduce`.
     """
-    _check_tensor("all_to_all", tensor, rows=True)
-    _check_timeout("all_to_all", timeout)
+    check_tensor("all_to_all", tensor, rows=True)
+    check_timeout("all_to_all", timeout)
     group = resolve_group(group)
     world_size = group.size()
     if input_split_sizes is None:
-        sends = _equal_shares("all_to_all", tensor, world_size, "or input_split_sizes, ")
+        sends = equal_shares("all_to_all", tensor, world_size, "or input_split_sizes, ")
     else:
-        sends = _checked_sizes("input_split_sizes", input_split_sizes, world_size)
+        sends = checked_sizes("input_split_sizes", input_split_sizes, world_size)
         if sum(sends) != tensor.shape[0]:
             raise ValueError(
                 f"all_to_all: input_split_sizes must add up to the tensor's {tensor.shape[0]} "
                 f"rows, got {sends}"
             )
     if output_split_sizes is None:
-        gets = _equal_shares("all_to_all", tensor, world_size, "or output_split_sizes, ")
+        gets = equal_shares("all_to_all", tensor, world_size, "or output_split_sizes, ")
     else:
-        gets = _checked_sizes("output_split_sizes", output_split_sizes, world_size)
+        gets = checked_sizes("output_split_sizes", output_split_sizes, world_size)
     row_bytes = tensor_bytes(tensor) // max(tensor.shape[0], 1)
     own = group.rank()
     note_collective(row_bytes * (sum(sends) - sends[own]), row_bytes * (sum(gets) - gets[own]))
@@ -265,7 +272,7 @@ def all_to_all(
         return _traced_real(
             tensor, lambda real: functional.all_to_all_single(real, gets, sends, group.group_name)
         )
-    result = _result("all_to_all", tensor, (sum(gets), *tensor.shape[1:]), out)
+    result = result_tensor("all_to_all", tensor, (sum(gets), *tensor.shape[1:]), out)
     if world_size == 1:
         return _C.as_future(result.copy_(tensor), "all_to_all")
     if timeout is None:
@@ -295,10 +302,10 @@ def reduce_scatter(
         ValueError: the rows are no multiple of the ranks; as :func:`all_reduce`.
         TypeError, RuntimeError: as :func:`all_reduce`.
     """
-    _check_tensor("reduce_scatter", tensor, rows=True)
+    check_tensor("reduce_scatter", tensor, rows=True)
     group = resolve_group(group)
     world_size = group.size()
-    rows = _equal_shares("reduce_scatter", tensor, world_size)[0]
+    rows = equal_shares("reduce_scatter", tensor, world_size)[0]
     note_collective(tensor_bytes(tensor) // world_size * (world_size - 1))
     if torch.compiler.is_compiling():
         return traced(
@@ -376,7 +383,7 @@ def broadcast(
         ValueError: no such rank; as :func:`all_reduce`.
         TypeError, RuntimeError: as :func:`all_reduce`.
     """
-    _check_tensor("broadcast", tensor)
+    check_tensor("broadcast", tensor)
     group = resolve_group(group)
     world_size = group.size()
     if not isinstance(src, int) or isinstance(src, bool):
@@ -392,21 +399,6 @@ def broadcast(
         return _C.as_future(tensor, "broadcast")
     work = dist.broadcast(_as_real(tensor), group_src=src, group=group, async_op=True)
     return _future(work, group, "broadcast", tensor)
-
-
-def _result(op: str, tensor: Tensor, shape: Sequence[int], out: Tensor | None) -> Tensor:
-    if out is None:
-        return tensor.new_empty(shape)
-    if not isinstance(out, Tensor):
-        raise TypeError(f"{op}: out must be a torch.Tensor, got {type(out).__qualname__}")
-    if out.dtype != tensor.dtype:
-        raise TypeError(f"{op}: out must have dtype {tensor.dtype}, got {out.dtype}")
-    if out.shape != torch.Size(shape) or not out.is_contiguous() or out.device != tensor.device:
-        raise ValueError(
-            f"{op}: out must be contiguous, of shape {list(shape)} on {tensor.device}, got shape "
-            f"{list(out.shape)} with strides {list(out.stride())} on {out.device}"
-        )
-    return out
 
 
 def _future(
@@ -479,42 +471,6 @@ def _sum(shares: Tensor) -> Tensor:
     return shares.sum(0, dtype=dtype).to(shares.dtype)
 
 
-def _check_tensor(op: str, tensor: object, *, sparse: bool = False, rows: bool = False) -> None:
-    """What a backend would make of the memory of another tensor is not told by any error."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{op}: tensor must be a torch.Tensor, got {type(tensor).__qualname__}")
-    if sparse and tensor.layout is torch.sparse_coo:
-        return
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{op}: tensor must be dense (torch.strided), got layout {tensor.layout}")
-    if tensor.is_meta:
-        raise ValueError(f"{op}: tensor must have memory, got one on the meta device")
-    if not tensor.is_contiguous():
-        raise ValueError(
-            f"{op}: tensor must be contiguous, got sizes {list(tensor.shape)} with strides "
-            f"{list(tensor.stride())}; pass tensor.contiguous()"
-        )
-    if rows and not tensor.dim():
-        raise ValueError(f"{op}: tensor must have at least one dimension, got shape []")
-    if torch.compiler.is_compiling():
-        return
-    needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-    if tensor.untyped_storage().nbytes() < needed:
-        raise ValueError(f"{op}: tensor must have memory, got one whose storage has been freed")
-    if tensor.is_conj() or tensor.is_neg():
-        raise ValueError(
-            f"{op}: tensor must be resolved, got a lazy conjugate or negative; pass "
-            "tensor.resolve_conj().resolve_neg()"
-        )
-
-
-def _check_timeout(op: str, timeout: object) -> None:
-    if timeout is not None and not isinstance(timeout, timedelta):
-        raise TypeError(
-            f"{op}: timeout must be a timedelta or None, got {type(timeout).__qualname__}"
-        )
-
-
 def _with_timeout(options: Any, timeout: timedelta | None) -> Any:
     if timeout is not None:
         options.timeout = timeout
@@ -531,24 +487,3 @@ def _traced_real(tensor: Tensor, collective: Callable[[Tensor], Tensor]) -> Trac
         return traced(collective(tensor))
     done = traced(collective(torch.view_as_real(tensor)))
     return done.then(lambda future: torch.view_as_complex(future.value()))
-
-
-def _equal_shares(op: str, tensor: Tensor, world_size: int, hint: str = "") -> list[int]:
-    if tensor.shape[0] % world_size:
-        raise ValueError(
-            f"{op}: tensor must have a multiple of {world_size} rows, equal shares for the ranks, "
-            f"{hint}got shape {list(tensor.shape)}"
-        )
-    return [tensor.shape[0] // world_size] * world_size
-
-
-def _checked_sizes(name: str, given: Sequence[int], world_size: int) -> list[int]:
-    if not isinstance(given, Sequence) or any(not isinstance(size, int) for size in given):
-        raise TypeError(f"all_to_all: {name} must be a list of ints, got {given!r}")
-    sizes = list(given)
-    if len(sizes) != world_size or any(size < 0 for size in sizes):
-        raise ValueError(
-            f"all_to_all: {name} must be {world_size} numbers of rows, one for each rank, "
-            f"got {sizes}"
-        )
-    return sizes

@@ -31,6 +31,7 @@ _MOST_RANKS = 1 << 20
 
 
 @torch.inference_mode(False)  # inside, states would be no use elsewhere
+# Over 80 lines: the docstring tells each argument and error.
 def reshard_states(
     states: Sequence[dict[str, Any]], world_size: int, *, shards: int | None = None
 ) -> list[dict[str, Any]]:

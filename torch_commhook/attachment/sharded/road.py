@@ -17,14 +17,15 @@ from torch_commhook.attachment.forward_hook import BeforeForward, register_first
 from torch_commhook.attachment.sharded import fsdp
 from torch_commhook.attachment.sharded.communication import AllGather, ReduceScatter, ReplicaGroup
 from torch_commhook.attachment.sharded.fits import check_fits, warn_of_memory
-from torch_commhook.attachment.sharded.step import LEFT, ShardedStep, is_in_backward
+from torch_commhook.attachment.sharded.gathers import Gathers, wait_for
+from torch_commhook.attachment.sharded.roots import Roots
+from torch_commhook.attachment.sharded.step import ShardedStep
 from torch_commhook.attachment.sharded.under_way import Exchange, UnderWay
 from torch_commhook.attachment.sharded.unit import Unit, process_groups
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.agreement import agree_across
-from torch_commhook.collectives.compressed_chunks import compressed_all_gather
 from torch_commhook.collectives.futures import driven
-from torch_commhook.collectives.plain import all_gather, issue_reduce_scatter
+from torch_commhook.collectives.plain import issue_reduce_scatter
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_with_memory import BucketWithMemory
@@ -65,7 +66,6 @@ class ShardedRoad:
         self.model = weakref.ref(model)
         self._all_units = units
         self._units = [unit for unit in units if unit.parameters]
-        self._weights = weights
         self._attached: Attached | None = None
         #: The hook of the reduce-scatters; on a mesh of one dimension the same as the attached one.
         self.shard_attached: Attached | None = None
@@ -81,12 +81,12 @@ class ShardedRoad:
         self._step = ShardedStep(
             process_groups(units), self._step_begins, self._under_way, self._step_done
         )
-        self._states: list[weakref.ref[Any]] = []
+        self._gathers = Gathers(self._step, weights, fsdp.shard_group(first))
+        self._roots = Roots(self._step, self._backward_ends)
         self._take_over()
         self._closed = False
         self._members = _C.module_members(model)
         self._forward_handles = [register_first(model, BeforeForward(self))]
-        self._watched_roots: list[weakref.ref[nn.Module]] = []
 
     # ---- in the place of fully_shard's own collectives -------------------------------------------
 
@@ -95,8 +95,7 @@ class ShardedRoad:
         stand_in = None
         model = self.model()
         assert model is not None
-        for state in fsdp.states(model):
-            self._listen_to(state)
+        self._roots.listen_to(model)
         if self._replica_group is not None:
             stand_in = ReplicaGroup(self._replica_group, self)
             self._forget = weakref.finalize(self, stand_in.forget)
@@ -119,16 +118,8 @@ class ShardedRoad:
 
     def _stop(self) -> None:
         """The last backward of the hook has ended."""
-        for reference in self._states:
-            state = reference()
-            if state is not None:
-                fsdp.stop_listening(state, self._backward_ends)
+        self._roots.stop()
         self._step.close()
-
-    def _listen_to(self, state: Any) -> None:
-        if all(reference() is not state for reference in self._states):
-            self._states.append(weakref.ref(state))
-            fsdp.listen_to_end(state, self._backward_ends)
 
     def post_backward(self, unit: Unit, *unused: Any) -> None:
         """A unit's gradients are complete; ``fully_shard`` reduces them now."""
@@ -164,13 +155,13 @@ class ShardedRoad:
         step_group = self._step.group_of(self._shard_group)
         assert step_group is not None
         group = step_group.group_for(tensor.device)
-        scale = self._scale(op, group.size(), unit)
+        scale = unit.scale(op, group.size())
         meter = WireMeter()
         try:
             if attached is None:
                 with counting(meter):
                     future = issue_reduce_scatter(tensor, out, op, group, scale=scale)
-                self._wait(future, step_group)
+                wait_for(future, step_group)
             else:
                 self._run_on_shards(attached, unit, out, tensor, op, scale, step_group, meter)
         except Exception as error:
@@ -250,7 +241,7 @@ class ShardedRoad:
                     note_collective(note)
                     # With the operation of fully_shard, whose bits these are.
                     future = group.allreduce([tensor], options).get_future()
-                self._wait(future, step_group)
+                wait_for(future, step_group)
                 if unit is not None and attached is not None:
                     self._count(attached, unit, meter.traffic(tensor.numel(), tensor.dtype))
             else:
@@ -298,56 +289,14 @@ class ShardedRoad:
         Raises:
             PeerError: a rank has left the step that came before.
         """
-        self._step.before_gather()
-        step_group = self._step.group_of(group)
-        inner = group if step_group is None else step_group.group_for(tensor.device)
-        meter = WireMeter()
-        try:
-            with counting(meter):
-                future = self._issue_gather(out, tensor, group, inner)
-        except Exception as error:
-            raise self._gather_failed(error, step_group) from None
+        future, bytes_sent = self._gathers.issue(out, tensor, group)
         if self._attached is not None:
-            self._attached.stats.bytes_gathered += meter.bytes_sent
+            self._attached.stats.bytes_gathered += bytes_sent
         return future
-
-    def _issue_gather(
-        self, out: Tensor, tensor: Tensor, group: dist.ProcessGroup, inner: dist.ProcessGroup
-    ) -> torch.futures.Future[Tensor]:
-        if self._weights is None or tensor.dtype == torch.uint8 or group is not self._gathers:
-            return all_gather(tensor, out=out.view(inner.size(), *tensor.shape), group=inner)
-        return compressed_all_gather(tensor, self._weights, out=out, group=inner)
-
-    @property
-    def _gathers(self) -> dist.ProcessGroup | None:
-        return fsdp.shard_group(self._units[0].group)
 
     def wait_for_gather(self, future: torch.futures.Future[Tensor]) -> None:
         """Wait for what :meth:`all_gather` gave."""
-        assert self._gathers is not None
-        step_group = self._step.group_of(self._gathers)
-        assert step_group is not None
-        try:
-            self._wait(future, step_group)
-        except Exception as error:
-            raise self._gather_failed(error, step_group) from None
-
-    def _gather_failed(self, error: Exception, at: StepGroup | None) -> BaseException:
-        return error if at is None else self._step.fail_with(error, at)
-
-    def _wait(self, future: torch.futures.Future[Any], group: StepGroup) -> None:
-        _C.wait_for_result(future, "a collective of fully_shard", group.timeout.total_seconds())
-        future.wait()
-
-    def _scale(self, op: dist.ReduceOp | dist.ReduceOp.RedOpType, ranks: int, unit: Unit) -> float:
-        """What ``fully_shard`` has the sum multiplied by."""
-        if op == dist.ReduceOp.AVG:
-            return 1.0 / ranks
-        if op == dist.ReduceOp.SUM:
-            return 1.0
-        factor = fsdp.divide_factor(unit.group)
-        assert factor is not None  # a premultiplied sum
-        return 1.0 / factor
+        self._gathers.wait(future)
 
     def _count(self, attached: Attached, unit: Unit, traffic: Any) -> None:
         first = attached not in self._counted
@@ -369,15 +318,11 @@ class ShardedRoad:
 
     def _backward_ends(self) -> None:
         """A backward of one of the model's roots has ended; of several in one, the last ends it."""
-        if any(map(fsdp.is_in_backward, self._roots())):
+        if self._roots.are_in_backward:
             return
         self._step.end()
         while self._then:
             self._then.pop()()
-
-    def _roots(self) -> list[Any]:
-        states = [reference() for reference in self._states]
-        return fsdp.roots(state for state in states if state is not None)
 
     def _step_done(self) -> None:
         for attached in self._all_attached():
@@ -393,35 +338,11 @@ class ShardedRoad:
         model = self.model()
         if self._closed or model is None:
             return
-        self._recover(module)
+        self._roots.recover(module)
         if module is model:
-            self._watch_roots(model)
+            for root in self._roots.around(model):
+                self._forward_handles.append(register_first(root, BeforeForward(self)))
             self._check(model)
-
-    def _recover(self, module: nn.Module) -> None:
-        """Have the model go on where its last forward or backward was left by an exception."""
-        if is_in_backward():  # activation checkpointing
-            return
-        inside = [root for root in self._roots() if _has(module, fsdp.root_module(root))]
-        if not self._step.has_failed:
-            if not self._step.is_open and not any(map(fsdp.is_unfinished, inside)):
-                return
-            self._step.fail(LEFT)
-        for root in inside:
-            fsdp.reset(root)
-        if inside:
-            self._step.has_failed = False
-
-    def _watch_roots(self, model: nn.Module) -> None:
-        """Hear of the forward of a module around the model with which iterations begin."""
-        for root in self._roots():
-            around = fsdp.root_module(root)
-            if _has(model, around) or any(each() is around for each in self._watched_roots):
-                continue
-            self._watched_roots.append(weakref.ref(around))
-            self._forward_handles.append(register_first(around, BeforeForward(self)))
-            for state in fsdp.states(around):
-                self._listen_to(state)
 
     def _check(self, module: nn.Module) -> None:
         """Refuse a model that is not what it was when the hook was attached."""
@@ -554,8 +475,7 @@ class ShardedRoad:
         for handle in self._forward_handles:
             handle.remove()
         if self._step.has_failed:
-            for root in self._roots():
-                fsdp.reset(root)
+            self._roots.reset()
         self._give_back()
         self.shard_attached = None
         self.after_backward(self._stop)
@@ -571,10 +491,6 @@ def _write(result: Tensor, tensor: Tensor, factor: float) -> None:
         unflatten_into(result.clone(), [tensor], scale=factor)
     else:
         unflatten_into(result, [tensor], scale=factor)
-
-
-def _has(module: nn.Module, other: nn.Module) -> bool:
-    return module is other or any(each is other for each in module.modules())
 
 
 def _is_plain(attached: Attached) -> bool:

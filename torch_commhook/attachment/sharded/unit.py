@@ -62,6 +62,21 @@ class Unit:
             )
         self.reduced = [self.parameters[id(each)] for each in found]
 
+    def scale(self, op: dist.ReduceOp | dist.ReduceOp.RedOpType, ranks: int) -> float:
+        """What ``fully_shard`` has a sum over so many ranks multiplied by.
+
+        Args:
+            op: with which it asks for it.
+            ranks: of the group.
+        """
+        if op == dist.ReduceOp.AVG:
+            return 1.0 / ranks
+        if op == dist.ReduceOp.SUM:
+            return 1.0
+        factor = fsdp.divide_factor(self.group)
+        assert factor is not None  # a premultiplied sum
+        return 1.0 / factor
+
     def local_shards(self, memory: HookMemory | None) -> list[Tensor]:
         """This rank's shards of the parameters whose gradients are being reduced.
 

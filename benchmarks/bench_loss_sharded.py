@@ -1,0 +1,130 @@
+"""What compression costs in loss on sharded models: ``train --parallel``, over several seeds.
+
+``python benchmarks/bench_loss_sharded.py --help`` shows the options; see benchmarks/README.md. A
+run takes minutes, so each is stored when it ends, and those that are stored are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from bench_loss import PLAIN, train
+from machine import FOLDER, environment
+
+RESULTS = FOLDER / "results" / "bench_loss_sharded.json"
+RANKS = 4
+
+
+class Job(NamedTuple):
+    """A way to train.
+
+    Attributes:
+        parallel: ``fsdp`` or ``hsdp``, of which the latter has two replicas.
+        hook: its expression.
+        shard_hook: that of the reduce-scatters, in ``hsdp``.
+        weights: the codec of the all-gathers.
+    """
+
+    parallel: str
+    hook: str = PLAIN
+    shard_hook: str | None = None
+    weights: str | None = None
+
+    @property
+    def name(self) -> str:
+        """As tables show it."""
+        more = {"shard_hook": self.shard_hook, "weights": self.weights}
+        named = [f"{name}={value}" for name, value in more.items() if value is not None]
+        return ", ".join([f"{self.parallel}: {self.hook}", *named])
+
+    @property
+    def options(self) -> list[str]:
+        """Those of ``train``, beside the hook."""
+        options = ["--parallel", self.parallel, "--ranks", str(RANKS)]
+        for name, value in (("--shard-hook", self.shard_hook), ("--weights", self.weights)):
+            if value is not None:
+                options += [name, value]
+        return options
+
+
+_INT8 = "blockwise()"
+#: Jobs, and how much more loss than the same way of sharding without compression is allowed.
+JOBS: dict[Job, float | None] = {
+    Job("fsdp"): None,
+    Job("fsdp", _INT8, weights=_INT8): 1.01,
+    Job("hsdp"): None,
+    Job("hsdp", _INT8, shard_hook=_INT8, weights=_INT8): 1.01,
+    Job("hsdp", "error_feedback(blockwise(bits=4))"): 1.01,
+}
+
+
+def table(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each job its mean losses over the seeds that the plain one has too, and their ratio."""
+    found = {(run["job"], run["seed"]): run for run in runs}
+    rows = []
+    for job, at_most in JOBS.items():
+        plain = Job(job.parallel).name
+        pairs = [
+            (run, found[plain, seed])
+            for (name, seed), run in found.items()
+            if name == job.name and (plain, seed) in found
+        ]
+        if not pairs:
+            continue
+        own = statistics.fmean(run["loss"] for run, _ in pairs)
+        other = statistics.fmean(beside["loss"] for _, beside in pairs)
+        row = {"job": job.name, "seeds": len(pairs), "loss": own}
+        row["held_out_loss"] = statistics.fmean(run["held_out_loss"] for run, _ in pairs)
+        rows.append({**row, "ratio": own / other, "at_most": at_most})
+    return rows
+
+
+def print_table(rows: Sequence[dict[str, Any]]) -> bool:
+    """Print the table; whether no target is missed."""
+    print("| job | seeds | loss | held-out | ratio | target |")
+    print("|---|---|---|---|---|---|")
+    held = True
+    for row in rows:
+        target = ""
+        if row["at_most"] is not None:
+            good = row["ratio"] <= row["at_most"]
+            held = held and good
+            target = f"<= {row['at_most']:.2f} {'ok' if good else 'MISSED'}"
+        print(
+            f"| `{row['job']}` | {row['seeds']} | {row['loss']:.4f} | "
+            f"{row['held_out_loss']:.4f} | {row['ratio']:.4f} | {target} |"
+        )
+    return held
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--batch", type=int, default=1, help="sequences of each rank in a step")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--again", action="store_true", help="forget what is stored")
+    options = parser.parse_args()
+    stored: dict[str, Any] = {"environment": environment("cpu"), "runs": []}
+    if RESULTS.exists() and not options.again:
+        stored["runs"] = json.loads(RESULTS.read_text())["runs"]
+    size = options.steps, options.batch
+    for seed in options.seeds:
+        for job in JOBS:
+            key = (job.name, seed, *size)
+            if any(key == (r["job"], r["seed"], r["steps"], r["batch"]) for r in stored["runs"]):
+                continue
+            run = {"job": job.name, **train(job.hook, seed, *size, job.options)}
+            print(f"{job.name}, seed {seed}: {run['loss']:.4f}", flush=True)
+            stored["runs"].append(run)
+            RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
+    runs = [run for run in stored["runs"] if (run["steps"], run["batch"]) == size]
+    return 0 if print_table(table(runs)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
