@@ -10,6 +10,8 @@ import pytest
 import torch
 from cuda_on_host import failure_to_load, load_cuda_on_host
 
+pytestmark = pytest.mark.long  # compiling takes a minute
+
 RIGHT = [*range(1, 64), 0]
 
 

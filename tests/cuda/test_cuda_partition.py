@@ -8,6 +8,8 @@ import torch
 from cpp_compiler import NoCompilerError, build_once, cpp_compiler
 from repository import ROOT
 
+pytestmark = pytest.mark.long  # compiling takes a quarter of a minute
+
 
 @pytest.fixture(scope="module")
 def program() -> Path:

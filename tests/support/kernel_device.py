@@ -11,6 +11,8 @@ from cuda_on_host import cuda_kernels_on_host, take_launched
 from torch import Tensor
 
 ON_GPU = pytest.param("cuda", marks=pytest.mark.cuda)
+#: Compiling the kernels takes a minute.
+ON_HOST = pytest.param("host", marks=pytest.mark.long)
 #: Lengths of lists around the capacities of the kernels' tables, and beyond the longest.
 COUNTS = (1, 2, 215, 216, 217, 895, 896, 897, 1879, 1880, 1881, 4000)
 
@@ -64,7 +66,7 @@ class KernelDevice:
 DEVICE = KernelDevice("cuda")
 
 
-@pytest.fixture(params=[ON_GPU, "host"])
+@pytest.fixture(params=[ON_GPU, ON_HOST])
 def kernel_device(request: pytest.FixtureRequest) -> Iterator[KernelDevice]:
     DEVICE.name = "cuda" if request.param == "cuda" else "cpu"
     yield DEVICE
