@@ -6,20 +6,18 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from bench_loss import PHASES
 from harness import MIN_ROUNDS, Against, Job, Report, Samples, parse, parser
+from lab_bench import congestion_control, finish_run, rate_argument, run_ranks, use_one_thread
 from link_rank import ALONE, PYTORCH, RATE, Plan
 from machine import FOLDER
-from netlab import Lab, LabError, Stopped, format_rate, parse_rate, stopped_by_signals
+from netlab import Lab, format_rate, parse_rate
 from netlab.ranks import print_line
 
 from torch_commhook.cli.hook_expression import NO_HOOK, HookExpressionError, check_hook
@@ -67,15 +65,7 @@ def measure(plan: Plan, options: argparse.Namespace) -> dict[int, dict[str, Samp
             else:
                 print_line(rank, is_error, line)
 
-        path = folder / "plan.json"
-        path.write_text(json.dumps(asdict(plan)))
-        command = [sys.executable, str(FOLDER / "link_rank.py"), str(path)]
-        # The hosts have no names, of which c10d would warn.
-        environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
-        status = lab.run(command, timeout=options.timeout, environment=environment, output=take)
-        if status != 0:
-            raise LabError(f"bench_link: the ranks ended with exit status {status}")
-        figures = json.loads((folder / "figures.json").read_text())
+        figures = run_ranks(lab, folder, "link_rank.py", plan, timeout=options.timeout, output=take)
     return {
         int(rate): {job: _samples(int(rate), found) for job, found in jobs.items()}
         for rate, jobs in figures.items()
@@ -107,8 +97,7 @@ def jobs_at(rate: int, names: Sequence[str]) -> list[Job]:
 def run(options: argparse.Namespace) -> Report:
     torch.set_num_threads(1)  # as each rank has, which rows tell
     report = Report("bench_link", options)
-    setting = Path("/proc/sys/net/ipv4/tcp_congestion_control")
-    report.environment["congestion_control"] = setting.read_text().strip()
+    report.environment["congestion_control"] = congestion_control()
     names = [ALONE, NO_HOOK, *options.hooks]
     for caps in options.bucket_cap_mb:
         plan = Plan(
@@ -157,13 +146,6 @@ def draw(report: Report, rates: Sequence[int], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _rate(text: str) -> int:
-    try:
-        return parse_rate(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
 def _caps(text: str) -> tuple[float, ...]:
     try:
         caps = tuple(map(float, text.split(",")))
@@ -185,7 +167,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = options.add_argument
     add(
         "--rates",
-        type=_rate,
+        type=rate_argument,
         nargs="+",
         default=[parse_rate("200mbit"), parse_rate("1gbit")],
         help="of the links, each way (default: 200mbit 1gbit)",
@@ -211,9 +193,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--timeout", type=float, default=3600.0, help="of the ranks, in seconds (default: 3600)")
     add("--plot", type=Path, metavar="FILE", help="where to draw the times, for two rates or more")
     parsed = parse(options, arguments)
-    if parsed.device != "cpu" or parsed.threads not in ([1], [1, 2]):
-        options.error("each rank has one thread, on the CPU")
-    parsed.threads = [1]
+    use_one_thread(options, parsed)
     least = min(parsed.batch, parsed.steps, parsed.warm_up)
     if least < 1:
         options.error("--batch, --steps and --warm-up must be above 0")
@@ -233,19 +213,12 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = options_of(arguments)
-    try:
-        with stopped_by_signals():
-            report = run(options)
-    except LabError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except Stopped as stopped:
-        print(f"bench_link: stopped by {stopped}", file=sys.stderr)
-        return 128 + stopped.number
-    if options.plot is not None and len(options.rates) > 1:
-        draw(report, options.rates, options.plot)
-    report.finish()
-    return 0
+
+    def draw_rates(report: Report) -> None:
+        if options.plot is not None and len(options.rates) > 1:
+            draw(report, options.rates, options.plot)
+
+    return finish_run("bench_link", lambda: run(options), draw_rates)
 
 
 if __name__ == "__main__":

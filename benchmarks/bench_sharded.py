@@ -6,18 +6,16 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from harness import MIN_ROUNDS, Against, Job, Report, Samples, parse, parser
+from lab_bench import congestion_control, finish_run, rate_argument, run_ranks, use_one_thread
 from machine import FOLDER
-from netlab import Lab, LabError, Stopped, format_rate, parse_rate, stopped_by_signals
+from netlab import Lab, format_rate, parse_rate
 from sharded_rank import ALONE, BFLOAT16, FLOAT32, WEIGHTS, Plan
 
 RANKS = 4
@@ -48,20 +46,14 @@ def measure(plan: Plan, hosts: int, options: argparse.Namespace) -> dict[str, Sa
         LabError: there can be no hosts here, or a rank has failed, which has said why.
     """
     with tempfile.TemporaryDirectory() as name, Lab(hosts, options.rate) as lab:
-        path = Path(name) / "plan.json"
-        path.write_text(json.dumps(asdict(plan)))
-        command = [sys.executable, str(FOLDER / "sharded_rank.py"), str(path)]
-        # The hosts have no names, of which c10d would warn.
-        environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
-        status = lab.run(
-            command,
+        figures = run_ranks(
+            lab,
+            Path(name),
+            "sharded_rank.py",
+            plan,
             ranks_per_host=RANKS // hosts,
             timeout=options.timeout,
-            environment=environment,
         )
-        if status != 0:
-            raise LabError(f"bench_sharded: the ranks ended with exit status {status}")
-        figures = json.loads(path.with_name("figures.json").read_text())
     found = {}
     for job, each in figures.items():
         steps = len(each["seconds"])
@@ -87,8 +79,7 @@ def jobs_of(
 def run(options: argparse.Namespace) -> Report:
     torch.set_num_threads(1)  # as each rank has, which rows tell
     report = Report("bench_sharded", options)
-    setting = Path("/proc/sys/net/ipv4/tcp_congestion_control")
-    report.environment["congestion_control"] = setting.read_text().strip()
+    report.environment["congestion_control"] = congestion_control()
     for name in options.settings:
         hosts, replicas, names, targets = SETTINGS[name]
         plan = Plan(
@@ -141,19 +132,12 @@ def draw(report: Report, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _rate(text: str) -> int:
-    try:
-        return parse_rate(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line, checked as far as no hosts are needed for it."""
     options = parser(__doc__.splitlines()[0])
     options.set_defaults(rounds=5, seconds=300.0)
     add = options.add_argument
-    add("--rate", type=_rate, default=parse_rate("200mbit"), help="of the links (200mbit)")
+    add("--rate", type=rate_argument, default=parse_rate("200mbit"), help="of the links (200mbit)")
     add("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     add("--batch", type=int, default=1, help="sequences of each rank in a step (default: 1)")
     add("--seq", type=int, default=128, help="bytes of a sequence (default: 128)")
@@ -162,9 +146,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--timeout", type=float, default=3600.0, help="of the ranks, in seconds (default: 3600)")
     add("--plot", type=Path, metavar="FILE", help="where to draw the times")
     parsed = parse(options, arguments)
-    if parsed.device != "cpu" or parsed.threads not in ([1], [1, 2]):
-        options.error("each rank has one thread, on the CPU")
-    parsed.threads = [1]
+    use_one_thread(options, parsed)
     if min(parsed.batch, parsed.seq, parsed.steps, parsed.warm_up) < 1:
         options.error("--batch, --seq, --steps and --warm-up must be above 0")
     if parsed.quick:
@@ -176,19 +158,12 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = options_of(arguments)
-    try:
-        with stopped_by_signals():
-            report = run(options)
-    except LabError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except Stopped as stopped:
-        print(f"bench_sharded: stopped by {stopped}", file=sys.stderr)
-        return 128 + stopped.number
-    if options.plot is not None:
-        draw(report, options.plot)
-    report.finish()
-    return 0
+
+    def draw_bars(report: Report) -> None:
+        if options.plot is not None:
+            draw(report, options.plot)
+
+    return finish_run("bench_sharded", lambda: run(options), draw_bars)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from harness import MIN_ROUNDS, Against, Job, Report, Samples, parse, parser
-from netlab import Lab, LabError, Stopped, format_rate, parse_rate, stopped_by_signals
+from lab_bench import finish_run
+from netlab import Lab, LabError, format_rate, parse_rate
 
 from torch_commhook.process_group import ThrottledProcessGroup, register
 
@@ -154,16 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     del parsed.as_rank
     parsed.threads = [1]
-    try:
-        with stopped_by_signals():
-            run(parsed).finish()
-    except LabError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except Stopped as stopped:
-        print(f"bench_throttle: stopped by {stopped}", file=sys.stderr)
-        return 128 + stopped.number
-    return 0
+    return finish_run("bench_throttle", lambda: run(parsed))
 
 
 if __name__ == "__main__":

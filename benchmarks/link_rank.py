@@ -58,30 +58,39 @@ PYTORCH: Mapping[str, Callable[[DDP], None]] = {
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What the ranks are to measure.
+class Rounds:
+    """How often each job has its turn.
 
     Attributes:
-        jobs: hook expressions, names in ``PYTORCH``, and ``ALONE``.
-        rates: of the links, in bits per second.
-        bucket_cap_mb: of DDP.
         batch: sequences of each rank in a step.
-        steps: that are timed at each rate in a round.
-        rounds: in each, every job has a turn at all rates.
+        steps: that are timed in a turn.
+        rounds: in each, every job has a turn, at all rates if there are several.
         seconds: after which no round begins, once there were ``least_rounds``.
-        warm_up: steps of a turn before the first rate.
+        warm_up: steps of a turn before those.
     """
 
-    jobs: list[str]
-    rates: list[int]
-    warm_up_rate: int
-    bucket_cap_mb: Sequence[float]
     batch: int
     steps: int
     rounds: int
     least_rounds: int
     seconds: float
     warm_up: int
+
+
+@dataclass(frozen=True)
+class Plan(Rounds):
+    """What the ranks are to measure.
+
+    Attributes:
+        jobs: hook expressions, names in ``PYTORCH``, and ``ALONE``.
+        rates: of the links, in bits per second.
+        bucket_cap_mb: of DDP.
+    """
+
+    jobs: list[str]
+    rates: list[int]
+    warm_up_rate: int
+    bucket_cap_mb: Sequence[float]
 
 
 @dataclass

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from link_rank import carried, goes_on
+from link_rank import Rounds, carried, goes_on
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -38,29 +38,18 @@ _COLLECTIVE_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Rounds):
     """What the ranks are to measure.
 
     Attributes:
         jobs: ``ALONE``, ``FLOAT32``, ``BFLOAT16``, and hooks' expressions, some with ``WEIGHTS``.
         replicas: of the model, each of equally many ranks.
-        batch: sequences of each rank in a step.
         seq: bytes of a sequence.
-        steps: that are timed in a turn.
-        rounds: in each, every job has a turn.
-        seconds: after which no round begins, once there were ``least_rounds``.
-        warm_up: steps of a turn before.
     """
 
     jobs: list[str]
     replicas: int
-    batch: int
     seq: int
-    steps: int
-    rounds: int
-    least_rounds: int
-    seconds: float
-    warm_up: int
 
 
 @dataclass

@@ -16,17 +16,9 @@ from torch.distributed.tensor import DTensor
 from train_errors import train_error
 from train_processes import hooks_file, read_metrics, start_train
 
+from torch_commhook.cli import parallel
 from torch_commhook.cli.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from torch_commhook.cli.hook_expression import HookExpressionError, parse_codec
-from torch_commhook.cli.parallel import (
-    Traffic,
-    attach_hook,
-    load_optimizer,
-    plain_traffic,
-    shard,
-    whole_model,
-    whole_state,
-)
 from torch_commhook.cli.place import Place
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.train_options import parse_options
@@ -66,12 +58,12 @@ def _step(model: ByteTransformer, rank: int, optimizer: torch.optim.Optimizer) -
 def test_without_a_hook_as_much_is_sent_as_the_plain_mean_sends(config: TrainConfig) -> None:
     """Of 2 layers whose rows 3 ranks do not divide, where ``none`` is not counted."""
 
-    def of_rank(rank: int) -> tuple[Traffic, Traffic]:
+    def of_rank(rank: int) -> tuple[parallel.Traffic, parallel.Traffic]:
         model = _model(config)
-        shard(model, config, CPU)
-        handle = attach_hook(model, config)
+        parallel.shard(model, config, CPU)
+        handle = parallel.attach_hook(model, config)
         _step(model, rank, _make_optimizer(model, config))
-        return plain_traffic(model, config), Traffic.of_hook(handle.stats())
+        return parallel.plain_traffic(model, config), parallel.Traffic.of_hook(handle.stats())
 
     for expected, counted in run_ranks(of_rank, config.ranks):
         assert expected == counted
@@ -80,9 +72,9 @@ def test_without_a_hook_as_much_is_sent_as_the_plain_mean_sends(config: TrainCon
 
 
 def test_traffic_adds_up() -> None:
-    sum_ = Traffic(1, 2, 3).times(3) + Traffic(10, 20, 30)
-    assert sum_ == Traffic(13, 26, 39)
-    assert (Traffic(None, 2, 3).times(2) + Traffic(1, 1, 1)).gradients is None
+    sum_ = parallel.Traffic(1, 2, 3).times(3) + parallel.Traffic(10, 20, 30)
+    assert sum_ == parallel.Traffic(13, 26, 39)
+    assert (parallel.Traffic(None, 2, 3).times(2) + parallel.Traffic(1, 1, 1)).gradients is None
 
 
 # ---- whole states --------------------------------------------------------------------------------
@@ -92,22 +84,24 @@ def test_traffic_adds_up() -> None:
 def test_states_are_whole_and_go_back_into_shards(config: TrainConfig) -> None:
     def of_rank(rank: int) -> tuple[list[str], list[str], list[str], bool]:
         model = _model(config)
-        shard(model, config, CPU)
+        parallel.shard(model, config, CPU)
         optimizer = _make_optimizer(model, config)
-        attach_hook(model, config)
+        parallel.attach_hook(model, config)
         _step(model, rank, optimizer)
-        saved = whole_state({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        saved = parallel.whole_state(
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        )
         other = _model(config)
         other.load_state_dict(saved["model"])
-        shard(other, config, CPU)
+        parallel.shard(other, config, CPU)
         again = _make_optimizer(other, config)
-        load_optimizer(again, saved["optimizer"]["state"])
+        parallel.load_optimizer(again, saved["optimizer"]["state"])
         is_sharded = all(
             isinstance(values["exp_avg"], DTensor) and values["exp_avg"].placements == p.placements
             for p, values in again.state.items()
         )
-        twice = whole_state({"model": other.state_dict(), "optimizer": again.state_dict()})
-        plain = whole_model(model, config).state_dict()
+        twice = parallel.whole_state({"model": other.state_dict(), "optimizer": again.state_dict()})
+        plain = parallel.whole_model(model, config).state_dict()
         return (
             different_paths(saved, twice),
             different_paths(saved["model"], plain),
@@ -124,10 +118,10 @@ def test_an_optimizer_leaves_the_state_that_it_goes_on_from() -> None:
     model = _model(TINY)
     optimizer = _make_optimizer(model, TINY)
     _step(model, 0, optimizer)
-    state = whole_state(optimizer.state_dict()["state"])
+    state = parallel.whole_state(optimizer.state_dict()["state"])
     before = {name: value.clone() for name, value in state[0].items()}
     again = _make_optimizer(model, TINY)
-    load_optimizer(again, state)
+    parallel.load_optimizer(again, state)
     _step(model, 0, again)
     assert different_paths(before, state[0]) == []
 
@@ -173,10 +167,10 @@ def test_a_run_in_shards_reports_and_compares(tmp_path: Path) -> None:
     assert header.endswith("fp32 / sent  gathered per step")
 
 
-def _plain_traffic() -> Traffic:
+def _plain_traffic() -> parallel.Traffic:
     with torch.device("meta"):
         model = ByteTransformer(1, 32, 2)
-    return plain_traffic(model, TrainConfig(parallel="fsdp", layers=1, dim=32, heads=2))
+    return parallel.plain_traffic(model, TrainConfig(parallel="fsdp", layers=1, dim=32, heads=2))
 
 
 @processes

@@ -105,16 +105,21 @@ def test_one_call_for_all_chunks(codec: BlockCodec, sizes: list[int]) -> None:
         assert torch.equal(again, message)
 
 
+def some_chunks(rng: random.Random) -> tuple[list[Tensor], list[int]]:
+    """Tensors, and sizes of chunks that end anywhere in them."""
+    tensors = some_tensors(rng)
+    numel = sum(tensor.numel() for tensor in tensors)
+    ends = sorted(rng.randint(0, numel) for _ in range(rng.randint(0, 4)))
+    return tensors, [b - a for a, b in zip([0, *ends], [*ends, numel], strict=True)]
+
+
 @of_each_codec
 def test_tensors_of_any_form(codec: Codec) -> None:
     """Chunks end anywhere in tensors of any dtypes and strides."""
     rng = random.Random(repr(codec))
     torch.manual_seed(0)
     for _ in range(20):
-        tensors = some_tensors(rng)
-        numel = sum(tensor.numel() for tensor in tensors)
-        ends = sorted(rng.randint(0, numel) for _ in range(rng.randint(0, 4)))
-        sizes = [b - a for a, b in zip([0, *ends], [*ends, numel], strict=True)]
+        tensors, sizes = some_chunks(rng)
         flat = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
         message = encode_chunks(codec, tensors, sizes)
         assert torch.equal(message, encode_chunks(codec, [flat], sizes))
@@ -132,11 +137,8 @@ def test_all_kernels_give_the_same_bits(codec: BlockCodec) -> None:
     rng = random.Random(repr(codec))
     torch.manual_seed(0)
     for _ in range(20):
-        tensors = some_tensors(rng)
-        numel = sum(tensor.numel() for tensor in tensors)
-        ends = sorted(rng.randint(0, numel) for _ in range(rng.randint(0, 4)))
-        sizes = [b - a for a, b in zip([0, *ends], [*ends, numel], strict=True)]
-        before = torch.randn(numel) * 1e-3 if rng.random() < 0.5 else None
+        tensors, sizes = some_chunks(rng)
+        before = torch.randn(sum(sizes)) * 1e-3 if rng.random() < 0.5 else None
         found = []
         for level in LEVELS:
             with limited_cpu(level):

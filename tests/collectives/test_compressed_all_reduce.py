@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from codec_doubles import Around
-from collective_cases import NO_GROUP
+from collective_cases import COMPILED_CODECS, NO_GROUP, assert_the_bits_of_eager
 from rank_pool import RankPool
 from torch import Tensor
 from torch.distributed import distributed_c10d
@@ -626,16 +626,6 @@ def _compiled(rank: int, codec: Codec, backend: str) -> tuple[list[Tensor], list
     return results[0], results[1], torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize(
-    ("backend", "codec"),
-    [
-        *(("aot_eager", cls.examples()[-1]) for cls in CODECS.values()),
-        *(("inductor", codec) for codec in (BLOCKWISE, TOPK)),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("backend", "codec"), COMPILED_CODECS, ids=repr)
 def test_compiled(two_ranks: RankPool, backend: str, codec: Codec) -> None:
-    """The bits of eager, without a break, and one graph for all calls."""
-    for eager, compiled, graphs in two_ranks.run(_compiled, codec, backend, timeout=180):
-        assert all(map(torch.equal, eager, compiled))
-        assert graphs == 1
+    assert_the_bits_of_eager(two_ranks.run(_compiled, codec, backend, timeout=180))

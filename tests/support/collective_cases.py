@@ -14,6 +14,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
+from torch_commhook.codecs import CODECS
+
 Case = Callable[[int, int, Any], list[Tensor]]
 
 #: What each says of a group that is none.
@@ -26,6 +28,12 @@ REDUCED_BY_GLOO = (
     (("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"), (*INTEGERS, torch.bool)),
     (("SUM", "AVG"), (torch.complex64,)),
 )
+
+#: How calls with a codec are compiled, and with which.
+COMPILED_CODECS = [
+    *(("aot_eager", cls.examples()[-1]) for cls in CODECS.values()),
+    *(("inductor", CODECS[name]()) for name in ("blockwise", "topk")),
+]
 
 # Their names change with torch; the old ones warn.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -287,3 +295,10 @@ FUNCTIONAL: dict[str, Callable[[Tensor, str], Tensor]] = {
         functional.reduce_scatter_tensor_coalesced([x, x + 1], "sum", [0, 0], name)
     ),
 }
+
+
+def assert_the_bits_of_eager(results: list[tuple[list[Tensor], list[Tensor], int]]) -> None:
+    """What each rank gave in eager, and compiled, and the graphs of that: one for all calls."""
+    for eager, compiled, graphs in results:
+        assert all(map(torch.equal, eager, compiled))
+        assert graphs == 1

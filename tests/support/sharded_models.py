@@ -79,6 +79,21 @@ def layers() -> nn.Module:
     return Layers()
 
 
+def gradients_of_step(model: Any, rank: int, number: int = 0) -> list[Tensor]:
+    """This rank's parts of the gradients after a step on its batch of this number."""
+    model.zero_grad()
+    loss_of(model(batch(rank, number))).backward()
+    reshard(model)
+    return [local(p.grad) for p in model.parameters() if p.grad is not None]
+
+
+def same_bits(got: list[Tensor], expected: list[Tensor]) -> bool:
+    """Whether there are some, and all are equal."""
+    return len(got) == len(expected) > 0 and all(
+        one.equal(other) for one, other in zip(got, expected, strict=True)
+    )
+
+
 def by_layer(model: nn.Module, mesh: Mesh, **settings: Any) -> None:
     """Shard each layer that has parameters, and the model."""
     for layer in model.children():

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from rank_pool import RankPool
 from sharded_failures import Failing, outcome
-from sharded_models import Layers, Mesh, batch, by_layer, layers, local, loss_of, reshard
-from torch import Tensor, nn
+from sharded_models import (
+    Layers,
+    Mesh,
+    batch,
+    by_layer,
+    gradients_of_step,
+    layers,
+    local,
+    loss_of,
+    reshard,
+    same_bits,
+)
+from torch import nn
 
 from torch_commhook import attach, hooks
 
@@ -28,21 +37,8 @@ def _halves(place: str) -> nn.Module:
     return model
 
 
-def _step(model: Any, rank: int, number: int = 0) -> list[Tensor]:
-    model.zero_grad()
-    loss_of(model(batch(rank, number))).backward()
-    reshard(model)
-    return [local(p.grad) for p in model.parameters() if p.grad is not None]
-
-
-def _same(got: list[Tensor], expected: list[Tensor]) -> bool:
-    return len(got) == len(expected) > 0 and all(
-        one.equal(other) for one, other in zip(got, expected, strict=True)
-    )
-
-
 def _on_each_half(rank: int, place: str) -> list[str]:
-    expected = [_step(_halves(place), rank, number) for number in range(2)]
+    expected = [gradients_of_step(_halves(place), rank, number) for number in range(2)]
     model = _halves(place)
     handles = [
         attach(half, hook)
@@ -50,18 +46,18 @@ def _on_each_half(rank: int, place: str) -> list[str]:
     ]
     found = []
     for number in range(2):
-        got = _step(model, rank, number)
-        if not _same(got[:4], expected[number][:4]):
+        got = gradients_of_step(model, rank, number)
+        if not same_bits(got[:4], expected[number][:4]):
             found.append(f"step {number}: the first half has other bits")
-        if _same(got[4:], expected[number][4:]):
+        if same_bits(got[4:], expected[number][4:]):
             found.append(f"step {number}: the second half's hook does nothing")
     found += [f"{handle.stats().steps} steps" for handle in handles if handle.stats().steps != 2]
     handles[1].replace(hooks.allreduce())
-    if not _same(_step(model, rank, 0), expected[0]):
+    if not same_bits(gradients_of_step(model, rank, 0), expected[0]):
         found.append("replaced")
     for handle in handles:
         handle.remove()
-    if not _same(_step(model, rank, 1), expected[1]):
+    if not same_bits(gradients_of_step(model, rank, 1), expected[1]):
         found.append("removed")
     return found
 
@@ -73,17 +69,17 @@ def test_a_hook_on_each_half(ranks: RankPool, place: str) -> None:
 
 def _half_that_fails(rank: int, place: str, which: int) -> list[str]:
     """The model's root is around the part, which hears of its forward from the second one on."""
-    expected = [_step(_halves(place), rank, number) for number in range(2)]
+    expected = [gradients_of_step(_halves(place), rank, number) for number in range(2)]
     model = _halves(place)
     failing = [Failing(), Failing()]
     handles = [attach(half, hook) for half, hook in zip(model, failing, strict=True)]
-    found = [] if _same(_step(model, rank, 0), expected[0]) else ["first"]
+    found = [] if same_bits(gradients_of_step(model, rank, 0), expected[0]) else ["first"]
     for fails in range(int(place[-1])):
         failing[which].fails_in = 0 if rank == fails else None
         found += outcome(model, rank, 3, fails)
         failing[which].fails_in = None
         for number in range(2):
-            if not _same(_step(model, rank, number), expected[number]):
+            if not same_bits(gradients_of_step(model, rank, number), expected[number]):
                 found.append(f"after rank {fails} has failed")
     for handle in handles:
         handle.remove()
@@ -99,10 +95,10 @@ def test_a_hook_on_a_half_that_fails(ranks: RankPool, place: str, which: int) ->
 def _around(rank: int, place: str) -> list[str]:
     """The model itself is not sharded, its parts are."""
     inner = _halves(place)
-    expected = _step(_halves(place), rank)
+    expected = gradients_of_step(_halves(place), rank)
     model = nn.Sequential(inner, nn.Identity())
     handle = attach(model, hooks.allreduce())
-    found = [] if _same(_step(model, rank), expected) else ["other bits"]
+    found = [] if same_bits(gradients_of_step(model, rank), expected) else ["other bits"]
     found += [] if handle.stats().steps == 1 else ["steps"]
     handle.remove()
     return found
@@ -124,7 +120,11 @@ def _part_alone(rank: int, place: str) -> list[str]:
     model.zero_grad()
     expected = layers()
     by_layer(expected, Mesh.of(place))
-    found = [] if _same(_step(model, rank), _step(expected, rank)) else ["other bits"]
+    found = (
+        []
+        if same_bits(gradients_of_step(model, rank), gradients_of_step(expected, rank))
+        else ["other bits"]
+    )
     handle.remove()
     return found
 
@@ -140,7 +140,7 @@ def _compiled(rank: int, place: str, attach_compiled: bool) -> list[str]:
     plain, model = layers(), layers()
     for each in (plain, model):
         by_layer(each, Mesh.of(place))
-    expected = [_step(plain, rank, number) for number in range(3)]
+    expected = [gradients_of_step(plain, rank, number) for number in range(3)]
     compiled = torch.compile(model, backend="aot_eager")
     handle = attach(compiled if attach_compiled else model, hooks.allreduce())
     found = []
@@ -172,7 +172,11 @@ def _after_evaluation(rank: int, place: str) -> list[str]:
     with torch.no_grad():
         model(batch(rank, 0))
     handle = attach(model, hooks.allreduce())
-    found = [] if _same(_step(model, rank), _step(plain, rank)) else ["other bits"]
+    found = (
+        []
+        if same_bits(gradients_of_step(model, rank), gradients_of_step(plain, rank))
+        else ["other bits"]
+    )
     handle.remove()
     return found
 

@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from rank_pool import RankPool
-from sharded_models import Mesh, batch, by_layer, layers, local, loss_of, reshard, sharded_modules
+from sharded_models import (
+    Mesh,
+    batch,
+    by_layer,
+    gradients_of_step,
+    layers,
+    local,
+    loss_of,
+    reshard,
+    same_bits,
+    sharded_modules,
+)
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
@@ -22,19 +33,6 @@ def _new_model(place: str) -> nn.Module:
     model = layers()
     by_layer(model, Mesh.of(place))
     return model
-
-
-def _step(model: nn.Module, rank: int, number: int = 0) -> list[Tensor]:
-    model.zero_grad()
-    loss_of(model(batch(rank, number))).backward()
-    reshard(model)
-    return [local(p.grad) for p in model.parameters() if p.grad is not None]
-
-
-def _same(got: list[Tensor], expected: list[Tensor]) -> bool:
-    return len(got) == len(expected) > 0 and all(
-        one.equal(other) for one, other in zip(got, expected, strict=True)
-    )
 
 
 def _settings(place: str) -> dict[str, Any]:
@@ -95,17 +93,17 @@ def _changes(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[
 
 def _nothing_left(rank: int, place: str) -> list[str]:
     model = _new_model(place)
-    expected = _step(model, rank)
+    expected = gradients_of_step(model, rank)
     before, world = _attributes(model), _world()
     handle = attach(model, hooks.error_feedback(hooks.blockwise()), **_settings(place))
-    _step(model, rank)
+    gradients_of_step(model, rank)
     handle.remove()
     after = _world()
     found = _changes(before, _attributes(model))
     found += [
         f"{kind}: {names - world[kind]}" for kind, names in after.items() if names != world[kind]
     ]
-    if not _same(_step(model, rank), expected):
+    if not same_bits(gradients_of_step(model, rank), expected):
         found.append("other gradients")
     return found
 
@@ -118,25 +116,25 @@ def test_nothing_is_left_on_torchs_objects(ranks: RankPool, place: str) -> None:
 def _in_turn(rank: int, place: str) -> list[str]:
     """Hooks one after another, and none between them."""
     model = _new_model(place)
-    expected = _step(model, rank)
+    expected = gradients_of_step(model, rank)
     found = []
     handle = attach(model, hooks.blockwise(), **_settings(place))
-    if _same(_step(model, rank), expected):
+    if same_bits(gradients_of_step(model, rank), expected):
         found.append("the hook does nothing")
     handle.remove()
-    if not _same(_step(model, rank), expected):
+    if not same_bits(gradients_of_step(model, rank), expected):
         found.append("removed")
     handle = attach(model, hooks.allreduce())
-    if not _same(_step(model, rank), expected):
+    if not same_bits(gradients_of_step(model, rank), expected):
         found.append("attached again")
     handle.replace(hooks.cast())
-    if _same(_step(model, rank), expected):
+    if same_bits(gradients_of_step(model, rank), expected):
         found.append("replaced, and nothing done")
     handle.replace(hooks.allreduce())
-    if not _same(_step(model, rank), expected):
+    if not same_bits(gradients_of_step(model, rank), expected):
         found.append("replaced")
     handle.remove()
-    if not _same(_step(model, rank), expected) or handle.is_attached:
+    if not same_bits(gradients_of_step(model, rank), expected) or handle.is_attached:
         found.append("removed again")
     return found
 
@@ -150,7 +148,7 @@ def _collected(rank: int, place: str, remove: bool) -> list[str]:
     world = _world()
     model, hook = _new_model(place), hooks.error_feedback(hooks.blockwise())
     handle = attach(model, hook, **_settings(place))
-    _step(model, rank)
+    gradients_of_step(model, rank)
     if remove:
         handle.remove()
     road = weakref.ref(handle._first_road)
@@ -197,19 +195,19 @@ class _Custom:
 
 def _custom_later(rank: int) -> list[str]:
     model = _new_model("fsdp-2")
-    expected = _step(model, rank)
+    expected = gradients_of_step(model, rank)
     handle = attach(model, hooks.blockwise())
     custom = _Custom()
     model[0].set_custom_reduce_scatter(custom)
     found = []
     try:
-        _step(model, rank)
+        gradients_of_step(model, rank)
         found.append("no error")
     except RuntimeError as error:
         if "remove() the hook" not in str(error):
             found.append(str(error))
     handle.remove()
-    if not _same(_step(model, rank), expected):
+    if not same_bits(gradients_of_step(model, rank), expected):
         found.append("other gradients")
     if custom.calls != 1:
         found.append(f"the user's was called {custom.calls} times")
@@ -223,7 +221,7 @@ def test_remove_leaves_what_was_set_later(ranks: RankPool, place: str) -> None:
 
 def _removed_in_backward(rank: int, place: str) -> list[str]:
     model = _new_model(place)
-    expected = _step(model, rank)
+    expected = gradients_of_step(model, rank)
     handle = attach(model, hooks.allreduce())
     model.zero_grad()
     output = model(batch(rank, 0))
@@ -231,8 +229,8 @@ def _removed_in_backward(rank: int, place: str) -> list[str]:
     loss_of(output).backward()
     reshard(model)
     got = [local(p.grad) for p in model.parameters()]
-    found = [] if _same(got, expected) else ["in that backward"]
-    if not _same(_step(model, rank), expected):
+    found = [] if same_bits(got, expected) else ["in that backward"]
+    if not same_bits(gradients_of_step(model, rank), expected):
         found.append("in the next")
     return found
 
@@ -249,7 +247,7 @@ def _states(rank: int, place: str) -> list[str]:
     settings = _settings(place)
     settings.pop("shard_hook", None)  # which would remember what it has lost
     handle = attach(model, hooks.error_feedback(hooks.blockwise()), **settings)
-    expected = _step(model, rank)
+    expected = gradients_of_step(model, rank)
     state = {name: local(value) for name, value in model.state_dict().items()}
     found = [] if list(state) == names else [f"names {list(state)}"]
     values = model.state_dict()
@@ -258,7 +256,7 @@ def _states(rank: int, place: str) -> list[str]:
         parameter.data.zero_()
     model.load_state_dict(values)
     handle.replace(handle.hook)
-    if not _same(_step(model, rank), expected):
+    if not same_bits(gradients_of_step(model, rank), expected):
         found.append("other gradients")
     handle.remove()
     return found

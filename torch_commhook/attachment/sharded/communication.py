@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from torch_commhook.attachment.sharded import fsdp
 from torch_commhook.collectives.gloo_groups import group_name
 from torch_commhook.process_group.registration import register
 from torch_commhook.process_group.work import Work
@@ -24,13 +25,7 @@ _numbers = itertools.count()
 class _Listener(Protocol):
     """Communicates for a model."""
 
-    def reduce_scatter(
-        self,
-        number: int,
-        out: Tensor,
-        tensor: Tensor,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-    ) -> None:
+    def reduce_scatter(self, number: int, out: Tensor, tensor: Tensor, op: fsdp.ReduceOp) -> None:
         """Sum gradients of parameter group ``number``."""
 
     def all_gather(
@@ -68,7 +63,7 @@ class ReduceScatter(_Communication):
         output_tensor: Tensor,
         input_tensor: Tensor,
         group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        op: fsdp.ReduceOp,
         async_op: bool = False,
     ) -> None:
         """Leave it to the listener, and wait: on the CPU for the result, else on the stream."""

@@ -15,6 +15,8 @@ from torch_commhook.memory.sharded_parameter import ShardedParameter
 
 #: A group of parameters that ``fully_shard`` communicates together (its ``FSDPParamGroup``).
 ParamGroup = Any
+#: With which it reduces: one of the names, or a sum that is multiplied before.
+ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
 
 
 def is_sharded(module: nn.Module) -> bool:

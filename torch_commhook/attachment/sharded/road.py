@@ -136,13 +136,7 @@ class ShardedRoad:
         finally:
             self._reducing = before
 
-    def reduce_scatter(
-        self,
-        number: int,
-        out: Tensor,
-        tensor: Tensor,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-    ) -> None:
+    def reduce_scatter(self, number: int, out: Tensor, tensor: Tensor, op: fsdp.ReduceOp) -> None:
         """Sum a unit's gradients over the shards' ranks.
 
         Raises:
@@ -175,7 +169,7 @@ class ShardedRoad:
         unit: Unit,
         out: Tensor,
         tensor: Tensor,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        op: fsdp.ReduceOp,
         scale: float,
         step_group: StepGroup,
         meter: WireMeter,

@@ -62,7 +62,7 @@ class Unit:
             )
         self.reduced = [self.parameters[id(each)] for each in found]
 
-    def scale(self, op: dist.ReduceOp | dist.ReduceOp.RedOpType, ranks: int) -> float:
+    def scale(self, op: fsdp.ReduceOp, ranks: int) -> float:
         """What ``fully_shard`` has a sum over so many ranks multiplied by.
 
         Args:
