@@ -12,6 +12,7 @@ from bench_link import BASELINE, format_caps
 from bench_loss import AT_MOST, has_buckets_of_train, table
 from link_rank import ALONE
 from machine import FOLDER
+from sharded_rank import BFLOAT16, FLOAT32
 
 ROOT = FOLDER.parent
 PAGE = ROOT / "docs" / "results.md"
@@ -67,6 +68,36 @@ def links(name: str) -> Iterator[str]:
 
 def spaced(rate: str) -> str:
     return rate.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s")
+
+
+def shards(setting: str) -> Iterator[str]:
+    """The table of one setting of bench_sharded, and which of its targets hold."""
+    found = load(RESULTS / "bench_sharded.json")["rows"]
+    beside: dict[str, dict[str, Any]] = {}
+    for row in found:
+        name, _, baseline = row["group"].partition(" beside ")
+        if name == setting:
+            beside.setdefault(row["job"], {})[baseline] = row
+    baselines = FLOAT32, BFLOAT16
+    body = []
+    for job, of_baseline in beside.items():
+        first = of_baseline[FLOAT32]
+        ratios = [of_baseline[baseline]["ratio"] for baseline in baselines]
+        cells = ["" if ratio is None else f"{ratio:.3f}" for ratio in ratios]
+        name = job if job == ALONE else f"`{job}`"
+        sent = "" if job == ALONE else f"{first['details']['link MB']:.1f}"
+        body.append([name, f"{first['seconds']:.2f} s", *cells, sent])
+    header = ["", "step", *(f"of `{name}`" for name in baselines), "MB sent by a host"]
+    yield from rows(header, body)
+    yield ""
+    held = [
+        f"`{row['job']}` {row['ratio']:.3f} of `{row['group'].partition(' beside ')[2]}` "
+        f"({row['target'].replace('<=', 'at most')}{'' if row['holds'] else ', **missed**'})"
+        for rows_of_job in beside.values()
+        for row in rows_of_job.values()
+        if row["target"] is not None
+    ]
+    yield f"Targets: {'; '.join(held)}."
 
 
 def plans() -> Iterator[str]:
@@ -154,7 +185,7 @@ def long_tests() -> Iterator[str]:
             [
                 "`make kill-and-resume`: training killed at a random step and resumed, against "
                 "training that was not",
-                f"{same} of {len(killed)} hooks end with the same bits",
+                f"{same} of {len(killed)} runs end with the same bits",
             ],
             [
                 f"`make soak-hooks`: {hooks} hooks whose collectives follow one another, with "
@@ -196,7 +227,22 @@ def page() -> str:
         "",
         "![Step time over link rate](images/link.png)",
         "",
-        "## What `plan` says of these",
+        "## Steps of sharded models over slow links",
+        "",
+        "`make bench-sharded`: a step of `train`'s default model with `fully_shard`, on batches of",
+        "one sequence for each of 4 ranks, over links of 200 Mbit/s. Over four hosts gradients and",
+        "parameters travel (Gloo's reduce-scatter sends twice what one takes):",
+        "",
+        *shards("fsdp"),
+        "",
+        "Over two hosts with two ranks each, a replica on each host, gradients travel between the",
+        "hosts, and parameters inside of them:",
+        "",
+        *shards("hsdp"),
+        "",
+        "![Steps of sharded models](images/sharded.png)",
+        "",
+        "## What `plan` says of whole models",
         "",
         "`python benchmarks/bench_plan.py`: the time that `commhook plan` foretells, and how far",
         "it is off.",

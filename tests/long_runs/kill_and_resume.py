@@ -48,6 +48,15 @@ HOOKS = [
     "local_sgd(4, hook=error_feedback(blockwise(bits=4)))",
     "local_sgd(1, outer=outer_sgd(1.4, 0.0), hook=error_feedback(topk(0.1)), error_reset=True)",
 ]
+_WHOLE = ("--bucket-cap-mb", "0.02")
+_REPLICAS = ("--parallel", "hsdp", "--ranks", "4")
+#: On models in shards: hooks, and further arguments of ``train``.
+SHARDED = [
+    ("error_feedback(blockwise(bits=4))", ("--parallel", "fsdp", "--weights", "blockwise()")),
+    ("error_feedback(sign())", ("--parallel", "fsdp", "--ranks", "3")),
+    ("error_feedback(blockwise(bits=4))", (*_REPLICAS, "--shard-hook", "blockwise()")),
+    ("error_feedback(powersgd(rank=2))", _REPLICAS),
+]
 
 
 def killed_and_resumed(
@@ -56,7 +65,7 @@ def killed_and_resumed(
     folder: Path,
     *,
     steps: int = STEPS,
-    how: Sequence[str] = ("--bucket-cap-mb", "0.02"),
+    how: Sequence[str] = _WHOLE,
 ) -> dict[str, Any]:
     """Where it was killed, from where it went on, and whether all is the same in the end.
 
@@ -93,6 +102,7 @@ def killed_and_resumed(
     assert any(state["hook"] for state in resumed.rank_states), "the hook remembers nothing"
     return {
         "hook": hook,
+        "options": list(how),
         "killed_at": kill_at,
         "resumed_from": from_step,
         "steps": steps,
@@ -106,14 +116,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rows = []
-    for hook in options.hooks or HOOKS:
+    runs = [(hook, _WHOLE) for hook in options.hooks or HOOKS]
+    runs += [] if options.hooks else SHARDED
+    for hook, how in runs:
         with tempfile.TemporaryDirectory() as folder:
-            row = killed_and_resumed(hook, options.seed, Path(folder))
+            row = killed_and_resumed(hook, options.seed, Path(folder), how=how)
         rows.append(row)
         verdict = "the same bits" if not row["different"] else f"differs: {row['different'][:3]}"
         print(
-            f"{hook}: killed after step {row['killed_at']}, resumed from {row['resumed_from']}, "
-            f"{STEPS} steps: {verdict}",
+            f"{hook} {' '.join(how)}: killed after step {row['killed_at']}, resumed from "
+            f"{row['resumed_from']}, {STEPS} steps: {verdict}",
             flush=True,
         )
     if not options.hooks and options.seed == 0:

@@ -1,0 +1,91 @@
+"""What benchmarks on links share: their options, and how they run and end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from harness import Report
+from machine import FOLDER
+from netlab import Lab, LabError, Stopped, parse_rate, stopped_by_signals
+
+
+def rate_argument(text: str) -> int:
+    """The rate of a link, in bits per second, for argparse."""
+    try:
+        return parse_rate(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def use_one_thread(options: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
+    """Refuse other devices and threads than a rank has."""
+    if parsed.device != "cpu" or parsed.threads not in ([1], [1, 2]):
+        options.error("each rank has one thread, on the CPU")
+    parsed.threads = [1]
+
+
+def congestion_control() -> str:
+    """The kernel's algorithm against congestion."""
+    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+
+
+def run_ranks(lab: Lab, folder: Path, program: str, plan: Any, **options: Any) -> Any:
+    """Run a program of this folder on all ranks of a lab.
+
+    Args:
+        lab: the hosts.
+        folder: for files of the run.
+        program: its file's name; called with the name of a file that holds the plan, as JSON.
+        plan: a dataclass.
+        options: as ``Lab.run``.
+
+    Returns:
+        What rank 0 has written to ``figures.json``, beside the plan.
+
+    Raises:
+        LabError: a rank has failed, which has said why.
+    """
+    path = folder / "plan.json"
+    path.write_text(json.dumps(asdict(plan)))
+    command = [sys.executable, str(FOLDER / program), str(path)]
+    # The hosts have no names, of which c10d would warn.
+    environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
+    status = lab.run(command, environment=environment, **options)
+    if status != 0:
+        raise LabError(f"{program}: the ranks ended with exit status {status}")
+    return json.loads((folder / "figures.json").read_text())
+
+
+def finish_run(
+    name: str, run: Callable[[], Report], draw: Callable[[Report], None] | None = None
+) -> int:
+    """Run a benchmark on links.
+
+    Args:
+        name: of the benchmark.
+        run: does it.
+        draw: draws a picture of it; None for none.
+
+    Returns:
+        The exit status: 0, 1 where there can be no links here, or that of a signal.
+    """
+    try:
+        with stopped_by_signals():
+            report = run()
+    except LabError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except Stopped as stopped:
+        print(f"{name}: stopped by {stopped}", file=sys.stderr)
+        return 128 + stopped.number
+    if draw is not None:
+        draw(report)
+    report.finish()
+    return 0
