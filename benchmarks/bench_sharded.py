@@ -140,7 +140,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rate", type=rate_argument, default=parse_rate("200mbit"), help="of the links (200mbit)")
     add("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     add("--batch", type=int, default=1, help="sequences of each rank in a step (default: 1)")
-    add("--seq", type=int, default=128, help="bytes of a sequence (default: 128)")
+    add("--seq", type=int, default=64, help="bytes of a sequence (default: 64)")
     add("--steps", type=int, default=3, help="timed in each job's turn of a round (default: 3)")
     add("--warm-up", type=int, default=2, help="steps at the beginning of a turn (default: 2)")
     add("--timeout", type=float, default=3600.0, help="of the ranks, in seconds (default: 3600)")
