@@ -138,7 +138,8 @@ def print_table(rows: Sequence[dict[str, Any]], what: str = "hook") -> bool:
             target = f"<= {row['at_most']:.2f} {'ok' if good else 'MISSED'}"
         cells = [f"`{row[what]}`", str(row["seeds"]), f"{row['loss']:.4f}"]
         cells += [f"{row['held_out_loss']:.4f}", f"{row['ratio']:.4f}", target]
-        cells += [f"{row[more]:.2f}"] * (more in row)
+        if more in row:
+            cells.append(f"{row[more]:.2f}")
         print(f"| {' | '.join(cells)} |")
     return held
 
