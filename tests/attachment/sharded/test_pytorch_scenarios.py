@@ -35,7 +35,29 @@ def _compare(rank: int, name: str, place: str) -> list[str]:
     return unlike(got, expected) if steps else ["the hook took no part"]
 
 
-@pytest.mark.parametrize(("name", "place"), PLACES)
+#: Which of the scenarios are run on a mesh of two dimensions, too, in the tests that are not long.
+_ON_TWO_AXES = (
+    "training: a transformer",
+    "training: losses in chunks add up",
+    "autograd: one output of two",
+    "autograd: optimizers in hooks",
+    "scaler",
+    "clip: 2.0",
+    "extensions",
+    "frozen: biases alone",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        pytest.param(
+            *each,
+            marks=pytest.mark.long if each[1] == "hsdp-4" and each[0] not in _ON_TWO_AXES else [],
+        )
+        for each in PLACES
+    ],
+)
 def test_bits_of_fully_shard(ranks: RankPool, name: str, place: str) -> None:
     assert ranks.run(_compare, name, place) == [[]] * ranks.world_size
 

@@ -328,9 +328,10 @@ def is_unfinished(root: Any) -> bool:
     return is_in_backward(root) or root._state_ctx.iter_forward_root is not None
 
 
-def is_finalized_by_hand(root: Any) -> bool:
+def is_finalized_by_hand(state: Any) -> bool:
     """Whether gradients are reduced after the backward, when the user says so."""
-    return bool(getattr(root._state_ctx, "manual_backward_finalization", False))
+    # From torch 2.15 on.
+    return bool(getattr(state._state_ctx, "manual_backward_finalization", False))
 
 
 def reset(root: Any) -> None:

@@ -80,7 +80,8 @@ class Roots:
         Raises:
             RuntimeError: ``set_manual_backward_finalization(True)`` was called.
         """
-        if any(map(fsdp.is_finalized_by_hand, self._all())):
+        states = [reference() for reference in self._states]
+        if any(state is not None and fsdp.is_finalized_by_hand(state) for state in states):
             raise RuntimeError(
                 "torch_commhook: set_manual_backward_finalization(True) has gradients reduced "
                 "after backward(), where a hook's step has ended; set it to False, or remove() "
