@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch_releases import FLATTENED_GOES_ON
 
 from torch_commhook import attach, hooks
 from torch_commhook.attachment.parameters import why_replaced
@@ -184,7 +185,8 @@ def _applied_later(rank: int, name: str) -> tuple[str, str | None, bool]:
     outer = apply(model)
     message = _message(RuntimeError, lambda: _step(outer, rank))
     handle.remove()
-    if name != "parallelize_module":  # the rest of this one wants other shapes
+    goes_on = FLATTENED_GOES_ON or name != "FSDP1, NO_SHARD, True"
+    if goes_on and name != "parallelize_module":  # the rest of this one wants other shapes
         _step(outer, rank)
     return message, why_replaced(model, parameter_name, parameter), handle.is_attached
 

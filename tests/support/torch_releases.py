@@ -9,3 +9,6 @@ import torch
 HOOKS_MAY_WRITE = torch.__version__ < "2.15"
 #: Hooks that the compiled function registers: Dynamo 2.11 knows nothing of their surroundings.
 not_on_2_11 = pytest.mark.skipif(torch.__version__ < "2.12", reason="see docs/torch_versions.md")
+#: Whether PyTorch's older FullyShardedDataParallel goes on after a forward that has raised, with
+#: NO_SHARD and use_orig_params.
+FLATTENED_GOES_ON = torch.__version__ < "2.15"

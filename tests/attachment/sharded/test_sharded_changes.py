@@ -18,7 +18,7 @@ from sharded_models import (
 )
 from sharded_refusals import Custom, error_of, gradients_of, new_model, own_hook, still_plain
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from torch_commhook import attach, codecs, hooks
 
@@ -72,6 +72,12 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], None], Callable[[nn.Module], None
     ),
     "unfrozen": (_first_two, _unfreeze, "remove() the hook and attach it again"),
 }
+if hasattr(FSDPModule, "set_manual_backward_finalization"):
+    CHANGES["finalized by hand"] = (
+        lambda model: by_layer(model, Mesh.of("fsdp-2")),
+        lambda model: model.set_manual_backward_finalization(True),
+        "set it to False, or remove() the hook",
+    )
 
 
 def _changed(rank: int, name: str, stepped: bool) -> list[str]:

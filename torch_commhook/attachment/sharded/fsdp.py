@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -117,19 +118,41 @@ def sharded_parameters(model: nn.Module, group: ParamGroup) -> dict[int, Sharded
             f"are not in {type(model).__name__}; attach to a module that has all of them"
         )
     shards = 1 if shard_group(group) is None else shard_group(group).size()  # type: ignore[union-attr]
-    policy = group.mp_policy
+    dtype = _reduced_dtype(group)
     return {
         id(each): ShardedParameter(
             name=names[id(each.sharded_param)],
             shape=each._orig_size,
             dim=each.fsdp_placement.dim if shards > 1 else 0,
             shards=shards,
-            dtype=policy.reduce_dtype or policy.param_dtype or each.sharded_param.dtype,
+            dtype=dtype or each.sharded_param.dtype,
             device=group.device,
         )
         for each in group.fsdp_params
         if each.sharded_param.requires_grad
     }
+
+
+def _policy(group: ParamGroup, each: Any) -> Any:
+    """The policy of mixed precision of a parameter; before torch 2.15 that of its group."""
+    return each.mp_policy if hasattr(each, "mp_policy") else group.mp_policy
+
+
+def _reduced_dtype(group: ParamGroup) -> torch.dtype | None:
+    """In which the gradients of a group are reduced; None where nothing requires grad."""
+    found: list[torch.dtype] = []
+    for each in group.fsdp_params:
+        parameter, policy = each.sharded_param, _policy(group, each)
+        if not parameter.requires_grad:
+            continue
+        computed = policy.param_dtype or parameter.dtype
+        if not hasattr(each, "sharded_grad_dtype"):
+            found.append(policy.reduce_dtype or computed)
+        elif each._has_sharded_grad_dtype_override:  # from torch 2.15 on
+            found.append(policy.reduce_dtype or each.sharded_grad_dtype or computed)
+        else:  # unsharded gradients have the dtype of the shards
+            found.append(policy.reduce_dtype or parameter.dtype)
+    return functools.reduce(torch.promote_types, found) if found else None
 
 
 def trainable(group: ParamGroup) -> list[Tensor]:
@@ -189,16 +212,34 @@ def local_shard(each: Any) -> Tensor:
 def with_gradient(group: ParamGroup) -> list[Any]:
     """The parameters whose gradients the next reduction of a group takes."""
     all_of_them = getattr(group, "reduce_scatter_unused_params", False)
+    order = getattr(group, "_reduce_scatter_param_indices", None)  # from torch 2.15 on
+    found = group.fsdp_params if order is None else [group.fsdp_params[index] for index in order]
     return [
         each
-        for each in group.fsdp_params
+        for each in found
         if hasattr(each, "_unsharded_param")
         and (
             each.unsharded_accumulated_grad is not None
             or each.unsharded_param.grad is not None
             or (all_of_them and each.unsharded_param.requires_grad)
+            or _awaits_replicas(group, each)
         )
     ]
+
+
+def _awaits_replicas(group: ParamGroup, each: Any) -> bool:
+    """Whether a gradient that was reduced among the shards alone is reduced again, as zeros."""
+    partial = getattr(group, "_get_partial_reduce_grad", None)  # from torch 2.15 on
+    return partial is not None and partial(each) is not None
+
+
+def _gradient_dtypes(group: ParamGroup) -> set[torch.dtype | None]:
+    """The dtypes of a group's gradients once they are reduced; None for that of the reduction."""
+    if hasattr(group, "_orig_dtype"):  # before torch 2.15
+        return {group._orig_dtype}
+    return {
+        each.sharded_grad_dtype for each in group.fsdp_params if each.sharded_param.requires_grad
+    }
 
 
 def is_written_last(group: ParamGroup, op: object, dtype: torch.dtype) -> bool:
@@ -215,7 +256,7 @@ def is_written_last(group: ParamGroup, op: object, dtype: torch.dtype) -> bool:
     """
     if group.device.type != "cpu" or op == dist.ReduceOp.SUM:
         return False
-    if dtype != group._orig_dtype or group._all_reduce_hook is not None:
+    if not _gradient_dtypes(group) <= {dtype, None} or group._all_reduce_hook is not None:
         return False
     return all(
         each.sharded_param.grad is None
@@ -227,7 +268,9 @@ def is_written_last(group: ParamGroup, op: object, dtype: torch.dtype) -> bool:
 
 def gathered_dtypes(group: ParamGroup) -> set[Any]:
     """The dtypes in which a group's parameters are gathered."""
-    return {group.mp_policy.param_dtype or each.sharded_param.dtype for each in group.fsdp_params}
+    return {
+        _policy(group, each).param_dtype or each.sharded_param.dtype for each in group.fsdp_params
+    }
 
 
 def divide_factor(group: ParamGroup) -> float | None:
@@ -287,6 +330,12 @@ def is_unfinished(root: Any) -> bool:
     return is_in_backward(root) or root._state_ctx.iter_forward_root is not None
 
 
+def is_finalized_by_hand(state: Any) -> bool:
+    """Whether gradients are reduced after the backward, when the user says so."""
+    # From torch 2.15 on.
+    return bool(getattr(state._state_ctx, "manual_backward_finalization", False))
+
+
 def reset(root: Any) -> None:
     """Have a model go on after a forward or backward that was left by an exception."""
     groups = [group for state in root._state_ctx.all_states for group in _groups_of(state)]
@@ -301,7 +350,8 @@ def reset(root: Any) -> None:
     for group in groups:
         for each in group.fsdp_params:
             # Gradients of that iteration, which PyTorch leaves to the next.
-            each.unsharded_accumulated_grad = None
+            if "unsharded_accumulated_grad" in vars(each):  # before torch 2.15
+                each.unsharded_accumulated_grad = None
             if hasattr(each, "_unsharded_param"):
                 each._unsharded_param.grad = None
 

@@ -344,6 +344,7 @@ class ShardedRoad:
         if members != self._members:
             self._check_units(module)
             self._members = members
+        self._roots.check()
         for unit in self._all_units:
             now = fsdp.communication(unit.group)
             if not isinstance(now.reduce_scatter, ReduceScatter) or not isinstance(

@@ -74,6 +74,20 @@ class Roots:
         if inside:
             self._step.has_failed = False
 
+    def check(self) -> None:
+        """Refuse backwards that reduce no gradients.
+
+        Raises:
+            RuntimeError: ``set_manual_backward_finalization(True)`` was called.
+        """
+        states = [reference() for reference in self._states]
+        if any(state is not None and fsdp.is_finalized_by_hand(state) for state in states):
+            raise RuntimeError(
+                "torch_commhook: set_manual_backward_finalization(True) has gradients reduced "
+                "after backward(), where a hook's step has ended; set it to False, or remove() "
+                "the hook"
+            )
+
     def reset(self) -> None:
         """Have all forget the step that they are in."""
         for root in self._all():

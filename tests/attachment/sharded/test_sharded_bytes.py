@@ -1,0 +1,297 @@
+"""Bytes on the wire of every hook on sharded models, for 2 to 8 ranks, as the groups count them.
+
+The ranks are threads of one process, whose simulated groups count what each rank sends. They run
+``fully_shard`` itself. The expected bytes are written out here: nothing asks a codec or a hook.
+
+There are two models. Shards of the even one end where blocks end, and the bytes are exactly those
+that ``docs/sharded.md`` gives for an element. Shards of the uneven one end inside of blocks, and
+the last ranks have none of the last layer; there each message is added up by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded_bytes import (
+    ACROSS,
+    BLOCK,
+    CASES,
+    CASES_ACROSS,
+    INPUTS,
+    INT4,
+    INT8,
+    SIGN_BLOCK,
+    Attachment,
+    Place,
+    bytes_over,
+    chunks,
+    eighth,
+    even_numel,
+    even_rows,
+    exchanged,
+    in_blocks,
+    low_rank,
+    named,
+    numels,
+    of_cases,
+    quiet,
+    ring,
+    second_step,
+    second_steps,
+    some_long,
+)
+
+from torch_commhook import codecs, hooks
+from torch_commhook.collectives import compressed_all_gather, compressed_reduce_scatter
+from torch_commhook.process_group.simulated.link import Links
+from torch_commhook.testing.ranks import run_with_links
+
+# ---- reduce-scatters -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", some_long(range(2, 9), [3, 8]))
+def test_reduce_scatters(ranks: int) -> None:
+    place = Place(1, ranks)
+    part = Fraction(ranks - 1, ranks) * even_numel(place)
+    for name, of_ranks in second_steps(place, True, of_cases(CASES)).items():
+        scattered = CASES[name].element * part
+        gathered = 2 * CASES[name].gathered * part  # in forward and in backward
+        for sent in of_ranks:
+            assert (name, sent.stats.bytes_sent_last_step) == (name, scattered)
+            assert (name, sent.shards) == (name, scattered + gathered)
+            assert sent.replicas == sent.others == 0
+
+
+@pytest.mark.parametrize("ranks", some_long(range(2, 9), [5, 8]))
+def test_uneven_reduce_scatters(ranks: int) -> None:
+    place = Place(1, ranks)
+    for name, of_ranks in second_steps(place, False, of_cases(CASES)).items():
+        scattered = (ranks - 1) * sum(map(CASES[name].message, numels(place)))
+        gathered = 2 * (ranks - 1) * CASES[name].gathered * sum(numels(place))
+        for sent in of_ranks:
+            assert (name, sent.stats.bytes_sent_last_step) == (name, scattered)
+            assert (name, sent.shards) == (name, scattered + gathered)
+
+
+# ---- all-gathers of parameters -------------------------------------------------------------------
+
+WEIGHTS: dict[str, tuple[Callable[[], Any], Fraction, Callable[[int], int]]] = {
+    "int8": (codecs.blockwise, INT8, in_blocks(8, BLOCK)),
+    "int4": (lambda: codecs.blockwise(bits=4), INT4, in_blocks(4, BLOCK)),
+    "fp8": (codecs.fp8, INT8, in_blocks(8, BLOCK)),
+    "fp8 in blocks of 64": (
+        lambda: codecs.fp8("e5m2", 64),
+        Fraction(1) + Fraction(4, 64),
+        in_blocks(8, 64),
+    ),
+    "sign": (
+        codecs.sign,
+        Fraction(1, 8) + Fraction(4, SIGN_BLOCK),
+        in_blocks(1, SIGN_BLOCK),
+    ),
+}
+
+
+@pytest.mark.parametrize("ranks", some_long(range(2, 9), [2, 7]))
+def test_gathers_of_weights(ranks: int) -> None:
+    """Of a step with int8 on both, ``3 (1 + 4 / B) (W - 1) / W`` bytes for an element."""
+    place = Place(1, ranks)
+    attachments: dict[str, Attachment] = {
+        name: (hooks.blockwise, None, {"weights": make()}) for name, (make, _, _) in WEIGHTS.items()
+    }
+    part = Fraction(ranks - 1, ranks) * even_numel(place)
+    for name, of_ranks in second_steps(place, True, attachments).items():
+        _, element, _ = WEIGHTS[name]
+        for sent in of_ranks:
+            assert (name, sent.stats.bytes_gathered) == (name, 2 * 2 * element * part)  # two steps
+            assert (name, sent.shards) == (name, (2 * element + INT8) * part)
+
+    scattered = (ranks - 1) * sum(map(in_blocks(8, BLOCK), numels(place)))
+    for name, of_ranks in second_steps(place, False, attachments).items():
+        _, _, message = WEIGHTS[name]
+        gathered = 2 * (ranks - 1) * sum(map(message, numels(place)))
+        for sent in of_ranks:
+            assert (name, sent.stats.bytes_gathered) == (name, 2 * gathered)
+            assert (name, sent.shards) == (name, gathered + scattered)
+
+
+@pytest.mark.parametrize("among", [2, 4])
+def test_gathers_in_backward_among_fewer_ranks(among: int) -> None:
+    """They are as they are; the forward's are in int8."""
+    place = Place(1, 8)
+    numel = even_numel(place)
+    forward = INT8 * Fraction(7, 8) * numel
+    backward = 4 * Fraction(among - 1, among) * numel
+    for sent in second_step(
+        place, True, hooks.blockwise, reshard_after_forward=among, weights=codecs.blockwise()
+    ):
+        assert sent.shards == forward + INT8 * Fraction(7, 8) * numel
+        assert sent.others == backward
+
+
+# ---- across replicas -----------------------------------------------------------------------------
+
+
+@quiet
+@pytest.mark.parametrize("place", some_long(ACROSS, [Place(3, 1), Place(2, 2)]), ids=named)
+def test_across_replicas(place: Place) -> None:
+    part = Fraction(place.replicas - 1, place.replicas * place.shards) * even_numel(place)
+    within = Fraction(place.shards - 1, place.shards) * even_numel(place)
+    for name, of_ranks in second_steps(place, True, of_cases(CASES_ACROSS)).items():
+        case = CASES_ACROSS[name]
+        messages = place.replicas if case.across == "gathered" else 2
+        averaged = messages * case.element * part
+        for sent in of_ranks:
+            assert (name, sent.replicas) == (name, averaged)
+            assert (name, sent.stats.bytes_sent_last_step) == (name, averaged)
+            # Two all-gathers and a reduce-scatter.
+            assert (name, sent.shards) == (name, 3 * case.gathered * within)
+            assert sent.others == 0
+
+
+@quiet
+@pytest.mark.parametrize("place", some_long(ACROSS, [Place(5, 1), Place(2, 4)]), ids=named)
+def test_uneven_across_replicas(place: Place) -> None:
+    for name, of_ranks in second_steps(place, False, of_cases(CASES_ACROSS)).items():
+        case = CASES_ACROSS[name]
+        within = 3 * (place.shards - 1) * case.gathered * sum(numels(place))
+        for rank, sent in enumerate(of_ranks):
+            averaged = sum(exchanged(case, numel, place, rank) for numel in numels(place))
+            assert (name, sent.replicas) == (name, averaged)
+            assert (name, sent.shards) == (name, within)
+            # In C++ half a byte of a layer is rounded up, and in Python to an even number.
+            rounding = len(numels(place)) if "C++" in name else 0
+            assert abs(sent.stats.bytes_sent_last_step - averaged) <= rounding, name
+
+
+def low_rank_hook(rank: int) -> Callable[[], Any]:
+    return lambda: hooks.error_feedback(hooks.powersgd(rank=rank))
+
+
+@pytest.mark.parametrize("place", some_long(ACROSS, [Place(8, 1), Place(4, 2)]), ids=named)
+def test_powersgd(place: Place) -> None:
+    """A matrix of n rows of a shard and m columns costs ``r (n + m)`` numbers."""
+    attachments: dict[str, Attachment] = {
+        str(rank): (low_rank_hook(rank), None, {}) for rank in (1, 3)
+    }
+    part = Fraction(place.replicas - 1, place.replicas)
+    for name, of_ranks in second_steps(place, True, attachments).items():
+        numbers = 2 * int(name) * (even_rows(place) // place.shards + INPUTS)  # of two layers
+        for sent in of_ranks:
+            assert sent.replicas == sent.stats.bytes_sent_last_step == 2 * 4 * part * numbers
+    for name, of_ranks in second_steps(place, False, attachments).items():
+        for sent in of_ranks:
+            assert sent.replicas == sent.stats.bytes_sent_last_step == low_rank(int(name), place)
+
+
+@pytest.mark.parametrize("place", some_long(ACROSS, [Place(2, 3), Place(6, 1)]), ids=named)
+def test_policy(place: Place) -> None:
+    """Biases as they are, and weights in int4."""
+
+    def make() -> hooks.policy:
+        return hooks.policy([("dim <= 1", hooks.allreduce())], hooks.blockwise(bits=4))
+
+    case = CASES["int4"]
+    for rank, sent in enumerate(second_step(place, False, make)):
+        assert sent.replicas == sum(
+            ring(4 * rows, place.replicas) + exchanged(case, rows * columns, place, rank)
+            for rows, columns in chunks(place)
+        )
+
+
+WITHIN = ("cast", "int8", "fp8", "sign", "randomk", "int4 with feedback")
+
+
+@pytest.mark.parametrize(
+    "place",
+    some_long([place for place in ACROSS if place.shards > 1], [Place(2, 2)]),
+    ids=named,
+)
+def test_a_hook_within_replicas(place: Place) -> None:
+    """``shard_hook`` in the reduce-scatters, and int8 across replicas and in all-gathers."""
+    numel = even_numel(place)
+    part = Fraction(place.shards - 1, place.shards) * numel
+    across = 2 * INT8 * Fraction(place.replicas - 1, place.replicas * place.shards) * numel
+    attachments: dict[str, Attachment] = {
+        name: (
+            hooks.blockwise,
+            None,
+            {"shard_hook": CASES[name].hook(), "weights": codecs.blockwise()},
+        )
+        for name in WITHIN
+    }
+    for name, of_ranks in second_steps(place, True, attachments).items():
+        element = CASES[name].element
+        for sent in of_ranks:
+            assert (name, sent.shards) == (name, (2 * INT8 + element) * part)
+            assert (name, sent.replicas) == (name, across)
+            assert sent.stats.bytes_sent_last_step == across
+            assert sent.stats.bytes_scattered == 2 * element * part  # of two steps
+
+
+def test_hierarchical_across_replicas() -> None:
+    """Four replicas, two to a node: inside a node as they are, between nodes in int8."""
+    place = Place(4, 2)
+
+    def make() -> hooks.hierarchical:
+        rank = dist.get_rank()
+        # Ranks count along the shards first, then along the replicas.
+        nodes = [[0, 2], [1, 3], [4, 6], [5, 7]]
+        places = [[0, 4], [2, 6], [1, 5], [3, 7]]
+        own: list[Any] = []
+        for kind in (nodes, places):
+            made = [(ranks, dist.new_group(ranks)) for ranks in kind]
+            own.append(next(group for ranks, group in made if rank in ranks))
+        return hooks.hierarchical(codecs.blockwise(), intra_group=own[0], inter_group=own[1])
+
+    shard = Fraction(even_numel(place), 2)
+    inside = 2 * 4 * Fraction(1, 2) * shard
+    between = 2 * INT8 * Fraction(1, 2) * shard / 2
+    for sent in second_step(place, True, make):
+        assert sent.others == sent.stats.bytes_sent_last_step == inside + between
+        assert sent.replicas == 0
+        assert sent.shards == 3 * 4 * Fraction(1, 2) * even_numel(place)
+
+
+# ---- collectives with chunks of any length -------------------------------------------------------
+
+
+def chunk_lengths(ranks: int) -> list[int]:
+    """Inside of blocks, at a block's end, a single element, and none."""
+    return [1000, 0, 512, 1, 257, 4096, 31, 300][:ranks]
+
+
+CHUNK_CODECS: dict[str, tuple[Callable[[], Any], Callable[[int], int]]] = {
+    "int8": (codecs.blockwise, in_blocks(8, BLOCK)),
+    "int4": (lambda: codecs.blockwise(bits=4), in_blocks(4, BLOCK)),
+    "fp8": (codecs.fp8, in_blocks(8, BLOCK)),
+    "sign": (codecs.sign, in_blocks(1, SIGN_BLOCK)),
+    "randomk": (lambda: codecs.randomk(0.125), eighth(4)),
+    "topk": (lambda: codecs.topk(0.125), eighth(8)),
+}
+
+
+@pytest.mark.parametrize("ranks", range(2, 9))
+@pytest.mark.parametrize("name", CHUNK_CODECS)
+def test_collectives_of_chunks(name: str, ranks: int) -> None:
+    """A message for each other rank's chunk; of gathered ones, as many as the longest has."""
+    make, message = CHUNK_CODECS[name]
+    sizes = chunk_lengths(ranks)
+
+    def run(rank: int, links: Links) -> tuple[int, int]:
+        rounding = torch.tensor([1, 2])
+        values = torch.ones(sum(sizes))
+        compressed_reduce_scatter(values, make(), sizes=sizes, rounding=rounding).wait()
+        scattered = bytes_over(links)
+        own = torch.ones(sizes[rank])
+        compressed_all_gather(own, make(), sizes=sizes, rounding=rounding).wait()
+        return scattered, bytes_over(links) - scattered
+
+    for rank, (scattered, gathered) in enumerate(run_with_links(run, ranks, 0)[0]):
+        assert scattered == sum(map(message, sizes)) - message(sizes[rank])
+        assert gathered == (ranks - 1) * max(map(message, sizes))

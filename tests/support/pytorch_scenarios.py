@@ -1,0 +1,457 @@
+"""What PyTorch's own tests of ``fully_shard`` do beside training: each file of them is an area."""
+
+from __future__ import annotations
+
+import copy
+from collections import namedtuple
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from pytorch_training import (
+    BF16,
+    F16,
+    F32,
+    SHARDED,
+    TRAINING,
+    PytorchScenario,
+    Step,
+    Training,
+    local_part,
+    mlps,
+    repeated,
+    sum_of_inputs,
+    transformer,
+)
+from sharded_models import Mesh
+from torch import Tensor, nn
+from torch.distributed._composable import checkpoint
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.testing._internal.common_fsdp import MLP, DoubleLinear, MLPStack
+
+# ---- autograd ------------------------------------------------------------------------------------
+
+
+class _Pairs(nn.Module):
+    """Modules with two outputs, or with a layer that nobody uses."""
+
+    def __init__(self, use_second: bool) -> None:
+        super().__init__()
+        self.first = DoubleLinear(5, use_second_linear=use_second)
+        self.second = DoubleLinear(5, use_second_linear=use_second)
+
+    def forward(self, inputs: Tensor) -> Any:
+        hidden = self.first(inputs)
+        return self.second(hidden[0] if isinstance(hidden, tuple) else hidden)
+
+
+def _pairs(use_second: bool, by_layer: bool, mesh: Mesh) -> nn.Module:
+    model = _Pairs(use_second)
+    for pair in (model.first, model.second):
+        for part in (pair.lin1, pair.lin2) if by_layer else (pair,):
+            mesh.apply(part)
+    mesh.apply(model)
+    return model
+
+
+def _one_output_by_turns(at: Training) -> Tensor:
+    """Of two outputs one or both have a part in the loss."""
+    outputs = at.model(at.inputs(5))
+    if at.number % 2:
+        loss = outputs[0].sum() * outputs[1].sum()
+    else:
+        loss = outputs[at.number // 2 % 2].sum()
+    loss.backward()
+    return loss
+
+
+_Named = namedtuple("_Named", ["tensor", "text"])
+
+
+@dataclass
+class _Record:
+    tensor: Tensor
+    number: int
+
+
+class _Nested(nn.Module):
+    """Takes and gives tensors in containers, with others beside them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.mlp = MLP(5)
+
+    def forward(self, inputs: Any) -> Any:
+        output = self.mlp(_tensor_in(inputs))
+        if self.kind == "list":
+            return [output, 1, None]
+        if self.kind == "dict":
+            return {"tensors": [output, (output,)], "text": "some"}
+        if self.kind == "named tuple":
+            return _Named(output, "some")
+        return _Record(output, 3)
+
+
+def _tensor_in(value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, dict):
+        return value["tensors"][1][0]
+    return value.tensor if isinstance(value, (_Named, _Record)) else value[0]
+
+
+def _nested(kind: str, mesh: Mesh) -> nn.Module:
+    model = nn.Sequential(*(_Nested(kind) for _ in range(3)))
+    for part in model:
+        mesh.apply(part)
+    mesh.apply(model)
+    return model
+
+
+def _nested_step(at: Training) -> Tensor:
+    loss = _tensor_in(at.model(at.inputs(5))).sum()
+    loss.backward()
+    return loss
+
+
+def _steps_in_hooks(at: Training) -> tuple[Tensor, list[int]]:
+    """An optimizer for each parameter, which steps as soon as the gradient is there."""
+    calls = at.memory.setdefault("calls", [0] * len(list(at.model.parameters())))
+    if at.number == 0:
+        for number, parameter in enumerate(at.model.parameters()):
+            own = torch.optim.AdamW([parameter], lr=1e-2)
+
+            def hook(ready: Tensor, number: int = number, own: Any = own) -> None:
+                calls[number] += 1
+                own.step()
+                own.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(hook)
+    loss = at.model(at.inputs(5)).sum()
+    loss.backward()
+    return loss, list(calls)
+
+
+# ---- mixed precision -----------------------------------------------------------------------------
+
+
+def _policies(mesh: Mesh, **settings: Any) -> nn.Module:
+    policy = MixedPrecisionPolicy(**settings)
+    return mlps(mesh, mp_policy=policy)
+
+
+class _Casts(nn.Module):
+    """Layers of one group, with float32 between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.second = nn.Linear(5, 5)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.second(self.first(inputs).float())
+
+
+def _grouped_casts(mesh: Mesh) -> nn.Module:
+    model, policy = _Casts(), MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=True)
+    mesh.apply([model.first, model.second], mp_policy=policy)
+    mesh.apply(model, mp_policy=policy)
+    return model
+
+
+class _TwoPrecisions(nn.Module):
+    """A layer in float32 and one in float16, which casts for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5, bias=False)
+        self.second = nn.Linear(5, 5, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.second(self.first(inputs).to(F16)).float()
+
+
+def _one_in_half(mesh: Mesh) -> nn.Module:
+    model = _TwoPrecisions()
+    policy = MixedPrecisionPolicy(param_dtype=F16, cast_forward_inputs=False)
+    mesh.apply(model.second, mp_policy=policy)
+    mesh.apply(model)
+    return model
+
+
+class _Norms(nn.Module):
+    """Norms of their own precision between layers of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.norms = nn.ModuleList([nn.LayerNorm(6), nn.BatchNorm1d(6)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            inputs = norm(layer(inputs))
+        return inputs
+
+
+def _norms(mesh: Mesh) -> nn.Module:
+    model = _Norms()
+    for norm in model.norms:
+        mesh.apply(norm, mp_policy=MixedPrecisionPolicy(output_dtype=BF16))
+    for layer in model.layers:
+        mesh.apply(layer, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32))
+    mesh.apply(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32))
+    return model
+
+
+def _micro_batches(at: Training) -> list[Tensor]:
+    losses = []
+    for number in range(3):
+        at.model.set_requires_gradient_sync(number == 2)
+        losses.append(at.model(at.inputs(5, number)).sum())
+        losses[-1].backward()
+    return losses
+
+
+# ---- gradient scaler, clipping -------------------------------------------------------------------
+
+
+def _scaled(at: Training) -> list[Any]:
+    """In the third step a value overflows on one rank; no rank steps then."""
+    scaler = at.memory.setdefault(
+        "scaler", torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1)
+    )
+    loss = at.model(at.inputs(5)).sum()
+    if at.number == 2 and at.rank == 1:
+        loss = loss * float("inf")
+    scaler.scale(loss).backward()
+    scaler.unscale_(at.optimizer)
+    gradients = [local_part(each.grad) for each in at.model.parameters()]
+    gradients = [each.nan_to_num() for each in gradients if each is not None]  # NaN is not equal
+    scaler.step(at.optimizer)
+    scaler.update()
+    at.optimizer.zero_grad()
+    return [loss.nan_to_num(), scaler.get_scale(), gradients]
+
+
+def _clipped(norm: float) -> Step:
+    def step(at: Training) -> list[Tensor]:
+        loss = at.model(at.tokens()).sum()
+        loss.backward()
+        total = torch.nn.utils.clip_grad_norm_(at.model.parameters(), 0.5, norm_type=norm)
+        assert isinstance(total, DTensor)
+        return [loss, total.full_tensor()]
+
+    return step
+
+
+# ---- extensions ----------------------------------------------------------------------------------
+
+
+def _before_gather(
+    shard: Tensor, mesh: Any, size: Any, stride: Any, module: Any, policy: Any
+) -> tuple[tuple[Tensor, ...], Any]:
+    return (shard.to(BF16),), None
+
+
+def _after_gather(
+    shard: Tensor,
+    outputs: tuple[Tensor, ...],
+    metadata: Any,
+    dtype: torch.dtype,
+    *,
+    out: Tensor | None = None,
+) -> Any:
+    (gathered,) = outputs
+    if out is None:
+        whole = gathered.to(F32)
+        return whole, (gathered, whole)
+    with torch.autograd._unsafe_preserve_version_counter(out):
+        out.copy_(gathered)
+    return None
+
+
+def _gathered_in_half(mesh: Mesh) -> nn.Module:
+    """The shards themselves say how they are gathered, before the first forward."""
+    model = MLPStack(12)
+    for part in model:
+        mesh.apply(part)
+    mesh.apply(model)
+    for parameter in model.parameters():
+        with torch.no_grad():
+            shard: Any = parameter.to_local()
+        shard.fsdp_pre_all_gather = partial(_before_gather, shard)
+        shard.fsdp_post_all_gather = partial(_after_gather, shard)
+    return model
+
+
+# ---- frozen and ignored parameters ---------------------------------------------------------------
+
+
+def _biases_alone(recompute: bool, after: bool, mesh: Mesh, **settings: Any) -> nn.Module:
+    model = nn.Sequential(*(MLP(6) for _ in range(3)))
+
+    def freeze() -> None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("bias" in name)
+
+    if not after:
+        freeze()
+    for part in model:
+        if recompute:
+            checkpoint(part)
+        mesh.apply(part, **settings)
+    mesh.apply(model, **settings)
+    if after:
+        freeze()
+    return model
+
+
+def _every_other(mesh: Mesh) -> nn.Module:
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(6, 6), nn.ReLU())))
+    for layer in model[::2]:
+        mesh.apply(layer)
+    for layer in model[::4]:
+        layer.requires_grad_(False)
+    return model
+
+
+def _evaluated_between(at: Training) -> Tensor:
+    if at.number == 1:
+        with torch.no_grad():
+            return at.model(at.inputs(6)).sum()
+    return sum_of_inputs(6)(at)
+
+
+class _Between(nn.Module):
+    """A sharded part whose inner part somebody else averages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = nn.Linear(5, 5)
+        self.inner = nn.Linear(5, 5)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.inner(functional.relu(self.outer(inputs)))
+
+
+def _ignoring_ddp(mesh: Mesh) -> nn.Module:
+    model = _Between()
+    model.inner = nn.parallel.DistributedDataParallel(model.inner)
+    mesh.apply(model, ignored_params=set(model.inner.parameters()))
+    return model
+
+
+# ---- initialisation ------------------------------------------------------------------------------
+
+
+def _reset_from_meta(mesh: Mesh) -> nn.Module:
+    """Made on the meta device, with a buffer, and given values by its modules' own methods."""
+    with torch.device("meta"):
+        model = nn.Sequential(MLP(6, with_buffer=True), MLP(6, bias=False), nn.Linear(6, 3))
+    for part in model:
+        mesh.apply(part)
+    mesh.apply(model)
+    model.to_empty(device="cpu")
+    torch.manual_seed(1)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    return model
+
+
+def _in_float64(mesh: Mesh) -> nn.Module:
+    return mlps(mesh).double()
+
+
+def _step_in_float64(at: Training) -> Tensor:
+    loss = at.model(at.inputs(5).double()).sum()
+    loss.backward()
+    return loss
+
+
+def _loaded(mesh: Mesh) -> nn.Module:
+    """With the state of another one."""
+    model, other = mlps(mesh), mlps(mesh)
+    model.load_state_dict(other.state_dict(), assign=False)
+    return model
+
+
+def _saved_between(at: Training) -> Any:
+    """The model and the optimizer go on with states that they have given."""
+    loss = sum_of_inputs(5)(at)
+    state = {name: value.clone() for name, value in at.model.state_dict().items()}
+    names = list(state)
+    at.optimizer.step()
+    if at.number == 1:  # back to before the step
+        at.model.load_state_dict(state)
+        at.optimizer.load_state_dict(copy.deepcopy(at.optimizer.state_dict()))
+    return loss, names
+
+
+SCENARIOS: dict[str, PytorchScenario] = {
+    **TRAINING,
+    # test_fully_shard_autograd.py
+    "autograd: one output of two": PytorchScenario(
+        partial(_pairs, True, False), _one_output_by_turns, steps=6
+    ),
+    "autograd: one output of two, by layers": PytorchScenario(
+        partial(_pairs, True, True), _one_output_by_turns, steps=6
+    ),
+    "autograd: an unused layer": PytorchScenario(partial(_pairs, False, False), sum_of_inputs(5)),
+    "autograd: an unused module": PytorchScenario(partial(_pairs, False, True), sum_of_inputs(5)),
+    **{
+        f"autograd: a {kind}": PytorchScenario(
+            partial(_nested, kind), _nested_step, places=("fsdp-3",)
+        )
+        for kind in ("list", "dict", "named tuple", "record")
+    },
+    "autograd: optimizers in hooks": PytorchScenario(mlps, _steps_in_hooks, steps_itself=True),
+    # test_fully_shard_mixed_precision.py
+    "mixed precision: inputs of a group": PytorchScenario(_grouped_casts, sum_of_inputs(5)),
+    "mixed precision: one module in float16": PytorchScenario(_one_in_half, sum_of_inputs(5)),
+    "mixed precision: norms in float32": PytorchScenario(_norms, sum_of_inputs(6)),
+    "mixed precision: reduced in the parameters' dtype": PytorchScenario(
+        partial(_policies, param_dtype=F32, reduce_dtype=F32), sum_of_inputs(5)
+    ),
+    **{
+        f"mixed precision: {name} adds up": PytorchScenario(
+            partial(_policies, param_dtype=BF16, reduce_dtype=reduce), _micro_batches
+        )
+        for name, reduce in (("bfloat16", None), ("float32", F32))
+    },
+    # test_fully_shard_grad_scaler.py, test_fully_shard_clip_grad_norm_.py
+    "scaler": PytorchScenario(mlps, _scaled, steps=5, steps_itself=True),
+    **{
+        f"clip: {norm}": PytorchScenario(transformer, _clipped(norm))
+        for norm in (1.0, 2.0, float("inf"))
+    },
+    # test_fully_shard_extensions.py
+    "extensions": PytorchScenario(
+        _gathered_in_half, sum_of_inputs(12), places=("fsdp-3", "hsdp-4")
+    ),
+    # test_fully_shard_frozen.py, test_fully_shard_ignore_params.py
+    "frozen: biases alone": PytorchScenario(partial(_biases_alone, False, False), sum_of_inputs(6)),
+    "frozen: biases alone, since sharding": PytorchScenario(
+        partial(_biases_alone, False, True), sum_of_inputs(6)
+    ),
+    "frozen: biases alone, recomputed": PytorchScenario(
+        partial(_biases_alone, True, False), sum_of_inputs(6)
+    ),
+    "frozen: every other layer": PytorchScenario(_every_other, _evaluated_between),
+    "frozen: layers that run again": PytorchScenario(partial(repeated, True), sum_of_inputs(5)),
+    "ignored: DDP inside": PytorchScenario(_ignoring_ddp, sum_of_inputs(5), places=("fsdp-2",)),
+    # test_fully_shard_init.py, test_fully_shard_state_dict.py
+    "init: from the meta device": PytorchScenario(
+        _reset_from_meta, sum_of_inputs(6), places=SHARDED
+    ),
+    "init: in float64": PytorchScenario(_in_float64, _step_in_float64),
+    "state dict: loaded": PytorchScenario(_loaded, sum_of_inputs(5)),
+    "state dict: back to before a step": PytorchScenario(mlps, _saved_between, steps_itself=True),
+}
+
+#: Each scenario on each of its meshes.
+PLACES = [(name, place) for name, each in SCENARIOS.items() for place in each.places]
