@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,9 +84,14 @@ class Unit:
         Args:
             memory: is told where a parameter has other memory than before.
         """
+        return self._shards_of(self.reduced, memory)
+
+    def _shards_of(
+        self, parameters: Iterable[ShardedParameter], memory: HookMemory | None
+    ) -> list[Tensor]:
         flat_of = {self.parameters[id(each)].name: fsdp.local_shard(each) for each in self._all}
         found = []
-        for parameter in self.reduced:
+        for parameter in parameters:
             flat, known = flat_of[parameter.name], self.shards.get(parameter.name)
             if known is None or known[0] is not flat:
                 shard = flat.detach().view(parameter.shard_shape)
@@ -99,11 +105,19 @@ class Unit:
     def _all(self) -> list[Any]:
         return [each for each in self.group.fsdp_params if id(each) in self.parameters]
 
-    def named_shards(self) -> list[tuple[str, Tensor]]:
-        """The names and this rank's shards of all parameters that require grad."""
-        self.reduced = list(self.parameters.values())
-        shards = self.local_shards(None)
-        return [(each.name, shard) for each, shard in zip(self.reduced, shards, strict=True)]
+    def named_shards(self, memory: HookMemory | None = None) -> list[tuple[str, Tensor]]:
+        """The names and this rank's shards of all parameters that require grad.
+
+        Args:
+            memory: as :meth:`local_shards` takes it.
+        """
+        parameters = self.parameters.values()
+        shards = self._shards_of(parameters, memory)
+        return [(each.name, shard) for each, shard in zip(parameters, shards, strict=True)]
+
+    def references(self) -> list[Callable[[], Tensor | None]]:
+        """What gives each of these parameters as the model has it in shards."""
+        return [fsdp.reference(each) for each in self._all]
 
     def take_over(self, gather: AllGather, scatter: ReduceScatter) -> None:
         """Have ``fully_shard`` call these in place of its own collectives."""
