@@ -289,7 +289,10 @@ def test_a_codec_is_read_like_a_hook() -> None:
             "--parallel fsdp --hook clip(1.0)",
             "argument --hook: clip(1): of sharded gradients no",
         ),
-        ("--parallel fsdp --hook local_sgd(4)", "argument --hook: local_sgd(4) keeps replicas apar"),
+        (
+            "--parallel fsdp --hook local_sgd(4)",
+            "argument --hook: local_sgd(4) keeps replicas apar",
+        ),
         ("--parallel hsdp --hook clip(1.0)", "argument --hook: clip(1) scales a step's gradients"),
         (
             "--parallel hsdp --ranks 4 --shard-hook topk(0.1)",
