@@ -74,7 +74,7 @@ class LocalSteps:
         self._is_let_go = False
         self._loaded: set[int] = set()  # whose anchors have moved since the last exchange
         self._versions = self._versions_now()
-        self._gradient_versions: dict[int, int] = {}  # of sharded ones, as the step began
+        self._gradient_versions: dict[int, int] = {}  # of sharded ones, after the last backward
         # First, since what else the model sends before a forward comes after the exchange.
         self._forward_handle = register_first(model, BeforeForward(self))
         add_step_counter(self)
@@ -133,7 +133,7 @@ class LocalSteps:
     # ---- what a step is --------------------------------------------------------------------------
 
     def note_backward(self) -> None:
-        """A backward begins whose gradients a step is to use.
+        """A backward begins whose gradients a step is to use, or ends where ranks have shards.
 
         Raises:
             RuntimeError: in ``join()``.
@@ -146,10 +146,10 @@ class LocalSteps:
             )
         if self._is_at_rest:
             self._look_for_anchor()
-        if not self.is_open:
+        if not self._replica.counts_writes:
             gradients = [parameter.grad for parameter in self._living()]
             self._gradient_versions = {
-                id(each): each._version for each in gradients if isinstance(each, DTensor)
+                id(each): each._version for each in gradients if each is not None
             }
         self.is_open = True
 

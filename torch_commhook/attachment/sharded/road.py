@@ -262,9 +262,9 @@ class ShardedRoad:
         step_group: StepGroup,
     ) -> None:
         factor = 1.0 if op == dist.ReduceOp.AVG else float(step_group.size)
-        if attached.local_steps is not None:
-            attached.local_steps.note_backward()
         apart = attached.keeps_ranks_apart
+        if apart:
+            self._counted.append(attached)
         if apart and attached.stages.is_empty:
             write(tensor, tensor, factor)
             return
@@ -337,8 +337,12 @@ class ShardedRoad:
 
     def _step_done(self) -> None:
         for attached in self._all_attached():
-            if attached in self._counted:  # gradients may have been added up among the shards alone
+            if attached not in self._counted:  # gradients have been added up among the shards alone
+                continue
+            if attached.local_steps is None:
                 attached.memory.count_step()
+            else:
+                attached.local_steps.note_backward()
 
     def _all_attached(self) -> list[Attached]:
         found = [each for each in (self._attached, self.shard_attached) if each is not None]
@@ -362,15 +366,7 @@ class ShardedRoad:
             self._check_units(module)
             self._members = members
         for unit in self._all_units:
-            now = fsdp.communication(unit.group)
-            if not isinstance(now.reduce_scatter, ReduceScatter) or not isinstance(
-                now.all_gather, AllGather
-            ):
-                raise RuntimeError(
-                    "torch_commhook: set_custom_reduce_scatter() or set_custom_all_gather() was "
-                    "called since the hook was attached, whose place they take; remove() the hook "
-                    "first"
-                )
+            unit.check_communication()
 
     def _check_units(self, module: nn.Module) -> None:
         known = {id(unit.group) for unit in self._all_units}

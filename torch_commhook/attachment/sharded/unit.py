@@ -124,15 +124,29 @@ class Unit:
         self.own = fsdp.communication(self.group)
         fsdp.set_communication(self.group, fsdp.Communication(gather, scatter))
 
+    def _is_ours(self) -> tuple[bool, bool]:
+        """Whether what :meth:`take_over` has put in place is still there."""
+        now = fsdp.communication(self.group)
+        return isinstance(now.all_gather, AllGather), isinstance(now.reduce_scatter, ReduceScatter)
+
+    def check_communication(self) -> None:
+        """Refuse what was put in the place of the library's communication.
+
+        Raises:
+            RuntimeError: something was.
+        """
+        if not all(self._is_ours()):
+            raise RuntimeError(
+                "torch_commhook: set_custom_reduce_scatter() or set_custom_all_gather() was called "
+                "since the hook was attached, whose place they take; remove() the hook first"
+            )
+
     def give_back(self) -> None:
         """Undo :meth:`take_over`."""
         group = self.group
         if group is not None and self.own is not None:
             now = fsdp.communication(group)  # of which a user may have replaced a part
-            ours = (
-                isinstance(now.all_gather, AllGather),
-                isinstance(now.reduce_scatter, ReduceScatter),
-            )
+            ours = self._is_ours()
             fsdp.set_communication(
                 group,
                 fsdp.Communication(
