@@ -93,9 +93,9 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
     ``zero_grad()`` has taken away meanwhile; so is one in which only some of the parameters were
     stepped. Ranks must take equally many.
 
-    On sharded models the replicas of a mesh of two dimensions, or of ``replicate()``, are apart. The
-    ranks of a replica average their gradients, and after ``H`` steps each averages its shards'
-    distances over the replicas (``docs/sharded.md``).
+    On sharded models the replicas of a mesh of two dimensions, or of ``replicate()``, are apart.
+    The ranks of a replica average their gradients, and after every ``H`` steps each averages its
+    shards' distances over the replicas (``docs/sharded.md``).
 
     The optimizer's own state, buffers of the model and random numbers stay each rank's; see
     ``docs/local_sgd.md`` for what that means, and for checkpoints. At the end of training

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from torch_commhook import PeerError, attach, codecs, hooks
+from torch_commhook.collectives.futures import driven
 from torch_commhook.hooks import local_sgd, outer_sgd
 from torch_commhook.process_group.recording import RecordingProcessGroup
 from torch_commhook.step.step_group import StepGroup
@@ -484,6 +485,7 @@ class _FailsAfter(hooks.error_feedback):
     def average(self, bucket: Any) -> Any:
         result = super().average(bucket)
         if self.is_failing and bucket.index() == bucket.bucket_count() - 1:
+            driven(result).wait()  # nothing goes on that writes to what it remembers
             raise OwnError("boo")
         return result
 

@@ -29,7 +29,6 @@ from sharded_local import (
 from sharded_models import Mesh, batch, by_layer, layers, loss_of
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy
 
 from torch_commhook import attach, codecs, hooks, reshard_states
 from torch_commhook.hooks import local_sgd
@@ -256,32 +255,6 @@ def test_parameters_that_are_loaded(
 ) -> None:
     folder = str(tmp_path / "model")
     assert ranks.run(_loaded, place, name, after_steps, folder) == [[]] * ranks.world_size
-
-
-def _moved(rank: int, place: str) -> list[str]:
-    """Parameters get other memory: ``fully_shard`` copies shards that ``to()`` has made anew."""
-    model, plain = (sharded(place, offload_policy=CPUOffloadPolicy(False)) for _ in range(2))
-    hook = partial(local_sgd, 2, hook=hooks.error_feedback(INT4()))
-    handles = [attach(each, hook()) for each in (model, plain)]
-    found = []
-    for number in range(4):
-        if number == 1:
-            model.double()
-            model.float()
-        for each in (model, plain):
-            one_step(each, sgd(each.parameters()), rank, number)
-        if not same(values(model), values(plain)):
-            found.append(f"step {number}")
-    if handles[0].stats().steps != 2:
-        found.append(f"{handles[0].stats().steps} exchanges")
-    for handle in handles:
-        handle.remove()
-    return found
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_parameters_that_get_other_memory(ranks: RankPool, place: str) -> None:
-    assert ranks.run(_moved, place) == [[]] * ranks.world_size
 
 
 # ---- other ranks and shards ----------------------------------------------------------------------
