@@ -170,6 +170,16 @@ def test_replicas_average_a_shard(hook: str, each: float, shards: int, replicas:
     assert found.error_bytes == pytest.approx(remembered, rel=1e-2)
 
 
+def test_replicas_that_are_apart_send_once_in_a_round() -> None:
+    inner = "error_feedback(blockwise(bits=4))"
+    texts = [inner, f"local_sgd(8, hook={inner})"]
+    each, apart = plan_sharded.measure_sharded(texts, layout(2, 2))
+    assert apart.reduced_bytes == each.reduced_bytes / 8
+    assert apart.scattered_bytes == each.scattered_bytes
+    assert apart.forward_bytes == each.forward_bytes
+    assert apart.error_bytes == each.error_bytes
+
+
 def test_low_rank_factors_are_those_of_shards_of_matrices() -> None:
     shape = layout(2, 2, elements=480_000)
     (found,) = plan_sharded.measure_sharded(["powersgd(rank=2)"], shape)

@@ -183,8 +183,12 @@ def _plain_traffic() -> parallel.Traffic:
             *("--parallel", "hsdp", "--ranks", "4", "--hook", "error_feedback(powersgd(rank=2))"),
             *("--shard-hook", "error_feedback(blockwise(bits=4))", "--threads", "1"),
         ),
+        (
+            *("--parallel", "hsdp", "--ranks", "4", "--threads", "1"),
+            *("--hook", "local_sgd(3, hook=error_feedback(blockwise(bits=4)))"),
+        ),
     ],
-    ids=["fsdp", "hsdp"],
+    ids=["fsdp", "hsdp", "replicas apart"],
 )
 def test_a_resumed_run_in_shards_ends_with_the_same_bits(
     options: tuple[str, ...], tmp_path: Path
@@ -279,7 +283,10 @@ def test_a_codec_is_read_like_a_hook() -> None:
             "--parallel fsdp --hook clip(1.0)",
             "argument --hook: clip(1): of sharded gradients no",
         ),
-        ("--parallel fsdp --hook local_sgd(4)", "argument --hook: local_sgd(4): averages whole gr"),
+        (
+            "--parallel fsdp --hook local_sgd(4)",
+            "argument --hook: local_sgd(4) keeps replicas apar",
+        ),
         ("--parallel hsdp --hook clip(1.0)", "argument --hook: clip(1) scales a step's gradients"),
         (
             "--parallel hsdp --ranks 4 --shard-hook topk(0.1)",
@@ -317,6 +324,7 @@ def test_a_wrong_option_is_one_line_before_ranks_start(
         ("--ranks 4 --parallel fsdp --hook sign() --weights none", 4, 1),
         ("--ranks 4 --parallel hsdp --hook topk(0.1) --shard-hook cast()", 2, 2),
         ("--ranks 6 --parallel hsdp --hook powersgd() --shards 3", 3, 2),
+        ("--ranks 4 --parallel hsdp --hook local_sgd(8,hook=topk(0.1))", 2, 2),
     ],
 )
 def test_where_the_ranks_go(arguments: str, shard_ranks: int, replicas: int) -> None:

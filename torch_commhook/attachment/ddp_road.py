@@ -17,6 +17,7 @@ from torch_commhook import _C
 from torch_commhook.attachment.ddp_results import DdpResults
 from torch_commhook.attachment.forward_hook import BeforeForward
 from torch_commhook.attachment.parameters import trainable
+from torch_commhook.attachment.replica import WholeReplica
 from torch_commhook.attachment.road import Road
 from torch_commhook.attachment.watched_parameters import WatchedParameters
 from torch_commhook.buckets.assignment import assign_buckets, split_by_kind
@@ -163,6 +164,11 @@ class DdpRoad:
         parameters.reverse()
         assigned = assign_buckets(parameters, [False] * len(parameters), model.bucket_bytes_cap)
         return [[parameters[i] for i in members] for members in assigned]
+
+    @property
+    def replica(self) -> WholeReplica:
+        """This rank's copy of the model."""
+        return WholeReplica(self.model, self.parameter_buckets, self.group)
 
     def _loaded_buckets(self, parameters: list[Tensor]) -> list[list[Tensor]]:
         """Those of a memory that was loaded; none where they are not of all parameters."""

@@ -10,21 +10,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.weak import TensorWeakRef
 
 from torch_commhook import collectives
 from torch_commhook.attachment.forward_hook import BeforeForward, register_first
 from torch_commhook.attachment.optimizer_steps import add_step_counter, remove_step_counter
+from torch_commhook.attachment.replica import Replica
 from torch_commhook.attachment.road import Road
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.buckets.results import scaled_result
-from torch_commhook.hooks.local_sgd import ANCHOR, local_sgd
+from torch_commhook.hooks.local_sgd import local_sgd
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.bucket_with_memory import BucketWithMemory
 from torch_commhook.memory.state_values import check_tensor, shown
-from torch_commhook.memory.states import LOCAL_STEPS, PARAMETERS, checked_position, load_error
+from torch_commhook.memory.states import (
+    ANCHOR,
+    LOCAL_STEPS,
+    PARAMETERS,
+    checked_position,
+    load_error,
+)
 from torch_commhook.metrics import count_bucket
 from torch_commhook.native.runtime import hook_on_bucket
 from torch_commhook.step.attached_hook import Attached
@@ -62,12 +69,12 @@ class LocalSteps:
         self._in_step = False  # of an optimizer, which may run forward and backward
         self._stepped: set[int] = set()  # parameters, in the step that is open
         # DDP asks for memory in the first backward, when an optimizer may have stepped already.
-        parameters = [parameter for memory in self._memories() for parameter in memory.parameters]
-        self._parameters = [TensorWeakRef(parameter) for parameter in parameters]
-        self._ids = frozenset(map(id, parameters))
-        self._left: list[str] | None = None  # names of parameters that were let go
+        self._names = [name for memory in self._memories() for name in memory.names or ()]
+        self._references = self._replica.references()
+        self._is_let_go = False
         self._loaded: set[int] = set()  # whose anchors have moved since the last exchange
         self._versions = self._versions_now()
+        self._gradient_versions: dict[int, int] = {}  # of sharded ones, after the last backward
         # First, since what else the model sends before a forward comes after the exchange.
         self._forward_handle = register_first(model, BeforeForward(self))
         add_step_counter(self)
@@ -107,23 +114,17 @@ class LocalSteps:
             )
 
     def let_go(self) -> None:
-        """Keep no parameter; :meth:`state_dict` finds them by their names from here on."""
-        self._left = list(self._by_name())
-        self._parameters.clear()
+        """Keep no parameter; :meth:`state_dict` finds them by their names."""
+        self._references.clear()
+        self._is_let_go = True
+
+    @property
+    def _replica(self) -> Replica:
+        return self._road().replica
 
     def _by_name(self) -> dict[str, Tensor]:
-        """The parameters that there are."""
-        if self._left is None:
-            parameters = self._living()
-            names = self._attached.memory.names_of(parameters)
-            assert names is not None
-            return dict(zip(names, parameters, strict=True))
-        model = self._model()
-        if model is None:
-            return {}
-        inner = model.module if isinstance(model, DistributedDataParallel) else model
-        every = dict(inner.named_parameters())
-        return {name: every[name] for name in self._left if name in every}
+        """The parameters that there are, as the hook's memory has them."""
+        return self._replica.find(self._names)
 
     def _stop(self) -> None:
         self._forward_handle.remove()
@@ -132,7 +133,7 @@ class LocalSteps:
     # ---- what a step is --------------------------------------------------------------------------
 
     def note_backward(self) -> None:
-        """A backward begins whose gradients a step is to use.
+        """A backward begins whose gradients a step is to use, or ends where ranks have shards.
 
         Raises:
             RuntimeError: in ``join()``.
@@ -145,16 +146,21 @@ class LocalSteps:
             )
         if self._is_at_rest:
             self._look_for_anchor()
+        if not self._replica.counts_writes:
+            gradients = [parameter.grad for parameter in self._living()]
+            self._gradient_versions = {
+                id(each): each._version for each in gradients if each is not None
+            }
         self.is_open = True
 
     def before_optimizer_step(self, parameters: frozenset[int]) -> None:
         """An optimizer is about to step parameters of these ids."""
-        if not self._ids.isdisjoint(parameters):
+        if not self._ids().isdisjoint(parameters):
             self._in_step = True
 
     def count_optimizer_step(self, parameters: frozenset[int]) -> None:
         """An optimizer has stepped parameters of these ids."""
-        own = self._ids & parameters
+        own = self._ids() & parameters
         if not own:
             return
         self._in_step = False
@@ -166,7 +172,7 @@ class LocalSteps:
 
     def after_optimizer_step(self, parameters: frozenset[int]) -> None:
         """Bring the ranks together where that is due, once all have counted the step."""
-        if self.is_due and not self._ids.isdisjoint(parameters):
+        if self.is_due and not self._ids().isdisjoint(parameters):
             self.exchange()
 
     def before_forward(self, module: nn.Module) -> None:
@@ -188,18 +194,27 @@ class LocalSteps:
         self._stepped.clear()
 
     def _living(self) -> list[Tensor]:
-        found = [reference() for reference in self._parameters]
+        """The parameters, as optimizers have them."""
+        found = [reference() for reference in self._references]
         return [parameter for parameter in found if parameter is not None]
 
+    def _ids(self) -> frozenset[int]:
+        return frozenset(map(id, self._living()))
+
     def _gradients_are_gone(self) -> bool:
-        for parameter in self._living():
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            values = gradient._values() if gradient.layout is torch.sparse_coo else gradient
-            if values.any():
+        gradients = [parameter.grad for parameter in self._living()]
+        return all(each is None or self._is_zeroed(each) for each in gradients)
+
+    def _is_zeroed(self, gradient: Tensor) -> bool:
+        """Whether somebody has made a gradient zero; all ranks that have shards of it say so."""
+        if isinstance(gradient, DTensor):
+            # One rank's shard may be empty, or zero by itself. What fully_shard() adds to a
+            # gradient that is there does not count as a version of the whole.
+            if gradient._version == self._gradient_versions.get(id(gradient), 0):
                 return False
-        return True
+            return not gradient.to_local().any()
+        values = gradient._values() if gradient.layout is torch.sparse_coo else gradient
+        return not values.any()
 
     # ---- the anchor ------------------------------------------------------------------------------
 
@@ -217,14 +232,17 @@ class LocalSteps:
             found.append(memory)
         return found
 
-    def _versions_now(self) -> list[int]:
+    def _versions_now(self) -> list[int] | None:
+        """Numbers that differ after somebody has written to a parameter; None if nobody counts."""
+        if not self._replica.counts_writes:
+            return None
         return [parameter._version for parameter in self._living()]
 
     @torch.no_grad()
     def _look_for_anchor(self) -> None:
         """Move the anchor to parameters that were loaded since it was where they are."""
         versions = self._versions_now()
-        if versions != self._versions:
+        if versions is None or versions != self._versions:
             for memory in self._memories():
                 self._loaded |= self.hook.anchor_here(memory)
             self._versions = versions
@@ -234,7 +252,7 @@ class LocalSteps:
 
         A rank whose own parameters are loaded on all ranks finds them where they were.
         """
-        parameters = self._living()
+        parameters = [parameter for memory in self._memories() for parameter in memory.parameters]
         own = [float(id(parameter) in self._loaded) for parameter in parameters]
         device = parameters[0].device
         counts = collectives.all_reduce(
@@ -259,7 +277,7 @@ class LocalSteps:
     def exchange(self, *, at_the_end: bool = False) -> None:
         """Bring the ranks together. All come here at the same point.
 
-        A step of the group of its own, on which the ranks agree before anything changes.
+        A step of its own, on which the ranks agree before anything changes.
 
         Args:
             at_the_end: where ranks go on from places of their own, send all that there is; where
@@ -269,8 +287,9 @@ class LocalSteps:
             PeerError: it failed on another rank.
             Exception: what the hook raised.
         """
-        attached, group = self._attached, self._road().group
-        group.begin()
+        attached, replica = self._attached, self._replica
+        group = replica.group
+        replica.begin()
         calls: list[HookCall] = []
         kept: list[list[tuple[Tensor, Tensor]]] = []
         try:
@@ -278,8 +297,8 @@ class LocalSteps:
             if self.hook.error_reset:
                 self._agree_on_anchors(group)
             kept += map(self.hook.unsent, memories)
-            if at_the_end and not self._some_rank_is_apart(group):
-                group.end()
+            if at_the_end and not replica.on_any_rank(self._is_apart()):
+                replica.end()
                 return
             unsent = at_the_end and self.hook.error_reset
             hook = allreduce() if unsent else self.hook.hook
@@ -295,13 +314,14 @@ class LocalSteps:
                     scaled_result(result, scale, memory.dtype)
                     for memory, result in zip(memories, results, strict=True)
                 ]
-            group.end()
+            replica.drop_copies()
+            replica.end()
         except BaseException as error:
             _drain(calls)
             for tensors in kept:  # the same distance is to be sent again
                 for tensor, before in tensors:
                     tensor.copy_(before)
-            raised = group.fail_with(error)
+            raised = replica.fail_with(error)
             if raised is error:
                 raise
             raise raised from error
@@ -316,27 +336,33 @@ class LocalSteps:
         for index, call in enumerate(calls):
             count_bucket(attached.stats, index, len(calls), call.traffic, first=index == 0)
 
-    def _some_rank_is_apart(self, group: StepGroup) -> bool:
+    def _is_apart(self) -> bool:
+        """Whether this rank's parameters may be elsewhere than others'."""
+        if self.done > 0 or self._stepped:
+            return True
         # Where a step is written by hand, all that tells of the last one is what it has written.
-        written = self.is_open and self._versions_now() != self._versions
-        device = self._living()[0].device
-        has_stepped = self.done > 0 or bool(self._stepped) or written
-        is_apart = has_stepped or any(map(self.hook.is_ahead, self._memories()))
-        has = torch.tensor([float(is_apart)], dtype=torch.float32, device=device)
-        total = collectives.all_reduce(has, group=group.group_for(device)).wait()
-        return bool(total.item())
+        if self.is_open and self._is_written():
+            return True
+        return any(map(self.hook.is_ahead, self._memories()))
+
+    def _is_written(self) -> bool:
+        """Whether somebody has written to parameters since an exchange has, or a load."""
+        versions = self._versions_now()
+        if versions is None:
+            return any(map(self.hook.has_moved, self._memories()))
+        return versions != self._versions
 
     # ---- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """What the hook remembers, with the rank's parameters."""
-        if self._is_at_rest and self._left is None:
+        if self._is_at_rest and not self._is_let_go:
             self._look_for_anchor()
         memory = self._attached.memory
         state = memory.state_dict()
         state[LOCAL_STEPS] = {"done": self.done, "is_open": self.is_open}
         # At rest too, so that what a state has is always the same.
-        state[f"rank{memory.rank}"][PARAMETERS] = {
+        state[f"rank{memory.place[0]}"][PARAMETERS] = {
             name: parameter.detach().clone() for name, parameter in self._by_name().items()
         }
         return state
@@ -349,8 +375,7 @@ class LocalSteps:
         """
         parameters, position, rest = self._taken_apart(state)
         rest = self._attached.memory.check_state(rest)
-        names = self._attached.memory.names_of(self._living()) or []
-        missing = sorted(set(names) - set(rest["shared"].get(ANCHOR, {})))
+        missing = sorted(set(self._names) - set(rest["shared"].get(ANCHOR, {})))
         if missing:  # each rank would take its own parameters for it
             raise load_error(f"its '{ANCHOR}' lacks {missing}")
         return CheckedState(parameters, position, rest)
@@ -358,6 +383,7 @@ class LocalSteps:
     @torch.no_grad()
     def take_state(self, checked: CheckedState) -> None:
         """Go on from what :meth:`check_state` gave. Writes the parameters."""
+        self._replica.drop_copies()
         self._attached.memory.load_state(checked.rest)
         self._road().memory_loaded(checked.rest["buckets"])
         for bucket in self._memories():
@@ -379,7 +405,7 @@ class LocalSteps:
                 f"'{self._attached.name}', got one without '{LOCAL_STEPS}'"
             )
         position = checked_position(state, "its ", load_error)
-        key = f"rank{self._attached.memory.rank}"
+        key = f"rank{self._attached.memory.place[0]}"
         pieces = state.get(key)
         if not isinstance(pieces, dict):  # of which the memory tells
             return [], position, state
@@ -392,9 +418,7 @@ class LocalSteps:
                 f"its '{PARAMETERS}' must have the rank's parameters, by name, got {got}"
             )
         own = []
-        parameters = self._living()
-        names = self._attached.memory.names_of(parameters) or []
-        for name, parameter in zip(names, parameters, strict=True) if values else ():
+        for name, parameter in self._by_name().items() if values else ():
             if name not in values:
                 raise load_error(
                     f"the state must have parameter '{name}' of shape "

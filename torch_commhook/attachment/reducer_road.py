@@ -17,6 +17,7 @@ from torch_commhook import collectives
 from torch_commhook.attachment.forward_hook import BeforeForward
 from torch_commhook.attachment.join import ReducerJoinable
 from torch_commhook.attachment.parameters import check_not_in_ddp
+from torch_commhook.attachment.replica import WholeReplica
 from torch_commhook.attachment.watched_parameters import WatchedParameters
 from torch_commhook.collectives.agreement import agree
 from torch_commhook.native.dynamo import left_to_python
@@ -166,6 +167,11 @@ class ReducerRoad:
     def parameter_buckets(self) -> list[list[Tensor]]:
         """The parameters of each bucket, in order."""
         return self.reducer.parameter_buckets()
+
+    @property
+    def replica(self) -> WholeReplica:
+        """This rank's copy of the model."""
+        return WholeReplica(self.model, self.parameter_buckets, self.group)
 
     @property
     def parent_group(self) -> dist.ProcessGroup:

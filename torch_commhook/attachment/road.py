@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from torch_commhook.attachment.replica import Replica
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.step_group import StepGroup
 
@@ -49,7 +50,11 @@ class Road(Protocol):
         """Go on together with all ranks, or not at all; see :func:`agree`."""
 
     def parameter_buckets(self) -> list[list[Tensor]]:
-        """The parameters of each bucket, in order."""
+        """The parameters of each bucket, in order, as the hook's memory has them."""
+
+    @property
+    def replica(self) -> Replica:
+        """This rank's copy of the model, for a hook that keeps ranks apart."""
 
     def memory_loaded(self, buckets: list[list[str]]) -> None:
         """The hook's memory has been read from elsewhere, where these were the buckets."""

@@ -19,6 +19,7 @@ from torch_commhook.cli.hook_cost import (
     count_bytes,
     counted_elements,
     gradients_of,
+    measure_pass,
     measure_seconds,
     median_seconds,
     unwrap_hook,
@@ -209,8 +210,11 @@ def plan_sharded(
 def _tried(part: Callable[[Any, Layout], _Part], text: str, layout: Layout) -> _Part:
     """A part of a hook, as it is in the long run."""
     try:
-        hook, _, _ = unwrap_hook(parse_hook(text))
-        return part(hook, layout)
+        hook, steps, around = unwrap_hook(parse_hook(text))
+        found = part(hook, layout)
+        elements = layout.shard_elements
+        seconds = found.seconds + sum(measure_pass(each, elements, elements) for each in around)
+        return _Part(found.sent / steps, seconds / steps, found.error)
     except Exception as error:  # a hook may be a user's, and raise anything
         said = " ".join(f"{type(error).__name__}: {error}".split())
         if "attach(model, hook)" in said:

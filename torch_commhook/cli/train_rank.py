@@ -348,7 +348,7 @@ def _save(
     hook_state = run.handle.state_dict() if hasattr(run.handle, "state_dict") else None
     state = {"hook": to_cpu(hook_state), "rng": torch.get_rng_state()}
     if run.ranks_are_apart:
-        state["optimizer"] = to_cpu(run.optimizer.state_dict()["state"])
+        state["optimizer"] = to_cpu(whole_state(run.optimizer.state_dict()["state"]))
     model, optimizer = whole_state(run.model.state_dict()), whole_state(run.optimizer.state_dict())
     states: list[Any] | None = [None] * world.size if world.rank == 0 else None
     dist.gather_object(state, states)

@@ -16,11 +16,7 @@ from torch_commhook.hooks.mean import allreduce
 from torch_commhook.hooks.traits import HookTraits
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.hook_memory import HookMemory
-
-#: What all ranks have alike: where they were after the last exchange.
-ANCHOR = "local_sgd_anchor"
-_MOMENTUM = "local_sgd_momentum"
-_ERROR = "error"  # what hooks remember of what they have lost
+from torch_commhook.memory.states import ANCHOR, ERROR, MOMENTUM
 
 
 @dataclass(frozen=True)
@@ -96,6 +92,10 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
     written by hand) is noticed when the next forward begins, by gradients that
     ``zero_grad()`` has taken away meanwhile; so is one in which only some of the parameters were
     stepped. Ranks must take equally many.
+
+    On sharded models the replicas of a mesh of two dimensions, or of ``replicate()``, are apart.
+    The ranks of a replica average their gradients, and after every ``H`` steps each averages its
+    shards' distances over the replicas (``docs/sharded.md``).
 
     The optimizer's own state, buffers of the model and random numbers stay each rank's; see
     ``docs/local_sgd.md`` for what that means, and for checkpoints. At the end of training
@@ -221,7 +221,7 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
             # What ranks have lost of the sum becomes theirs to go on from, too.
             memory.fold_all_shards()
         if unsent:
-            memory.tensors[_ERROR].zero_()
+            memory.tensors[ERROR].zero_()
         self.return_to_start(memory)
 
     def return_to_start(self, memory: BucketMemory) -> None:
@@ -230,7 +230,12 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
 
     def is_ahead(self, memory: BucketMemory) -> bool:
         """Whether this rank's parameters are elsewhere than the anchor, after an exchange."""
-        return self.error_reset and bool(memory.tensors[_ERROR].any())
+        return self.error_reset and bool(memory.tensors[ERROR].any())
+
+    def has_moved(self, memory: BucketMemory) -> bool:
+        """Whether the parameters are elsewhere than where an exchange has put them."""
+        places = zip(self._start(memory), memory.parameters, strict=True)
+        return any(not torch.equal(start.to(each.dtype), each) for start, each in places)
 
     def unsent(self, memory: BucketMemory) -> list[tuple[Tensor, Tensor]]:
         """The tensors that a failed exchange must leave as they were, and copies of them.
@@ -240,7 +245,7 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         """
         names = self.hook.shards(memory) if self.hook.keeps_error else []
         if self.hook.keeps_error and not self.error_reset:
-            names = [_ERROR, *names]
+            names = [ERROR, *names]
         found = [memory.tensors[name] for name in names if name in memory.tensors]
         kept = [(tensor, tensor.clone()) for tensor in found]
         for part in memory.parts.values():
@@ -254,7 +259,7 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
             The ids of these parameters.
         """
         found = set()
-        errors = memory.layout.views(memory.tensors[_ERROR]) if self.error_reset else []
+        errors = memory.layout.views(memory.tensors[ERROR]) if self.error_reset else []
         starts = zip(self._start(memory), self._anchors(memory), memory.parameters, strict=True)
         for number, (start, anchor, parameter) in enumerate(starts):
             # One of more precision than the parameter is at the same place.
@@ -270,7 +275,7 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
 
         With ``error_reset``, for parameters that are loaded on all ranks: this rank's own.
         """
-        errors = memory.layout.views(memory.tensors[_ERROR])
+        errors = memory.layout.views(memory.tensors[ERROR])
         places = zip(self._start(memory), self._anchors(memory), errors, strict=True)
         for parameter, (start, anchor, error) in zip(memory.parameters, places, strict=True):
             if id(parameter) in parameters:
@@ -282,7 +287,7 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         anchors = self._anchors(memory)
         if not self.error_reset:
             return anchors
-        return list(torch._foreach_sub(anchors, memory.layout.views(memory.tensors[_ERROR])))
+        return list(torch._foreach_sub(anchors, memory.layout.views(memory.tensors[ERROR])))
 
     def _anchors(self, memory: BucketMemory) -> list[Any]:
         return memory.per_parameter(
@@ -294,7 +299,7 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         if not self.outer.momentum:
             return []
         return memory.per_parameter(
-            _MOMENTUM,
+            MOMENTUM,
             lambda _, parameter: torch.zeros_like(
                 parameter, dtype=_precise(parameter), requires_grad=False
             ),

@@ -46,7 +46,9 @@ def reshard_states(
 
     On sharded models a hook remembers whole gradients where it takes part in the reduce-scatters;
     the same holds then. Across replicas it remembers those of its shard: the ranks of a replica
-    together have whole ones, to which all this applies, and which are cut again.
+    together have whole ones, to which all this applies, and which are cut again. So are the
+    anchor, its momentum and the parameters of ranks that are apart. Factors of matrices begin anew
+    on other shards.
 
     Args:
         states: what ``HookHandle.state_dict()`` gave on each rank, in order of rank. On a mesh of

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_commhook.memory.sharded_parameter import ShardedParameter
 from torch_commhook.memory.state_values import Refuse, is_number, shown
-from torch_commhook.memory.states import FOLDED_INTO, entry_name
+from torch_commhook.memory.states import ANCHOR, FOLDED_INTO, MOMENTUM, entry_name
 
 #: Where a state says into how many shards its parameters are cut, and how.
 SHARDS = "shards"
@@ -108,9 +108,30 @@ def whole_states(states: Sequence[dict[str, Any]], refuse: Refuse) -> list[dict[
             if not key.startswith(("rank", "shared"))
         }
         state["world_size"] = len(states) // shards
-        state["shared"] = {}
+        alike = [
+            _of_parameters(states[first + shard].get(shared_key(shard), {}), refuse)
+            for shard in range(shards)
+        ]
+        state["shared"] = _joined_tensors(alike, forms, refuse)
         state[f"rank{replica}"] = _joined_tensors(own, forms, refuse)
         found.append(state)
+    return found
+
+
+def _of_parameters(alike: Any, refuse: Refuse) -> dict[str, dict[str, Tensor]]:
+    """What ranks have alike that is a number for each of a parameter's elements.
+
+    The rest, such as factors of matrices, is of one shard or of a whole parameter, and begins anew.
+    """
+    if not isinstance(alike, dict):
+        raise refuse(f"what the replicas of a shard have alike must be a dict, got {shown(alike)}")
+    found = {kind: alike[kind] for kind in (ANCHOR, MOMENTUM) if kind in alike}
+    for kind, tensors in found.items():
+        if not isinstance(tensors, dict):
+            raise refuse(f"its {shown(kind)} must be a dict by parameter, got {shown(tensors)}")
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, Tensor):
+                raise refuse(f"{entry_name(kind, name)} must be a tensor, got {shown(tensor)}")
     return found
 
 
@@ -179,6 +200,7 @@ def cut_states(
                 if kind not in FOLDED_INTO:
                     forms.setdefault(name, [0, *tensor.shape])
         common = {key: value for key, value in state.items() if key != f"rank{replica}"}
+        alike = _of_parameters(state["shared"], refuse)
         for shard in range(shards):
             rank = replica * shards + shard
 
@@ -192,6 +214,8 @@ def cut_states(
                     **common,
                     "world_size": len(states) * shards,
                     SHARDS: {"number": shards, "forms": dict(forms)},
+                    "shared": {},
+                    shared_key(shard): _map_tensors(alike, piece),
                     f"rank{rank}": _map_tensors(own, piece),
                 }
             )

@@ -24,6 +24,11 @@ LOCAL_STEPS = "local_steps"
 #: What a rank's own parameters are kept as, where ranks are apart.
 PARAMETERS = "local_sgd_parameter"
 
+#: What all ranks have alike where they are apart, of the shape of a parameter: where it was after
+#: the last exchange, and the momentum of that place.
+ANCHOR = "local_sgd_anchor"
+MOMENTUM = "local_sgd_momentum"
+
 #: What has been lost of a parameter's gradients, and is to be sent.
 ERROR = "error"
 

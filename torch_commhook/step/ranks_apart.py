@@ -23,7 +23,7 @@ class RanksApart(Protocol):
     """
 
     def note_backward(self) -> None:
-        """A backward begins whose gradients a step is to use."""
+        """A backward begins whose gradients a step is to use, or ends where ranks have shards."""
 
     def synchronize(self) -> None:
         """Have the ranks together, with nothing that is not sent."""

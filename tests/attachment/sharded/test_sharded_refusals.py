@@ -46,7 +46,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "powersgd": (lambda: hooks.powersgd(rank=2), "needs whole matrices"),
     "clip": (lambda: hooks.clip(1.0), "clip_grad_norm_"),
     "clip inside": (lambda: hooks.after(2, hooks.clip(1.0)), "clip_grad_norm_"),
-    "local_sgd": (lambda: hooks.local_sgd(4), "sharded"),
+    "local_sgd": (lambda: hooks.local_sgd(4), "shard over a mesh of two dimensions"),
     "policy": (hooks.policy, "each rank needs its shard alone"),
     "adaptive": (lambda: hooks.adaptive(1000), "each rank needs its shard alone"),
     "hierarchical": (lambda: _hierarchical(), "each rank needs its shard alone"),

@@ -11,6 +11,7 @@ from sharded_models import (
     Mesh,
     Scenario,
     batch,
+    device_mesh,
     differences,
     far,
     local,
@@ -19,6 +20,7 @@ from sharded_models import (
     reshard,
     take_steps,
     two_axes,
+    whole,
 )
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -131,3 +133,58 @@ def _differs(rank: int) -> str:
 def test_ranks_that_differ(ranks: RankPool, place: str) -> None:
     for message in ranks.run(_differs):
         assert "the hook must be the same on all ranks" in message
+
+
+# ---- replicas that are apart ---------------------------------------------------------------------
+
+
+def _apart(rank: int, fails_in: int | None) -> list[str]:
+    """Two replicas, each of which two ranks have columns of; one rank fails at an exchange."""
+    mesh = device_mesh((2, 1, 2), ("replicas", "shards", "tp"))
+    model, plain = _net(), _net().double()
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh["replicas", "shards"])
+    hook = Failing()
+    handle = attach(model, hooks.local_sgd(2, outer=hooks.outer_sgd(1.0, 0.0), hook=hook))
+    models = [plain, _net().double()]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.02) for m in (model, *models)]
+    found = []
+    for number in range(4):
+        hook.fails_in = 1 if number == 1 and rank == fails_in else None
+        for each in optimizers:
+            each.zero_grad()
+        loss_of(model(batch(rank // 2, number))).backward()
+        for data_rank, each in enumerate(models):
+            each(batch(data_rank, number).double()).square().sum().backward()
+        for each in optimizers[1:]:
+            each.step()
+        try:
+            optimizers[0].step()
+            said = "nothing"
+        except (OwnError, PeerError) as error:
+            said = type(error).__name__
+        wanted = "nothing"
+        if number == 1 and fails_in is not None:
+            wanted = "OwnError" if rank == fails_in else "PeerError"
+            hook.fails_in = None
+            handle.synchronize()
+        found += [] if said == wanted else [f"step {number}: {said}, not {wanted}"]
+        if number % 2:
+            with torch.no_grad():
+                for one, other in zip(*(m.parameters() for m in models), strict=True):
+                    mean = (one + other) / 2
+                    one.copy_(mean)
+                    other.copy_(mean)
+        reshard(model)
+        got = [whole(parameter) for parameter in model.parameters()]
+        expected = [parameter.detach() for parameter in models[rank // 2].parameters()]
+        found += far(got, expected, 1e-5, f"step {number}")
+    handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("fails_in", [None, 0, 3])
+@pytest.mark.parametrize("place", ["fsdp-4"])
+def test_replicas_that_are_apart(ranks: RankPool, place: str, fails_in: int | None) -> None:
+    assert ranks.run(_apart, fails_in) == [[]] * 4

@@ -16,7 +16,13 @@ def check_fits(attached: Attached) -> None:
         TypeError, ValueError: one cannot.
     """
     hook = attached.hook
-    if isinstance(attached.memory, UnshardedMemory):
+    on_shards = isinstance(attached.memory, UnshardedMemory)
+    if on_shards and isinstance(hook, Hook) and hook.keeps_ranks_apart:
+        raise TypeError(
+            f"attach: {hook} keeps replicas apart, and on a mesh of one dimension each rank has a "
+            "part of the only one; shard over a mesh of two dimensions, of replicas and shards"
+        )
+    if on_shards:
         if not isinstance(hook, Hook):
             raise TypeError(
                 f"attach: hook '{attached.name}' averages whole gradients, and of sharded "
@@ -24,16 +30,15 @@ def check_fits(attached: Attached) -> None:
                 "with average_shard(), or shard over a mesh of two dimensions"
             )
         hook.check_shards()
-    if isinstance(hook, Hook) and hook.scales_steps:
+    if isinstance(hook, Hook) and _scales_steps(hook):
         raise TypeError(
             f"attach: {hook} scales a step's gradients by what all of them are, of which no rank "
             "has more than its shards; call torch.nn.utils.clip_grad_norm_() after backward()"
         )
-    if isinstance(hook, Hook) and hook.keeps_ranks_apart:
-        raise TypeError(
-            f"attach: {hook} keeps whole parameters apart, and these are sharded; attach it to a "
-            "model without fully_shard()"
-        )
+
+
+def _scales_steps(hook: Hook) -> bool:
+    return hook.scales_steps or any(map(_scales_steps, hook.hooks_inside()))
 
 
 def warn_of_memory(attached: Attached) -> None:

@@ -209,6 +209,26 @@ def local_shard(each: Any) -> Tensor:
     return shard
 
 
+def reference(each: Any) -> Callable[[], Tensor | None]:
+    """What gives a parameter in shards, as long as the model lives.
+
+    A weak reference to the parameter itself would be in the way of ``module.to()``.
+    """
+    weak = weakref.ref(each)
+
+    def parameter() -> Tensor | None:
+        found = weak()
+        return None if found is None else found.sharded_param
+
+    return parameter
+
+
+def drop_whole(group: ParamGroup) -> None:
+    """Drop a group's whole parameters, which its next use gathers anew."""
+    group.wait_for_unshard()  # such as were asked for ahead of their use
+    group._to_sharded()
+
+
 def with_gradient(group: ParamGroup) -> list[Any]:
     """The parameters whose gradients the next reduction of a group takes."""
     all_of_them = getattr(group, "reduce_scatter_unused_params", False)

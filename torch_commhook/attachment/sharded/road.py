@@ -18,6 +18,8 @@ from torch_commhook.attachment.sharded import fsdp
 from torch_commhook.attachment.sharded.communication import AllGather, ReduceScatter, ReplicaGroup
 from torch_commhook.attachment.sharded.fits import check_fits, warn_of_memory
 from torch_commhook.attachment.sharded.gathers import Gathers, wait_for
+from torch_commhook.attachment.sharded.replica import ShardedReplica
+from torch_commhook.attachment.sharded.results import is_plain, write
 from torch_commhook.attachment.sharded.roots import Roots
 from torch_commhook.attachment.sharded.step import ShardedStep
 from torch_commhook.attachment.sharded.under_way import Exchange, UnderWay
@@ -27,7 +29,6 @@ from torch_commhook.collectives.agreement import agree_across
 from torch_commhook.collectives.futures import driven
 from torch_commhook.collectives.plain import issue_reduce_scatter
 from torch_commhook.hooks.base import Hook
-from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_with_memory import BucketWithMemory
 from torch_commhook.memory.sharded_bucket import ShardedBucket
 from torch_commhook.memory.sharded_memory import UnshardedMemory
@@ -39,7 +40,6 @@ from torch_commhook.metrics import (
     ring_all_reduce_bytes,
     tensor_bytes,
 )
-from torch_commhook.native.bucket_ops import unflatten_into
 from torch_commhook.native.runtime import hook_on_bucket
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.hook_call import HookCall
@@ -79,7 +79,11 @@ class ShardedRoad:
         self._counted: list[Attached] = []  # in this step
         self._under_way = UnderWay()
         self._step = ShardedStep(
-            process_groups(units), self._step_begins, self._under_way, self._step_done
+            process_groups(units),
+            self._replica_group,
+            self._step_begins,
+            self._under_way,
+            self._step_done,
         )
         self._gathers = Gathers(self._step, weights, fsdp.shard_group(first))
         self._roots = Roots(self._step, self._backward_ends)
@@ -228,7 +232,7 @@ class ShardedRoad:
         group = step_group.group_for(tensor.device)
         op: Any = options.reduceOp
         try:
-            if unit is None or attached is None or _is_plain(attached):
+            if unit is None or attached is None or is_plain(attached):
                 note = ring_all_reduce_bytes(tensor_bytes(tensor), group.size())
                 meter = WireMeter()
                 with counting(meter):
@@ -252,10 +256,16 @@ class ShardedRoad:
         step_group: StepGroup,
     ) -> None:
         factor = 1.0 if op == dist.ReduceOp.AVG else float(step_group.size)
+        apart = attached.keeps_ranks_apart
+        if apart:
+            self._counted.append(attached)
+        if apart and attached.stages.is_empty:
+            write(tensor, tensor, factor)
+            return
         parameters = unit.local_shards(attached.memory)
         bucket = BucketWithMemory(
             parameters,
-            memory=attached.memory_of(parameters, unit.number),
+            memory=None if apart else attached.memory_of(parameters, unit.number),
             buffer=tensor,
             index=unit.number,
             bucket_count=len(self._units),
@@ -269,8 +279,9 @@ class ShardedRoad:
             result = call.result()
             if call.local is not None:
                 result = attached.stages.after(bucket, result, call.local, call.where)
-            _write(result, tensor, factor)
-            self._count(attached, unit, call.traffic)
+            write(result, tensor, factor)
+            if not apart:
+                self._count(attached, unit, call.traffic)
 
         exchange = Exchange(unit.number, call.future, call.where, step_group, finish)
         self._let_go_on(exchange, unit, op, tensor.dtype)
@@ -320,8 +331,12 @@ class ShardedRoad:
 
     def _step_done(self) -> None:
         for attached in self._all_attached():
-            if attached in self._counted:  # gradients may have been added up among the shards alone
+            if attached not in self._counted:  # gradients have been added up among the shards alone
+                continue
+            if attached.local_steps is None:
                 attached.memory.count_step()
+            else:
+                attached.local_steps.note_backward()
 
     def _all_attached(self) -> list[Attached]:
         found = [each for each in (self._attached, self.shard_attached) if each is not None]
@@ -346,15 +361,7 @@ class ShardedRoad:
             self._members = members
         self._roots.check()
         for unit in self._all_units:
-            now = fsdp.communication(unit.group)
-            if not isinstance(now.reduce_scatter, ReduceScatter) or not isinstance(
-                now.all_gather, AllGather
-            ):
-                raise RuntimeError(
-                    "torch_commhook: set_custom_reduce_scatter() or set_custom_all_gather() was "
-                    "called since the hook was attached, whose place they take; remove() the hook "
-                    "first"
-                )
+            unit.check_communication()
 
     def _check_units(self, module: nn.Module) -> None:
         known = {id(unit.group) for unit in self._all_units}
@@ -380,6 +387,7 @@ class ShardedRoad:
         if self._replica_group is None:
             self.shard_attached = attached
         self._attached = attached
+        self._step.keeps_apart = attached is not None and attached.keeps_ranks_apart
         if attached is None:
             self._close()
 
@@ -402,7 +410,7 @@ class ShardedRoad:
                 names = [each.name for each in unit.parameters.values()]
                 parameters = attached.memory.shards_of(names)
             else:
-                parameters = [shard for _, shard in unit.named_shards()]
+                parameters = [shard for _, shard in unit.named_shards(attached.memory)]
             attached.memory_of(parameters, unit.number)
 
     @property
@@ -431,8 +439,15 @@ class ShardedRoad:
         return self._closed and self._step.is_open
 
     def parameter_buckets(self) -> list[list[Tensor]]:
-        """The parameters of each unit, in order."""
-        return [fsdp.trainable(unit.group) for unit in reversed(self._units)]
+        """This rank's shards of the parameters of each unit, in order."""
+        memory = None if self._attached is None else self._attached.memory
+        found = [unit.named_shards(memory) for unit in reversed(self._units)]
+        return [[shard for _, shard in each] for each in found]
+
+    @property
+    def replica(self) -> ShardedReplica:
+        """This rank's part of a copy of the model."""
+        return ShardedReplica(self._step, self.group, self._units, self.device)
 
     def memory_loaded(self, buckets: list[list[str]]) -> None:
         """The hook's memory has been read from elsewhere; its buckets are formed from that."""
@@ -474,19 +489,3 @@ class ShardedRoad:
         self._give_back()
         self.shard_attached = None
         self.after_backward(self._stop)
-
-
-@torch.no_grad()
-def _write(result: Tensor, tensor: Tensor, factor: float) -> None:
-    """Write ``factor`` times a hook's result, which may lie where it is to be written."""
-    if result.data_ptr() == tensor.data_ptr() and result.dtype == tensor.dtype:
-        if factor != 1.0:
-            tensor.mul_(factor)
-    elif result.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
-        unflatten_into(result.clone(), [tensor], scale=factor)
-    else:
-        unflatten_into(result, [tensor], scale=factor)
-
-
-def _is_plain(attached: Attached) -> bool:
-    return type(attached.hook) is allreduce and attached.stages.is_empty

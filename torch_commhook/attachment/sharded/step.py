@@ -24,33 +24,46 @@ class ShardedStep:
     """One step on all process groups of a sharded model.
 
     A rank where something fails closes the connections of all its groups, and so does each rank
-    that notices, so that all ranks of the mesh raise in the same step.
+    that notices, so that all ranks of the mesh raise in the same step. Where a hook keeps replicas
+    apart, a backward is a step of each replica's own, and an exchange one of the whole mesh.
 
     Args:
         parents: the process groups through which the model communicates; all their ranks make
             theirs at the same point, in the same order.
+        replicas: the one of them that the replicas of this rank's shards are in, if there are any.
         on_begin: called when a step begins.
         under_way: what is waited for when a step ends on this rank.
         on_end: called when a step has been done on all ranks.
 
     Attributes:
-        has_failed: whether the last step did, after which the model has not run again.
+        has_failed: whether the last backward did, after which the model has not run again.
+        keeps_apart: whether replicas are apart.
     """
 
     def __init__(
         self,
         parents: Sequence[dist.ProcessGroup],
+        replicas: dist.ProcessGroup | None,
         on_begin: Callable[[], None],
         under_way: UnderWay,
         on_end: Callable[[], None],
     ) -> None:
         self._groups = [(parent, StepGroup(parent)) for parent in parents]
+        others = set() if replicas is None else set(dist.get_process_group_ranks(replicas))
+        self._in_replica = [
+            group
+            for parent, group in self._groups
+            if len(others.intersection(dist.get_process_group_ranks(parent))) <= 1
+        ]
+        self._taking_part: list[StepGroup] = []  # in the step that is open
+        self._in_exchange = False
         self._on_begin = on_begin
         self._under_way = under_way
         self._on_end = on_end
         self._backward: RunningBackward | None = None
         self._is_open = False
         self.has_failed = False
+        self.keeps_apart = False
 
     @property
     def is_open(self) -> bool:
@@ -67,6 +80,10 @@ class ShardedStep:
         """Those of all parents."""
         return [group for _, group in self._groups]
 
+    @property
+    def _of_a_backward(self) -> list[StepGroup]:
+        return self._in_replica if self.keeps_apart else self.groups
+
     def group_of(self, parent: dist.ProcessGroup) -> StepGroup | None:
         """What stands for a process group; None for one that is not the model's."""
         return next((group for each, group in self._groups if each is parent), None)
@@ -81,14 +98,47 @@ class ShardedStep:
         if self._is_open and not backward.has_left(self._backward):
             return
         self._is_open = False
-        for group in self.groups:
+        self._begin(self._of_a_backward)
+        self._backward = backward
+        self._is_open = True
+        self._on_begin()
+
+    def _begin(self, groups: list[StepGroup]) -> None:
+        self._taking_part = groups
+        for group in groups:
             try:
                 group.begin()
             except BaseException as error:
                 raise self.fail_with(error, group) from error
-        self._backward = backward
-        self._is_open = True
-        self._on_begin()
+
+    def begin_exchange(self) -> None:
+        """Begin a step of the whole mesh, outside of a backward.
+
+        Raises:
+            RuntimeError, PeerError: as :meth:`StepGroup.begin`; or in a backward, which has to end.
+        """
+        if is_in_backward():
+            raise RuntimeError(
+                "torch_commhook: replicas cannot come together inside of backward(); call "
+                "optimizer.step() after it"
+            )
+        if self._is_open:
+            self.fail(LEFT)
+        self._in_exchange = True
+        self._begin(self.groups)
+
+    def end_exchange(self) -> None:
+        """End an exchange that went well on this rank, together with all ranks.
+
+        Raises:
+            PeerError: it failed on another rank.
+        """
+        self._end()
+        self._in_exchange = False
+
+    def fail_exchange(self, error: BaseException, at: StepGroup) -> BaseException:
+        """:meth:`fail_with` in an exchange; the error itself where its end has failed already."""
+        return self.fail_with(error, at) if self._in_exchange else error
 
     def before_gather(self) -> None:
         """Parameters are to be gathered. After a step that failed, wait for the other ranks.
@@ -98,7 +148,7 @@ class ShardedStep:
         """
         if self._is_open and not is_in_backward():
             self.fail(LEFT)
-        for group in self.groups:
+        for group in self._of_a_backward:
             group.connect()
 
     def end(self) -> None:
@@ -110,14 +160,17 @@ class ShardedStep:
         if not self._is_open:  # it has failed
             return
         self._under_way.wait(self.fail_with)
+        self._end()
         self._is_open = False
-        for group in self.groups:
+        self._on_end()
+
+    def _end(self) -> None:
+        for group in self._taking_part:
             try:
                 group.end()
             except BaseException as error:
                 self.fail_with(error, group)
                 raise
-        self._on_end()
 
     def fail_with(self, error: BaseException, at: StepGroup) -> BaseException:
         """Let all ranks leave this step because of an error.
@@ -129,17 +182,24 @@ class ShardedStep:
         Returns:
             What to raise; as :meth:`StepGroup.fail_with`.
         """
-        explained = at.fail_with(error)
+        # A failure of a replica's own leaves the connections of the others as they are.
+        explained = at.fail_with(error) if at in self._failing else error
         self.fail(f"{type(explained).__name__}: {explained}")
         return explained
 
     def fail(self, reason: str) -> None:
         """Let all ranks leave this step, and tell them why."""
-        self._is_open = False
-        self.has_failed = True
-        for group in self.groups:
+        groups = self._failing
+        self.has_failed = self.has_failed or not self._in_exchange
+        self._is_open = self._in_exchange = False
+        for group in groups:
             group.fail(reason)
         self._under_way.drop()
+
+    @property
+    def _failing(self) -> list[StepGroup]:
+        """The groups of the step that is open, or of one that a gather belongs to."""
+        return self._taking_part if self._is_open or self._in_exchange else self._of_a_backward
 
     def close(self) -> None:
         """Give the groups up."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,9 +84,14 @@ class Unit:
         Args:
             memory: is told where a parameter has other memory than before.
         """
+        return self._shards_of(self.reduced, memory)
+
+    def _shards_of(
+        self, parameters: Iterable[ShardedParameter], memory: HookMemory | None
+    ) -> list[Tensor]:
         flat_of = {self.parameters[id(each)].name: fsdp.local_shard(each) for each in self._all}
         found = []
-        for parameter in self.reduced:
+        for parameter in parameters:
             flat, known = flat_of[parameter.name], self.shards.get(parameter.name)
             if known is None or known[0] is not flat:
                 shard = flat.detach().view(parameter.shard_shape)
@@ -99,26 +105,48 @@ class Unit:
     def _all(self) -> list[Any]:
         return [each for each in self.group.fsdp_params if id(each) in self.parameters]
 
-    def named_shards(self) -> list[tuple[str, Tensor]]:
-        """The names and this rank's shards of all parameters that require grad."""
-        self.reduced = list(self.parameters.values())
-        shards = self.local_shards(None)
-        return [(each.name, shard) for each, shard in zip(self.reduced, shards, strict=True)]
+    def named_shards(self, memory: HookMemory | None = None) -> list[tuple[str, Tensor]]:
+        """The names and this rank's shards of all parameters that require grad.
+
+        Args:
+            memory: as :meth:`local_shards` takes it.
+        """
+        parameters = self.parameters.values()
+        shards = self._shards_of(parameters, memory)
+        return [(each.name, shard) for each, shard in zip(parameters, shards, strict=True)]
+
+    def references(self) -> list[Callable[[], Tensor | None]]:
+        """What gives each of these parameters as the model has it in shards."""
+        return [fsdp.reference(each) for each in self._all]
 
     def take_over(self, gather: AllGather, scatter: ReduceScatter) -> None:
         """Have ``fully_shard`` call these in place of its own collectives."""
         self.own = fsdp.communication(self.group)
         fsdp.set_communication(self.group, fsdp.Communication(gather, scatter))
 
+    def _is_ours(self) -> tuple[bool, bool]:
+        """Whether what :meth:`take_over` has put in place is still there."""
+        now = fsdp.communication(self.group)
+        return isinstance(now.all_gather, AllGather), isinstance(now.reduce_scatter, ReduceScatter)
+
+    def check_communication(self) -> None:
+        """Refuse what was put in the place of the library's communication.
+
+        Raises:
+            RuntimeError: something was.
+        """
+        if not all(self._is_ours()):
+            raise RuntimeError(
+                "torch_commhook: set_custom_reduce_scatter() or set_custom_all_gather() was called "
+                "since the hook was attached, whose place they take; remove() the hook first"
+            )
+
     def give_back(self) -> None:
         """Undo :meth:`take_over`."""
         group = self.group
         if group is not None and self.own is not None:
             now = fsdp.communication(group)  # of which a user may have replaced a part
-            ours = (
-                isinstance(now.all_gather, AllGather),
-                isinstance(now.reduce_scatter, ReduceScatter),
-            )
+            ours = self._is_ours()
             fsdp.set_communication(
                 group,
                 fsdp.Communication(

@@ -1,0 +1,137 @@
+"""Training replicas of a sharded model apart, and a reference on one process in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sharded_models import Mesh, batch, by_layer, layers, local, loss_of, reshard, whole
+from torch import Tensor, nn
+
+from torch_commhook.hooks import outer_sgd
+
+MEAN = outer_sgd(1.0, 0.0)
+PLACES = ["hsdp-4", "replicate-2"]
+
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.02)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def sharded(place: str, **settings: Any) -> nn.Module:
+    """The usual model, in shards."""
+    model = layers()
+    by_layer(model, Mesh.of(place), **settings)
+    return model
+
+
+def shards_of(place: str) -> int:
+    """Ranks of each replica."""
+    return int(place[-1]) // 2 if place.startswith("hsdp") else 1
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, number: int) -> None:
+    """A step of a rank on its own batch."""
+    optimizer.zero_grad()
+    loss_of(model(batch(rank, number))).backward()
+    optimizer.step()
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    """This rank's shards."""
+    reshard(model)
+    return [local(parameter) for parameter in model.parameters()]
+
+
+def whole_values(model: nn.Module) -> list[Tensor]:
+    """Whole parameters of this rank's replica."""
+    reshard(model)
+    return [whole(parameter) for parameter in model.parameters()]
+
+
+class Reference:
+    """DiLoCo on replicas, each of which takes steps on the mean of its ranks' gradients.
+
+    Args:
+        place: the mesh.
+        make_optimizer: makes a replica's.
+        H: steps of a round.
+        outer: moves the anchor.
+    """
+
+    def __init__(
+        self,
+        place: str,
+        make_optimizer: MakeOptimizer,
+        H: int,  # noqa: N803
+        outer: outer_sgd,
+    ) -> None:
+        self.shards = shards_of(place)
+        first = layers().double()
+        self.replicas = [copy.deepcopy(first) for _ in range(int(place[-1]) // self.shards)]
+        self.optimizers = [make_optimizer(model.parameters()) for model in self.replicas]
+        self.anchor = [parameter.detach().clone() for parameter in first.parameters()]
+        self.outer = torch.optim.SGD(
+            self.anchor,
+            lr=outer.lr,
+            momentum=outer.momentum,
+            nesterov=outer.nesterov and outer.momentum > 0,
+        )
+        self.every = H
+        self.steps = 0
+
+    def step(self) -> None:
+        """One step of all replicas."""
+        number, self.steps = self.steps, self.steps + 1
+        for which, (model, optimizer) in enumerate(
+            zip(self.replicas, self.optimizers, strict=True)
+        ):
+            optimizer.zero_grad()
+            for shard in range(self.shards):
+                loss = loss_of_double(model(batch(which * self.shards + shard, number).double()))
+                (loss / self.shards).backward()
+            optimizer.step()
+        if self.steps % self.every == 0:
+            self.exchange()
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Bring the replicas together."""
+        own = [list(model.parameters()) for model in self.replicas]
+        for number, anchor in enumerate(self.anchor):
+            distances = torch.stack([anchor - parameters[number] for parameters in own])
+            anchor.grad = distances.mean(0)
+        self.outer.step()
+        for parameters in own:
+            for parameter, anchor in zip(parameters, self.anchor, strict=True):
+                parameter.copy_(anchor)
+
+    def values(self, rank: int) -> list[Tensor]:
+        """The parameters of a rank's replica."""
+        return [p.detach().clone() for p in self.replicas[rank // self.shards].parameters()]
+
+
+def loss_of_double(output: Tensor) -> Tensor:
+    """As :func:`loss_of`, without a cast."""
+    return output.square().sum()
+
+
+def farthest(got: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest difference."""
+    pairs = zip(got, expected, strict=True)
+    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs if a.numel())
+
+
+def same(got: list[Tensor], expected: list[Tensor]) -> bool:
+    """Whether all bits are."""
+    return len(got) == len(expected) > 0 and all(
+        torch.equal(a, b) for a, b in zip(got, expected, strict=True)
+    )

@@ -1,0 +1,64 @@
+"""This rank's part of a copy of a sharded model, where a hook keeps copies apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from torch_commhook.attachment.replica import is_on_any_rank
+from torch_commhook.attachment.sharded import fsdp
+from torch_commhook.attachment.sharded.step import ShardedStep
+from torch_commhook.attachment.sharded.unit import Unit
+from torch_commhook.step.step_group import StepGroup
+
+
+class ShardedReplica:
+    """The shards that a rank has of a copy of a model. The hook's memory has them with padding.
+
+    Args:
+        step: the model's.
+        group: the ranks that have the same shards.
+        units: the groups of parameters that are trained.
+        device: of the gradients.
+    """
+
+    #: What is written through ``state_dict()`` shows in no version of a DTensor.
+    counts_writes = False
+
+    def __init__(
+        self, step: ShardedStep, group: StepGroup, units: Sequence[Unit], device: torch.device
+    ) -> None:
+        self._step = step
+        self._group = group
+        self._units = units
+        self._device = device
+
+    @property
+    def group(self) -> StepGroup:
+        return self._group
+
+    def references(self) -> list[Callable[[], Tensor | None]]:
+        return [reference for unit in self._units for reference in unit.references()]
+
+    def find(self, names: Sequence[str]) -> dict[str, Tensor]:
+        living = [unit for unit in self._units if unit.group is not None]
+        every = dict(pair for unit in living for pair in unit.named_shards())
+        return {name: every[name] for name in names if name in every}
+
+    def drop_copies(self) -> None:
+        for unit in self._units:
+            fsdp.drop_whole(unit.group)
+
+    def begin(self) -> None:
+        self._step.begin_exchange()
+
+    def end(self) -> None:
+        self._step.end_exchange()
+
+    def fail_with(self, error: BaseException) -> BaseException:
+        return self._step.fail_exchange(error, self._group)
+
+    def on_any_rank(self, value: bool) -> bool:
+        return is_on_any_rank(value, self._step.groups, self._device)
