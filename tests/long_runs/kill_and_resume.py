@@ -56,6 +56,7 @@ SHARDED = [
     ("error_feedback(sign())", ("--parallel", "fsdp", "--ranks", "3")),
     ("error_feedback(blockwise(bits=4))", (*_REPLICAS, "--shard-hook", "blockwise()")),
     ("error_feedback(powersgd(rank=2))", _REPLICAS),
+    ("local_sgd(4, hook=error_feedback(blockwise(bits=4)))", _REPLICAS),
 ]
 
 
