@@ -362,7 +362,7 @@ class LocalSteps:
         state = memory.state_dict()
         state[LOCAL_STEPS] = {"done": self.done, "is_open": self.is_open}
         # At rest too, so that what a state has is always the same.
-        state[f"rank{memory.place[0]}"][PARAMETERS] = {
+        state[memory.own_key][PARAMETERS] = {
             name: parameter.detach().clone() for name, parameter in self._by_name().items()
         }
         return state
@@ -405,7 +405,7 @@ class LocalSteps:
                 f"'{self._attached.name}', got one without '{LOCAL_STEPS}'"
             )
         position = checked_position(state, "its ", load_error)
-        key = f"rank{self._attached.memory.place[0]}"
+        key = self._attached.memory.own_key
         pieces = state.get(key)
         if not isinstance(pieces, dict):  # of which the memory tells
             return [], position, state

@@ -48,26 +48,30 @@ def agree_across(
     what: str,
     error: Exception | None,
     settings: dict[str, object],
+    some: dict[str, object] | None = None,
 ) -> None:
     """:func:`agree`, of all ranks of a mesh. All of them must call this.
 
     Args:
         groups: this rank's along each of the mesh's dimensions.
         what, error, settings: as :func:`agree`.
+        some: names and values that must be the same on the ranks that give these names.
 
     Raises:
         Exception: ``error``.
         RuntimeError: another rank cannot go on, or something differs. Says what.
     """
     text = None if error is None else f"{type(error).__name__}: {error}"
-    found: list[Any] = [(dist.get_rank() if dist.is_initialized() else 0, text, settings)]
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    found: list[Any] = [(rank, text, settings, some or {})]
     for group in groups:
         every = gather(group, found)
         if every is not None:
             found = [report for reports in every for report in reports]
     if error is not None:
         raise error
-    for rank, other, other_settings in found:
+    first: dict[str, tuple[int, object]] = {}  # of those that some ranks give
+    for rank, other, other_settings, others_own in found:
         if other is not None:
             raise RuntimeError(f"{what}: it failed on rank {rank}: {other}")
         for name, value in settings.items():
@@ -75,6 +79,13 @@ def agree_across(
                 raise RuntimeError(
                     f"{what}: {name} must be the same on all ranks: this one has {value}, "
                     f"rank {rank} has {other_settings.get(name)}"
+                )
+        for name, value in others_own.items():
+            before, known = first.setdefault(name, (rank, value))
+            if known != value:
+                raise RuntimeError(
+                    f"{what}: {name} must be the same on all of its ranks: rank {before} has "
+                    f"{known}, rank {rank} has {value}"
                 )
 
 

@@ -214,6 +214,11 @@ class HookMemory:
         """This process's number among those that have states of one training, and how many."""
         return self.rank, self.world_size
 
+    @property
+    def own_key(self) -> str:
+        """Where a state has what is this process's own."""
+        return f"rank{self.place[0]}"
+
     def state_dict(self) -> dict[str, Any]:
         """Everything as tensors and plain values, by the parameters' names."""
         own: dict[str, dict[str, Tensor]] = {}

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from torch_commhook.memory.sharded_states import (
+    PARTS,
     SHARD_HOOK,
+    choices_key,
     cut_states,
     is_cut,
     number_of_shards,
@@ -84,6 +86,11 @@ def reshard_states(
         raise ValueError(
             f"reshard_states: shards must be from 1 to {world_size}, the ranks, got {shards}"
         )
+    if isinstance(states[0], dict) and PARTS in states[0]:
+        raise ValueError(
+            "reshard_states: states of models with tensor parallelism are for the ranks that they "
+            "are of"
+        )
     if isinstance(states[0], dict) and SHARD_HOOK in states[0]:
         beside = [_of_shard_hook(state, rank) for rank, state in enumerate(states)]
         rest = [{k: v for k, v in state.items() if k != SHARD_HOOK} for state in states]
@@ -144,6 +151,8 @@ def _reshard_shards(
         for rank, state in enumerate(made):
             key = shared_key(rank % shards)
             state[key] = states[rank % shards].get(key, {})
+            key = choices_key(rank % shards)
+            state[key] = states[rank % shards].get(key, state[key])
     return made
 
 

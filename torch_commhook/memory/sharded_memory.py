@@ -16,9 +16,13 @@ from torch_commhook.memory.sharded_parameter import ShardedParameter
 from torch_commhook.memory.sharded_states import (
     SHARD_HOOK,
     SHARDS,
+    choices_key,
     number_of_shards,
+    of_part,
+    part_key,
     shards_entry,
     shared_key,
+    without_part,
 )
 from torch_commhook.memory.states import ERROR, FOLDED_INTO, Remembered, checked_state, load_error
 
@@ -31,11 +35,13 @@ class UnshardedMemory(HookMemory):
 
     Attributes:
         replica: which of the replicas this rank belongs to, and how many there are.
+        part: which part of the parameters this is, such as of tensor parallelism, and of how many.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.replica = 0, 1
+        self.part = 0, 1
         self._parameters: dict[str, ShardedParameter] = {}
         self._shards: dict[str, list[Tensor]] = {}
         self._padding: weakref.WeakKeyDictionary[BucketMemory, list[tuple[int, int]]] = (
@@ -61,7 +67,7 @@ class UnshardedMemory(HookMemory):
     def new_for_same_model(self) -> HookMemory:
         other = UnshardedMemory()
         other.set_sharded(list(self._parameters.values()), rank=self.rank)
-        other.replica = self.replica
+        other.replica, other.part = self.replica, self.part
         other.scaler = self.scaler
         return other
 
@@ -69,6 +75,10 @@ class UnshardedMemory(HookMemory):
     def place(self) -> tuple[int, int]:
         replica, replicas = self.replica
         return replica * self.world_size + self.rank, replicas * self.world_size
+
+    @property
+    def own_key(self) -> str:
+        return part_key(super().own_key, self.part)
 
     def shards_of(self, names: Sequence[str]) -> list[Tensor]:
         """What stands for some parameters' shards in a bucket: by rank, then by parameter."""
@@ -111,7 +121,7 @@ class UnshardedMemory(HookMemory):
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         state[SHARDS] = shards_entry(list(self._parameters.values()), 1)
-        key = f"rank{self.place[0]}"
+        key = super().own_key
         own = state[key]
         state[key] = {kind: self._whole(pieces) for kind, pieces in own.items()}
         # Each parameter has a piece for each rank.
@@ -123,7 +133,7 @@ class UnshardedMemory(HookMemory):
             kind: {_whole_name(name): number for name, number in numbers.items()}
             for kind, numbers in state["choices"].items()
         }
-        return state
+        return of_part(state, self.part)
 
     def _whole(self, pieces: dict[str, Tensor]) -> dict[str, Tensor]:
         found = {}
@@ -144,12 +154,13 @@ class UnshardedMemory(HookMemory):
             name: torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             for name, parameter in self._parameters.items()
         }
+        state = without_part(state, self.part, load_error)
         _check_shards(state, 1)
         rank, ranks = self.place
         return checked_state(state, by_name, remembered, rank=rank, world_size=ranks)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        key = f"rank{self.place[0]}"
+        key = super().own_key
         own = {kind: dict(tensors) for kind, tensors in state[key].items()}
         # What a rank had lost of sums that it encoded, where parameters were not sharded.
         for kind in [kind for kind in own if kind in FOLDED_INTO]:
@@ -188,6 +199,7 @@ class ReplicaMemory(HookMemory):
 
     Attributes:
         shard: which of the shards this rank has, and how many there are.
+        part: as that of :class:`UnshardedMemory`.
         parameters: the model's.
         beside: the memory of the hook in the reduce-scatters, where there is one.
     """
@@ -195,6 +207,7 @@ class ReplicaMemory(HookMemory):
     def __init__(self) -> None:
         super().__init__()
         self.shard = 0, 1
+        self.part = 0, 1
         self.parameters: list[ShardedParameter] = []
         self.beside: HookMemory | None = None
 
@@ -211,26 +224,35 @@ class ReplicaMemory(HookMemory):
         shard, shards = self.shard
         return self.rank * shards + shard, self.world_size * shards
 
+    @property
+    def own_key(self) -> str:
+        return part_key(super().own_key, self.part)
+
     def new_for_same_model(self) -> HookMemory:
         other = super().new_for_same_model()
         assert isinstance(other, ReplicaMemory)
         other.shard, other.parameters, other.beside = self.shard, self.parameters, self.beside
+        other.part = self.part
         return other
 
     def state_dict(self) -> dict[str, Any]:
         state = {**super().state_dict(), SHARDS: shards_entry(self.parameters, self.shard[1])}
         if self.shard[1] > 1:  # what the replicas of one shard have alike, others have not
             state[shared_key(self.shard[0])] = state["shared"]
-            state["shared"] = {}
+            state[choices_key(self.shard[0])] = state["choices"]
+            state["shared"], state["choices"] = {}, {}
         if self._beside_remembers:
             assert self.beside is not None
             state[SHARD_HOOK] = self.beside.state_dict()
-        return state
+        return of_part(state, self.part)
 
     def check_state(self, state: Any) -> dict[str, Any]:
+        state = without_part(state, self.part, load_error)
         _check_shards(state, self.shard[1])
         if isinstance(state, dict) and self.shard[1] > 1:
-            state = {**state, "shared": state.get(shared_key(self.shard[0]))}
+            shard = self.shard[0]
+            choices = state.get(choices_key(shard), state.get("choices"))
+            state = {**state, "shared": state.get(shared_key(shard)), "choices": choices}
         checked = super().check_state(state)
         if (SHARD_HOOK in state) != self._beside_remembers:
             has = "none" if self._beside_remembers else "one"

@@ -11,10 +11,13 @@ from torch import Tensor
 
 from torch_commhook.memory.sharded_parameter import ShardedParameter
 from torch_commhook.memory.state_values import Refuse, is_number, shown
-from torch_commhook.memory.states import ANCHOR, FOLDED_INTO, MOMENTUM, entry_name
+from torch_commhook.memory.states import ANCHOR, FOLDED_INTO, LOCAL_STEPS, MOMENTUM, entry_name
 
 #: Where a state says into how many shards its parameters are cut, and how.
 SHARDS = "shards"
+#: How many parts of a model have states of their own, such as those of tensor parallelism.
+PARTS = "parts"
+_OF_ALL_PARTS = {"version", "steps", "world_size", "buckets", LOCAL_STEPS}
 
 #: Where a state has that of the hook in the reduce-scatters, beside one across replicas.
 SHARD_HOOK = "shard_hook"
@@ -74,6 +77,50 @@ def _parameter(name: str, form: Sequence[int], shards: int) -> ShardedParameter:
     )
 
 
+def choices_key(shard: int) -> str:
+    """Where a state has what the replicas of a shard have settled on."""
+    return f"choices{shard}"
+
+
+def part_key(key: str, part: tuple[int, int]) -> str:
+    """An entry's name in the state of a part of a model, by the part's number and how many."""
+    number, parts = part
+    return key if parts == 1 or key in _OF_ALL_PARTS else f"part{number}_{key}"
+
+
+def of_part(state: dict[str, Any], part: tuple[int, int]) -> dict[str, Any]:
+    """A state of a part of a model, whose entries have other names than those of other parts."""
+    if part[1] == 1:
+        return state
+    return {PARTS: part[1], **{part_key(key, part): value for key, value in state.items()}}
+
+
+def without_part(state: Any, part: tuple[int, int], refuse: Refuse) -> Any:
+    """What :func:`of_part` was given.
+
+    Raises:
+        ValueError: the state is that of another part.
+    """
+    if not isinstance(state, dict):
+        return state  # for others to refuse
+    number, parts = part
+    if not is_number(state.get(PARTS, 1), parts):
+        raise refuse(
+            f"the state must be of {parts} parts of tensor parallelism, got one of "
+            f"{shown(state.get(PARTS, 1))}"
+        )
+    if parts == 1:
+        return state
+    own = f"part{number}_"
+    if not any(isinstance(key, str) and key.startswith(own) for key in state):
+        raise refuse(f"the state must be that of part {number}, of which it has nothing")
+    return {
+        key.removeprefix(own): value
+        for key, value in state.items()
+        if key in _OF_ALL_PARTS or (isinstance(key, str) and key.startswith(own))
+    }
+
+
 def shared_key(shard: int) -> str:
     """Where a state has what the replicas of a shard have alike."""
     return f"shared{shard}"
@@ -105,8 +152,9 @@ def whole_states(states: Sequence[dict[str, Any]], refuse: Refuse) -> list[dict[
         state = {
             key: value
             for key, value in _without_shards(states[first]).items()
-            if not key.startswith(("rank", "shared"))
+            if not key.startswith(("rank", "shared", "choices"))
         }
+        state["choices"] = states[first].get(choices_key(0), states[first].get("choices"))
         state["world_size"] = len(states) // shards
         alike = [
             _of_parameters(states[first + shard].get(shared_key(shard), {}), refuse)
@@ -215,6 +263,8 @@ def cut_states(
                     "world_size": len(states) * shards,
                     SHARDS: {"number": shards, "forms": dict(forms)},
                     "shared": {},
+                    "choices": {},
+                    choices_key(shard): state["choices"],
                     shared_key(shard): _map_tensors(alike, piece),
                     f"rank{rank}": _map_tensors(own, piece),
                 }

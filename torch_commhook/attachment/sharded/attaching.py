@@ -62,9 +62,10 @@ def attach_sharded(
     attached, beside = checked
     parameters = _parameters(model, units)
     claim(parameters, model, attached_to)
+    part = fsdp.part_of(unit.group for unit in units)
     road = ShardedRoad(model, units, weights)
     try:
-        _name_parameters(units, attached, beside)
+        _name_parameters(units, attached, beside, part)
         roads[model] = road
         handle = HookHandle(road, attached)
         begin_hook(road, attached, "attach")
@@ -237,12 +238,18 @@ def _check_weights(units: list[Unit], weights: object) -> None:
             )
 
 
-def _name_parameters(units: list[Unit], attached: Attached, beside: Attached | None) -> None:
+def _name_parameters(
+    units: list[Unit], attached: Attached, beside: Attached | None, part: tuple[int, int]
+) -> None:
     group = units[0].group
     shards, replicas = fsdp.shard_group(group), fsdp.replica_group(group)
     forms = [form for unit in units for form in unit.parameters.values()]
     for each in (attached, beside):
-        if each is not None and isinstance(each.memory, UnshardedMemory):
+        if each is None:
+            continue
+        assert isinstance(each.memory, (UnshardedMemory, ReplicaMemory))
+        each.memory.part = part
+        if isinstance(each.memory, UnshardedMemory):
             assert shards is not None
             each.memory.set_sharded(forms, rank=shards.rank())
     if replicas is not None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 
 from torch_commhook.hooks.base import Hook
-from torch_commhook.memory.sharded_memory import UnshardedMemory
+from torch_commhook.memory.hook_memory import HookMemory
+from torch_commhook.memory.sharded_memory import ReplicaMemory, UnshardedMemory
 from torch_commhook.step.attached_hook import Attached
 
 
@@ -39,6 +41,18 @@ def check_fits(attached: Attached) -> None:
 
 def _scales_steps(hook: Hook) -> bool:
     return hook.scales_steps or any(map(_scales_steps, hook.hooks_inside()))
+
+
+def settings_of_shard(memory: HookMemory | None, settings: Mapping[str, object]) -> dict[str, str]:
+    """Which of the settings that ranks compare each shard has of its own.
+
+    Returns:
+        Names that ranks of other shards do not have, and those in ``settings``.
+    """
+    choices = "the state's choices"
+    if choices not in settings or not isinstance(memory, ReplicaMemory):
+        return {}
+    return {f"{choices} for shard {memory.shard[0]} of part {memory.part[0]}": choices}
 
 
 def warn_of_memory(attached: Attached) -> None:

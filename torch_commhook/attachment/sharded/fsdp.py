@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -94,6 +95,22 @@ def mesh_groups(group: ParamGroup) -> list[dist.ProcessGroup]:
     for each in group.fsdp_params:
         found += each.sharded_param.device_mesh.get_all_groups()
     return found
+
+
+def part_of(groups: Iterable[ParamGroup]) -> tuple[int, int]:
+    """Which part of the parameters this rank has by other axes of the mesh, and of how many."""
+    number, parts = 0, 1
+    for group in groups:
+        own = [shard_group(group), scatter_group(group), replica_group(group)]
+        for each in group.fsdp_params:
+            mesh = each.sharded_param.device_mesh
+            axes = zip(mesh.get_all_groups(), mesh.get_coordinate() or (), mesh.shape, strict=False)
+            others = [axis for axis in axes if all(axis[0] is not one for one in own)]
+            if math.prod(size for _, _, size in others) > parts:
+                number, parts = 0, 1
+                for _, coordinate, size in others:
+                    number, parts = number * size + coordinate, parts * size
+    return number, parts
 
 
 def set_replica_group(group: ParamGroup, process_group: dist.ProcessGroup) -> None:

@@ -16,7 +16,7 @@ from torch_commhook import _C
 from torch_commhook.attachment.forward_hook import BeforeForward, register_first
 from torch_commhook.attachment.sharded import fsdp
 from torch_commhook.attachment.sharded.communication import AllGather, ReduceScatter, ReplicaGroup
-from torch_commhook.attachment.sharded.fits import check_fits, warn_of_memory
+from torch_commhook.attachment.sharded.fits import check_fits, settings_of_shard, warn_of_memory
 from torch_commhook.attachment.sharded.gathers import Gathers, wait_for
 from torch_commhook.attachment.sharded.replica import ShardedReplica
 from torch_commhook.attachment.sharded.results import is_plain, write
@@ -30,6 +30,7 @@ from torch_commhook.collectives.futures import driven
 from torch_commhook.collectives.plain import issue_reduce_scatter
 from torch_commhook.hooks.base import Hook
 from torch_commhook.memory.bucket_with_memory import BucketWithMemory
+from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.sharded_bucket import ShardedBucket
 from torch_commhook.memory.sharded_memory import UnshardedMemory
 from torch_commhook.metrics import (
@@ -428,7 +429,14 @@ class ShardedRoad:
 
     def agree(self, what: str, error: Exception | None, settings: dict[str, object]) -> None:
         """Go on together with all ranks of the mesh, or not at all; as :func:`agree`."""
-        agree_across(self._step.parents, what, error, settings)
+        own = settings_of_shard(self._memory, settings)
+        rest = {name: value for name, value in settings.items() if name not in own.values()}
+        some = {name: settings[given] for name, given in own.items()}
+        agree_across(self._step.parents, what, error, rest, some)
+
+    @property
+    def _memory(self) -> HookMemory | None:
+        return None if self._attached is None else self._attached.memory
 
     @property
     def is_alive(self) -> bool:
@@ -440,8 +448,7 @@ class ShardedRoad:
 
     def parameter_buckets(self) -> list[list[Tensor]]:
         """This rank's shards of the parameters of each unit, in order."""
-        memory = None if self._attached is None else self._attached.memory
-        found = [unit.named_shards(memory) for unit in reversed(self._units)]
+        found = [unit.named_shards(self._memory) for unit in reversed(self._units)]
         return [[shard for _, shard in each] for each in found]
 
     @property
