@@ -27,7 +27,7 @@ from pytorch_training import (
 from sharded_models import Mesh
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.testing._internal.common_fsdp import MLP, DoubleLinear, MLPStack
@@ -269,7 +269,7 @@ def _after_gather(
     if out is None:
         whole = gathered.to(F32)
         return whole, (gathered, whole)
-    with torch.autograd._unsafe_preserve_version_counter(out):
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
         out.copy_(gathered)
     return None
 
@@ -405,13 +405,15 @@ SCENARIOS: dict[str, PytorchScenario] = {
     "autograd: an unused module": PytorchScenario(partial(_pairs, False, True), sum_of_inputs(5)),
     **{
         f"autograd: a {kind}": PytorchScenario(
-            partial(_nested, kind), _nested_step, places=("fsdp-3",)
+            partial(_nested, kind), _nested_step, places=("fsdp-3",), in_all=kind != "record"
         )
         for kind in ("list", "dict", "named tuple", "record")
     },
     "autograd: optimizers in hooks": PytorchScenario(mlps, _steps_in_hooks, steps_itself=True),
     # test_fully_shard_mixed_precision.py
-    "mixed precision: inputs of a group": PytorchScenario(_grouped_casts, sum_of_inputs(5)),
+    "mixed precision: inputs of a group": PytorchScenario(
+        _grouped_casts, sum_of_inputs(5), in_all=False
+    ),
     "mixed precision: one module in float16": PytorchScenario(_one_in_half, sum_of_inputs(5)),
     "mixed precision: norms in float32": PytorchScenario(_norms, sum_of_inputs(6)),
     "mixed precision: reduced in the parameters' dtype": PytorchScenario(
@@ -453,5 +455,10 @@ SCENARIOS: dict[str, PytorchScenario] = {
     "state dict: back to before a step": PytorchScenario(mlps, _saved_between, steps_itself=True),
 }
 
-#: Each scenario on each of its meshes.
-PLACES = [(name, place) for name, each in SCENARIOS.items() for place in each.places]
+#: Each scenario that this version of PyTorch knows, on each of its meshes.
+PLACES = [
+    (name, place)
+    for name, each in SCENARIOS.items()
+    if each.in_all or hasattr(FSDPModule, "reset_iter_state")
+    for place in each.places
+]

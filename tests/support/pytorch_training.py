@@ -77,6 +77,7 @@ class PytorchScenario:
         places: the meshes.
         steps: how many.
         steps_itself: whether ``step`` calls the optimizer.
+        in_all: whether all versions of ``fully_shard`` can do it; else those from torch 2.13 on.
     """
 
     build: Callable[[Mesh], nn.Module]
@@ -84,6 +85,7 @@ class PytorchScenario:
     places: tuple[str, ...] = SHARDED
     steps: int = 4
     steps_itself: bool = False
+    in_all: bool = True
 
 
 def train(
@@ -461,10 +463,12 @@ TRAINING: dict[str, PytorchScenario] = {
     "training: methods that are forwards": PytorchScenario(_own_methods, _image_step),
     "training: a loss in chunks": PytorchScenario(partial(_chunked, False), _loss_in_chunks),
     "training: a loss in chunks of a group": PytorchScenario(
-        partial(_chunked, True), _loss_in_chunks
+        partial(_chunked, True), _loss_in_chunks, in_all=False
     ),
     "training: a loss in chunks of a whole head": PytorchScenario(
-        partial(_chunked, True, reshard_after_forward=False), _loss_in_chunks_of_a_whole_head
+        partial(_chunked, True, reshard_after_forward=False),
+        _loss_in_chunks_of_a_whole_head,
+        in_all=False,
     ),
     "training: losses in chunks add up": PytorchScenario(
         partial(_chunked, False), _chunks_that_add_up

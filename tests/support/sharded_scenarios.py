@@ -24,7 +24,7 @@ from sharded_models import (
     unsynchronised,
 )
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -461,6 +461,16 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "compiled blocks": Scenario(net=_blocks, shard=by_layer, prepare=_compile_blocks),
 }
+
+#: What some scenarios call, which came with torch 2.12 or 2.13.
+_NEWER = {
+    "a group for reduce-scatters": "set_separate_reduce_scatter_group",
+    "more buffers": "set_reduce_scatter_max_input_buffers",
+    "unused on some ranks": "set_reduce_scatter_unused_params",
+}
+for _name, _method in _NEWER.items():
+    if not hasattr(FSDPModule, _method):
+        del SCENARIOS[_name]
 
 #: Each scenario on each of its meshes.
 PLACES = [(name, place) for name, each in SCENARIOS.items() for place in each.meshes]

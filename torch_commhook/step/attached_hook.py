@@ -89,13 +89,15 @@ class Attached:
             self.memory.make_loss_scale(device)
         elif self.minds_scale:
             self.memory.jump_watch = JumpWatch(self.name, keeps_error=self.keeps_error)
+        stand_ins = self.memory.stand_ins
         for own in self.hook.own_groups():
-            self.memory.stand_ins[group_name(own)] = group.stand_in(own, device)
-        if self.hook.has_stages_among(self.memory.group.size()):
+            stand_ins[group_name(own)] = group.stand_in(own, device)
+        # After a failed step the groups have no backend, which torch 2.15 asks for their size.
+        if self.hook.has_stages_among(group.size):
             group.prepare_second_stage()
-        for stand_in in self.memory.stand_ins.values():
-            if self.hook.has_stages_among(stand_in.size()):
-                second_group(stand_in)
+        for own in self.hook.own_groups():
+            if self.hook.has_stages_among(own.size()):
+                second_group(stand_ins[group_name(own)])
 
     def let_go(self) -> None:
         """Keep no parameter of the model; what is remembered of them stays."""

@@ -352,13 +352,14 @@ class StepGroup:
         own = ConnectedGroup(self._rendezvous.store, name, like)
         self._own.append(own)
         itself = weakref.ref(self)
-        group = weakref.ref(own.group)
+        # The group itself has no backend after a failed step.
+        model = weakref.ref(like)
 
         def second() -> dist.ProcessGroup | None:
-            step_group, first = itself(), group()
-            if step_group is None or first is None:
+            step_group, alike = itself(), model()
+            if step_group is None or alike is None:
                 return None
-            return step_group._make(f"{name}/second", first)
+            return step_group._make(f"{name}/second", alike)
 
         provide_second_group(own.group, second)
         return own.group

@@ -134,20 +134,24 @@ def test_a_hook_removed_after_a_failure(ranks: RankPool, place: str) -> None:
     assert ranks.run(_remove_after_failure, place) == [[]] * ranks.world_size
 
 
-def _replace_after_failure(rank: int, place: str) -> list[str]:
+def _replace_after_failure(rank: int, place: str, has_stages: bool) -> list[str]:
     model, hook = new_model(place), Failing()
     handle = attach(model, hook)
     hook.fails_in = 1 if rank == 0 else None
     found = outcome(model, rank, 0, 0)
+    if has_stages:  # for which connections are made, while the others are lost
+        handle.replace(hooks.blockwise())
+        one_step(model, rank, 0)
     handle.replace(hooks.allreduce())
     found += unequal(one_step(model, rank, 0), plain_gradients(place, rank, 0), "replaced")
     handle.remove()
     return found
 
 
+@pytest.mark.parametrize("has_stages", [False, True])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_hook_replaced_after_a_failure(ranks: RankPool, place: str) -> None:
-    assert ranks.run(_replace_after_failure, place) == [[]] * ranks.world_size
+def test_a_hook_replaced_after_a_failure(ranks: RankPool, place: str, has_stages: bool) -> None:
+    assert ranks.run(_replace_after_failure, place, has_stages) == [[]] * ranks.world_size
 
 
 def _fail_while_adding_up(rank: int, place: str, **policy: torch.dtype) -> list[str]:

@@ -18,6 +18,7 @@ from sharded_models import (
 from sharded_refusals import Custom, error_of, gradients_of, new_model, own_hook, still_plain
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
 from torch_commhook import attach, codecs, hooks
@@ -267,19 +268,20 @@ def test_a_part_of_a_group(two_ranks: RankPool) -> None:
 
 
 def _several_groups(rank: int) -> str:
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
-
     axes = two_axes(("a", "b"))
-    one, other = FSDPMeshInfo(axes["a"], 0), FSDPMeshInfo(axes["b"], 0)
+    one, other = (_fsdp_common.FSDPMeshInfo(axes[name], 0) for name in ("a", "b"))
     model = layers()
 
     def place(parameter: nn.Parameter) -> Any:
-        return ShardPlacementResult(Shard(0), one if parameter.dim() == 1 else other)
+        return _fsdp_common.ShardPlacementResult(Shard(0), one if parameter.dim() == 1 else other)
 
     fully_shard(model, mesh=axes["a"], shard_placement_fn=place)
     return error_of(lambda: attach(model, hooks.allreduce()))
 
 
+@pytest.mark.skipif(
+    not hasattr(_fsdp_common, "ShardPlacementResult"), reason="see docs/torch_versions.md"
+)
 @pytest.mark.parametrize("place", ["fsdp-4"])
 def test_several_groups_of_a_module_over_several_meshes(ranks: RankPool, place: str) -> None:
     for message in ranks.run(_several_groups):

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
 from torch_commhook import attach, codecs, hooks
+from torch_commhook.attachment.sharded.fsdp import param_groups
 
 PLACES = ["fsdp-2", "hsdp-4", "replicate-2"]
 
@@ -45,12 +46,6 @@ def _settings(place: str) -> dict[str, Any]:
     return found
 
 
-def _groups_of(model: nn.Module) -> list[Any]:
-    return [
-        g for module in sharded_modules(model) for g in module._get_fsdp_state()._fsdp_param_groups
-    ]
-
-
 def _form(value: Any) -> Any:
     """By which an attribute is compared: PyTorch makes some of them anew in each step."""
     named = type(value).__module__, type(value).__qualname__
@@ -58,8 +53,8 @@ def _form(value: Any) -> Any:
 
 
 def _attributes(model: nn.Module) -> list[dict[str, Any]]:
-    found = [{name: _form(value) for name, value in vars(g).items()} for g in _groups_of(model)]
-    found += [{n: id(v) for n, v in vars(g.mesh_info).items()} for g in _groups_of(model)]
+    found = [{name: _form(value) for name, value in vars(g).items()} for g in param_groups(model)]
+    found += [{n: id(v) for n, v in vars(g.mesh_info).items()} for g in param_groups(model)]
     for module in sharded_modules(model):
         state = vars(module._get_fsdp_state())
         found.append({name: _form(value) for name, value in state.items()})

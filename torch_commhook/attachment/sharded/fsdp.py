@@ -382,8 +382,10 @@ def reset(root: Any) -> None:
             with suppress(RuntimeError):  # it was part of what has failed
                 result.all_gather_work.wait()
             group._all_gather_result = result._replace(all_gather_work=None)
-    if hasattr(root, "_reset_iter_state"):  # torch 2.13 has it
+    if hasattr(root, "_reset_iter_state"):
         root._reset_iter_state()
+    else:  # before torch 2.13
+        _reset_iteration(root)
     for group in groups:
         for each in group.fsdp_params:
             # Gradients of that iteration, which PyTorch leaves to the next.
@@ -391,6 +393,33 @@ def reset(root: Any) -> None:
                 each.unsharded_accumulated_grad = None
             if hasattr(each, "_unsharded_param"):
                 each._unsharded_param.grad = None
+
+
+def _reset_iteration(root: Any) -> None:
+    """What ``_reset_iter_state`` does in newer versions.
+
+    Without it the next backward would not come to its end: some gradients would be missing.
+    """
+    context, shared = root._state_ctx, root._comm_ctx
+    idle = type(root._training_state).IDLE
+    events = [getattr(shared.reduce_scatter_state, "event", None)]
+    shared.all_gather_state = shared.reduce_scatter_state = None
+    shared.post_forward_order.clear()
+    for state in context.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = idle
+        for group in _groups_of(state):
+            events += [group._post_reduce_event, getattr(group._all_reduce_state, "event", None)]
+            group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+            group._reshard_after_forward_event = group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._training_state = idle
+            group._to_sharded()
+    for event in events:
+        if event is not None:
+            root._device_handle.current_stream().wait_event(event)
+    context.iter_forward_root = None
+    context.post_backward_final_callback_queued = False
 
 
 class _EndOfBackward:
