@@ -77,7 +77,8 @@ def _adaptive(rank: int, place: str) -> list[str]:
     exact = [torch.stack(each).sum(0) for each in zip(*expected, strict=True)]
     # What a step has lost comes with the next one, so that a sum has lost but once.
     found += _is_near(total, exact, 0.25)
-    choices = handle.state_dict()["choices"]
+    state = handle.state_dict()
+    choices = state[f"choices{rank % 2}"] if place.startswith("hsdp") else state["choices"]
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, choices)
     shards = 2 if place.startswith("hsdp") else 1

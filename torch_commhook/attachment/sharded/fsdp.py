@@ -101,11 +101,12 @@ def part_of(groups: Iterable[ParamGroup]) -> tuple[int, int]:
     """Which part of the parameters this rank has by other axes of the mesh, and of how many."""
     number, parts = 0, 1
     for group in groups:
-        own = [shard_group(group), scatter_group(group), replica_group(group)]
+        own = [each for each in (shard_group(group), replica_group(group)) if each is not None]
+        ranks = [dist.get_process_group_ranks(each) for each in own]
         for each in group.fsdp_params:
             mesh = each.sharded_param.device_mesh
             axes = zip(mesh.get_all_groups(), mesh.get_coordinate() or (), mesh.shape, strict=False)
-            others = [axis for axis in axes if all(axis[0] is not one for one in own)]
+            others = [axis for axis in axes if dist.get_process_group_ranks(axis[0]) not in ranks]
             if math.prod(size for _, _, size in others) > parts:
                 number, parts = 0, 1
                 for _, coordinate, size in others:
