@@ -183,7 +183,9 @@ def test_powersgd(place: Place) -> None:
     for name, of_ranks in second_steps(place, True, attachments).items():
         numbers = 2 * int(name) * (even_rows(place) // place.shards + INPUTS)  # of two layers
         for sent in of_ranks:
-            assert sent.replicas == sent.stats.bytes_sent_last_step == 2 * 4 * part * numbers
+            assert sent.replicas == sent.stats.bytes_sent_last_step
+            # What a collective sends is rounded to a byte.
+            assert abs(sent.replicas - 2 * 4 * part * numbers) < 3
     for name, of_ranks in second_steps(place, False, attachments).items():
         for sent in of_ranks:
             assert sent.replicas == sent.stats.bytes_sent_last_step == low_rank(int(name), place)
