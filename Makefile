@@ -18,7 +18,7 @@
 #   make test-torch TORCH=2.15.0   the tests against another torch, in an environment of its own
 #   make test-asan, make test-tsan   tests of hooks on a build with a sanitizer; ten minutes
 #   make modes            every hook in every mode; ten minutes
-#   make kill-and-resume  train with each hook that remembers something, kill it, go on; five minutes
+#   make kill-and-resume  train with each hook that remembers something, kill it, go on; eight minutes
 #   make soak             memory over a million cycles of each kind of autograd hook; five minutes
 #   make soak-hooks       200 runs of each hook in stages, with delays and failures; half an hour
 #   make error-feedback   what error feedback is for, in runs of 20,000 steps; ten minutes

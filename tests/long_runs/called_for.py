@@ -78,7 +78,7 @@ RUNS = {
         ),
     ),
     "kill-and-resume": LongRun(
-        5,
+        8,
         (
             "torch_commhook/attachment",
             "torch_commhook/cli",
