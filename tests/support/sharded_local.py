@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from sharded_models import Mesh, batch, by_layer, layers, local, loss_of, reshard, whole
 from torch import Tensor, nn
 
@@ -135,3 +136,10 @@ def same(got: list[Tensor], expected: list[Tensor]) -> bool:
     return len(got) == len(expected) > 0 and all(
         torch.equal(a, b) for a, b in zip(got, expected, strict=True)
     )
+
+
+def between_replicas(mine: list[Tensor], rank: int, place: str) -> bool:
+    """Whether the other replica has the same bits as this rank. All ranks must ask."""
+    every: list[Any] = [None] * int(place[-1])
+    dist.all_gather_object(every, mine)
+    return same(mine, every[(rank + shards_of(place)) % len(every)])
