@@ -7,7 +7,7 @@
 #   make lint             ruff, mypy, import-linter, clang-format (make format mends what it can)
 #   make bench            the benchmarks; results go to benchmarks/results
 #   make bench-loss       loss after 1,000 steps with each hook, three seeds; hours, can be interrupted
-#   make bench-loss-sharded   the same on sharded models, of four ranks; three hours
+#   make bench-loss-sharded   the same on sharded models, of four ranks; hours, can be interrupted
 #   make bench-link       steps over links of 200 Mbit/s and 1 Gbit/s; root, iproute2, 15 minutes
 #   make bench-sharded    sharded models over links of 200 Mbit/s; root, iproute2, 15 minutes
 #   make bench-plan       what plan foretells of these steps, beside them; a minute

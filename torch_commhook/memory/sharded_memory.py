@@ -35,7 +35,7 @@ class UnshardedMemory(HookMemory):
 
     Attributes:
         replica: which of the replicas this rank belongs to, and how many there are.
-        part: which part of the parameters this is, such as of tensor parallelism, and of how many.
+        part: this rank's position in tensor parallelism, and the number of positions.
     """
 
     def __init__(self) -> None:

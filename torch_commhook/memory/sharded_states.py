@@ -15,7 +15,7 @@ from torch_commhook.memory.states import ANCHOR, FOLDED_INTO, LOCAL_STEPS, MOMEN
 
 #: Where a state says into how many shards its parameters are cut, and how.
 SHARDS = "shards"
-#: How many parts of a model have states of their own, such as those of tensor parallelism.
+#: The key of the number of parts that tensor parallelism splits the model into.
 PARTS = "parts"
 _OF_ALL_PARTS = {"version", "steps", "world_size", "buckets", LOCAL_STEPS}
 
@@ -78,25 +78,30 @@ def _parameter(name: str, form: Sequence[int], shards: int) -> ShardedParameter:
 
 
 def choices_key(shard: int) -> str:
-    """Where a state has what the replicas of a shard have settled on."""
+    """The key under which a state has a shard's choices, which its replicas share."""
     return f"choices{shard}"
 
 
 def part_key(key: str, part: tuple[int, int]) -> str:
-    """An entry's name in the state of a part of a model, by the part's number and how many."""
+    """The key of an entry in a state of one part of a model.
+
+    Args:
+        key: of the entry in a model of one part.
+        part: the part's number, and the number of parts.
+    """
     number, parts = part
     return key if parts == 1 or key in _OF_ALL_PARTS else f"part{number}_{key}"
 
 
 def of_part(state: dict[str, Any], part: tuple[int, int]) -> dict[str, Any]:
-    """A state of a part of a model, whose entries have other names than those of other parts."""
+    """Give a state's entries names that no other part of the model uses; see :func:`part_key`."""
     if part[1] == 1:
         return state
     return {PARTS: part[1], **{part_key(key, part): value for key, value in state.items()}}
 
 
 def without_part(state: Any, part: tuple[int, int], refuse: Refuse) -> Any:
-    """What :func:`of_part` was given.
+    """Undo :func:`of_part`.
 
     Raises:
         ValueError: the state is that of another part.

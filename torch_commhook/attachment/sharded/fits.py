@@ -44,10 +44,10 @@ def _scales_steps(hook: Hook) -> bool:
 
 
 def settings_of_shard(memory: HookMemory | None, settings: Mapping[str, object]) -> dict[str, str]:
-    """Which of the settings that ranks compare each shard has of its own.
+    """Select the settings that only the replicas of a shard must have alike.
 
     Returns:
-        Names that ranks of other shards do not have, and those in ``settings``.
+        For each, a name that contains the shard, and its name in ``settings``.
     """
     choices = "the state's choices"
     if choices not in settings or not isinstance(memory, ReplicaMemory):

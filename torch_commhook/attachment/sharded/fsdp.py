@@ -98,7 +98,11 @@ def mesh_groups(group: ParamGroup) -> list[dist.ProcessGroup]:
 
 
 def part_of(groups: Iterable[ParamGroup]) -> tuple[int, int]:
-    """Which part of the parameters this rank has by other axes of the mesh, and of how many."""
+    """This rank's position on the axes of the mesh beside replicas and shards.
+
+    Returns:
+        The position, counted over all these axes, and the number of positions: (0, 1) without any.
+    """
     number, parts = 0, 1
     for group in groups:
         own = [each for each in (shard_group(group), replica_group(group)) if each is not None]
