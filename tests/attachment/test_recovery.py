@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import re
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -18,7 +19,7 @@ from rank_pool import RankPool
 from torch import nn
 
 from torch_commhook import GradBucket, PeerError, attach, collectives, hooks, traceable
-from torch_commhook.step.step_group import StepGroup
+from torch_commhook.step.step_group import StepGroup, groups_by_name
 
 
 class Flaky:
@@ -419,3 +420,28 @@ def test_two_models_in_one_backward(two_ranks: RankPool, which: int, compiled: b
     first, second = two_ranks.run(_two_models, which, compiled, timeout=60)
     assert first == ["good", "OwnError", "good", "good"]
     assert second == ["good", "RuntimeError" if compiled else "PeerError", "good", "good"]
+
+
+def _held_last_by_a_backend(rank: int) -> tuple[bool, bool]:
+    step_group = StepGroup()
+    name = step_group.name
+    runs, may_end = threading.Event(), threading.Event()
+
+    def last(_: object, kept: StepGroup = step_group) -> None:
+        runs.set()
+        may_end.wait(10)
+
+    future = step_group.group.allreduce([torch.ones(2)]).get_future()
+    future.add_done_callback(last)
+    del future, last, step_group
+    ran = runs.wait(10)
+    may_end.set()
+    deadline = time.monotonic() + 10
+    while name in groups_by_name and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return ran, name in groups_by_name
+
+
+def test_a_group_that_its_own_thread_drops(two_ranks: RankPool) -> None:
+    """What a callback has kept goes with it, on a thread that must not wait for its own end."""
+    assert two_ranks.run(_held_last_by_a_backend) == [(True, False)] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -142,8 +143,18 @@ def close_connections(*groups: dist.ProcessGroup) -> None:
     """Take groups' backends off, so that the other ranks' collectives on them end."""
     for group in groups:  # of all first, since they take the connections of two
         stop_exchanges(group)
-    for group in groups:
-        _C.drop_backends(group)
+    taken = [_C.TakenBackends(group) for group in groups]
+    if isinstance(threading.current_thread(), threading._DummyThread):
+        # A thread that Python has not started may be a backend's own, which drops what its callback
+        # has kept, and must not wait for its own end. The interpreter's end waits for this one.
+        threading.Thread(target=_close, args=(taken,), name="commhook-close").start()
+    else:
+        _close(taken)
+
+
+def _close(taken: Sequence[_C.TakenBackends]) -> None:
+    for backends in taken:
+        backends.close()
 
 
 # ---- for second stages ---------------------------------------------------------------------------

@@ -5,6 +5,7 @@
 
 #include "commhook/hook_result.h"
 #include "runtime/bindings/bindings.h"
+#include "runtime/process_group/backends.h"
 #include "runtime/process_group/override_method.h"
 #include "runtime/process_group/py_process_group.h"
 #include "runtime/process_group/py_work.h"
@@ -191,6 +192,13 @@ void bind_overrides(py::module_& m) {
   m.def("set_run_with_hooks", &set_run_with_hooks, py::arg("run"));
 }
 
+// For any group.
+void bind_backends(py::module_& m) {
+  py::class_<TakenBackends>(m, "TakenBackends", "The backends that a group had.")
+      .def(py::init<c10d::ProcessGroup&>(), py::arg("group"))
+      .def("close", &TakenBackends::close, py::call_guard<py::gil_scoped_release>());
+}
+
 // For any Work, also one of PyTorch's.
 void bind_works(py::module_& m) {
   m.def("on_completion", &on_completion, py::arg("future"), py::arg("callback"),
@@ -241,6 +249,7 @@ void bind_for_threads(py::module_& m) {
 void bind_process_group(py::module_& m) {
   bind_group_and_work(m);
   bind_overrides(m);
+  bind_backends(m);
   bind_works(m);
   bind_for_threads(m);
 }

@@ -8,7 +8,6 @@
 #include "runtime/hooks/grad_bucket.h"
 #include "runtime/hooks/hook_result.h"
 #include "runtime/hooks/hook_runner.h"
-#include "runtime/process_group/backends.h"
 #include "runtime/python/hook_names.h"
 #include "runtime/python/main_thread.h"
 #include "runtime/python/waiting.h"
@@ -66,8 +65,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   commhook::bind_reducer(m);
   m.def("call_before_capture", &commhook::call_before_capture, py::arg("parameters"),
         py::arg("callback"));
-  m.def("drop_backends", &commhook::drop_backends, py::arg("group"),
-        py::call_guard<py::gil_scoped_release>());
   m.def(
       "wait_for",
       [](const std::shared_ptr<torch::jit::PythonFutureWrapper>& future, double seconds) {

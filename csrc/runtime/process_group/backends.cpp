@@ -1,5 +1,7 @@
 #include "runtime/process_group/backends.h"
 
+#include <utility>
+
 namespace commhook {
 namespace {
 
@@ -14,6 +16,16 @@ struct Backends : c10d::ProcessGroup {
 
 }  // namespace
 
-void drop_backends(c10d::ProcessGroup& group) { Backends::take(group); }
+TakenBackends::TakenBackends(c10d::ProcessGroup& group) {
+  const auto [by_type, by_device] = Backends::take(group);
+  for (const auto& each : by_type) {
+    backends_.push_back(each.second);
+  }
+  for (const auto& each : by_device) {
+    backends_.push_back(each.second);
+  }
+}
+
+void TakenBackends::close() { backends_.clear(); }
 
 }  // namespace commhook
