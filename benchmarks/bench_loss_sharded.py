@@ -78,7 +78,7 @@ def table(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         own = statistics.fmean(run["loss"] for run, _ in pairs)
         other = statistics.fmean(beside["loss"] for _, beside in pairs)
-        row = {"job": job.name, "seeds": len(pairs), "loss": own}
+        row: dict[str, Any] = {"job": job.name, "seeds": len(pairs), "loss": own}
         row["held_out_loss"] = statistics.fmean(run["held_out_loss"] for run, _ in pairs)
         rows.append({**row, "ratio": own / other, "at_most": at_most})
     return rows
@@ -88,23 +88,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=1, help="sequences of each rank in a step")
+    parser.add_argument("--seq", type=int, default=64, help="bytes of a sequence")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--again", action="store_true", help="forget what is stored")
     options = parser.parse_args()
     stored: dict[str, Any] = {"environment": environment("cpu"), "runs": []}
     if RESULTS.exists() and not options.again:
         stored["runs"] = json.loads(RESULTS.read_text())["runs"]
-    size = options.steps, options.batch
+    size = {"steps": options.steps, "batch": options.batch, "seq": options.seq}
     for seed in options.seeds:
         for job in JOBS:
-            key = (job.name, seed, *size)
-            if any(key == (r["job"], r["seed"], r["steps"], r["batch"]) for r in stored["runs"]):
+            named = {"job": job.name, "seed": seed, **size}
+            if any(named.items() <= run.items() for run in stored["runs"]):
                 continue
-            run = {"job": job.name, **train(job.hook, seed, *size, job.options)}
+            more = [*job.options, "--seq", str(options.seq)]
+            run = {**named, **train(job.hook, seed, options.steps, options.batch, more)}
             print(f"{job.name}, seed {seed}: {run['loss']:.4f}", flush=True)
             stored["runs"].append(run)
             RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
-    runs = [run for run in stored["runs"] if (run["steps"], run["batch"]) == size]
+    runs = [run for run in stored["runs"] if size.items() <= run.items()]
     return 0 if print_table(table(runs), "job") else 1
 
 
