@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import bench_loss_sharded
 from bench_link import BASELINE, format_caps
-from bench_loss import AT_MOST, has_buckets_of_train, table
+from bench_loss import has_buckets_of_train, table
 from link_rank import ALONE
 from machine import FOLDER
 from sharded_rank import BFLOAT16, FLOAT32
@@ -114,25 +115,29 @@ def plans() -> Iterator[str]:
 # ---- loss ----------------------------------------------------------------------------------------
 
 
-def losses() -> Iterator[str]:
-    runs = load(RESULTS / "bench_loss.json")["runs"]
+def loss_table(what: str, found: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """The rows of a table of losses, whose first column is ``what``."""
     body = []
-    for row in table(runs):
-        target = AT_MOST.get(row["hook"])
+    for row in found:
+        target = row["at_most"]
         verdict = ""
         if target is not None:
             verdict = f"at most {target:.2f}" + ("" if row["ratio"] <= target else ", **missed**")
-        body.append(
-            [
-                f"`{row['hook']}`",
-                f"{row['seeds']}",
-                f"{row['loss']:.4f}",
-                f"{row['ratio']:.4f}",
-                verdict,
-                f"{row['held_out_loss']:.4f}",
-                f"{row['MB per step']:.2f}",
-            ]
+        numbers = (
+            f"{row['loss']:.4f}",
+            f"{row['ratio']:.4f}",
+            verdict,
+            f"{row['held_out_loss']:.4f}",
         )
+        body.append([f"`{row[what]}`", f"{row['seeds']}", *numbers])
+        if "MB per step" in row:
+            body[-1].append(f"{row['MB per step']:.2f}")
+    header = [what, "seeds", "loss", "of uncompressed", "target", "held-out loss"]
+    yield from rows([*header, "MB sent per step"][: len(body[0])], body)
+
+
+def losses() -> Iterator[str]:
+    runs = load(RESULTS / "bench_loss.json")["runs"]
     steps = {run["steps"] for run in runs}
     yield (
         f"`train`'s default model, 2 ranks, {', '.join(f'{n:,}' for n in steps)} steps, means over "
@@ -148,16 +153,20 @@ def losses() -> Iterator[str]:
         ]
         yield f"Of other buckets than `train` has now: {', '.join(said)}."
     yield ""
-    header = [
-        "hook",
-        "seeds",
-        "loss",
-        "of uncompressed",
-        "target",
-        "held-out loss",
-        "MB sent per step",
-    ]
-    yield from rows(header, body)
+    yield from loss_table("hook", table(runs))
+
+
+def sharded_losses() -> Iterator[str]:
+    runs = load(RESULTS / "bench_loss_sharded.json")["runs"]
+    steps, model = runs[0]["steps"], runs[0]["model"]
+    yield (
+        f"`train` with a model of {model['layers']} layers, {model['dim']} values wide, on 4 "
+        f"ranks, each with one sequence of {model['seq']} bytes in each of {steps:,} steps: in "
+        "four shards (`fsdp`), and in two replicas of two shards (`hsdp`), each beside the same "
+        "without compression."
+    )
+    yield ""
+    yield from loss_table("job", bench_loss_sharded.table(runs))
 
 
 # ---- long tests ----------------------------------------------------------------------------------
@@ -258,6 +267,10 @@ def page() -> str:
         "![Loss over bytes sent](images/loss_over_bytes.png)",
         "",
         "![Loss over time at 200 Mbit/s](images/loss_over_time.png)",
+        "",
+        "`make bench-loss-sharded`:",
+        "",
+        *sharded_losses(),
         "",
         "## Long runs",
         "",
