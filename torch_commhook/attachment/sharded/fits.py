@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 
+from torch_commhook.attachment.sharded import fsdp
 from torch_commhook.hooks.base import Hook
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.sharded_memory import ReplicaMemory, UnshardedMemory
@@ -53,6 +54,19 @@ def settings_of_shard(memory: HookMemory | None, settings: Mapping[str, object])
     if choices not in settings or not isinstance(memory, ReplicaMemory):
         return {}
     return {f"{choices} for shard {memory.shard[0]} of part {memory.part[0]}": choices}
+
+
+def check_backward() -> None:
+    """Refuse a backward of which ``fully_shard`` would reduce some gradients, and others not.
+
+    Raises:
+        RuntimeError: compiled autograd runs it.
+    """
+    if fsdp.is_compiled_backward():
+        raise RuntimeError(
+            "torch_commhook: compiled autograd runs this backward, in which fully_shard gives "
+            "other gradients, with a hook or without; call backward() outside of it"
+        )
 
 
 def warn_of_memory(attached: Attached) -> None:

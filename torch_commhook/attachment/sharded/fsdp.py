@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -306,6 +307,20 @@ def is_written_last(group: ParamGroup, op: object, dtype: torch.dtype) -> bool:
         and not getattr(each.sharded_param, "_post_accumulate_grad_hooks", None)
         for each in group.fsdp_params
     )
+
+
+def runs_hooks_in_backward(model: nn.Module) -> bool:
+    """Whether modules call functions of the user's in a backward, which may look at gradients."""
+    registered = nn.modules.module
+    return bool(registered._global_backward_hooks or registered._global_backward_pre_hooks) or any(
+        each._backward_hooks or each._backward_pre_hooks for each in model.modules()
+    )
+
+
+def is_compiled_backward() -> bool:
+    """Whether compiled autograd runs the backward that calls this."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and bool(module.in_compiled_autograd_region)
 
 
 def gathered_dtypes(group: ParamGroup) -> set[Any]:
