@@ -445,3 +445,26 @@ def _held_last_by_a_backend(rank: int) -> tuple[bool, bool]:
 def test_a_group_that_its_own_thread_drops(two_ranks: RankPool) -> None:
     """What a callback has kept goes with it, on a thread that must not wait for its own end."""
     assert two_ranks.run(_held_last_by_a_backend) == [(True, False)] * 2
+
+
+def _fail_in_subgroup(rank: int, is_ddp: bool) -> str:
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return ""
+    model, hook = module(), Flaky()
+    if is_ddp:
+        attach(nn.parallel.DistributedDataParallel(model, process_group=group), hook)
+    else:
+        attach(model, hook, process_group=group)
+    hook.fails_on = 0 if rank == 2 else -1
+    try:
+        gradients(model, batch(rank, 0))
+    except (OwnError, PeerError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize("is_ddp", [False, True])
+def test_errors_name_ranks_of_the_world(three_ranks: RankPool, is_ddp: bool) -> None:
+    _, peer, _ = three_ranks.run(_fail_in_subgroup, is_ddp)
+    assert peer.startswith("PeerError: torch_commhook: this step failed on rank 2: OwnError: boo")
