@@ -451,14 +451,13 @@ def _fail_in_subgroup(rank: int, is_ddp: bool) -> str:
     group = dist.new_group([1, 2])
     if rank == 0:
         return ""
-    model, hook = module(), Flaky()
+    outer, hook = module(), Flaky()
     if is_ddp:
-        attach(nn.parallel.DistributedDataParallel(model, process_group=group), hook)
-    else:
-        attach(model, hook, process_group=group)
+        outer = nn.parallel.DistributedDataParallel(outer, process_group=group)
+    attach(outer, hook, process_group=None if is_ddp else group)
     hook.fails_on = 0 if rank == 2 else -1
     try:
-        gradients(model, batch(rank, 0))
+        outer(batch(rank, 0)).sum().backward()
     except (OwnError, PeerError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"

@@ -425,7 +425,7 @@ class ShardedRoad:
 
     def check_fits(self, attached: Attached) -> None:
         """Refuse a hook that cannot do what a sharded model asks of it."""
-        check_fits(attached)
+        check_fits(attached, "HookHandle.replace")
 
     def agree(self, what: str, error: Exception | None, settings: dict[str, object]) -> None:
         """Go on together with all ranks of the mesh, or not at all; as :func:`agree`."""
