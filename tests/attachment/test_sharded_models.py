@@ -121,6 +121,8 @@ def test_replicate(place: str, stepped: bool) -> None:
     for message in run_ranks(_attach_replicated, 2, place, stepped):
         assert "attach: replicate() was applied to" in message
         assert "register_comm_hook(None, hook)" in message
+        assert "the newer replicate() of torch.distributed._composable.replicate_with" in message
+        assert "torch.distributed._composable.replicate.DDP" not in message
 
 
 def _hook_of_replicate(rank: int) -> list[float]:
