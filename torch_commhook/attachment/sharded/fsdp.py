@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torch_commhook.attachment.parameters import class_name
 from torch_commhook.memory.sharded_parameter import ShardedParameter
 
 #: A group of parameters that ``fully_shard`` communicates together (its ``FSDPParamGroup``).
@@ -57,6 +58,8 @@ def reshard(model: nn.Module) -> None:
     """Have a model's parameters be its shards; after a forward some may still be whole."""
     for group in param_groups(model):
         group.reshard()
+        if not group.is_sharded:  # PyTorch leaves them where an exception has left the forward
+            drop_whole(group)
 
 
 def shard_group(group: ParamGroup) -> dist.ProcessGroup | None:
@@ -138,7 +141,7 @@ def sharded_parameters(model: nn.Module, group: ParamGroup) -> dict[int, Sharded
     if any(id(each) not in names for each in trainable(group)):
         raise ValueError(
             "attach: some parameters of a group that fully_shard() has formed of several modules "
-            f"are not in {type(model).__name__}; attach to a module that has all of them"
+            f"are not in {class_name(model)}; attach to a module that has all of them"
         )
     shards = 1 if shard_group(group) is None else shard_group(group).size()  # type: ignore[union-attr]
     dtype = _reduced_dtype(group)

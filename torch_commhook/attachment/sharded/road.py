@@ -20,7 +20,7 @@ from torch_commhook.attachment.sharded.communication import AllGather, ReduceSca
 from torch_commhook.attachment.sharded.fits import (
     check_backward,
     check_fits,
-    settings_of_shard,
+    settings_by_ranks,
     warn_of_memory,
 )
 from torch_commhook.attachment.sharded.gathers import Gathers, wait_for
@@ -436,14 +436,12 @@ class ShardedRoad:
 
     def check_fits(self, attached: Attached) -> None:
         """Refuse a hook that cannot do what a sharded model asks of it."""
-        check_fits(attached)
+        check_fits(attached, "HookHandle.replace")
 
     def agree(self, what: str, error: Exception | None, settings: dict[str, object]) -> None:
         """Go on together with all ranks of the mesh, or not at all; as :func:`agree`."""
-        own = settings_of_shard(self._memory, settings)
-        rest = {name: value for name, value in settings.items() if name not in own.values()}
-        some = {name: settings[given] for name, given in own.items()}
-        agree_across(self._step.parents, what, error, rest, some)
+        of_all, of_shard = settings_by_ranks(self._memory, settings)
+        agree_across(self._step.parents, what, error, of_all, of_shard)
 
     @property
     def _memory(self) -> HookMemory | None:
