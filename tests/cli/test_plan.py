@@ -272,7 +272,10 @@ def test_the_command_lists_hooks_for_shards(
         (["--model-size", "1k", "--hooks", "none"], "write allreduce()"),
         (["--parallel", "fsdp", "--hooks", "none"], "is plain fully_shard: write allreduce()"),
         (["--parallel", "fsdp", "--hooks", "topk(0.1)"], "error: topk(density=0.1): needs the gra"),
-        (["--parallel", "hsdp", "--hooks", "clip(1.0)"], "error: clip(1) scales all gradients of a step"),
+        (
+            ["--parallel", "hsdp", "--hooks", "clip(1.0)"],
+            "error: clip(1) scales all gradients of a step",
+        ),
         (
             ["--parallel", "fsdp", "--weights", "topk(0.1)"],
             "weights must be a codec that sends",
