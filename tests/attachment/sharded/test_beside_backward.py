@@ -211,3 +211,45 @@ def test_one_that_fails_at_the_end(two_ranks: RankPool, way: str) -> None:
         "PeerError: torch_commhook: this step failed on rank 1: TimeoutError"
     )
     assert first[1] == "nothing"
+
+
+class _Headed(nn.Module):
+    """Its head, which is sharded together with its body, can run alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.body(inputs)
+
+
+def _heads_alone(rank: int) -> bool:
+    """From the second time on ``fully_shard`` hears of no end of the backward."""
+    found = []
+    for hook in (None, _Late()):
+        model = _Headed()
+        mesh = device_mesh((dist.get_world_size(),), ("ranks",))
+        fully_shard([model.body, model.head], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        handle = None if hook is None else attach(model, hook)
+        hidden = model(torch.randn(3, 4, generator=torch.Generator().manual_seed(rank)))
+        gradients = []
+        for _ in range(3):
+            if hook is not None:
+                hook.may_end.clear()
+                threading.Timer(0.2, hook.may_end.set).start()
+            model.head(hidden.detach().requires_grad_()).square().sum().backward()
+            gradients.append(model.head.weight.grad.full_tensor().clone())
+            model.zero_grad()
+        found.append(gradients)
+        if handle is not None:
+            assert handle.stats().steps == 3
+            handle.remove()
+    return all(map(torch.equal, *found))
+
+
+def test_a_part_of_a_group_that_runs_alone(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_heads_alone) == [True, True]

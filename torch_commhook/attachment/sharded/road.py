@@ -25,7 +25,7 @@ from torch_commhook.attachment.sharded.fits import (
 )
 from torch_commhook.attachment.sharded.gathers import Gathers, wait_for
 from torch_commhook.attachment.sharded.replica import ShardedReplica
-from torch_commhook.attachment.sharded.results import is_plain, write
+from torch_commhook.attachment.sharded.results import count_unit, is_plain, write
 from torch_commhook.attachment.sharded.roots import Roots
 from torch_commhook.attachment.sharded.step import ShardedStep
 from torch_commhook.attachment.sharded.under_way import Exchange, UnderWay
@@ -41,7 +41,6 @@ from torch_commhook.memory.sharded_bucket import ShardedBucket
 from torch_commhook.memory.sharded_memory import UnshardedMemory
 from torch_commhook.metrics import (
     WireMeter,
-    count_bucket,
     counting,
     note_collective,
     ring_all_reduce_bytes,
@@ -316,13 +315,7 @@ class ShardedRoad:
     def _count(self, attached: Attached, unit: Unit, traffic: Any) -> None:
         first = attached not in self._counted
         self._counted.append(attached)
-        stats = attached.stats
-        # Units whose gradients come later have larger numbers, but some may come first or never.
-        while len(stats.buckets) < unit.number:
-            index = len(stats.buckets)
-            empty = traffic._replace(numel=0, bytes_sent=0, bytes_received=0)
-            count_bucket(stats, index, len(self._units), empty, first=False)
-        count_bucket(stats, unit.number, len(self._units), traffic, first=first)
+        count_unit(attached.stats, unit.number, len(self._units), traffic, first=first)
 
     # ---- steps -----------------------------------------------------------------------------------
 
@@ -330,6 +323,8 @@ class ShardedRoad:
         self._counted = []
         model = self.model()
         self._has_hooks = model is not None and fsdp.runs_hooks_in_backward(model)
+        if not self._roots.are_in_backward:  # of modules grouped for fully_shard, one ran alone
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
         for attached in self._all_attached():
             attached.look_at_scale(in_join=False)
 
