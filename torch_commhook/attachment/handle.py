@@ -15,8 +15,10 @@ from torch.utils.hooks import RemovableHandle
 from torch_commhook.attachment.parameters import release
 from torch_commhook.attachment.road import Road, road_in_use, roads
 from torch_commhook.buckets.grad_bucket import GradBucket
+from torch_commhook.collectives.agreement import gather_along
 from torch_commhook.hooks import __name__ as hooks_module
 from torch_commhook.hooks.base import Hook
+from torch_commhook.memory.merging import merged_states, on_the_host
 from torch_commhook.memory.scaler_watch import stop_watching_for_scaler, watch_for_scaler
 from torch_commhook.memory.states import LOCAL_STEPS, comparable_form
 from torch_commhook.metrics import HookStats
@@ -215,7 +217,7 @@ class HookHandle:
     # ---- what the hook remembers -----------------------------------------------------------------
 
     @outside_inference_mode
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         """What the hook remembers on this rank, to go on from later.
 
         Error memory, factors, momentum and steps, by the names of parameters, as plain values and
@@ -229,11 +231,32 @@ class HookHandle:
 
         Of a hook that keeps ranks apart this has the rank's parameters too. Where a sharded model
         has a ``shard_hook``, what that remembers is under ``"shard_hook"``.
+
+        Args:
+            gather: whether to give what the hook remembers on all ranks, in one state that each of
+                them can load: for a file that one rank writes, as frameworks do. All ranks must
+                call this at the same point then, and get the same, in the memory of the host: as
+                much as all of them remember together.
+
+        Raises:
+            RuntimeError: with ``gather``, it failed on another rank, or the ranks are at different
+                steps.
         """
+        if gather:
+            return self._gathered_state()
         memory, local_steps = self._attached.memory, self._attached.local_steps
         if local_steps is not None:
             return local_steps.state_dict()
         return {} if memory.remembers_nothing else memory.state_dict()
+
+    def _gathered_state(self) -> dict[str, Any]:
+        state, error = {}, None
+        try:
+            state = on_the_host(self.state_dict())
+        except Exception as raised:
+            error = raised
+        self._road.agree("HookHandle.state_dict", error, {})
+        return merged_states(gather_along(self._road.parents, state))
 
     @outside_inference_mode
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -43,16 +43,20 @@ def _scales_steps(hook: Hook) -> bool:
     return hook.scales_steps or any(map(_scales_steps, hook.hooks_inside()))
 
 
-def settings_of_shard(memory: HookMemory | None, settings: Mapping[str, object]) -> dict[str, str]:
-    """Select the settings that only the replicas of a shard must have alike.
+def settings_by_ranks(
+    memory: HookMemory | None, settings: Mapping[str, object]
+) -> tuple[dict[str, object], dict[str, object]]:
+    """Tell settings that all ranks must have alike from those of the replicas of a shard.
 
     Returns:
-        For each, a name that contains the shard, and its name in ``settings``.
+        The former, and the latter by names that contain the shard.
     """
     choices = "the state's choices"
     if choices not in settings or not isinstance(memory, ReplicaMemory):
-        return {}
-    return {f"{choices} for shard {memory.shard[0]} of part {memory.part[0]}": choices}
+        return dict(settings), {}
+    of_all = {name: value for name, value in settings.items() if name != choices}
+    of_shard = f"{choices} for shard {memory.shard[0]} of part {memory.part[0]}"
+    return of_all, {of_shard: settings[choices]}
 
 
 def warn_of_memory(attached: Attached) -> None:

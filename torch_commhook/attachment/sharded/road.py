@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -16,7 +16,7 @@ from torch_commhook import _C
 from torch_commhook.attachment.forward_hook import BeforeForward, register_first
 from torch_commhook.attachment.sharded import fsdp
 from torch_commhook.attachment.sharded.communication import AllGather, ReduceScatter, ReplicaGroup
-from torch_commhook.attachment.sharded.fits import check_fits, settings_of_shard, warn_of_memory
+from torch_commhook.attachment.sharded.fits import check_fits, settings_by_ranks, warn_of_memory
 from torch_commhook.attachment.sharded.gathers import Gathers, wait_for
 from torch_commhook.attachment.sharded.replica import ShardedReplica
 from torch_commhook.attachment.sharded.results import is_plain, write
@@ -429,10 +429,12 @@ class ShardedRoad:
 
     def agree(self, what: str, error: Exception | None, settings: dict[str, object]) -> None:
         """Go on together with all ranks of the mesh, or not at all; as :func:`agree`."""
-        own = settings_of_shard(self._memory, settings)
-        rest = {name: value for name, value in settings.items() if name not in own.values()}
-        some = {name: settings[given] for name, given in own.items()}
-        agree_across(self._step.parents, what, error, rest, some)
+        of_all, of_shard = settings_by_ranks(self._memory, settings)
+        agree_across(self.parents, what, error, of_all, of_shard)
+
+    @property
+    def parents(self) -> Sequence[dist.ProcessGroup]:
+        return self._step.parents
 
     @property
     def _memory(self) -> HookMemory | None:
