@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_commhook.attachment.parameters import release
 from torch_commhook.attachment.road import Road, road_in_use, roads
+from torch_commhook.attachment.writers import write
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives.agreement import gather_along
 from torch_commhook.hooks import __name__ as hooks_module
@@ -34,6 +35,7 @@ class HookHandle:
     def __init__(self, road: Road, attached: Attached) -> None:
         self._first_road = road
         self._attached = attached
+        self._logged: HookStats | None = None
 
     @property
     def _road(self) -> Road:
@@ -98,6 +100,7 @@ class HookHandle:
         shared: dict[str, object] = {"the hook": printed_hook(hook)}
         self._road.agree("HookHandle.replace", error, shared)
         assert replacement is not None
+        self._logged = None
         before = self._attached
         replacement.stages = before.stages
         replacement.stats.of_shards = before.stats.of_shards
@@ -213,6 +216,25 @@ class HookHandle:
             if memory.index < len(stats.buckets):
                 stats.buckets[memory.index].measured(memory.meters())
         return copy.deepcopy(stats)
+
+    def log_to(self, writer: Any, step: int | None = None, *, prefix: str = "commhook/") -> None:
+        """Write what the hook has sent to a log; see :meth:`HookStats.scalars`.
+
+        Times are means over the steps since the last call.
+
+        Args:
+            writer: TensorBoard's ``SummaryWriter``, a logger of Lightning or MLflow, a run of
+                Weights & Biases, anything with ``log(dict)``, or a function of a dict.
+            step: of which this is; None where the writer counts itself.
+            prefix: of the names.
+
+        Raises:
+            TypeError: no such writer.
+        """
+        stats = self.stats()
+        values = stats.scalars(self._logged)
+        write(writer, {f"{prefix}{name}": value for name, value in values.items()}, step)
+        self._logged = stats
 
     # ---- what the hook remembers -----------------------------------------------------------------
 
