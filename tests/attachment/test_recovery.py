@@ -445,3 +445,31 @@ def _held_last_by_a_backend(rank: int) -> tuple[bool, bool]:
 def test_a_group_that_its_own_thread_drops(two_ranks: RankPool) -> None:
     """What a callback has kept goes with it, on a thread that must not wait for its own end."""
     assert two_ranks.run(_held_last_by_a_backend) == [(True, False)] * 2
+
+
+def _fail_in_subgroup(rank: int, is_ddp: bool) -> list[str]:
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return []
+    outer, hook = module(), Flaky()
+    if is_ddp:
+        outer = nn.parallel.DistributedDataParallel(outer, process_group=group)
+    handle = attach(outer, hook, process_group=None if is_ddp else group)
+    hook.fails_on = 0 if rank == 2 else -1
+    said = []
+    try:
+        outer(batch(rank, 0)).sum().backward()
+    except (OwnError, PeerError) as error:
+        said.append(f"{type(error).__name__}: {error}")
+    try:
+        handle.replace(hooks.cast() if rank == 2 else hooks.allreduce())
+    except RuntimeError as error:
+        said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("is_ddp", [False, True])
+def test_errors_name_ranks_of_the_world(three_ranks: RankPool, is_ddp: bool) -> None:
+    _, (peer, differs), _ = three_ranks.run(_fail_in_subgroup, is_ddp)
+    assert peer.startswith("PeerError: torch_commhook: this step failed on rank 2: OwnError: boo")
+    assert differs.endswith("this one has allreduce(), rank 2 has cast(bfloat16)")

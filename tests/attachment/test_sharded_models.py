@@ -121,6 +121,8 @@ def test_replicate(place: str, stepped: bool) -> None:
     for message in run_ranks(_attach_replicated, 2, place, stepped):
         assert "attach: replicate() was applied to" in message
         assert "register_comm_hook(None, hook)" in message
+        assert "the newer replicate() of torch.distributed._composable.replicate_with" in message
+        assert "torch.distributed._composable.replicate.DDP" not in message
 
 
 def _hook_of_replicate(rank: int) -> list[float]:
@@ -185,6 +187,11 @@ def _applied_later(rank: int, name: str) -> tuple[str, str | None, bool]:
     outer = apply(model)
     message = _message(RuntimeError, lambda: _step(outer, rank))
     handle.remove()
+    if LATER[name][2].endswith("()"):
+        handle = attach(outer, hooks.allreduce())
+        _step(outer, rank)
+        assert handle.stats().steps == 1
+        handle.remove()
     goes_on = FLATTENED_GOES_ON or name != "FSDP1, NO_SHARD, True"
     if goes_on and name != "parallelize_module":  # the rest of this one wants other shapes
         _step(outer, rank)
@@ -196,9 +203,11 @@ def test_applied_after_attach(two_ranks: RankPool, name: str) -> None:
     _, parameter, sharding = LATER[name]
     for message, why, is_attached in two_ranks.run(_applied_later, name):
         assert f"parameter '{parameter}'" in message
+        advice = "attach takes models whose parameters are whole on each rank; remove() the hook"
+        if sharding.endswith("()"):
+            advice = f"remove() the hook, and attach it again after {sharding}"
         assert message.endswith(
-            f"{sharding} has been applied since the hook was attached; attach takes models whose "
-            "parameters are whole on each rank; remove() the hook"
+            f"{sharding} has been applied since the hook was attached; {advice}"
         )
         assert why is not None and why in message
         assert not is_attached

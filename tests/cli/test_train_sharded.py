@@ -281,13 +281,13 @@ def test_a_codec_is_read_like_a_hook() -> None:
         ("--parallel fsdp --hook error_feedback(topk(0.1))", "argument --hook: topk(density=0.1)"),
         (
             "--parallel fsdp --hook clip(1.0)",
-            "argument --hook: clip(1): of sharded gradients no",
+            "argument --hook: clip(1) scales all gradients of a step",
         ),
         (
             "--parallel fsdp --hook local_sgd(4)",
             "argument --hook: local_sgd(4) keeps replicas apar",
         ),
-        ("--parallel hsdp --hook clip(1.0)", "argument --hook: clip(1) scales a step's gradients"),
+        ("--parallel hsdp --hook clip(1.0)", "argument --hook: clip(1) scales all gradients of a"),
         (
             "--parallel hsdp --ranks 4 --shard-hook topk(0.1)",
             "argument --shard-hook: topk(density=0.1): needs the gradients of all ranks",

@@ -67,12 +67,18 @@ class TestAttach(expecttest.TestCase):
             "ddp": ddp,
             "frozen": frozen,
             "half": nn.Sequential(taken, nn.Linear(2, 2)),
+            "handle": handle,
         }
         calls = """
             attach([], hooks.cast())
             attach(torch.jit.script(nn.Linear(2, 2)), hooks.cast())
             attach(net, None)
             attach(net, hooks.cast)
+            attach(net, hooks.blockwise)
+            attach(net, hooks.topk)
+            attach(net, codecs.blockwise(bits=4))
+            attach(net, codecs.topk)
+            handle.replace(codecs.sign())
             attach(net, lambda bucket: bucket)
             attach(net, hooks.cast(), state=3)
             attach(net, hooks.cast(), process_group=1)
@@ -101,6 +107,16 @@ attach(net, None)
     TypeError: check_hook: a hook must be callable as hook(state, bucket), got None
 attach(net, hooks.cast)
     TypeError: check_hook: hook 'torch_commhook.hooks.mean.cast' must be an instance or a function, got the class itself; call it first
+attach(net, hooks.blockwise)
+    TypeError: attach: hooks.blockwise makes a hook; call it: hooks.blockwise()
+attach(net, hooks.topk)
+    TypeError: attach: hooks.topk makes a hook; call it: hooks.topk()
+attach(net, codecs.blockwise(bits=4))
+    TypeError: attach: a codec is no hook; use hooks.blockwise(bits=4)
+attach(net, codecs.topk)
+    TypeError: attach: a codec is no hook; use hooks.topk(...)
+handle.replace(codecs.sign())
+    TypeError: HookHandle.replace: a codec is no hook; use hooks.sign()
 attach(net, lambda bucket: bucket)
     TypeError: check_hook: hook 'test_expected_errors.<lambda>' must be callable as hook(state, bucket), got the signature (bucket)
 attach(net, hooks.cast(), state=3)

@@ -103,7 +103,11 @@ def outcome(model: nn.Module, rank: int, number: int, fails: int) -> list[str]:
         return [] if rank == fails else ["an error of its own"]
     except PeerError as error:
         wrong = [] if rank != fails else ["another rank's error"]
-        return wrong if "on rank" in str(error) else [*wrong, f"says {error}"]
+        says = str(error)
+        # The whole reason of the rank at fault, and not within another rank's error.
+        is_right = says.startswith(f"torch_commhook: this step failed on rank {fails}: ")
+        is_right = is_right and says.count("failed on") == 1
+        return wrong if is_right else [*wrong, f"says {says}"]
     except Exception as error:
         return [f"{type(error).__name__}: {error}"]
     return ["no error"]

@@ -93,7 +93,8 @@ class HookHandle:
             )
         replacement, error = None, None
         try:
-            replacement = Attached.checked(hook, state, self._attached.memory.new_for_same_model())
+            memory = self._attached.memory.new_for_same_model()
+            replacement = Attached.checked(hook, state, memory, "HookHandle.replace")
             self._road.check_fits(replacement)
         except Exception as refused:
             error = refused

@@ -20,6 +20,21 @@ _WHOLE = "attach takes models whose parameters are whole on each rank"
 FLATTENED = "_fsdp_flattened"
 
 
+def class_name(module: nn.Module) -> str:
+    """The name of a module's class, such as ``package.module.Net``.
+
+    PyTorch's sharding gives a module a class of its own, derived from the user's; this is the
+    user's.
+    """
+    classes = [each for each in type(module).__mro__ if not _is_of_sharding(each)]
+    found = type(module) if classes[0] is nn.Module else classes[0]
+    return f"{found.__module__}.{found.__qualname__}"
+
+
+def _is_of_sharding(kind: type) -> bool:
+    return kind.__module__.startswith("torch.distributed.")
+
+
 def trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
     """The names and parameters that require grad, without those that DDP is told to ignore.
 
@@ -34,7 +49,7 @@ def trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
         FLATTENED in vars(parameter) for parameter in model.parameters()
     ):
         raise TypeError(
-            f"attach: the parameters of {_C.type_name(model)} are flattened by "
+            f"attach: the parameters of {class_name(model)} are flattened by "
             f"FullyShardedDataParallel, which communicates their gradients itself; {_WHOLE}"
         )
     may_be_gathered = any("fully_shard" in _composables(module) for module in model.modules())
@@ -45,7 +60,7 @@ def trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
         if parameter.requires_grad and name not in ignored
     ]
     if not parameters:
-        raise ValueError(f"attach: {_C.type_name(model)} has no parameter that requires grad")
+        raise ValueError(f"attach: {class_name(model)} has no parameter that requires grad")
     for name, parameter in parameters:
         if parameter.is_meta:
             raise ValueError(
@@ -89,7 +104,10 @@ def why_replaced(model: nn.Module, name: str, parameter: Tensor) -> str | None:
     sharding = _sharding(model, name, parameter)
     if sharding is None:
         return None
-    return f"{sharding} has been applied since the hook was attached; {_WHOLE}; remove() the hook"
+    applied = f"{sharding} has been applied since the hook was attached"
+    if sharding.endswith("()") and _is_fully_sharded(model, name):
+        return f"{applied}; remove() the hook, and attach it again after {sharding}"
+    return f"{applied}; {_WHOLE}; remove() the hook"
 
 
 def is_whole(model: nn.Module, name: str, parameter: Tensor) -> bool:
@@ -135,6 +153,13 @@ def _sharding(model: nn.Module, name: str, parameter: Tensor) -> str | None:
     return "a sharding by DTensor" if hasattr(now, "device_mesh") else None
 
 
+def _is_fully_sharded(model: nn.Module, name: str) -> bool:
+    """Whether a parameter is in a module of ``fully_shard``, or of the newer ``replicate()``."""
+    path = _path(model, name)
+    in_it = any(hasattr(module, "reshard") for module in path)
+    return in_it or getattr(path[-1], "_is_fsdp_managed_module", False)
+
+
 def _is_gathered(model: nn.Module, name: str) -> bool:
     """Whether a parameter is whole only until ``fully_shard`` shards it again."""
     for module in _path(model, name):
@@ -149,12 +174,12 @@ def _check_not_replicated(model: nn.Module) -> None:
     for name, module in model.named_modules():
         # The newer replicate() is a fully_shard(), and makes DTensors.
         if "replicate" in _composables(module) and not hasattr(module, "reshard"):
-            place = f"its module '{name}'" if name else _C.type_name(module)
+            place = f"its module '{name}'" if name else class_name(module)
             raise RuntimeError(
                 f"attach: replicate() was applied to {place}, whose gradients a "
                 "DistributedDataParallel averages from the first forward on; call "
-                "module.register_comm_hook(None, hook), or attach the hook to a model without "
-                "replicate()"
+                "module.register_comm_hook(None, hook), or use the newer replicate() of "
+                "torch.distributed._composable.replicate_with_fsdp"
             )
 
 

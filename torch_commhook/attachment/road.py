@@ -49,7 +49,7 @@ class Road(Protocol):
         """Whether the hook was taken off in a backward that is still under way."""
 
     def check_fits(self, attached: Attached) -> None:
-        """Refuse a hook that cannot do what this road asks of it, with a TypeError."""
+        """Refuse another hook that cannot do what this road asks of it, with a TypeError."""
 
     def agree(self, what: str, error: Exception | None, settings: dict[str, object]) -> None:
         """Go on together with all ranks, or not at all; see :func:`agree`."""

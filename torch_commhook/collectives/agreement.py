@@ -30,14 +30,16 @@ def agree(
         every: list[Any] = [None] * size
         text = None if error is None else f"{type(error).__name__}: {error}"
         dist.all_gather_object(every, (text, settings), group=group)
+        ranks = dist.get_process_group_ranks(group)
         for rank, (other, other_settings) in enumerate(every):
             if error is None and other is not None:
-                raise RuntimeError(f"{what}: it failed on rank {rank}: {other}")
+                raise RuntimeError(f"{what}: it failed on rank {ranks[rank]}: {other}")
             for name, value in settings.items():
                 if error is None and other_settings.get(name) != value:
+                    own, others = _first_difference(value, other_settings.get(name))
                     raise RuntimeError(
-                        f"{what}: {name} must be the same on all ranks: this one has {value}, "
-                        f"rank {rank} has {other_settings.get(name)}"
+                        f"{what}: {name} must be the same on all ranks: this one has {own}, "
+                        f"rank {ranks[rank]} has {others}"
                     )
     if error is not None:
         raise error
@@ -72,9 +74,10 @@ def agree_across(
             raise RuntimeError(f"{what}: it failed on rank {rank}: {other}")
         for name, value in settings.items():
             if other_settings.get(name) != value:
+                own, others = _first_difference(value, other_settings.get(name))
                 raise RuntimeError(
-                    f"{what}: {name} must be the same on all ranks: this one has {value}, "
-                    f"rank {rank} has {other_settings.get(name)}"
+                    f"{what}: {name} must be the same on all ranks: this one has {own}, "
+                    f"rank {rank} has {others}"
                 )
         for name, value in others_own.items():
             before, known = first.setdefault(name, (rank, value))
@@ -116,6 +119,16 @@ def gather_along(groups: Sequence[dist.ProcessGroup], value: object) -> list[Any
     return found
 
 
+def _first_difference(own: object, other: object) -> tuple[object, object]:
+    """Two values that differ; of lists, the first entries that do."""
+    if not (isinstance(own, list) and isinstance(other, list)):
+        return own, other
+    for number, (mine, theirs) in enumerate(zip(own, other, strict=False)):
+        if mine != theirs:
+            return f"{mine} in place {number}", theirs
+    return f"{len(own)} of them", len(other)
+
+
 def check_agreement(
     group: dist.ProcessGroup, parameters: Sequence[tuple[str, Tensor]], settings: dict[str, object]
 ) -> None:
@@ -137,22 +150,23 @@ def check_agreement(
     specs = [f"'{name}' of shape {tuple(p.shape)} and {p.dtype}" for name, p in parameters]
     every: list[Any] = [None] * size
     dist.all_gather_object(every, (specs, settings), group=group)
+    ranks = dist.get_process_group_ranks(group)
     first_specs, first_settings = every[0]
     for rank, (others, other_settings) in enumerate(every):
         for mine, theirs in zip(first_specs, others, strict=False):
             if mine != theirs:
                 raise RuntimeError(
-                    f"attach: the ranks' models differ: rank 0 has parameter {mine}, "
-                    f"rank {rank} has {theirs}"
+                    f"attach: the ranks' models differ: rank {ranks[0]} has parameter {mine}, "
+                    f"rank {ranks[rank]} has {theirs}"
                 )
         if len(others) != len(first_specs):
             raise RuntimeError(
-                f"attach: the ranks' models differ: rank 0 has {len(first_specs)} parameters that "
-                f"require grad, rank {rank} has {len(others)}"
+                f"attach: the ranks' models differ: rank {ranks[0]} has {len(first_specs)} "
+                f"parameters that require grad, rank {ranks[rank]} has {len(others)}"
             )
         for name, value in first_settings.items():
             if other_settings.get(name) != value:
                 raise RuntimeError(
-                    f"attach: {name} must be the same on all ranks: rank 0 has {value}, "
-                    f"rank {rank} has {other_settings.get(name)}"
+                    f"attach: {name} must be the same on all ranks: rank {ranks[0]} has {value}, "
+                    f"rank {ranks[rank]} has {other_settings.get(name)}"
                 )

@@ -211,7 +211,7 @@ class _CompressedSum(CompressedCall):
 
         def finish(done: torch.futures.Future[Tensor]) -> Tensor:
             total = done.value()
-            with torch.no_grad(), timed(self.meter, "decode"):
+            with self.later_stage("decode"):
                 if self.scale != 1.0:
                     total = total * self.scale
                 summed = bytes_of_floats(total) if self.is_traced else total.view(torch.uint8)
@@ -234,7 +234,7 @@ class _CompressedSum(CompressedCall):
 
         def finish(done: torch.futures.Future[Tensor]) -> Tensor:
             messages = done.value()
-            with torch.no_grad(), timed(self.meter, "decode"):
+            with self.later_stage("decode"):
                 self.codec.decode_sum(messages, self.destinations, scale=self.scale)
             return self._result()
 
@@ -264,7 +264,7 @@ class _CompressedSum(CompressedCall):
     def _reduce(self, received: Tensor) -> Tensor:
         """The message of the sum of this rank's shards, as long as the longest of all."""
         padded = self.buffer("sum", max(self.sizes))
-        with torch.no_grad(), timed(self.meter, "encode"):
+        with self.later_stage("encode"):
             lost = error_for(self.codec, self.shard_error)
             self.codec.reduce(
                 received.view(self.world_size, self.shard.nbytes),
@@ -278,7 +278,7 @@ class _CompressedSum(CompressedCall):
         return padded
 
     def _decode(self, gathered: Tensor) -> Tensor:
-        with torch.no_grad(), timed(self.meter, "decode"):
+        with self.later_stage("decode"):
             # The buffer of the message that has been sent by now.
             message = self.without_padding("message", gathered, self.sizes)
             self.codec.decode(message, self.destinations, shards=self.world_size)

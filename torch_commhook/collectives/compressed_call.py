@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch_commhook.collectives.exchange import exchange, pays
 from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.collectives.plain import all_to_all, issue_all_gather
+from torch_commhook.collectives.stages import timed
 from torch_commhook.collectives.sum_arguments import SumArguments
 from torch_commhook.metrics import note_collective
 
@@ -37,6 +39,23 @@ class CompressedCall:
         self.is_traced = torch.compiler.is_compiling()
         if self.is_traced:
             self.meter = None
+        self._is_inference = not self.is_traced and torch.is_inference_mode_enabled()
+
+    @contextmanager
+    def later_stage(self, name: str) -> Iterator[None]:
+        """Around what follows a collective, on whatever thread.
+
+        Tensors that are made in ``torch.inference_mode()`` can be written in that alone.
+
+        Args:
+            name: of the stage, for the meter.
+        """
+        with torch.no_grad(), timed(self.meter, name):
+            if self._is_inference:
+                with torch.inference_mode():
+                    yield
+            else:
+                yield
 
     def buffer(self, name: str, *shape: int) -> Tensor:
         if self.is_traced:  # by a compiler, which plans memory itself

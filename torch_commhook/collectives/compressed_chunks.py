@@ -240,7 +240,7 @@ class _ReduceScatter(_ChunkCall):
 
     def _finish(self, done: torch.futures.Future[Tensor]) -> Tensor:
         received = done.value()
-        with torch.no_grad(), timed(self.meter, "decode"):
+        with self.later_stage("decode"):
             if self.counts[self.rank]:
                 self.codec.decode_sum(
                     received.view(self.world_size, self.nbytes[self.rank]),
@@ -264,7 +264,7 @@ class _AllGather(_ChunkCall):
 
     def _finish(self, done: torch.futures.Future[Tensor]) -> Tensor:
         gathered = done.value()
-        with torch.no_grad(), timed(self.meter, "decode"):
+        with self.later_stage("decode"):
             if sum(self.counts):
                 messages = self.without_padding("messages", gathered, self.nbytes)
                 self.codec.decode_chunks(

@@ -211,4 +211,13 @@ def hook_of_codec(codec: type[Codec]) -> Callable[..., compressed]:
     rest = [one for one in settings if one.kind is inspect.Parameter.VAR_KEYWORD]
     settings = [one for one in settings if one not in rest]
     make.__signature__ = inspect.Signature([*settings, *own, *rest])  # type: ignore[attr-defined]
+    needs = any(one.default is one.empty for one in settings if one.kind is not one.VAR_POSITIONAL)
+    make.call = f"{codec.__name__}({'...' if needs else ''})"  # type: ignore[attr-defined]
     return make
+
+
+def call_of_maker(value: object) -> str | None:
+    """How a function is called that :func:`hook_of_codec` gives; None for all else."""
+    is_own = getattr(value, "__module__", None) == __name__
+    call: str | None = getattr(value, "call", None) if is_own else None
+    return call

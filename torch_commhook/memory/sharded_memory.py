@@ -277,8 +277,8 @@ def _check_shards(state: Any, wanted: int) -> None:
     shards = number_of_shards(state, "its ", load_error)
     if shards != wanted:
         raise load_error(
-            f"the state must be of parameters in {wanted} shards, got one of {shards}; "
-            "torch_commhook.reshard_states makes states for others"
+            f"the state must be of parameters in {wanted} shards, got one of {shards}; make one "
+            f"with torch_commhook.reshard_states, and give that shards={wanted}"
         )
 
 

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket
+from torch_commhook.codecs.base import CODECS, Codec
 from torch_commhook.collectives import resolve_group
 from torch_commhook.collectives.futures import driven
 from torch_commhook.collectives.gloo_groups import group_name, second_group
 from torch_commhook.hooks.base import Hook, step_scale_of
+from torch_commhook.hooks.compressed import call_of_maker
 from torch_commhook.hooks.cpp import cpp
 from torch_commhook.hooks.traceable import is_traceable
 from torch_commhook.memory.bucket_memory import BucketMemory
@@ -49,17 +51,25 @@ class Attached:
     local_steps: RanksApart | None = None
 
     @classmethod
-    def checked(cls, hook: Callable[..., Any], state: object, memory: HookMemory) -> Attached:
+    def checked(
+        cls, hook: Callable[..., Any], state: object, memory: HookMemory, op: str = "attach"
+    ) -> Attached:
         """One for a hook that a user gives, which remembers nothing yet.
+
+        Args:
+            hook, state: as given.
+            memory: for what the hook remembers.
+            op: whose errors these are.
 
         Raises:
             TypeError, ValueError: as :func:`check_hook`, a state that the hook has no use for, or
                 a process group of the hook's that has been destroyed.
         """
+        _check_is_hook(hook, op)
         check_hook(hook)
         if isinstance(hook, Hook) and state is not None:
             raise TypeError(
-                f"attach: state must be None for hook '{hook_name(hook)}', which keeps its own, "
+                f"{op}: state must be None for hook '{hook_name(hook)}', which keeps its own, "
                 f"got {_C.type_name(state)}"
             )
         if isinstance(hook, Hook):
@@ -210,3 +220,21 @@ class Attached:
         with counting(meter):
             result = driven(run_hook(self.hook, self.state, bucket))
         return result, bucket.dtype(), meter.traffic(bucket.numel(), bucket.dtype())
+
+
+def _check_is_hook(hook: object, op: str) -> None:
+    """Refuse a codec, and a function of the library that makes a hook.
+
+    Raises:
+        TypeError: says what to give instead.
+    """
+    codec = hook if isinstance(hook, type) else type(hook)
+    if issubclass(codec, Codec):
+        call = f"{codec.__name__}(...)" if codec is hook else repr(hook)
+        has_hook = CODECS.get(codec.__name__) is codec
+        use = f"hooks.{call}" if has_hook else f"hooks.compressed({call})"
+        raise TypeError(f"{op}: a codec is no hook; use {use}")
+    made_by = call_of_maker(hook)
+    if made_by is not None:
+        name = made_by.partition("(")[0]
+        raise TypeError(f"{op}: hooks.{name} makes a hook; call it: hooks.{made_by}")

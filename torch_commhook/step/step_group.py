@@ -43,6 +43,9 @@ from torch_commhook.step.rendezvous import Rendezvous
 class PeerError(RuntimeError):
     """Another rank's hook failed, or its process ended, so that this step counts on no rank."""
 
+    #: The reason as ranks tell it to each other; None for an error that a user has made.
+    _reason: str | None = None
+
 
 #: What Gloo says of a connection that another rank has closed, or that was lost with its process.
 _CONNECTION_LOST = re.compile(
@@ -88,9 +91,11 @@ class StepGroup:
         self.name = f"{group_name(self.parent)}/commhook{count}"
         #: Of the ranks, where their connections can be made anew.
         self._rendezvous: Rendezvous | None = None
+        self._ranks = list(range(self.size))  # as messages name them
         if self.size > 1 and is_gloo(self.parent):
             store = group_store(self.parent)
             if store is not None:
+                self._ranks = dist.get_process_group_ranks(self.parent)
                 self._rendezvous = Rendezvous(store, self.name, self.rank, self.size, self.timeout)
         self.group = self.parent
         # Compilers must not ask the parent.
@@ -120,6 +125,10 @@ class StepGroup:
         The same on all ranks in a step that has begun. 0 where ranks cannot connect anew.
         """
         return 0 if self._rendezvous is None else self._rendezvous.epoch + self._broken
+
+    @property
+    def _global_rank(self) -> int:
+        return self._ranks[self.rank]
 
     def group_for(self, device: torch.device) -> dist.ProcessGroup:
         """What hooks communicate through for tensors on a device."""
@@ -183,7 +192,7 @@ class StepGroup:
                 group.fail("backward() was left by an exception")
         if beside and not self._broken and self._reason() is not None:
             explained = self.explain("")
-            self.fail(str(explained))
+            self.fail(explained)
             raise explained
         for outside in self._outside:
             check_is_free(outside)
@@ -208,8 +217,8 @@ class StepGroup:
             if self._rendezvous.catch_up():  # another rank was quick to fail again
                 raise self.explain(error) from error
             raise RuntimeError(
-                f"torch_commhook: rank {self.rank} could not reach the other ranks again after "
-                "the last step failed; every rank has to go on with another backward()"
+                f"torch_commhook: rank {self._global_rank} could not reach the other ranks again "
+                "after the last step failed; every rank has to go on with another backward()"
             ) from error
         self._rendezvous.epoch += 1
         for own, backend in zip(self._own, backends, strict=True):
@@ -254,18 +263,26 @@ class StepGroup:
                 if _is_lost(error):
                     raise self._fail_with_lost(error) from error
                 explained = self.explain(error)
-                self.fail(str(error))
+                self.fail(explained)
                 raise explained from error
         self._open = False
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: BaseException | str) -> None:
         """Let the other ranks' collectives of this step end, and tell them why.
 
         Also those of the other models' groups over the same ranks. Several may take part in one
         backward, and this rank may have left it before it came to them: all ranks, who do the same,
         then begin the next step with all of them anew.
+
+        Args:
+            reason: a :class:`PeerError` passes on the reason of the rank at fault.
         """
-        self._fail_all(f"on rank {self.rank}: {reason}")
+        if isinstance(reason, PeerError) and reason._reason is not None:
+            self._fail_all(reason._reason)
+            return
+        if isinstance(reason, BaseException):
+            reason = f"{type(reason).__name__}: {reason}"
+        self._fail_all(f"on rank {self._global_rank}: {reason}")
 
     def _fail_all(self, reason: str) -> None:
         if not self._broken:
@@ -292,15 +309,16 @@ class StepGroup:
         Returns:
             What to raise: the error itself, or a :class:`PeerError` where another rank is at fault.
         """
-        if self.recovers and isinstance(error, RuntimeError):
+        is_explained = isinstance(error, PeerError) and error._reason is not None
+        if self.recovers and isinstance(error, RuntimeError) and not is_explained:
             if _is_lost(error):
                 return self._fail_with_lost(error)
             if "gloo" in str(error) and self._reason() is not None:
                 explained = self.explain(error)
-                self.fail(str(error))
+                self.fail(explained)
                 explained.__cause__ = error
                 return explained
-        self.fail(f"{type(error).__name__}: {error}")
+        self.fail(error)
         return error
 
     def _fail_with_lost(self, error: RuntimeError) -> PeerError:
@@ -309,18 +327,17 @@ class StepGroup:
         A rank that closes its connections says why before it does. Where none has said anything, a
         process has ended.
         """
-        ranks = dist.get_process_group_ranks(self.parent)
-        lost = 1 - self.rank if self.size == 2 else None
+        lost = self._ranks[1 - self.rank] if self.size == 2 else None
         found = _EXCHANGE_WITH.search(str(error))
-        if found is not None and int(found[1]) in ranks:
-            lost = ranks.index(int(found[1]))
+        if found is not None and int(found[1]) in self._ranks:
+            lost = int(found[1])
         who = "another rank" if lost is None else f"rank {lost}"
         reason = (
             f"since the process of {who} ended, or left the others without saying why, as rank "
-            f"{self.rank} saw: {error}"
+            f"{self._global_rank} saw: {error}"
         )
         self._fail_all(reason)  # the first reason that a rank has given stays
-        explained = PeerError(f"torch_commhook: this step failed {self._reason() or reason}")
+        explained = _peer_error(self._reason() or reason)
         explained.__cause__ = error
         return explained
 
@@ -328,9 +345,10 @@ class StepGroup:
         """What to raise for an error in a collective, with what the rank at fault has told."""
         reason = self._reason()
         if reason is not None:
-            return PeerError(f"torch_commhook: this step failed {reason}")
-        return PeerError(
-            f"torch_commhook: another rank left this step, or its connection failed: {error}"
+            return _peer_error(reason)
+        return _peer_error(
+            "since another rank left it, or its connection failed, as rank "
+            f"{self._global_rank} saw: {error}"
         )
 
     def close(self) -> None:
@@ -363,6 +381,13 @@ class StepGroup:
 
         provide_second_group(own.group, second)
         return own.group
+
+
+def _peer_error(reason: str) -> PeerError:
+    """The error of a step, with the reason as ranks tell it to each other."""
+    error = PeerError(f"torch_commhook: this step failed {reason}")
+    error._reason = reason
+    return error
 
 
 def _is_lost(error: BaseException) -> bool:
@@ -401,7 +426,7 @@ class NoAgreement:
     def commit(self, used: Tensor) -> None:
         """Nothing: ``used`` is this rank's."""
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: BaseException | str) -> None:
         """Nothing."""
 
     def fail_with(self, error: BaseException) -> BaseException:

@@ -153,9 +153,16 @@ def _waits(rank: int, way: str, why: str) -> bool:
                 parameter.register_post_accumulate_grad_hook(
                     lambda p, seen=seen: seen.append(p.grad.to_local().clone())
                 )
+        if why == "hook of a module":
+            seen = []
+            model[1].register_full_backward_hook(
+                lambda *_, last=model[4], seen=seen: seen.append(
+                    last.weight.grad.to_local().clone()
+                )
+            )
         for _ in range(2 if why == "gradients add up" else 1):
             _backward(model, rank, lambda: None)
-        found.append(_gradients(model) + (seen if why == "hook of a parameter" else []))
+        found.append(_gradients(model) + (seen if why.startswith("hook of") else []))
         if handle is not None:
             handle.remove()
     plain, *others = found
@@ -163,7 +170,9 @@ def _waits(rank: int, way: str, why: str) -> bool:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("why", ["cast", "gradients add up", "hook of a parameter"])
+@pytest.mark.parametrize(
+    "why", ["cast", "gradients add up", "hook of a parameter", "hook of a module"]
+)
 def test_what_is_needed_at_once_is_waited_for(two_ranks: RankPool, way: str, why: str) -> None:
     assert two_ranks.run(_waits, way, why) == [True, True]
 
@@ -184,6 +193,9 @@ def _fails_late(rank: int, way: str) -> list[str]:
             _backward(model, rank, lambda: None)
         except (RuntimeError, TimeoutError) as error:
             found.append(f"{type(error).__name__}: {error}")
+            if rank == 1:  # the other one has got all of them
+                left = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+                assert left and all(gradient.isnan().all() for gradient in left)
         else:
             found.append("nothing")
     handle.remove()
@@ -192,6 +204,7 @@ def _fails_late(rank: int, way: str) -> list[str]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_one_that_fails_at_the_end(two_ranks: RankPool, way: str) -> None:
+    """Gradients that have not come are NaN, so that nobody takes them for such."""
     first, second = two_ranks.run(_fails_late, way)
     assert second == ["TimeoutError: the backward did not go on", "nothing"]
     assert first[0].startswith(

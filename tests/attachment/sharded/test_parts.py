@@ -19,6 +19,7 @@ from sharded_models import (
     same_bits,
 )
 from torch import nn
+from torch._dynamo import compiled_autograd
 
 from torch_commhook import attach, hooks
 
@@ -162,6 +163,36 @@ def _compiled(rank: int, place: str, attach_compiled: bool) -> list[str]:
 @pytest.mark.parametrize("place", ["fsdp-2", "replicate-2"])
 def test_a_compiled_model(ranks: RankPool, place: str, attach_compiled: bool) -> None:
     assert ranks.run(_compiled, place, attach_compiled) == [[]] * ranks.world_size
+
+
+def _under_compiled_autograd(rank: int, place: str) -> list[str]:
+    """There ``fully_shard`` gives other gradients, with a hook or without."""
+    torch._dynamo.reset()
+    plain, model = layers(), layers()
+    for each in (plain, model):
+        by_layer(each, Mesh.of(place))
+    expected = gradients_of_step(plain, rank)
+    handle = attach(model, hooks.blockwise())
+    loss = loss_of(model(batch(rank, 1)))
+    found = []
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        for backward in (loss.backward, lambda: loss_of(model(batch(rank, 2))).backward()):
+            try:
+                backward()
+            except RuntimeError as error:
+                found.append(str(error)[:57])
+    handle.replace(hooks.allreduce())
+    found.append(str(same_bits(gradients_of_step(model, rank), expected)))
+    handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_compiled_autograd_is_refused(ranks: RankPool, place: str) -> None:
+    message = "torch_commhook: compiled autograd runs this backward, in "
+    assert ranks.run(_under_compiled_autograd, place) == [[message] * 2 + ["True"]] * (
+        ranks.world_size
+    )
 
 
 def _after_evaluation(rank: int, place: str) -> list[str]:

@@ -15,9 +15,10 @@ from sharded_models import (
     at_once,
     by_layer,
     layers,
+    local,
 )
 from sharded_refusals import Custom, error_of, gradients_of, new_model, own_hook, still_plain
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from torch_commhook import attach, codecs, hooks
@@ -184,6 +185,7 @@ def _different(rank: int, name: str) -> tuple[str, bool]:
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_ranks_that_attach_differently(two_ranks: RankPool, name: str) -> None:
     for rank, (message, works) in enumerate(two_ranks.run(_different, name)):
+        assert message.count("torch.float32") <= 2  # the first difference alone
         own = rank == (0 if name == "refused on one rank" else 1) and "one rank" in name
         expected = "attach" if own else "it failed on rank" if "one rank" in name else "must be"
         assert expected in message
@@ -247,19 +249,42 @@ def _stage(rank: int, place: str, name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "advice"),
     [
-        "register_buffer_prehook",
-        "register_prehook",
-        "register_posthook",
-        "register_post_accumulate_hook",
+        ("register_buffer_prehook", "attach a torch_commhook.hooks.Hook of your own"),
+        ("register_prehook", "attach a torch_commhook.hooks.Hook of your own"),
+        ("register_posthook", "use Tensor.register_post_accumulate_grad_hook"),
+        ("register_post_accumulate_hook", "use Tensor.register_post_accumulate_grad_hook"),
     ],
 )
-def test_hooks_around_a_reduce_scatter(two_ranks: RankPool, name: str) -> None:
+def test_hooks_around_a_reduce_scatter(two_ranks: RankPool, name: str, advice: str) -> None:
     for message in two_ranks.run(_stage, "fsdp-2", name):
-        assert f"HookHandle.{name}: " in message and "use Tensor.register" in message.replace(
-            "\n", " "
-        )
+        assert f"HookHandle.{name}: " in message and advice in message
+
+
+def _hooks_of_parameters(rank: int) -> list[bool]:
+    """What they find and write, with the library's hook and with none."""
+    found = []
+    for hook in (None, hooks.allreduce()):
+        model = new_model("fsdp-2")
+        handle = None if hook is None else attach(model, hook)
+        means: list[Tensor] = []
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda parameter, means=means: (
+                    means.append(local(parameter.grad).clone()),
+                    parameter.grad.mul_(3),
+                )
+            )
+        found.append([*gradients_of(model, rank), *means])
+        if handle is not None:
+            handle.remove()
+    plain, hooked = found
+    return [one.equal(other) for one, other in zip(hooked, plain, strict=True)]
+
+
+def test_hooks_of_parameters_get_the_mean(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_hooks_of_parameters) == [[True] * 12] * 2
 
 
 @pytest.mark.parametrize(

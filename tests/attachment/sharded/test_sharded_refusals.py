@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from rank_pool import RankPool
 from sharded_models import (
     Mesh,
     by_layer,
+    device_mesh,
     layers,
     two_axes,
 )
@@ -70,19 +72,21 @@ def test_hooks_that_cannot_average_shards(two_ranks: RankPool, name: str) -> Non
         assert works
 
 
-def _replaced_by_refused(rank: int) -> tuple[str, list[bool]]:
+def _replaced_by_refused(rank: int) -> tuple[str, str, list[bool]]:
     model = new_model("fsdp-2")
     expected = gradients_of(model, rank)
     handle = attach(model, hooks.allreduce())
     message = error_of(lambda: handle.replace(hooks.topk(0.5)))
+    apart = error_of(lambda: handle.replace(hooks.local_sgd(3)))
     got = gradients_of(model, rank)
     handle.remove()
-    return message, [a.equal(b) for a, b in zip(got, expected, strict=True)]
+    return message, apart, [a.equal(b) for a, b in zip(got, expected, strict=True)]
 
 
 def test_replaced_by_a_hook_that_cannot(two_ranks: RankPool) -> None:
-    for message, same in two_ranks.run(_replaced_by_refused):
+    for message, apart, same in two_ranks.run(_replaced_by_refused):
         assert "needs the gradients of all ranks" in message
+        assert "TypeError: HookHandle.replace: local_sgd(3) keeps replicas apart" in apart
         assert all(same)
 
 
@@ -121,16 +125,17 @@ def test_hooks_that_average_replicas(ranks: RankPool, place: str, name: str) -> 
     assert ranks.run(_across_replicas, name) == [[]] * 4
 
 
-def _refused_across_replicas(rank: int, name: str) -> str:
-    model = new_model("hsdp-4")
+def _refused_across_replicas(rank: int, place: str, name: str) -> str:
+    model = new_model(place)
     return error_of(lambda: attach(model, REFUSED[name][0]()))
 
 
 @pytest.mark.parametrize("name", ["clip", "clip inside"])
-@pytest.mark.parametrize("place", ["hsdp-4"])
+@pytest.mark.parametrize("place", ["hsdp-4", "replicate-2"])
 def test_hooks_that_see_all_gradients(ranks: RankPool, place: str, name: str) -> None:
-    for message in ranks.run(_refused_across_replicas, name):
-        assert "TypeError" in message and "clip_grad_norm_" in message
+    for message in ranks.run(_refused_across_replicas, place, name):
+        assert message.startswith("TypeError: attach: ") and "clip_grad_norm_" in message
+        assert "which no hook can do on a model with fully_shard() or replicate()" in message
 
 
 # ---- models and settings -------------------------------------------------------------------------
@@ -159,6 +164,13 @@ def _two_meshes(model: nn.Module, mesh: Mesh) -> dict[str, Any]:
     assert pairs is not None
     fully_shard(model[0], mesh=pairs["a"])
     fully_shard(model[2], mesh=pairs["b"])
+    return {}
+
+
+def _two_equal_meshes(model: nn.Module, mesh: Mesh) -> dict[str, Any]:
+    another = device_mesh.__wrapped__((2, 2), ("replicas", "shards"))
+    fully_shard(model[0], mesh=mesh.mesh)
+    fully_shard(model[2], mesh=another)
     return {}
 
 
@@ -193,7 +205,17 @@ BAD: dict[str, tuple[Callable[[nn.Module, Mesh], dict[str, Any]], str, str]] = {
     "custom reduce-scatter": (_custom_before, "fsdp-2", "RuntimeError: attach: a module's"),
     "custom all-gather": (_custom_gather_before, "fsdp-2", "RuntimeError: attach: a module's"),
     "two meshes": (_two_meshes, "fsdp-4", "over different meshes; attach a hook to each part"),
-    "nothing to train": (_all_frozen, "fsdp-2", "FSDPLayers has no parameter that requires grad"),
+    "two equal meshes": (
+        _two_equal_meshes,
+        "hsdp-4",
+        "attach: the modules of sharded_models.Layers are sharded over several meshes of the same "
+        "ranks; make the mesh once, and give it to each fully_shard()",
+    ),
+    "nothing to train": (
+        _all_frozen,
+        "fsdp-2",
+        "attach: sharded_models.Layers has no parameter that requires grad",
+    ),
     "process_group": (
         _settings(process_group=lambda: dist.group.WORLD),
         "fsdp-2",
@@ -214,7 +236,18 @@ BAD: dict[str, tuple[Callable[[nn.Module, Mesh], dict[str, Any]], str, str]] = {
     "shard_hook that cannot": (
         _settings(shard_hook=lambda: hooks.topk(0.5)),
         "hsdp-4",
-        "needs the gradients of all ranks",
+        "attach: shard_hook takes part in reduce-scatters, and 'topk(density=0.5)' cannot; give it "
+        "as hook=, which averages across replicas",
+    ),
+    "shard_hook that keeps replicas apart": (
+        _settings(shard_hook=lambda: hooks.local_sgd(2)),
+        "hsdp-4",
+        "and 'local_sgd(2)' cannot; give it as hook=",
+    ),
+    "shard_hook that clips": (
+        _settings(shard_hook=lambda: hooks.clip(1.0)),
+        "hsdp-4",
+        "call torch.nn.utils.clip_grad_norm_()",
     ),
     "weights of replicate": (
         _settings(weights=codecs.blockwise),
@@ -286,3 +319,23 @@ def _several_groups(rank: int) -> str:
 def test_several_groups_of_a_module_over_several_meshes(ranks: RankPool, place: str) -> None:
     for message in ranks.run(_several_groups):
         assert "are sharded over different meshes" in message
+
+
+def _warned(rank: int) -> list[tuple[str, str]]:
+    """Where the warning of error memory points: file and line."""
+    model = new_model("fsdp-2")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        handle = attach(model, hooks.error_feedback(hooks.blockwise()))
+        handle.replace(hooks.error_feedback(hooks.sign()))
+    handle.remove()
+    kept = [each for each in said if "remembers what it loses" in str(each.message)]
+    return [(each.filename, linecache.getline(each.filename, each.lineno).strip()) for each in kept]
+
+
+def test_warnings_point_at_the_call(two_ranks: RankPool) -> None:
+    for said in two_ranks.run(_warned):
+        assert said == [
+            (__file__, "handle = attach(model, hooks.error_feedback(hooks.blockwise()))"),
+            (__file__, "handle.replace(hooks.error_feedback(hooks.sign()))"),
+        ]

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch_commhook import attach, hooks, reshard_states
 from torch_commhook.attachment.handle import HookHandle
 
-pytestmark = pytest.mark.filterwarnings("ignore:attach.*remembers what it loses:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*remembers what it loses:UserWarning")
 
 WAYS = ("fsdp", "replicate", "hsdp")
 HOOKS = {
@@ -189,8 +189,8 @@ def test_a_state_of_other_shards(three_ranks: RankPool) -> None:
     states = reshard_states(three_ranks.run(_state, "fsdp"), 3, shards=3)
     for message in three_ranks.run(_refused, "fsdp", _packed(states)):
         assert message == (
-            "load_state_dict: the state must be of parameters in 1 shards, got one of 3; "
-            "torch_commhook.reshard_states makes states for others"
+            "load_state_dict: the state must be of parameters in 1 shards, got one of 3; make one "
+            "with torch_commhook.reshard_states, and give that shards=1"
         )
 
 

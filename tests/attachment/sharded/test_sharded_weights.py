@@ -195,3 +195,34 @@ def _frozen(rank: int) -> list[str]:
 
 def test_frozen_modules_are_gathered_through_the_codec(two_ranks: RankPool) -> None:
     assert two_ranks.run(_frozen) == [[], []]
+
+
+def _evaluations(rank: int, place: str, settings: dict[str, Any]) -> list[bool]:
+    """Whether a model is exact after the hook is gone, and what inference mode gives."""
+    model = _net()
+    exact = model(batch(rank, 0)).detach()
+    by_layer(model, Mesh.of(place), **settings)
+    handle = attach(model, hooks.allreduce(), weights=codecs.blockwise(bits=4))
+    with torch.no_grad():
+        through_codec = model(batch(rank, 0))
+    with torch.inference_mode():
+        inference = model(batch(rank, 0))
+    loss_of(model(batch(rank, 1))).backward()
+    with torch.inference_mode():
+        again = model(batch(rank, 0))
+    handle.remove()
+    with torch.no_grad():
+        after = model(batch(rank, 0))
+    return [
+        torch.allclose(after, exact),
+        not torch.allclose(through_codec, exact),
+        torch.equal(inference, through_codec),
+        torch.equal(again, through_codec),
+    ]
+
+
+@pytest.mark.parametrize("place", ["fsdp-2", "hsdp-4"])
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_evaluations(ranks: RankPool, place: str, reshard_after_forward: bool) -> None:
+    settings = {"reshard_after_forward": reshard_after_forward}
+    assert ranks.run(_evaluations, place, settings) == [[True] * 4] * ranks.world_size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from torch_commhook import _C
 from torch_commhook.attachment.handle import HookHandle, begin_hook, printed_hook
-from torch_commhook.attachment.parameters import claim
+from torch_commhook.attachment.parameters import claim, class_name
 from torch_commhook.attachment.road import roads
 from torch_commhook.attachment.sharded import fsdp
 from torch_commhook.attachment.sharded.communication import ReduceScatter
@@ -19,6 +18,7 @@ from torch_commhook.attachment.sharded.fits import check_fits
 from torch_commhook.attachment.sharded.road import ShardedRoad
 from torch_commhook.attachment.sharded.stages import ShardedStages
 from torch_commhook.attachment.sharded.unit import Unit
+from torch_commhook.attachment.user_warning import warn_user
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.agreement import agree_across
 from torch_commhook.memory.hook_memory import HookMemory
@@ -126,10 +126,24 @@ def _check_units(model: nn.Module, units: list[Unit]) -> None:
             )
         for of_group in (fsdp.shard_group, fsdp.scatter_group, fsdp.replica_group):
             if unit.parameters and of_group(group) is not of_group(groups[0]):
-                raise ValueError(
-                    f"attach: the modules of {_C.type_name(model)} are sharded over different "
-                    "meshes; attach a hook to each part that is sharded over one mesh"
-                )
+                raise ValueError(_of_meshes(model, groups[0], group))
+
+
+def _of_meshes(model: nn.Module, first: fsdp.ParamGroup, other: fsdp.ParamGroup) -> str:
+    """What to say of modules that are sharded over several meshes."""
+    axes = [
+        [get(group) for get in (fsdp.shard_group, fsdp.replica_group)] for group in (first, other)
+    ]
+    ranks = [[each and dist.get_process_group_ranks(each) for each in of_one] for of_one in axes]
+    if ranks[0] == ranks[1]:
+        return (
+            f"attach: the modules of {class_name(model)} are sharded over several meshes of the "
+            "same ranks; make the mesh once, and give it to each fully_shard()"
+        )
+    return (
+        f"attach: the modules of {class_name(model)} are sharded over different meshes; attach a "
+        "hook to each part that is sharded over one mesh"
+    )
 
 
 def _parameters(model: nn.Module, units: list[Unit]) -> list[tuple[str, Tensor]]:
@@ -141,10 +155,9 @@ def _parameters(model: nn.Module, units: list[Unit]) -> list[tuple[str, Tensor]]
         if id(parameter) in sharded:
             found.append((name, parameter))
         else:
-            warnings.warn(
+            warn_user(
                 f"attach: parameter '{name}' is in no module that fully_shard() was applied to, or "
-                "in its ignored_params; neither that nor the hook averages its gradient",
-                stacklevel=5,
+                "in its ignored_params; neither that nor the hook averages its gradient"
             )
     return found
 
@@ -165,21 +178,27 @@ def _checked_hooks(
     first = units[0].group
     has_replicas = fsdp.replica_group(first) is not None
     _check_weights(units, weights)
-    attached = _checked(hook, state, scaler, on_shards=not has_replicas)
+    attached = _checked(hook, state, scaler, on_shards=not has_replicas, beside=False)
     if shard_hook is None:
         return attached, None
     _check_shard_hook(first, has_replicas)
-    return attached, _checked(shard_hook, None, scaler, on_shards=True)
+    return attached, _checked(shard_hook, None, scaler, on_shards=True, beside=True)
 
 
 def _checked(
-    hook: Callable[..., Any], state: object, scaler: Scaler | None, *, on_shards: bool
+    hook: Callable[..., Any],
+    state: object,
+    scaler: Scaler | None,
+    *,
+    on_shards: bool,
+    beside: bool,
 ) -> Attached:
     """The hook, where it can do what is asked of it.
 
     Args:
         hook, state, scaler: as given.
         on_shards: whether it is to take part in reduce-scatters.
+        beside: whether it is the ``shard_hook``.
 
     Raises:
         TypeError, ValueError: it cannot.
@@ -189,7 +208,7 @@ def _checked(
     attached = Attached.checked(hook, state, memory)
     attached.stats.of_shards = on_shards
     attached.stages = ShardedStages(on_shards=on_shards)
-    check_fits(attached)
+    check_fits(attached, beside=beside)
     return attached
 
 

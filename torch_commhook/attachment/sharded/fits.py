@@ -2,41 +2,65 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 
+from torch_commhook.attachment.sharded import fsdp
+from torch_commhook.attachment.user_warning import warn_user
 from torch_commhook.hooks.base import Hook
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.sharded_memory import ReplicaMemory, UnshardedMemory
 from torch_commhook.step.attached_hook import Attached
 
 
-def check_fits(attached: Attached) -> None:
+def check_fits(attached: Attached, op: str = "attach", *, beside: bool = False) -> None:
     """Refuse hooks that cannot do what a sharded model asks of them.
+
+    Args:
+        attached: the hook.
+        op: whose errors these are.
+        beside: whether it is a ``shard_hook``, beside a hook that averages across replicas.
 
     Raises:
         TypeError, ValueError: one cannot.
     """
     hook = attached.hook
     on_shards = isinstance(attached.memory, UnshardedMemory)
+    if isinstance(hook, Hook) and _scales_steps(hook):
+        raise TypeError(
+            f"{op}: {hook} scales all gradients of a step once they are averaged, which no hook "
+            "can do on a model with fully_shard() or replicate(); call "
+            "torch.nn.utils.clip_grad_norm_() after backward()"
+        )
+    if beside:
+        _check_fits_beside(attached, op)
     if on_shards and isinstance(hook, Hook) and hook.keeps_ranks_apart:
         raise TypeError(
-            f"attach: {hook} keeps replicas apart, and on a mesh of one dimension each rank has a "
+            f"{op}: {hook} keeps replicas apart, and on a mesh of one dimension each rank has a "
             "part of the only one; shard over a mesh of two dimensions, of replicas and shards"
         )
     if on_shards:
         if not isinstance(hook, Hook):
             raise TypeError(
-                f"attach: hook '{attached.name}' averages whole gradients, and of sharded "
+                f"{op}: hook '{attached.name}' averages whole gradients, and of sharded "
                 "parameters each rank needs its shard alone; subclass torch_commhook.hooks.Hook, "
                 "with average_shard(), or shard over a mesh of two dimensions"
             )
         hook.check_shards()
-    if isinstance(hook, Hook) and _scales_steps(hook):
-        raise TypeError(
-            f"attach: {hook} scales a step's gradients by what all of them are, of which no rank "
-            "has more than its shards; call torch.nn.utils.clip_grad_norm_() after backward()"
-        )
+
+
+def _check_fits_beside(attached: Attached, op: str) -> None:
+    hook, error = attached.hook, None
+    if isinstance(hook, Hook) and not hook.keeps_ranks_apart:
+        try:
+            hook.check_shards()
+        except TypeError as raised:
+            error = raised
+        else:
+            return
+    raise TypeError(
+        f"{op}: shard_hook takes part in reduce-scatters, and '{attached.name}' cannot; give it as "
+        "hook=, which averages across replicas"
+    ) from error
 
 
 def _scales_steps(hook: Hook) -> bool:
@@ -59,12 +83,25 @@ def settings_by_ranks(
     return of_all, {of_shard: settings[choices]}
 
 
+def check_backward() -> None:
+    """Refuse a backward of which ``fully_shard`` would reduce some gradients, and others not.
+
+    Raises:
+        RuntimeError: compiled autograd runs it.
+    """
+    if fsdp.is_compiled_backward():
+        raise RuntimeError(
+            "torch_commhook: compiled autograd runs this backward, in which fully_shard gives "
+            "other gradients, with a hook or without; call backward() outside of it"
+        )
+
+
 def warn_of_memory(attached: Attached) -> None:
+    """Warn of error memory that has the size of whole gradients."""
     lost = attached.memory.error_bytes
     if lost and isinstance(attached.memory, UnshardedMemory):
-        warnings.warn(
-            f"attach: {attached.hook} remembers what it loses of whole gradients, "
+        warn_user(
+            f"torch_commhook: {attached.hook} remembers what it loses of whole gradients, "
             f"{lost / 2**20:.1f} MiB on each rank, which do not shrink with the number of "
-            "shards; on a mesh of two dimensions it remembers as much of a shard",
-            stacklevel=8,
+            "shards; on a mesh of two dimensions it remembers as much of a shard"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torch_commhook.attachment.parameters import class_name
 from torch_commhook.memory.sharded_parameter import ShardedParameter
 
 #: A group of parameters that ``fully_shard`` communicates together (its ``FSDPParamGroup``).
@@ -56,6 +58,8 @@ def reshard(model: nn.Module) -> None:
     """Have a model's parameters be its shards; after a forward some may still be whole."""
     for group in param_groups(model):
         group.reshard()
+        if not group.is_sharded:  # PyTorch leaves them where an exception has left the forward
+            drop_whole(group)
 
 
 def shard_group(group: ParamGroup) -> dist.ProcessGroup | None:
@@ -137,7 +141,7 @@ def sharded_parameters(model: nn.Module, group: ParamGroup) -> dict[int, Sharded
     if any(id(each) not in names for each in trainable(group)):
         raise ValueError(
             "attach: some parameters of a group that fully_shard() has formed of several modules "
-            f"are not in {type(model).__name__}; attach to a module that has all of them"
+            f"are not in {class_name(model)}; attach to a module that has all of them"
         )
     shards = 1 if shard_group(group) is None else shard_group(group).size()  # type: ignore[union-attr]
     dtype = _reduced_dtype(group)
@@ -306,6 +310,20 @@ def is_written_last(group: ParamGroup, op: object, dtype: torch.dtype) -> bool:
         and not getattr(each.sharded_param, "_post_accumulate_grad_hooks", None)
         for each in group.fsdp_params
     )
+
+
+def runs_hooks_in_backward(model: nn.Module) -> bool:
+    """Whether modules call functions of the user's in a backward, which may look at gradients."""
+    registered = nn.modules.module
+    return bool(registered._global_backward_hooks or registered._global_backward_pre_hooks) or any(
+        each._backward_hooks or each._backward_pre_hooks for each in model.modules()
+    )
+
+
+def is_compiled_backward() -> bool:
+    """Whether compiled autograd runs the backward that calls this."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and bool(module.in_compiled_autograd_region)
 
 
 def gathered_dtypes(group: ParamGroup) -> set[Any]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook import _C
+from torch_commhook.attachment.sharded import fsdp
 from torch_commhook.attachment.sharded.step import ShardedStep
+from torch_commhook.attachment.sharded.unit import Unit
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.compressed_chunks import compressed_all_gather
 from torch_commhook.collectives.plain import all_gather
@@ -87,6 +91,13 @@ class Gathers:
             wait_for(future, step_group)
         except Exception as error:
             raise self._failed(error, step_group) from None
+
+    def drop_restored(self, units: Sequence[Unit]) -> None:
+        """Drop parameters that are whole since a forward, and have come through the codec."""
+        if self._weights is not None:
+            for unit in units:
+                if unit.group is not None:
+                    fsdp.drop_whole(unit.group)
 
     def _failed(self, error: Exception, at: StepGroup | None) -> BaseException:
         return error if at is None else self._step.fail_with(error, at)

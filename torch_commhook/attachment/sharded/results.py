@@ -1,4 +1,4 @@
-"""Writing what a hook gives where ``fully_shard`` expects it."""
+"""Writing what a hook gives where ``fully_shard`` expects it, and counting what it sent."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from torch_commhook.hooks.mean import allreduce
+from torch_commhook.metrics import BucketTraffic, HookStats, count_bucket
 from torch_commhook.native.bucket_ops import unflatten_into
 from torch_commhook.step.attached_hook import Attached
 
@@ -25,3 +26,16 @@ def write(result: Tensor, tensor: Tensor, factor: float) -> None:
 def is_plain(attached: Attached) -> bool:
     """Whether a hook does what ``fully_shard`` does without one."""
     return type(attached.hook) is allreduce and attached.stages.is_empty
+
+
+def count_unit(
+    stats: HookStats, unit: int, units: int, traffic: BucketTraffic, *, first: bool
+) -> None:
+    """Count what one of so many units sent; ``first``: of a step.
+
+    Units whose gradients come later have larger numbers, but some may come first or never.
+    """
+    empty = traffic._replace(numel=0, bytes_sent=0, bytes_received=0)
+    while len(stats.buckets) < unit:
+        count_bucket(stats, len(stats.buckets), units, empty, first=False)
+    count_bucket(stats, unit, units, traffic, first=first)

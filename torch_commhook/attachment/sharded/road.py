@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -16,14 +17,19 @@ from torch_commhook import _C
 from torch_commhook.attachment.forward_hook import BeforeForward, register_first
 from torch_commhook.attachment.sharded import fsdp
 from torch_commhook.attachment.sharded.communication import AllGather, ReduceScatter, ReplicaGroup
-from torch_commhook.attachment.sharded.fits import check_fits, settings_by_ranks, warn_of_memory
+from torch_commhook.attachment.sharded.fits import (
+    check_backward,
+    check_fits,
+    settings_by_ranks,
+    warn_of_memory,
+)
 from torch_commhook.attachment.sharded.gathers import Gathers, wait_for
 from torch_commhook.attachment.sharded.replica import ShardedReplica
-from torch_commhook.attachment.sharded.results import is_plain, write
+from torch_commhook.attachment.sharded.results import count_unit, is_plain, write
 from torch_commhook.attachment.sharded.roots import Roots
 from torch_commhook.attachment.sharded.step import ShardedStep
 from torch_commhook.attachment.sharded.under_way import Exchange, UnderWay
-from torch_commhook.attachment.sharded.unit import Unit, process_groups
+from torch_commhook.attachment.sharded.unit import Unit, process_groups, without_reductions
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.agreement import agree_across
 from torch_commhook.collectives.futures import driven
@@ -35,7 +41,6 @@ from torch_commhook.memory.sharded_bucket import ShardedBucket
 from torch_commhook.memory.sharded_memory import UnshardedMemory
 from torch_commhook.metrics import (
     WireMeter,
-    count_bucket,
     counting,
     note_collective,
     ring_all_reduce_bytes,
@@ -79,6 +84,7 @@ class ShardedRoad:
         self._forget: weakref.finalize[..., Any] | None = None
         self._counted: list[Attached] = []  # in this step
         self._under_way = UnderWay()
+        self._has_hooks = False  # in this step
         self._step = ShardedStep(
             process_groups(units),
             self._replica_group,
@@ -132,6 +138,7 @@ class ShardedRoad:
             self._under_way.wait(self._step.fail_with)
         before, self._reducing = self._reducing, unit
         try:
+            check_backward()
             unit.note_reduced()
         except RuntimeError as error:
             self._step.fail(str(error))
@@ -194,6 +201,9 @@ class ShardedRoad:
             process_group=step_group.group_for(tensor.device),
         )
         where = hook_on_bucket(attached.name, unit.number, len(self._units))
+        goes_on = self._may_go_on(unit, op, tensor.dtype, step_group)
+        if goes_on:
+            out.fill_(math.nan)  # what nobody is to look at yet
         if attached.memory.jump_watch is not None:
             attached.memory.jump_watch.look(bucket)
         with counting(meter):
@@ -206,17 +216,14 @@ class ShardedRoad:
                 attached.memory.clear_padding(memory)
             self._count(attached, unit, traffic)
 
-        self._let_go_on(
-            Exchange(unit.number, future, where, step_group, finish), unit, op, tensor.dtype
+        self._under_way.wait_or_add(
+            Exchange(unit.number, future, where, step_group, finish, out), goes_on
         )
 
-    def _let_go_on(self, exchange: Exchange, unit: Unit, op: object, dtype: torch.dtype) -> None:
-        """Wait for an exchange: at the end of the backward, where PyTorch does not need it yet."""
-        is_last = self._replica_group is None or exchange.group.parent is self._replica_group
-        if is_last and fsdp.is_written_last(unit.group, op, dtype):
-            self._under_way.add(exchange)
-        else:
-            exchange.wait()
+    def _may_go_on(self, unit: Unit, op: object, dtype: torch.dtype, group: StepGroup) -> bool:
+        """Whether an exchange may end with the backward: PyTorch and hooks do not need it yet."""
+        is_last = self._replica_group is None or group.parent is self._replica_group
+        return is_last and not self._has_hooks and fsdp.is_written_last(unit.group, op, dtype)
 
     def all_reduce(self, tensor: Tensor, options: dist.AllreduceOptions) -> None:
         """Average a unit's shard across replicas.
@@ -284,8 +291,9 @@ class ShardedRoad:
             if not apart:
                 self._count(attached, unit, call.traffic)
 
-        exchange = Exchange(unit.number, call.future, call.where, step_group, finish)
-        self._let_go_on(exchange, unit, op, tensor.dtype)
+        exchange = Exchange(unit.number, call.future, call.where, step_group, finish, tensor)
+        goes_on = self._may_go_on(unit, op, tensor.dtype, step_group)
+        self._under_way.wait_or_add(exchange, goes_on)
 
     def all_gather(
         self, out: Tensor, tensor: Tensor, group: dist.ProcessGroup
@@ -307,18 +315,14 @@ class ShardedRoad:
     def _count(self, attached: Attached, unit: Unit, traffic: Any) -> None:
         first = attached not in self._counted
         self._counted.append(attached)
-        stats = attached.stats
-        # Units whose gradients come later have larger numbers, but some may come first or never.
-        while len(stats.buckets) < unit.number:
-            index = len(stats.buckets)
-            empty = traffic._replace(numel=0, bytes_sent=0, bytes_received=0)
-            count_bucket(stats, index, len(self._units), empty, first=False)
-        count_bucket(stats, unit.number, len(self._units), traffic, first=first)
+        count_unit(attached.stats, unit.number, len(self._units), traffic, first=first)
 
     # ---- steps -----------------------------------------------------------------------------------
 
     def _step_begins(self) -> None:
         self._counted = []
+        model = self.model()
+        self._has_hooks = model is not None and fsdp.runs_hooks_in_backward(model)
         for attached in self._all_attached():
             attached.look_at_scale(in_join=False)
 
@@ -425,7 +429,7 @@ class ShardedRoad:
 
     def check_fits(self, attached: Attached) -> None:
         """Refuse a hook that cannot do what a sharded model asks of it."""
-        check_fits(attached)
+        check_fits(attached, "HookHandle.replace")
 
     def agree(self, what: str, error: Exception | None, settings: dict[str, object]) -> None:
         """Go on together with all ranks of the mesh, or not at all; as :func:`agree`."""
@@ -469,17 +473,9 @@ class ShardedRoad:
         else:
             then()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Let gradients add up on each rank; ``set_requires_gradient_sync(False)`` meanwhile."""
-        before = [(unit.group, fsdp.sync_flags(unit.group)) for unit in self._units]
-        for group, _ in before:
-            fsdp.set_sync_flags(group, (False, False))
-        try:
-            yield
-        finally:
-            for group, flags in before:
-                fsdp.set_sync_flags(group, flags)
+        return without_reductions(self._units)
 
     def join(self) -> NoReturn:
         raise RuntimeError(
@@ -498,3 +494,4 @@ class ShardedRoad:
         self._give_back()
         self.shard_attached = None
         self.after_backward(self._stop)
+        self.after_backward(partial(self._gathers.drop_restored, self._all_units))

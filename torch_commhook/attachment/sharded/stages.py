@@ -35,9 +35,14 @@ class ShardedStages(BucketStages):
             )
         if self._on_shards:
             name = f"register_{stage.removesuffix('s')}"
+            if stage == "posthooks":
+                raise RuntimeError(
+                    f"HookHandle.{name}: a reduce-scatter leaves no whole gradient; use "
+                    "Tensor.register_post_accumulate_grad_hook of the model's parameters, which "
+                    "gets their shards with the mean gradient"
+                )
             raise RuntimeError(
-                f"HookHandle.{name}: in a reduce-scatter there is no gradient of a parameter's "
-                "shape before the hook, nor a whole one after it; use Tensor.register_hook of the "
-                "parameters' own gradients, or a mesh of two dimensions"
+                f"HookHandle.{name}: in a reduce-scatter no gradient has its parameter's shape; "
+                "attach a torch_commhook.hooks.Hook of your own with average_shard()"
             )
         return super().register(stage, hook)

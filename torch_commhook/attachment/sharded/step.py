@@ -184,11 +184,11 @@ class ShardedStep:
         """
         # A failure of a replica's own leaves the connections of the others as they are.
         explained = at.fail_with(error) if at in self._failing else error
-        self.fail(f"{type(explained).__name__}: {explained}")
+        self.fail(explained)
         return explained
 
-    def fail(self, reason: str) -> None:
-        """Let all ranks leave this step, and tell them why."""
+    def fail(self, reason: BaseException | str) -> None:
+        """Let all ranks leave this step, and tell them why; as :meth:`StepGroup.fail`."""
         groups = self._failing
         self.has_failed = self.has_failed or not self._in_exchange
         self._is_open = self._in_exchange = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,6 +26,7 @@ class Exchange:
         where: names what waits for it.
         group: through which it goes.
         finish: writes what it gives.
+        target: where that is; it holds NaN where nothing is written.
     """
 
     unit: int
@@ -32,6 +34,7 @@ class Exchange:
     where: str
     group: StepGroup
     finish: Callable[[Any], None]
+    target: torch.Tensor
 
     def wait(self) -> None:
         """Wait for it, and write what it gives.
@@ -49,9 +52,16 @@ class UnderWay:
     def __init__(self) -> None:
         self._exchanges: list[Exchange] = []
 
-    def add(self, exchange: Exchange) -> None:
-        """Let an exchange go on."""
-        self._exchanges.append(exchange)
+    def wait_or_add(self, exchange: Exchange, goes_on: bool) -> None:
+        """Let an exchange go on, or wait for it.
+
+        Raises:
+            Exception: it failed.
+        """
+        if goes_on:
+            self._exchanges.append(exchange)
+        else:
+            exchange.wait()
 
     def has(self, unit: int) -> bool:
         """Whether one of a unit's is under way."""
@@ -71,14 +81,16 @@ class UnderWay:
             try:
                 exchange.wait()
             except Exception as error:
+                exchange.target.fill_(math.nan)
                 explained = failed(error, exchange.group)
                 self.drop()
                 raise explained from None
 
     def drop(self) -> None:
-        """Wait for what is in flight in a step that failed, and write nothing."""
+        """Wait for what is in flight in a step that failed, and write NaN."""
         deadline = time.monotonic() + DRAIN_SECONDS
         while self._exchanges:
             exchange = self._exchanges.pop(0)
             with suppress(Exception):  # a consequence of what has failed
                 _C.wait_for(exchange.future, max(deadline - time.monotonic(), 0.0))
+            exchange.target.fill_(math.nan)

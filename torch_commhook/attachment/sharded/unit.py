@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,3 +170,16 @@ def process_groups(units: list[Unit]) -> list[dist.ProcessGroup]:
             if all(group is not one for one in found):
                 found.append(group)
     return found
+
+
+@contextmanager
+def without_reductions(units: Sequence[Unit]) -> Iterator[None]:
+    """Have units reduce no gradients meanwhile."""
+    before = [(unit.group, fsdp.sync_flags(unit.group)) for unit in units]
+    for group, _ in before:
+        fsdp.set_sync_flags(group, (False, False))
+    try:
+        yield
+    finally:
+        for group, flags in before:
+            fsdp.set_sync_flags(group, flags)

@@ -1,0 +1,30 @@
+"""Warnings that point at the user's line."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+
+import torch.utils._contextlib as decorators
+
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+
+
+def warn_user(message: str) -> None:
+    """Warn at the innermost frame that is outside of the package.
+
+    Python 3.12 has ``skip_file_prefixes`` for this.
+
+    Args:
+        message: the text of a ``UserWarning``.
+    """
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and _is_inside(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
+
+
+def _is_inside(file: str) -> bool:
+    # torch.inference_mode() as a decorator has a frame between the user's and the function's.
+    return file.startswith(_PACKAGE) or file == decorators.__file__
