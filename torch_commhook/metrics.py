@@ -206,6 +206,41 @@ class HookStats:
             plain /= 2
         return plain / self.bytes_sent_last_step if self.bytes_sent_last_step else None
 
+    def scalars(self, before: HookStats | None = None) -> dict[str, float]:
+        """Numbers for a log, by name: what is not known is left out.
+
+        Args:
+            before: earlier statistics, after whose last step times begin. None for all steps.
+
+        Returns:
+            ``steps``, ``bytes_sent``; of the last step ``bytes_sent_last_step``,
+            ``bytes_received_last_step``, ``compression_ratio`` and ``relative_error``, the largest
+            of a bucket; ``encode_seconds``, ``wire_seconds``, ``decode_seconds``, the mean of a
+            step over all buckets.
+        """
+        steps = self.steps - (before.steps if before else 0)
+        found: dict[str, float | None] = {
+            "steps": self.steps,
+            "bytes_sent": self.bytes_sent,
+            "bytes_sent_last_step": self.bytes_sent_last_step,
+            "bytes_received_last_step": self.bytes_received_last_step,
+            "compression_ratio": self.compression_ratio,
+            "relative_error": max(
+                (b.relative_error for b in self.buckets if b.relative_error is not None),
+                default=None,
+            ),
+        }
+        for stage in STAGES:
+            name = f"{stage}_seconds"
+            now, then = (
+                sum(getattr(bucket, name) for bucket in each.buckets)
+                for each in (self, before or HookStats())
+            )
+            # Of buckets that were formed anew times begin anew.
+            if now and steps:
+                found[name] = (now - then if now >= then else now) / steps
+        return {name: value for name, value in found.items() if value is not None}
+
 
 class BucketTraffic(NamedTuple):
     """Elements, dtype and bytes on the wire of a bucket in one step."""

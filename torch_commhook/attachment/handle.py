@@ -14,9 +14,12 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_commhook.attachment.parameters import release
 from torch_commhook.attachment.road import Road, road_in_use, roads
+from torch_commhook.attachment.writers import write
 from torch_commhook.buckets.grad_bucket import GradBucket
+from torch_commhook.collectives.agreement import gather_along
 from torch_commhook.hooks import __name__ as hooks_module
 from torch_commhook.hooks.base import Hook
+from torch_commhook.memory.merging import merged_states, on_the_host
 from torch_commhook.memory.scaler_watch import stop_watching_for_scaler, watch_for_scaler
 from torch_commhook.memory.states import LOCAL_STEPS, comparable_form
 from torch_commhook.metrics import HookStats
@@ -32,6 +35,7 @@ class HookHandle:
     def __init__(self, road: Road, attached: Attached) -> None:
         self._first_road = road
         self._attached = attached
+        self._logged: HookStats | None = None
 
     @property
     def _road(self) -> Road:
@@ -97,6 +101,7 @@ class HookHandle:
         shared: dict[str, object] = {"the hook": printed_hook(hook)}
         self._road.agree("HookHandle.replace", error, shared)
         assert replacement is not None
+        self._logged = None
         before = self._attached
         replacement.stages = before.stages
         replacement.stats.of_shards = before.stats.of_shards
@@ -213,10 +218,29 @@ class HookHandle:
                 stats.buckets[memory.index].measured(memory.meters())
         return copy.deepcopy(stats)
 
+    def log_to(self, writer: Any, step: int | None = None, *, prefix: str = "commhook/") -> None:
+        """Write what the hook has sent to a log; see :meth:`HookStats.scalars`.
+
+        Times are means over the steps since the last call.
+
+        Args:
+            writer: TensorBoard's ``SummaryWriter``, a logger of Lightning or MLflow, a run of
+                Weights & Biases, anything with ``log(dict)``, or a function of a dict.
+            step: of which this is; None where the writer counts itself.
+            prefix: of the names.
+
+        Raises:
+            TypeError: no such writer.
+        """
+        stats = self.stats()
+        values = stats.scalars(self._logged)
+        write(writer, {f"{prefix}{name}": value for name, value in values.items()}, step)
+        self._logged = stats
+
     # ---- what the hook remembers -----------------------------------------------------------------
 
     @outside_inference_mode
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         """What the hook remembers on this rank, to go on from later.
 
         Error memory, factors, momentum and steps, by the names of parameters, as plain values and
@@ -230,11 +254,32 @@ class HookHandle:
 
         Of a hook that keeps ranks apart this has the rank's parameters too. Where a sharded model
         has a ``shard_hook``, what that remembers is under ``"shard_hook"``.
+
+        Args:
+            gather: whether to give what the hook remembers on all ranks, in one state that each of
+                them can load: for a file that one rank writes, as frameworks do. All ranks must
+                call this at the same point then, and get the same, in the memory of the host: as
+                much as all of them remember together.
+
+        Raises:
+            RuntimeError: with ``gather``, it failed on another rank, or the ranks are at different
+                steps.
         """
+        if gather:
+            return self._gathered_state()
         memory, local_steps = self._attached.memory, self._attached.local_steps
         if local_steps is not None:
             return local_steps.state_dict()
         return {} if memory.remembers_nothing else memory.state_dict()
+
+    def _gathered_state(self) -> dict[str, Any]:
+        state, error = {}, None
+        try:
+            state = on_the_host(self.state_dict())
+        except Exception as raised:
+            error = raised
+        self._road.agree("HookHandle.state_dict", error, {})
+        return merged_states(gather_along(self._road.parents, state))
 
     @outside_inference_mode
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -206,10 +206,22 @@ def check_not_in_ddp(parameters: Sequence[tuple[str, Tensor]], *, attached: bool
                     "DistributedDataParallel, too, which was made after the hook was attached, or "
                     "by replicate(); remove() the hook, and attach it to that DDP"
                 )
+            around = ddp_of(parameter)
+            which = "" if around is None else f", the one around {_C.type_name(around.module)}"
             raise RuntimeError(
                 f"attach: the gradient of parameter '{name}' is averaged by a "
-                "DistributedDataParallel already; attach the hook to that"
+                f"DistributedDataParallel already; attach the hook to that{which}: "
+                "attach(ddp, hook). It is trainer.model in Lightning, trainer.model_wrapped in "
+                "transformers, and what prepare() returns in Accelerate"
             )
+
+
+def ddp_of(parameter: Tensor) -> DistributedDataParallel | None:
+    """The DDP that has a parameter, as far as the garbage collector knows of one."""
+    found: list[DistributedDataParallel] = [
+        each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)
+    ]
+    return next((ddp for ddp in found if any(p is parameter for p in ddp.parameters())), None)
 
 
 _Owners = list[tuple["weakref.ref[nn.Module]", Callable[[], "str | None"]]]

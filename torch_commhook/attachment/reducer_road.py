@@ -160,6 +160,11 @@ class ReducerRoad:
     def check_fits(self, attached: Attached) -> None:
         """Nothing: any hook averages whole gradients."""
 
+    @property
+    def parents(self) -> list[dist.ProcessGroup]:
+        """The user's group."""
+        return [self.group.parent]
+
     def agree(self, what: str, error: Exception | None, settings: dict[str, object]) -> None:
         """Go on together with all ranks, or not at all; see :func:`agree`."""
         agree(self.group.parent, what, error, settings)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_commhook.attachment.replica import Replica
@@ -34,6 +35,10 @@ class Road(Protocol):
     @property
     def group(self) -> StepGroup:
         """The group through which the hook communicates."""
+
+    @property
+    def parents(self) -> Sequence[dist.ProcessGroup]:
+        """A user's groups through which all of the model's ranks are reached, one after another."""
 
     @property
     def is_alive(self) -> bool:

@@ -65,11 +65,7 @@ def agree_across(
     """
     text = None if error is None else f"{type(error).__name__}: {error}"
     rank = dist.get_rank() if dist.is_initialized() else 0
-    found: list[Any] = [(rank, text, settings, some or {})]
-    for group in groups:
-        every = gather(group, found)
-        if every is not None:
-            found = [report for reports in every for report in reports]
+    found = gather_along(groups, (rank, text, settings, some or {}))
     if error is not None:
         raise error
     first: dict[str, tuple[int, object]] = {}  # of those that some ranks give
@@ -103,6 +99,24 @@ def gather(group: dist.ProcessGroup, value: object) -> list[Any] | None:
     every: list[Any] = [None] * group.size()
     dist.all_gather_object(every, value, group=group)
     return every
+
+
+def gather_along(groups: Sequence[dist.ProcessGroup], value: object) -> list[Any]:
+    """What each rank of a mesh gives. All of them must call this.
+
+    Args:
+        groups: this rank's along each of the mesh's dimensions.
+        value: this rank's.
+
+    Returns:
+        The same order on all ranks; this rank's alone where ``torch.distributed`` knows no group.
+    """
+    found: list[Any] = [value]
+    for group in groups:
+        every = gather(group, found)
+        if every is not None:
+            found = [each for values in every for each in values]
+    return found
 
 
 def _first_difference(own: object, other: object) -> tuple[object, object]:

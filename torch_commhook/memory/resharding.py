@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,7 +36,10 @@ _MOST_RANKS = 1 << 20
 @torch.inference_mode(False)  # inside, states would be no use elsewhere
 # Over 80 lines: the docstring tells each argument and error.
 def reshard_states(
-    states: Sequence[dict[str, Any]], world_size: int, *, shards: int | None = None
+    states: Sequence[dict[str, Any]] | dict[str, Any],
+    world_size: int,
+    *,
+    shards: int | None = None,
 ) -> list[dict[str, Any]]:
     """States for another number of ranks, from those of all ranks.
 
@@ -53,8 +57,9 @@ def reshard_states(
     on other shards.
 
     Args:
-        states: what ``HookHandle.state_dict()`` gave on each rank, in order of rank. On a mesh of
-            replicas and shards those of a replica follow one another.
+        states: what ``HookHandle.state_dict()`` gave on each rank, in order of rank; or what
+            ``state_dict(gather=True)`` gave. On a mesh of replicas and shards those of a replica
+            follow one another.
         world_size: ranks that are to go on.
         shards: into how many shards a hook's memory is to be cut, where it is to average across
             replicas: ranks of a replica. 1 for all other models. None for as many as before.
@@ -74,6 +79,8 @@ def reshard_states(
         raise ValueError(
             f"reshard_states: world_size must be from 1 to {_MOST_RANKS}, got {world_size}"
         )
+    if isinstance(states, dict):
+        states = [states] * len(_keys_of_ranks(states))
     if not isinstance(states, (list, tuple)):
         got = type(states).__qualname__
         raise TypeError(f"reshard_states: states must be a list of states, got {got}")
@@ -122,10 +129,15 @@ def reshard_states(
         _check_shapes(own, rank)
     if world_size != len(states):
         own = _add_up_for_ranks(own, world_size)
-    common = {key: value for key, value in states[0].items() if key != "rank0"}
+    of_ranks = _keys_of_ranks(states[0])
+    common = {key: value for key, value in states[0].items() if key not in of_ranks}
     return [
         {**common, "world_size": world_size, f"rank{rank}": own[rank]} for rank in range(world_size)
     ]
+
+
+def _keys_of_ranks(state: dict[str, Any]) -> set[str]:
+    return {key for key in state if type(key) is str and re.fullmatch(r"rank\d+", key)}
 
 
 def _of_shard_hook(state: Any, rank: int) -> Any:

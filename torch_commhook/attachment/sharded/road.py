@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn
@@ -436,7 +436,11 @@ class ShardedRoad:
     def agree(self, what: str, error: Exception | None, settings: dict[str, object]) -> None:
         """Go on together with all ranks of the mesh, or not at all; as :func:`agree`."""
         of_all, of_shard = settings_by_ranks(self._memory, settings)
-        agree_across(self._step.parents, what, error, of_all, of_shard)
+        agree_across(self.parents, what, error, of_all, of_shard)
+
+    @property
+    def parents(self) -> Sequence[dist.ProcessGroup]:
+        return self._step.parents
 
     @property
     def _memory(self) -> HookMemory | None:

@@ -1,0 +1,145 @@
+"""One state of all ranks, which one of them writes to a file and each of them loads."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from nested_values import different_paths
+from rank_pool import RankPool
+from remembering_hooks import HOOKS, batch, check_same, hook_of, model_of
+from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from torch_commhook import HookHandle, attach, reshard_states
+
+
+class Run:
+    """A model with a hook, and its optimizer."""
+
+    def __init__(self, hook: str, use_ddp: bool) -> None:
+        self.model: nn.Module = model_of()
+        if use_ddp:  # which keeps its first buckets so
+            self.model = DDP(self.model, find_unused_parameters=True)
+        self.handle: HookHandle = attach(self.model, hook_of(hook))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def steps(self, rank: int, numbers: range) -> list[Tensor]:
+        for number in numbers:
+            self.optimizer.zero_grad()
+            self.model(batch(rank, number)).square().sum().backward()
+            self.optimizer.step()
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+
+def _from_one_file(rank: int, hook: str, use_ddp: bool, folder: str) -> bool:
+    path = f"{folder}/state.pt"
+    first = Run(hook, use_ddp)
+    first.steps(rank, range(3))
+    state = {"model": first.model.state_dict(), "hook": first.handle.state_dict(gather=True)}
+    if rank == 0:
+        torch.save(state, path)
+    expected = first.steps(rank, range(3, 6))
+    first.handle.remove()
+    dist.barrier()
+    read = torch.load(path, weights_only=True)
+    second = Run(hook, use_ddp)
+    second.model.load_state_dict(read["model"])
+    second.handle.load_state_dict(read["hook"])
+    found = second.steps(rank, range(3, 6))
+    second.handle.remove()
+    check_same([found], [expected])
+    return any(key.startswith("rank") for key in state["hook"])
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("use_ddp", [False, True])
+def test_each_rank_goes_on_from_one_file(
+    two_ranks: RankPool, tmp_path: Path, hook: str, use_ddp: bool
+) -> None:
+    remembers = two_ranks.run(_from_one_file, hook, use_ddp, str(tmp_path))
+    assert remembers == [hook not in ("allreduce()", "cast()")] * 2
+
+
+FEEDBACK = "error_feedback(blockwise(bits=4))"
+
+
+def _in_one(rank: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    run = Run(FEEDBACK, False)
+    run.steps(rank, range(2))
+    own, gathered = run.handle.state_dict(), run.handle.state_dict(gather=True)
+    before = copy.deepcopy(gathered)
+    run.steps(rank, range(2, 3))
+    assert different_paths(gathered, before) == []  # in memory of its own
+    run.handle.remove()
+    return own, gathered, run.handle.state_dict()
+
+
+def test_what_one_state_has(two_ranks: RankPool) -> None:
+    (first, gathered, _), (second, others, _) = two_ranks.run(_in_one)
+    assert different_paths(gathered, others) == []
+    assert list(gathered) == list(others)
+    for rank, own in enumerate((first, second)):
+        assert different_paths(gathered[f"rank{rank}"], own[f"rank{rank}"]) == []
+    rest, own_rest = (
+        {key: value for key, value in state.items() if not key.startswith("rank")}
+        for state in (gathered, first)
+    )
+    assert different_paths(rest, own_rest) == []
+    expected = reshard_states([first, second], 3)
+    for states in (gathered, [gathered] * 2):
+        assert different_paths(reshard_states(states, 3), expected) == []
+
+
+def _fails(rank: int) -> list[str]:
+    run = Run(FEEDBACK, False)
+    run.steps(rank, range(1))
+    memory = run.handle._attached.memory
+    state_dict, raised = memory.state_dict, []
+    if rank == 1:
+        memory.state_dict = lambda: 1 / 0
+    try:
+        run.handle.state_dict(gather=True)
+    except Exception as error:
+        raised.append(f"{type(error).__name__}: {error}")
+    memory.state_dict = state_dict
+    memory.steps += rank
+    try:
+        run.handle.state_dict(gather=True)
+    except Exception as error:
+        raised.append(f"{type(error).__name__}: {error}")
+    run.handle.remove()
+    return raised
+
+
+def test_a_state_that_cannot_be_gathered(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(_fails)
+    message = "HookHandle.state_dict: it failed on rank 1: ZeroDivisionError: division by zero"
+    assert first[0] == f"RuntimeError: {message}"
+    assert second[0] == "ZeroDivisionError: division by zero"
+    for raised in (first[1], second[1]):
+        assert "the ranks' 'steps' must be the same to be in one state, got 1 and 2" in raised
+
+
+def _stateful(rank: int, folder: str) -> bool:
+    run = Run(FEEDBACK, False)
+    assert isinstance(run.handle, Stateful)
+    run.steps(rank, range(2))
+    before = copy.deepcopy(run.handle.state_dict())
+    checkpoint.save({"hook": run.handle}, checkpoint_id=folder)
+    run.handle.remove()
+    other = Run(FEEDBACK, False)
+    checkpoint.load({"hook": other.handle}, checkpoint_id=folder)
+    assert different_paths(other.handle.state_dict(), before) == []
+    other.handle.remove()
+    return before["steps"] == 2
+
+
+def test_a_handle_in_a_distributed_checkpoint(two_ranks: RankPool, tmp_path: Path) -> None:
+    assert two_ranks.run(_stateful, str(tmp_path)) == [True, True]

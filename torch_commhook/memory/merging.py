@@ -1,0 +1,52 @@
+"""One state of what the hooks of all ranks remember, from those of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from torch_commhook.memory.state_values import shown
+
+
+def merged_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A state that each of the ranks can load.
+
+    Args:
+        states: of all ranks. What several have under a name must be the same, but for tensors, of
+            which the first one is taken: these are the ranks' alike.
+
+    Raises:
+        RuntimeError: plain values differ.
+    """
+    merged: dict[str, Any] = {}
+    for state in states:
+        _add(merged, state, "")
+    return merged
+
+
+def _add(merged: dict[str, Any], state: dict[str, Any], where: str) -> None:
+    for key, value in state.items():
+        path = f"{where}{key}"
+        if isinstance(value, dict):
+            _add(merged.setdefault(key, {}), value, f"{path}.")
+        elif isinstance(merged.setdefault(key, value), Tensor):
+            continue
+        elif merged[key] != value:
+            raise RuntimeError(
+                f"HookHandle.state_dict: the ranks' '{path}' must be the same to be in one state, "
+                f"got {shown(merged[key])} and {shown(value)}; a state of each rank has its own"
+            )
+
+
+def on_the_host(state: dict[str, Any]) -> dict[str, Any]:
+    """The same with tensors in the host's memory, each in memory of its own."""
+    return {
+        key: on_the_host(value)
+        if isinstance(value, dict)
+        else value.cpu().clone()
+        if isinstance(value, Tensor)
+        else value
+        for key, value in state.items()
+    }
