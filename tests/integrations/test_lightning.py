@@ -107,7 +107,7 @@ def _resumed(rank: int, hook: str, folder: str) -> list[bool]:
     return [resumed.is_same(straight), {"rank0", "rank1"} <= state.keys()]
 
 
-@pytest.mark.parametrize("hook", [HOOK, "local_sgd(2, hook=error_feedback(topk(0.1)))"])
+@pytest.mark.parametrize("hook", [HOOK, "error_feedback(topk(0.1))"])
 def test_a_checkpoint(hook: str, tmp_path: Path) -> None:
     assert launched(_resumed, hook, str(tmp_path)) == [[True] * 2] * 2
 

@@ -140,7 +140,7 @@ attach(ddp, hooks.cast(), bucket_cap_mb=1)
 attach(ddp, hooks.cast(), init_sync=False)
     ValueError: attach: init_sync must be given to DistributedDataParallel, which has it already; got False for a model of that class
 attach(ddp.module, hooks.cast())
-    RuntimeError: attach: the gradient of parameter 'weight' is averaged by a DistributedDataParallel already; attach the hook to that
+    RuntimeError: attach: the gradient of parameter 'weight' is averaged by a DistributedDataParallel already; attach the hook to that, the one around torch.nn.modules.linear.Linear: attach(ddp, hook). It is trainer.model in Lightning, trainer.model_wrapped in transformers, and what prepare() returns in Accelerate
 attach(taken, hooks.allreduce())
     RuntimeError: attach: hook 'cast(bfloat16)' is attached to this model already; remove() it, or replace() it through its handle
 attach(half, hooks.allreduce())

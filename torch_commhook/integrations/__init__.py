@@ -1,4 +1,4 @@
 """Hooks in training frameworks: a module for each, which imports the framework.
 
-``lightning``, ``accelerate``, ``transformers``: what each does is in ``docs/integrations.md``.
+``lightning``, ``accelerate`` and ``transformers``.
 """
