@@ -1,4 +1,0 @@
-"""Hooks in training frameworks: a module for each, which imports the framework.
-
-``lightning``, ``accelerate`` and ``transformers``.
-"""
