@@ -79,7 +79,9 @@ def reshard_states(
         raise ValueError(
             f"reshard_states: world_size must be from 1 to {_MOST_RANKS}, got {world_size}"
         )
-    if isinstance(states, dict):
+    if isinstance(states, dict) and is_number(
+        states.get("world_size"), len(_keys_of_ranks(states))
+    ):
         states = [states] * len(_keys_of_ranks(states))
     if not isinstance(states, (list, tuple)):
         got = type(states).__qualname__
