@@ -207,7 +207,7 @@ def check_not_in_ddp(parameters: Sequence[tuple[str, Tensor]], *, attached: bool
                     "by replicate(); remove() the hook, and attach it to that DDP"
                 )
             around = ddp_of(parameter)
-            which = "" if around is None else f", the one around {_C.type_name(around.module)}"
+            which = "" if around is None else f", the one around {class_name(around.module)}"
             raise RuntimeError(
                 f"attach: the gradient of parameter '{name}' is averaged by a "
                 f"DistributedDataParallel already; attach the hook to that{which}: "

@@ -50,12 +50,9 @@ class CompressedCall:
         Args:
             name: of the stage, for the meter.
         """
-        with torch.no_grad(), timed(self.meter, name):
-            if self._is_inference:
-                with torch.inference_mode():
-                    yield
-            else:
-                yield
+        mode = torch.inference_mode() if self._is_inference else torch.no_grad()
+        with mode, timed(self.meter, name):
+            yield
 
     def buffer(self, name: str, *shape: int) -> Tensor:
         if self.is_traced:  # by a compiler, which plans memory itself

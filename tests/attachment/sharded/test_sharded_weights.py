@@ -226,3 +226,22 @@ def _evaluations(rank: int, place: str, settings: dict[str, Any]) -> list[bool]:
 def test_evaluations(ranks: RankPool, place: str, reshard_after_forward: bool) -> None:
     settings = {"reshard_after_forward": reshard_after_forward}
     assert ranks.run(_evaluations, place, settings) == [[True] * 4] * ranks.world_size
+
+
+def _removed_in_forward(rank: int, settings: dict[str, Any]) -> list[bool]:
+    """The module that runs keeps its parameters; the next forward has exact ones."""
+    model = _net()
+    exact = model(batch(rank, 0)).detach()
+    by_layer(model, Mesh.of("fsdp-2"), **settings)
+    handle = attach(model, hooks.allreduce(), weights=codecs.blockwise(bits=4))
+    hidden = model[2].register_forward_pre_hook(lambda *_: handle.remove())
+    output = model(batch(rank, 0))
+    hidden.remove()
+    loss_of(output).backward()
+    return [bool(output.isfinite().all()), torch.allclose(model(batch(rank, 0)), exact)]
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_removed_in_forward(two_ranks: RankPool, reshard_after_forward: bool) -> None:
+    settings = {"reshard_after_forward": reshard_after_forward}
+    assert two_ranks.run(_removed_in_forward, settings) == [[True] * 2] * 2

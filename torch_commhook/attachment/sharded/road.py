@@ -321,7 +321,7 @@ class ShardedRoad:
 
     def _step_begins(self) -> None:
         self._counted = []
-        model = self.model()
+        model = self.model() if self.device.type == "cpu" else None  # elsewhere nothing goes on
         self._has_hooks = model is not None and fsdp.runs_hooks_in_backward(model)
         if not self._roots.are_in_backward:  # of modules grouped for fully_shard, one ran alone
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
@@ -495,5 +495,6 @@ class ShardedRoad:
             self._roots.reset()
         self._give_back()
         self.shard_attached = None
+        if not self._roots.are_unfinished:  # or the backward's end drops them
+            self._gathers.drop_restored(self._all_units)
         self.after_backward(self._stop)
-        self.after_backward(partial(self._gathers.drop_restored, self._all_units))

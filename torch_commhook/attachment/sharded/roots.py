@@ -45,6 +45,11 @@ class Roots:
         """Whether a backward goes on in one of them."""
         return any(map(fsdp.is_in_backward, self._all()))
 
+    @property
+    def are_unfinished(self) -> bool:
+        """Whether a forward or a backward of one of them goes on, or was left by an exception."""
+        return any(map(fsdp.is_unfinished, self._all()))
+
     def around(self, model: nn.Module) -> list[nn.Module]:
         """Modules around a model that are roots since its first forward; each is given once.
 
