@@ -19,11 +19,7 @@ from torch import Tensor, nn
 from torch_commhook import GradBucket, attach
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.codecs.block_codec import BlockCodec
-from torch_commhook.collectives import (
-    compressed_all_gather,
-    compressed_all_reduce,
-    compressed_reduce_scatter,
-)
+from torch_commhook.collectives import compressed_all_gather, compressed_reduce_scatter
 from torch_commhook.collectives.compressed_chunks import chunk_sizes
 from torch_commhook.metrics import CallMeter, WireMeter, counting
 from torch_commhook.process_group import RecordingProcessGroup
@@ -480,25 +476,3 @@ def _compiled(rank: int, codec: Codec, backend: str) -> tuple[list[Tensor], list
 @pytest.mark.parametrize(("backend", "codec"), COMPILED_CODECS, ids=repr)
 def test_compiled(two_ranks: RankPool, backend: str, codec: Codec) -> None:
     assert_the_bits_of_eager(two_ranks.run(_compiled, codec, backend, timeout=180))
-
-
-def _in_inference_mode(rank: int, codec: Codec) -> bool:
-    """Results are made on other threads, whose mode is another."""
-    drawn = rounding_of(codec, rank, 3)
-    calls: list[Callable[..., torch.futures.Future[Tensor]]] = [compressed_all_gather]
-    if codec.exchange != "all_gather":
-        calls.append(compressed_reduce_scatter)
-    if drawn is None:
-        calls.append(compressed_all_reduce)
-    same = []
-    for call in calls:
-        right = call(values(rank, 700, 1), codec, rounding=drawn).wait().clone()
-        with torch.inference_mode():
-            got = call(values(rank, 700, 1), codec, rounding=drawn).wait()
-            same.append(got.is_inference() and torch.equal(got, right))
-    return all(same)
-
-
-@of_each_codec
-def test_inference_mode(two_ranks: RankPool, codec: Codec) -> None:
-    assert two_ranks.run(_in_inference_mode, codec) == [True, True]
