@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import HookHandle, attach, reshard_states
+from torch_commhook.process_group import RecordingProcessGroup
 
 
 class Run:
@@ -125,6 +126,20 @@ def test_a_state_that_cannot_be_gathered(two_ranks: RankPool) -> None:
     assert second[0] == "ZeroDivisionError: division by zero"
     for raised in (first[1], second[1]):
         assert "the ranks' 'steps' must be the same to be in one state, got 1 and 2" in raised
+
+
+def _over_an_unknown_group(rank: int) -> str:
+    group = RecordingProcessGroup(dist.group.WORLD)  # which is not registered
+    handle = attach(model_of(), hook_of(FEEDBACK), process_group=group)
+    with pytest.raises(RuntimeError) as raised:
+        handle.state_dict(gather=True)
+    handle.remove()
+    return str(raised.value)
+
+
+def test_a_group_that_nobody_knows(two_ranks: RankPool) -> None:
+    for message in two_ranks.run(_over_an_unknown_group):
+        assert "needs a process group that torch.distributed knows" in message
 
 
 def _stateful(rank: int, folder: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -262,8 +263,8 @@ class HookHandle:
                 much as all of them remember together.
 
         Raises:
-            RuntimeError: with ``gather``, it failed on another rank, or the ranks are at different
-                steps.
+            RuntimeError: with ``gather``, it failed on another rank, the ranks are at different
+                steps, or ``torch.distributed`` does not know the process group.
         """
         if gather:
             return self._gathered_state()
@@ -279,7 +280,14 @@ class HookHandle:
         except Exception as raised:
             error = raised
         self._road.agree("HookHandle.state_dict", error, {})
-        return merged_states(gather_along(self._road.parents, state))
+        parents = self._road.parents
+        states = gather_along(parents, state)
+        if len(states) != math.prod(group.size() for group in parents):
+            raise RuntimeError(
+                "HookHandle.state_dict: gather=True needs a process group that torch.distributed "
+                "knows; save the state of each rank"
+            )
+        return merged_states(states)
 
     @outside_inference_mode
     def load_state_dict(self, state: dict[str, Any]) -> None:
