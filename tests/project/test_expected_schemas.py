@@ -14,8 +14,8 @@ import torch
 
 import torch_commhook
 
-#: Those of the command register nothing, and some need packages that are optional.
-COMMAND = ("torch_commhook.cli", "torch_commhook.__main__")
+#: Those of the command and of frameworks register nothing, and need packages that are optional.
+COMMAND = ("torch_commhook.cli", "torch_commhook.__main__", "torch_commhook.integrations.")
 
 
 class TestSchemas(expecttest.TestCase):

@@ -1,0 +1,132 @@
+"""Training that frameworks do, and the same in a plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from torch_commhook import HookHandle, attach
+from torch_commhook.cli.hook_expression import parse_hook
+
+HOOK = "error_feedback(blockwise(bits=4))"
+STEPS = 6
+BATCH = 4
+
+
+class Net(nn.Module):
+    """Takes and gives what the Trainer of transformers asks for, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 300)
+        self.second = nn.Linear(300, 2)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        output = self.second(torch.relu(self.first(x)))
+        if labels is None:
+            return output
+        return {"loss": loss_of(output, labels), "logits": output}
+
+
+def loss_of(output: Tensor, labels: Tensor) -> Tensor:
+    return (output.float() - labels).square().mean()
+
+
+class Data(torch.utils.data.Dataset):
+    """A rank's examples."""
+
+    def __init__(self, rank: int, batches: int) -> None:
+        generator = torch.Generator().manual_seed(100 + rank)
+        self.x = torch.randn(batches * BATCH, 8, generator=generator)
+        self.labels = torch.randn(batches * BATCH, 2, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": self.x[index], "labels": self.labels[index]}
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(self.x.split(BATCH), self.labels.split(BATCH), strict=True)
+
+
+@dataclass
+class How:
+    """How to train.
+
+    Attributes:
+        accumulate: batches of a step.
+        bf16: whether autocast has bfloat16.
+        clip: the largest norm of gradients.
+    """
+
+    accumulate: int = 1
+    bf16: bool = False
+    clip: float | None = None
+    ddp: dict[str, Any] = field(default_factory=dict)
+
+
+WAYS = {
+    "plain": How(),
+    "accumulation": How(accumulate=2),
+    "bf16-mixed": How(bf16=True),
+    "clipping": How(clip=0.1),
+    "all": How(accumulate=2, bf16=True, clip=0.1),
+}
+
+
+@dataclass
+class Trained:
+    """What training has come to: parameters, and bytes that the hook sent."""
+
+    parameters: list[Tensor]
+    bytes_sent: int | None
+
+    @classmethod
+    def of(cls, model: nn.Module, handle: HookHandle | None) -> Trained:
+        sent = None if handle is None else handle.stats().bytes_sent
+        return cls([parameter.detach().clone() for parameter in model.parameters()], sent)
+
+    def is_same(self, other: Trained) -> bool:
+        """Whether all bits are."""
+        pairs = zip(self.parameters, other.parameters, strict=True)
+        return all(torch.equal(one, two) for one, two in pairs)
+
+
+def loop(
+    rank: int,
+    how: How,
+    hook: str | None = HOOK,
+    wrap: Callable[[nn.Module], nn.Module] | None = None,
+) -> Trained:
+    """The same in a plain loop over the default process group."""
+    model = Net()
+    wrapped = DDP(model, **how.ddp) if wrap is None else wrap(model)
+    handle = None if hook is None else attach(wrapped, parse_hook(hook))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data = Data(rank, STEPS * how.accumulate)
+    for number, (x, labels) in enumerate(data.batches(), 1):
+        steps = number % how.accumulate == 0
+        alone = nullcontext() if steps or wrap is not None else wrapped.no_sync()
+        with alone:
+            with torch.autocast("cpu", torch.bfloat16, enabled=how.bf16):
+                loss = loss_of(wrapped(x), labels) / how.accumulate
+            loss.backward()
+        if steps:
+            if how.clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), how.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    trained = Trained.of(model, handle)
+    if handle is not None:
+        handle.remove()
+    dist.barrier()
+    return trained

@@ -1,0 +1,55 @@
+"""What the frameworks' modules share: a hook on the model that a framework has wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_commhook.attachment.attaching import attach
+from torch_commhook.attachment.handle import HookHandle
+from torch_commhook.attachment.sharded.fsdp import trains_shards
+from torch_commhook.cli.hook_expression import parse_hook
+
+
+def hook_of(hook: str | Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that is given as one, or as an expression such as ``"blockwise(bits=4)"``.
+
+    Raises:
+        ValueError: the expression is none of a hook.
+    """
+    if not isinstance(hook, str):
+        return hook
+    parsed: Callable[..., Any] | None = parse_hook(hook)
+    if parsed is None:
+        raise ValueError(f"a hook must be given, got {hook!r}")
+    return parsed
+
+
+def attach_wrapped(
+    where: str, model: nn.Module, hook: str | Callable[..., Any], how: str, **options: Any
+) -> HookHandle:
+    """Attach a hook to what a framework trains: a DDP, or a model that is sharded.
+
+    Args:
+        where: names the integration in errors.
+        model: as the framework has prepared it.
+        hook: or its expression.
+        how: what to do for the framework to prepare it so, for errors.
+        options: of :func:`torch_commhook.attach`.
+
+    Raises:
+        RuntimeError: the model is neither, so that nothing would average its gradients.
+    """
+    bare = getattr(model, "_orig_mod", model)
+    if not isinstance(bare, DistributedDataParallel) and not trains_shards(bare):
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        raise RuntimeError(
+            f"{where}: the model must be a DistributedDataParallel, or fully_shard() must have "
+            f"been applied to it, for a hook to average its gradients; got "
+            f"{type(bare).__name__} in training on {ranks} ranks. {how}"
+        )
+    return attach(model, hook_of(hook), **options)

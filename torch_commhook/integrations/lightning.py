@@ -1,0 +1,144 @@
+"""Hooks in Lightning: a callback for its Trainer, and a function for Fabric."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from torch_commhook.attachment.handle import HookHandle
+from torch_commhook.codecs.base import Codec
+from torch_commhook.integrations.attached_model import attach_wrapped
+
+try:
+    from lightning.pytorch import Callback
+except ImportError:
+    from pytorch_lightning import Callback
+
+_HOW = (
+    'Give the Trainer strategy="ddp", or ModelParallelStrategy with a configure_model() that calls '
+    "fully_shard()"
+)
+
+
+class CommHookCallback(Callback):  # type: ignore[misc]
+    """Lets a Trainer's gradients travel through a hook, with the strategies DDP and ModelParallel.
+
+    The hook is attached when training begins, after a checkpoint has been read, and taken off when
+    it has ended. Checkpoints hold what it remembers on all ranks, and training that is resumed goes
+    on from that. A hook that keeps ranks apart brings them together when training ends.
+
+    With ``pytorch_lightning`` as well as with ``lightning``.
+
+    Args:
+        hook: one of :mod:`torch_commhook.hooks`, a callable, or an expression such as
+            ``"error_feedback(blockwise(bits=4))"``.
+        shard_hook, weights: for sharded models, as :func:`torch_commhook.attach`.
+        log: whether to log bytes, ratio, error and times of a step through the trainer's logger,
+            each ``log_every_n_steps``, under ``commhook/``.
+
+    Attributes:
+        handle: of the hook while training runs, and after it; None before.
+    """
+
+    def __init__(
+        self,
+        hook: str | Callable[..., Any],
+        *,
+        shard_hook: str | Callable[..., Any] | None = None,
+        weights: Codec | None = None,
+        log: bool = True,
+    ) -> None:
+        self.hook = hook
+        self.shard_hook = shard_hook
+        self.weights = weights
+        self.handle: HookHandle | None = None
+        self._logs = log
+        self._read: dict[str, Any] | None = None  # of a checkpoint, for a hook to be attached
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Attach the hook."""
+        if trainer.world_size == 1 and not dist.is_initialized():
+            warnings.warn(
+                "CommHookCallback: training runs in one process, whose gradients go nowhere; the "
+                "hook is not attached",
+                stacklevel=2,
+            )
+            return
+        options = {
+            name: value
+            for name, value in (("shard_hook", self.shard_hook), ("weights", self.weights))
+            if value is not None
+        }
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self.handle = attach_wrapped(
+            "CommHookCallback", trainer.model, self.hook, _HOW, scaler=scaler, **options
+        )
+        if self._read:
+            self.handle.load_state_dict(self._read)
+        self._read = None
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log what the hook has sent."""
+        # A step of the optimizer may take several batches.
+        if (
+            self._logs
+            and self.handle is not None
+            and trainer.logger is not None
+            and trainer.global_step % trainer.log_every_n_steps == 0
+            and not trainer.fit_loop._should_accumulate()
+        ):
+            for logger in trainer.loggers:
+                self.handle.log_to(logger, trainer.global_step - 1)  # as it counts
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Bring ranks together that the hook keeps apart."""
+        if self.handle is not None and self.handle.is_attached:
+            self.handle.synchronize()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Take the hook off."""
+        if stage == "fit" and self.handle is not None:
+            self.handle.remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the hook remembers on all ranks, which must call this together."""
+        if self.handle is None:
+            return self._read or {}
+        return self.handle.state_dict(gather=True)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a :meth:`state_dict`, once the hook is attached."""
+        if self.handle is not None and self.handle.is_attached:
+            self.handle.load_state_dict(state_dict)
+        else:
+            self._read = state_dict
+
+
+def setup(
+    fabric: Any, model: nn.Module, hook: str | Callable[..., Any], **options: Any
+) -> HookHandle:
+    """Attach a hook to a model that ``fabric.setup()`` has returned.
+
+    Args:
+        fabric: a ``Fabric``, with the strategies DDP or ModelParallel.
+        model: what its ``setup()`` gave.
+        hook: one of :mod:`torch_commhook.hooks`, a callable, or an expression.
+        options: of :func:`torch_commhook.attach`. The scaler is Fabric's.
+
+    Returns:
+        The handle. Call its ``synchronize()`` after training with a hook that keeps ranks apart,
+        and put ``handle.state_dict(gather=True)`` into checkpoints.
+
+    Raises:
+        RuntimeError: Fabric's strategy does not average gradients so that a hook can take part.
+    """
+    wrapped = getattr(model, "_forward_module", model)
+    scaler = getattr(fabric.strategy.precision, "scaler", None)
+    how = 'Give Fabric strategy="ddp", or ModelParallelStrategy; then call fabric.setup() first'
+    return attach_wrapped("setup", wrapped, hook, how, **{"scaler": scaler, **options})

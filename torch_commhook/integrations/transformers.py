@@ -1,0 +1,105 @@
+"""Hooks in the Trainer of Hugging Face transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from torch_commhook.attachment.handle import HookHandle
+from torch_commhook.attachment.parameters import ddp_of
+from torch_commhook.attachment.sharded.fsdp import trains_shards
+from torch_commhook.integrations.attached_model import attach_wrapped
+
+#: In the folder of a checkpoint.
+FILE = "commhook.pt"
+
+_HOW = "Start the script with torchrun or accelerate launch, on several ranks"
+
+
+class CommHookTrainerCallback(TrainerCallback):  # type: ignore[misc]
+    """Lets a Trainer's gradients travel through a hook, with DDP and FSDP2.
+
+    The hook is attached to what the Trainer has wrapped when training begins, and taken off when it
+    ends. What it remembers on all ranks is saved beside each checkpoint, as ``commhook.pt``;
+    training that is resumed goes on from it. A hook that keeps ranks apart brings them together
+    when training ends.
+
+    Args:
+        hook: one of :mod:`torch_commhook.hooks`, a callable, or an expression such as
+            ``"error_feedback(blockwise(bits=4))"``.
+        resume_from: the checkpoint that training is resumed from, where it does not lie in the
+            Trainer's ``output_dir``.
+        log: whether to add bytes, ratio, error and times of a step to the Trainer's history of
+            logs, under ``commhook/``, and to what callbacks after this one log.
+        options: of :func:`torch_commhook.attach`.
+
+    Attributes:
+        handle: of the hook while training runs, and after it; None before.
+    """
+
+    def __init__(
+        self,
+        hook: str | Callable[..., Any],
+        *,
+        resume_from: str | Path | None = None,
+        log: bool = True,
+        **options: Any,
+    ) -> None:
+        self.hook = hook
+        self.resume_from = None if resume_from is None else Path(resume_from)
+        self.options = options
+        self.handle: HookHandle | None = None
+        self._logs = log
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Attach the hook."""
+        model: nn.Module = kwargs["model"]
+        if not trains_shards(model):
+            model = ddp_of(next(model.parameters())) or model
+        if self.handle is not None:
+            self.handle.remove()
+        self.handle = attach_wrapped(
+            "CommHookTrainerCallback", model, self.hook, _HOW, **self.options
+        )
+        if state.global_step > 0:
+            folder = self.resume_from or _folder(args, state)
+            if not (folder / FILE).exists():
+                raise RuntimeError(
+                    f"CommHookTrainerCallback: training is resumed at step {state.global_step}, "
+                    f"and {folder} has no {FILE} to go on from; give resume_from= the folder of "
+                    "the checkpoint"
+                )
+            read = torch.load(folder / FILE, map_location="cpu", weights_only=True)
+            self.handle.load_state_dict(read)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save what the hook remembers on all ranks."""
+        if self.handle is None:
+            return
+        gathered = self.handle.state_dict(gather=True)
+        if args.should_save:
+            torch.save(gathered, _folder(args, state) / FILE)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Add what the hook has sent."""
+        if self._logs and logs is not None and self.handle is not None:
+            written = dict(logs)
+            self.handle.log_to(written.update)
+            logs.update(written)
+            if state.log_history:  # which has a copy already
+                state.log_history[-1].update(written)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Bring ranks together that the hook keeps apart, and take the hook off."""
+        if self.handle is not None and self.handle.is_attached:
+            self.handle.synchronize()
+            self.handle.remove()
+
+
+def _folder(args: Any, state: Any) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
