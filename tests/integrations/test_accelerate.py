@@ -7,8 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from framework_training import HOOK, STEPS, WAYS, Data, How, Net, Trained, loop, loss_of
-from launched_ranks import launched
+from framework_training import (
+    HOOK,
+    STEPS,
+    WAYS,
+    Data,
+    How,
+    Net,
+    Trained,
+    loop,
+    loss_of,
+    shard_on_cpu,
+    sharded,
+)
+from launched_ranks import LaunchedRanks
 
 pytest.importorskip("accelerate")
 
@@ -16,11 +28,15 @@ pytest.importorskip("accelerate")
 class _Run:
     """A model that an accelerator has prepared, with a hook."""
 
-    def __init__(self, how: How, hook: str | None = HOOK, **options: Any) -> None:
+    def __init__(
+        self, how: How, hook: str | None = HOOK, *, shards: bool = False, **options: Any
+    ) -> None:
         from accelerate import Accelerator
+        from accelerate.state import AcceleratorState
 
         from torch_commhook.integrations.accelerate import attach_to
 
+        AcceleratorState._reset_state()  # which holds how an earlier one computes
         self.how = how
         self.accelerator = Accelerator(
             cpu=True,
@@ -28,6 +44,8 @@ class _Run:
             mixed_precision="bf16" if how.bf16 else "no",
             **options,
         )
+        if shards:
+            shard_on_cpu()
         self.bare = Net()
         optimizer = torch.optim.SGD(self.bare.parameters(), lr=0.1, momentum=0.9)
         self.model, self.optimizer = self.accelerator.prepare(self.bare, optimizer)
@@ -44,7 +62,7 @@ class _Run:
 
     @property
     def trained(self) -> Trained:
-        return Trained.of(self.bare, self.handle)
+        return Trained.of(self.model, self.handle)
 
 
 def _as_a_loop(rank: int, way: str) -> list[bool]:
@@ -62,8 +80,25 @@ def _as_a_loop(rank: int, way: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_prepared(way: str) -> None:
-    assert launched(_as_a_loop, way) == [[True] * 3] * 2
+def test_what_is_prepared(launched: LaunchedRanks, way: str) -> None:
+    assert launched.run(_as_a_loop, way) == [[True] * 3] * 2
+
+
+def _in_shards(rank: int) -> list[bool]:
+    found = []
+    for hook in (HOOK, None):
+        run = _Run(How(), hook, shards=True)
+        run.steps(Data(rank, STEPS))
+        expected = loop(rank, How(), hook, wrap=sharded)
+        found.append(run.trained.is_same(expected))
+        if run.handle is not None:
+            found.append(run.trained.bytes_sent == expected.bytes_sent != 0)
+            run.handle.remove()
+    return found
+
+
+def test_shards(launched: LaunchedRanks) -> None:
+    assert launched.run(_in_shards) == [[True] * 3] * 2
 
 
 def _resumed(rank: int, hook: str, folder: str) -> list[bool]:
@@ -88,8 +123,8 @@ def _resumed(rank: int, hook: str, folder: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("hook", [HOOK, "error_feedback(topk(0.1))"])
-def test_a_state(hook: str, tmp_path: Path) -> None:
-    assert launched(_resumed, hook, str(tmp_path)) == [[True] * 2] * 2
+def test_a_state(launched: LaunchedRanks, hook: str, tmp_path: Path) -> None:
+    assert launched.run(_resumed, hook, str(tmp_path)) == [[True] * 2] * 2
 
 
 def _refused(rank: int) -> list[str]:
@@ -119,8 +154,8 @@ def _refused(rank: int) -> list[str]:
     return found
 
 
-def test_what_is_refused() -> None:
-    for dropped, again, bare, inner in launched(_refused):
+def test_what_is_refused(launched: LaunchedRanks) -> None:
+    for dropped, again, bare, inner in launched.run(_refused):
         assert dropped == again and "drops anything else, such as cast" in dropped
         assert "got Net in training on 2 ranks. Start the script with" in bare
         assert "attach the hook to that, the one around " in inner and "Net: attach(ddp" in inner

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from framework_training import BATCH, HOOK, STEPS, WAYS, Data, Net, Trained, loop, loss_of
-from launched_ranks import launched
+from framework_training import (
+    BATCH,
+    HOOK,
+    STEPS,
+    WAYS,
+    Data,
+    Net,
+    Trained,
+    loop,
+    loss_of,
+    sharded,
+)
+from launched_ranks import LaunchedRanks
 
 pytest.importorskip("lightning")
 
@@ -20,6 +33,26 @@ def _package(name: str) -> ModuleType:
     else:
         import pytorch_lightning as package
     return package
+
+
+class _Loader(torch.utils.data.DataLoader):
+    """Gives a rank's batches in their order, and goes on where a checkpoint was saved."""
+
+    def __init__(self, data: Data) -> None:
+        super().__init__(data, batch_size=BATCH)
+        self._given = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in itertools.islice(super().__iter__(), self._given, None):
+            self._given += 1
+            yield batch
+        self._given = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self._given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._given = state["given"]
 
 
 def _trained(
@@ -66,8 +99,7 @@ def _trained(
         **settings,
     )
     module = Module()
-    loader = torch.utils.data.DataLoader(Data(rank, STEPS * how.accumulate), batch_size=BATCH)
-    trainer.fit(module, loader, ckpt_path=ckpt_path)
+    trainer.fit(module, _Loader(Data(rank, STEPS * how.accumulate)), ckpt_path=ckpt_path)
     return Trained.of(module, None if callback is None else callback.handle)
 
 
@@ -84,13 +116,13 @@ def _as_a_loop(rank: int, name: str, way: str, folder: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_trainer(way: str, tmp_path: Path) -> None:
-    assert launched(_as_a_loop, "lightning", way, str(tmp_path)) == [[True] * 4] * 2
+def test_a_trainer(launched: LaunchedRanks, way: str, tmp_path: Path) -> None:
+    assert launched.run(_as_a_loop, "lightning", way, str(tmp_path)) == [[True] * 4] * 2
 
 
-def test_the_other_package(tmp_path: Path) -> None:
+def test_the_other_package(launched: LaunchedRanks, tmp_path: Path) -> None:
     pytest.importorskip("pytorch_lightning")
-    assert launched(_as_a_loop, "pytorch_lightning", "all", str(tmp_path)) == [[True] * 4] * 2
+    assert launched.run(_as_a_loop, "pytorch_lightning", "all", str(tmp_path)) == [[True] * 4] * 2
 
 
 def _resumed(rank: int, hook: str, folder: str) -> list[bool]:
@@ -100,7 +132,6 @@ def _resumed(rank: int, hook: str, folder: str) -> list[bool]:
     saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
     options = {"strategy": "ddp_find_unused_parameters_true", "enable_checkpointing": True}
     straight = _trained(rank, "lightning", "plain", hook, folder, callbacks=[saving], **options)
-    # The other examples are those of the second half.
     path = f"{folder}/step=3.ckpt"
     resumed = _trained(rank, "lightning", "plain", hook, folder, ckpt_path=path, **options)
     state = torch.load(path, weights_only=False)["callbacks"]["CommHookCallback"]
@@ -108,8 +139,8 @@ def _resumed(rank: int, hook: str, folder: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("hook", [HOOK, "error_feedback(topk(0.1))"])
-def test_a_checkpoint(hook: str, tmp_path: Path) -> None:
-    assert launched(_resumed, hook, str(tmp_path)) == [[True] * 2] * 2
+def test_a_checkpoint(launched: LaunchedRanks, hook: str, tmp_path: Path) -> None:
+    assert launched.run(_resumed, hook, str(tmp_path)) == [[True] * 2] * 2
 
 
 def _logged(rank: int, folder: str) -> str | None:
@@ -120,21 +151,22 @@ def _logged(rank: int, folder: str) -> str | None:
     return None if rank else (Path(folder) / "logs" / "version_0" / "metrics.csv").read_text()
 
 
-def test_what_a_logger_gets(tmp_path: Path) -> None:
-    header, *rows = launched(_logged, str(tmp_path))[0].splitlines()
+def test_what_a_logger_gets(launched: LaunchedRanks, tmp_path: Path) -> None:
+    header, *rows = launched.run(_logged, str(tmp_path))[0].splitlines()
     names = header.split(",")
     assert {f"commhook/{name}" for name in ("bytes_sent_last_step", "relative_error")} <= set(names)
     assert [row.split(",")[names.index("step")] for row in rows] == ["1", "3", "5"]
 
 
-def _apart(rank: int, folder: str) -> Trained:
+def _apart(rank: int, folder: str) -> list[list[float]]:
     """Ranks that are apart when training ends in the middle of a round."""
-    return _trained(rank, "lightning", "plain", "local_sgd(4)", folder)
+    trained = _trained(rank, "lightning", "plain", "local_sgd(4)", folder)
+    return [parameter.flatten().tolist() for parameter in trained.parameters]
 
 
-def test_ranks_that_are_apart_come_together(tmp_path: Path) -> None:
-    first, second = launched(_apart, str(tmp_path))
-    assert first.is_same(second)
+def test_ranks_that_are_apart_come_together(launched: LaunchedRanks, tmp_path: Path) -> None:
+    first, second = launched.run(_apart, str(tmp_path))
+    assert first == second
 
 
 def _sharded(rank: int, folder: str) -> list[bool]:
@@ -176,22 +208,13 @@ def _sharded(rank: int, folder: str) -> list[bool]:
     module = Module()
     loader = torch.utils.data.DataLoader(Data(rank, STEPS), batch_size=BATCH)
     trainer.fit(module, loader)
-    trained = Trained(
-        [parameter.full_tensor().detach() for parameter in module.parameters()],
-        callback.handle.stats().bytes_sent,
-    )
-
-    def wrap(model: torch.nn.Module) -> torch.nn.Module:
-        fully_shard(model)
-        return model
-
-    expected = loop(rank, WAYS["plain"], wrap=wrap)
-    expected.parameters = [parameter.full_tensor() for parameter in expected.parameters]
+    trained = Trained.of(module, callback.handle)
+    expected = loop(rank, WAYS["plain"], wrap=sharded)
     return [trained.is_same(expected), trained.bytes_sent == expected.bytes_sent != 0]
 
 
-def test_a_sharded_model(tmp_path: Path) -> None:
-    assert launched(_sharded, str(tmp_path)) == [[True] * 2] * 2
+def test_a_sharded_model(launched: LaunchedRanks, tmp_path: Path) -> None:
+    assert launched.run(_sharded, str(tmp_path)) == [[True] * 2] * 2
 
 
 def _in_fabric(rank: int, way: str) -> list[bool]:
@@ -223,5 +246,5 @@ def _in_fabric(rank: int, way: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_fabric(way: str) -> None:
-    assert launched(_in_fabric, way) == [[True] * 2] * 2
+def test_fabric(launched: LaunchedRanks, way: str) -> None:
+    assert launched.run(_in_fabric, way) == [[True] * 2] * 2

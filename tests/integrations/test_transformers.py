@@ -7,13 +7,26 @@ from typing import Any
 
 import pytest
 import torch
-from framework_training import BATCH, HOOK, STEPS, WAYS, Data, Net, Trained, loop
-from launched_ranks import launched
+from framework_training import (
+    BATCH,
+    HOOK,
+    STEPS,
+    WAYS,
+    Data,
+    Net,
+    Trained,
+    loop,
+    shard_on_cpu,
+    sharded,
+)
+from launched_ranks import LaunchedRanks
 
 pytest.importorskip("transformers")
 
 
-def _trainer(way: str, hook: str | None, folder: str, rank: int, **more: Any) -> Any:
+def _trainer(
+    way: str, hook: str | None, folder: str, rank: int, *, find_unused: bool = False
+) -> Any:
     from transformers import Trainer, TrainingArguments
 
     from torch_commhook.integrations.transformers import CommHookTrainerCallback
@@ -38,7 +51,7 @@ def _trainer(way: str, hook: str | None, folder: str, rank: int, **more: Any) ->
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
-        **more,
+        ddp_find_unused_parameters=find_unused,  # else True for models that are not its own
     )
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -72,27 +85,39 @@ def _as_a_loop(rank: int, way: str, folder: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_trainer(way: str, tmp_path: Path) -> None:
-    assert launched(_as_a_loop, way, str(tmp_path)) == [[True] * 3] * 2
+def test_a_trainer(launched: LaunchedRanks, way: str, tmp_path: Path) -> None:
+    assert launched.run(_as_a_loop, way, str(tmp_path)) == [[True] * 3] * 2
+
+
+def _in_shards(rank: int, folder: str) -> list[bool]:
+    trainer = _trainer("plain", HOOK, folder, rank)
+    shard_on_cpu()
+    trainer.is_fsdp_enabled = True
+    trainer.args.save_strategy = "no"
+    trained = _trained(trainer)
+    expected = loop(rank, WAYS["plain"], wrap=sharded)
+    return [trained.is_same(expected), trained.bytes_sent == expected.bytes_sent != 0]
+
+
+def test_shards(launched: LaunchedRanks, tmp_path: Path) -> None:
+    assert launched.run(_in_shards, str(tmp_path)) == [[True] * 2] * 2
 
 
 def _resumed(rank: int, hook: str, folder: str) -> list[bool]:
     """DDP keeps its first buckets where some parameters may be unused."""
-    more = {"ddp_find_unused_parameters": True}
-    first = _trainer("plain", hook, folder, rank, **more)
+    first = _trainer("plain", hook, folder, rank, find_unused=True)
     straight = _trained(first)
     checkpoint = f"{folder}/checkpoint-3"
-    resumed = _trained(
-        _trainer("plain", hook, folder, rank, **more), resume_from_checkpoint=checkpoint
-    )
+    second = _trainer("plain", hook, folder, rank, find_unused=True)
+    resumed = _trained(second, resume_from_checkpoint=checkpoint)
     state = torch.load(f"{checkpoint}/commhook.pt", weights_only=True)
     logged = [entry for entry in first.state.log_history if "commhook/bytes_sent" in entry]
     return [resumed.is_same(straight), {"rank0", "rank1"} <= state.keys(), len(logged) >= 3]
 
 
 @pytest.mark.parametrize("hook", [HOOK, "error_feedback(topk(0.1))"])
-def test_a_checkpoint(hook: str, tmp_path: Path) -> None:
-    assert launched(_resumed, hook, str(tmp_path)) == [[True] * 3] * 2
+def test_a_checkpoint(launched: LaunchedRanks, hook: str, tmp_path: Path) -> None:
+    assert launched.run(_resumed, hook, str(tmp_path)) == [[True] * 3] * 2
 
 
 def _without_state(rank: int, folder: str) -> str:
@@ -104,6 +129,6 @@ def _without_state(rank: int, folder: str) -> str:
     return "no error"
 
 
-def test_a_checkpoint_without_a_state(tmp_path: Path) -> None:
-    for error in launched(_without_state, str(tmp_path)):
+def test_a_checkpoint_without_a_state(launched: LaunchedRanks, tmp_path: Path) -> None:
+    for error in launched.run(_without_state, str(tmp_path)):
         assert "has no commhook.pt to go on from; give resume_from=" in error

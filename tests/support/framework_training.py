@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import HookHandle, attach
@@ -93,12 +95,16 @@ class Trained:
     @classmethod
     def of(cls, model: nn.Module, handle: HookHandle | None) -> Trained:
         sent = None if handle is None else handle.stats().bytes_sent
-        return cls([parameter.detach().clone() for parameter in model.parameters()], sent)
+        return cls([_whole(parameter.detach()) for parameter in model.parameters()], sent)
 
     def is_same(self, other: Trained) -> bool:
         """Whether all bits are."""
         pairs = zip(self.parameters, other.parameters, strict=True)
         return all(torch.equal(one, two) for one, two in pairs)
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.clone()
 
 
 def loop(
@@ -130,3 +136,22 @@ def loop(
         handle.remove()
     dist.barrier()
     return trained
+
+
+def shard_on_cpu() -> None:
+    """Have Accelerate shard models with FSDP2, which it offers on accelerators only.
+
+    Called once its ``Accelerator`` stands, before ``prepare()``: what is left out is its look at
+    the device.
+    """
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+    AcceleratorState._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    """A model with ``fully_shard`` applied to the whole of it."""
+    fully_shard(model)
+    return model

@@ -9,14 +9,13 @@ from __future__ import annotations
 import faulthandler
 import gc
 import multiprocessing as mp
-import os
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, ClassVar
 
 START_SECONDS = 90  # a cold start of Python and torch on a busy machine
 END_SECONDS = 10
@@ -73,18 +72,8 @@ def _end_groups() -> None:
             dist.destroy_process_group(group)
 
 
-def _serve(rank: int, world_size: int, store: str, connection: Connection) -> None:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=30),
-    )
+def serve(connection: Connection, rank: int, prepare: Callable[[], None]) -> None:
+    """Call the functions that the pool sends, each after ``prepare()``, and send what they give."""
     collect_less()
     connection.send(("ready", None))
     while True:
@@ -95,19 +84,41 @@ def _serve(rank: int, world_size: int, store: str, connection: Connection) -> No
         if task is None:
             break
         function, args = task
-        _end_groups()
-        forget_python_reducer()
+        prepare()
         try:
             reply = ("ok", function(rank, *args))
         except Exception:
             reply = ("error", traceback.format_exc())
         connection.send(reply)
     faulthandler.dump_traceback_later(END_SECONDS - 2)  # says where a rank hangs that does not end
+
+
+def _prepare() -> None:
+    _end_groups()
+    forget_python_reducer()
+
+
+def _serve(rank: int, world_size: int, folder: str, connection: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=30),
+    )
+    serve(connection, rank, _prepare)
     dist.destroy_process_group()
 
 
 class RankPool:
     """``world_size`` processes with a Gloo group among them."""
+
+    #: What a process runs: (rank, world size, a folder of the pool, the connection to it).
+    serves: ClassVar[Callable[[int, int, str, Connection], None]] = staticmethod(_serve)
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -118,11 +129,12 @@ class RankPool:
     def _start(self) -> None:
         context = mp.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
-        store = os.path.join(self._folder.name, "store")
         for rank in range(self.world_size):
             here, there = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.world_size, store, there), daemon=True
+                target=self.serves,
+                args=(rank, self.world_size, self._folder.name, there),
+                daemon=True,
             )
             process.start()
             there.close()
