@@ -2,6 +2,8 @@
 #   make train            train a small transformer on two ranks through a hook
 #   make test             build and run the tests
 #   make test-long        those that make test leaves out for their length
+#   make test-integrations   hooks in training frameworks, of the versions tried; three minutes
+#                         (LATEST=1: of their newest releases)
 #   make distributed-suite   PyTorch's own tests of DDP, with our hook attached; ten minutes
 #   make wrapper-suite    PyTorch's own distributed tests, with wrapped process groups; four minutes
 #   make lint             ruff, mypy, import-linter, clang-format (make format mends what it can)
@@ -42,7 +44,7 @@ LONG_RUN = PYTHONPATH=$(CURDIR)/tests/support:$(PYTHONPATH) $(VENV)/bin/python t
 PASSED = $(if $(ARGS),,$(LONG_RUN)/called_for.py --passed $@)
 NATIVE = setup.py build_support.py $(shell find csrc cuda -type f)
 
-.PHONY: train test test-long long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-loss-sharded bench-link bench-sharded bench-plan bench-throttle results cuda-compile gpu test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback clean
+.PHONY: train test test-long test-integrations long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-loss-sharded bench-link bench-sharded bench-plan bench-throttle results cuda-compile gpu test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/built
@@ -53,6 +55,20 @@ test: $(VENV)/built
 
 test-long: $(VENV)/built
 	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile -m long $(ARGS)
+
+# The frameworks lie in an environment above that of the tests.
+FRAMEWORKS = tests/integrations/requirements.txt
+INTEGRATIONS = .venv-integrations$(if $(LATEST),-latest)
+test-integrations: $(VENV)/built $(INTEGRATIONS)/installed
+	$(INTEGRATIONS)/bin/python -m pytest --numprocesses 2 --dist loadfile tests/integrations $(ARGS)
+
+$(INTEGRATIONS)/installed: $(VENV)/installed $(FRAMEWORKS)
+	$(PYTHON) -m venv $(INTEGRATIONS)
+	cd $(INTEGRATIONS)/lib/python3*/site-packages && \
+	  echo "import site; site.addsitedir('$$(echo $(abspath $(VENV))/lib/python3*/site-packages)')" > below.pth
+	$(INTEGRATIONS)/bin/python -m pip --quiet --disable-pip-version-check install \
+	  $(if $(LATEST),--upgrade $$(sed -n 's/==.*//p' $(FRAMEWORKS)),-r $(FRAMEWORKS))
+	touch $@
 
 distributed-suite: $(VENV)/built
 	$(LONG_RUN)/distributed_suite.py $(ARGS)
@@ -162,5 +178,5 @@ modes kill-and-resume soak soak-hooks balance error-feedback: $(VENV)/built
 	$(PASSED)
 
 clean:
-	rm -rf build .venv .venv-cuda torch_commhook.egg-info
+	rm -rf build .venv .venv-* torch_commhook.egg-info
 	find torch_commhook -name '*.so' -delete

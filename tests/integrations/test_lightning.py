@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -79,6 +80,7 @@ def _trained(
     ckpt_path = options.pop("ckpt_path", None)
     settings = {
         "strategy": "ddp",
+        "devices": 2,
         "max_steps": STEPS,
         "logger": False,
         "enable_checkpointing": False,
@@ -86,7 +88,6 @@ def _trained(
     }
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=2,
         precision="bf16-mixed" if how.bf16 else "32-true",
         accumulate_grad_batches=how.accumulate,
         gradient_clip_val=how.clip,
@@ -248,3 +249,33 @@ def _in_fabric(rank: int, way: str) -> list[bool]:
 @pytest.mark.parametrize("way", WAYS)
 def test_fabric(launched: LaunchedRanks, way: str) -> None:
     assert launched.run(_in_fabric, way) == [[True] * 2] * 2
+
+
+def _with_another_hook(rank: int, folder: str) -> str:
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from torch_commhook import hooks
+
+    strategy = DDPStrategy(ddp_comm_hook=hooks.cast())
+    try:
+        _trained(rank, "lightning", "plain", HOOK, folder, strategy=strategy)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_hook_that_lightning_ignores(launched: LaunchedRanks, tmp_path: Path) -> None:
+    for error in launched.run(_with_another_hook, str(tmp_path)):
+        assert error.startswith("CommHookCallback: the strategy has a ddp_comm_hook, which")
+
+
+def _alone(rank: int, folder: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _trained(rank, "lightning", "plain", HOOK, folder, strategy="auto", devices=1)
+    return [str(each.message) for each in caught]
+
+
+def test_one_process(one_launched: LaunchedRanks, tmp_path: Path) -> None:
+    (said,) = one_launched.run(_alone, str(tmp_path))
+    assert any(each.startswith("CommHookCallback: training runs in one process") for each in said)

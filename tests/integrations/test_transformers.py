@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +134,17 @@ def _without_state(rank: int, folder: str) -> str:
 def test_a_checkpoint_without_a_state(launched: LaunchedRanks, tmp_path: Path) -> None:
     for error in launched.run(_without_state, str(tmp_path)):
         assert "has no commhook.pt to go on from; give resume_from=" in error
+
+
+def _alone(rank: int, folder: str) -> list[str]:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # as without torchrun
+        del os.environ[name]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _trained(_trainer("plain", HOOK, folder, rank))
+    return [str(each.message) for each in caught]
+
+
+def test_one_process(one_launched: LaunchedRanks, tmp_path: Path) -> None:
+    (said,) = one_launched.run(_alone, str(tmp_path))
+    assert any("training runs in one process" in each for each in said)

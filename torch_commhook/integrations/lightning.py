@@ -68,6 +68,11 @@ class CommHookCallback(Callback):  # type: ignore[misc]
                 stacklevel=2,
             )
             return
+        if getattr(trainer.strategy, "_ddp_comm_hook", None) is not None:
+            raise ValueError(
+                "CommHookCallback: the strategy has a ddp_comm_hook, which Lightning registers on "
+                "GPUs and ignores on CPUs; leave it out, since this callback attaches the hook"
+            )
         options = {
             name: value
             for name, value in (("shard_hook", self.shard_hook), ("weights", self.weights))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import TrainerCallback
 
@@ -58,6 +60,13 @@ class CommHookTrainerCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach the hook."""
+        if args.world_size == 1 and not dist.is_initialized():
+            warnings.warn(
+                "CommHookTrainerCallback: training runs in one process, whose gradients go "
+                "nowhere; the hook is not attached",
+                stacklevel=2,
+            )
+            return
         model: nn.Module = kwargs["model"]
         if not trains_shards(model):
             model = ddp_of(next(model.parameters())) or model
