@@ -38,6 +38,10 @@ PAGES = sorted(
 #: Blocks that run elsewhere.
 ELSEWHERE = {f"README.md {number}": "tests/project/test_readme.py runs it" for number in (1, 2, 3)}
 ELSEWHERE["docs/sharded.md 2"] = "for torchtitan's trainer"
+ELSEWHERE |= {
+    f"docs/integrations.md {number}": "tests/integrations runs the like with the frameworks"
+    for number in range(1, 5)
+}
 
 
 def _blocks(page: str) -> list[str]:
