@@ -49,9 +49,8 @@ def _in_a_run(rank: int, folder: str) -> dict[str, float]:
 
     run = wandb.init(mode="offline", dir=folder, settings=wandb.Settings(console="off"))
     _train_and_log(run)
-    summary = dict(run.summary)
     run.finish()
-    return json.loads(json.dumps(summary, default=float))
+    return json.loads(json.dumps(dict(run.summary), default=float))
 
 
 def test_weights_and_biases(one_launched: LaunchedRanks, tmp_path: Path) -> None:
