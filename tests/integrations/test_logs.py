@@ -56,5 +56,5 @@ def _in_a_run(rank: int, folder: str) -> dict[str, float]:
 def test_weights_and_biases(one_launched: LaunchedRanks, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     (summary,) = one_launched.run(_in_a_run, str(tmp_path))
-    assert summary["commhook/steps"] == 3 and summary["_step"] == 2
+    assert summary["commhook/steps"] == 3
     assert 0 < summary["commhook/relative_error"] < 0.01
