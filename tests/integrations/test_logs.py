@@ -49,8 +49,10 @@ def _in_a_run(rank: int, folder: str) -> dict[str, float]:
 
     run = wandb.init(mode="offline", dir=folder, settings=wandb.Settings(console="off"))
     _train_and_log(run)
+    run.log({"ended": 1}, step=3)  # which sends the step before
+    summary = json.loads(json.dumps(dict(run.summary), default=float))
     run.finish()
-    return json.loads(json.dumps(dict(run.summary), default=float))
+    return summary
 
 
 def test_weights_and_biases(one_launched: LaunchedRanks, tmp_path: Path) -> None:
