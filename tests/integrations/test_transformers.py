@@ -136,6 +136,21 @@ def test_a_checkpoint_without_a_state(launched: LaunchedRanks, tmp_path: Path) -
         assert "has no commhook.pt to go on from; give resume_from=" in error
 
 
+def _in_two(rank: int, folder: str) -> str:
+    trainer = _trainer("plain", HOOK, folder, rank)
+    other = torch.nn.parallel.DistributedDataParallel(trainer.model)
+    try:
+        _trained(trainer)
+    except RuntimeError as error:
+        return str(error)
+    return f"no error, {type(other)}"
+
+
+def test_a_model_in_two_ddps(launched: LaunchedRanks, tmp_path: Path) -> None:
+    for error in launched.run(_in_two, str(tmp_path)):
+        assert "the model is in several DistributedDataParallel" in error
+
+
 def _alone(rank: int, folder: str) -> list[str]:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # as without torchrun
         del os.environ[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from torch_commhook.attachment.handle import HookHandle
-from torch_commhook.attachment.parameters import ddp_of
+from torch_commhook.attachment.parameters import ddps_of
 from torch_commhook.attachment.sharded.fsdp import trains_shards
 from torch_commhook.integrations.attached_model import attach_wrapped
 
@@ -69,7 +70,7 @@ class CommHookTrainerCallback(TrainerCallback):  # type: ignore[misc]
             return
         model: nn.Module = kwargs["model"]
         if not trains_shards(model):
-            model = ddp_of(next(model.parameters())) or model
+            model = _wrapped(model)
         if self.handle is not None:
             self.handle.remove()
         self.handle = attach_wrapped(
@@ -108,6 +109,21 @@ class CommHookTrainerCallback(TrainerCallback):  # type: ignore[misc]
         if self.handle is not None and self.handle.is_attached:
             self.handle.synchronize()
             self.handle.remove()
+
+
+def _wrapped(model: nn.Module) -> nn.Module:
+    """The DDP around a model, or else the model."""
+    found = ddps_of(next(model.parameters()))
+    if len(found) > 1:
+        del found
+        gc.collect()  # one may be of an earlier training
+        found = ddps_of(next(model.parameters()))
+    if len(found) > 1:
+        raise RuntimeError(
+            "CommHookTrainerCallback: the model is in several DistributedDataParallel, so that the "
+            "one that trains cannot be told; delete those of earlier training"
+        )
+    return found[0] if found else model
 
 
 def _folder(args: Any, state: Any) -> Path:
