@@ -251,6 +251,90 @@ def test_fabric(launched: LaunchedRanks, way: str) -> None:
     assert launched.run(_in_fabric, way) == [[True] * 2] * 2
 
 
+def _shards_in_fabric(rank: int) -> list[bool]:
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    from torch_commhook.integrations.lightning import setup
+
+    def parallelize(model: torch.nn.Module, mesh: Any) -> torch.nn.Module:
+        fully_shard(model, mesh=mesh["data_parallel"])
+        return model
+
+    strategy = ModelParallelStrategy(parallelize, data_parallel_size=2, tensor_parallel_size=1)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    model = fabric.setup(Net())
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    handle = setup(fabric, model, HOOK)
+    for x, labels in Data(rank, STEPS).batches():
+        fabric.backward(loss_of(model(x), labels))
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = Trained.of(model, handle)
+    handle.remove()
+    expected = loop(rank, WAYS["plain"], wrap=sharded)
+    return [trained.is_same(expected), trained.bytes_sent == expected.bytes_sent != 0]
+
+
+def test_shards_in_fabric(launched: LaunchedRanks) -> None:
+    assert launched.run(_shards_in_fabric) == [[True] * 2] * 2
+
+
+class _InFabric:
+    """A model in Fabric whose buckets stay."""
+
+    def __init__(self, hook: str) -> None:
+        from lightning.fabric import Fabric
+        from lightning.fabric.strategies import DDPStrategy
+
+        from torch_commhook.integrations.lightning import setup
+
+        strategy = DDPStrategy(find_unused_parameters=True)
+        self.fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        self.fabric.launch()
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        self.model, self.optimizer = self.fabric.setup(model, optimizer)
+        self.handle = setup(self.fabric, self.model, hook)
+
+    def steps(self, data: Data) -> None:
+        for x, labels in data.batches():
+            self.fabric.backward(loss_of(self.model(x), labels))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def end(self) -> Trained:
+        trained = Trained.of(self.model, self.handle)
+        self.handle.remove()
+        return trained
+
+
+def _resumed_in_fabric(rank: int, hook: str, folder: str) -> bool:
+    first = _InFabric(hook)
+    first.steps(Data(rank, 3))
+    state = {
+        "model": first.model,
+        "optimizer": first.optimizer,
+        "hook": first.handle.state_dict(gather=True),
+    }
+    first.fabric.save(f"{folder}/last.ckpt", state)
+    first.steps(Data(rank, STEPS))
+    straight = first.end()
+    second = _InFabric(hook)
+    places = {"model": second.model, "optimizer": second.optimizer}
+    rest = second.fabric.load(f"{folder}/last.ckpt", places)
+    second.handle.load_state_dict(rest["hook"])
+    second.steps(Data(rank, STEPS))
+    return second.end().is_same(straight)
+
+
+@pytest.mark.parametrize("hook", [HOOK, "error_feedback(topk(0.1))"])
+def test_a_checkpoint_of_fabric(launched: LaunchedRanks, hook: str, tmp_path: Path) -> None:
+    assert launched.run(_resumed_in_fabric, hook, str(tmp_path)) == [True] * 2
+
+
 def _with_another_hook(rank: int, folder: str) -> str:
     from lightning.pytorch.strategies import DDPStrategy
 
