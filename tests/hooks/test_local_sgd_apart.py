@@ -140,7 +140,7 @@ if end == "an exception":
 """
 
 ENDS = {
-    "in a function": "lost its model 1 step after",
+    "in a function": "lost its handle 1 step after",
     "with the process": "was still attached when the process ended, 1 step after",
     "synchronized": None,
     "an exception": None,

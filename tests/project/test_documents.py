@@ -38,6 +38,7 @@ PAGES = sorted(
 #: Blocks that run elsewhere.
 ELSEWHERE = {f"README.md {number}": "tests/project/test_readme.py runs it" for number in (1, 2, 3)}
 ELSEWHERE["docs/sharded.md 2"] = "for torchtitan's trainer"
+ELSEWHERE["docs/process_groups.md 7"] = "for torchft; tests/integrations/test_torchft.py"
 
 
 def _blocks(page: str) -> list[str]:
