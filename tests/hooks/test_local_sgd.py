@@ -5,13 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import logging
-import re
-import subprocess
-import sys
 import weakref
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -262,10 +257,6 @@ def test_nothing_travels_but_what_is_counted(two_ranks: RankPool, name: str, sta
 class TestSteps:
     def _model(self, H: int = 100, model: nn.Module | None = None) -> Any:  # noqa: N803
         return attached(local_sgd(H, outer=MEAN), model=model)
-
-    @pytest.fixture(autouse=True)
-    def _quiet(self, caplog: pytest.LogCaptureFixture) -> None:
-        caplog.set_level(logging.ERROR)
 
     def test_gradients_that_add_up_are_one_step(self) -> None:
         model, handle = self._model()
@@ -541,73 +532,6 @@ def test_nothing_keeps_a_model(road: str, removed: bool) -> None:
     assert not torch_optimizer._global_optimizer_post_hooks
     if copied is not None:
         train(copied, torch.optim.SGD(copied.parameters(), lr=0.01), 0, 1)
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("steps", [2, 3])
-@pytest.mark.parametrize("road", ROADS)
-def test_a_model_that_goes_away_within_a_round_is_said_once(
-    road: str, steps: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    model, handle = attached(local_sgd(2), road)
-    train(model, torch.optim.SGD(model.parameters(), lr=0.01), 0, steps)
-    del model
-    gc.collect()
-    assert not handle.is_attached
-    handle.remove()
-    said = [record.getMessage() for record in caplog.records if "together last" in record.message]
-    expected = r"'local_sgd\(2\)' lost its model 1 steps after the ranks were together last"
-    assert len(said) == steps % 2
-    assert all(re.search(expected, one) for one in said)
-
-
-@pytest.mark.parametrize("keeps", [False, True], ids=["in a function", "to the end"])
-def test_a_process_that_ends_within_a_round(tmp_path: Path, keeps: bool) -> None:
-    """A function that has returned has lost its model; the interpreter's end is no time to talk."""
-    script = f"""
-import torch, torch.distributed as dist
-from torch_commhook import attach, hooks
-dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
-def train():
-    model = torch.nn.Linear(2, 2)
-    handle = attach(model, hooks.local_sgd(4))
-    model(torch.ones(2)).sum().backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    return model, handle
-kept = train()
-if not {keeps}:
-    del kept
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("lost its model 1 steps after") == (0 if keeps else 1), done.stderr
-
-
-def _removed(rank: int, road: str) -> tuple[int, bool]:
-    model, handle = attached(local_sgd(4), road)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    train(model, optimizer, rank, 1)
-    warnings: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("torch_commhook.attachment.local_steps")
-    logger.addHandler(handler)
-    handle.synchronize()
-    handle.replace(hooks.allreduce())
-    before = len(warnings)
-    handle.replace(local_sgd(4))
-    train(model, optimizer, rank, 3)
-    handle.remove()
-    logger.removeHandler(handler)
-    assert re.search(r"'local_sgd\(4\)' was taken off 3 steps after", warnings[-1])
-    return before, model.training
-
-
-@pytest.mark.parametrize("road", ["module", "ddp"])
-def test_taking_it_off_while_ranks_are_apart_is_said(two_ranks: RankPool, road: str) -> None:
-    assert two_ranks.run(_removed, road) == [(0, True), (0, True)]
 
 
 # ---- failures ------------------------------------------------------------------------------------

@@ -69,6 +69,28 @@ def test_those_that_are_given() -> None:
         dist.destroy_process_group(group)
 
 
+def _by_hand(rank: int) -> list[str]:
+    if rank not in (1, 3):
+        return []
+    said = []
+    made = ProcessGroup(rank // 2, 2)
+    for group in (made, WrapperProcessGroup(made)):
+        with pytest.raises(ValueError, match="register: ranks must be given") as error:
+            register(group, "by hand")
+        said.append(str(error.value))
+        register(group, f"by hand {len(said)}", ranks=[1, 3])
+        assert dist.get_process_group_ranks(group) == [1, 3]
+        dist.destroy_process_group(group)
+    return said
+
+
+def test_those_that_nobody_knows() -> None:
+    for place, found in enumerate(run_ranks(_by_hand, 4)[1::2]):
+        assert len(found) == 2
+        for said in found:
+            assert f"it has rank {place} of 2 on global rank {2 * place + 1}" in said
+
+
 ASKED: dict[str, Callable[[Any], Any]] = {
     "a mesh": lambda group: DeviceMesh.from_group(group, "cpu"),
     "a mesh of several": lambda group: DeviceMesh.from_group(
@@ -86,7 +108,8 @@ ASKED: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("asked", ASKED)
 def test_a_group_that_is_not_registered(asked: str) -> None:
     group = CompressedProcessGroup(dist.group.WORLD, torch.bfloat16)
-    with pytest.raises((KeyError, ValueError, RuntimeError), match=r"process_group\.register"):
+    named = r"CompressedProcessGroup.*(around group .* of ranks \[0\])?.*process_group\.register"
+    with pytest.raises((KeyError, ValueError, RuntimeError), match=named):
         ASKED[asked](group)
 
 
@@ -94,6 +117,9 @@ def test_a_group_that_is_not_registered(asked: str) -> None:
 def test_how_a_group_prints() -> None:
     group = WrapperProcessGroup(dist.group.WORLD)
     assert "process_group.register(group, name)" in repr(group)
+    name = dist.group.WORLD.group_name
+    assert "WrapperProcessGroup object" in repr(group)
+    assert f"around group {name!r} of ranks [0], which torch.distributed" in repr(group)
     register(group, "printed")
     assert repr(group).startswith("<torch_commhook.process_group.wrapper.WrapperProcessGroup obj")
     assert "register" not in repr(group)

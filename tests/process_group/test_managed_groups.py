@@ -15,7 +15,8 @@ from torch import Tensor
 
 from torch_commhook import GradBucket, attach, collectives, hooks
 from torch_commhook.codecs import CODECS
-from torch_commhook.process_group import RecordingProcessGroup
+from torch_commhook.collectives.group_place import group_rank
+from torch_commhook.process_group import RecordingProcessGroup, register
 
 
 class ManagedFuture(torch.futures.Future):
@@ -60,6 +61,7 @@ class ManagedGroup(dist.ProcessGroup):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(0, 1)
         self.group = group
+        self.own_name: str | None = None
 
     def size(self) -> int:
         return self.group.size()
@@ -69,13 +71,21 @@ class ManagedGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        raise ValueError("ProcessGroup name not set")
+        if self.own_name is None:
+            raise ValueError("ProcessGroup name not set")
+        return self.own_name
+
+    def _set_group_name(self, name: str) -> None:
+        self.own_name = name
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> ManagedWork:
         return ManagedWork(self.group.allreduce(tensors, opts), tensors)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> ManagedWork:
         return ManagedWork(self.group.broadcast(tensors, opts), tensors)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any) -> ManagedWork:
+        return ManagedWork(self.group.allgather(outputs, inputs, opts), outputs)
 
     def alltoall_base(self, output: Tensor, input: Tensor, *args: Any) -> ManagedWork:
         return ManagedWork(self.group.alltoall_base(output, input, *args), output)
@@ -149,3 +159,99 @@ def _shards(rank: int, how: str) -> str:
 def test_shards_over_a_group_that_does_not_tell_its_rank(two_ranks: RankPool, how: str) -> None:
     for said in two_ranks.run(_shards, how, timeout=20):
         assert "ManagedGroup has a size() of its own, and no rank()" in said
+
+
+class Wrapping(ManagedGroup):
+    """Which of the ranks this is, the group inside knows."""
+
+    @property
+    def parent(self) -> dist.ProcessGroup:
+        return self.group
+
+
+def _placed(how: str) -> Any:
+    group: Any = dist.new_group()
+    if how == "wrapping":
+        return Wrapping(group)
+    if how == "wrapped":
+        return RecordingProcessGroup(Wrapping(group))
+    if how == "registered":
+        group = ManagedGroup(group)
+        register(group, "placed", ranks=[0, 1])
+    return group
+
+
+def _in_shards(rank: int, how: str) -> list[Tensor]:
+    hook = hooks.error_feedback(hooks.blockwise(8))
+    model = module()
+    handle = attach(
+        model, hook, process_group=_placed(how), init_sync=False, bucket_cap_mb=BUCKET_CAP_MB
+    )
+    found = []
+    for number in range(2):
+        model.zero_grad()
+        model(batch(rank, number)).square().sum().backward()
+        found += [parameter.grad for parameter in model.parameters()]
+    state = handle.state_dict()
+    assert f"rank{rank}" in state and state["world_size"] == 2
+    handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("how", ["wrapping", "wrapped", "registered"])
+def test_shards_over_a_group_whose_rank_others_know(two_ranks: RankPool, how: str) -> None:
+    want = two_ranks.run(_in_shards, "Gloo")
+    got = two_ranks.run(_in_shards, how, timeout=20)
+    for plain, managed in zip(want, got, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(plain, managed, strict=True))
+
+
+def _synced(rank: int) -> list[Any]:
+    model = module()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(rank)
+    group = Wrapping(dist.new_group())
+    with pytest.raises(ValueError, match="does not see size") as refused:
+        attach(model, hooks.cpp("allreduce"), process_group=group, init_sync=False)
+    handle = attach(model, hooks.allreduce(), process_group=group)
+    handle.remove()
+    return [str(refused.value), *(parameter.detach() for parameter in model.parameters())]
+
+
+def test_cpp_and_a_size_that_it_does_not_see(two_ranks: RankPool) -> None:
+    """Parameters go to all ranks; a hook in C++ is refused."""
+    for said, *parameters in two_ranks.run(_synced, timeout=60):
+        assert "Wrapping, which Python overrides" in said
+        assert all(torch.equal(parameter, torch.zeros_like(parameter)) for parameter in parameters)
+
+
+class Growing(dist.ProcessGroup):
+    """Has one more rank each time that it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+        self.ranks = 0
+
+    def size(self) -> int:
+        self.ranks += 1
+        return self.ranks
+
+
+def test_a_wrapper_of_a_group_whose_ranks_change() -> None:
+    group = RecordingProcessGroup(Growing())  # which has asked twice
+    assert [group.size(), dist.ProcessGroup.size(group), group.size()] == [3, 4, 5]
+
+
+def _asked_by_a_compiler(rank: int) -> list[int]:
+    group = _placed("registered")
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def place(x: Tensor) -> Tensor:
+        return x + group_rank(group)
+
+    return [int(place(torch.zeros(()))), group_rank(group), group.rank()]
+
+
+def test_a_rank_that_a_compiler_asks_for(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_asked_by_a_compiler, timeout=60) == [[0, 0, 0], [1, 1, 0]]

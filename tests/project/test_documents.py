@@ -42,6 +42,7 @@ ELSEWHERE |= {
     f"docs/integrations.md {number}": "tests/integrations runs the like with the frameworks"
     for number in range(1, 5)
 }
+ELSEWHERE["docs/process_groups.md 7"] = "for torchft; tests/integrations/test_torchft.py"
 
 
 def _blocks(page: str) -> list[str]:

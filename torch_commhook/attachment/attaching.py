@@ -20,13 +20,14 @@ from torch_commhook.attachment.handle import (
     outside_inference_mode,
     printed_hook,
 )
-from torch_commhook.attachment.parameters import check_not_in_ddp, claim, trainable
+from torch_commhook.attachment.parameters import check_not_in_ddp, claim, release, trainable
 from torch_commhook.attachment.road import Road, road_in_use, roads
 from torch_commhook.attachment.sharded.attaching import attach_sharded
 from torch_commhook.attachment.sharded.fsdp import trains_shards
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives import resolve_group
 from torch_commhook.collectives.agreement import check_agreement
+from torch_commhook.collectives.group_place import check_not_managed, group_rank
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.loss_scale import Scaler, checked_scale
 from torch_commhook.native.runtime import hook_name
@@ -181,13 +182,15 @@ def _attach(
         group: dist.ProcessGroup = model.process_group
     else:
         group = resolve_group(process_group)
+    check_not_managed("attach", group)
     check_is_free(group)
     shared = _shared(model, attached.hook, settings)
     shared["the scaler's scale"] = scale
     check_agreement(group, parameters, shared)
     prefix = "module." if is_ddp else ""  # a model's states and patterns are the same in DDP
     names = [(name.removeprefix(prefix), parameter) for name, parameter in parameters]
-    attached.memory.set_parameters(names, rank=group.rank(), world_size=group.size())
+    attached.memory.set_parameters(names, rank=group_rank(group), world_size=group.size())
+    is_new = road is None
     if road is None:
         road = roads[model] = _new_road(model, parameters, group, settings)
     handle = HookHandle(road, attached)
@@ -195,6 +198,11 @@ def _attach(
         begin_hook(road, attached, "attach")
     except BaseException:
         handle.remove()
+        if is_new and road.attached is None:
+            road.attached = None  # the next hook may come with other settings
+            release(model)
+            if not road.is_alive:
+                roads.pop(model, None)
         raise
     return handle
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -37,6 +38,12 @@ class HookHandle:
         self._first_road = road
         self._attached = attached
         self._logged: HookStats | None = None
+
+    # As an argument, since the module may have ended before the handle does.
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        local_steps = self._attached.local_steps
+        if local_steps is not None and not is_finalizing():
+            local_steps.handle_gone()
 
     @property
     def _road(self) -> Road:

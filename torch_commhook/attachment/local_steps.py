@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_commhook import collectives
+from torch_commhook.attachment.apart_warning import forget, warn_apart, warn_at_exit
 from torch_commhook.attachment.forward_hook import BeforeForward, register_first
 from torch_commhook.attachment.optimizer_steps import add_step_counter, remove_step_counter
 from torch_commhook.attachment.replica import Replica
@@ -38,8 +38,6 @@ from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.hook_call import DRAIN_SECONDS, HookCall
 from torch_commhook.step.ranks_apart import CheckedState
 from torch_commhook.step.step_group import StepGroup
-
-_log = logging.getLogger(__name__)
 
 
 class LocalSteps:
@@ -72,6 +70,7 @@ class LocalSteps:
         self._names = [name for memory in self._memories() for name in memory.names or ()]
         self._references = self._replica.references()
         self._is_let_go = False
+        self._is_over = False  # nobody is to be warned any more
         self._loaded: set[int] = set()  # whose anchors have moved since the last exchange
         self._versions = self._versions_now()
         self._gradient_versions: dict[int, int] = {}  # of sharded ones, after the last backward
@@ -80,6 +79,7 @@ class LocalSteps:
         add_step_counter(self)
         self._end = weakref.finalize(model, self._model_gone)
         self._end.atexit = False
+        warn_at_exit(self)
 
     @property
     def hook(self) -> local_sgd:
@@ -96,22 +96,29 @@ class LocalSteps:
     def close(self) -> None:
         """Count no more."""
         self._end.detach()
-        self._warn_if_apart("was taken off")
+        self.warn_if_apart("was taken off")
         self._stop()
+
+    def handle_gone(self) -> None:
+        """Nobody can bring the ranks together any more, but for the steps to come."""
+        self.warn_if_apart("lost its handle")
 
     def _model_gone(self) -> None:
-        self._warn_if_apart("lost its model")
+        self.warn_if_apart("lost its model")
         self._stop()
 
-    def _warn_if_apart(self, what: str) -> None:
-        if self.done:
-            _log.warning(
-                "hook '%s' %s %d steps after the ranks were together last: their parameters "
-                "differ; HookHandle.synchronize() brings them together",
-                self._attached.name,
-                what,
-                self.done,
-            )
+    def warn_if_apart(self, what: str) -> None:
+        """Warn where ranks differ now, once.
+
+        Args:
+            what: has happened to the hook.
+        """
+        if self._is_over or self._attached.memory.world_size == 1:
+            return
+        steps = self.done + bool(self._stepped)
+        if steps or any(map(self.hook.is_ahead, self._attached.memory.bucket_memories())):
+            self._is_over = True
+            warn_apart(self._attached.name, what, steps)
 
     def let_go(self) -> None:
         """Keep no parameter; :meth:`state_dict` finds them by their names."""
@@ -127,6 +134,8 @@ class LocalSteps:
         return self._replica.find(self._names)
 
     def _stop(self) -> None:
+        self._is_over = True
+        forget(self)
         self._forward_handle.remove()
         remove_step_counter(self)
 

@@ -21,6 +21,7 @@ from torch_commhook.attachment.replica import WholeReplica
 from torch_commhook.attachment.watched_parameters import WatchedParameters
 from torch_commhook.collectives.agreement import agree
 from torch_commhook.native.dynamo import left_to_python
+from torch_commhook.process_group.wrapper import seen_by_cpp
 from torch_commhook.reducer.reducer import Reducer
 from torch_commhook.reducer.tracing import parameters_changed
 from torch_commhook.step.attached_hook import Attached
@@ -126,6 +127,14 @@ class ReducerRoad:
         """The hook's memory has been read from elsewhere, where these were the buckets."""
         self.reducer.memory_loaded(buckets)
 
+    def keep_buckets(self) -> None:
+        """Form buckets anew no more."""
+        self.reducer.keep_buckets()
+
+    def bucket_names(self) -> list[list[str]]:
+        """The names of each bucket's parameters."""
+        return self.reducer.buckets()
+
     @property
     def is_alive(self) -> bool:
         """Whether the model still exists and nothing has been taken off it."""
@@ -205,7 +214,8 @@ class ReducerRoad:
             if tensor.is_leaf and tensor.numel() and not hasattr(tensor, "device_mesh")
         ]
         if tensors:
-            dist._broadcast_coalesced(self._group.parent, tensors, _BROADCAST_BYTES, rank)
+            group = seen_by_cpp(self._group.parent)
+            dist._broadcast_coalesced(group, tensors, _BROADCAST_BYTES, rank)
 
     def shadow_step(self) -> None:
         """Take part in a step of the others, with zeros."""

@@ -11,18 +11,19 @@ import torch.utils._contextlib as decorators
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 
 
-def warn_user(message: str) -> None:
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the innermost frame that is outside of the package.
 
     Python 3.12 has ``skip_file_prefixes`` for this.
 
     Args:
-        message: the text of a ``UserWarning``.
+        message: the text.
+        category: of the warning.
     """
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and _is_inside(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
+    warnings.warn(message, category, stacklevel=level)
 
 
 def _is_inside(file: str) -> bool:

@@ -12,13 +12,9 @@ from torch import Tensor
 from torch_commhook.codecs.base import Codec, error_for, keep_error
 from torch_commhook.collectives.compressed_call import CompressedCall
 from torch_commhook.collectives.futures import then_beside
+from torch_commhook.collectives.group_place import check_place
 from torch_commhook.collectives.message_buffers import MessageBuffers
-from torch_commhook.collectives.plain import (
-    all_gather,
-    all_reduce,
-    check_place,
-    resolve_group,
-)
+from torch_commhook.collectives.plain import all_gather, all_reduce, resolve_group
 from torch_commhook.collectives.stages import on_wire, timed, two_stages
 from torch_commhook.collectives.streams import beside
 from torch_commhook.collectives.sum_arguments import (

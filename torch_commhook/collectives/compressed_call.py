@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.collectives.exchange import exchange, pays
+from torch_commhook.collectives.group_place import group_rank
 from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.collectives.plain import all_to_all, issue_all_gather
 from torch_commhook.collectives.stages import timed
@@ -34,7 +35,7 @@ class CompressedCall:
         self.meter = arguments.meter
         self.timeout = arguments.timeout
         self.world_size: int = group.size()
-        self.rank: int = group.rank()
+        self.rank: int = group_rank(group)
         # Asked once: later stages are other threads' work, which cannot tell who compiles.
         self.is_traced = torch.compiler.is_compiling()
         if self.is_traced:

@@ -13,8 +13,9 @@ from torch_commhook.codecs.base import Codec, error_for, keep_error
 from torch_commhook.collectives.compressed_call import CompressedCall
 from torch_commhook.collectives.futures import then_beside
 from torch_commhook.collectives.gloo_groups import exchanges_of, second_group
+from torch_commhook.collectives.group_place import check_place, group_rank
 from torch_commhook.collectives.message_buffers import MessageBuffers
-from torch_commhook.collectives.plain import check_place, resolve_group
+from torch_commhook.collectives.plain import resolve_group
 from torch_commhook.collectives.stages import on_wire, timed
 from torch_commhook.collectives.streams import beside
 from torch_commhook.collectives.sum_arguments import (
@@ -101,7 +102,7 @@ def compressed_reduce_scatter(
         counts = checked_sizes(op, sizes, group.size())
         if sum(counts) != numel:
             raise ValueError(f"{op}: sizes must add up to {numel}, as tensors have, got {counts}")
-    own = counts[group.rank()]
+    own = counts[group_rank(group)]
     out = sources[0].new_empty(own) if out is None else out
     destinations = listed_tensors(op, "out", out)
     check_out(op, destinations, own, "this rank's chunk")
@@ -160,9 +161,10 @@ def compressed_all_gather(
     counts = [numel] * group.size()
     if sizes is not None:
         counts = checked_sizes(op, sizes, group.size())
-        if counts[group.rank()] != numel:
+        own = group_rank(group)
+        if counts[own] != numel:
             raise ValueError(
-                f"{op}: sizes must give rank {group.rank()} the {numel} elements of its tensors, "
+                f"{op}: sizes must give rank {own} the {numel} elements of its tensors, "
                 f"got {counts}"
             )
     out = sources[0].new_empty(sum(counts)) if out is None else out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -65,13 +65,22 @@ def group_name(group: dist.ProcessGroup) -> str:
 
 def group_ranks(group: dist.ProcessGroup) -> list[int] | None:
     """The global ranks of a group, or of the group that it wraps; None where none is known."""
-    each: object = group
-    while isinstance(each, dist.ProcessGroup):
+    for each in group_and_inner(group):
         known = distributed_c10d._world.pg_group_ranks.get(each)
         if known is not None:
             return list(known)
-        each = getattr(each, "parent", None)
     return None
+
+
+def group_and_inner(group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
+    """A group, the one that it wraps, and so on."""
+    each: object = group
+    while isinstance(each, dist.ProcessGroup):
+        yield each
+        try:
+            each = getattr(each, "parent", None)
+        except AssertionError:  # by torchft's before their first quorum
+            return
 
 
 def is_destroyed(group: dist.ProcessGroup) -> bool:

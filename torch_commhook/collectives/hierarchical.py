@@ -13,13 +13,9 @@ from torch_commhook.codecs.base import Codec
 from torch_commhook.codecs.checks import ERROR_DTYPES
 from torch_commhook.collectives.compressed import compressed_all_reduce
 from torch_commhook.collectives.futures import then_beside
+from torch_commhook.collectives.group_place import check_place, group_rank
 from torch_commhook.collectives.message_buffers import MessageBuffers
-from torch_commhook.collectives.plain import (
-    all_gather,
-    check_place,
-    reduce_scatter,
-    resolve_group,
-)
+from torch_commhook.collectives.plain import all_gather, reduce_scatter, resolve_group
 from torch_commhook.collectives.streams import beside
 from torch_commhook.collectives.sum_arguments import (
     SumArguments,
@@ -83,7 +79,7 @@ def hierarchical_all_reduce(
         out = sources[0].new_empty(numel)
     destinations = listed_tensors("hierarchical_all_reduce", "out", out)
     check_out("hierarchical_all_reduce", destinations, numel)
-    begin, end = share_range(numel, rank=intra_group.rank(), ranks=intra_group.size())
+    begin, end = share_range(numel, rank=group_rank(intra_group), ranks=intra_group.size())
     buffers = MessageBuffers() if buffers is None else buffers
     arguments = SumArguments(codec, scale, error, shard_error, rounding, buffers, meter)
     device = sources[0].device
@@ -181,7 +177,7 @@ def inter_shard_range(
     codec: Codec, numel: int, *, intra_group: dist.ProcessGroup, inter_group: dist.ProcessGroup
 ) -> tuple[int, int]:
     """The elements ``[begin, end)`` whose sum over the nodes a rank encodes."""
-    begin, end = share_range(numel, rank=intra_group.rank(), ranks=intra_group.size())
-    ranks = {"rank": inter_group.rank(), "world_size": inter_group.size()}
+    begin, end = share_range(numel, rank=group_rank(intra_group), ranks=intra_group.size())
+    ranks = {"rank": group_rank(inter_group), "world_size": inter_group.size()}
     first, last = shard_range(codec, end - begin, **ranks)
     return begin + first, begin + last

@@ -19,6 +19,12 @@ from torch_commhook.collectives.futures import (
     traced,
 )
 from torch_commhook.collectives.gloo_groups import group_name, is_destroyed, is_gloo
+from torch_commhook.collectives.group_place import (
+    all_tell_their_rank,
+    gathers_flat,
+    group_rank,
+    is_alone,
+)
 from torch_commhook.collectives.plain_arguments import (
     check_tensor,
     check_timeout,
@@ -72,33 +78,6 @@ def resolve_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     return group
 
 
-def check_place(op: str, group: dist.ProcessGroup) -> None:
-    """Refuse a group that does not tell which of its ranks this is: shards go by that.
-
-    torchft's groups are made as rank 0 of 1 on every rank, and tell another size later.
-
-    Raises:
-        ValueError: its class has a ``size()`` of its own and no ``rank()``, or its rank is none of
-            its ranks.
-    """
-    if torch.compiler.is_compiling() or type(group) is dist.ProcessGroup or group.size() == 1:
-        return
-    classes = type(group).__mro__
-    of_size = next(cls for cls in classes if "size" in vars(cls))
-    of_rank = next(cls for cls in classes if "rank" in vars(cls))
-    if of_size is not of_rank and issubclass(of_size, of_rank):
-        raise ValueError(
-            f"{op}: the process group must tell its rank, of which each has a shard; class "
-            f"{of_size.__qualname__} has a size() of its own, and no rank(). Codecs whose messages "
-            "all ranks get (topk, randomk) and hooks such as allreduce() need none"
-        )
-    if not 0 <= group.rank() < group.size():
-        raise ValueError(
-            f"{op}: the process group's rank must be below its size, {group.size()}, got "
-            f"{group.rank()}"
-        )
-
-
 def all_reduce(
     tensor: Tensor,
     *,
@@ -143,12 +122,12 @@ def issue_all_reduce(
 ) -> torch.futures.Future[Tensor]:
     """:func:`all_reduce`, unchecked and not counted: on whatever thread."""
     if is_traced:
-        if group.size() == 1:
+        if is_alone(group):
             return TracedFuture(lambda: tensor)
         # By its name: with the group itself a compiler cannot keep the graph.
         functional = torch.ops._c10d_functional
         return traced(functional.all_reduce(tensor, "sum", group.group_name))
-    if group.size() == 1:
+    if is_alone(group):
         return _C.as_future(tensor, "all_reduce")
     # Sums by default.
     work = group.allreduce([tensor], _with_timeout(dist.AllreduceOptions(), timeout))
@@ -211,10 +190,12 @@ def issue_all_gather(
     result = out
     if world_size == 1:
         return _C.as_future(result.copy_(tensor.unsqueeze(0)), "all_gather")
-    if timeout is None:
+    options = _with_timeout(AllgatherOptions(), timeout)
+    if not gathers_flat(group, (_ALL_GATHER, "_allgather_base")):
+        work = group.allgather([list(result.flatten(1).unbind())], [flat], options)
+    elif timeout is None:
         work = _all_gather(result.view(-1), flat, group=group, async_op=True)
     else:
-        options = _with_timeout(AllgatherOptions(), timeout)
         work = getattr(group, _ALL_GATHER)(result.view(-1), flat, options)
     # What its Future holds differs between backends: one tensor, or one for each rank.
     return _on_device(work, group, "all_gather", result).then(lambda done: _when_good(done, result))
@@ -265,7 +246,7 @@ def all_to_all(
     else:
         gets = checked_sizes("output_split_sizes", output_split_sizes, world_size)
     row_bytes = tensor_bytes(tensor) // max(tensor.shape[0], 1)
-    own = group.rank()
+    own = group_rank(group)
     note_collective(row_bytes * (sum(sends) - sends[own]), row_bytes * (sum(gets) - gets[own]))
     if torch.compiler.is_compiling():
         functional = torch.ops._c10d_functional
@@ -426,7 +407,8 @@ def _on_device(
     except NotImplementedError:  # by a Work in Python that can only be waited for
         pass
     else:
-        is_complete_by_itself = not is_driven_by_wait(future)
+        # PyTorch's C++ between the caller and a Work in Python hides the class of its Future.
+        is_complete_by_itself = all_tell_their_rank(group) and not is_driven_by_wait(future)
         if is_complete_by_itself and (not result.is_cuda or _C.has_devices(future)):
             return future
     try:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torch_commhook.codecs.base import Codec
 from torch_commhook.codecs.checks import ERROR_DTYPES
+from torch_commhook.collectives.group_place import group_rank
 from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.metrics import CallMeter
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES
@@ -80,7 +81,7 @@ def check_arguments(
             f"{op}: error must be flat and hold {numel} elements, got sizes {list(error.shape)}"
         )
     if shard_error is not None and codec.exchange == "all_to_all":
-        begin, end = shard_range(codec, numel, rank=group.rank(), world_size=group.size())
+        begin, end = shard_range(codec, numel, rank=group_rank(group), world_size=group.size())
         if shard_error.shape != (end - begin,):
             raise ValueError(
                 f"{op}: shard_error must be flat and hold {end - begin} elements, got sizes "

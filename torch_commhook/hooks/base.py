@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives import resolve_group
+from torch_commhook.collectives.group_place import group_rank
 from torch_commhook.hooks.traits import HookTraits, Trait
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.bucket_with_memory import BucketWithMemory, memory_of, set_memory
@@ -141,7 +142,7 @@ class Hook(ABC):
         # Not made by the constructor, which a subclass may forget to call.
         own: HookMemory = self.__dict__.setdefault("_own_memory", HookMemory())
         group = self.group(bucket)
-        own.rank, own.world_size, own.group = group.rank(), group.size(), group
+        own.rank, own.world_size, own.group = group_rank(group), group.size(), group
         own.on_step = self.step_counted
         memory = own.memory_of_bucket(bucket.parameters(), bucket.index(), self.prepare)
         if bucket.index() == 0:  # the step before has come to an end

@@ -15,7 +15,8 @@ from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.base import CODECS, Codec
 from torch_commhook.collectives.compressed import compressed_all_reduce
 from torch_commhook.collectives.compressed_chunks import compressed_reduce_scatter
-from torch_commhook.collectives.plain import check_place, resolve_group
+from torch_commhook.collectives.group_place import check_place, group_rank
+from torch_commhook.collectives.plain import resolve_group
 from torch_commhook.collectives.sum_arguments import shard_range
 from torch_commhook.hooks.base import Hook, average_scale, result_tensor
 from torch_commhook.hooks.traits import HookTraits
@@ -84,7 +85,25 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
         if self.process_group is None:
             return memory.rank, memory.world_size
         own = resolve_group(self.process_group)
-        return own.rank(), own.size()
+        return group_rank(own), own.size()
+
+    def _check_place_of_shard(self, memory: BucketMemory, group: dist.ProcessGroup) -> None:
+        """Refuse to take what is remembered of a shard for another one, of the same length or not.
+
+        Raises:
+            RuntimeError: the group has had other ranks since the shard was chosen.
+        """
+        if self.process_group is not None or type(group) is dist.ProcessGroup:
+            return
+        if torch.compiler.is_compiling() or not self.shards(memory):
+            return
+        now = group_rank(group), group.size()
+        if now != (memory.rank, memory.world_size):
+            raise RuntimeError(
+                f"{self}: the process group's ranks have changed: this was rank {memory.rank} of "
+                f"{memory.world_size}, and is rank {now[0]} of {now[1]}. Attach the hook anew, or "
+                "use torch_commhook.integrations.torchft.attach_to()"
+            )
 
     def _warn_where_a_cast_is_better(self, memory: BucketMemory) -> None:
         if self.codec.exchange != "all_gather":
@@ -106,6 +125,7 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
         check_dense(self, bucket)
         group = self.group(bucket)
         memory = self.memory(bucket)
+        self._check_place_of_shard(memory, group)
         return compressed_all_reduce(
             bucket.sources(),
             self.codec,

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket
+from torch_commhook.collectives import resolve_group
+from torch_commhook.collectives.group_place import is_seen_by_cpp
 from torch_commhook.hooks.base import Hook
 from torch_commhook.metrics import note_collective
 
@@ -48,8 +50,21 @@ class cpp(Hook):  # noqa: N801 (a hook is written as it is called)
             raise TypeError(f"cpp: name must be a str, got {_C.type_name(name)}")
         self.native = _C.CppHook(name, options)
 
+    def check_ranks(self, group: dist.ProcessGroup) -> None:
+        own = group if self.process_group is None else resolve_group(self.process_group)
+        self._check_is_seen(own)
+
+    def _check_is_seen(self, group: dist.ProcessGroup) -> None:
+        if not is_seen_by_cpp(group):
+            raise ValueError(
+                f"cpp: hook '{self}' does not see size() of {_C.type_name(group)}, which Python "
+                "overrides, and would not average; use a hook in Python, such as allreduce()"
+            )
+
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        future, bytes_sent = self.native.start(bucket, self.group(bucket))
+        group = self.group(bucket)
+        self._check_is_seen(group)
+        future, bytes_sent = self.native.start(bucket, group)
         if bytes_sent is not None:
             note_collective(bytes_sent)
         return future

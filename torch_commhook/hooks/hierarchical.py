@@ -12,6 +12,7 @@ from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.agreement import gather
 from torch_commhook.collectives.gloo_groups import group_ranks
+from torch_commhook.collectives.group_place import group_rank
 from torch_commhook.collectives.hierarchical import (
     hierarchical_all_reduce,
     inter_shard_range,
@@ -126,7 +127,7 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
             groups = {"intra_group": self.intra_group, "inter_group": self.inter_group}
             ranks = self.intra_group.size()
             memory.flat("error")
-            share = share_range(memory.numel, rank=self.intra_group.rank(), ranks=ranks)
+            share = share_range(memory.numel, rank=group_rank(self.intra_group), ranks=ranks)
             of_node = memory.shard("node_error", *share, factor=1)
             shard = inter_shard_range(self.codec, memory.numel, **groups)
             of_shard = memory.shard("node_shard_error", *shard, factor=memory.world_size)

@@ -32,6 +32,7 @@ class HookMemory:
     Attributes:
         store: what is remembered by parameter.
         rank, world_size: of this process.
+        any_rank_loads: whether a state is one for any rank, of any number of ranks.
         steps: that have been done on all ranks.
         is_empty: whether the hook remembers nothing that changes from step to step.
         group: to communicate through, outside of a bucket's collectives.
@@ -49,6 +50,7 @@ class HookMemory:
     def __init__(self) -> None:
         self.rank = 0
         self.world_size = 1
+        self.any_rank_loads = False
         self.steps = 0
         self.is_empty = True
         self.has_begun = False
@@ -82,6 +84,7 @@ class HookMemory:
         named = self.store.named_parameters()
         other.set_parameters(named, rank=self.rank, world_size=self.world_size)
         other.scaler = self.scaler
+        other.any_rank_loads = self.any_rank_loads
         return other
 
     def names_of(self, parameters: Sequence[Tensor]) -> list[str] | None:
@@ -212,7 +215,7 @@ class HookMemory:
     @property
     def place(self) -> tuple[int, int]:
         """This process's number among those that have states of one training, and how many."""
-        return self.rank, self.world_size
+        return (0, 1) if self.any_rank_loads else (self.rank, self.world_size)
 
     @property
     def own_key(self) -> str:

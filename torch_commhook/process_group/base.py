@@ -10,6 +10,7 @@ from typing import Any
 from torch.distributed import distributed_c10d
 
 from torch_commhook import _C
+from torch_commhook.collectives.gloo_groups import group_and_inner, group_ranks
 from torch_commhook.native.dynamo import left_to_python
 from torch_commhook.process_group.group_hooks import (
     CompletionHookArgs,
@@ -53,9 +54,17 @@ class ProcessGroup(_C.ProcessGroup):
             return text
         # Where PyTorch fails to look a group up, the group is all that its error says.
         return (
-            f"<{text.strip('<>')}, which torch.distributed does not know; "
+            f"<{text.strip('<>')}{self._whose_ranks()}, which torch.distributed does not know; "
             "torch_commhook.process_group.register(group, name) makes it known>"
         )
+
+    def _whose_ranks(self) -> str:
+        inner = list(group_and_inner(self))[-1]
+        name = distributed_c10d._world.pg_names.get(inner)
+        ranks = group_ranks(self)
+        if inner is self or name is None or ranks is None:
+            return ""
+        return f" around group {name!r} of ranks {ranks}"
 
     @property
     def _hooks(self) -> GroupHooks:

@@ -18,6 +18,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch_commhook import _C
 from torch_commhook.collectives import resolve_group
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES, flatten, unflatten_into
+from torch_commhook.process_group.wrapper import seen_by_cpp
 
 _NAME = "broadcast_coalesced"
 _INT64_MAX = 2**63 - 1
@@ -68,7 +69,7 @@ def broadcast_coalesced(
     if torch.compiler.is_compiling():
         torch.ops.commhook.broadcast_coalesced(tensors, buffer_size, rank, group.group_name)
     else:
-        _C.broadcast_coalesced(group, tensors, buffer_size, rank)
+        _C.broadcast_coalesced(seen_by_cpp(group), tensors, buffer_size, rank)
 
 
 def _checked_list(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -21,6 +21,7 @@ from torch_commhook.collectives.compressed_chunks import (
     compressed_reduce_scatter,
 )
 from torch_commhook.collectives.futures import then
+from torch_commhook.collectives.group_place import group_rank
 from torch_commhook.metrics import tensor_bytes
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES
 
@@ -301,7 +302,7 @@ class CodecCalls:
             return None
         if not is_large(outputs, 0, BUCKET_DTYPES) or outputs[0].device != flat[0].device:
             return None
-        parts = parts_of(outputs, inputs, ranks, self._parent.rank(), in_lists=in_lists)
+        parts = parts_of(outputs, inputs, ranks, group_rank(self._parent), in_lists=in_lists)
         if parts is None:
             return None
         sizes = [sum(tensor.numel() for tensor in part) for part in parts]
@@ -341,7 +342,7 @@ class CodecCalls:
     def _prepare_gather(
         self, operation: str, outputs: Any, inputs: Any, timeout: timedelta | None
     ) -> Callable[[], Any] | None:
-        codec, ranks, rank = self._gathers, self._parent.size(), self._parent.rank()
+        codec, ranks, rank = self._gathers, self._parent.size(), group_rank(self._parent)
         assert codec is not None
         if operation == "all_gather_single":
             outputs, inputs = [outputs], [inputs]
@@ -389,7 +390,7 @@ class CodecCalls:
         if not codec.is_random:
             return None
         step = next(self._steps[kind])
-        number, rank = _KINDS.index(kind), self._parent.rank()
+        number, rank = _KINDS.index(kind), group_rank(self._parent)
         alike = codec.exchange == "all_reduce"
         own = mix_seeds(self._seed, number, 0 if alike else rank + 1)
         seeds = [[own, step], [mix_seeds(self._seed, number, -1 - rank), step]]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from torch_commhook import _C
 from torch_commhook.collectives.gloo_groups import group_timeout
+from torch_commhook.collectives.group_place import group_rank
 from torch_commhook.process_group.faults import (
     Corrupt,
     Delay,
@@ -71,7 +72,7 @@ class FaultyProcessGroup(WrapperProcessGroup):
                 f"{_C.type_name(faults)}"
             )
         self._rules = [_Rule(fault, parent.size()) for fault in faults]
-        self._random = random.Random(f"{seed}/{parent.rank()}")
+        self._random = random.Random(f"{seed}/{group_rank(parent)}")
         self._op_id = 0
         self._timeout: timedelta | None = None
         self._dropped = False
@@ -146,7 +147,7 @@ class FaultyProcessGroup(WrapperProcessGroup):
 
     @property
     def _rank(self) -> int:
-        return self.parent.rank()
+        return group_rank(self.parent)
 
     def _error(self, fault: Fail, operation: str, op_id: int) -> BaseException:
         if fault.error is InjectedError:

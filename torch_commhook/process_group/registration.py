@@ -11,6 +11,7 @@ from torch.distributed import distributed_c10d
 
 from torch_commhook import _C
 from torch_commhook.collectives.gloo_groups import group_ranks
+from torch_commhook.collectives.group_place import group_rank
 
 
 def register(
@@ -33,14 +34,13 @@ def register(
         name: for a class, of lower-case letters, digits and underscores. For a group, one that no
             other has.
         devices: for a class: the device type that it serves, or several.
-        ranks: for a group: the global rank of each of its ranks. By default those of the
-            group inside a :class:`WrapperProcessGroup`, and 0, 1, 2 and so on for a group of your
-            own; give them where that has other ranks.
+        ranks: for a group: the global rank of each of its ranks. By default those of the group
+            that it wraps, and 0, 1, 2 and so on for a group of your own.
 
     Raises:
         TypeError: neither a class nor a group; a name that is no string.
         ValueError: the name is taken, or is none for a backend; ``ranks`` are not as many as the
-            group's.
+            group's; they are not given, and 0, 1, 2 and so on would not be the group's.
     """
     if not isinstance(name, str):
         raise TypeError(f"register: name must be a str, got {_C.type_name(name)}")
@@ -93,7 +93,7 @@ def _register_group(group: dist.ProcessGroup, name: str, ranks: Sequence[int] | 
             "torch.distributed.destroy_process_group(group) forgets it"
         )
     if ranks is None:
-        ranks = group_ranks(group) or range(group.size())
+        ranks = _default_ranks(group)
     if not isinstance(ranks, Sequence) or any(not isinstance(rank, int) for rank in ranks):
         raise TypeError(f"register: ranks must be a list of ints or None, got {ranks!r}")
     if any(rank < 0 for rank in ranks):
@@ -112,3 +112,22 @@ def _register_group(group: dist.ProcessGroup, name: str, ranks: Sequence[int] | 
     tag = f"user:{name}"
     world.pg_to_tag[group] = tag
     world.tags_to_pg.setdefault(tag, []).append(group)
+
+
+def _default_ranks(group: dist.ProcessGroup) -> Sequence[int]:
+    """The global ranks of a group, where nobody gives them.
+
+    Raises:
+        ValueError: nobody knows them, and this process is at another place than they would say.
+    """
+    known = group_ranks(group)
+    if known is not None:
+        return known
+    ranks, own = range(group.size()), group_rank(group)
+    if dist.is_initialized() and own != dist.get_rank():
+        raise ValueError(
+            f"register: ranks must be given, since torch.distributed does not know those of "
+            f"{_C.type_name(group)}, nor of a group that it wraps; it has rank {own} of "
+            f"{group.size()} on global rank {dist.get_rank()}"
+        )
+    return ranks

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torch_commhook import _C
+from torch_commhook.collectives.group_place import group_rank, is_seen_by_cpp
 from torch_commhook.process_group.base import ProcessGroup, called_by_cpp
 from torch_commhook.process_group.operations import COLLECTIVES, by_position
 from torch_commhook.process_group.work import have_all_names
@@ -63,7 +64,7 @@ class WrapperProcessGroup(ProcessGroup):
             raise TypeError(
                 f"{type(self).__name__}: parent must be a ProcessGroup, got {_C.type_name(parent)}"
             )
-        super().__init__(parent.rank(), parent.size())
+        super().__init__(group_rank(parent), parent.size())
         self.parent = parent
 
     def __del__(self, drop: Callable[..., None] = _C.drop_on_main_thread) -> None:
@@ -71,6 +72,16 @@ class WrapperProcessGroup(ProcessGroup):
         # the backend must not end there: it would wait for that thread. As an argument, since this
         # module may have ended before the group does.
         drop(self, "parent")
+
+    # Asked each time: the ranks of groups like torchft's change.
+
+    def rank(self) -> int:
+        """This process's rank in the parent; also where the parent itself does not tell."""
+        return group_rank(self.parent)
+
+    def size(self) -> int:
+        """The number of the parent's ranks at the moment."""
+        return self.parent.size()
 
     def change_arguments(self, operation: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """What the parent is called with: tensors, ranks and options, in their order.
@@ -134,6 +145,11 @@ class WrapperProcessGroup(ProcessGroup):
     @property
     def _device_types(self) -> Any:
         return self.parent._device_types
+
+
+def seen_by_cpp(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group whose rank and size C++ sees as Python does: the group itself, or one around it."""
+    return group if is_seen_by_cpp(group) else WrapperProcessGroup(group)
 
 
 def _collective(operation: str) -> Any:

@@ -149,6 +149,10 @@ class Reducer:
         self._order.settle()
         self._buckets_formed()
 
+    def keep_buckets(self) -> None:
+        """Form buckets anew no more."""
+        self._order.settle()
+
     def _fill_buckets(self, order: Sequence[int]) -> None:
         self._buckets.fill_in_order(order)
         self._buckets_formed()

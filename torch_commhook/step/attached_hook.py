@@ -16,6 +16,7 @@ from torch_commhook.codecs.base import CODECS, Codec
 from torch_commhook.collectives import resolve_group
 from torch_commhook.collectives.futures import driven
 from torch_commhook.collectives.gloo_groups import group_name, second_group
+from torch_commhook.collectives.group_place import check_not_managed
 from torch_commhook.hooks.base import Hook, step_scale_of
 from torch_commhook.hooks.compressed import call_of_maker
 from torch_commhook.hooks.cpp import cpp
@@ -74,7 +75,7 @@ class Attached:
             )
         if isinstance(hook, Hook):
             for group in hook.own_groups():
-                resolve_group(group)
+                check_not_managed(op, resolve_group(group))
         return cls(hook, state, hook_name(hook), is_traceable(hook), memory)
 
     def memory_of(self, parameters: Sequence[Tensor], index: int) -> BucketMemory | None:

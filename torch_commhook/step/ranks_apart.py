@@ -34,6 +34,9 @@ class RanksApart(Protocol):
     def close(self) -> None:
         """Count no more."""
 
+    def handle_gone(self) -> None:
+        """The hook's handle is no more."""
+
     def state_dict(self) -> dict[str, Any]:
         """What the hook remembers, with the rank's parameters."""
 

@@ -35,6 +35,7 @@ from torch_commhook.collectives.gloo_groups import (
     provide_second_group,
     second_group,
 )
+from torch_commhook.collectives.group_place import group_rank
 from torch_commhook.collectives.turns import renew_turns
 from torch_commhook.step.connected_group import ConnectedGroup, destroy_all
 from torch_commhook.step.rendezvous import Rendezvous
@@ -80,7 +81,7 @@ class StepGroup:
     def __init__(self, parent: dist.ProcessGroup | None = None) -> None:
         self.parent = resolve_group(parent)
         self.size: int = self.parent.size()
-        self.rank: int = self.parent.rank()
+        self.rank: int = group_rank(self.parent)
         self.timeout = group_timeout(self.parent)
         self._open = False  # a step has begun and not ended
         self._broken = False

@@ -21,6 +21,7 @@ from torch_commhook.attachment.sharded.unit import Unit
 from torch_commhook.attachment.user_warning import warn_user
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.agreement import agree_across
+from torch_commhook.collectives.group_place import group_rank
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.loss_scale import Scaler, checked_scale
 from torch_commhook.memory.sharded_memory import ReplicaMemory, UnshardedMemory
@@ -270,18 +271,18 @@ def _name_parameters(
         each.memory.part = part
         if isinstance(each.memory, UnshardedMemory):
             assert shards is not None
-            each.memory.set_sharded(forms, rank=shards.rank())
+            each.memory.set_sharded(forms, rank=group_rank(shards))
     if replicas is not None:
         memory = attached.memory
         assert isinstance(memory, ReplicaMemory)
-        memory.shard = (0, 1) if shards is None else (shards.rank(), shards.size())
+        memory.shard = (0, 1) if shards is None else (group_rank(shards), shards.size())
         memory.parameters = forms
         if beside is not None:
             assert isinstance(beside.memory, UnshardedMemory)
-            beside.memory.replica = replicas.rank(), replicas.size()
+            beside.memory.replica = group_rank(replicas), replicas.size()
             memory.beside = beside.memory
         named = [each for unit in units for each in unit.named_shards()]
-        memory.set_parameters(named, rank=replicas.rank(), world_size=replicas.size())
+        memory.set_parameters(named, rank=group_rank(replicas), world_size=replicas.size())
 
 
 def _forward_size(group: fsdp.ParamGroup) -> int | None:

@@ -1,0 +1,235 @@
+"""Replicas that torchft keeps together, each in a process of its own; one may be killed."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import pickle
+import time
+import traceback
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+SECONDS = 120
+TIMEOUT = timedelta(seconds=30)
+#: The step in whose backward replica 1 ends, the one in which its successor is back, and the end.
+KILLED, BACK, STEPS = 3, 5, 8
+
+
+class Net(nn.Module):
+    """Two large layers, and one that replica 1 alone uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 300)
+        self.second = nn.Linear(300, 8)
+        self.only_one = nn.Linear(8, 2)
+
+    def loss(self, replica: int, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1000 * replica + step)
+        x = self(torch.randn(4, 8, generator=generator))
+        return (self.only_one(x) if replica == 1 else x).square().mean()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+#: Net's first layer has its gradient last, in a bucket of its own.
+BUCKET_CAP_MB = 0.008
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+@dataclass
+class Replica:
+    """What a replica is to do.
+
+    Attributes:
+        number: of the replica.
+        hook: as :func:`attach_to` takes it; a function of the manager makes one.
+        is_killed: whether its process ends in the backward of step KILLED.
+        joins: whether it takes the place of one that was killed.
+    """
+
+    number: int
+    hook: Any
+    is_killed: bool = False
+    joins: bool = False
+
+
+@dataclass
+class Result:
+    """What became of it: of each attempt the step, the replicas, and whether it was committed."""
+
+    attempts: list[tuple[int, int, bool]] = field(default_factory=list)
+    states: dict[tuple[int, int], Any] = field(default_factory=dict)
+    parameters: list[Tensor] = field(default_factory=list)
+    bytes_sent: int = 0
+
+
+@dataclass
+class Meeting:
+    """Where replicas wait for each other: at the start, and for one that comes back."""
+
+    lighthouse: str
+    here: list[Any]
+    back: Any
+
+    def wait(self, events: list[Any]) -> None:
+        for event in events:
+            assert event.wait(SECONDS)
+
+
+def train(replica: Replica, meeting: Meeting) -> Result:
+    """Train to the last step, or to the replica's end."""
+    from torchft import Manager
+    from torchft.process_group import ProcessGroupGloo
+
+    from torch_commhook.integrations.torchft import attach_to
+
+    model, result = Net(), Result()
+    optimizer = optimizer_of(model)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+    def load(state: Any) -> None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=TIMEOUT),
+        load_state_dict=load,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+        min_replica_size=1,
+        use_async_quorum=False,
+        timeout=TIMEOUT,
+        quorum_timeout=TIMEOUT,
+        connect_timeout=TIMEOUT,
+        rank=0,
+        world_size=1,
+        store_addr="localhost",
+        store_port=store.port,
+        lighthouse_addr=meeting.lighthouse,
+        replica_id=str(replica.number),
+        hostname="localhost",
+    )
+    hook = replica.hook(manager) if callable(replica.hook) else replica.hook
+    handle = attach_to(manager, model, hook, bucket_cap_mb=BUCKET_CAP_MB)
+    time.sleep(0.5)  # until the lighthouse knows of it, which then waits for it
+    (meeting.back if replica.joins else meeting.here[replica.number]).set()
+    meeting.wait(meeting.here)
+    while manager.current_step() < STEPS:
+        if manager.current_step() == BACK:
+            meeting.wait([meeting.back])
+            time.sleep(1.0)  # or the lighthouse takes those alone that it had before
+        manager.start_quorum()
+        optimizer.zero_grad()
+        step = manager.current_step()
+        loss = model.loss(replica.number, step)
+        result.states[step, len(result.attempts)] = handle._attached.memory.state_dict()
+        if replica.is_killed and step == KILLED:
+            model.first.weight.register_hook(lambda _: os._exit(9))
+        loss.backward()
+        participants, committed = manager.num_participants(), manager.should_commit()
+        if committed:
+            optimizer.step()
+        result.attempts.append((step, participants, committed))
+    result.parameters = [parameter.detach() for parameter in model.parameters()]
+    result.bytes_sent = handle.stats().bytes_sent
+    handle.remove()
+    manager.shutdown(wait=False)
+    return result
+
+
+def run(hook: Any, *, kills: bool) -> dict[int, Result]:
+    """Train two replicas with a hook; with ``kills`` replica 1 ends, and another takes its place.
+
+    Raises:
+        AssertionError: one raised, or gave no result in time.
+    """
+    from torchft.coordination import LighthouseServer
+
+    lighthouse = LighthouseServer(
+        bind="[::]:0", min_replicas=1, join_timeout_ms=20_000, heartbeat_timeout_ms=2000
+    )
+    context = mp.get_context("spawn")
+    here = [context.Event(), context.Event()]
+    back = context.Event()
+    if not kills:
+        back.set()
+    port = lighthouse.address().rpartition(":")[2]
+    meeting = Meeting(f"http://localhost:{port}", here, back)
+    replicas: list[_Process] = []
+    try:
+        replicas += [_Process(context, Replica(0, hook), meeting)]
+        replicas += [_Process(context, Replica(1, hook, is_killed=kills), meeting)]
+        if kills:
+            killed = replicas.pop()
+            killed.process.join(SECONDS)
+            assert killed.process.exitcode == 9, killed.answer()
+            replicas += [_Process(context, Replica(1, hook, joins=True), meeting)]
+        return {each.replica.number: each.answer() for each in replicas}
+    finally:
+        for each in replicas:
+            each.process.kill()
+            each.process.join()
+        lighthouse.shutdown()
+
+
+class _Process:
+    """A process that trains a replica."""
+
+    def __init__(self, context: Any, replica: Replica, meeting: Meeting) -> None:
+        self.replica = replica
+        self._here, there = context.Pipe(duplex=False)
+        self.process = context.Process(target=_run, args=(replica, meeting, there), daemon=True)
+        self.process.start()
+        there.close()
+
+    def answer(self) -> Result:
+        result: Any = "no answer in time"
+        if self._here.poll(SECONDS):
+            try:
+                result = pickle.loads(self._here.recv_bytes())
+            except EOFError:
+                result = "the process ended"
+        assert isinstance(result, Result), f"replica {self.replica.number}: {result}"
+        return result
+
+
+def _run(replica: Replica, meeting: Meeting, connection: Connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    try:
+        answer: Any = train(replica, meeting)
+    except BaseException:
+        answer = traceback.format_exc()
+    # Not as connections send tensors, whose memory goes with the process.
+    connection.send_bytes(pickle.dumps(answer))
+
+
+def plain(*, kills: bool) -> list[Tensor]:
+    """The parameters that a plain average gives, in one process."""
+    model = Net()
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        alone = kills and KILLED <= step < BACK
+        replicas = [0] if alone else [0, 1]
+        found = []
+        for replica in replicas:
+            model.zero_grad()
+            model.loss(replica, step).backward()
+            found.append([parameter.grad for parameter in model.parameters()])
+        for parameter, *gradients in zip(model.parameters(), *found, strict=True):
+            used = [gradient for gradient in gradients if gradient is not None]
+            parameter.grad = sum(gradient / len(replicas) for gradient in used) if used else None
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]

@@ -1,0 +1,294 @@
+"""Hooks over the replicas of torchft, whose number changes while training goes on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchft.process_group import ManagedProcessGroup
+
+from torch_commhook.attachment.attaching import attach
+from torch_commhook.attachment.forward_hook import BeforeForward
+from torch_commhook.attachment.handle import HookHandle, printed_hook
+from torch_commhook.attachment.reducer_road import ReducerRoad
+from torch_commhook.attachment.sharded.fsdp import trains_shards
+from torch_commhook.hooks.base import Hook
+from torch_commhook.integrations.attached_model import hook_of
+from torch_commhook.process_group.base import ProcessGroup
+from torch_commhook.process_group.work import Work
+from torch_commhook.process_group.wrapper import WrapperProcessGroup
+
+_log = logging.getLogger(__name__)
+
+
+def attach_to(
+    manager: Any,
+    model: nn.Module,
+    hook: str | Callable[..., Any],
+    *,
+    key: str = "torch_commhook",
+    **options: Any,
+) -> HookHandle:
+    """Attach a hook to a model that torchft's replicas train: it averages over the quorum.
+
+    Each backward averages over the replicas of the step's quorum, whatever their number. What the
+    hook remembers is registered with the manager, so that a replica that joins goes on from the
+    state of the one that it recovers from.
+
+    An error in a collective does not come out of ``backward()``. The manager is told of it, does
+    nothing more in this step, and ``should_commit()`` is False, so that the optimizer must not
+    step. The next step begins with what the hook remembered before.
+
+    Args:
+        manager: a torchft ``Manager``, made with ``use_async_quorum=False``: a replica that joins
+            then has its state before its first forward. Call ``start_quorum()`` before each step's
+            forward, as ``zero_grad()`` of torchft's ``OptimizerWrapper`` does.
+        model: a module, the same on all replicas. Not torchft's DistributedDataParallel.
+        hook: one of :mod:`torch_commhook.hooks`, an expression such as
+            ``"error_feedback(blockwise(bits=4))"``, or a callable ``hook(state, bucket)``, whose
+            ``bucket.process_group()`` is the quorum.
+        key: of the hook's state among those of the manager; one for each model.
+        options: of :func:`torch_commhook.attach`: ``state``, ``scaler``, ``bucket_cap_mb`` and
+            ``gradient_as_bucket_view``.
+
+    Returns:
+        The handle. Its ``state_dict()`` can be loaded by any replica, of any quorum.
+
+    Raises:
+        ValueError: the manager has an asynchronous quorum, or a state under this key; the hook has
+            a process group of its own, or keeps ranks apart, for which torchft has ``DiLoCo``.
+        TypeError: a model that averages gradients itself; as :func:`torch_commhook.attach`.
+        RuntimeError: this version of torchft does not tell what the hook must know.
+    """
+    hook = hook_of(hook)
+    _check(manager, model, hook)
+    quorum = _Quorum(manager)
+    fixed: dict[str, Any] = {
+        "process_group": quorum.group,
+        "init_sync": False,
+        "broadcast_buffers": False,
+    }
+    for name in fixed:
+        if name in options:
+            raise TypeError(f"attach_to: {name} follows from the manager; leave it out")
+    handle = attach(model, hook, **fixed, **options)
+    quorum.follow(handle, getattr(model, "_orig_mod", model))
+    try:
+        manager.register_state_dict_fn(key, quorum.load_state_dict, quorum.state_dict)
+    except AssertionError as error:
+        handle.remove()
+        raise ValueError(f"attach_to: the manager has a state under key {key!r} already") from error
+    return handle
+
+
+def _check(manager: Any, model: nn.Module, hook: Callable[..., Any]) -> None:
+    if isinstance(model, DistributedDataParallel) or trains_shards(model):
+        raise TypeError(
+            f"attach_to: model must be a module that does not average gradients itself, got "
+            f"{type(model).__qualname__}; give the module inside"
+        )
+    if isinstance(hook, Hook) and hook.own_groups():
+        raise ValueError(
+            f"attach_to: hook '{hook!r}' must have no process group of its own; it averages over "
+            "the manager's quorum"
+        )
+    if isinstance(hook, Hook) and hook.keeps_ranks_apart:
+        raise ValueError(
+            f"attach_to: hook '{hook!r}' keeps ranks apart between its exchanges, which the "
+            "manager does not know of; use torchft.local_sgd.DiLoCo"
+        )
+    for name in ("_use_async_quorum", "_quorum_future"):
+        if not hasattr(manager, name):
+            raise RuntimeError(
+                f"attach_to: this version of torchft has no Manager.{name}, which tells when a "
+                "quorum is complete; torchft-nightly 2026.10.26 has it"
+            )
+    if manager._use_async_quorum:
+        raise ValueError(
+            "attach_to: the manager must be made with use_async_quorum=False. Else a replica that "
+            "joins averages before it has what the hook remembers"
+        )
+
+
+class _Quorum:
+    """Keeps a hook in step with a manager's quorums.
+
+    Attributes:
+        group: the replicas of the quorum, for hooks.
+        has_run: whether a collective has been issued since the last quorum.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self.group = _QuorumGroup(manager, self)
+        self.has_run = False
+        self._manager = manager
+        self._handle: HookHandle
+        self._future: object = None  # of the quorum that is followed
+        self._step = -1
+        self._before: dict[str, Any] = {}  # what the hook remembered when the step began
+        self._loaded: dict[str, Any] | None = None
+
+    def follow(self, handle: HookHandle, model: nn.Module) -> None:
+        """Look at the quorum before each forward of a model."""
+        self._handle = handle
+        handle._attached.memory.any_rank_loads = True
+        road = handle._road
+        assert isinstance(road, ReducerRoad)
+        # Replicas that join would form others than those that have trained.
+        road.keep_buckets()
+        self._road = road
+        model.register_forward_pre_hook(BeforeForward(self), prepend=True)
+
+    def check_is_followed(self) -> None:
+        """Refuse collectives where the quorum is another than when the forward began.
+
+        Raises:
+            RuntimeError: it is.
+        """
+        if self._future is None or self._manager._quorum_future is not self._future:
+            raise RuntimeError(
+                "torch_commhook: the manager must know the step's quorum before the forward: call "
+                "start_quorum() first, or zero_grad() of torchft's OptimizerWrapper"
+            )
+
+    def before_forward(self, module: nn.Module) -> None:
+        """Called by the model before its own forward."""
+        future = self._manager._quorum_future
+        if future is None or future is self._future:
+            return  # before training, or one more forward of the step
+        if not (torch.is_grad_enabled() and self._handle.is_attached):
+            return
+        self._manager.wait_quorum()
+        if self._loaded is not None:
+            self._go_on_from(self._loaded)
+        elif self._is_to_repeat():
+            _log.warning("torch_commhook: step %d was not committed, and is repeated", self._step)
+            self._go_on_from(self._before)
+        if self._manager.errored() is None:
+            self._take_place()
+        self._before = self._state()
+        self._step = self._manager.current_step()
+        self.has_run = False
+        self._future = future
+
+    def _take_place(self) -> None:
+        """Take the rank and the number of replicas that the quorum has."""
+        rank, size = self._manager.participating_rank(), self._manager.num_participants()
+        if rank is None or size != self.group.parent.size():
+            raise RuntimeError(
+                f"torch_commhook: all replicas of the quorum must take part in the average, got "
+                f"{size} of {self.group.parent.size()}; a hook takes neither spares "
+                "(WorldSizeMode.FIXED_WITH_SPARES) nor start_quorum(allow_heal=False)"
+            )
+        memory = self._handle._attached.memory
+        if (rank, size) != (memory.rank, memory.world_size):
+            # Shards of other ranks: what was remembered of the old ones goes to their parameters.
+            state = self._state()
+            self.group.place = memory.rank, memory.world_size = rank, size
+            self._go_on_from(state)
+
+    def _is_to_repeat(self) -> bool:
+        return self.has_run and self._step == self._manager.current_step()
+
+    # ---- state -----------------------------------------------------------------------------------
+
+    def _state(self) -> dict[str, Any]:
+        # In full also where nothing is remembered: random numbers follow from the number of steps.
+        return self._handle._attached.memory.state_dict()
+
+    def _go_on_from(self, state: dict[str, Any]) -> None:
+        self._loaded = None
+        self._handle.load_state_dict(state)
+
+    def _settings(self) -> dict[str, Any]:
+        """What all replicas must have alike."""
+        buckets = [list(names) for names in self._road.bucket_names()]
+        return {"hook": printed_hook(self._handle.hook), "buckets": buckets}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a replica that joins goes on from. Called while a quorum is formed."""
+        state = self._before if self._is_to_repeat() else self._state()
+        return {"settings": self._settings(), "state": state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from another replica's :meth:`state_dict`, from the next forward on.
+
+        Raises:
+            RuntimeError: that replica has another hook or other buckets.
+        """
+        for name, own in self._settings().items():
+            if state["settings"][name] != own:
+                raise RuntimeError(
+                    f"attach_to: {name} must be the same on all replicas: this one has {own}, the "
+                    f"one that it recovers from has {state['settings'][name]}"
+                )
+        # Copies: the manager's tensors may lie in memory that must not be written to.
+        self._loaded = _copied(state["state"])
+
+
+def _copied(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    return state.clone() if isinstance(state, torch.Tensor) else state
+
+
+class _QuorumGroup(WrapperProcessGroup):
+    """The replicas of a manager's quorum.
+
+    Collectives are complete when they return. Errors go to the manager, which then has no more
+    collectives in this step.
+    """
+
+    #: Replicas tell each other which parameters they have used.
+    _commhook_shares_used = True
+
+    def __init__(self, manager: Any, quorum: _Quorum) -> None:
+        # Not of the parent's ranks, of which there are none before the first quorum.
+        ProcessGroup.__init__(self, 0, 2)
+        self.parent = ManagedProcessGroup(manager).parent
+        #: Rank and number. More than one: others may come.
+        self.place = 0, 2
+        self._manager = manager
+        self._quorum = quorum
+
+    def rank(self) -> int:
+        return self.place[0]
+
+    def size(self) -> int:
+        return self.place[1]
+
+    def run_collective(
+        self, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
+        self._quorum.check_is_followed()
+        self._quorum.has_run = True
+        if self._manager.errored() is None:
+            try:
+                super().run_collective(operation, arguments, keywords).wait()
+            except NotImplementedError:  # which no other quorum would change
+                raise
+            except Exception as error:
+                _log.warning(
+                    "torch_commhook: %s failed, and so does this step: %s", operation, error
+                )
+                self._manager.report_error(error)
+        return _Done(arguments[0])
+
+
+class _Done(Work):
+    """Of what is complete."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        self._future.set_result(value)
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._future
