@@ -1,4 +1,4 @@
 """Hooks in training frameworks: a module for each, which imports the framework.
 
-``lightning``, ``accelerate`` and ``transformers``.
+``lightning``, ``accelerate``, ``transformers`` and ``torchtitan``.
 """
