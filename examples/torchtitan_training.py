@@ -42,6 +42,7 @@ class Counting(BaseDataLoader):
         self, config: Config, *, dp_rank: int, seq_len: int, local_batch_size: int, **rest: Any
     ) -> None:
         self.shape = local_batch_size, seq_len
+        self.name = f"rank{dp_rank}"  # in a checkpoint, which has those of all ranks
         self.generator = torch.Generator().manual_seed(dp_rank)
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
@@ -53,10 +54,10 @@ class Counting(BaseDataLoader):
             yield {"input": tokens[:, :-1], "positions": positions}, tokens[:, 1:]
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        return {self.name: self.generator.get_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        pass
+        self.generator.set_state(state_dict[self.name])
 
 
 class Bytes(BaseTokenizer):

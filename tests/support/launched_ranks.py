@@ -13,11 +13,13 @@ from typing import Any
 SECONDS = 120
 
 
-def launched(function: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:
+def launched(
+    function: Callable[..., Any], *args: Any, world_size: int = 2, seconds: float = SECONDS
+) -> list[Any]:
     """``function(rank, *args)`` in processes of their own; what each has returned.
 
     Raises:
-        AssertionError: one raised, ended, or gave no answer in time.
+        AssertionError: one raised, ended, or gave no answer in ``seconds``.
     """
     context = mp.get_context("spawn")
     port, processes, connections = _free_port(), [], []
@@ -31,7 +33,7 @@ def launched(function: Callable[..., Any], *args: Any, world_size: int = 2) -> l
         processes.append(process)
         connections.append(here)
     try:
-        return _answers(connections)
+        return _answers(connections, seconds)
     finally:
         for process in processes:
             process.join(10)
@@ -46,12 +48,12 @@ def _free_port() -> int:
         return asked.getsockname()[1]
 
 
-def _answers(connections: list[Connection]) -> list[Any]:
+def _answers(connections: list[Connection], seconds: float) -> list[Any]:
     answers: dict[int, Any] = {}
     errors: list[str] = []
     waiting = {connection: rank for rank, connection in enumerate(connections)}
     while waiting:
-        ready = wait(list(waiting), SECONDS if not errors else 5)
+        ready = wait(list(waiting), seconds if not errors else 5)
         if not ready:
             errors.append(f"ranks {sorted(waiting.values())} gave no answer")
             break
