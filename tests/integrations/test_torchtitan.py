@@ -207,7 +207,7 @@ def _sums_in_chunks(replicas: int) -> dict[str, bool]:
     return found
 
 
-def _goes_on(replicas: int, folder: str) -> dict[str, bool]:
+def _goes_on(replicas: int, chunks: int, folder: str) -> dict[str, bool]:
     """From the checkpoint of the second step of three."""
 
     def load(config: Any) -> None:
@@ -216,7 +216,7 @@ def _goes_on(replicas: int, folder: str) -> dict[str, bool]:
 
     found = []
     for loaded in (-1, 2):
-        run = Run(replicas, chunks=4, folder=folder, saves=True, adjust=load)
+        run = Run(replicas, chunks, folder=folder, saves=True, adjust=load)
         handle = attach_to(run.trainer, HOOK)
         run.trainer.train()
         found.append((run, handle.state_dict()))
@@ -232,20 +232,23 @@ def _goes_on(replicas: int, folder: str) -> dict[str, bool]:
     }
 
 
-def _comes_together(replicas: int) -> dict[str, bool]:
+def _comes_together(replicas: int, chunks: int) -> dict[str, bool]:
+    """Replicas exchange after the second of three steps, and at the end."""
     found = {}
     for attaches in (attach_to, lambda trainer, hook: attach(trainer.model_parts[0], hook)):
-        run = Run(replicas)
+        run = Run(replicas, chunks)
         handle = attaches(run.trainer, hooks.local_sgd(2))
         run.trainer.train()
         mine = torch.cat([each.to_local().flatten() for each in run.model.parameters()])
         all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(all_of_them, mine)
         are_equal = all(torch.equal(mine, other) for other in all_of_them)
+        stats = handle.stats()
+        rounds = stats.bytes_sent // stats.bytes_sent_last_step
         if attaches is attach_to:
-            found["local_sgd ends in one model"] = are_equal
+            found[f"local_sgd ends in one model, {chunks} chunks"] = are_equal and rounds == 2
         else:
-            found["it would not alone"] = not are_equal
+            found[f"it would not alone, {chunks} chunks"] = not are_equal and rounds == 1
             handle.synchronize()
         handle.remove()
     return found
@@ -254,10 +257,11 @@ def _comes_together(replicas: int) -> dict[str, bool]:
 def _checks(rank: int, mesh: str, folder: str) -> dict[str, bool]:
     _, replicas = MESHES[mesh]
     found = _as_a_loop(replicas, rank) | _sums_in_chunks(replicas)
-    if mesh != "hsdp":
-        found |= _goes_on(replicas, folder)
-    if mesh == "replicate":
-        found |= _comes_together(replicas)
+    if mesh == "fsdp":
+        found |= _goes_on(replicas, 4, folder)
+    elif mesh == "replicate":  # in chunks the buckets across replicas are others after a load
+        found |= _goes_on(replicas, 1, folder)
+        found |= _comes_together(replicas, 1) | _comes_together(replicas, 4)
     dist.barrier()
     return found
 
