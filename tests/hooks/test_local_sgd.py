@@ -509,6 +509,48 @@ def test_two_models_and_one_optimizer(two_ranks: RankPool) -> None:
     assert same(first[3], second[3])
 
 
+class _Container(torch.optim.Optimizer):
+    """Of an optimizer for each part of a model, which may fail and may be asked to step alone."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        self.parts = [torch.optim.SGD(part.parameters(), lr=0.01) for part in parts]
+        self.fails = False
+        super().__init__([p for part in parts for p in part.parameters()], {})
+
+    def step(self, closure: Any = None) -> None:
+        if self.fails:
+            raise ArithmeticError
+        for part in self.parts:
+            part.step()
+
+
+def _in_container(rank: int, parts: int) -> list[Any]:
+    model, handle = attached(local_sgd(2), "module")
+    of_it = [model] if parts == 1 else list(model.children())
+    container = _Container(*of_it)
+    counts: list[Any] = []
+    for step in range(6):
+        backward(model, rank, step)
+        container.fails = step == 3
+        if container.fails:
+            with pytest.raises(ArithmeticError):
+                container.step()
+            for part in container.parts:  # its own step never ends, and those of others count
+                part.step()
+        else:
+            container.step()
+        container.zero_grad()
+        counts.append((done(handle), handle.stats().steps))
+    handle.remove()
+    return counts
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_an_optimizer_of_optimizers_takes_one_step(two_ranks: RankPool, parts: int) -> None:
+    expected = [(1, 0), (0, 1), (1, 1), (0, 2), (1, 2), (0, 3)]
+    assert two_ranks.run(_in_container, parts) == [expected] * 2
+
+
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("road", "removed"),

@@ -51,3 +51,19 @@ class LaunchedRanks(RankPool):
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 180) -> list[Any]:
         return super().run(function, *args, timeout=timeout)
+
+
+def launched(
+    function: Callable[..., Any], *args: Any, world_size: int = 2, seconds: float = 180
+) -> list[Any]:
+    """``function(rank, *args)`` in processes of their own; what each has returned.
+
+    Raises:
+        AssertionError: one raised or ended.
+        TimeoutError: one gave no answer in ``seconds``.
+    """
+    pool = LaunchedRanks(world_size)
+    try:
+        return pool.run(function, *args, timeout=seconds)
+    finally:
+        pool.stop()

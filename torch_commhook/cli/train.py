@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from torch_commhook.cli import rank_process
 from torch_commhook.cli.place import Place, PlaceError, read_place
+from torch_commhook.cli.slurm import slurm_variables
 from torch_commhook.cli.train_options import TrainOptions, parse_options
 from torch_commhook.cli.train_parser import build_parser
 
@@ -20,9 +21,11 @@ def main(argv: Sequence[str]) -> int:
 
     A process without a described world launches its own ranks and waits for them. A rank of ours
     finds COMMHOOK_LAUNCHER_PID in its environment, and a rank of torchrun (or of anything else
-    that sets RANK, WORLD_SIZE and MASTER_ADDR) joins the world that is there.
+    that sets RANK, WORLD_SIZE and MASTER_ADDR) joins the world that is there. So does one of
+    several tasks of Slurm's srun.
     """
     try:
+        os.environ.update(slurm_variables(os.environ))
         place = read_place(os.environ)
     except PlaceError as error:
         build_parser().error(str(error))

@@ -22,8 +22,8 @@ def build_parser() -> argparse.ArgumentParser:
         description=(
             "Train a byte-level transformer with DistributedDataParallel or fully_shard, and a "
             "communication hook. "
-            "Started alone it launches its own ranks on this machine; under torchrun it joins "
-            "the world that is there."
+            "Started alone it launches its own ranks on this machine; under torchrun, or as one of "
+            "several tasks of Slurm's srun, it joins the world that is there."
         ),
         epilog=(
             "Ctrl-C and SIGTERM end the run after the step that it is in, with the checkpoint of "

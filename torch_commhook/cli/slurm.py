@@ -1,0 +1,102 @@
+"""The variables that torch.distributed reads, from those that Slurm's ``srun`` sets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from torch_commhook.cli.place import PlaceError
+from torch_commhook.cli.rank_process import LAUNCHER_PID
+
+_LOWEST_PORT, _PORTS = 15000, 10000
+_SRUN = "srun has started this process, and environment variable"
+
+
+def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """What a process lacks to find its place, where ``srun`` has started it as one of several tasks.
+
+    ``MASTER_ADDR`` is the first host of the step, and ``MASTER_PORT`` 15000 and the last four
+    digits of the sum of the job's number and the step's. Both stay where they are set already.
+
+    Args:
+        environment: of the process.
+
+    Returns:
+        ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE`` where Slurm tells it,
+        ``MASTER_ADDR`` and ``MASTER_PORT``. Empty where ``srun`` has not started the process, also
+        in a batch script itself; where a step has one task; and where a launcher within the step
+        has set ``RANK``.
+
+    Raises:
+        PlaceError: a variable of Slurm's is missing or cannot be read, or ``WORLD_SIZE`` is set to
+            something else.
+    """
+    if "RANK" in environment or LAUNCHER_PID in environment:
+        return {}
+    is_step = "SLURM_STEP_ID" in environment or "SLURM_STEPID" in environment
+    if not is_step or "SLURM_PROCID" not in environment:  # a batch script has no step's number
+        return {}
+    tasks = _number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    if tasks == 1:
+        return {}
+    hosts = _first_of(environment, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    number = _number(environment, "SLURM_JOB_ID", "SLURM_JOBID")
+    number += _number(environment, "SLURM_STEP_ID", "SLURM_STEPID")
+    found = {
+        "RANK": str(_number(environment, "SLURM_PROCID")),
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_RANK": str(_number(environment, "SLURM_LOCALID")),
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(hosts),
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(_LOWEST_PORT + number % _PORTS),
+    }
+    here = _tasks_here(environment)
+    if here is not None:
+        found["LOCAL_WORLD_SIZE"] = str(here)
+    if environment.get("WORLD_SIZE", found["WORLD_SIZE"]) != found["WORLD_SIZE"]:
+        raise PlaceError(
+            f"environment variable WORLD_SIZE: must be the {tasks} tasks of the Slurm step, or "
+            f"not be set, got {environment['WORLD_SIZE']!r}"
+        )
+    return found
+
+
+def first_host(hosts: str) -> str:
+    """The first host of a list as Slurm writes it: ``node[01-04,7],gpu1`` gives ``node01``.
+
+    Raises:
+        PlaceError: it is no such list.
+    """
+    first = re.sub(r"\[([^\]\[,-]+)[^\]\[]*\]", r"\1", hosts.strip()).split(",")[0]
+    if not re.fullmatch(r"[\w.-]+", first):
+        raise PlaceError(f"the hosts of the Slurm step must be like node[01-04,7], got {hosts!r}")
+    return first
+
+
+def _tasks_here(environment: Mapping[str, str]) -> int | None:
+    """The tasks on this host, of a list such as ``2(x3),1``; None where Slurm does not tell."""
+    per_host = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE"))
+    if per_host is None or "SLURM_NODEID" not in environment:
+        return None
+    counts: list[int] = []
+    for part in per_host.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            return None
+        counts += [int(match[1])] * int(match[2] or 1)
+    number = _number(environment, "SLURM_NODEID")
+    return counts[number] if number < len(counts) else None
+
+
+def _first_of(environment: Mapping[str, str], *names: str) -> str:
+    """The value of the first variable that is set."""
+    for name in names:
+        if environment.get(name):
+            return environment[name]
+    raise PlaceError(f"{_SRUN} {' or '.join(names)} is missing; start it with srun --export=ALL")
+
+
+def _number(environment: Mapping[str, str], *names: str) -> int:
+    text = _first_of(environment, *names)
+    if not text.isdecimal():
+        raise PlaceError(f"{_SRUN} {' or '.join(names)} must be a whole number, got {text!r}")
+    return int(text)
