@@ -2,8 +2,8 @@
 
     python examples/ray_training.py
 
-A second run with the same ``--folder`` and more ``--steps`` goes on from the checkpoint of the first
-one, and so does its hook.
+A second run with the same ``--folder`` and more ``--steps`` goes on from the checkpoint of the
+first one, and so does its hook.
 """
 
 from __future__ import annotations

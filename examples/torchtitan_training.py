@@ -122,9 +122,8 @@ def main() -> None:
     trainer = configured(options.replicas, options.steps, options.folder).build()
     handle = attach_to(trainer, options.hook)
     trainer.train()
-    stats = handle.stats()
     if dist.get_rank() == 0:
-        print(f"{stats.steps} steps with {options.hook}, {stats.bytes_sent} bytes of gradients")
+        print(f"step {trainer.step}: {handle.stats().bytes_sent} bytes of gradients were sent")
     trainer.close()
     dist.destroy_process_group()
 

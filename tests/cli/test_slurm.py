@@ -110,9 +110,9 @@ def test_what_is_missing_is_named(missing: str) -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(PlaceError, match="SLURM_LOCALID must be a whole number, got 'x'"):
+    with pytest.raises(PlaceError, match=r"SLURM_LOCALID must be a whole number, got 'x'"):
         slurm_variables({**TASK, "SLURM_LOCALID": "x"})
-    with pytest.raises(PlaceError, match="WORLD_SIZE: must be the 5 tasks .* got '8'"):
+    with pytest.raises(PlaceError, match=r"WORLD_SIZE: must be the 5 tasks .* got '8'"):
         slurm_variables({**TASK, "WORLD_SIZE": "8"})
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +18,7 @@ import torch
 import torch.distributed as dist
 from launched_ranks import launched
 from nested_values import different_paths
-from repository import ROOT
+from repository import ROOT, SUPPORT
 from torch import Tensor, nn
 
 from torch_commhook import attach, hooks
@@ -23,6 +27,7 @@ from torch_commhook.integrations.torchtitan import attach_to
 
 pytest.importorskip("torchtitan")
 
+EXAMPLE = ROOT / "examples" / "torchtitan_training.py"
 HOOK = "error_feedback(blockwise(bits=4))"
 STEPS = 3
 SECONDS = 400  # torchtitan alone takes long to be imported
@@ -33,8 +38,7 @@ def _example() -> Any:
     """The example, which is configured as a user would."""
     import titan_on_cpu  # noqa: F401
 
-    path = ROOT / "examples" / "torchtitan_training.py"
-    spec = importlib.util.spec_from_file_location("torchtitan_training", path)
+    spec = importlib.util.spec_from_file_location("torchtitan_training", EXAMPLE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -47,31 +51,32 @@ class Run:
 
     Attributes:
         chunks: of the loss; 1 for a loss of the whole.
+        folder: of checkpoints, of every second step; None without any.
+        loaded: the step to go on from; -1 for none.
         gradients: those of each step, whole, as the optimizer got them.
     """
 
     replicas: int
     chunks: int = 1
-    folder: str = "."
+    folder: str | None = None
+    loaded: int = -1
     steps: int = STEPS
-    saves: bool = False
-    adjust: Callable[[Any], None] | None = None
     gradients: list[list[Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        config = _example().configured(self.replicas, self.steps, self.folder)
+        config = _example().configured(self.replicas, self.steps, self.folder or ".")
         from torchtitan.components.loss import CrossEntropyLoss
 
         config.model_spec.model.layers = config.model_spec.model.layers[:1]
-        config.checkpoint.enable = self.saves
+        config.checkpoint.enable = self.folder is not None
+        config.checkpoint.interval = 2
+        config.checkpoint.load_step = self.loaded
         config.training.max_norm = 1e9
         config.training.mixed_precision_param = "float32"
         if self.chunks == 1:
             config.loss = CrossEntropyLoss.Config(global_vocab_size=2048)
         else:
             config.loss.num_chunks = self.chunks
-        if self.adjust is not None:
-            self.adjust(config)
         self.trainer = config.build()
         self.model = self.trainer.model_parts[0]
         self.start = [whole(parameter) for parameter in self.model.parameters()]
@@ -195,7 +200,7 @@ def _as_a_loop(replicas: int, rank: int) -> dict[str, bool]:
 
 
 def _sums_in_chunks(replicas: int) -> dict[str, bool]:
-    """The loss of chunks is torchtitan's own choice; a module's gradients are in two parts there."""
+    """The loss in chunks is torchtitan's default; a module's gradients are in two parts there."""
     found = {}
     for hook, least, most in (("allreduce()", 0.0, 1e-5), ("blockwise(bits=8)", 1e-4, 0.02)):
         run = Run(replicas, chunks=4, steps=1)
@@ -210,13 +215,9 @@ def _sums_in_chunks(replicas: int) -> dict[str, bool]:
 def _goes_on(replicas: int, chunks: int, folder: str) -> dict[str, bool]:
     """From the checkpoint of the second step of three."""
 
-    def load(config: Any) -> None:
-        config.checkpoint.interval = 2
-        config.checkpoint.load_step = loaded
-
     found = []
     for loaded in (-1, 2):
-        run = Run(replicas, chunks, folder=folder, saves=True, adjust=load)
+        run = Run(replicas, chunks, folder, loaded)
         handle = attach_to(run.trainer, HOOK)
         run.trainer.train()
         found.append((run, handle.state_dict()))
@@ -274,6 +275,23 @@ def test_a_trainer(mesh: str, tmp_path: Path) -> None:
         assert found == dict.fromkeys(found, True)
 
 
+def test_the_example(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    program = SUPPORT / "titan_on_cpu.py"
+    arguments = ["--steps", "3", "--replicas", "2", "--folder", str(tmp_path)]
+    run = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", str(program), str(EXAMPLE), *arguments],
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert run.returncode == 0, run.stderr
+    sent = re.search(r"^step 3: (\d+) bytes of gradients were sent$", run.stdout, re.MULTILINE)
+    assert sent is not None and int(sent[1]) > 0
+    assert (tmp_path / "checkpoint" / "step-3").is_dir()
+
+
 def test_what_is_refused() -> None:
     def trainer(*, graphs: bool = False, stages: bool = False) -> Any:
         training = SimpleNamespace(disable_cuda_graphs=not graphs)
@@ -283,9 +301,9 @@ def test_what_is_refused() -> None:
             model_parts=[nn.Linear(2, 2)],
         )
 
-    with pytest.raises(ValueError, match="set training.disable_cuda_graphs"):
+    with pytest.raises(ValueError, match=r"set training.disable_cuda_graphs"):
         attach_to(trainer(graphs=True), HOOK)
     with pytest.raises(RuntimeError, match="pipeline_parallel_degree to 1"):
         attach_to(trainer(stages=True), HOOK)
-    with pytest.raises(RuntimeError, match="got Linear in training on 1 ranks. Call it after"):
+    with pytest.raises(RuntimeError, match=r"got Linear in training on 1 ranks. Call it after"):
         attach_to(trainer(), HOOK)

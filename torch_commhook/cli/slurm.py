@@ -13,7 +13,7 @@ _SRUN = "srun has started this process, and environment variable"
 
 
 def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a process lacks to find its place, where ``srun`` has started it as one of several tasks.
+    """The variables of a rank's place, for a process that ``srun`` has started among others.
 
     ``MASTER_ADDR`` is the first host of the step, and ``MASTER_PORT`` 15000 and the last four
     digits of the sum of the job's number and the step's. Both stay where they are set already.
