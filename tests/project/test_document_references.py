@@ -151,7 +151,27 @@ def wrong_names(text: str) -> list[str]:
     return wrong
 
 
-CHECKS = [wrong_paths, wrong_targets, wrong_commands, wrong_names]
+def _anchors(text: str) -> set[str]:
+    """Those that a page's headings have on the web."""
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+def wrong_links(text: str) -> list[str]:
+    """A link's page is there, and has the heading that it names."""
+    wrong = []
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
+        name, _, anchor = link.partition("#")
+        pages = [ROOT / folder / name for folder in ("docs", "", "cuda", "benchmarks")]
+        page = next((path for path in pages if name and path.exists()), None)
+        if name and page is None:
+            wrong.append(link)
+        elif anchor and anchor not in _anchors(text if page is None else page.read_text()):
+            wrong.append(link)
+    return wrong
+
+
+CHECKS = [wrong_paths, wrong_targets, wrong_commands, wrong_links, wrong_names]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -170,6 +190,9 @@ def test_what_a_page_names_is_there(page: Path, check: Callable[[str], list[str]
         (wrong_targets, "```sh\nmake no-such\n```", "no-such"),
         (wrong_commands, "`python -m torch_commhook no_such`", "no_such"),
         (wrong_commands, "`commhook train --no-such 1`", "--no-such"),
+        (wrong_links, "[a page](no_such.md)", "no_such.md"),
+        (wrong_links, "[a heading](modes.md#no-such)", "modes.md#no-such"),
+        (wrong_links, "[a heading](#no-such)\n\n## Another", "#no-such"),
         (wrong_names, "`hooks.no_such(3)`", "hooks.no_such"),
         (wrong_names, "`leave_to_no_one`", "leave_to_no_one"),
     ],

@@ -40,7 +40,7 @@ ELSEWHERE = {f"README.md {number}": "tests/project/test_readme.py runs it" for n
 ELSEWHERE["docs/sharded.md 2"] = "for torchtitan's trainer"
 ELSEWHERE |= {
     f"docs/integrations.md {number}": "tests/integrations runs the like with the frameworks"
-    for number in range(1, 5)
+    for number in range(1, 9)
 }
 ELSEWHERE["docs/process_groups.md 7"] = "for torchft; tests/integrations/test_torchft.py"
 

@@ -32,6 +32,10 @@ def test_versions() -> None:
     assert TRIED["pytorch-lightning"] == TRIED["lightning"]
 
 
+#: Of no framework.
+OTHER_EXAMPLES = {"trace_training.py", "profile_training.py"}
+
+
 def test_every_example_is_named() -> None:
-    scripts = {path.name for path in (ROOT / "examples").glob("*_training.py")}
-    assert scripts - {"trace_training.py"} == set(re.findall(r"examples/(\w+\.py)", PAGE))
+    scripts = {path.name for path in (ROOT / "examples").glob("*_training.*")}
+    assert scripts - OTHER_EXAMPLES == set(re.findall(r"examples/(\w+\.\w+)", PAGE))
