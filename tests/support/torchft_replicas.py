@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-SECONDS = 120
-TIMEOUT = timedelta(seconds=30)
+SECONDS = 180
+TIMEOUT = timedelta(seconds=60)
 #: The step in whose backward replica 1 ends, the one in which its successor is back, and the end.
 KILLED, BACK, STEPS = 3, 5, 8
 
@@ -158,7 +158,7 @@ def run(hook: Any, *, kills: bool) -> dict[int, Result]:
     from torchft.coordination import LighthouseServer
 
     lighthouse = LighthouseServer(
-        bind="[::]:0", min_replicas=1, join_timeout_ms=20_000, heartbeat_timeout_ms=2000
+        bind="[::]:0", min_replicas=1, join_timeout_ms=20_000, heartbeat_timeout_ms=5000
     )
     context = mp.get_context("spawn")
     here = [context.Event(), context.Event()]

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket
-from torch_commhook.collectives import resolve_group
 from torch_commhook.collectives.group_place import is_seen_by_cpp
 from torch_commhook.hooks.base import Hook
 from torch_commhook.metrics import note_collective
@@ -51,8 +50,8 @@ class cpp(Hook):  # noqa: N801 (a hook is written as it is called)
         self.native = _C.CppHook(name, options)
 
     def check_ranks(self, group: dist.ProcessGroup) -> None:
-        own = group if self.process_group is None else resolve_group(self.process_group)
-        self._check_is_seen(own)
+        for own in self.own_groups() or [group]:  # a step tells of one that is not this rank's
+            self._check_is_seen(own)
 
     def _check_is_seen(self, group: dist.ProcessGroup) -> None:
         if not is_seen_by_cpp(group):

@@ -210,7 +210,12 @@ class _Quorum:
         return {"hook": printed_hook(self._handle.hook), "buckets": buckets}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a replica that joins goes on from. Called while a quorum is formed."""
+        """What a replica that joins goes on from; empty where the hook was removed.
+
+        Called while a quorum is formed.
+        """
+        if not self._handle.is_attached:
+            return {}
         state = self._before if self._is_to_repeat() else self._state()
         return {"settings": self._settings(), "state": state}
 
@@ -218,13 +223,16 @@ class _Quorum:
         """Go on from another replica's :meth:`state_dict`, from the next forward on.
 
         Raises:
-            RuntimeError: that replica has another hook or other buckets.
+            RuntimeError: that replica has another hook, or none, or other buckets.
         """
+        if not self._handle.is_attached:
+            return
+        settings = state.get("settings", {})
         for name, own in self._settings().items():
-            if state["settings"][name] != own:
+            if settings.get(name) != own:
                 raise RuntimeError(
                     f"attach_to: {name} must be the same on all replicas: this one has {own}, the "
-                    f"one that it recovers from has {state['settings'][name]}"
+                    f"one that it recovers from has {settings.get(name)}"
                 )
         # Copies: the manager's tensors may lie in memory that must not be written to.
         self._loaded = _copied(state["state"])
