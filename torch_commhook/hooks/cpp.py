@@ -12,6 +12,7 @@ from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.hooks.base import Hook
 from torch_commhook.metrics import note_collective
+from torch_commhook.spans import current_spans
 
 
 class cpp(Hook):  # noqa: N801 (a hook is written as it is called)
@@ -52,6 +53,9 @@ class cpp(Hook):  # noqa: N801 (a hook is written as it is called)
         future, bytes_sent = self.native.start(bucket, self.group(bucket))
         if bytes_sent is not None:
             note_collective(bytes_sent)
+        spans = current_spans()
+        if spans is not None:
+            spans.has_wire = True  # recorded in C++
         return future
 
     def result_dtype(self, bucket: GradBucket) -> torch.dtype:
