@@ -149,7 +149,7 @@ def issue_all_reduce(
         functional = torch.ops._c10d_functional
         return traced(functional.all_reduce(tensor, "sum", group.group_name))
     if group.size() == 1:
-        return _C.asissued(tensor, "all_reduce")
+        return _C.as_future(tensor, "all_reduce")
     # Sums by default.
     options = _with_timeout(dist.AllreduceOptions(), timeout)
     return issued(lambda: group.allreduce([tensor], options), group, "allreduce", tensor)
@@ -210,7 +210,7 @@ def issue_all_gather(
     assert out is not None
     result = out
     if world_size == 1:
-        return _C.asissued(result.copy_(tensor.unsqueeze(0)), "all_gather")
+        return _C.as_future(result.copy_(tensor.unsqueeze(0)), "all_gather")
 
     def issue() -> Any:
         if timeout is None:
@@ -277,7 +277,7 @@ def all_to_all(
         )
     result = result_tensor("all_to_all", tensor, (sum(gets), *tensor.shape[1:]), out)
     if world_size == 1:
-        return _C.asissued(result.copy_(tensor), "all_to_all")
+        return _C.as_future(result.copy_(tensor), "all_to_all")
 
     def issue() -> Any:
         tensors = _as_real(result), _as_real(tensor)
@@ -317,7 +317,7 @@ def reduce_scatter(
             )
         )
     if world_size == 1:
-        return _C.asissued(tensor.clone(), "reduce_scatter")
+        return _C.as_future(tensor.clone(), "reduce_scatter")
     # Gloo's has no Future: as much traffic, in fixed order.
     if tensor.device.type == "cpu" or is_gloo(group, tensor.device.type):
         shares = tensor.new_empty((world_size, rows, *tensor.shape[1:]))
@@ -373,7 +373,7 @@ def issue_reduce_scatter(
 
     def run() -> Any:
         _reduce_scatter(out, tensor, op=dist.ReduceOp.SUM if premultiplied else op, group=group)
-        return _C.asissued(out.mul_(scale) if premultiplied else out, "reduce_scatter")
+        return _C.as_future(out.mul_(scale) if premultiplied else out, "reduce_scatter")
 
     return sent(run)
 
@@ -409,7 +409,7 @@ def broadcast(
         functional = torch.ops._c10d_functional
         return _traced_real(tensor, lambda real: functional.broadcast(real, src, group.group_name))
     if world_size == 1:
-        return _C.asissued(tensor, "broadcast")
+        return _C.as_future(tensor, "broadcast")
     return issued(
         lambda: dist.broadcast(_as_real(tensor), group_src=src, group=group, async_op=True),
         group,
