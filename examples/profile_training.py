@@ -124,9 +124,10 @@ def draw(trace: Path, picture: Path) -> None:
                 axes.text(middle, row - 0.36, span.stage, ha="center", va="center", fontsize=7)
                 continue
             axes.barh(row, width, height=0.5, left=span.begin, color=color, zorder=2)
-            if width > whole / 80:  # wide enough for what is written
-                axes.text(middle, row, span.bucket, ha="center", va="center", color="white", size=8)
+            if width > whole / 110:  # wide enough for what is written
+                axes.text(middle, row, span.bucket, ha="center", va="center", color="white", size=7)
     axes.set_yticks(range(len(rows)), list(rows))
+    axes.set_xlim(0, whole * 1.01)
     axes.invert_yaxis()
     axes.set_xlabel("ms; a number is that of a bucket")
     legend = [Patch(color=color, label=f"commhook::{stage}") for stage, color in COLORS.items()]
@@ -139,8 +140,8 @@ def main() -> None:
     parser.add_argument("trace", type=Path, help="the file to write")
     parser.add_argument("--picture", type=Path, help="a picture of the fastest step (matplotlib)")
     parser.add_argument("--width", type=int, default=2048, help="of each of four layers")
-    parser.add_argument("--batch", type=int, default=128, help="samples of each rank")
-    parser.add_argument("--steps", type=int, default=10, help="in the profile")
+    parser.add_argument("--batch", type=int, default=16, help="samples of each rank")
+    parser.add_argument("--steps", type=int, default=20, help="in the profile")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(train, args=(folder, options), nprocs=RANKS)

@@ -20,7 +20,17 @@ from torch_commhook import _C
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_current = threading.local()
+_NOTHING = nullcontext()
+_is_traced = torch.compiler.is_dynamo_compiling
+
+
+class _Current(threading.local):
+    """What this thread works for."""
+
+    spans: BucketSpans | None = None
+
+
+_current = _Current()
 
 
 class BucketSpans:
@@ -42,7 +52,7 @@ class BucketSpans:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Let this thread's spans be these, and its profiler the one of the hook's thread."""
-        before = getattr(_current, "spans", None)
+        before = _current.spans
         _current.spans = self
         try:
             with self._profiler.use():
@@ -73,9 +83,7 @@ class BucketSpans:
 
 def current_spans() -> BucketSpans | None:
     """Those of the hook that this thread works for; None where no profiler runs."""
-    if torch.compiler.is_compiling():
-        return None
-    return getattr(_current, "spans", None)
+    return None if _is_traced() else _current.spans
 
 
 def spans_of(label: Callable[[], str]) -> BucketSpans | None:
@@ -88,17 +96,17 @@ def spans_of(label: Callable[[], str]) -> BucketSpans | None:
         None where no profiler runs, while a compiler traces, and inside the call of another hook,
         whose spans go on.
     """
-    if torch.compiler.is_compiling():
+    if _is_traced():
         return None
     profiler = _C.ThreadProfiler.current()
-    if profiler is None or getattr(_current, "spans", None) is not None:
+    if profiler is None or _current.spans is not None:
         return None
     return BucketSpans(label(), profiler)
 
 
 def active(spans: BucketSpans | None) -> AbstractContextManager[None]:
     """``spans.active()``; nothing for None."""
-    return nullcontext() if spans is None else spans.active()
+    return _NOTHING if spans is None else spans.active()
 
 
 def bucket_label(index: int, hook: str) -> str:
@@ -120,9 +128,7 @@ def continued(function: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
-def sent(
-    start: Callable[[], torch.futures.Future[T]],
-) -> torch.futures.Future[T]:
+def sent(start: Callable[[], torch.futures.Future[T]]) -> torch.futures.Future[T]:
     """Start a collective, and record its span on the wire: from here until its Future is complete.
 
     Args:
