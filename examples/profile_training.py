@@ -124,7 +124,7 @@ def draw(trace: Path, picture: Path) -> None:
                 axes.text(middle, row - 0.36, span.stage, ha="center", va="center", fontsize=7)
                 continue
             axes.barh(row, width, height=0.5, left=span.begin, color=color, zorder=2)
-            if width > whole / 110:  # wide enough for what is written
+            if width > whole / 140:  # wide enough for what is written
                 axes.text(middle, row, span.bucket, ha="center", va="center", color="white", size=7)
     axes.set_yticks(range(len(rows)), list(rows))
     axes.set_xlim(0, whole * 1.01)
