@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -372,15 +371,20 @@ class WireMeter:
         return BucketTraffic(numel, dtype, recorded, None)
 
 
-@contextmanager
-def counting(meter: WireMeter) -> Iterator[None]:
+class counting:  # noqa: N801 (a context manager)
     """Let ``meter`` count the collectives that this thread issues inside."""
-    before = getattr(_current, "meter", None)
-    _current.meter = meter
-    try:
-        yield
-    finally:
-        _current.meter = before
+
+    __slots__ = ("_before", "_meter")
+
+    def __init__(self, meter: WireMeter) -> None:
+        self._meter = meter
+
+    def __enter__(self) -> None:
+        self._before = getattr(_current, "meter", None)
+        _current.meter = self._meter
+
+    def __exit__(self, *error: object) -> None:
+        _current.meter = self._before
 
 
 class TracedMeter(WireMeter):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.collectives.gloo_groups import exchanges_of, is_gloo
+from torch_commhook.spans import sent
 
 _LEAST_BYTES = 128 * 1024
 _MOST_RANKS = 4
@@ -41,4 +42,4 @@ def exchange(
     """
     rank = group.rank()
     outputs[rank].copy_(inputs[rank])
-    return exchanges_of(group).start(list(inputs), list(outputs), result)
+    return sent(lambda: exchanges_of(group).start(list(inputs), list(outputs), result))

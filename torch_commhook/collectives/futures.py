@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from torch_commhook.spans import continued
+
 T = TypeVar("T")
 
 if TYPE_CHECKING:  # whoever gets one uses it as a Future of a tensor
@@ -112,6 +114,7 @@ def then(
     On the CPU what the callback raises keeps its type: PyTorch makes a RuntimeError of it that has
     its text. On other devices that stays so, since ``then`` is what takes care of streams.
     """
+    callback = continued(callback)
     if isinstance(future, TracedFuture) or device.type != "cpu":
         return future.then(callback)
     result: torch.futures.Future[Tensor] = torch.futures.Future()

@@ -63,6 +63,12 @@ def group_name(group: dist.ProcessGroup) -> str:
         return f"group {id(group):x}"
 
 
+def group_description(group: dist.ProcessGroup) -> str:
+    """What PyTorch's flight recorder and logs call a group."""
+    described: str = group.group_desc
+    return group_name(group) if described in ("", "undefined") else described
+
+
 def group_ranks(group: dist.ProcessGroup) -> list[int] | None:
     """The global ranks of a group, or of the group that it wraps; None where none is known."""
     for each in group_and_inner(group):
@@ -98,7 +104,13 @@ def is_destroyed(group: dist.ProcessGroup) -> bool:
 
 
 def make_group(
-    store: dist.Store, rank: int, ranks: Sequence[int], name: str, timeout: timedelta
+    store: dist.Store,
+    rank: int,
+    ranks: Sequence[int],
+    name: str,
+    timeout: timedelta,
+    *,
+    description: str,
 ) -> dist.ProcessGroup:
     """A process group over Gloo, known to ``torch.distributed``. All of its ranks must make it.
 
@@ -108,6 +120,7 @@ def make_group(
         ranks: its members, as ranks of the default group.
         name: that no other group has.
         timeout: of its collectives.
+        description: what the group is for, as PyTorch's flight recorder and logs show it.
     """
     # Not new_group(), which all ranks of the default group would have to call.
     group: dist.ProcessGroup
@@ -119,6 +132,7 @@ def make_group(
         store,
         name,  # type: ignore[arg-type]
         timeout=timeout,
+        group_desc=description,
     )
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     distributed_c10d._world.pg_group_ranks[group] = {r: index for index, r in enumerate(ranks)}
@@ -169,6 +183,11 @@ def _close(taken: Sequence[_C.TakenBackends]) -> None:
 # ---- for second stages ---------------------------------------------------------------------------
 
 
+def second_stages(description: str) -> str:
+    """What describes the group of second stages beside the one of that description."""
+    return f"{description}, second stages"
+
+
 def provide_second_group(group: dist.ProcessGroup, provider: _Provider) -> None:
     """Have :func:`second_group` ask ``provider`` for this group."""
     _providers[group] = provider
@@ -194,7 +213,9 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
         name = f"{group_name(group)}/commhook-second"
         store = dist.PrefixStore(name, parent_store)
         ranks = dist.get_process_group_ranks(group)
-        found = make_group(store, group.rank(), ranks, name, group_timeout(group))
+        description = second_stages(f"commhook: collectives of {group_description(group)}")
+        timeout = group_timeout(group)
+        found = make_group(store, group.rank(), ranks, name, timeout, description=description)
         # Gloo's threads must end before the interpreter does.
         weakref.finalize(group, destroy_group, found)
     if found is not None:

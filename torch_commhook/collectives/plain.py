@@ -14,13 +14,10 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch_commhook import _C
 from torch_commhook.collectives.futures import (
     TracedFuture,
-    is_driven_by_wait,
-    set_error,
     traced,
 )
 from torch_commhook.collectives.gloo_groups import group_name, is_destroyed, is_gloo
 from torch_commhook.collectives.group_place import (
-    all_tell_their_rank,
     gathers_flat,
     group_rank,
     is_alone,
@@ -32,7 +29,9 @@ from torch_commhook.collectives.plain_arguments import (
     equal_shares,
     result_tensor,
 )
+from torch_commhook.collectives.works import issued, issued_on_device, when_good
 from torch_commhook.metrics import note_collective, ring_all_reduce_bytes, tensor_bytes
+from torch_commhook.spans import continued, sent
 
 # Their names change with torch; the old ones warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -130,8 +129,8 @@ def issue_all_reduce(
     if is_alone(group):
         return _C.as_future(tensor, "all_reduce")
     # Sums by default.
-    work = group.allreduce([tensor], _with_timeout(dist.AllreduceOptions(), timeout))
-    return _future(work, group, "allreduce", tensor)
+    options = _with_timeout(dist.AllreduceOptions(), timeout)
+    return issued(lambda: group.allreduce([tensor], options), group, "allreduce", tensor)
 
 
 def all_gather(
@@ -191,14 +190,17 @@ def issue_all_gather(
     if world_size == 1:
         return _C.as_future(result.copy_(tensor.unsqueeze(0)), "all_gather")
     options = _with_timeout(AllgatherOptions(), timeout)
-    if not gathers_flat(group, (_ALL_GATHER, "_allgather_base")):
-        work = group.allgather([list(result.flatten(1).unbind())], [flat], options)
-    elif timeout is None:
-        work = _all_gather(result.view(-1), flat, group=group, async_op=True)
-    else:
-        work = getattr(group, _ALL_GATHER)(result.view(-1), flat, options)
+
+    def issue() -> Any:
+        if not gathers_flat(group, (_ALL_GATHER, "_allgather_base")):
+            return group.allgather([list(result.flatten(1).unbind())], [flat], options)
+        if timeout is None:
+            return _all_gather(result.view(-1), flat, group=group, async_op=True)
+        return getattr(group, _ALL_GATHER)(result.view(-1), flat, options)
+
     # What its Future holds differs between backends: one tensor, or one for each rank.
-    return _on_device(work, group, "all_gather", result).then(lambda done: _when_good(done, result))
+    done = issued_on_device(issue, group, "all_gather", result)
+    return done.then(lambda done: when_good(done, result))
 
 
 def all_to_all(
@@ -256,15 +258,15 @@ def all_to_all(
     result = result_tensor("all_to_all", tensor, (sum(gets), *tensor.shape[1:]), out)
     if world_size == 1:
         return _C.as_future(result.copy_(tensor), "all_to_all")
-    if timeout is None:
-        work = dist.all_to_all_single(
-            _as_real(result), _as_real(tensor), gets, sends, group=group, async_op=True
-        )
-    else:
+
+    def issue() -> Any:
+        tensors = _as_real(result), _as_real(tensor)
+        if timeout is None:
+            return dist.all_to_all_single(*tensors, gets, sends, group=group, async_op=True)
         options = _with_timeout(AllToAllOptions(), timeout)
-        call = getattr(group, _ALL_TO_ALL)
-        work = call(_as_real(result), _as_real(tensor), gets, sends, options)
-    return _future(work, group, "all_to_all_single", result)
+        return getattr(group, _ALL_TO_ALL)(*tensors, gets, sends, options)
+
+    return issued(issue, group, "all_to_all_single", result)
 
 
 def reduce_scatter(
@@ -300,19 +302,21 @@ def reduce_scatter(
     if tensor.device.type == "cpu" or is_gloo(group, tensor.device.type):
         shares = tensor.new_empty((world_size, rows, *tensor.shape[1:]))
         splits = [rows] * world_size
-        work = dist.all_to_all_single(
-            _as_real(shares.flatten(0, 1)),
-            _as_real(tensor),
-            splits,
-            splits,
-            group=group,
-            async_op=True,
+        tensors = _as_real(shares.flatten(0, 1)), _as_real(tensor)
+        future = issued_on_device(
+            lambda: dist.all_to_all_single(*tensors, splits, splits, group=group, async_op=True),
+            group,
+            "all_to_all_single",
+            shares,
         )
-        future = _on_device(work, group, "all_to_all_single", shares)
-        return future.then(lambda done: _sum(_when_good(done, shares)))
+        return future.then(continued(lambda done: _sum(when_good(done, shares))))
     result = tensor.new_empty((rows, *tensor.shape[1:]))
-    work = _reduce_scatter(result, tensor, group=group, async_op=True)
-    return _future(work, group, "reduce_scatter_tensor", result)
+    return issued(
+        lambda: _reduce_scatter(result, tensor, group=group, async_op=True),
+        group,
+        "reduce_scatter_tensor",
+        result,
+    )
 
 
 def issue_reduce_scatter(
@@ -339,11 +343,19 @@ def issue_reduce_scatter(
     note_collective(tensor_bytes(tensor) // ranks * (ranks - 1))
     # A group around Gloo's, such as one that counts, gives its Works on.
     if tensor.device.type != "cpu" and not is_gloo(group, tensor.device.type):
-        work = _reduce_scatter(out, tensor, op=op, group=group, async_op=True)
-        return _future(work, group, "reduce_scatter_tensor", out)
+        return issued(
+            lambda: _reduce_scatter(out, tensor, op=op, group=group, async_op=True),
+            group,
+            "reduce_scatter_tensor",
+            out,
+        )
     premultiplied = not (op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG)
-    _reduce_scatter(out, tensor, op=dist.ReduceOp.SUM if premultiplied else op, group=group)
-    return _C.as_future(out.mul_(scale) if premultiplied else out, "reduce_scatter")
+
+    def run() -> Any:
+        _reduce_scatter(out, tensor, op=dist.ReduceOp.SUM if premultiplied else op, group=group)
+        return _C.as_future(out.mul_(scale) if premultiplied else out, "reduce_scatter")
+
+    return sent(run)
 
 
 def broadcast(
@@ -378,73 +390,12 @@ def broadcast(
         return _traced_real(tensor, lambda real: functional.broadcast(real, src, group.group_name))
     if world_size == 1:
         return _C.as_future(tensor, "broadcast")
-    work = dist.broadcast(_as_real(tensor), group_src=src, group=group, async_op=True)
-    return _future(work, group, "broadcast", tensor)
-
-
-def _future(
-    work: Any, group: dist.ProcessGroup, method: str, result: Tensor
-) -> torch.futures.Future[Tensor]:
-    where = f"{method} through {_C.type_name(group)}"
-    future = _on_device(work, group, method, result)
-    if result.is_complex():  # and what was sent is not
-        return future.then(lambda done: _when_good(done, result))
-    # A Work's own Future holds a list.
-    return _C.cast_into(future, result, result.dtype, where)
-
-
-def _on_device(
-    work: Any, group: dist.ProcessGroup, method: str, result: Tensor
-) -> torch.futures.Future[Any]:
-    """A Work's Future, for which streams wait as they must.
-
-    That of a group that knows nothing of devices, such as Gloo's, tells when the host has done its
-    part, perhaps before copies to the device have ended. ``Work.wait`` takes care of these, but
-    holds up the thread. So it is with a Future that completes only when its Work is waited for.
-    """
-    try:
-        future = future_of_work(work, group, method)
-    except NotImplementedError:  # by a Work in Python that can only be waited for
-        pass
-    else:
-        # PyTorch's C++ between the caller and a Work in Python hides the class of its Future.
-        is_complete_by_itself = all_tell_their_rank(group) and not is_driven_by_wait(future)
-        if is_complete_by_itself and (not result.is_cuda or _C.has_devices(future)):
-            return future
-    try:
-        work.wait()
-    except Exception as error:
-        failed: torch.futures.Future[Tensor] = torch.futures.Future()
-        set_error(failed, error)
-        return failed
-    return _C.as_future(result, method)
-
-
-def future_of_work(
-    work: object, group: dist.ProcessGroup, method: str = "collective"
-) -> torch.futures.Future[Any]:
-    """What a group has given back, checked.
-
-    Raises:
-        TypeError: no Work, or one without a Future.
-    """
-    if not isinstance(work, dist.Work):
-        raise TypeError(
-            f"{_C.type_name(group)}.{method} must return a torch.distributed.Work, "
-            f"got {_C.type_name(work)}"
-        )
-    future = work.get_future()
-    if not isinstance(future, torch._C.Future):
-        raise TypeError(
-            f"{_C.type_name(work)}.get_future must return a torch.futures.Future, "
-            f"got {_C.type_name(future)}"
-        )
-    return future
-
-
-def _when_good(done: torch.futures.Future[Any], result: Tensor) -> Tensor:
-    done.value()  # raises what the collective has raised
-    return result
+    return issued(
+        lambda: dist.broadcast(_as_real(tensor), group_src=src, group=group, async_op=True),
+        group,
+        "broadcast",
+        tensor,
+    )
 
 
 def _sum(shares: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch_commhook.collectives.futures import TracedStages, set_error, set_outc
 from torch_commhook.collectives.gloo_groups import exchanges_of, second_group
 from torch_commhook.collectives.turns import turns_of
 from torch_commhook.metrics import CallMeter, note_collective
+from torch_commhook.spans import continued, current_spans
 
 First = TypeVar("First")
 Second = TypeVar("Second")
@@ -117,12 +118,13 @@ def staged(
         except BaseException as error:
             turn.give_up(error)
             return
-        turn.take(lambda: issue(tensor).add_done_callback(second_done))
+        turn.take(continued(lambda: issue(tensor).add_done_callback(second_done)))
 
     def second_done(done: torch.futures.Future[Second]) -> None:
         set_outcome(result, lambda: end(done.value()), caught=BaseException)
 
-    first.add_done_callback(first_done)
+    second_done = continued(second_done)
+    first.add_done_callback(continued(first_done))
     return result
 
 
@@ -142,16 +144,20 @@ def on_wire(
 
 
 class timed:  # noqa: N801 (a context manager)
-    """Tells a meter, where there is one, of the time that is spent inside."""
+    """Tells a meter and the profiler, where there are such, of the time that is spent inside."""
 
     def __init__(self, meter: CallMeter | None, stage: str) -> None:
         self._meter = meter
         self._stage = stage
 
     def __enter__(self) -> None:
+        spans = current_spans()
+        self._span = None if spans is None else spans.begin(self._stage)
         if self._meter is not None:
             self._begun = time.perf_counter()
 
     def __exit__(self, *error: object) -> None:
         if self._meter is not None:
             self._meter.add(self._stage, time.perf_counter() - self._begun)
+        if self._span is not None:
+            self._span.end()

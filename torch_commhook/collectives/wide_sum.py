@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.collectives.plain import all_to_all, issue_all_gather
-from torch_commhook.collectives.stages import two_stages
+from torch_commhook.collectives.stages import timed, two_stages
 from torch_commhook.metrics import tensor_bytes
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES
 
@@ -104,6 +104,10 @@ def wide_all_reduce(
     is_traced = shards is None  # asked once: other threads cannot tell who compiles
     sums = wire.new_empty(shard)
 
+    def add_up(received: Tensor) -> Tensor:
+        with timed(None, "encode"):
+            return sum_rows(received.view(ranks, shard), sums)
+
     def issue_second(
         tensor: Tensor, second_group: dist.ProcessGroup
     ) -> torch.futures.Future[Tensor]:
@@ -113,7 +117,7 @@ def wide_all_reduce(
 
     return two_stages(
         lambda: all_to_all(wire, out=shards, group=group),
-        lambda received: sum_rows(received.view(ranks, shard), sums),
+        add_up,
         issue_second,
         lambda gathered: gathered.view(-1)[:numel],
         second_bytes=tensor_bytes(sums) * (ranks - 1),

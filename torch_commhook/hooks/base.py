@@ -27,6 +27,7 @@ from torch_commhook.memory.jump_watch import JumpWatch
 from torch_commhook.memory.sharded_bucket import ShardedBucket
 from torch_commhook.native.bucket_ops import BUCKET_DTYPES
 from torch_commhook.native.runtime import hook_name, hook_on_bucket
+from torch_commhook.spans import active, bucket_label, spans_of
 
 
 class Hook(ABC):
@@ -202,7 +203,9 @@ class Hook(ABC):
         self.memory(bucket)
         dtype = checked_result_dtype(self, bucket)
         where = _where(self, bucket)
-        return _C.cast_into(_C.run_average(self, bucket), bucket.buffer(), dtype, where)
+        with active(spans_of(lambda: bucket_label(bucket.index(), hook_name(self)))):
+            result = _C.run_average(self, bucket)
+        return _C.cast_into(result, bucket.buffer(), dtype, where)
 
     def check_shards(self) -> None:
         """Refuse sharded gradients, where the hook cannot average them in a reduce-scatter.

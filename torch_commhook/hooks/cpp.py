@@ -13,6 +13,7 @@ from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives.group_place import is_seen_by_cpp
 from torch_commhook.hooks.base import Hook
 from torch_commhook.metrics import note_collective
+from torch_commhook.spans import current_spans
 
 
 class cpp(Hook):  # noqa: N801 (a hook is written as it is called)
@@ -66,6 +67,9 @@ class cpp(Hook):  # noqa: N801 (a hook is written as it is called)
         future, bytes_sent = self.native.start(bucket, group)
         if bytes_sent is not None:
             note_collective(bytes_sent)
+        spans = current_spans()
+        if spans is not None:
+            spans.has_wire = True  # recorded in C++
         return future
 
     def result_dtype(self, bucket: GradBucket) -> torch.dtype:

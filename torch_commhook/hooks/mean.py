@@ -10,6 +10,7 @@ from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives import all_reduce, all_to_all
 from torch_commhook.collectives.futures import then_beside
 from torch_commhook.collectives.plain import issue_reduce_scatter
+from torch_commhook.collectives.stages import timed
 from torch_commhook.collectives.streams import beside
 from torch_commhook.collectives.wide_sum import (
     LEAST_RANKS,
@@ -102,7 +103,8 @@ class cast(Hook):  # noqa: N801
         if self.has_stages_among(group.size()) and bucket.numel():
             return self._add_in_float32(bucket, group)
         workspace = self._workspaces.get(bucket, self.dtype)
-        wire = bucket.flatten(scale=average_scale(group), dtype=self.dtype, out=workspace)
+        with timed(None, "encode"):
+            wire = bucket.flatten(scale=average_scale(group), dtype=self.dtype, out=workspace)
         return all_reduce(wire, group=group)
 
     def _add_in_float32(
@@ -118,8 +120,9 @@ class cast(Hook):  # noqa: N801
             wire = self._workspaces.get(bucket, self.dtype, padded)
             shards = self._shards.get(bucket, self.dtype, padded)
             assert wire is not None
-            bucket.flatten(scale=scale, out=wire[:numel])
-            wire[numel:].zero_()
+            with timed(None, "encode"):
+                bucket.flatten(scale=scale, out=wire[:numel])
+                wire[numel:].zero_()
             return wide_all_reduce(wire, numel, shards, group=group)
 
     def result_dtype(self, bucket: GradBucket) -> torch.dtype:
@@ -131,14 +134,14 @@ class cast(Hook):  # noqa: N801
     def average_shard(self, bucket: ShardedBucket) -> torch.futures.Future[Tensor]:
         group = self.group(bucket)
         with beside(bucket.device(), self.memory(bucket).buffers.stream, bucket.sources()):
-            wire = bucket.flatten(
-                scale=bucket.scale, dtype=self.dtype, out=self._workspaces.get(bucket, self.dtype)
-            )
+            workspace = self._workspaces.get(bucket, self.dtype)
+            with timed(None, "encode"):
+                wire = bucket.flatten(scale=bucket.scale, dtype=self.dtype, out=workspace)
             received = all_to_all(wire, out=self._shards.get(bucket, self.dtype), group=group)
             ranks, shard = group.size(), bucket.shard
 
             def add_up(done: torch.futures.Future[Tensor]) -> Tensor:
-                with torch.no_grad():
+                with torch.no_grad(), timed(None, "decode"):
                     return sum_rows(done.value().view(ranks, -1), shard)
 
             return then_beside(received, add_up, bucket.device())

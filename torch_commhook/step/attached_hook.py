@@ -25,8 +25,10 @@ from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.jump_watch import JumpWatch
 from torch_commhook.memory.loss_scale import scale_of
+from torch_commhook.memory.sharded_bucket import ShardedBucket
 from torch_commhook.metrics import BucketTraffic, HookStats, TracedSteps, WireMeter, counting
 from torch_commhook.native.runtime import check_hook, hook_name, run_hook
+from torch_commhook.spans import active, bucket_label, spans_of
 from torch_commhook.step.hook_call import HookCall, run_average
 from torch_commhook.step.ranks_apart import RanksApart
 from torch_commhook.step.stages import BucketStages
@@ -206,6 +208,28 @@ class Attached:
         result, dtype, traffic = self.run(bucket)
         return HookCall(bucket, _C.as_future(result, where), dtype, where, traffic, local)
 
+    def start_on_shards(self, bucket: ShardedBucket, where: str) -> torch.futures.Future[Tensor]:
+        """Start a hook of the library on sharded gradients: :meth:`Hook.average_shard`.
+
+        Args:
+            bucket: as there.
+            where: names hook and bucket.
+
+        Returns:
+            A Future that is complete once the shard is written.
+        """
+        assert isinstance(self.hook, Hook)
+        if self.memory.jump_watch is not None:
+            self.memory.jump_watch.look(bucket)
+        spans = spans_of(lambda: bucket_label(bucket.index(), self.name))
+        with active(spans):
+            future: torch.futures.Future[Tensor] = _C.as_future(
+                driven(self.hook.average_shard(bucket)), where
+            )
+        if spans is not None:
+            spans.note_sent(future)
+        return future
+
     def run(self, bucket: GradBucket) -> tuple[Any, torch.dtype, BucketTraffic]:
         """Start the hook on a bucket.
 
@@ -218,8 +242,11 @@ class Attached:
                 self.memory.jump_watch.look(bucket)
             return run_average(self.hook, bucket)
         meter = WireMeter()
-        with counting(meter):
+        spans = spans_of(lambda: bucket_label(bucket.index(), self.name))
+        with counting(meter), active(spans):
             result = driven(run_hook(self.hook, self.state, bucket))
+        if spans is not None:
+            spans.note_sent(result)
         return result, bucket.dtype(), meter.traffic(bucket.numel(), bucket.dtype())
 
 

@@ -24,15 +24,21 @@ class ConnectedGroup:
         store: in which nobody else meets under ``name``.
         name: the same on its ranks, and of no other group.
         like: a group over the same ranks, as which it times out too.
+        description: what it is for, as PyTorch's flight recorder shows it.
     """
 
-    def __init__(self, store: dist.Store, name: str, like: dist.ProcessGroup) -> None:
+    def __init__(
+        self, store: dist.Store, name: str, like: dist.ProcessGroup, description: str
+    ) -> None:
         self.name = name
+        self.description = description
         self.rank: int = like.rank()
         self.ranks = dist.get_process_group_ranks(like)
         self.timeout: timedelta = group_timeout(like)
         own_store = dist.PrefixStore(f"{self.place}/1", store)
-        self.group = make_group(own_store, self.rank, self.ranks, name, self.timeout)
+        self.group = make_group(
+            own_store, self.rank, self.ranks, name, self.timeout, description=description
+        )
         _wait_for_all(self.group)
 
     @property
@@ -55,6 +61,7 @@ class ConnectedGroup:
         close_connections(self.group)
         self.group._register_backend(torch.device("cpu"), kind, backend)
         self.group._set_group_name(self.name)  # type: ignore[arg-type]
+        self.group._set_group_desc(self.description)
 
 
 def destroy_all(groups: Sequence[ConnectedGroup]) -> None:

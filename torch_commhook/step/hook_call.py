@@ -18,6 +18,8 @@ from torch_commhook.collectives import TracedFuture
 from torch_commhook.collectives.futures import driven
 from torch_commhook.hooks.base import Hook, checked_result_dtype
 from torch_commhook.metrics import BucketTraffic, WireMeter, counting
+from torch_commhook.native.runtime import hook_name
+from torch_commhook.spans import active, bucket_label, spans_of
 
 #: How long a rank where something failed waits for its own collectives in flight.
 DRAIN_SECONDS = 60.0
@@ -90,8 +92,11 @@ class HookCall:
 def run_average(hook: Hook, bucket: GradBucket) -> tuple[Any, torch.dtype, BucketTraffic]:
     """Start a hook of the library; as :meth:`Attached.run`."""
     meter = WireMeter()
-    with counting(meter):
+    spans = spans_of(lambda: bucket_label(bucket.index(), hook_name(hook)))
+    with counting(meter), active(spans):
         # Bringing the result into the gradients casts it: no pass of its own for that.
         dtype = checked_result_dtype(hook, bucket)
         result = driven(_C.run_average(hook, bucket))
+    if spans is not None:
+        spans.note_sent(result)
     return result, dtype, meter.traffic(bucket.numel(), bucket.dtype())

@@ -28,12 +28,14 @@ from torch_commhook.autograd.running_backward import RunningBackward
 from torch_commhook.collectives import resolve_group
 from torch_commhook.collectives.gloo_groups import (
     close_connections,
+    group_description,
     group_name,
     group_store,
     group_timeout,
     is_gloo,
     provide_second_group,
     second_group,
+    second_stages,
 )
 from torch_commhook.collectives.group_place import group_rank
 from torch_commhook.collectives.turns import renew_turns
@@ -110,7 +112,7 @@ class StepGroup:
         # Gloo's threads must end before the interpreter does.
         self._end = weakref.finalize(self, destroy_all, self._own)
         if self.recovers:
-            self.group = self._make(self.name, self.parent)
+            self.group = self._make(self.name, self.parent, _described(self.parent))
         groups_by_name[self.name] = self
         _siblings.setdefault(self.parent, weakref.WeakSet()).add(self)
 
@@ -166,7 +168,7 @@ class StepGroup:
             return group
         found = self._stand_ins.get(group)
         if found is None:
-            found = self._make(f"{self.name}/{group_name(group)}", group)
+            found = self._make(f"{self.name}/{group_name(group)}", group, _described(group))
             self._stand_ins[group] = found
         return found
 
@@ -365,10 +367,10 @@ class StepGroup:
         if self.recovers:
             second_group(self.group)
 
-    def _make(self, name: str, like: dist.ProcessGroup) -> dist.ProcessGroup:
+    def _make(self, name: str, like: dist.ProcessGroup, description: str) -> dist.ProcessGroup:
         """A group over the ranks of ``like``, and one for its second stages when that is wanted."""
         assert self._rendezvous is not None
-        own = ConnectedGroup(self._rendezvous.store, name, like)
+        own = ConnectedGroup(self._rendezvous.store, name, like, description)
         self._own.append(own)
         itself = weakref.ref(self)
         # The group itself has no backend after a failed step.
@@ -378,10 +380,15 @@ class StepGroup:
             step_group, alike = itself(), model()
             if step_group is None or alike is None:
                 return None
-            return step_group._make(f"{name}/second", alike)
+            return step_group._make(f"{name}/second", alike, second_stages(description))
 
         provide_second_group(own.group, second)
         return own.group
+
+
+def _described(group: dist.ProcessGroup) -> str:
+    """The description of the group through which a hook communicates in place of another."""
+    return f"commhook: gradients over {group_description(group)}"
 
 
 def _peer_error(reason: str) -> PeerError:

@@ -2,9 +2,12 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <memory>
+
 #include "ops/bucket/bucket_dtype.h"
 #include "ops/type_names.h"
 #include "runtime/hooks/named_errors.h"
+#include "runtime/profiling/span.h"
 #include "runtime/python/hook_names.h"
 
 namespace commhook {
@@ -65,8 +68,16 @@ CppRun CppHook::start(GradBucket& bucket) const {
   ResultSpec spec(where(bucket), bucket);
   auto hook = named_errors(spec.where, [&] { return hook_for(bucket.getProcessGroup()); });
   spec.dtype = result_dtype(*hook, bucket, spec.where);
+  std::shared_ptr<Span> span;
+  if (const auto profiler = ThreadProfiler::current()) {
+    const auto name = span_name("wire", static_cast<int64_t>(bucket.getIndex()), name_);
+    span = std::make_shared<Span>(profiler, name, /*is_async=*/true);
+  }
   auto future = named_errors(spec.where, [&] { return hook->runHook(bucket); });
   TORCH_CHECK_TYPE(future, spec.where, ": runHook must return a Future, got a null pointer");
+  if (span) {
+    end_with(span, *future);
+  }
   return {std::move(hook), std::move(future), std::move(spec), bucket.getBytesSent()};
 }
 

@@ -16,6 +16,7 @@ from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.compressed_chunks import compressed_all_gather
 from torch_commhook.collectives.plain import all_gather
 from torch_commhook.metrics import WireMeter, counting
+from torch_commhook.spans import active, spans_of
 from torch_commhook.step.step_group import StepGroup
 
 
@@ -72,7 +73,8 @@ class Gathers:
                     shape = inner.size(), *tensor.shape
                     future = all_gather(tensor, out=out.view(shape), group=inner)
                 else:
-                    future = compressed_all_gather(tensor, self._weights, out=out, group=inner)
+                    with active(spans_of(lambda: f"weights, {self._weights!r}")):
+                        future = compressed_all_gather(tensor, self._weights, out=out, group=inner)
         except Exception as error:
             raise self._failed(error, step_group) from None
         return future, meter.bytes_sent

@@ -32,7 +32,6 @@ from torch_commhook.attachment.sharded.under_way import Exchange, UnderWay
 from torch_commhook.attachment.sharded.unit import Unit, process_groups, without_reductions
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.agreement import agree_across
-from torch_commhook.collectives.futures import driven
 from torch_commhook.collectives.plain import issue_reduce_scatter
 from torch_commhook.hooks.base import Hook
 from torch_commhook.memory.bucket_with_memory import BucketWithMemory
@@ -204,10 +203,8 @@ class ShardedRoad:
         goes_on = self._may_go_on(unit, op, tensor.dtype, step_group)
         if goes_on:
             out.fill_(math.nan)  # what nobody is to look at yet
-        if attached.memory.jump_watch is not None:
-            attached.memory.jump_watch.look(bucket)
         with counting(meter):
-            future = _C.as_future(driven(attached.hook.average_shard(bucket)), where)
+            future = attached.start_on_shards(bucket, where)
         traffic = meter.traffic(tensor.numel(), tensor.dtype)
 
         def finish(_: Any) -> None:

@@ -1,0 +1,331 @@
+"""Spans of a hook in a trace of PyTorch's profiler, on each kind of model."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from modes import BUCKET_CAP_MB, Mode
+from profiled import complete_events, profiled_steps, spans_in, stages_by_bucket
+from rank_pool import RankPool
+from sharded_models import Mesh, by_layer
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.profiler import ProfilerActivity, profile
+
+from torch_commhook import GradBucket, attach, codecs, collectives, hooks, spans
+from torch_commhook.cli.hook_expression import parse_hook
+
+STEPS = 2
+ONCE = ["encode", "wire", "decode"]
+#: Each rank encodes its values, and then the sum of its shard.
+TWICE = ["encode", "wire", "encode", "wire", "decode"]
+
+
+def network(width: int = 40) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+
+
+def model_of(kind: str, width: int) -> tuple[Any, dict[str, Any]]:
+    """A model, and what ``attach`` is to be told."""
+    model = network(width)
+    if kind == "ddp":
+        return DDP(model, bucket_cap_mb=BUCKET_CAP_MB), {}
+    if kind == "module":
+        return model, {"bucket_cap_mb": BUCKET_CAP_MB}
+    by_layer(model, Mesh.of(kind))
+    return model, {}
+
+
+def trained(
+    rank: int, kind: str, hook: Any, settings: dict[str, Any], width: int = 40
+) -> tuple[list[list[Any]], int]:
+    """The spans of each step, and how many buckets there are."""
+    model, options = model_of(kind, width)
+    handle = attach(model, parse_hook(hook) if isinstance(hook, str) else hook, **options)
+
+    def step() -> None:
+        model(torch.full((2, width), rank + 1.0)).square().sum().backward()
+
+    step()
+    step()  # DDP forms its buckets anew after the first
+    found = profiled_steps(step, STEPS, **settings)
+    buckets = len(handle.stats().buckets)
+    handle.remove()
+    assert buckets > 1
+    return found, buckets
+
+
+def check(
+    pool: RankPool, kind: str, hook: Any, stages: list[str], name: str | None = None, **more: Any
+) -> None:
+    """Each bucket of each step must have these stages, on all ranks."""
+    for steps, buckets in pool.run(trained, kind, hook, more.pop("settings", {}), *more.values()):
+        for found in steps:
+            by_bucket = stages_by_bucket(found, hook if name is None else name)
+            assert by_bucket == dict.fromkeys(range(buckets), stages)
+
+
+WHOLE_GRADIENTS = {
+    "allreduce()": ["wire"],
+    "cpp('allreduce')": ["wire"],
+    "cast(bfloat16)": ["encode", "wire"],
+    "error_feedback(blockwise(bits=4))": TWICE,
+    "error_feedback(topk(density=0.1))": ONCE,
+    "randomk(density=0.1)": ONCE,
+    "error_feedback(powersgd(rank=1))": TWICE,
+}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "module"])
+@pytest.mark.parametrize("hook", WHOLE_GRADIENTS)
+def test_each_bucket_has_its_stages(two_ranks: RankPool, kind: str, hook: str) -> None:
+    check(two_ranks, kind, hook, WHOLE_GRADIENTS[hook])
+
+
+def test_a_hook_in_cpp_inside_another_has_its_own_name(two_ranks: RankPool) -> None:
+    check(two_ranks, "module", "clip(1, cpp('allreduce'))", ["wire"], "cpp('allreduce')")
+
+
+@pytest.mark.parametrize(
+    ("hook", "stages"),
+    [
+        ("allreduce()", ["wire"]),
+        ("cast(bfloat16)", ONCE),
+        ("error_feedback(blockwise(bits=4))", ONCE),
+        ("randomk(density=0.1)", ONCE),
+    ],
+)
+def test_gradients_in_shards_have_their_stages(
+    two_ranks: RankPool, hook: str, stages: list[str]
+) -> None:
+    check(two_ranks, "fsdp-2", hook, stages)
+
+
+def test_gradients_across_replicas_have_their_stages(two_ranks: RankPool) -> None:
+    check(two_ranks, "replicate-2", "error_feedback(topk(density=0.1))", ONCE)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp-2"])
+def test_messages_with_connections_of_their_own_have_their_stages(
+    two_ranks: RankPool, kind: str
+) -> None:
+    """Threads of the library's own wait for large messages, and run what follows."""
+    stages = TWICE if kind == "ddp" else ONCE
+    check(two_ranks, kind, "blockwise()", stages, width=600)
+
+
+def test_a_profiler_of_all_threads_sees_each_span_once(two_ranks: RankPool) -> None:
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    check(two_ranks, "module", "blockwise()", TWICE, settings={"experimental_config": config})
+
+
+def test_a_cast_that_adds_up_in_float32_has_its_stages(two_ranks: RankPool) -> None:
+    two_ranks.run(wide_cast)
+
+
+class wide(hooks.cast):  # noqa: N801
+    """Adds up in float32 among any number of ranks."""
+
+    def has_stages_among(self, ranks: int) -> bool:
+        return True
+
+
+def wide_cast(rank: int) -> None:
+    steps, buckets = trained(rank, "module", wide(), {})
+    for found in steps:
+        by_bucket = stages_by_bucket(found, f"{__name__}.wide")
+        stages = ["encode", "wire", "encode", "wire"]
+        assert by_bucket == dict.fromkeys(range(buckets), stages)
+
+
+# ---- hooks that users write ----------------------------------------------------------------------
+
+
+def past_the_library(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Sends through the group itself."""
+    buffer = bucket.buffer().div_(2)
+    future = dist.all_reduce(buffer, group=bucket.process_group(), async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])
+
+
+def through_the_library(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    return collectives.compressed_all_reduce(
+        bucket.buffer(), codecs.blockwise(), scale=0.5, group=bucket.process_group()
+    )
+
+
+@pytest.mark.parametrize("kind", ["ddp", "module"])
+def test_functions_have_their_stages(two_ranks: RankPool, kind: str) -> None:
+    check(two_ranks, kind, through_the_library, TWICE, f"{__name__}.through_the_library")
+
+
+def registered(rank: int) -> None:
+    """Without ``attach``."""
+    model = DDP(network(), bucket_cap_mb=BUCKET_CAP_MB)
+    model.register_comm_hook(None, hooks.blockwise())
+
+    def step() -> None:
+        model(torch.ones(2, 40)).sum().backward()
+
+    step()
+    step()
+    for found in profiled_steps(step, STEPS):
+        by_bucket = stages_by_bucket(found, "blockwise()")
+        assert len(by_bucket) > 1 and all(stages == TWICE for stages in by_bucket.values())
+
+
+def test_a_hook_that_ddp_calls_itself_has_its_stages(two_ranks: RankPool) -> None:
+    two_ranks.run(registered)
+
+
+def sent_past(rank: int) -> None:
+    result: torch.futures.Future[Tensor] = torch.futures.Future()
+    model = network()
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    handle = attach(model, lambda state, bucket: result)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        output = model(torch.ones(2, 40)).sum()
+        threading.Timer(0.2, lambda: result.set_result(torch.zeros(numel))).start()
+        output.backward()
+    handle.remove()
+    (span,) = spans_in(complete_events(profiler))
+    assert span.stage == "wire" and span.bucket == 0
+    assert span.end - span.begin > 1e5
+
+
+def test_a_hook_that_sends_by_itself_is_on_the_wire_until_its_future_is_complete(
+    two_ranks: RankPool,
+) -> None:
+    two_ranks.run(sent_past)
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+
+def gathered(rank: int) -> None:
+    model = network()
+    by_layer(model, Mesh.of("fsdp-2"))
+    handle = attach(model, hooks.allreduce(), weights=codecs.fp8())
+
+    def step() -> None:
+        model(torch.ones(2, 40)).sum().backward()
+
+    step()
+    (found,) = profiled_steps(step, 1)
+    handle.remove()
+    stages = [span.stage for span in found if span.hook.startswith("weights, fp8(")]
+    assert sorted(set(stages)) == ["decode", "encode", "wire"]
+    assert stages.count("encode") == stages.count("wire") == stages.count("decode")
+
+
+def test_weights_have_their_stages(two_ranks: RankPool) -> None:
+    two_ranks.run(gathered)
+
+
+# ---- what else is in the trace -------------------------------------------------------------------
+
+
+def seen(rank: int) -> None:
+    model, options = model_of("module", 40)
+    handle = attach(model, hooks.blockwise(bits=4), **options)
+
+    def step() -> None:
+        model(torch.ones(2, 40)).sum().backward()
+
+    step()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step()
+    handle.remove()
+    events = complete_events(profiler)
+    decodes = [span for span in spans_in(events) if span.stage == "decode"]
+    main = threading.get_native_id()
+    assert any(span.thread != main for span in decodes)
+    for span in decodes:  # the operators of other threads are there, too
+        assert any(
+            event["cat"] == "cpu_op"
+            and event["tid"] == span.thread
+            and span.begin <= event["ts"] <= span.end
+            for event in events
+        )
+    names = {event.key for event in profiler.key_averages()}
+    for stage in ONCE:
+        assert f"commhook::{stage} (bucket 0, blockwise(bits=4))" in names
+
+
+def test_operators_of_other_threads_are_in_the_trace(two_ranks: RankPool) -> None:
+    two_ranks.run(seen)
+
+
+# ---- no profiler, or none any more ---------------------------------------------------------------
+
+
+def test_nothing_is_done_without_a_profiler() -> None:
+    def label() -> str:
+        raise AssertionError("nobody may ask for the label")
+
+    assert spans.spans_of(label) is None
+    assert spans.continued(label) is label
+
+
+def test_a_span_may_outlive_the_profiler() -> None:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    other: torch.futures.Future[Tensor] = torch.futures.Future()
+    with profile(activities=[ProfilerActivity.CPU]):
+        of_bucket = spans.spans_of(lambda: "bucket 0, late")
+        assert of_bucket is not None
+        with spans.active(of_bucket):
+            assert spans.sent(lambda: future) is future
+            assert spans.sent(lambda: other) is other
+            callback = spans.continued(lambda: torch.ones(3).sum())
+    thread = threading.Thread(target=lambda: future.set_result(callback()))
+    thread.start()
+    thread.join()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        other.set_result(callback())
+        torch.ones(2)
+    events = complete_events(profiler)
+    assert not spans_in(events)
+    assert any(event["name"] == "aten::ones" for event in events)
+
+
+def test_a_collective_that_cannot_be_issued_ends_its_span() -> None:
+    def fail() -> Any:
+        raise ValueError("no")
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        of_bucket = spans.spans_of(lambda: "bucket 0, failing")
+        with spans.active(of_bucket), pytest.raises(ValueError, match="no"):
+            spans.sent(fail)
+    (span,) = spans_in(complete_events(profiler))
+    assert (span.stage, span.bucket, span.hook) == ("wire", 0, "failing")
+
+
+def compiled(rank: int, mode: Mode) -> None:
+    gradients = []
+    for profiles in (False, True):
+        torch._dynamo.reset()
+        model = network()
+        handle = attach(model, hooks.error_feedback(hooks.blockwise()), **mode.attach_options)
+        with mode.step_function(model) as step:
+            inputs = torch.full((2, 40), rank + 1.0)
+            if profiles:
+                steps = profiled_steps(lambda: step(inputs), STEPS)  # noqa: B023
+                by_step = [stages_by_bucket(found, str(handle.hook)) for found in steps]
+                assert by_step == [{}, {}] if mode.compiles_backward else all(by_step)
+            else:
+                for _ in range(STEPS):
+                    step(inputs)
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        handle.remove()
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("runner", ["compile", "context"])
+def test_compiled_code_is_the_same_under_a_profiler(two_ranks: RankPool, runner: str) -> None:
+    two_ranks.run(compiled, Mode("module", runner, backend="aot_eager"))

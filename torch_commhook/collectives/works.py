@@ -1,0 +1,103 @@
+"""Futures of the Works that process groups give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_commhook import _C
+from torch_commhook.collectives.futures import is_driven_by_wait, set_error
+from torch_commhook.collectives.group_place import all_tell_their_rank
+from torch_commhook.spans import sent
+
+
+def issued(
+    issue: Callable[[], Any], group: dist.ProcessGroup, method: str, result: Tensor
+) -> torch.futures.Future[Tensor]:
+    """Start a collective, and give a Future of its result.
+
+    Args:
+        issue: starts it, and gives the group's Work.
+        group: on which it does.
+        method: of the group, for errors.
+        result: the tensor that the collective writes.
+
+    Raises:
+        TypeError: as :func:`future_of_work`.
+    """
+    where = f"{method} through {_C.type_name(group)}"
+    future = issued_on_device(issue, group, method, result)
+    if result.is_complex():  # and what was sent is not
+        return future.then(lambda done: when_good(done, result))
+    # A Work's own Future holds a list.
+    return _C.cast_into(future, result, result.dtype, where)
+
+
+def issued_on_device(
+    issue: Callable[[], Any], group: dist.ProcessGroup, method: str, result: Tensor
+) -> torch.futures.Future[Any]:
+    """:func:`issued`, with whatever the Work's Future holds, or ``result``."""
+    return sent(lambda: _completion(issue(), group, method, result))
+
+
+def _completion(
+    work: Any, group: dist.ProcessGroup, method: str, result: Tensor
+) -> torch.futures.Future[Any]:
+    """A Work's Future, for which streams wait as they must.
+
+    That of a group that knows nothing of devices, such as Gloo's, tells when the host has done its
+    part, perhaps before copies to the device have ended. ``Work.wait`` takes care of these, but
+    holds up the thread. So it is with a Future that completes only when its Work is waited for.
+    """
+    try:
+        future = future_of_work(work, group, method)
+    except NotImplementedError:  # by a Work in Python that can only be waited for
+        pass
+    else:
+        # PyTorch's C++ between the caller and a Work in Python hides the class of its Future.
+        is_complete_by_itself = all_tell_their_rank(group) and not is_driven_by_wait(future)
+        if is_complete_by_itself and (not result.is_cuda or _C.has_devices(future)):
+            return future
+    try:
+        work.wait()
+    except Exception as error:
+        failed: torch.futures.Future[Tensor] = torch.futures.Future()
+        set_error(failed, error)
+        return failed
+    return _C.as_future(result, method)
+
+
+def future_of_work(
+    work: object, group: dist.ProcessGroup, method: str = "collective"
+) -> torch.futures.Future[Any]:
+    """What a group has given back, checked.
+
+    Raises:
+        TypeError: no Work, or one without a Future.
+    """
+    if not isinstance(work, dist.Work):
+        raise TypeError(
+            f"{_C.type_name(group)}.{method} must return a torch.distributed.Work, "
+            f"got {_C.type_name(work)}"
+        )
+    future = work.get_future()
+    if not isinstance(future, torch._C.Future):
+        raise TypeError(
+            f"{_C.type_name(work)}.get_future must return a torch.futures.Future, "
+            f"got {_C.type_name(future)}"
+        )
+    return future
+
+
+def when_good(done: torch.futures.Future[Any], result: Tensor) -> Tensor:
+    """``result``, where a collective went well.
+
+    Raises:
+        Exception: what the collective has raised.
+    """
+    done.value()
+    return result

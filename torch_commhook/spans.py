@@ -1,0 +1,148 @@
+"""Spans in a trace of PyTorch's profiler: what a hook does with each bucket, and for how long.
+
+``commhook::encode``, ``commhook::wire`` and ``commhook::decode``, each with the bucket and the hook
+in its name: ``commhook::encode (bucket 0, blockwise(bits=4))``. Without a profiler there are none,
+and compiled code has none.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from torch_commhook import _C
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_NOTHING = nullcontext()
+_is_traced = torch.compiler.is_dynamo_compiling
+
+
+class _Current(threading.local):
+    """What this thread works for."""
+
+    spans: BucketSpans | None = None
+
+
+_current = _Current()
+
+
+class BucketSpans:
+    """The spans of one call of a hook on a bucket.
+
+    Args:
+        label: names bucket and hook.
+        profiler: of the thread that calls the hook.
+
+    Attributes:
+        has_wire: whether the hook has sent anything through the library.
+    """
+
+    def __init__(self, label: str, profiler: _C.ThreadProfiler) -> None:
+        self.has_wire = False
+        self._label = label
+        self._profiler = profiler
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Let this thread's spans be these, and its profiler the one of the hook's thread."""
+        before = _current.spans
+        _current.spans = self
+        try:
+            with self._profiler.use():
+                yield
+        finally:
+            _current.spans = before
+
+    def begin(self, stage: str, *, is_async: bool = False) -> _C.Span:
+        """Begin a span, inside :meth:`active`.
+
+        Args:
+            stage: ``"encode"``, ``"wire"`` or ``"decode"``.
+            is_async: whether another thread may end it.
+        """
+        return _C.Span(self._profiler, f"commhook::{stage} ({self._label})", is_async)
+
+    def note_sent(self, result: object) -> None:
+        """Record the wire of a hook that has sent past the library's collectives, until it is done.
+
+        Args:
+            result: what the hook gave: a Future, or anything else if it has waited itself.
+        """
+        if self.has_wire or not isinstance(result, torch._C.Future) or result.done():
+            return
+        with self.active():
+            self.begin("wire", is_async=True).end_with(result)
+
+
+def current_spans() -> BucketSpans | None:
+    """Those of the hook that this thread works for; None where no profiler runs."""
+    return None if _is_traced() else _current.spans
+
+
+def spans_of(label: Callable[[], str]) -> BucketSpans | None:
+    """Spans for a call of a hook that this thread is about to make.
+
+    Args:
+        label: names bucket and hook; only called while a profiler runs.
+
+    Returns:
+        None where no profiler runs, while a compiler traces, and inside the call of another hook,
+        whose spans go on.
+    """
+    if _is_traced():
+        return None
+    profiler = _C.ThreadProfiler.current()
+    if profiler is None or _current.spans is not None:
+        return None
+    return BucketSpans(label(), profiler)
+
+
+def active(spans: BucketSpans | None) -> AbstractContextManager[None]:
+    """``spans.active()``; nothing for None."""
+    return _NOTHING if spans is None else spans.active()
+
+
+def bucket_label(index: int, hook: str) -> str:
+    """How spans name a bucket and its hook. The bucket comes first, since tables cut names."""
+    return f"bucket {index}, {hook}"
+
+
+def continued(function: Callable[P, T]) -> Callable[P, T]:
+    """A callback that other threads call, whose work this thread's profiler is to see."""
+    spans = current_spans()
+    if spans is None:
+        return function
+
+    @wraps(function)
+    def run(*args: P.args, **keywords: P.kwargs) -> T:
+        with spans.active():
+            return function(*args, **keywords)
+
+    return run
+
+
+def sent(start: Callable[[], torch.futures.Future[T]]) -> torch.futures.Future[T]:
+    """Start a collective, and record its span on the wire: from here until its Future is complete.
+
+    Args:
+        start: issues it.
+    """
+    spans = current_spans()
+    if spans is None:
+        return start()
+    spans.has_wire = True
+    span = spans.begin("wire", is_async=True)
+    try:
+        future = start()
+    except BaseException:
+        span.end()
+        raise
+    span.end_with(future)
+    return future
