@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from modes import BUCKET_CAP_MB, Mode
 from profiled import complete_events, profiled_steps, spans_in, stages_by_bucket
 from rank_pool import RankPool
@@ -144,13 +143,6 @@ def wide_cast(rank: int) -> None:
 
 
 # ---- hooks that users write ----------------------------------------------------------------------
-
-
-def past_the_library(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Sends through the group itself."""
-    buffer = bucket.buffer().div_(2)
-    future = dist.all_reduce(buffer, group=bucket.process_group(), async_op=True).get_future()
-    return future.then(lambda done: done.value()[0])
 
 
 def through_the_library(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
