@@ -17,6 +17,7 @@ import torch._inductor.config
 import torch.distributed as dist
 from gil_calls import CannotCountError, build
 from kernel_device import cuda_kernels, kernel_device  # noqa: F401  (fixtures)
+from long_tests import LONG_TESTS, UNKNOWN_LONG_TESTS
 from rank_pool import RankPool, collect_less, forget_python_reducer
 from torch._dynamo.utils import counters
 from torch.distributed import distributed_c10d
@@ -29,20 +30,18 @@ def pytest_collection_finish() -> None:
     collect_less()
 
 
-#: Cases that take seconds, while others of the same test try the same: beginnings of their names.
-LONG_TESTS = (Path(__file__).parent / "support" / "long_tests.txt").read_text().splitlines()
-
-
 @pytest.hookimpl(tryfirst=True)  # before they are chosen by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     unknown = set(LONG_TESTS)
-    for item in items:
-        name = item.nodeid.removeprefix("tests/")
+    names = [item.nodeid.removeprefix("tests/") for item in items]
+    for item, name in zip(items, names, strict=True):
         for beginning in filter(name.startswith, LONG_TESTS):
             item.add_marker(pytest.mark.long)
             unknown.discard(beginning)
-    if unknown and config.args == config.getini("testpaths"):
-        raise pytest.UsageError(f"long_tests.txt: no test begins with {min(unknown)}")
+    files = {name.partition("::")[0] for name in names}
+    config.stash[UNKNOWN_LONG_TESTS] = {
+        each for each in unknown if each.partition("::")[0] in files
+    }
     if not torch.cuda.is_available():
         reason = "needs a CUDA GPU, and none is visible"
     elif not torch.ops.commhook.has_cuda_kernels():
