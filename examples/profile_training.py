@@ -126,7 +126,8 @@ def draw(trace: Path, picture: Path) -> None:
             axes.barh(row, width, height=0.5, left=span.begin, color=color, zorder=2)
             if width > whole / 140:  # wide enough for what is written
                 axes.text(middle, row, span.bucket, ha="center", va="center", color="white", size=7)
-    axes.set_yticks(range(len(rows)), list(rows))
+    names = [n if n.replace(" 1", " 2") in rows else n.removesuffix(" 1") for n in rows]
+    axes.set_yticks(range(len(rows)), names)
     axes.set_xlim(0, whole * 1.01)
     axes.invert_yaxis()
     axes.set_xlabel("ms; a number is that of a bucket")
