@@ -101,6 +101,7 @@ def main() -> None:
     try:
         second.join()
         say("replica 1 was killed; another takes its place")
+        time.sleep(6.0)  # in which the lighthouse misses its heartbeats
         second = start(1)
         for process in (first, second):
             process.join()

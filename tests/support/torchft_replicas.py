@@ -78,10 +78,17 @@ class Result:
 
 @dataclass
 class Meeting:
-    """Where replicas wait for each other: at the start, and for one that comes back."""
+    """Where replicas wait for each other.
+
+    Attributes:
+        here: for each replica, at the start.
+        was_alone: set by the survivor; a successor that comes before would be in its next quorum.
+        back: set by the successor.
+    """
 
     lighthouse: str
     here: list[Any]
+    was_alone: Any
     back: Any
 
     def wait(self, events: list[Any]) -> None:
@@ -96,6 +103,8 @@ def train(replica: Replica, meeting: Meeting) -> Result:
 
     from torch_commhook.integrations.torchft import attach_to
 
+    if replica.joins:
+        meeting.wait([meeting.was_alone])
     model, result = Net(), Result()
     optimizer = optimizer_of(model)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -128,6 +137,7 @@ def train(replica: Replica, meeting: Meeting) -> Result:
     meeting.wait(meeting.here)
     while manager.current_step() < STEPS:
         if manager.current_step() == BACK:
+            meeting.was_alone.set()
             meeting.wait([meeting.back])
             time.sleep(1.0)  # or the lighthouse takes those alone that it had before
         manager.start_quorum()
@@ -162,11 +172,11 @@ def run(hook: Any, *, kills: bool) -> dict[int, Result]:
     )
     context = mp.get_context("spawn")
     here = [context.Event(), context.Event()]
-    back = context.Event()
+    was_alone, back = context.Event(), context.Event()
     if not kills:
         back.set()
     port = lighthouse.address().rpartition(":")[2]
-    meeting = Meeting(f"http://localhost:{port}", here, back)
+    meeting = Meeting(f"http://localhost:{port}", here, was_alone, back)
     replicas: list[_Process] = []
     try:
         replicas += [_Process(context, Replica(0, hook), meeting)]
