@@ -44,9 +44,10 @@ def check_place(op: str, group: dist.ProcessGroup) -> None:
         return
     rank = _known_rank(group)
     if rank is None:
+        which = _class_of(_asked(group), _SIZE).__qualname__
         raise ValueError(
             f"{op}: the process group must tell its rank, of which each has a shard; class "
-            f"{_class_of(_asked(group), _SIZE).__qualname__} has a size() of its own, and no rank(). "
+            f"{which} has a size() of its own, and no rank(). "
             "register(group, name, ranks=...) of torch_commhook.process_group tells it. Codecs "
             "whose messages all ranks get (topk, randomk) and hooks such as allreduce() need none"
         )
