@@ -9,9 +9,9 @@ namespace commhook {
 namespace {
 
 bool has_nested_spans() {
+  using torch::profiler::impl::ActiveProfilerType;
   const auto type = torch::profiler::impl::profilerType();
-  return type == torch::profiler::impl::ActiveProfilerType::NVTX ||
-         type == torch::profiler::impl::ActiveProfilerType::ITT;
+  return type != ActiveProfilerType::NONE && type != ActiveProfilerType::KINETO;
 }
 
 }  // namespace

@@ -20,7 +20,7 @@ class ThreadProfiler {
   static std::shared_ptr<const ThreadProfiler> current();
 
   // Whether spans of a thread must end in the reverse order in which they began, on that thread:
-  // markers of NVTX and ITT are no more than "begin" and "end".
+  // markers of NVTX and ITT are no more than "begin" and "end". Only Kineto's may end elsewhere.
   bool nests() const { return nests_; }
 
   // Gives the profiler to this thread until the guard goes. One that has ended records nothing.
