@@ -208,6 +208,48 @@ def test_what_fails_on_one_rank(two_ranks: RankPool, mode: Mode, how: str) -> No
     assert right and also_right
 
 
+def _fails_before_a_hook_inside(rank: int, mode: Mode, fails: int) -> tuple[str, float, bool]:
+    """A function that calls a hook in stages, whose second ones have connections of their own."""
+    inner = hooks.blockwise()
+    happened: list[str] = []
+
+    def hook(state: object, bucket: GradBucket) -> Any:
+        if rank == fails and not happened:
+            raise OwnError("boo")
+        return inner(None, bucket)
+
+    model = mode.wrap(module())
+    handle = attach(model, hook, **mode.attach_options)
+    with mode.step_function(model) as step:
+        begin = time.monotonic()
+        try:
+            step(batch(rank, 0))
+        except Exception as error:
+            happened.append(f"{type(error).__name__}: {error}")
+        took = time.monotonic() - begin
+        model.zero_grad()
+        step(batch(rank, 0))
+        got = gradients(model)
+        handle.replace(hooks.blockwise())
+        model.zero_grad()
+        step(batch(rank, 0))
+    right = all(torch.equal(a, b) for a, b in zip(gradients(model), got, strict=True))
+    handle.remove()
+    return happened[0], took, right
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+@pytest.mark.parametrize("kind", ["ddp", "python_reducer", "module"])
+def test_the_first_step_of_a_hook_around_another(
+    two_ranks: RankPool, kind: str, fails: int
+) -> None:
+    results = two_ranks.run(_fails_before_a_hook_inside, Mode(kind, "eager"), fails)
+    for rank, (raised, took, right) in enumerate(results):
+        told = f"PeerError: torch_commhook: this step failed on rank {fails}: OwnError: boo"
+        assert raised == ("OwnError: boo" if rank == fails else told)
+        assert took < AT_ONCE_SECONDS and right
+
+
 def _raises_while_a_peer_is_slow(rank: int) -> str:
     """Rank 1 has not come to the bucket yet when rank 0 fails."""
     model = module()

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from local_training import MEAN, ROADS, attached, train
 from rank_pool import RankPool
 
 from torch_commhook import hooks
+from torch_commhook.attachment.optimizer_steps import _counters
 from torch_commhook.hooks import local_sgd
 
 pytestmark = pytest.mark.usefixtures("no_hook_on_optimizers_left")
@@ -116,6 +118,34 @@ def test_updates_that_were_not_sent(two_ranks: RankPool) -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_a_rank_that_is_alone() -> None:
     assert _said([*WAYS], 0, "module", 1) == [[]] * len(WAYS)
+
+
+def _as_errors(rank: int) -> None:
+    for way in (Dropped.remove, Dropped.replace, Dropped.lose_model):
+        dropped = Dropped(rank, "module", 1)
+        model, handle = dropped.model, dropped.handle
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            if way is Dropped.lose_model:
+                told: list[Any] = []  # a finalizer's go to the one, other errors to the other
+                with (
+                    patch.object(sys, "unraisablehook", told.append),
+                    patch.object(sys, "excepthook", lambda *error: told.append(error)),  # noqa: B023
+                ):
+                    del model
+                    dropped.lose_model()
+                assert len(told) == 1
+            else:
+                with pytest.raises(RuntimeWarning, match="was taken off"):
+                    handle.remove() if way is Dropped.remove else handle.replace(hooks.cast())
+                assert handle.is_attached == (way is Dropped.replace)
+                handle.remove()
+        assert not handle.is_attached and not _counters
+
+
+def test_warnings_that_are_errors(two_ranks: RankPool) -> None:
+    """What was asked for is done all the same, and nothing counts steps any more."""
+    two_ranks.run(_as_errors)
 
 
 SCRIPT = """

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch_commhook import GradBucket, attach, collectives, hooks
 from torch_commhook.codecs import CODECS
 from torch_commhook.collectives.group_place import group_rank
-from torch_commhook.process_group import RecordingProcessGroup, register
+from torch_commhook.process_group import RecordingProcessGroup, WrapperProcessGroup, register
 
 
 class ManagedFuture(torch.futures.Future):
@@ -136,8 +136,10 @@ def test_futures_that_complete_when_they_are_waited_for(
         assert all(torch.equal(a, b) for a, b in zip(plain, managed, strict=True))
 
 
-def _shards(rank: int, how: str) -> str:
-    group = ManagedGroup(dist.new_group())
+def _shards(rank: int, how: str, around: bool) -> str:
+    group: dist.ProcessGroup = ManagedGroup(dist.new_group())
+    if around:
+        group = RecordingProcessGroup(WrapperProcessGroup(group))
     codec = CODECS["blockwise"](8)
     with pytest.raises(ValueError, match="the process group must tell its rank") as error:
         if how == "attach":
@@ -155,9 +157,12 @@ def _shards(rank: int, how: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.parametrize("around", [False, True], ids=["itself", "wrapped"])
 @pytest.mark.parametrize("how", ["attach", "inside", "compressed", "hierarchical"])
-def test_shards_over_a_group_that_does_not_tell_its_rank(two_ranks: RankPool, how: str) -> None:
-    for said in two_ranks.run(_shards, how, timeout=20):
+def test_shards_over_a_group_that_does_not_tell_its_rank(
+    two_ranks: RankPool, how: str, around: bool
+) -> None:
+    for said in two_ranks.run(_shards, how, around, timeout=20):
         assert "ManagedGroup has a size() of its own, and no rank()" in said
 
 
@@ -177,6 +182,9 @@ def _placed(how: str) -> Any:
         return RecordingProcessGroup(Wrapping(group))
     if how == "registered":
         group = ManagedGroup(group)
+        register(group, "placed", ranks=[0, 1])
+    elif how == "registered around":
+        group = RecordingProcessGroup(ManagedGroup(group))
         register(group, "placed", ranks=[0, 1])
     return group
 
@@ -198,7 +206,7 @@ def _in_shards(rank: int, how: str) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("how", ["wrapping", "wrapped", "registered"])
+@pytest.mark.parametrize("how", ["wrapping", "wrapped", "registered", "registered around"])
 def test_shards_over_a_group_whose_rank_others_know(two_ranks: RankPool, how: str) -> None:
     want = two_ranks.run(_in_shards, "Gloo")
     got = two_ranks.run(_in_shards, how, timeout=20)

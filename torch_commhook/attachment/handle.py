@@ -70,8 +70,13 @@ class HookHandle:
         if not self.is_attached:
             return
         stop_watching_for_scaler(self._attached)
-        if self._attached.local_steps is not None:
-            self._attached.local_steps.close()
+        try:
+            if self._attached.local_steps is not None:
+                self._attached.local_steps.close()
+        finally:  # what it warns of may be an error
+            self._take_off()
+
+    def _take_off(self) -> None:
         road = self._road
         road.attached = None
         road.after_backward(self._attached.let_go)

@@ -96,16 +96,20 @@ class LocalSteps:
     def close(self) -> None:
         """Count no more."""
         self._end.detach()
-        self.warn_if_apart("was taken off")
-        self._stop()
+        try:
+            self.warn_if_apart("was taken off")
+        finally:  # the warning may be an error
+            self._stop()
 
     def handle_gone(self) -> None:
         """Nobody can bring the ranks together any more, but for the steps to come."""
         self.warn_if_apart("lost its handle")
 
     def _model_gone(self) -> None:
-        self.warn_if_apart("lost its model")
-        self._stop()
+        try:
+            self.warn_if_apart("lost its model")
+        finally:
+            self._stop()
 
     def warn_if_apart(self, what: str) -> None:
         """Warn where ranks differ now, once.

@@ -44,9 +44,10 @@ def check_place(op: str, group: dist.ProcessGroup) -> None:
         return
     rank = _known_rank(group)
     if rank is None:
+        which = _class_of(_asked(group), _SIZE).__qualname__
         raise ValueError(
             f"{op}: the process group must tell its rank, of which each has a shard; class "
-            f"{_class_of(group, _SIZE).__qualname__} has a size() of its own, and no rank(). "
+            f"{which} has a size() of its own, and no rank(). "
             "register(group, name, ranks=...) of torch_commhook.process_group tells it. Codecs "
             "whose messages all ranks get (topk, randomk) and hooks such as allreduce() need none"
         )
@@ -83,8 +84,11 @@ _RANK, _SIZE = ("rank", "getRank"), ("size", "getSize")
 
 
 def tells_its_rank(group: dist.ProcessGroup) -> bool:
-    """Whether a class that overrides the size overrides the rank, too."""
-    group = _real(group)
+    """Whether a class that overrides the size overrides the rank, too.
+
+    Of a wrapper that has its parent's rank: whether the parent's class does.
+    """
+    group = _asked(group)
     if type(group) is dist.ProcessGroup:
         return True
     of_size, of_rank = _class_of(group, _SIZE), _class_of(group, _RANK)
@@ -153,6 +157,14 @@ def _known_rank(group: dist.ProcessGroup) -> int | None:
             if own is not None:
                 return int(own)
     return None
+
+
+def _asked(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group that tells the rank: a wrapper that asks its parent knows no more than that."""
+    group = _real(group)
+    while vars(_class_of(group, _RANK)).get("_rank_is_the_parents", False):
+        group = _real(group.parent)  # type: ignore[attr-defined]
+    return group
 
 
 def _real(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -21,6 +21,7 @@ from torch_commhook.integrations.attached_model import hook_of
 from torch_commhook.process_group.base import ProcessGroup
 from torch_commhook.process_group.work import Work
 from torch_commhook.process_group.wrapper import WrapperProcessGroup
+from torch_commhook.step.attached_hook import Attached
 
 _log = logging.getLogger(__name__)
 
@@ -130,6 +131,7 @@ class _Quorum:
         self._future: object = None  # of the quorum that is followed
         self._step = -1
         self._before: dict[str, Any] = {}  # what the hook remembered when the step began
+        self._attached: Attached | None = None  # the hook that it was
         self._loaded: dict[str, Any] | None = None
 
     def follow(self, handle: HookHandle, model: nn.Module) -> None:
@@ -171,6 +173,7 @@ class _Quorum:
         if self._manager.errored() is None:
             self._take_place()
         self._before = self._state()
+        self._attached = self._handle._attached
         self._step = self._manager.current_step()
         self.has_run = False
         self._future = future
@@ -192,6 +195,8 @@ class _Quorum:
             self._go_on_from(state)
 
     def _is_to_repeat(self) -> bool:
+        if self._attached is not self._handle._attached:
+            return False  # another hook has taken its place, and remembers nothing
         return self.has_run and self._step == self._manager.current_step()
 
     # ---- state -----------------------------------------------------------------------------------

@@ -75,6 +75,9 @@ class WrapperProcessGroup(ProcessGroup):
 
     # Asked each time: the ranks of groups like torchft's change.
 
+    #: Of this class alone: a class that overrides rank() knows it by itself.
+    _rank_is_the_parents = True
+
     def rank(self) -> int:
         """This process's rank in the parent; also where the parent itself does not tell."""
         return group_rank(self.parent)

@@ -57,6 +57,39 @@ class Rendezvous:
         self.epoch += 1
         return True
 
+    def wait_for_all(self, purpose: str, rank: int, size: int) -> str | None:
+        """Wait until ranks are here to connect for something, once an epoch.
+
+        Args:
+            purpose: what they connect for; the same on all of them.
+            rank: this process's among those that connect.
+            size: how many connect.
+
+        Returns:
+            None once all are here; or why the step has failed, where a rank has said so before.
+
+        Raises:
+            RuntimeError: not all have come within the group's timeout.
+        """
+        keys = [f"{self._name}/{self.epoch}/{purpose}/{each}" for each in range(size)]
+        self.store.set(keys[rank], "")
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        pause = 0.0005
+        while not self.store.check(keys):
+            reason = self.reason()
+            if reason is not None:
+                return reason
+            if time.monotonic() > deadline:
+                with suppress(RuntimeError):
+                    self.store.delete_key(keys[rank])
+                raise RuntimeError(
+                    f"torch_commhook: not all ranks have come to connect for {purpose!r} within "
+                    f"{self._timeout.total_seconds():g} s, the process group's timeout"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return None
+
     def meet(self) -> dist.Store:
         """Wait until all ranks want to connect anew, at whichever try of each.
 

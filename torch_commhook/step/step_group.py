@@ -368,8 +368,16 @@ class StepGroup:
             second_group(self.group)
 
     def _make(self, name: str, like: dist.ProcessGroup, description: str) -> dist.ProcessGroup:
-        """A group over the ranks of ``like``, and one for its second stages when that is wanted."""
+        """A group over the ranks of ``like``, and one for its second stages when that is wanted.
+
+        Raises:
+            PeerError: a step is under way, and has failed on another rank, which does not come.
+        """
         assert self._rendezvous is not None
+        if self._open:
+            reason = self._rendezvous.wait_for_all(name, like.rank(), like.size())
+            if reason is not None:
+                raise _peer_error(reason)
         own = ConnectedGroup(self._rendezvous.store, name, like, description)
         self._own.append(own)
         itself = weakref.ref(self)

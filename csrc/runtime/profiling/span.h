@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <string>
 
 namespace commhook {
@@ -18,7 +19,12 @@ class ThreadProfiler {
   // That of this thread. Null where nothing records.
   static std::shared_ptr<const ThreadProfiler> current();
 
+  // Whether spans of a thread must end in the reverse order in which they began, on that thread:
+  // markers of NVTX and ITT are no more than "begin" and "end". Only Kineto's may end elsewhere.
+  bool nests() const { return nests_; }
+
   // Gives the profiler to this thread until the guard goes. One that has ended records nothing.
+  // Does nothing where the thread has it already: there the profiler may be stopped meanwhile.
   class Guard {
    public:
     explicit Guard(const ThreadProfiler& profiler);
@@ -29,6 +35,7 @@ class ThreadProfiler {
     Guard& operator=(Guard&&) = delete;
 
    private:
+    bool has_it_ = false;
     at::RecordFunctionTLS callbacks_;
     std::shared_ptr<c10::ThreadLocalDebugInfo> info_;
   };
@@ -38,6 +45,7 @@ class ThreadProfiler {
   // Not kept: a span that outlives the profiler must not write to events that are gone.
   std::weak_ptr<c10::ThreadLocalDebugInfo> info_;
   bool has_info_ = false;
+  bool nests_ = false;
 };
 
 // A span of time under a name. It ends with end(), or else with the object.
@@ -45,7 +53,7 @@ class Span {
  public:
   // Begins on this thread.
   // `is_async`: other spans of this thread may begin or end before it does, or another thread may
-  // end it.
+  // end it. Not recorded where spans nest().
   Span(std::shared_ptr<const ThreadProfiler> profiler, const std::string& name, bool is_async);
   ~Span();
   Span(const Span&) = delete;
@@ -58,7 +66,7 @@ class Span {
 
  private:
   const std::shared_ptr<const ThreadProfiler> profiler_;
-  at::RecordFunction record_;
+  std::optional<at::RecordFunction> record_;
   std::atomic<bool> ended_{false};
 };
 
