@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import TrainerCallback, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerState
 
 from torch_commhook.attachment.handle import HookHandle
 from torch_commhook.attachment.parameters import ddps_of
@@ -78,7 +78,7 @@ class CommHookTrainerCallback(TrainerCallback):  # type: ignore[misc]
             return
         model: nn.Module = kwargs["model"]
         if not trains_shards(model):
-            model = _wrapped(model)
+            model = _wrapped_by_trainer(state) or _wrapped(model)
         if self.handle is not None:
             self.handle.remove()
         options = {"scaler": getattr(kwargs.get("optimizer"), "scaler", None), **self.options}
@@ -137,6 +137,15 @@ class CommHookTrainerCallback(TrainerCallback):  # type: ignore[misc]
     def _come_together(self) -> None:
         if self.handle is not None and self.handle.is_attached:
             self.handle.synchronize()
+
+
+def _wrapped_by_trainer(state: Any) -> nn.Module | None:
+    """What the Trainer of a state trains, which no argument of a callback tells."""
+    for each in gc.get_objects():
+        if issubclass(type(each), Trainer) and getattr(each, "state", None) is state:
+            found: nn.Module = each.model_wrapped
+            return found
+    return None
 
 
 def _wrapped(model: nn.Module) -> nn.Module:
