@@ -127,6 +127,30 @@ def test_a_state(launched: LaunchedRanks, hook: str, tmp_path: Path) -> None:
     assert launched.run(_resumed, hook, str(tmp_path)) == [[True] * 2] * 2
 
 
+def _attached_again(rank: int, folder: str) -> int:
+    """A state where an earlier hook was removed; the steps that the later one goes on from."""
+    from torch_commhook.integrations.accelerate import attach_to
+
+    run = _Run(How())
+    run.steps(Data(rank, 1))
+    run.handle.remove()
+    run.handle = attach_to(run.accelerator, run.model, HOOK)
+    run.steps(Data(rank, 2))
+    run.accelerator.save_state(folder)
+    run.accelerator.wait_for_everyone()
+    other = _Run(How())
+    other.accelerator.load_state(folder)
+    steps: int = other.handle.state_dict()["steps"]
+    for each in (run, other):
+        each.handle.remove()
+    run.accelerator.load_state(folder)  # of a hook that is off
+    return steps
+
+
+def test_a_hook_that_was_attached_again(launched: LaunchedRanks, tmp_path: Path) -> None:
+    assert launched.run(_attached_again, str(tmp_path)) == [2, 2]
+
+
 def _refused(rank: int) -> list[str]:
     from accelerate import Accelerator, DistributedDataParallelKwargs
 

@@ -84,6 +84,7 @@ def _trained(
         "max_steps": STEPS,
         "logger": False,
         "enable_checkpointing": False,
+        "log_every_n_steps": 2,
         **options,
     }
     trainer = pl.Trainer(
@@ -93,7 +94,6 @@ def _trained(
         gradient_clip_val=how.clip,
         callbacks=callbacks,
         default_root_dir=folder,
-        log_every_n_steps=2,
         use_distributed_sampler=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -144,6 +144,41 @@ def test_a_checkpoint(launched: LaunchedRanks, hook: str, tmp_path: Path) -> Non
     assert launched.run(_resumed, hook, str(tmp_path)) == [[True] * 2] * 2
 
 
+def _raised_and_resumed(rank: int, folder: str) -> list[Any]:
+    """One callback in training that raises, and in another that resumes: attached, steps."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from torch_commhook.integrations.lightning import CommHookCallback
+
+    class Raising(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 4:
+                raise RuntimeError("on purpose")
+
+    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    callback = CommHookCallback(HOOK)
+    options = {"enable_checkpointing": True, "callbacks": [callback, saving, Raising()]}
+    with pytest.raises(RuntimeError, match="on purpose"):
+        _trained(rank, "lightning", "plain", None, folder, **options)
+    found: list[Any] = [callback.handle.is_attached]
+    options = {"ckpt_path": f"{folder}/step=3.ckpt", "callbacks": [callback]}
+    _trained(rank, "lightning", "plain", None, folder, **options)
+    return [*found, callback.handle.stats().steps, callback.state_dict()["steps"]]
+
+
+def test_training_that_raised(launched: LaunchedRanks, tmp_path: Path) -> None:
+    assert launched.run(_raised_and_resumed, str(tmp_path)) == [[False, 3, 6]] * 2
+
+
+def test_a_mistake_in_the_expression() -> None:
+    from torch_commhook.integrations.lightning import CommHookCallback
+
+    for arguments in ({"hook": "blokwise()"}, {"hook": "cast()", "shard_hook": "blokwise()"}):
+        with pytest.raises(ValueError, match="did you mean 'blockwise'"):
+            CommHookCallback(**arguments)
+
+
 def _logged(rank: int, folder: str) -> str | None:
     from lightning.pytorch.loggers import CSVLogger
 
@@ -157,6 +192,21 @@ def test_what_a_logger_gets(launched: LaunchedRanks, tmp_path: Path) -> None:
     names = header.split(",")
     assert {f"commhook/{name}" for name in ("bytes_sent_last_step", "relative_error")} <= set(names)
     assert [row.split(",")[names.index("step")] for row in rows] == ["1", "3", "5"]
+
+
+def _logged_by_two(rank: int, folder: str) -> list[str]:
+    from lightning.pytorch.loggers import CSVLogger
+
+    loggers = [CSVLogger(folder, name=name, version=0) for name in ("one", "two")]
+    _trained(rank, "lightning", "plain", HOOK, folder, logger=loggers)
+    _trained(rank, "lightning", "plain", HOOK, folder, logger=loggers[0], log_every_n_steps=0)
+    paths = [Path(folder) / name / "version_0" / "metrics.csv" for name in ("one", "two")]
+    return [] if rank else [path.read_text() for path in paths]
+
+
+def test_what_two_loggers_get(launched: LaunchedRanks, tmp_path: Path) -> None:
+    first, second = launched.run(_logged_by_two, str(tmp_path))[0]
+    assert first == second and "commhook/wire_seconds" in first
 
 
 def _apart(rank: int, folder: str) -> list[Any]:

@@ -46,6 +46,9 @@ def attach_to(
         )
     options = {"scaler": accelerator.scaler, **options}
     handle = attach_wrapped("attach_to", model, hook, _HOW, **options)
+    objects = getattr(accelerator, "_custom_objects", [])
+    # Those of hooks that were removed, or whose model is gone: each would have a file of its own.
+    objects[:] = [each for each in objects if not isinstance(each, _Saved) or each.is_in_use]
     accelerator.register_for_checkpointing(_Saved(handle))
     return handle
 
@@ -56,8 +59,13 @@ class _Saved:
     def __init__(self, handle: HookHandle) -> None:
         self._handle = handle
 
+    @property
+    def is_in_use(self) -> bool:
+        return self._handle.is_attached
+
     def state_dict(self) -> dict[str, Any]:
         return self._handle.state_dict(gather=True)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._handle.load_state_dict(state)
+        if self.is_in_use:
+            self._handle.load_state_dict(state)

@@ -11,7 +11,7 @@ from torch import nn
 
 from torch_commhook.attachment.handle import HookHandle
 from torch_commhook.codecs.base import Codec
-from torch_commhook.integrations.attached_model import attach_wrapped
+from torch_commhook.integrations.attached_model import attach_wrapped, hook_of
 
 try:
     from lightning.pytorch import Callback
@@ -42,6 +42,9 @@ class CommHookCallback(Callback):  # type: ignore[misc]
 
     Attributes:
         handle: of the hook while training runs, and after it; None before.
+
+    Raises:
+        ValueError, TypeError: the expression is none of a hook.
     """
 
     def __init__(
@@ -52,12 +55,19 @@ class CommHookCallback(Callback):  # type: ignore[misc]
         weights: Codec | None = None,
         log: bool = True,
     ) -> None:
-        self.hook = hook
-        self.shard_hook = shard_hook
+        # Read now, so that a mistake is told before training begins.
+        self.hook = hook_of(hook)
+        self.shard_hook = None if shard_hook is None else hook_of(shard_hook)
         self.weights = weights
         self.handle: HookHandle | None = None
         self._logs = log
         self._read: dict[str, Any] | None = None  # of a checkpoint, for a hook to be attached
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Forget an earlier training, and a checkpoint that was read for another purpose."""
+        if stage == "fit":
+            self._take_off()
+            self._read = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach the hook."""
@@ -90,16 +100,18 @@ class CommHookCallback(Callback):  # type: ignore[misc]
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log what the hook has sent."""
-        # A step of the optimizer may take several batches.
+        # A step of the optimizer may take several batches, and a batch steps of several optimizers.
         if (
             self._logs
             and self.handle is not None
-            and trainer.logger is not None
-            and trainer.global_step % trainer.log_every_n_steps == 0
+            and trainer.loggers
+            and trainer._logger_connector.should_update_logs
             and not trainer.fit_loop._should_accumulate()
         ):
-            for logger in trainer.loggers:
-                self.handle.log_to(logger, trainer.global_step - 1)  # as it counts
+            values: dict[str, float] = {}
+            self.handle.log_to(values.update)
+            for logger in trainer.loggers:  # at the step of what self.log() gives them
+                logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Bring ranks together that the hook keeps apart."""
@@ -108,7 +120,15 @@ class CommHookCallback(Callback):  # type: ignore[misc]
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take the hook off."""
-        if stage == "fit" and self.handle is not None:
+        if stage == "fit":
+            self._take_off()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Take the hook off where training ends by an exception."""
+        self._take_off()
+
+    def _take_off(self) -> None:
+        if self.handle is not None:
             self.handle.remove()
 
     def state_dict(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerState
 
 from torch_commhook.attachment.handle import HookHandle
 from torch_commhook.attachment.parameters import ddps_of
 from torch_commhook.attachment.sharded.fsdp import trains_shards
-from torch_commhook.integrations.attached_model import attach_wrapped
+from torch_commhook.integrations.attached_model import attach_wrapped, hook_of
 
 #: In the folder of a checkpoint.
 FILE = "commhook.pt"
@@ -37,12 +38,17 @@ class CommHookTrainerCallback(TrainerCallback):  # type: ignore[misc]
             ``"error_feedback(blockwise(bits=4))"``.
         resume_from: the checkpoint that training is resumed from, where it does not lie in the
             Trainer's ``output_dir``.
+        begin_anew: whether the hook begins with nothing where training is resumed, as from a
+            checkpoint that was made without a hook, or with another one.
         log: whether to add bytes, ratio, error and times of a step to the Trainer's history of
             logs, under ``commhook/``, and to what callbacks after this one log.
-        options: of :func:`torch_commhook.attach`.
+        options: of :func:`torch_commhook.attach`. The scaler is the Trainer's.
 
     Attributes:
         handle: of the hook while training runs, and after it; None before.
+
+    Raises:
+        ValueError, TypeError: the expression is none of a hook.
     """
 
     def __init__(
@@ -50,11 +56,13 @@ class CommHookTrainerCallback(TrainerCallback):  # type: ignore[misc]
         hook: str | Callable[..., Any],
         *,
         resume_from: str | Path | None = None,
+        begin_anew: bool = False,
         log: bool = True,
         **options: Any,
     ) -> None:
-        self.hook = hook
+        self.hook = hook_of(hook)  # now, so that a mistake is told before training begins
         self.resume_from = None if resume_from is None else Path(resume_from)
+        self.begin_anew = begin_anew
         self.options = options
         self.handle: HookHandle | None = None
         self._logs = log
@@ -70,22 +78,36 @@ class CommHookTrainerCallback(TrainerCallback):  # type: ignore[misc]
             return
         model: nn.Module = kwargs["model"]
         if not trains_shards(model):
-            model = _wrapped(model)
+            model = _wrapped_by_trainer(state) or _wrapped(model)
         if self.handle is not None:
             self.handle.remove()
-        self.handle = attach_wrapped(
-            "CommHookTrainerCallback", model, self.hook, _HOW, **self.options
-        )
-        if state.global_step > 0:
-            folder = self.resume_from or _folder(args, state)
+        options = {"scaler": getattr(kwargs.get("optimizer"), "scaler", None), **self.options}
+        self.handle = attach_wrapped("CommHookTrainerCallback", model, self.hook, _HOW, **options)
+        if state.global_step > 0 and not self.begin_anew:
+            self._go_on(args, state)
+
+    def _go_on(self, args: Any, state: Any) -> None:
+        """Read what the hook remembers: all ranks, or none where one has no file."""
+        assert self.handle is not None
+        read, error = None, None
+        try:
+            folder = self.resume_from or _folder_of(args, state)
             if not (folder / FILE).exists():
                 raise RuntimeError(
                     f"CommHookTrainerCallback: training is resumed at step {state.global_step}, "
                     f"and {folder} has no {FILE} to go on from; give resume_from= the folder of "
-                    "the checkpoint"
+                    "the checkpoint, or begin_anew=True for a checkpoint without a hook"
                 )
             read = torch.load(folder / FILE, map_location="cpu", weights_only=True)
-            self.handle.load_state_dict(read)
+        except Exception as raised:
+            error = raised
+        try:
+            self.handle.load_state_dict(read)  # type: ignore[arg-type]  # None is refused
+        except Exception:
+            if error is None:
+                raise
+        if error is not None:
+            raise error
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save what the hook remembers on all ranks."""
@@ -96,7 +118,9 @@ class CommHookTrainerCallback(TrainerCallback):  # type: ignore[misc]
             torch.save(gathered, _folder(args, state) / FILE)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Add what the hook has sent."""
+        """Add what the hook has sent. The last log comes before the best model is loaded."""
+        if logs is not None and "train_runtime" in logs:
+            self._come_together()
         if self._logs and logs is not None and self.handle is not None:
             written = dict(logs)
             self.handle.log_to(written.update)
@@ -106,9 +130,22 @@ class CommHookTrainerCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Bring ranks together that the hook keeps apart, and take the hook off."""
+        self._come_together()
+        if self.handle is not None:
+            self.handle.remove()
+
+    def _come_together(self) -> None:
         if self.handle is not None and self.handle.is_attached:
             self.handle.synchronize()
-            self.handle.remove()
+
+
+def _wrapped_by_trainer(state: Any) -> nn.Module | None:
+    """What the Trainer of a state trains, which no argument of a callback tells."""
+    for each in gc.get_objects():
+        if issubclass(type(each), Trainer) and getattr(each, "state", None) is state:
+            found: nn.Module = each.model_wrapped
+            return found
+    return None
 
 
 def _wrapped(model: nn.Module) -> nn.Module:
@@ -124,6 +161,24 @@ def _wrapped(model: nn.Module) -> nn.Module:
             "one that trains cannot be told; delete those of earlier training"
         )
     return found[0] if found else model
+
+
+def _folder_of(args: Any, state: Any) -> Path:
+    """The folder of the checkpoint that training is resumed from, which the Trainer does not tell.
+
+    Raises:
+        RuntimeError: the one in ``output_dir`` is of another training.
+    """
+    folder = _folder(args, state)
+    path = folder / "trainer_state.json"
+    if path.exists():
+        logs = (TrainerState.load_from_json(str(path)).log_history, state.log_history)
+        if len({json.dumps(each) for each in logs}) > 1:
+            raise RuntimeError(
+                f"CommHookTrainerCallback: training is resumed at step {state.global_step}, and "
+                f"{folder} is of another training; give resume_from= the folder of the checkpoint"
+            )
+    return folder
 
 
 def _folder(args: Any, state: Any) -> Path:
