@@ -179,6 +179,27 @@ def test_a_mistake_in_the_expression() -> None:
             CommHookCallback(**arguments)
 
 
+def _from_a_checkpoint_without_a_hook(rank: int, folder: str) -> list[bool]:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    options = {"enable_checkpointing": True}
+    _trained(rank, "lightning", "plain", None, folder, callbacks=[saving], **options)
+    found = []
+    for hook in (HOOK, "allreduce()"):  # which has nothing to remember
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            path = f"{folder}/step=3.ckpt"
+            _trained(rank, "lightning", "plain", hook, folder, ckpt_path=path, **options)
+        found.append(any("was made without this callback" in str(each.message) for each in caught))
+    return found
+
+
+def test_a_checkpoint_without_a_hook(launched: LaunchedRanks, tmp_path: Path) -> None:
+    found = launched.run(_from_a_checkpoint_without_a_hook, str(tmp_path))
+    assert found == [[True, False]] * 2
+
+
 def _logged(rank: int, folder: str) -> str | None:
     from lightning.pytorch.loggers import CSVLogger
 

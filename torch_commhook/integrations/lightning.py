@@ -94,6 +94,12 @@ class CommHookCallback(Callback):  # type: ignore[misc]
         )
         if self._read:
             self.handle.load_state_dict(self._read)
+        elif trainer.ckpt_path is not None and self.handle.state_dict():
+            warnings.warn(
+                f"CommHookCallback: {trainer.ckpt_path} was made without this callback, so the "
+                "hook begins with nothing that it remembers",
+                stacklevel=2,
+            )
         self._read = None
 
     def on_train_batch_end(
