@@ -126,13 +126,19 @@ def test_the_other_package(launched: LaunchedRanks, tmp_path: Path) -> None:
     assert launched.run(_as_a_loop, "pytorch_lightning", "all", str(tmp_path)) == [[True] * 4] * 2
 
 
-def _resumed(rank: int, hook: str, folder: str) -> list[bool]:
-    """From a checkpoint in the middle; DDP keeps its first buckets where some may be unused."""
+def _saving(folder: str) -> Any:
+    """Saves a checkpoint each third step."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    return ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+
+
+def _resumed(rank: int, hook: str, folder: str) -> list[bool]:
+    """From a checkpoint in the middle; DDP keeps its first buckets where some may be unused."""
     options = {"strategy": "ddp_find_unused_parameters_true", "enable_checkpointing": True}
-    straight = _trained(rank, "lightning", "plain", hook, folder, callbacks=[saving], **options)
+    straight = _trained(
+        rank, "lightning", "plain", hook, folder, callbacks=[_saving(folder)], **options
+    )
     path = f"{folder}/step=3.ckpt"
     resumed = _trained(rank, "lightning", "plain", hook, folder, ckpt_path=path, **options)
     state = torch.load(path, weights_only=False)["callbacks"]["CommHookCallback"]
@@ -147,7 +153,6 @@ def test_a_checkpoint(launched: LaunchedRanks, hook: str, tmp_path: Path) -> Non
 def _raised_and_resumed(rank: int, folder: str) -> list[Any]:
     """One callback in training that raises, and in another that resumes: attached, steps."""
     import lightning.pytorch as pl
-    from lightning.pytorch.callbacks import ModelCheckpoint
 
     from torch_commhook.integrations.lightning import CommHookCallback
 
@@ -156,9 +161,8 @@ def _raised_and_resumed(rank: int, folder: str) -> list[Any]:
             if trainer.global_step == 4:
                 raise RuntimeError("on purpose")
 
-    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
     callback = CommHookCallback(HOOK)
-    options = {"enable_checkpointing": True, "callbacks": [callback, saving, Raising()]}
+    options = {"enable_checkpointing": True, "callbacks": [callback, _saving(folder), Raising()]}
     with pytest.raises(RuntimeError, match="on purpose"):
         _trained(rank, "lightning", "plain", None, folder, **options)
     found: list[Any] = [callback.handle.is_attached]
@@ -180,11 +184,8 @@ def test_a_mistake_in_the_expression() -> None:
 
 
 def _from_a_checkpoint_without_a_hook(rank: int, folder: str) -> list[bool]:
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
     options = {"enable_checkpointing": True}
-    _trained(rank, "lightning", "plain", None, folder, callbacks=[saving], **options)
+    _trained(rank, "lightning", "plain", None, folder, callbacks=[_saving(folder)], **options)
     found = []
     for hook in (HOOK, "allreduce()"):  # which has nothing to remember
         with warnings.catch_warnings(record=True) as caught:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import pickle
+import re
 import time
 import traceback
+import urllib.request
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -95,6 +97,17 @@ class Meeting:
         for event in events:
             assert event.wait(SECONDS)
 
+    def wait_until_lighthouse_says(self, pattern: str) -> None:
+        """Wait for what the lighthouse shows on its page."""
+        deadline = time.monotonic() + SECONDS
+        while True:
+            with urllib.request.urlopen(f"{self.lighthouse}/status", timeout=SECONDS) as page:
+                text = page.read().decode()
+            if re.search(pattern, text):
+                return
+            assert time.monotonic() < deadline, f"{pattern} is not in {text}"
+            time.sleep(0.05)
+
 
 def train(replica: Replica, meeting: Meeting) -> Result:
     """Train to the last step, or to the replica's end."""
@@ -132,14 +145,16 @@ def train(replica: Replica, meeting: Meeting) -> Result:
     )
     hook = replica.hook(manager) if callable(replica.hook) else replica.hook
     handle = attach_to(manager, model, hook, bucket_cap_mb=BUCKET_CAP_MB)
-    time.sleep(0.5)  # until the lighthouse knows of it, which then waits for it
+    # A lighthouse waits for a replica that it knows of.
+    meeting.wait_until_lighthouse_says(re.escape(store.get("replica_id").decode()) + ": seen")
     (meeting.back if replica.joins else meeting.here[replica.number]).set()
     meeting.wait(meeting.here)
     while manager.current_step() < STEPS:
-        if manager.current_step() == BACK:
+        if manager.current_step() == BACK and not meeting.back.is_set():  # a survivor
             meeting.was_alone.set()
             meeting.wait([meeting.back])
-            time.sleep(1.0)  # or the lighthouse takes those alone that it had before
+            # The lighthouse takes those alone that it had before, if they come first.
+            meeting.wait_until_lighthouse_says(r"\[1/1 participants healthy\]")
         manager.start_quorum()
         optimizer.zero_grad()
         step = manager.current_step()

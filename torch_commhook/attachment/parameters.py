@@ -206,7 +206,7 @@ def check_not_in_ddp(parameters: Sequence[tuple[str, Tensor]], *, attached: bool
                     "DistributedDataParallel, too, which was made after the hook was attached, or "
                     "by replicate(); remove() the hook, and attach it to that DDP"
                 )
-            around = next(iter(ddps_of(parameter)), None)
+            around = _ddp_of(parameter)
             which = "" if around is None else f", the one around {class_name(around.module)}"
             raise RuntimeError(
                 f"attach: the gradient of parameter '{name}' is averaged by a "
@@ -216,12 +216,12 @@ def check_not_in_ddp(parameters: Sequence[tuple[str, Tensor]], *, attached: bool
             )
 
 
-def ddps_of(parameter: Tensor) -> list[DistributedDataParallel]:
-    """Each DDP that has a parameter, as far as the garbage collector knows of it."""
+def _ddp_of(parameter: Tensor) -> DistributedDataParallel | None:
+    """The DDP that has a parameter, as far as the garbage collector knows of one."""
     found: list[DistributedDataParallel] = [
         each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)
     ]
-    return [ddp for ddp in found if any(p is parameter for p in ddp.parameters())]
+    return next((ddp for ddp in found if any(p is parameter for p in ddp.parameters())), None)
 
 
 _Owners = list[tuple["weakref.ref[nn.Module]", Callable[[], "str | None"]]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,23 @@ def hook_of(hook: str | Callable[..., Any]) -> Callable[..., Any]:
     if parsed is None:
         raise ValueError(f"a hook must be given, got {hook!r}")
     return parsed
+
+
+def is_alone(where: str, ranks: int) -> bool:
+    """Whether training has one process and no process group; if so, warns that no hook is attached.
+
+    Args:
+        where: names the integration in the warning.
+        ranks: the framework's number of ranks.
+    """
+    if ranks > 1 or dist.is_initialized():
+        return False
+    warnings.warn(
+        f"{where}: training runs in one process, whose gradients go nowhere; the hook is not "
+        "attached",
+        stacklevel=3,
+    )
+    return True
 
 
 def attach_wrapped(

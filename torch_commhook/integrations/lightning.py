@@ -6,12 +6,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from torch_commhook.attachment.handle import HookHandle
 from torch_commhook.codecs.base import Codec
-from torch_commhook.integrations.attached_model import attach_wrapped, hook_of
+from torch_commhook.integrations.attached_model import attach_wrapped, hook_of, is_alone
 
 try:
     from lightning.pytorch import Callback
@@ -71,12 +70,7 @@ class CommHookCallback(Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach the hook."""
-        if trainer.world_size == 1 and not dist.is_initialized():
-            warnings.warn(
-                "CommHookCallback: training runs in one process, whose gradients go nowhere; the "
-                "hook is not attached",
-                stacklevel=2,
-            )
+        if is_alone("CommHookCallback", trainer.world_size):
             return
         if getattr(trainer.strategy, "_ddp_comm_hook", None) is not None:
             raise ValueError(

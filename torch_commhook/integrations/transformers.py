@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import gc
 import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerState
 
 from torch_commhook.attachment.handle import HookHandle
-from torch_commhook.attachment.parameters import ddps_of
 from torch_commhook.attachment.sharded.fsdp import trains_shards
-from torch_commhook.integrations.attached_model import attach_wrapped, hook_of
+from torch_commhook.integrations.attached_model import attach_wrapped, hook_of, is_alone
 
 #: In the folder of a checkpoint.
 FILE = "commhook.pt"
@@ -69,16 +66,11 @@ class CommHookTrainerCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach the hook."""
-        if args.world_size == 1 and not dist.is_initialized():
-            warnings.warn(
-                "CommHookTrainerCallback: training runs in one process, whose gradients go "
-                "nowhere; the hook is not attached",
-                stacklevel=2,
-            )
+        if is_alone("CommHookTrainerCallback", args.world_size):
             return
         model: nn.Module = kwargs["model"]
         if not trains_shards(model):
-            model = _wrapped_by_trainer(state) or _wrapped(model)
+            model = _wrapped_by_trainer(state) or model
         if self.handle is not None:
             self.handle.remove()
         options = {"scaler": getattr(kwargs.get("optimizer"), "scaler", None), **self.options}
@@ -146,21 +138,6 @@ def _wrapped_by_trainer(state: Any) -> nn.Module | None:
             found: nn.Module = each.model_wrapped
             return found
     return None
-
-
-def _wrapped(model: nn.Module) -> nn.Module:
-    """The DDP around a model, or else the model."""
-    found = ddps_of(next(model.parameters()))
-    if len(found) > 1:
-        del found
-        gc.collect()  # one may be of an earlier training
-        found = ddps_of(next(model.parameters()))
-    if len(found) > 1:
-        raise RuntimeError(
-            "CommHookTrainerCallback: the model is in several DistributedDataParallel, so that the "
-            "one that trains cannot be told; delete those of earlier training"
-        )
-    return found[0] if found else model
 
 
 def _folder_of(args: Any, state: Any) -> Path:
