@@ -53,8 +53,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-#: What PyTorch and Python keep until the process ends: compiling, and following shared memory.
-KEPT = ("compile_worker", "resource_tracker", "_read_thread", "InductorSubproc")
+#: What PyTorch, Python and tqdm keep until the process ends: compiling, following shared memory,
+#: and watching progress bars.
+KEPT = ("compile_worker", "resource_tracker", "_read_thread", "InductorSubproc", "tqdm_monitor")
 
 
 def _children() -> set[str]:
