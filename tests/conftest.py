@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import threading
@@ -18,10 +17,10 @@ import torch.distributed as dist
 from gil_calls import CannotCountError, build
 from kernel_device import cuda_kernels, kernel_device  # noqa: F401  (fixtures)
 from long_tests import LONG_TESTS, UNKNOWN_LONG_TESTS
+from optimizer_hooks import listeners
 from rank_pool import RankPool, collect_less, forget_python_reducer
 from torch._dynamo.utils import counters
 from torch.distributed import distributed_c10d
-from torch.optim import optimizer as torch_optimizer
 
 import torch_commhook  # noqa: F401  (registers torch.ops.commhook)
 
@@ -171,10 +170,18 @@ def run_ranks_restores() -> Iterator[None]:
 
 
 @pytest.fixture
-def no_hook_on_optimizers_left() -> Iterator[None]:
+def no_hook_on_optimizers_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """What listens to all optimizers goes with the last hook that counts their steps."""
+    pools: list[RankPool] = [
+        request.getfixturevalue(name)
+        for name in ("two_ranks", "three_ranks")
+        if name in request.fixturenames
+    ]
+
+    def found() -> list[set[int]]:
+        return [listeners(), *(each for pool in pools for each in pool.run(listeners))]
+
+    # Something else in this process may keep a model of another test.
+    before = found()
     yield
-    if torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks:
-        gc.collect()
-    assert not torch_optimizer._global_optimizer_pre_hooks
-    assert not torch_optimizer._global_optimizer_post_hooks
+    assert [now - then for now, then in zip(found(), before, strict=True)] == [set()] * len(before)
