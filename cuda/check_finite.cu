@@ -31,8 +31,10 @@ void launch_check_finite(c10::ArrayRef<Segment<const void>> segments, const at::
   }
   const auto stream = c10::cuda::getCurrentCUDAStream();
   auto* data = reinterpret_cast<unsigned long long*>(count.mutable_data_ptr<int64_t>());
-  for_each_table(segments, [&](const auto& table, int64_t, Grid grid) {
-    check_finite_kernel<<<grid.blocks, kThreads, 0, stream>>>(table, grid.run, data);
+  for_each_table(segments, [&](const auto& table, int64_t) {
+    constexpr int kCapacity = std::decay_t<decltype(table)>::kCapacity;
+    const auto grid = grid_of(check_finite_kernel<kCapacity>, table.total);
+    check_finite_kernel<kCapacity><<<grid.blocks, kThreads, 0, stream>>>(table, grid.run, data);
   });
 }
 

@@ -26,8 +26,11 @@ void launch_flatten(c10::ArrayRef<Segment<const void>> segments, double scale,
   const auto stream = c10::cuda::getCurrentCUDAStream();
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, buffer.scalar_type(), "flatten", [&] {
     auto* data = buffer.mutable_data_ptr<scalar_t>();
-    for_each_table(segments, [&](const auto& table, int64_t offset, Grid grid) {
-      flatten_kernel<<<grid.blocks, kThreads, 0, stream>>>(table, data + offset, scale, grid.run);
+    for_each_table(segments, [&](const auto& table, int64_t offset) {
+      constexpr int kCapacity = std::decay_t<decltype(table)>::kCapacity;
+      const auto grid = grid_of(flatten_kernel<scalar_t, kCapacity>, table.total);
+      flatten_kernel<scalar_t, kCapacity>
+          <<<grid.blocks, kThreads, 0, stream>>>(table, data + offset, scale, grid.run);
     });
   });
 }

@@ -86,14 +86,16 @@ void launch_flatten_stats(c10::ArrayRef<Segment<const void>> segments, double sc
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, buffer.scalar_type(), "flatten_stats", [&] {
         auto* data = buffer.mutable_data_ptr<scalar_t>();
-        for_each_table(segments, [&](const auto& table, int64_t offset, Grid grid) {
+        for_each_table(segments, [&](const auto& table, int64_t offset) {
+          constexpr int kCapacity = std::decay_t<decltype(table)>::kCapacity;
+          const auto grid = grid_of(flatten_stats_kernel<scalar_t, kCapacity>, table.total);
           // From the caching allocator, so that it is safe in a CUDA graph; once freed, it can only
           // go to work that follows on this stream.
           const auto workspace = at::empty({static_cast<int64_t>(grid.blocks * sizeof(Partial))},
                                            buffer.options().dtype(at::kByte));
           auto* partials = static_cast<Partial*>(workspace.mutable_data_ptr());
-          flatten_stats_kernel<<<grid.blocks, kThreads, 0, stream>>>(table, data + offset, scale,
-                                                                     grid.run, partials);
+          flatten_stats_kernel<scalar_t, kCapacity><<<grid.blocks, kThreads, 0, stream>>>(
+              table, data + offset, scale, grid.run, partials);
           C10_CUDA_KERNEL_LAUNCH_CHECK();
           flatten_stats_sum_kernel<<<1, kThreads, 0, stream>>>(
               partials, static_cast<int>(grid.blocks), offset == 0,

@@ -5,9 +5,14 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <limits>
+#include <map>
+#include <mutex>
+#include <tuple>
 
 #include "tensor_table.h"
 
@@ -39,14 +44,42 @@ struct Grid {
   int run;  // elements of a warp
 };
 
-// Those that the device has room for at once.
+// Warps that the device has room for at once, whatever registers and shared memory they take.
 inline int64_t warps_of_a_wave() {
   const auto* device = at::cuda::getCurrentDeviceProperties();
   return int64_t{device->multiProcessorCount} * (device->maxThreadsPerMultiProcessor / kWarpSize);
 }
 
-inline Grid grid_of(int64_t total) {
-  const int run = run_length(total, warps_of_a_wave());
+// Warps of a kernel that the device has room for at once, in blocks of `threads` that ask for
+// `shared_bytes` at the launch. The answer is kept for each device and kernel, since the driver
+// computes it anew.
+inline int64_t warps_of_a_wave(const void* kernel, int threads, size_t shared_bytes = 0) {
+  using Key = std::tuple<c10::DeviceIndex, const void*, int, size_t>;
+  static std::mutex mutex;
+  static std::map<Key, int64_t> known;
+  const Key key{c10::cuda::current_device(), kernel, threads, shared_bytes};
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto found = known.find(key);
+  if (found == known.end()) {
+    int blocks = 0;  // of a multiprocessor
+    C10_CUDA_CHECK(
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared_bytes));
+    const int64_t all =
+        int64_t{std::max(blocks, 1)} * at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+    found = known.emplace(key, all * (threads / kWarpSize)).first;
+  }
+  return found->second;
+}
+
+template <typename... Arguments>
+int64_t warps_of_a_wave(void (*kernel)(Arguments...), int threads, size_t shared_bytes = 0) {
+  return warps_of_a_wave(reinterpret_cast<const void*>(kernel), threads, shared_bytes);
+}
+
+// kernel: takes `total` elements in runs, by blocks of kThreads.
+template <typename... Arguments>
+Grid grid_of(void (*kernel)(Arguments...), int64_t total) {
+  const int run = run_length(total, warps_of_a_wave(kernel, kThreads));
   const int64_t blocks = block_count(total, run);
   TORCH_CHECK(blocks <= std::numeric_limits<int>::max(), "bucket: tensors must hold at most ",
               int64_t{std::numeric_limits<int>::max()} * kWarpsPerBlock * run,
@@ -62,13 +95,13 @@ void for_each_table_of(c10::ArrayRef<Segment<Data>> segments, const Launch& laun
   int64_t offset = 0;
   while (!segments.empty()) {
     segments = segments.slice(fill_table(table, segments.data(), segments.size()));
-    launch(table, offset, grid_of(table.total));
+    launch(table, offset);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
     offset += table.total;
   }
 }
 
-// Calls launch(table, offset, grid) for the fewest tables that hold the segments. offset: position
+// Calls launch(table, offset) for the fewest tables that hold the segments. offset: position
 // of the table's first element in the bucket.
 template <typename Data, typename Launch>
 void for_each_table(c10::ArrayRef<Segment<Data>> segments, const Launch& launch) {

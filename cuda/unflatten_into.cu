@@ -26,9 +26,11 @@ void launch_unflatten_into(const at::Tensor& buffer, c10::ArrayRef<Segment<void>
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, buffer.scalar_type(), "unflatten_into", [&] {
         const auto* data = buffer.const_data_ptr<scalar_t>();
-        for_each_table(segments, [&](const auto& table, int64_t offset, Grid grid) {
-          unflatten_into_kernel<<<grid.blocks, kThreads, 0, stream>>>(table, data + offset, scale,
-                                                                      grid.run);
+        for_each_table(segments, [&](const auto& table, int64_t offset) {
+          constexpr int kCapacity = std::decay_t<decltype(table)>::kCapacity;
+          const auto grid = grid_of(unflatten_into_kernel<scalar_t, kCapacity>, table.total);
+          unflatten_into_kernel<scalar_t, kCapacity>
+              <<<grid.blocks, kThreads, 0, stream>>>(table, data + offset, scale, grid.run);
         });
       });
 }

@@ -6,6 +6,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <numeric>
@@ -27,6 +28,7 @@ Dim gridDim;
 namespace on_host {
 
 Properties properties{2, 2048};
+int8_t device = 0;
 
 namespace {
 
@@ -245,6 +247,9 @@ void set_warps(int64_t warps) {
   const auto multiprocessors = std::max<int64_t>(warps / kMost, 1);
   properties = {static_cast<int>(multiprocessors),
                 static_cast<int>(warps / multiprocessors * kLanes)};
+  static std::map<int64_t, int8_t> devices;
+  device = devices.emplace(warps, static_cast<int8_t>(devices.size() + 1)).first->second;
+  TORCH_CHECK(devices.size() < INT8_MAX, "on_host: too many devices");
 }
 
 TORCH_LIBRARY_FRAGMENT(commhook_on_host, m) {

@@ -117,8 +117,9 @@ struct Properties {
   int multiProcessorCount;
   int maxThreadsPerMultiProcessor;
 };
-// Of the device that is played (set_warps).
+// Of the device that is played, and its number, another one for each number of warps (set_warps).
 extern Properties properties;
+extern int8_t device;
 struct Guard {
   template <typename Device>
   explicit Guard(const Device&) {}
@@ -129,7 +130,15 @@ namespace at::cuda {
 inline const on_host::Properties* getCurrentDeviceProperties() { return &on_host::properties; }
 }  // namespace at::cuda
 
+// The threads alone limit the blocks, not registers or shared memory.
+inline int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void* /*kernel*/,
+                                                         int threads, size_t /*shared_bytes*/) {
+  *blocks = on_host::properties.maxThreadsPerMultiProcessor / threads;
+  return 0;
+}
+
 namespace c10::cuda {
 using CUDAGuard = on_host::Guard;
+inline int8_t current_device() { return on_host::device; }
 inline int getCurrentCUDAStream() { return 0; }
 }  // namespace c10::cuda
