@@ -180,56 +180,6 @@ void with_tables_of_chunks(c10::ArrayRef<Segment<Data>> segments, const codecs::
   }
 }
 
-// Calls launch(table, first tile) for tables of whole tiles, of `values` each, that together hold
-// all segments. False, and nothing is launched, where a tile has more tensors than a table.
-template <int kCapacity, typename Data, typename Launch>
-bool with_tables_of(c10::ArrayRef<Segment<Data>> segments, int64_t values, const Launch& launch) {
-  TensorTable<Data, kCapacity> table;
-  if (segments.size() <= kCapacity) {
-    fill_table(table, segments.data(), segments.size());
-    launch(table, 0);
-    return true;
-  }
-  const auto windows = windows_of(segments.data(), segments.size(), kCapacity, values);
-  for (const auto& window : windows) {
-    fill_table(table, window.segments.data(), window.segments.size());
-    launch(table, window.first / values);
-  }
-  return !windows.empty();
-}
-
-// The same for the fewest tables. Where none will do, the elements are moved through one flat
-// tensor, with `options`.
-template <typename Data, typename Launch>
-void with_tables(c10::ArrayRef<Segment<Data>> segments, int64_t values,
-                 const at::TensorOptions& options, const Launch& launch) {
-  const auto count = segments.size();
-  bool is_done = false;
-#if CUDART_VERSION >= 12010
-  if (count > kMediumTable && has_large_arguments()) {
-    is_done = with_tables_of<kLongTable>(segments, values, launch);
-  } else if (count > kShortTable && has_large_arguments()) {
-    is_done = with_tables_of<kMediumTable>(segments, values, launch);
-  }
-#endif
-  if (is_done || with_tables_of<kShortTable>(segments, values, launch)) {
-    return;
-  }
-  int64_t total = 0;
-  for (const auto& segment : segments) {
-    total += segment.numel;
-  }
-  const auto flat = at::empty({total}, options.dtype(at::kFloat));
-  const Segment<Data> whole{flat.mutable_data_ptr(), total, Dtype::kFloat};
-  if constexpr (std::is_const_v<Data>) {
-    launch_flatten(segments, 1.0, flat);
-    with_tables_of<kShortTable>(c10::ArrayRef<Segment<Data>>(whole), values, launch);
-  } else {
-    with_tables_of<kShortTable>(c10::ArrayRef<Segment<Data>>(whole), values, launch);
-    launch_unflatten_into(flat, segments, 1.0);
-  }
-}
-
 inline const int64_t* seed_of(const std::optional<at::Tensor>& rounding) {
   return codecs::is_there(rounding) ? rounding->const_data_ptr<int64_t>() : nullptr;
 }

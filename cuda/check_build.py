@@ -32,8 +32,6 @@ NAMESPACE = "commhook"
 #: Kernels with no walk over values: why they need no vectors.
 WITHOUT_VECTORS = {
     "flatten_stats_sum_kernel": "adds up one number for each block of threads",
-    "find_bin_kernel": "looks at 2,048 counts",
-    "add_up_parts_kernel": "adds up two numbers for each 4,096 values",
     "add_entries_kernel": "writes where a message's indices say",
     "take_entries_kernel": "reads at random places",
     "put_entries_kernel": "writes at random places",
@@ -44,7 +42,7 @@ WRITING = (
     "flatten_stats_kernel",
     "unflatten_into_kernel",
     "decode_kernel",
-    "compensate_kernel",
+    "compensate_count_kernel",
     "compensate_finite_kernel",
     "encode_kernel",
     "reduce_kernel",

@@ -4,6 +4,8 @@
 #include <ATen/ATen.h>
 #include <c10/cuda/CUDAGuard.h>
 
+#include <algorithm>
+
 #include "bucket_launch.h"
 #include "ops/bucket/bucket.h"
 #include "partition.h"
@@ -12,15 +14,19 @@
 
 namespace commhook::cuda {
 
-inline at::Tensor flat_of(const char* op, at::TensorList tensors) {
-  auto flat = at::empty({total_numel(tensors)}, tensors[0].options().dtype(at::kFloat));
-  launch_flatten(Sources(op, tensors).segments(), 1.0, flat);
-  return flat;
-}
-
-inline void give_flat(const char* op, const at::Tensor& flat, at::TensorList tensors) {
+// Writes flat values, times a scale, into tensors.
+inline void give_flat(const char* op, const at::Tensor& flat, at::TensorList tensors,
+                      float scale = 1.0f) {
   const Destinations destinations(op, tensors);
-  launch_unflatten_into(flat, destinations.segments(), 1.0);
+  // A float64 tensor, too, takes the product of float32.
+  const bool takes_product = std::any_of(tensors.begin(), tensors.end(), [](const auto& tensor) {
+    return tensor.scalar_type() == at::kDouble;
+  });
+  if (scale != 1.0f && takes_product) {
+    flat.mul_(static_cast<double>(scale));
+    scale = 1.0f;
+  }
+  launch_unflatten_into(flat, destinations.segments(), scale);
   destinations.finish();
 }
 
@@ -32,24 +38,6 @@ __device__ void for_each_quad(int64_t numel, const Visit& visit) {
        first += stride) {
     visit(first);
   }
-}
-
-// p = values * scale + error, of four values. error: null for none.
-__device__ inline Quad compensated_quad(const float* values, float scale, const float* error,
-                                        int64_t first, int64_t numel) {
-  Quad p = quad_at(values, first, numel, true);
-  Quad lost = {};
-  if (error != nullptr) {
-    lost = quad_at(error, first, numel, is_aligned_for_quads(error));
-  }
-#pragma unroll
-  for (int i = 0; i < kQuadValues; ++i) {
-    p.values[i] = p.values[i] * scale;
-    if (error != nullptr) {
-      p.values[i] = p.values[i] + lost.values[i];
-    }
-  }
-  return p;
 }
 
 }  // namespace commhook::cuda

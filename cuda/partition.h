@@ -103,8 +103,9 @@ COMMHOOK_HOST_DEVICE uint32_t funnel_shift(uint32_t low, uint32_t high, int bits
 }
 
 // The bytes from `shift` on, counted from the first byte of `first`; shift is below the size of a
-// granule. Every index is a constant: arrays then stay in registers.
-template <int kWords>
+// granule, and a multiple of kElement bytes. Every index is a constant: arrays then stay in
+// registers.
+template <int kElement, int kWords>
 COMMHOOK_HOST_DEVICE Granule<kWords> realign(const Granule<kWords>& first,
                                              const Granule<kWords>& second, int shift) {
   uint32_t words[2 * kWords];
@@ -114,18 +115,17 @@ COMMHOOK_HOST_DEVICE Granule<kWords> realign(const Granule<kWords>& first,
     words[kWords + i] = second.words[i];
   }
 #pragma unroll
-  for (int step = kWords / 2; step > 0; step /= 2) {
-    if ((shift / 4 & step) != 0) {
+  for (int step = kWords / 2; step > 0 && 4 * step >= kElement; step /= 2) {
+    const bool is_past = (shift / 4 & step) != 0;
 #pragma unroll
-      for (int i = 0; i + step < 2 * kWords; ++i) {
-        words[i] = words[i + step];
-      }
+    for (int i = 0; i + step < 2 * kWords; ++i) {
+      words[i] = is_past ? words[i + step] : words[i];
     }
   }
   Granule<kWords> result;
 #pragma unroll
   for (int i = 0; i < kWords; ++i) {
-    result.words[i] = funnel_shift(words[i], words[i + 1], shift % 4 * 8);
+    result.words[i] = kElement < 4 ? funnel_shift(words[i], words[i + 1], shift % 4 * 8) : words[i];
   }
   return result;
 }

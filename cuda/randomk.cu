@@ -1,12 +1,9 @@
 // Values at random places, on CUDA: a pass over all values, which writes the error and looks for
-// what is not finite, then one over the entries of the message.
+// values that are not finite, then one over the entries of the message.
 #include <torch/library.h>
 
-#include <algorithm>
-
-#include "error_launch.h"
+#include "compensate.cuh"
 #include "flat.cuh"
-#include "launch.cuh"
 #include "ops/codecs/codec_checks.h"
 #include "ops/codecs/float_bits.h"
 #include "ops/codecs/randomk.h"
@@ -14,30 +11,25 @@
 namespace commhook::cuda {
 namespace {
 
-// p = values * scale + error, over the values; over the error too, but 0 where p is not finite.
-// error: null for none.
+// Writes p, and notes whether a value is not finite, which becomes 0 in the error.
+template <int kCapacity, ErrorKind kKind>
 __global__ void __launch_bounds__(kThreads)
-    compensate_finite_kernel(float* values, int64_t numel, float scale, float* error,
-                             int32_t* has_nonfinite) {
-  const bool is_aligned = is_aligned_for_quads(error);
-  for_each_quad(numel, [&](int64_t first) {
-    const Quad p = compensated_quad(values, scale, error, first, numel);
-    Quad lost;
-    bool is_finite = true;
+    compensate_finite_kernel(const __grid_constant__ TensorTable<const void, kCapacity> table,
+                             CompensationPart part, int32_t* has_nonfinite) {
+  __shared__ Quad tiles[kBlockTileQuads];
+  bool is_finite = true;
+  for_each_compensated_tile<kKind, false>(table, part, tiles, [&](int64_t, const TileQuads& p) {
 #pragma unroll
-    for (int i = 0; i < kQuadValues; ++i) {
-      const bool is_own = (bits_of(p.values[i]) & kAbsolute) < kInfinity;
-      lost.values[i] = is_own ? p.values[i] : 0.0f;
-      is_finite = is_finite && (is_own || first + i >= numel);
-    }
-    put_quad(p, values, first, numel, true);
-    if (error != nullptr) {
-      put_quad(lost, error, first, numel, is_aligned);
-    }
-    if (!is_finite) {
-      *has_nonfinite = 1;  // all that write here write the same
+    for (int k = 0; k < kTileQuads; ++k) {
+#pragma unroll
+      for (int i = 0; i < kQuadValues; ++i) {
+        is_finite = is_finite && (bits_of(p.quads[k].values[i]) & kAbsolute) < kInfinity;
+      }
     }
   });
+  if (!is_finite) {
+    *has_nonfinite = 1;  // all that write here write the same
+  }
 }
 
 // What the indices follow from, the same for all threads of a block.
@@ -54,7 +46,8 @@ __device__ randomk::Draw drawn(const int64_t* rounding, int64_t numel) {
 
 __global__ void __launch_bounds__(kThreads)
     take_entries_kernel(const float* p, int64_t numel, const int64_t* rounding,
-                        const int32_t* has_nonfinite, float* error, float* values, int64_t count) {
+                        const int32_t* has_nonfinite, float* error, uint16_t* narrow_error,
+                        float* values, int64_t count) {
   const auto draw = drawn(rounding, numel);
   const int64_t entry = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (entry >= count) {
@@ -68,6 +61,9 @@ __global__ void __launch_bounds__(kThreads)
   values[entry] = p[index];
   if (error != nullptr) {
     error[index] = 0.0f;
+  }
+  if (narrow_error != nullptr) {
+    narrow_error[index] = 0;
   }
 }
 
@@ -94,23 +90,23 @@ void encode(at::TensorList tensors, const at::Tensor& message, const at::Tensor&
   }
   const c10::cuda::CUDAGuard guard(message.device());
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  const auto flat = flat_of("randomk_encode", tensors);
+  const CompensatedMemory memory(numel, scale, error, rounding, message.options());
   const auto has_nonfinite = at::zeros({1}, message.options().dtype(at::kInt));
-  const WideError wide(error);
-  auto* const lost = wide.data();
-  const unsigned wave = std::min(
-      blocks_for(numel),
-      static_cast<unsigned>(at::cuda::getCurrentDeviceProperties()->multiProcessorCount * 8));
-  compensate_finite_kernel<<<wave, kThreads, 0, stream>>>(
-      flat.mutable_data_ptr<float>(), numel, static_cast<float>(scale), lost,
-      has_nonfinite.mutable_data_ptr<int32_t>());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  const auto& work = memory.work();
+  launch_compensated(
+      "randomk_encode", tensors, memory, [&](const auto& table, auto kind, int64_t first) {
+        constexpr int kCapacity = std::decay_t<decltype(table)>::kCapacity;
+        constexpr ErrorKind kKind = kind;
+        const auto grid =
+            warp_grid_of(compensate_finite_kernel<kCapacity, kKind>, tiles_of(table.total));
+        compensate_finite_kernel<kCapacity, kKind><<<grid.blocks, kThreads, 0, stream>>>(
+            table, {work, first, grid.each}, has_nonfinite.mutable_data_ptr<int32_t>());
+      });
   take_entries_kernel<<<blocks_for(count), kThreads, 0, stream>>>(
-      flat.const_data_ptr<float>(), numel, rounding.const_data_ptr<int64_t>(),
-      has_nonfinite.const_data_ptr<int32_t>(), lost,
+      work.p, numel, rounding.const_data_ptr<int64_t>(), has_nonfinite.const_data_ptr<int32_t>(),
+      memory.error(), work.narrow_error,
       reinterpret_cast<float*>(message.mutable_data_ptr<uint8_t>()), count);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
-  wide.finish(rounding.const_data_ptr<int64_t>());
 }
 
 void decode(const at::Tensor& message, at::TensorList tensors, const at::Tensor& rounding) {

@@ -70,56 +70,98 @@ COMMHOOK_HOST_DEVICE To convert(From source, Scaling<From, To> scale, Meter& met
   return written;
 }
 
-template <typename To, typename From, int kWidth, typename Meter>
+// kIsSame: the elements stay as they are, scale is 1; else it is not, where the dtypes are the
+// same.
+template <bool kIsSame, typename To, typename From, int kWidth, typename Meter>
 COMMHOOK_HOST_DEVICE Pack<To, kWidth> convert_pack(const Pack<From, kWidth>& source,
                                                    Scaling<From, To> scale, Meter& meter) {
   Pack<To, kWidth> written;
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) {
-    written.values[i] = convert<To>(source.values[i], scale, meter);
+    if constexpr (kIsSame) {
+      written.values[i] = source.values[i];
+      meter.add(static_cast<Scaling<From, To>>(source.values[i]), source.values[i]);
+    } else {
+      const auto value = static_cast<Scaling<From, To>>(source.values[i]) * scale;
+      written.values[i] = round_to<To>(value);
+      meter.add(value, written.values[i]);
+    }
   }
   return written;
 }
 
-// One lane's part of the vectors of a row: elements of `destination` from an address on that is
-// aligned for them, from a source that is, too, or lies `shift` bytes past such an address. All
-// loads of a step come before the first use. They are kept as words, since 16-bit values would each
-// take a register, and start as zeros, since what a branch leaves undefined stays alive around all
-// loops, for each pair of dtypes in registers of its own.
-template <typename From, typename To, int kWidth, bool kShifted, typename Meter>
-COMMHOOK_HOST_DEVICE void copy_vectors(const From* source, To* destination, int vectors, int shift,
-                                       Scaling<From, To> scale, int lane, Meter& meter) {
-  constexpr int kUnroll = kShifted ? 2 : 4;  // shifted takes two loads for each
+// What the vectors of a row share: `shift` bytes from an aligned address of the source on.
+template <typename From, typename To>
+struct RowCopy {
+  const From* source;
+  To* destination;
+  int vectors;
+  int shift;
+  Scaling<From, To> scale;
+};
+
+template <bool kShifted>
+constexpr int kUnroll = kShifted ? 2 : 4;  // shifted takes two loads for each
+
+// A step of one lane. All loads come before the first use. They are kept as words, since 16-bit
+// values would each take a register, and start as zeros, since what a branch leaves undefined stays
+// alive around all loops, for each pair of dtypes in registers of its own. kIsWhole: no vector of
+// the step is past the row's end.
+template <bool kIsWhole, bool kShifted, bool kIsSame, int kWidth, typename From, typename To,
+          typename Meter>
+COMMHOOK_HOST_DEVICE void copy_step(const RowCopy<From, To>& row, int first, Meter& meter) {
   constexpr int kWords = kWidth * sizeof(From) / sizeof(uint32_t);
+  constexpr int kVectors = kUnroll<kShifted>;
   const auto* from = reinterpret_cast<const Granule<kWords>*>(
-      reinterpret_cast<const char*>(source) - (kShifted ? shift : 0));
-  auto* to = reinterpret_cast<Pack<To, kWidth>*>(destination);
+      reinterpret_cast<const char*>(row.source) - (kShifted ? row.shift : 0));
+  auto* to = reinterpret_cast<Pack<To, kWidth>*>(row.destination);
+  Granule<kWords> low[kVectors] = {};
+  Granule<kWords> high[kVectors] = {};
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    const int v = first + k * kWarpSize;
+    if (kIsWhole || v < row.vectors) {
+      low[k] = from[v];
+      if constexpr (kShifted) {
+        high[k] = from[v + 1];
+      }
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    const int v = first + k * kWarpSize;
+    if (kIsWhole || v < row.vectors) {
+      if constexpr (kShifted) {
+        low[k] = realign<sizeof(From)>(low[k], high[k], row.shift);
+      }
+      Pack<From, kWidth> values;
+      std::memcpy(&values, &low[k], sizeof(values));
+      to[v] = convert_pack<kIsSame, To>(values, row.scale, meter);
+    }
+  }
+}
+
+// One lane's part of the vectors of a row: elements of `destination` from an address on that is
+// aligned for them, from a source that is, too, or lies `shift` bytes past such an address.
+template <bool kShifted, bool kIsSame, int kWidth, typename From, typename To, typename Meter>
+COMMHOOK_HOST_DEVICE void copy_vectors(const RowCopy<From, To>& row, int lane, Meter& meter) {
+  constexpr int kStep = kUnroll<kShifted> * kWarpSize;
+  int first = 0;
 #pragma unroll 1
-  for (int first = lane; first < vectors; first += kUnroll * kWarpSize) {
-    Granule<kWords> low[kUnroll] = {};
-    Granule<kWords> high[kUnroll] = {};
-#pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
-      const int v = first + k * kWarpSize;
-      if (v < vectors) {
-        low[k] = from[v];
-        if constexpr (kShifted) {
-          high[k] = from[v + 1];
-        }
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
-      const int v = first + k * kWarpSize;
-      if (v < vectors) {
-        if constexpr (kShifted) {
-          low[k] = realign(low[k], high[k], shift);
-        }
-        Pack<From, kWidth> values;
-        std::memcpy(&values, &low[k], sizeof(values));
-        to[v] = convert_pack<To>(values, scale, meter);
-      }
-    }
+  for (; first + kStep <= row.vectors; first += kStep) {
+    copy_step<true, kShifted, kIsSame, kWidth>(row, first + lane, meter);
+  }
+  if (first + lane < row.vectors) {
+    copy_step<false, kShifted, kIsSame, kWidth>(row, first + lane, meter);
+  }
+}
+
+template <bool kIsSame, int kWidth, typename From, typename To, typename Meter>
+COMMHOOK_HOST_DEVICE void copy_vectors(const RowCopy<From, To>& row, int lane, Meter& meter) {
+  if (row.shift == 0) {
+    copy_vectors<false, kIsSame, kWidth>(row, lane, meter);
+  } else {
+    copy_vectors<true, kIsSame, kWidth>(row, lane, meter);
   }
 }
 
@@ -147,24 +189,27 @@ COMMHOOK_HOST_DEVICE void copy_row(const From* source, To* destination, int coun
     at_edge = source[edge];
   }
 
-  source += split.head;
-  if (shift == 0) {
-    copy_vectors<From, To, kWidth, false>(source, destination + split.head, split.vectors, 0,
-                                          factor, lane, meter);
+  const RowCopy<From, To> row{source + split.head, destination + split.head, split.vectors, shift,
+                              factor};
+  if constexpr (std::is_same_v<From, To>) {
+    if (factor == 1) {
+      copy_vectors<true, kWidth>(row, lane, meter);
+    } else {
+      copy_vectors<false, kWidth>(row, lane, meter);
+    }
   } else {
-    copy_vectors<From, To, kWidth, true>(source, destination + split.head, split.vectors, shift,
-                                         factor, lane, meter);
+    copy_vectors<false, kWidth>(row, lane, meter);
   }
   if (edge >= 0) {
     destination[edge] = convert<To>(at_edge, factor, meter);
   }
 }
 
-// One lane's part of a run, from the table's tensors into the buffer.
+// One lane's part of a run, from the table's tensors into the buffer. cursor: see for_each_piece.
 template <typename To, typename Table, typename Meter>
 COMMHOOK_HOST_DEVICE void flatten_run(const Table& table, To* buffer, double scale, Run run,
-                                      int lane, Meter& meter) {
-  for_each_piece(table, run,
+                                      Cursor& cursor, int lane, Meter& meter) {
+  for_each_piece(table, run, cursor,
                  [&](const void* data, Dtype dtype, int64_t offset, int64_t position, int count) {
                    To* to = buffer + position;
                    switch (dtype) {
@@ -182,6 +227,15 @@ COMMHOOK_HOST_DEVICE void flatten_run(const Table& table, To* buffer, double sca
                                        scale, lane, meter);
                    }
                  });
+}
+
+template <typename To, typename Table, typename Meter>
+COMMHOOK_HOST_DEVICE void flatten_run(const Table& table, To* buffer, double scale, Run run,
+                                      int lane, Meter& meter) {
+  if (run.begin < run.end) {
+    Cursor cursor = cursor_at(table, run.begin);
+    flatten_run(table, buffer, scale, run, cursor, lane, meter);
+  }
 }
 
 // One lane's part of a run, from the buffer into the table's tensors.

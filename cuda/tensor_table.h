@@ -140,24 +140,43 @@ COMMHOOK_HOST_DEVICE int find_tensor(const Table& table, int64_t position) {
   return low;
 }
 
+// A tensor of the table, and the position of its first element.
+struct Cursor {
+  int tensor;
+  int64_t start;
+};
+
+// The tensor that holds a position below the table's total.
+template <typename Table>
+COMMHOOK_HOST_DEVICE Cursor cursor_at(const Table& table, int64_t position) {
+  const int tensor = find_tensor(table, position);
+  return {tensor, tensor == 0 ? 0 : table.entries[tensor - 1].end};
+}
+
 // Calls visit(data, dtype, offset, position, count) for each tensor's part of the run, in order:
-// `count` elements that begin at `offset` in the tensor and at `position` in the table.
+// `count` elements that begin at `offset` in the tensor and at `position` in the table. The run
+// begins at the cursor's tensor, which moves to that of the next run.
 template <typename Table, typename Visit>
-COMMHOOK_HOST_DEVICE void for_each_piece(const Table& table, Run run, const Visit& visit) {
-  if (run.begin >= run.end) {
-    return;
-  }
-  int tensor = find_tensor(table, run.begin);
-  int64_t start = tensor == 0 ? 0 : table.entries[tensor - 1].end;
+COMMHOOK_HOST_DEVICE void for_each_piece(const Table& table, Run run, Cursor& cursor,
+                                         const Visit& visit) {
   int64_t position = run.begin;
   while (position < run.end) {
-    const int64_t end = table.entries[tensor].end;
+    const int64_t end = table.entries[cursor.tensor].end;
     const int64_t stop = run.end < end ? run.end : end;
-    visit(table.entries[tensor].data, table.dtypes[tensor], position - start, position,
-          static_cast<int>(stop - position));
+    visit(table.entries[cursor.tensor].data, table.dtypes[cursor.tensor], position - cursor.start,
+          position, static_cast<int>(stop - position));
     position = stop;
-    start = end;
-    ++tensor;
+    if (stop == end) {
+      cursor = {cursor.tensor + 1, end};
+    }
+  }
+}
+
+template <typename Table, typename Visit>
+COMMHOOK_HOST_DEVICE void for_each_piece(const Table& table, Run run, const Visit& visit) {
+  if (run.begin < run.end) {
+    Cursor cursor = cursor_at(table, run.begin);
+    for_each_piece(table, run, cursor, visit);
   }
 }
 

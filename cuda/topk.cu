@@ -1,233 +1,245 @@
-// The values of largest magnitude, on CUDA. A pass over all values for each part of the least rank
-// that is sent, one that counts, and one that writes the message.
+// The values of largest magnitude, on CUDA. One pass over the tensors computes p = values * scale +
+// error, and counts. Two more over p load only groups of values that may be sent: one counts, one
+// writes the message.
 #include <torch/library.h>
 
 #include <algorithm>
 
-#include "error_launch.h"
+#include "compensate.cuh"
 #include "flat.cuh"
-#include "launch.cuh"
 #include "ops/codecs/codec_checks.h"
 #include "ops/codecs/topk.h"
-#include "topk_select.h"
+#include "topk_passes.cuh"
 
 namespace commhook::cuda {
 namespace {
 
-// Values of a block of threads, one after the other. Parts that follow each other make a message's
-// indices ascend.
-constexpr int kPartQuads = 4;  // of a thread
-constexpr int64_t kPartValues = kPartQuads * kQuadValues * kThreads;
+constexpr int kTileGroups = kTileValues / kGroupValues;
+static_assert(kTileGroups == kWarpSize);
+constexpr int64_t kPartValues = int64_t{kTileValues} * kWarpsPerBlock;
 
-// p = values * scale + error, in the place of the error or else of the values; null error for none.
-__global__ void __launch_bounds__(kThreads)
-    compensate_kernel(float* values, int64_t numel, float scale, float* error) {
-  float* const to = error != nullptr ? error : values;
-  const bool is_aligned = is_aligned_for_quads(to);
-  for_each_quad(numel, [&](int64_t first) {
-    put_quad(compensated_quad(values, scale, error, first, numel), to, first, numel, is_aligned);
-  });
+// What the passes tell each other. All but the groups begins with zeros.
+struct Selection {
+  int32_t* high;      // counts by the upper bits of ranks, kHighBins
+  int32_t* middle;    // of the lower bits, kMiddleBins
+  int32_t* low;       // kLowBins
+  int32_t* finished;  // blocks of each of the two passes that count
+  int32_t* taken;     // parts of the third
+  RankState* upper;   // the upper bits of the least rank that is sent
+  RankState* least;   // all
+  uint64_t* parts;    // the state of each
+  uint16_t* groups;   // the largest rank of each kGroupValues values, in whole tiles
+};
+
+// The largest rank of each group of a tile. Four lanes have a group's values in each quad k: each
+// lane keeps one quad's, and gives the others away.
+__device__ void write_groups(const int32_t (&largest)[kTileQuads], uint16_t* groups) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  int32_t pair[2];
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const bool is_odd = lane % 2 != 0;
+    const int32_t given = is_odd ? largest[2 * k] : largest[2 * k + 1];
+    const int32_t kept = is_odd ? largest[2 * k + 1] : largest[2 * k];
+    pair[k] = max(kept, __shfl_xor_sync(kWholeWarp, given, 1));
+  }
+  const bool is_upper = lane % 4 >= 2;
+  const int32_t given = is_upper ? pair[0] : pair[1];
+  const int32_t kept = is_upper ? pair[1] : pair[0];
+  groups[lane % 4 * (kWarpSize / 4) + lane / 4] =
+      group_rank(max(kept, __shfl_xor_sync(kWholeWarp, given, 2)));
 }
 
+// The first pass. wanted: entries of the message. is_last: of the launches over all values.
+template <int kCapacity, ErrorKind kKind>
 __global__ void __launch_bounds__(kThreads)
-    count_ranks_kernel(const float* p, int64_t numel, int level, const RankState* state,
-                       int32_t* counts) {
-  __shared__ int32_t own[kRankBins];
-  for (int i = threadIdx.x; i < kRankBins; i += kThreads) {
+    compensate_count_kernel(const __grid_constant__ TensorTable<const void, kCapacity> table,
+                            CompensationPart part, Selection selection, int32_t wanted,
+                            bool is_last) {
+  __shared__ Quad tiles[kBlockTileQuads];
+  __shared__ int32_t own[kHighBins];
+  for (int i = threadIdx.x; i < kHighBins; i += kThreads) {
     own[i] = 0;
   }
   __syncthreads();
-  const RankState known = *state;
-  const bool is_aligned = is_aligned_for_quads(p);
-  for_each_quad(numel, [&](int64_t first) {
-    const Quad quad = quad_at(p, first, numel, is_aligned);
+  for_each_compensated_tile<kKind, true>(
+      table, part, tiles, [&](int64_t place, const TileQuads& p) {
+        int32_t largest[kTileQuads];
+#pragma unroll
+        for (int k = 0; k < kTileQuads; ++k) {
+          largest[k] = 0;
+#pragma unroll
+          for (int i = 0; i < kQuadValues; ++i) {
+            const int32_t rank = topk::rank_of(p.quads[k].values[i]);
+            largest[k] = max(largest[k], rank);
+            if (rank > kLowMask) {  // bin 0 has the rest, zeros among them
+              atomicAdd(own + (rank >> kLowBits), 1);
+            }
+          }
+        }
+        write_groups(largest, selection.groups + place / kGroupValues);
+      });
+  __syncthreads();
+  for (int i = threadIdx.x; i < kHighBins; i += kThreads) {
+    if (own[i] != 0) {
+      atomicAdd(selection.high + i, own[i]);
+    }
+  }
+  if (is_last && is_last_block(selection.finished)) {
+    const auto upper = find_bin<kHighBins>(selection.high, wanted);
+    if (threadIdx.x == 0) {
+      *selection.upper = upper;
+    }
+  }
+}
+
+// Of a lane's group: which values have a rank above `least`, and which have that rank.
+struct GroupMasks {
+  uint32_t above;
+  uint32_t equal;
+};
+
+// shift: lower bits that are left out of the comparison.
+__device__ GroupMasks masks_of(const float* p, int64_t first, int64_t numel, bool is_aligned,
+                               int32_t least, int shift) {
+  GroupMasks masks{0, 0};
+#pragma unroll
+  for (int k = 0; k < kGroupQuads; ++k) {
+    const Quad quad = quad_at(p, first + k * kQuadValues, numel, is_aligned);
 #pragma unroll
     for (int i = 0; i < kQuadValues; ++i) {
-      const int bin = first + i < numel ? bin_of(topk::rank_of(quad.values[i]), level, known) : -1;
-      if (bin >= 0) {
-        atomicAdd(own + bin, 1);
-      }
+      const uint32_t bit = 1u << (k * kQuadValues + i);
+      const int32_t rank = topk::rank_of(quad.values[i]) >> shift;
+      masks.above |= rank > least ? bit : 0;
+      masks.equal |= rank == least ? bit : 0;
     }
-  });
-  __syncthreads();
-  for (int i = threadIdx.x; i < kRankBins; i += kThreads) {
-    if (own[i] != 0) {
-      atomicAdd(counts + i, own[i]);
-    }
+  }
+  const int64_t count = numel - first;
+  const uint32_t own = count < kGroupValues ? (1u << count) - 1 : ~0u;
+  return {masks.above & own, masks.equal & own};
+}
+
+// Counts the ranks of a warp's lanes by their lower bits. Many values may be the same: those of the
+// first lane's rank are counted together. Of lower bits that are all 0 no count is needed.
+__device__ void count_low(int32_t rank, bool is_counted, const Selection& selection) {
+  const uint32_t lanes = __ballot_sync(kWholeWarp, is_counted);
+  if (lanes == 0) {
+    return;
+  }
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int first = __ffs(static_cast<int>(lanes)) - 1;
+  const bool is_same = rank == __shfl_sync(kWholeWarp, rank, first);
+  const uint32_t same = __ballot_sync(kWholeWarp, is_counted && is_same);
+  if (is_counted && (!is_same || lane == first)) {
+    const int32_t count = is_same ? __popc(same) : 1;
+    const int32_t low = rank & kLowMask;
+    atomicAdd(selection.middle + (low >> kFineBits), count);
+    atomicAdd(selection.low + low, count);
   }
 }
 
-// A single block: the bin in which a count from the top comes to what is wanted. Leaves zeros.
+// The second pass, `tiles` of each warp.
 __global__ void __launch_bounds__(kThreads)
-    find_bin_kernel(int level, RankState* state, int32_t* counts) {
-  constexpr int kEach = kRankBins / kThreads;
-  __shared__ int32_t sums[kThreads];
-  const int top = kRankBins - 1 - static_cast<int>(threadIdx.x) * kEach;
-  int32_t sum = 0;
-  for (int i = 0; i < kEach; ++i) {
-    sum += counts[top - i];
-  }
-  sums[threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    int32_t wanted = state->wanted;
-    int thread = 0;
-    while (thread < kThreads - 1 && sums[thread] < wanted) {
-      wanted -= sums[thread++];
+    count_low_kernel(const float* p, int64_t numel, int64_t tiles, Selection selection) {
+  const RankState upper = *selection.upper;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int64_t warp = int64_t{blockIdx.x} * kWarpsPerBlock + threadIdx.x / kWarpSize;
+  const int64_t end = min(numel, (warp + 1) * tiles * kTileValues);
+  const bool is_aligned = is_aligned_for_quads(p);
+  for (int64_t begin = warp * tiles * kTileValues; begin < end; begin += kTileValues) {
+    const int64_t first = begin + lane * kGroupValues;
+    const bool is_needed =
+        first < numel && reaches(selection.groups[first / kGroupValues], upper.prefix << kLowBits);
+    if (!__any_sync(kWholeWarp, is_needed)) {
+      continue;
     }
-    int bin = kRankBins - 1 - thread * kEach;
-    while (bin > 0 && counts[bin] < wanted) {
-      wanted -= counts[bin--];
+    uint32_t left = 0;
+    if (is_needed) {
+      left = masks_of(p, first, numel, is_aligned, upper.prefix, kLowBits).equal;
     }
-    *state = with_bin(*state, level, bin, wanted);
+    while (__any_sync(kWholeWarp, left != 0)) {
+      const float value = left != 0 ? p[first + __ffs(static_cast<int>(left)) - 1] : 0.0f;
+      const int32_t rank = topk::rank_of(value);
+      count_low(rank, left != 0 && (rank & kLowMask) != 0, selection);
+      left &= left - 1;
+    }
   }
-  __syncthreads();
-  for (int i = threadIdx.x; i < kRankBins; i += kThreads) {
-    counts[i] = 0;
+  if (is_last_block(selection.finished + 1)) {
+    const auto middle = find_bin<kMiddleBins>(selection.middle, upper.wanted);
+    const auto fine = find_bin<kFineBins>(selection.low + middle.prefix * kFineBins, middle.wanted);
+    if (threadIdx.x == 0) {
+      *selection.least = {upper.prefix << kLowBits | middle.prefix << kFineBits | fine.prefix,
+                          fine.wanted};
+    }
   }
 }
 
-__device__ RankCounts sum(const RankCounts& a, const RankCounts& b) {
-  return {a.above + b.above, a.equal + b.equal};
-}
-
-// Of the first `count` of four values.
-__device__ RankCounts counts_of(const Quad& quad, int64_t count, int32_t least) {
-  RankCounts counts{0, 0};
-#pragma unroll
-  for (int i = 0; i < kQuadValues; ++i) {
-    const int32_t rank = i < count ? topk::rank_of(quad.values[i]) : -1;
-    counts.above += rank > least ? 1 : 0;
-    counts.equal += rank == least ? 1 : 0;
+// The third pass: each block writes the entries of one part. Each lane has a group. error,
+// narrow_error: null for none.
+__global__ void __launch_bounds__(kThreads)
+    write_entries_kernel(const float* p, int64_t numel, Selection selection, float* error,
+                         uint16_t* narrow_error, int32_t* indices, float* values) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  const int64_t part = take_part(selection.taken);
+  const RankState least = *selection.least;
+  const int64_t first = part * kPartValues + (warp * kWarpSize + lane) * int64_t{kGroupValues};
+  const bool is_needed =
+      first < numel && reaches(selection.groups[first / kGroupValues], least.prefix);
+  GroupMasks masks{0, 0};
+  if (is_needed) {
+    masks = masks_of(p, first, numel, is_aligned_for_quads(p), least.prefix, 0);
   }
-  return counts;
-}
-
-__device__ RankCounts sum_of_warp(RankCounts counts) {
-#pragma unroll
-  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-    counts.above += __shfl_down_sync(0xffffffffu, counts.above, distance);
-    counts.equal += __shfl_down_sync(0xffffffffu, counts.equal, distance);
-  }
-  return counts;
-}
-
-// Of this lane and those before it.
-__device__ RankCounts sum_up_to_lane(RankCounts counts, int lane) {
+  const uint32_t own =
+      static_cast<uint32_t>(__popc(masks.above)) << 16 | static_cast<uint32_t>(__popc(masks.equal));
+  uint32_t up_to = own;  // of this lane and those before it
 #pragma unroll
   for (int distance = 1; distance < kWarpSize; distance *= 2) {
-    const RankCounts before{__shfl_up_sync(0xffffffffu, counts.above, distance),
-                            __shfl_up_sync(0xffffffffu, counts.equal, distance)};
-    if (lane >= distance) {
-      counts = sum(counts, before);
-    }
+    const uint32_t before = __shfl_up_sync(kWholeWarp, up_to, distance);
+    up_to += lane >= distance ? before : 0;
   }
-  return counts;
-}
-
-// Of each part.
-__global__ void __launch_bounds__(kThreads)
-    count_parts_kernel(const float* p, int64_t numel, const RankState* state, RankCounts* counts) {
-  const int32_t least = state->prefix;
-  const int64_t begin = int64_t{blockIdx.x} * kPartValues;
-  const int64_t end = min(numel, begin + kPartValues);
-  const bool is_aligned = is_aligned_for_quads(p);
-  RankCounts own{0, 0};
-#pragma unroll
-  for (int step = 0; step < kPartQuads; ++step) {
-    const int64_t first = begin + (step * kThreads + threadIdx.x) * kQuadValues;
-    own = sum(own, counts_of(quad_at(p, first, end, is_aligned), end - first, least));
-  }
-  own = sum_of_warp(own);
-  __shared__ RankCounts of_warp[kWarpsPerBlock];
-  if (threadIdx.x % kWarpSize == 0) {
-    of_warp[threadIdx.x / kWarpSize] = own;
+  __shared__ uint32_t of_warp[kWarpsPerBlock];
+  __shared__ RankCounts of_parts;
+  if (lane == kWarpSize - 1) {
+    of_warp[warp] = up_to;
   }
   __syncthreads();
-  if (threadIdx.x == 0) {
-    for (int warp = 1; warp < kWarpsPerBlock; ++warp) {
-      own.above += of_warp[warp].above;
-      own.equal += of_warp[warp].equal;
-    }
-    counts[blockIdx.x] = own;
-  }
-}
-
-// A single block: replaces each part's counts by those of the parts before it.
-__global__ void __launch_bounds__(kThreads) add_up_parts_kernel(RankCounts* counts, int64_t parts) {
-  __shared__ RankCounts sums[kThreads];
-  const int64_t each = (parts + kThreads - 1) / kThreads;
-  const int64_t begin = min(parts, threadIdx.x * each);
-  const int64_t end = min(parts, begin + each);
-  RankCounts sum{0, 0};
-  for (int64_t i = begin; i < end; ++i) {
-    sum.above += counts[i].above;
-    sum.equal += counts[i].equal;
-  }
-  sums[threadIdx.x] = sum;
-  __syncthreads();
-  RankCounts before{0, 0};
-  for (int thread = 0; thread < static_cast<int>(threadIdx.x); ++thread) {
-    before.above += sums[thread].above;
-    before.equal += sums[thread].equal;
-  }
-  for (int64_t i = begin; i < end; ++i) {
-    const RankCounts own = counts[i];
-    counts[i] = before;
-    before.above += own.above;
-    before.equal += own.equal;
-  }
-}
-
-// before: of each part, what is before it. error: null for none.
-__global__ void __launch_bounds__(kThreads)
-    write_entries_kernel(const float* p, int64_t numel, const RankState* state,
-                         const RankCounts* before, float* error, int32_t* indices, float* values) {
-  const int32_t least = state->prefix;
-  const int64_t begin = int64_t{blockIdx.x} * kPartValues;
-  const int64_t end = min(numel, begin + kPartValues);
-  const int lane = threadIdx.x % kWarpSize;
-  const int warp = threadIdx.x / kWarpSize;
-  // The tie count needs no upper bound: no lane reads past the part's end.
-  const auto part = part_of_message(before[blockIdx.x], {0, INT32_MAX}, state->wanted);
-  const bool is_aligned = is_aligned_for_quads(p);
-  __shared__ RankCounts of_warp[kWarpsPerBlock];
-  RankCounts done{0, 0};
-  for (int64_t from = begin; from < end; from += kThreads * kQuadValues) {
-    const int64_t first = from + int64_t{threadIdx.x} * kQuadValues;
-    const Quad quad = quad_at(p, first, end, is_aligned);
-    const RankCounts mine = counts_of(quad, end - first, least);
-    const RankCounts up_to = sum_up_to_lane(mine, lane);
-    if (lane == kWarpSize - 1) {
-      of_warp[warp] = up_to;
-    }
-    __syncthreads();
-    RankCounts own{done.above + up_to.above - mine.above, done.equal + up_to.equal - mine.equal};
-    for (int w = 0; w < kWarpsPerBlock; ++w) {
-      if (w < warp) {
-        own = sum(own, of_warp[w]);
-      }
-      done = sum(done, of_warp[w]);
-    }
-    __syncthreads();  // before the counts are written anew
+  uint32_t before = up_to - own;
+  uint32_t all = 0;
 #pragma unroll
-    for (int i = 0; i < kQuadValues; ++i) {
-      if (first + i >= end) {
-        break;
-      }
-      const float value = quad.values[i];
-      const int32_t rank = topk::rank_of(value);
-      const int32_t entry = entry_of(rank, least, own, part);
-      if (entry >= 0) {
-        indices[entry] = static_cast<int32_t>(first + i);
-        values[entry] = topk::sent(value);
-      }
-      if (error != nullptr && (entry >= 0 || rank >= static_cast<int32_t>(kInfinity))) {
-        error[first + i] = 0.0f;
-      }
-      own.above += rank > least ? 1 : 0;
-      own.equal += rank == least ? 1 : 0;
+  for (int w = 0; w < kWarpsPerBlock; ++w) {
+    before += w < warp ? of_warp[w] : 0;
+    all += of_warp[w];
+  }
+  if (warp == 0) {
+    const auto counts =
+        counts_before(selection.parts, part,
+                      {static_cast<int32_t>(all >> 16), static_cast<int32_t>(all & 0xffff)});
+    if (lane == 0) {
+      of_parts = counts;
     }
+  }
+  __syncthreads();
+  const auto message = part_of_message(of_parts, least.wanted);
+  RankCounts passed{static_cast<int32_t>(before >> 16), static_cast<int32_t>(before & 0xffff)};
+  // What is not finite is above the least rank, or has it.
+  for (uint32_t left = masks.above | masks.equal; left != 0; left &= left - 1) {
+    const int i = __ffs(static_cast<int>(left)) - 1;
+    const float value = p[first + i];
+    const int32_t rank = topk::rank_of(value);
+    const int32_t entry = entry_of(rank, least.prefix, passed, message);
+    if (entry >= 0) {
+      indices[entry] = static_cast<int32_t>(first + i);
+      values[entry] = topk::sent(value);
+      if (narrow_error != nullptr) {
+        narrow_error[first + i] = 0;
+      }
+    }
+    if (error != nullptr && (entry >= 0 || rank >= static_cast<int32_t>(kInfinity))) {
+      error[first + i] = 0.0f;
+    }
+    passed.above += rank > least.prefix ? 1 : 0;
+    passed.equal += rank == least.prefix ? 1 : 0;
   }
 }
 
@@ -250,6 +262,39 @@ unsigned blocks_for(int64_t count, int64_t each) {
   return static_cast<unsigned>((count + each - 1) / each);
 }
 
+// The memory of a selection.
+class SelectionMemory {
+ public:
+  SelectionMemory(int64_t numel, const at::TensorOptions& options) {
+    const int64_t parts = (numel + kPartValues - 1) / kPartValues;
+    const int64_t counts = kHighBins + kMiddleBins + kLowBins + 8;
+    static_assert((kHighBins + kMiddleBins + kLowBins) % 2 == 0);
+    zeros_ = at::zeros({parts + counts / 2}, options.dtype(at::kLong));
+    groups_ = at::empty({tiles_of(numel) * kTileGroups}, options.dtype(at::kShort));
+    auto* const states = reinterpret_cast<uint64_t*>(zeros_.mutable_data_ptr<int64_t>());
+    auto* const high = reinterpret_cast<int32_t*>(states + parts);
+    auto* const middle = high + kHighBins;
+    auto* const low = middle + kMiddleBins;
+    auto* const others = low + kLowBins;
+    selection_ = {high,
+                  middle,
+                  low,
+                  others,
+                  others + 2,
+                  reinterpret_cast<RankState*>(others + 4),
+                  reinterpret_cast<RankState*>(others + 6),
+                  states,
+                  reinterpret_cast<uint16_t*>(groups_.mutable_data_ptr<int16_t>())};
+  }
+
+  const Selection& selection() const { return selection_; }
+
+ private:
+  at::Tensor zeros_;
+  at::Tensor groups_;
+  Selection selection_{};
+};
+
 void encode(at::TensorList tensors, const at::Tensor& message, double scale,
             const std::optional<at::Tensor>& error, const std::optional<at::Tensor>& rounding) {
   const int64_t numel = topk::check_encode(tensors, message, error, rounding);
@@ -259,40 +304,28 @@ void encode(at::TensorList tensors, const at::Tensor& message, double scale,
   }
   const c10::cuda::CUDAGuard guard(message.device());
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  const auto flat = flat_of("topk_encode", tensors);
-  auto* const values = flat.mutable_data_ptr<float>();
-  const WideError wide(error);
-  auto* const lost = wide.data();
-  const auto parts = blocks_for(numel, kPartValues);
-  const auto options = message.options().dtype(at::kInt);
-  const auto counts = at::zeros({kRankBins}, options);
-  const auto state = at::empty({sizeof(RankState) / sizeof(int32_t)}, options);
-  const auto of_parts = at::empty({2 * int64_t{parts}}, options);
-  auto* const bins = counts.mutable_data_ptr<int32_t>();
-  auto* const known = reinterpret_cast<RankState*>(state.mutable_data_ptr<int32_t>());
-  auto* const before = reinterpret_cast<RankCounts*>(of_parts.mutable_data_ptr<int32_t>());
-  state.fill_(count);  // all of it: the prefix is written before it is read
-  const unsigned wave = std::min(
-      parts,
-      static_cast<unsigned>(at::cuda::getCurrentDeviceProperties()->multiProcessorCount * 8));
-  compensate_kernel<<<wave, kThreads, 0, stream>>>(values, numel, static_cast<float>(scale), lost);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
-  const float* const p = lost == nullptr ? values : lost;
-  for (int level = 0; level < kRankLevels; ++level) {
-    count_ranks_kernel<<<wave, kThreads, 0, stream>>>(p, numel, level, known, bins);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
-    find_bin_kernel<<<1, kThreads, 0, stream>>>(level, known, bins);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
-  }
-  count_parts_kernel<<<parts, kThreads, 0, stream>>>(p, numel, known, before);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
-  add_up_parts_kernel<<<1, kThreads, 0, stream>>>(before, parts);
+  const CompensatedMemory memory(numel, scale, error, rounding, message.options());
+  const SelectionMemory found(numel, message.options());
+  const auto& work = memory.work();
+  launch_compensated(
+      "topk_encode", tensors, memory, [&](const auto& table, auto kind, int64_t first) {
+        constexpr int kCapacity = std::decay_t<decltype(table)>::kCapacity;
+        constexpr ErrorKind kKind = kind;
+        const auto grid =
+            warp_grid_of(compensate_count_kernel<kCapacity, kKind>, tiles_of(table.total));
+        compensate_count_kernel<kCapacity, kKind><<<grid.blocks, kThreads, 0, stream>>>(
+            table, {work, first, grid.each}, found.selection(), static_cast<int32_t>(count),
+            first + table.total == numel);
+      });
+  const auto grid = warp_grid_of(count_low_kernel, tiles_of(numel));
+  count_low_kernel<<<grid.blocks, kThreads, 0, stream>>>(work.p, numel, grid.each,
+                                                         found.selection());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   auto* const indices = reinterpret_cast<int32_t*>(message.mutable_data_ptr<uint8_t>());
-  write_entries_kernel<<<parts, kThreads, 0, stream>>>(p, numel, known, before, lost, indices,
-                                                       reinterpret_cast<float*>(indices + count));
+  write_entries_kernel<<<blocks_for(numel, kPartValues), kThreads, 0, stream>>>(
+      work.p, numel, found.selection(), memory.error(), work.narrow_error, indices,
+      reinterpret_cast<float*>(indices + count));
   C10_CUDA_KERNEL_LAUNCH_CHECK();
-  wide.finish(codecs::is_there(rounding) ? rounding->const_data_ptr<int64_t>() : nullptr);
 }
 
 void write_sum_of_messages(const char* op, const at::Tensor& messages, at::TensorList tensors,
@@ -310,10 +343,7 @@ void write_sum_of_messages(const char* op, const at::Tensor& messages, at::Tenso
         flat.mutable_data_ptr<float>(), numel);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
-  if (static_cast<float>(scale) != 1.0f) {
-    flat.mul_(static_cast<double>(static_cast<float>(scale)));
-  }
-  give_flat(op, flat, tensors);
+  give_flat(op, flat, tensors, static_cast<float>(scale));
 }
 
 // Entries of indices that are none of a value are left out: to tell of them, the host would have to

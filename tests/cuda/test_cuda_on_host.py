@@ -47,6 +47,7 @@ def test_shared_memory_begins_without_meaning() -> None:
         ("half of a warp in a shuffle", "wait for others that do not come"),
         ("half of a warp in a shuffle, for itself", "have left out a shuffle"),
         ("a shuffle of half of a warp", "must be one of all lanes"),
+        ("a block that waits for another", "waits for one that need not have begun"),
     ],
 )
 def test_threads_that_part_are_an_error(mistake: str, message: str) -> None:

@@ -457,7 +457,8 @@ void check_blocks() {
   }
 }
 
-template <int kWords>
+// kElement: bytes of an element.
+template <int kElement, int kWords>
 void check_realign() {
   uint8_t bytes[8 * kWords];
   for (auto& byte : bytes) {
@@ -467,10 +468,10 @@ void check_realign() {
   Granule<kWords> second;
   std::memcpy(&first, bytes, sizeof(first));
   std::memcpy(&second, bytes + sizeof(first), sizeof(second));
-  for (int shift = 0; shift < 4 * kWords; ++shift) {
-    const auto result = realign(first, second, shift);
-    EXPECT(std::memcmp(&result, bytes + shift, sizeof(result)) == 0, "%d words, shift %d", kWords,
-           shift);
+  for (int shift = 0; shift < 4 * kWords; shift += kElement) {
+    const auto result = realign<kElement>(first, second, shift);
+    EXPECT(std::memcmp(&result, bytes + shift, sizeof(result)) == 0,
+           "elements of %d bytes, %d words, shift %d", kElement, kWords, shift);
   }
 }
 
@@ -481,9 +482,13 @@ int main(int argc, char** argv) {
   const int rounds = argc > 2 ? std::atoi(argv[2]) : 10;
   for (int round = 0; round < rounds; ++round) {
     check_blocks();
-    check_realign<1>();
-    check_realign<2>();
-    check_realign<4>();
+    check_realign<1, 4>();
+    check_realign<2, 1>();
+    check_realign<2, 2>();
+    check_realign<2, 4>();
+    check_realign<4, 2>();
+    check_realign<4, 4>();
+    check_realign<8, 4>();
     check_search<8>(int64_t{1} << 20);
     check_search<216>(int64_t{1} << 36);
     check_search<1880>(int64_t{1} << 40);

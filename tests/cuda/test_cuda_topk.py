@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from kernel_device import KernelDevice
+from kernel_device import DEVICE, KernelDevice
 
 
 def values(draw: random.Random) -> torch.Tensor:
@@ -20,6 +20,32 @@ def values(draw: random.Random) -> torch.Tensor:
     return p
 
 
+def check(
+    device: KernelDevice, p: torch.Tensor, count: int, error: torch.Tensor | None, what: object
+) -> None:
+    """That the CUDA kernels write the CPU's message of ``count`` entries, and its error."""
+    message = torch.empty(8 * count, dtype=torch.uint8)
+    rounding = torch.tensor([5, 3])
+    own, other, own_rounding = device.copy([p, message, rounding])
+    own_error = None if error is None else device.copy([error])[0]
+    torch.ops.commhook.topk_encode([p], message, scale=0.5, error=error, rounding=rounding)
+    with device.kernels():
+        torch.ops.commhook.topk_encode(
+            [own], other, scale=0.5, error=own_error, rounding=own_rounding
+        )
+    assert torch.equal(other.cpu(), message), what
+    if error is not None and own_error is not None:
+        as_bits = torch.int32 if error.dtype == torch.float32 else torch.int16
+        assert torch.equal(own_error.cpu().view(as_bits), error.view(as_bits)), what
+
+
+def error_of(draw: random.Random, numel: int) -> torch.Tensor | None:
+    """None, or zeros of either dtype, at any place of their storage."""
+    dtype = draw.choice([None, torch.float32, torch.bfloat16])
+    offset = draw.choice([0, 0, 1, 3])
+    return None if dtype is None else torch.zeros(numel + offset, dtype=dtype)[offset:]
+
+
 @pytest.mark.parametrize(
     "seeds", [range(first, first + 20) for first in range(0, 100, 20)], ids=str
 )
@@ -30,14 +56,40 @@ def test_the_entries_of_the_cpu(seeds: range, kernel_device: KernelDevice) -> No
         p = values(draw)
         numel = p.numel()
         count = draw.choice([1, numel, max(1, numel // 10), draw.randint(1, numel)])
-        error = torch.zeros_like(p) if draw.random() < 0.5 else None
-        message = torch.empty(8 * count, dtype=torch.uint8)
-        own, other = kernel_device.copy([p, message])
-        own_error = None if error is None else kernel_device.copy([error])[0]
-        torch.ops.commhook.topk_encode([p], message, error=error)
-        with kernel_device.kernels():
-            torch.ops.commhook.topk_encode([own], other, error=own_error)
-        assert torch.equal(other.cpu(), message), f"seed {seed}"
-        if error is not None and own_error is not None:
-            bits = [each.cpu().view(torch.int32) for each in (error, own_error)]
-            assert torch.equal(*bits), f"seed {seed}"
+        check(kernel_device, p, count, error_of(draw, numel), f"seed {seed}")
+
+
+@pytest.mark.parametrize("magnitudes", [[0.0], [1.0], [0.0, 3.0], [2.0, 2.0 + 2**-22, 2.25]])
+def test_few_magnitudes_in_many_parts(magnitudes: list[float], kernel_device: KernelDevice) -> None:
+    """Blocks of threads learn from more than 32 others how many equal values come before theirs."""
+    draw = random.Random(len(magnitudes))
+    torch.manual_seed(len(magnitudes))
+    numel = 150_001
+    p = torch.tensor(magnitudes)[torch.randint(len(magnitudes), (numel,))]
+    p *= torch.randint(2, (numel,)) * 2.0 - 1
+    for count in (1, 70_000, numel - 1):
+        check(kernel_device, p, count, error_of(draw, numel), count)
+
+
+@pytest.mark.usefixtures("cuda_kernels")
+@pytest.mark.parametrize("error_dtype", [None, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tensors", [1, 1880])
+def test_launches(tensors: int, error_dtype: torch.dtype | None) -> None:
+    """Four for topk, three for randomk; the host does not play the one that writes zeros."""
+    pieces = [torch.randn(100, device=DEVICE.name) for _ in range(tensors)]
+    numel = 100 * tensors
+    error = None
+    if error_dtype is not None:
+        error = torch.zeros(numel, dtype=error_dtype, device=DEVICE.name)
+    message = torch.empty(numel // 10 * 8, dtype=torch.uint8, device=DEVICE.name)
+    rounding = torch.tensor([1, 2], device=DEVICE.name)
+    ops = torch.ops.commhook
+    names = DEVICE.kernels_of(
+        lambda: ops.topk_encode(pieces, message, error=error, rounding=rounding)
+    )
+    zeros = 0 if DEVICE.name == "cpu" else 1
+    assert len(names) <= 3 + zeros, names
+    names = DEVICE.kernels_of(
+        lambda: ops.randomk_encode(pieces, message[: numel // 10 * 4], rounding, error=error)
+    )
+    assert len(names) <= 2 + zeros, names

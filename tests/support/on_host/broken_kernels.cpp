@@ -53,6 +53,8 @@ void run_broken(const std::string& name, int32_t* out) {
     }
   } else if (name == "a shuffle of half of a warp") {
     out[i] = __shfl_sync(0xffffu, 1, 0);
+  } else if (name == "a block that waits for another") {
+    __nanosleep(1);
   }
 }
 

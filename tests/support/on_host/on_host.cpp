@@ -55,7 +55,7 @@ void leave_stack(Stack&, const Stack&) {}
 void come_to_stack(const Stack&, Stack*) {}
 #endif
 
-enum class Wait { kNone, kBlock, kWarp, kLane, kWrong, kEnd };
+enum class Wait { kNone, kBlock, kWarp, kLane, kWrong, kOtherBlock, kEnd };
 
 struct Thread {
   std::unique_ptr<char[]> memory;
@@ -183,11 +183,16 @@ void run_block(unsigned count, size_t shared_bytes) {
       run_warp(warp * kLanes);
     }
   } while (all_wait(0, count, Wait::kBlock));
-  const bool is_wrong = std::any_of(threads.begin(), threads.begin() + count,
-                                    [](const auto& each) { return each->wait == Wait::kWrong; });
+  const auto has = [count](Wait wait) {
+    return std::any_of(threads.begin(), threads.begin() + count,
+                       [wait](const auto& each) { return each->wait == wait; });
+  };
+  const bool is_wrong = has(Wait::kWrong);
+  const bool waits_for_block = has(Wait::kOtherBlock);
   if (!all_wait(0, count, Wait::kEnd)) {
     threads.clear();  // with what they wait for
     TORCH_CHECK(!is_wrong, "on_host: a shuffle must be one of all lanes of the warp");
+    TORCH_CHECK(!waits_for_block, "on_host: a block waits for one that need not have begun");
     TORCH_CHECK(false, "on_host: threads wait for others that do not come");
   }
   for (unsigned i = 0; i < count; ++i) {
@@ -263,6 +268,8 @@ void wait_for_warp(uint32_t lanes) {
   running->lanes = lanes;
   wait_as(Wait::kWarp);
 }
+
+void wait_for_other_block() { wait_as(Wait::kOtherBlock); }
 
 void exchange(uint32_t lanes, const void* given, void* taken, size_t bytes, int from) {
   if (~lanes != 0) {

@@ -43,6 +43,7 @@ void begin_static(void* memory, size_t bytes);
 
 void wait_for_block();
 void wait_for_warp(uint32_t lanes);
+void wait_for_other_block();
 
 // What another lane of the warp gives in its call of the same number. All lanes must call it, as
 // often: no kernel shuffles among a part of a warp.
@@ -82,13 +83,23 @@ T __shfl_down_sync(uint32_t lanes, T value, int distance) {
   return on_host::shuffled(lanes, value, from >= on_host::kLanes ? on_host::lane() : from);
 }
 
-inline bool __any_sync(uint32_t lanes, bool value) {
-  bool any = false;
-  for (int lane = 0; lane < on_host::kLanes; ++lane) {
-    any = __shfl_sync(lanes, value, lane) || any;
+inline uint32_t __ballot_sync(uint32_t lanes, bool value) {
+  uint32_t all = value ? 1u << on_host::lane() : 0u;
+  for (int distance = 1; distance < on_host::kLanes; distance *= 2) {
+    all |= __shfl_xor_sync(lanes, all, distance);
   }
-  return any;
+  return all;
 }
+
+inline bool __any_sync(uint32_t lanes, bool value) { return __ballot_sync(lanes, value) != 0; }
+
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+
+// Memory is the same for all blocks, which run one after the other.
+inline void __threadfence() {}
+// So a block that waits for another one waits for ever.
+inline void __nanosleep(unsigned) { on_host::wait_for_other_block(); }
 
 template <typename T>
 T atomicAdd(T* to, T value) {
@@ -100,6 +111,10 @@ T atomicAdd(T* to, T value) {
 template <typename T>
 T min(T a, T b) {
   return b < a ? b : a;
+}
+template <typename T>
+T max(T a, T b) {
+  return a < b ? b : a;
 }
 
 // ---- the host's side -------------------------------------------------------------------------

@@ -1,0 +1,284 @@
+// p = values * scale + error in one pass, for codecs that look at p more than once: flattens,
+// scales, adds the error, and writes p and the new error.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "launch.cuh"
+#include "ops/codecs/codec_checks.h"
+#include "ops/codecs/error_math.h"
+#include "quad.h"
+#include "row.h"
+#include "sources.h"
+
+namespace commhook::cuda {
+
+enum class ErrorKind { kNone, kFloat, kBFloat16 };
+
+// A warp moves the values through shared memory a tile at a time. Tensors begin anywhere; in the
+// tile, in p and in an error that is aligned, values lie four in 16 bytes.
+constexpr int kTileQuads = 4;  // of a lane
+constexpr int kTileValues = kTileQuads * kQuadValues * kWarpSize;
+constexpr int kBlockTileQuads = kTileQuads * kThreads;
+
+// A tile's values: quad k of a lane holds those from position (32 k + lane) * 4 of the tile on.
+struct TileQuads {
+  Quad quads[kTileQuads];
+};
+
+// Flat memory of `numel` values. With an error of float32, p is the error itself.
+struct Compensation {
+  float* p;
+  uint16_t* narrow_error;   // null unless the error is bfloat16
+  const int64_t* rounding;  // of such an error: seed and step, null to round to the nearest
+  int64_t numel;
+  float scale;
+};
+
+// The part of it that one launch does: `tiles` of each warp, of the values from `first` on.
+struct CompensationPart {
+  Compensation all;
+  int64_t first;
+  int64_t tiles;
+};
+
+// bfloat16: how an error is rounded.
+struct NarrowRounding {
+  bool is_random;
+  uint32_t key;
+
+  __device__ uint16_t operator()(float value, int64_t place) const {
+    return is_random ? codecs::rounded_at_random(value, static_cast<uint32_t>(place), key)
+                     : codecs::nearest(value);
+  }
+};
+
+__device__ inline NarrowRounding narrow_rounding(const int64_t* rounding) {
+  if (rounding == nullptr) {
+    return {false, 0};
+  }
+  const auto seed = static_cast<uint64_t>(rounding[0]);
+  return {true, codecs::noise_key(static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32),
+                                  static_cast<uint32_t>(rounding[1]))};
+}
+
+__device__ inline float finite_or_zero(float value) {
+  return (bits_of(value) & kAbsolute) < kInfinity ? value : 0.0f;
+}
+
+// Four values of 16 bits at once.
+struct alignas(8) NarrowQuad {
+  uint16_t values[kQuadValues];
+};
+
+// What a warp does with its tiles.
+template <ErrorKind kKind, bool kKeepsNonfinite>
+class TileWork {
+ public:
+  __device__ TileWork(const Compensation& all, float* tile)
+      : all_(all),
+        tile_(tile),
+        lane_(static_cast<int>(threadIdx.x) % kWarpSize),
+        is_aligned_(is_aligned_for_quads(all.p)) {
+    if constexpr (kKind == ErrorKind::kBFloat16) {
+      round_ = narrow_rounding(all.rounding);
+      is_aligned_ =
+          is_aligned_ && reinterpret_cast<uintptr_t>(all.narrow_error) % sizeof(NarrowQuad) == 0;
+    }
+  }
+
+  // Writes p for the tile's values, which belong at `place`, and returns it; zeros past the end.
+  __device__ TileQuads compensate(int64_t place) const {
+    if (is_aligned_ && place + kTileValues <= all_.numel) {
+      return compensate_quads(place);
+    }
+    const int count = static_cast<int>(min(all_.numel - place, int64_t{kTileValues}));
+#pragma unroll 1
+    for (int i = lane_; i < kTileValues; i += kWarpSize) {
+      tile_[i] = i < count ? compensate_one(tile_[i], place + i) : 0.0f;
+    }
+    __syncwarp();
+    TileQuads p;
+#pragma unroll
+    for (int k = 0; k < kTileQuads; ++k) {
+      p.quads[k] = quads()[k * kWarpSize + lane_];
+    }
+    return p;
+  }
+
+ private:
+  __device__ const Quad* quads() const { return reinterpret_cast<const Quad*>(tile_); }
+
+  __device__ float kept(float p) const {
+    return kKind == ErrorKind::kFloat && !kKeepsNonfinite ? finite_or_zero(p) : p;
+  }
+
+  __device__ float compensate_one(float value, int64_t at) const {
+    float p = value * all_.scale;
+    if constexpr (kKind == ErrorKind::kFloat) {
+      p = p + all_.p[at];
+    }
+    if constexpr (kKind == ErrorKind::kBFloat16) {
+      p = p + codecs::widened(all_.narrow_error[at]);
+      all_.narrow_error[at] = round_(finite_or_zero(p), at);
+    }
+    all_.p[at] = kept(p);
+    return p;
+  }
+
+  __device__ TileQuads compensate_quads(int64_t place) const {
+    auto* const to = reinterpret_cast<Quad*>(all_.p + place);
+    auto* const narrow = reinterpret_cast<NarrowQuad*>(all_.narrow_error + place);
+    TileQuads p;
+    TileQuads lost;
+    NarrowQuad narrow_lost[kTileQuads];
+#pragma unroll
+    for (int k = 0; k < kTileQuads; ++k) {  // all loads come before the first use
+      const int own = k * kWarpSize + lane_;
+      if constexpr (kKind == ErrorKind::kFloat) {
+        lost.quads[k] = to[own];
+      }
+      if constexpr (kKind == ErrorKind::kBFloat16) {
+        narrow_lost[k] = narrow[own];
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kTileQuads; ++k) {
+      const int own = k * kWarpSize + lane_;
+      p.quads[k] = quads()[own];
+      Quad written;
+#pragma unroll
+      for (int i = 0; i < kQuadValues; ++i) {
+        float& value = p.quads[k].values[i];
+        value = value * all_.scale;
+        if constexpr (kKind == ErrorKind::kFloat) {
+          value = value + lost.quads[k].values[i];
+        }
+        if constexpr (kKind == ErrorKind::kBFloat16) {
+          auto& each = narrow_lost[k].values[i];
+          value = value + codecs::widened(each);
+          each = round_(finite_or_zero(value), place + own * kQuadValues + i);
+        }
+        written.values[i] = kept(value);
+      }
+      to[own] = written;
+      if constexpr (kKind == ErrorKind::kBFloat16) {
+        narrow[own] = narrow_lost[k];
+      }
+    }
+    return p;
+  }
+
+  const Compensation& all_;
+  float* tile_;
+  int lane_;
+  bool is_aligned_;
+  NarrowRounding round_{};
+};
+
+// Calls visit(place, p) for each tile of this warp. tiles: shared memory, kBlockTileQuads.
+template <ErrorKind kKind, bool kKeepsNonfinite, typename Table, typename Visit>
+__device__ void for_each_compensated_tile(const Table& table, const CompensationPart& part,
+                                          Quad* tiles, const Visit& visit) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  const int64_t begin = (int64_t{blockIdx.x} * kWarpsPerBlock + warp) * part.tiles * kTileValues;
+  const int64_t end = min(table.total, begin + part.tiles * kTileValues);
+  if (begin >= end) {
+    return;
+  }
+  auto* const tile = reinterpret_cast<float*>(tiles + warp * kTileQuads * kWarpSize);
+  const TileWork<kKind, kKeepsNonfinite> work(part.all, tile);
+  Cursor cursor = cursor_at(table, begin);
+  NoMeasure meter;
+  for (int64_t first = begin; first < end; first += kTileValues) {
+    flatten_run(table, tile - first, 1.0, Run{first, min(end, first + kTileValues)}, cursor, lane,
+                meter);
+    __syncwarp();
+    visit(part.first + first, work.compensate(part.first + first));
+    __syncwarp();  // before the tile is written anew
+  }
+}
+
+// ---- the host's side ---------------------------------------------------------------------------
+
+// The memory of one encoding: the error of any kind, and p.
+class CompensatedMemory {
+ public:
+  // error, rounding: checked, or none. p is a tensor of its own unless the error is of float32.
+  CompensatedMemory(int64_t numel, double scale, const std::optional<at::Tensor>& error,
+                    const std::optional<at::Tensor>& rounding, const at::TensorOptions& options) {
+    work_ = {nullptr, nullptr, nullptr, numel, static_cast<float>(scale)};
+    if (codecs::is_there(error) && error->scalar_type() == at::kFloat) {
+      kind_ = ErrorKind::kFloat;
+      work_.p = error->mutable_data_ptr<float>();
+      return;
+    }
+    flat_ = at::empty({numel}, options.dtype(at::kFloat));
+    work_.p = flat_.mutable_data_ptr<float>();
+    if (codecs::is_there(error)) {
+      kind_ = ErrorKind::kBFloat16;
+      work_.narrow_error = static_cast<uint16_t*>(error->mutable_data_ptr());
+      work_.rounding = codecs::is_there(rounding) ? rounding->const_data_ptr<int64_t>() : nullptr;
+    }
+  }
+
+  const Compensation& work() const { return work_; }
+  // Null unless the error is of float32.
+  float* error() const { return kind_ == ErrorKind::kFloat ? work_.p : nullptr; }
+
+  // Calls visit(kind), a constant for templates.
+  template <typename Visit>
+  void with_kind(const Visit& visit) const {
+    switch (kind_) {
+      case ErrorKind::kNone:
+        return visit(std::integral_constant<ErrorKind, ErrorKind::kNone>());
+      case ErrorKind::kFloat:
+        return visit(std::integral_constant<ErrorKind, ErrorKind::kFloat>());
+      case ErrorKind::kBFloat16:
+        return visit(std::integral_constant<ErrorKind, ErrorKind::kBFloat16>());
+    }
+  }
+
+ private:
+  Compensation work_{};
+  ErrorKind kind_ = ErrorKind::kNone;
+  at::Tensor flat_;
+};
+
+inline int64_t tiles_of(int64_t numel) { return (numel + kTileValues - 1) / kTileValues; }
+
+// Calls launch(table, kind, first) for the fewest tables that hold the tensors. kind: the error's,
+// a constant for templates; first: the position of the table's first element.
+template <typename Launch>
+void launch_compensated(const char* op, at::TensorList tensors, const CompensatedMemory& memory,
+                        const Launch& launch) {
+  const Sources sources(op, tensors);
+  memory.with_kind([&](auto kind) {
+    with_tables(sources.segments(), kTileValues, tensors[0].options(),
+                [&](const auto& table, int64_t tile) {
+                  launch(table, kind, tile * kTileValues);
+                  C10_CUDA_KERNEL_LAUNCH_CHECK();
+                });
+  });
+}
+
+// Blocks of kThreads for `count` pieces of work, of one warp each: at most a wave. `each` of them
+// fall to a warp.
+struct WarpGrid {
+  unsigned blocks;
+  int64_t each;
+};
+
+template <typename... Arguments>
+WarpGrid warp_grid_of(void (*kernel)(Arguments...), int64_t count) {
+  const int64_t wave = warps_of_a_wave(kernel, kThreads);
+  const int64_t each = std::max<int64_t>((count + wave - 1) / wave, 1);
+  const int64_t warps = (count + each - 1) / each;
+  return {static_cast<unsigned>((warps + kWarpsPerBlock - 1) / kWarpsPerBlock), each};
+}
+
+}  // namespace commhook::cuda
