@@ -129,7 +129,19 @@ namespace at::cuda {
 inline const on_host::Properties* getCurrentDeviceProperties() { return &on_host::properties; }
 }  // namespace at::cuda
 
+// Threads of such a device are all that it has room for, whatever registers a kernel takes.
+template <typename Kernel>
+int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, int threads, size_t) {
+  *blocks = on_host::properties.maxThreadsPerMultiProcessor / threads;
+  return 0;
+}
+
 namespace c10::cuda {
 using CUDAGuard = on_host::Guard;
+// Another number of warps is another device.
+inline int current_device() {
+  return on_host::properties.multiProcessorCount * 4096 +
+         on_host::properties.maxThreadsPerMultiProcessor;
+}
 inline int getCurrentCUDAStream() { return 0; }
 }  // namespace c10::cuda
