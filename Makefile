@@ -144,7 +144,7 @@ CUDA_REFERENCE_ONLY = check_hook_result broadcast_coalesced low_rank_left low_ra
 # The kernels are compiled into a folder of their own, so that the build in place stays.
 cuda-compile:
 	$(MAKE) .venv-cuda/installed VENV=.venv-cuda TORCH=$(CUDA_TORCH)
-	COMMHOOK_CUDA=1 TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX" .venv-cuda/bin/python setup.py --quiet build_ext --build-lib build/cuda
+	COMMHOOK_CUDA=1 TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX;10.0" .venv-cuda/bin/python setup.py --quiet build_ext --build-lib build/cuda
 	.venv-cuda/bin/python cuda/check_build.py build/cuda/torch_commhook/lib --reference-only $(CUDA_REFERENCE_ONLY)
 
 # With the Python that is there: it has the torch of this machine's driver, and perhaps no network.

@@ -13,6 +13,7 @@
 #include "error_launch.h"
 #include "launch.cuh"
 #include "ops/codecs/block_codec.h"
+#include "register_kernels.cuh"
 #include "row.h"
 #include "sources.h"
 
@@ -119,19 +120,22 @@ struct BlockGrid {
   size_t shared;
 };
 
-template <typename Codec>
-BlockGrid grid_of(const codecs::Chunk& chunk, int64_t first, int64_t total, double scale,
-                  bool is_random) {
+constexpr int64_t kMostTiles = 16;  // of a warp: so many pay for its first search
+
+template <typename Codec, typename Kernel>
+BlockGrid grid_of(Kernel* kernel, const codecs::Chunk& chunk, int64_t first, int64_t total,
+                  double scale, bool is_random) {
   const auto& layout = chunk.layout;
   constexpr int kSharedBytes = 48 * 1024;  // that every device gives a block without being asked
-  constexpr int64_t kMostTiles = 16;
   const auto size = static_cast<int>(layout.form().block_size);
   const auto tile = tile_of<Codec>(size);
   const int bytes = shared_bytes(tile, size, is_random);
   const int warps = std::clamp(kSharedBytes / bytes, 1, kWarpsPerBlock);
   const int64_t values = values_of(tile, size);
   const int64_t all = (total + values - 1) / values;
-  const int64_t tiles = std::clamp<int64_t>(all / warps_of_a_wave(), 1, kMostTiles);
+  const auto shared = static_cast<size_t>(warps) * static_cast<size_t>(bytes);
+  const int64_t tiles =
+      std::clamp<int64_t>(all / warps_of_a_wave(kernel, warps * kWarpSize, shared), 1, kMostTiles);
   const int64_t blocks = (all + tiles * warps - 1) / (tiles * warps);
   TORCH_CHECK(blocks <= std::numeric_limits<int>::max(), "block codec: too many elements, ",
               layout.numel());
@@ -139,13 +143,63 @@ BlockGrid grid_of(const codecs::Chunk& chunk, int64_t first, int64_t total, doub
            static_cast<int>(tiles), static_cast<float>(scale)},
           static_cast<unsigned>(blocks),
           static_cast<unsigned>(warps * kWarpSize),
-          static_cast<size_t>(warps) * static_cast<size_t>(bytes)};
+          shared};
+}
+
+// Whether a layout's whole tiles stay in registers. Codes of a bit do not: their sums of magnitudes
+// are added in an order that other lanes would have to know.
+template <typename Codec>
+bool uses_registers(const codecs::BlockLayout& layout) {
+  return Codec::kBits >= 4 && fits_registers(layout.form().block_size) && has_places(layout);
+}
+
+// The same for these.
+struct RegisterGrid {
+  RegisterWork work;
+  unsigned blocks;
+};
+
+constexpr int kRegisterWarps = kRegisterThreads / kWarpSize;
+constexpr size_t kRegisterBytes = kRegisterWarps * kTileBytes;  // of shared memory
+
+template <typename Kernel>
+RegisterGrid register_grid(Kernel* kernel, const codecs::Chunk& chunk, int64_t first, int64_t total,
+                           double scale, const float* error) {
+  const auto& layout = chunk.layout;
+  const auto size = static_cast<int>(layout.form().block_size);
+  const int lanes = size / (kTileValues / kWarpSize);
+  int bits = 0;
+  while (1 << bits < lanes) {
+    ++bits;
+  }
+  const int64_t all = (total + kTileValues - 1) / kTileValues;
+  const int64_t wave = warps_of_a_wave(kernel, kRegisterThreads, kRegisterBytes);
+  const int64_t tiles = std::clamp<int64_t>(all / wave, 1, kMostTiles);
+  const int64_t blocks = (all + tiles * kRegisterWarps - 1) / (tiles * kRegisterWarps);
+  return {{places_of(layout), layout.fill(), layout.numel(), chunk.block,
+           static_cast<uint32_t>(first * (kTileValues / size)), size, lanes, bits,
+           static_cast<int>(tiles), static_cast<float>(scale), is_aligned_for_quads(error)},
+          static_cast<unsigned>(blocks)};
+}
+
+// Calls call(random, error) with constants for two flags.
+template <typename Codec, typename Call>
+void with_flags(bool is_random, bool has_error, const Call& call) {
+  const auto with_error = [&](auto random) {
+    has_error ? call(random, std::true_type{}) : call(random, std::false_type{});
+  };
+  if constexpr (Codec::kIsRandom) {
+    if (is_random) {
+      return with_error(std::true_type{});
+    }
+  }
+  with_error(std::false_type{});
 }
 
 template <typename Codec>
-int64_t tile_values(const codecs::BlockForm& form) {
-  const auto size = static_cast<int>(form.block_size);
-  return values_of(tile_of<Codec>(size), size);
+int64_t tile_values(const codecs::BlockLayout& layout) {
+  const auto size = static_cast<int>(layout.form().block_size);
+  return uses_registers<Codec>(layout) ? kTileValues : values_of(tile_of<Codec>(size), size);
 }
 
 // The segments that hold a chunk's elements; those at its ends are cut.
@@ -174,7 +228,7 @@ void with_tables_of_chunks(c10::ArrayRef<Segment<Data>> segments, const codecs::
   for (const auto& chunk : chunks) {
     if (chunk.layout.blocks() > 0) {
       const auto part = part_of(segments, chunk);
-      with_tables(c10::ArrayRef<Segment<Data>>(part), tile_values<Codec>(chunks.form()), options,
+      with_tables(c10::ArrayRef<Segment<Data>>(part), tile_values<Codec>(chunk.layout), options,
                   [&](const auto& table, int64_t first) { launch(chunk, table, first); });
     }
   }
@@ -182,6 +236,33 @@ void with_tables_of_chunks(c10::ArrayRef<Segment<Data>> segments, const codecs::
 
 inline const int64_t* seed_of(const std::optional<at::Tensor>& rounding) {
   return codecs::is_there(rounding) ? rounding->const_data_ptr<int64_t>() : nullptr;
+}
+
+// One launch of a chunk's encoding. error: of the chunk, null for none.
+template <typename Codec, int kCapacity>
+void launch_encode(const codecs::Chunk& chunk, const TensorTable<const void, kCapacity>& table,
+                   int64_t first, double scale, const int64_t* rounding, float* error,
+                   uint8_t* message) {
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  if constexpr (Codec::kBits >= 4) {
+    if (uses_registers<Codec>(chunk.layout)) {
+      return with_flags<Codec>(rounding != nullptr, error != nullptr, [&](auto random, auto has) {
+        constexpr bool kRandom = decltype(random)::value;
+        constexpr bool kError = decltype(has)::value;
+        const auto grid = register_grid(register_encode_kernel<Codec, kRandom, kError, kCapacity>,
+                                        chunk, first, table.total, scale, error);
+        register_encode_kernel<Codec, kRandom, kError, kCapacity>
+            <<<grid.blocks, kRegisterThreads, kRegisterBytes, stream>>>(table, grid.work, rounding,
+                                                                        error, message);
+        C10_CUDA_KERNEL_LAUNCH_CHECK();
+      });
+    }
+  }
+  const auto grid = grid_of<Codec>(encode_kernel<Codec, kCapacity>, chunk, first, table.total,
+                                   scale, rounding != nullptr);
+  encode_kernel<Codec, kCapacity><<<grid.blocks, grid.threads, grid.shared, stream>>>(
+      table, grid.work, rounding, error, message);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 // message: checked, as `chunks` have it. Each chunk takes launches of its own.
@@ -192,55 +273,73 @@ void encode_blocks(const char* op, at::TensorList tensors, const at::Tensor& mes
                    const std::optional<at::Tensor>& rounding) {
   const c10::cuda::CUDAGuard guard(message.device());
   const Sources sources(op, tensors);
-  const auto stream = c10::cuda::getCurrentCUDAStream();
   const WideError wide(error);
   auto* const lost = wide.data();
   auto* const bytes = message.mutable_data_ptr<uint8_t>();
-  with_tables_of_chunks<Codec>(
-      sources.segments(), chunks, message.options(),
-      [&](const codecs::Chunk& chunk, const auto& table, int64_t first) {
-        constexpr int kCapacity = std::decay_t<decltype(table)>::kCapacity;
-        const auto grid =
-            grid_of<Codec>(chunk, first, table.total, scale, codecs::is_there(rounding));
-        encode_kernel<Codec, kCapacity><<<grid.blocks, grid.threads, grid.shared, stream>>>(
-            table, grid.work, seed_of(rounding), lost == nullptr ? nullptr : lost + chunk.element,
-            bytes + chunk.offset);
-        C10_CUDA_KERNEL_LAUNCH_CHECK();
-      });
+  with_tables_of_chunks<Codec>(sources.segments(), chunks, message.options(),
+                               [&](const codecs::Chunk& chunk, const auto& table, int64_t first) {
+                                 launch_encode<Codec>(
+                                     chunk, table, first, scale, seed_of(rounding),
+                                     lost == nullptr ? nullptr : lost + chunk.element,
+                                     bytes + chunk.offset);
+                               });
   wide.finish();
+}
+
+// One launch of a chunk's decoding. is_sum: whether there may be several messages, and a scale.
+template <typename Codec, int kCapacity>
+void launch_decode(const codecs::Chunk& chunk, const TensorTable<void, kCapacity>& table,
+                   int64_t first, double scale, const uint8_t* messages, int64_t count,
+                   bool is_sum) {
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  if constexpr (Codec::kBits >= 4) {
+    if (uses_registers<Codec>(chunk.layout)) {
+      const auto with = [&](auto many) {
+        constexpr bool kMany = decltype(many)::value;
+        const auto grid = register_grid(register_decode_kernel<Codec, kMany, kCapacity>, chunk,
+                                        first, table.total, scale, nullptr);
+        register_decode_kernel<Codec, kMany, kCapacity>
+            <<<grid.blocks, kRegisterThreads, kRegisterBytes, stream>>>(
+                table, grid.work, messages, count, chunk.layout.bytes());
+        C10_CUDA_KERNEL_LAUNCH_CHECK();
+      };
+      return is_sum ? with(std::true_type{}) : with(std::false_type{});
+    }
+  }
+  const auto grid =
+      grid_of<Codec>(decode_kernel<Codec, kCapacity>, chunk, first, table.total, scale, false);
+  decode_kernel<Codec, kCapacity>
+      <<<grid.blocks, grid.threads, grid.shared, stream>>>(table, grid.work, messages, count);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 // Several messages only of a single chunk.
 template <typename Codec>
 void decode_messages(const char* op, const at::Tensor& messages, int64_t count,
-                     at::TensorList tensors, const codecs::Chunks& chunks, double scale) {
+                     at::TensorList tensors, const codecs::Chunks& chunks, double scale,
+                     bool is_sum) {
   const c10::cuda::CUDAGuard guard(messages.device());
   const Destinations destinations(op, tensors);
-  const auto stream = c10::cuda::getCurrentCUDAStream();
   const auto* const bytes = messages.const_data_ptr<uint8_t>();
-  with_tables_of_chunks<Codec>(
-      destinations.segments(), chunks, messages.options(),
-      [&](const codecs::Chunk& chunk, const auto& table, int64_t first) {
-        constexpr int kCapacity = std::decay_t<decltype(table)>::kCapacity;
-        const auto grid = grid_of<Codec>(chunk, first, table.total, scale, false);
-        decode_kernel<Codec, kCapacity><<<grid.blocks, grid.threads, grid.shared, stream>>>(
-            table, grid.work, bytes + chunk.offset, count);
-        C10_CUDA_KERNEL_LAUNCH_CHECK();
-      });
+  with_tables_of_chunks<Codec>(destinations.segments(), chunks, messages.options(),
+                               [&](const codecs::Chunk& chunk, const auto& table, int64_t first) {
+                                 launch_decode<Codec>(chunk, table, first, scale,
+                                                      bytes + chunk.offset, count, is_sum);
+                               });
   destinations.finish();
 }
 
 template <typename Codec>
 void decode_blocks(const char* op, const at::Tensor& message, at::TensorList tensors,
                    const codecs::Chunks& chunks) {
-  decode_messages<Codec>(op, message, 1, tensors, chunks, 1.0);
+  decode_messages<Codec>(op, message, 1, tensors, chunks, 1.0, false);
 }
 
 template <typename Codec>
 void decode_sum_blocks(const char* op, const at::Tensor& messages, at::TensorList tensors,
                        const codecs::BlockLayout& layout, double scale) {
   decode_messages<Codec>(op, messages, messages.size(0), tensors,
-                         {layout.form(), layout.numel(), layout.shards()}, scale);
+                         {layout.form(), layout.numel(), layout.shards()}, scale, true);
 }
 
 template <typename Codec>
@@ -252,14 +351,35 @@ void reduce_blocks(const at::Tensor& messages, const at::Tensor& message,
     return;
   }
   const c10::cuda::CUDAGuard guard(message.device());
+  const auto stream = c10::cuda::getCurrentCUDAStream();
   const WideError lost(error);
-  const auto grid =
-      grid_of<Codec>({layout, 0, 0, 0}, 0, layout.numel(), scale, codecs::is_there(rounding));
-  reduce_kernel<Codec>
-      <<<grid.blocks, grid.threads, grid.shared, c10::cuda::getCurrentCUDAStream()>>>(
-          grid.work, messages.const_data_ptr<uint8_t>(), messages.size(0), seed_of(rounding),
-          lost.data(), message.mutable_data_ptr<uint8_t>());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  const auto* const from = messages.const_data_ptr<uint8_t>();
+  auto* const to = message.mutable_data_ptr<uint8_t>();
+  const auto* const seed = seed_of(rounding);
+  const codecs::Chunk whole{layout, 0, 0, 0};
+  bool is_done = false;
+  if constexpr (Codec::kBits >= 4) {
+    is_done = uses_registers<Codec>(layout);
+    if (is_done) {
+      with_flags<Codec>(seed != nullptr, lost.data() != nullptr, [&](auto random, auto has) {
+        constexpr bool kRandom = decltype(random)::value;
+        constexpr bool kError = decltype(has)::value;
+        const auto grid = register_grid(register_reduce_kernel<Codec, kRandom, kError>, whole, 0,
+                                        layout.numel(), scale, lost.data());
+        register_reduce_kernel<Codec, kRandom, kError>
+            <<<grid.blocks, kRegisterThreads, kRegisterBytes, stream>>>(
+                grid.work, from, messages.size(0), layout.bytes(), seed, lost.data(), to);
+        C10_CUDA_KERNEL_LAUNCH_CHECK();
+      });
+    }
+  }
+  if (!is_done) {
+    const auto grid =
+        grid_of<Codec>(reduce_kernel<Codec>, whole, 0, layout.numel(), scale, seed != nullptr);
+    reduce_kernel<Codec><<<grid.blocks, grid.threads, grid.shared, stream>>>(
+        grid.work, from, messages.size(0), seed, lost.data(), to);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
   lost.finish();
 }
 

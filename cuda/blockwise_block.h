@@ -1,8 +1,10 @@
 // What block quantisation does with a block, for cuda/block_tile.cuh.
 #pragma once
 
+#include "instructions.h"
 #include "ops/codecs/blockwise_math.h"
 #include "ops/codecs/float_bits.h"
+#include "quad.h"
 
 namespace commhook::cuda {
 
@@ -38,6 +40,34 @@ struct Extremes {
   }
 };
 
+// The same of values in registers, with one instruction for each. Zeros lose their sign, which no
+// quantizer looks at.
+struct LargestInRegisters {
+  static constexpr int kWords = 1;
+  float words[kWords] = {0.0f};
+
+  COMMHOOK_HOST_DEVICE void add(float value) {
+    words[0] = largest(words[0], float_of(bits_of(value) & kAbsolute));
+  }
+  COMMHOOK_HOST_DEVICE LargestMagnitude measure() const {
+    return {{static_cast<int32_t>(bits_of(words[0]))}};
+  }
+};
+
+struct ExtremesInRegisters {
+  static constexpr int kWords = 2;
+  float words[kWords] = {float_of(kInfinity | 1u << 31), float_of(kInfinity | 1u << 31)};
+
+  COMMHOOK_HOST_DEVICE void add(float value) {
+    words[0] = largest(words[0], value);
+    words[1] = largest(words[1], -value);
+  }
+  COMMHOOK_HOST_DEVICE Extremes measure() const {
+    return {{Extremes::ordered(static_cast<int32_t>(bits_of(words[0]))),
+             ~Extremes::ordered(static_cast<int32_t>(bits_of(-words[1])))}};
+  }
+};
+
 template <int kCodeBits, bool kSymmetric>
 struct BlockwiseBlock {
   static constexpr int kBits = kCodeBits;
@@ -47,6 +77,7 @@ struct BlockwiseBlock {
   static constexpr float kLevels = kSymmetric ? (1 << (kBits - 1)) - 1 : (1 << kBits) - 1;
 
   using Measure = std::conditional_t<kSymmetric, LargestMagnitude, Extremes>;
+  using InRegisters = std::conditional_t<kSymmetric, LargestInRegisters, ExtremesInRegisters>;
 
   struct Quantizer {
     blockwise::Quantizer by;
@@ -74,20 +105,60 @@ struct BlockwiseBlock {
     return true;
   }
 
-  COMMHOOK_HOST_DEVICE uint32_t code(float value, float dither, bool is_random,
-                                     const Quantizer& quantizer, float& restored) const {
+  // In its low bits a value's code.
+  COMMHOOK_HOST_DEVICE uint32_t rounded(float value, float dither, bool is_random,
+                                        const Quantizer& quantizer, float& restored) const {
     const auto& by = quantizer.by;
     float t = kSymmetric ? value * by.lift * by.factor : (value * by.lift - by.low) * by.factor;
     if (is_random) {
       t = t + dither;
       t = t > kLevels ? kLevels : t;  // what is added may have been rounded up
     }
-    const float rounded = t + blockwise::kRound;
-    restored = (rounded - blockwise::kRound) * by.step;
+    const float sum = t + blockwise::kRound;
+    restored = (sum - blockwise::kRound) * by.step;
     if constexpr (!kSymmetric) {
       restored = quantizer.low + restored;
     }
-    return bits_of(rounded) & ((1u << kBits) - 1);
+    return bits_of(sum);
+  }
+
+  COMMHOOK_HOST_DEVICE uint32_t code(float value, float dither, bool is_random,
+                                     const Quantizer& quantizer, float& restored) const {
+    return rounded(value, dither, is_random, quantizer, restored) & ((1u << kBits) - 1);
+  }
+
+  // Four values' codes in the low bits of a word's bytes; `values` become what is lost.
+  template <bool kRandom>
+  COMMHOOK_HOST_DEVICE uint32_t codes(Quad& values, const float (&dithers)[kQuadValues],
+                                      const Quantizer& quantizer) const {
+    uint32_t bits[kQuadValues];
+#pragma unroll
+    for (int j = 0; j < kQuadValues; ++j) {
+      float restored;
+      bits[j] = rounded(values.values[j], dithers[j], kRandom, quantizer, restored);
+      values.values[j] = values.values[j] - restored;
+    }
+    return byte_perm(byte_perm(bits[0], bits[1], 0x0040), byte_perm(bits[2], bits[3], 0x0040),
+                     0x5410);
+  }
+
+  // The values of the codes in a word's bytes, of which the other bits are zeros. A code becomes
+  // the low bits of a float32 of which the others are those of 2^23.
+  COMMHOOK_HOST_DEVICE Quad restored(uint32_t word, const float (&parameters)[kParameters]) const {
+    constexpr uint32_t kSign = kSymmetric ? 1u << (kBits - 1) : 0u;
+    constexpr uint32_t kBase = 0x4b000000u;
+    word ^= kSign * 0x01010101u;
+    Quad values;
+#pragma unroll
+    for (int j = 0; j < kQuadValues; ++j) {
+      const float integer = float_of(byte_perm(word, kBase, 0x7650u + static_cast<uint32_t>(j))) -
+                            (0x1p23f + static_cast<float>(kSign));
+      values.values[j] = integer * parameters[0];
+      if constexpr (!kSymmetric) {
+        values.values[j] = parameters[1] + values.values[j];
+      }
+    }
+    return values;
   }
 
   COMMHOOK_HOST_DEVICE auto restorer(const float* parameters) const {

@@ -1,6 +1,7 @@
 """Checks a build with CUDA kernels on a machine without a GPU.
 
-    python cuda/check_build.py [LIBRARY] [--arch-list "8.0;9.0+PTX"] [--reference-only OPERATOR ...]
+    python cuda/check_build.py [LIBRARY] [--arch-list LIST] [--reference-only OPERATOR ...]
+    python cuda/check_build.py --objects OBJECT ...
 
 Prints a line for each check and exits with 1 if one fails:
 
@@ -9,7 +10,11 @@ Prints a line for each check and exits with 1 if one fails:
 * the library holds machine code and PTX for the architectures asked for;
 * no kernel keeps registers on the stack or spills them;
 * every kernel that walks over values loads 16 bytes with one instruction, and one that writes
-  values stores as many, as the disassembly says.
+  values stores as many, as the disassembly says;
+* the kernels in ``budgets.py`` stay within their budgets, and none of them divides integers of 64
+  bits.
+
+With --objects, it looks at the machine code of single files that nvcc has compiled.
 """
 
 from __future__ import annotations
@@ -20,10 +25,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import budgets
+import machine_code
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,6 +53,9 @@ WRITING = (
     "compensate_finite_kernel",
     "encode_kernel",
     "reduce_kernel",
+    "register_encode_kernel",
+    "register_decode_kernel",
+    "register_reduce_kernel",
 )
 #: Of these, what reads so little that it needs no vectors for it.
 READING_LITTLE = {
@@ -63,6 +73,11 @@ class Report:
     def check(self, passed: bool, line: str) -> None:
         self.failures += not passed
         print(f"{'ok  ' if passed else 'FAIL'}  {line}")
+
+    def end(self) -> int:
+        """Prints the sum of it, and returns what the program exits with."""
+        print(f"check_build: {self.failures} failures" if self.failures else "check_build: passed")
+        return 1 if self.failures else 0
 
 
 def library_at(path: Path) -> Path:
@@ -185,6 +200,7 @@ def kernel_of(function: str) -> str:
 
 
 def check_resources(report: Report, cuobjdump: Path, library: Path) -> None:
+    """Checks that no kernel has a stack, and prints what each takes."""
     listing = demangled(output_of(cuobjdump, "--dump-resource-usage", library))
     usage: dict[tuple[str, str], list[tuple[int, int, int]]] = defaultdict(list)
     arch, function = "", ""
@@ -209,23 +225,47 @@ def check_resources(report: Report, cuobjdump: Path, library: Path) -> None:
         )
 
 
-def check_vectors(report: Report, cuobjdump: Path, library: Path) -> None:
-    """Counts global loads and stores of 16 bytes, and what is spilled, in the machine code."""
-    found: dict[tuple[str, str], dict[str, int]] = {}
-    arch, counts = "", dict[str, int]()
+def check_machine_code(report: Report, cuobjdump: Path, library: Path) -> None:
+    """Checks accesses, spills and budgets in the disassembly, which is read once."""
+    checks = budgets.Checks()
+    counts: dict[tuple[str, str], Counter[str | None]] = {}
+    registers = registers_of(cuobjdump, library)
+    for kernel in disassembled(cuobjdump, library):
+        accesses = Counter(map(machine_code.access_of, kernel.code.values()))
+        counts[kernel.name, kernel.arch] = accesses
+        # A cubin does not say its architecture here.
+        own = registers.get((kernel.name, kernel.arch)) or registers[kernel.name, ""]
+        checks.add(kernel, own, accesses)
+    check_vectors(report, counts)
+    for passed, line in checks.outcomes():
+        report.check(passed, line)
+
+
+def disassembled(cuobjdump: Path, library: Path) -> Iterator[machine_code.Kernel]:
     command = [str(cuobjdump), "--dump-sass", str(library)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            if match := re.match(r"\s*code for (sm_\w+)", line):
-                arch = match.group(1)
-            elif match := re.match(r"\s*Function : (\S+)", line):
-                counts = found.setdefault((match.group(1), arch), defaultdict(int))
-            elif match := re.search(r"\b(LDG|STG)(?:\.\w+)*\.128\b|\b(LDL|STL)\b", line):
-                counts[match.group(1) or match.group(2)] += 1
+        yield from machine_code.kernels_in(process.stdout)
+
+
+def registers_of(cuobjdump: Path, library: Path) -> dict[tuple[str, str], int]:
+    found = {}
+    arch, function = "", ""
+    for line in output_of(cuobjdump, "--dump-resource-usage", library).splitlines():
+        if match := re.match(r"\s*arch = (\w+)", line):
+            arch = match.group(1)
+        elif match := re.match(r"\s*Function (\S+):\s*$", line):
+            function = match.group(1)
+        elif match := re.search(r"REG:(\d+) ", line):
+            found[function, arch] = int(match.group(1))
+    return found
+
+
+def check_vectors(report: Report, found: dict[tuple[str, str], Counter[str | None]]) -> None:
+    """Checks the numbers of global loads and stores of 16 bytes, and of what is spilled."""
     functions = list(found)
     names = demangled("\n".join(function for function, _ in functions)).splitlines()
-    variants: dict[tuple[str, str], list[dict[str, int]]] = defaultdict(list)
+    variants: dict[tuple[str, str], list[Counter[str | None]]] = defaultdict(list)
     for (function, arch), name in zip(functions, names, strict=True):
         variants[kernel_of(name), arch].append(found[function, arch])
     report.check(bool(variants), f"{len(functions)} kernels were disassembled")
@@ -236,12 +276,12 @@ def check_vectors(report: Report, cuobjdump: Path, library: Path) -> None:
         if reason is not None:
             print(f"ok    {name} ({arch}): no vectors asked for, since it {reason}")
             continue
-        kinds = {"LDG": "loads"}
+        kinds = {"LDG.128": "loads"}
         if name.partition("<")[0] in WRITING:
-            kinds["STG"] = "stores"
+            kinds["STG.128"] = "stores"
         if name in READING_LITTLE:
             print(f"ok    {name} ({arch}): no loads asked for, since it {READING_LITTLE[name]}")
-            del kinds["LDG"]
+            del kinds["LDG.128"]
         for kind, what in kinds.items():
             least = min(counts[kind] for counts in all_counts)
             report.check(least > 0, f"{name} ({arch}): at least {least} {what} of 16 bytes in each")
@@ -258,7 +298,7 @@ def main() -> int:
     )
     parser.add_argument(
         "--arch-list",
-        default=os.environ.get("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX"),
+        default=os.environ.get("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX;10.0"),
         help="as in TORCH_CUDA_ARCH_LIST (default: that variable, or %(default)s)",
     )
     parser.add_argument(
@@ -268,11 +308,27 @@ def main() -> int:
         metavar="OPERATOR",
         help="operators that are meant to have no CUDA kernel, without the namespace",
     )
+    parser.add_argument(
+        "--objects",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="OBJECT",
+        help="look at the machine code of these files, and at nothing else",
+    )
     arguments = parser.parse_args()
+    report = Report()
+    if arguments.objects:
+        cuobjdump = find_tool("cuobjdump")
+        if cuobjdump is None:
+            raise SystemExit("check_build: cuobjdump is in the CUDA toolkit, or beside triton")
+        for path in arguments.objects:
+            check_resources(report, cuobjdump, path)
+            check_machine_code(report, cuobjdump, path)
+        return report.end()
     library = library_at(arguments.library)
     torch.ops.load_library(library)
 
-    report = Report()
     print(
         f"      {library.name}: {library.stat().st_size / 2**20:.1f} MiB, torch {torch.__version__}"
     )
@@ -282,9 +338,8 @@ def main() -> int:
     if cuobjdump is not None:
         check_architectures(report, cuobjdump, library, arguments.arch_list)
         check_resources(report, cuobjdump, library)
-        check_vectors(report, cuobjdump, library)
-    print(f"check_build: {report.failures} failures" if report.failures else "check_build: passed")
-    return 1 if report.failures else 0
+        check_machine_code(report, cuobjdump, library)
+    return report.end()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ struct Fp8Block {
   static constexpr float kLargest = fp8::Traits<kE5M2>::kLargest;
 
   using Measure = LargestMagnitude;
+  using InRegisters = LargestInRegisters;
   using Quantizer = blockwise::Quantizer;
 
   COMMHOOK_HOST_DEVICE bool quantizer(const Measure& measure, int, float (&parameters)[kParameters],
@@ -36,6 +37,34 @@ struct Fp8Block {
     const uint8_t code = fp8::round_to<kE5M2>(scaled);
     restored = fp8::value_of<kE5M2>(code) * quantizer.step;
     return code;
+  }
+
+  // As BlockwiseBlock has them.
+  template <bool>
+  COMMHOOK_HOST_DEVICE uint32_t codes(Quad& values, const float (&)[kQuadValues],
+                                      const Quantizer& quantizer) const {
+    float scaled[kQuadValues];
+#pragma unroll
+    for (int j = 0; j < kQuadValues; ++j) {
+      scaled[j] = values.values[j] * quantizer.lift * quantizer.factor;
+    }
+    const uint32_t word =
+        pair_of_fp8<kE5M2>(scaled[0], scaled[1]) | pair_of_fp8<kE5M2>(scaled[2], scaled[3]) << 16;
+    const Quad back = restored(word, {quantizer.step});
+#pragma unroll
+    for (int j = 0; j < kQuadValues; ++j) {
+      values.values[j] = values.values[j] - back.values[j];
+    }
+    return word;
+  }
+
+  COMMHOOK_HOST_DEVICE Quad restored(uint32_t word, const float (&parameters)[kParameters]) const {
+    Quad values;
+#pragma unroll
+    for (int j = 0; j < kQuadValues; ++j) {
+      values.values[j] = value_of_fp8<kE5M2>(word << (24 - 8 * j)) * parameters[0];
+    }
+    return values;
   }
 
   COMMHOOK_HOST_DEVICE auto restorer(const float* parameters) const {

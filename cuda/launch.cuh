@@ -5,16 +5,12 @@
 #include <ATen/ATen.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAFunctions.h>
 #include <cuda_runtime.h>
 
-#include <algorithm>
 #include <limits>
-#include <map>
-#include <mutex>
-#include <tuple>
 
 #include "bucket_launch.h"
+#include "occupancy.cuh"
 #include "tensor_table.h"
 
 namespace commhook::cuda {
@@ -44,38 +40,6 @@ struct Grid {
   unsigned blocks;
   int run;  // elements of a warp
 };
-
-// Warps that the device has room for at once, whatever registers and shared memory they take.
-inline int64_t warps_of_a_wave() {
-  const auto* device = at::cuda::getCurrentDeviceProperties();
-  return int64_t{device->multiProcessorCount} * (device->maxThreadsPerMultiProcessor / kWarpSize);
-}
-
-// Warps of a kernel that the device has room for at once, in blocks of `threads` that ask for
-// `shared_bytes` at the launch. The answer is kept for each device and kernel, since the driver
-// computes it anew.
-inline int64_t warps_of_a_wave(const void* kernel, int threads, size_t shared_bytes = 0) {
-  using Key = std::tuple<c10::DeviceIndex, const void*, int, size_t>;
-  static std::mutex mutex;
-  static std::map<Key, int64_t> known;
-  const Key key{c10::cuda::current_device(), kernel, threads, shared_bytes};
-  const std::lock_guard<std::mutex> lock(mutex);
-  auto found = known.find(key);
-  if (found == known.end()) {
-    int blocks = 0;  // of a multiprocessor
-    C10_CUDA_CHECK(
-        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared_bytes));
-    const int64_t all =
-        int64_t{std::max(blocks, 1)} * at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
-    found = known.emplace(key, all * (threads / kWarpSize)).first;
-  }
-  return found->second;
-}
-
-template <typename... Arguments>
-int64_t warps_of_a_wave(void (*kernel)(Arguments...), int threads, size_t shared_bytes = 0) {
-  return warps_of_a_wave(reinterpret_cast<const void*>(kernel), threads, shared_bytes);
-}
 
 // kernel: takes `total` elements in runs, by blocks of kThreads.
 template <typename... Arguments>
@@ -140,13 +104,10 @@ bool with_tables_of(c10::ArrayRef<Segment<Data>> segments, int64_t values, const
 template <typename Data, typename Launch>
 void with_tables(c10::ArrayRef<Segment<Data>> segments, int64_t values,
                  const at::TensorOptions& options, const Launch& launch) {
-  const auto count = segments.size();
   bool is_done = false;
 #if CUDART_VERSION >= 12010
-  if (count > kMediumTable && has_large_arguments()) {
+  if (segments.size() > kShortTable && has_large_arguments()) {
     is_done = with_tables_of<kLongTable>(segments, values, launch);
-  } else if (count > kShortTable && has_large_arguments()) {
-    is_done = with_tables_of<kMediumTable>(segments, values, launch);
   }
 #endif
   if (is_done || with_tables_of<kShortTable>(segments, values, launch)) {

@@ -1,0 +1,334 @@
+// The kernels that keep values in registers (register_tile.cuh), and what a warp does with a tile
+// that it cannot load or store so.
+#pragma once
+
+#include "register_tile.cuh"
+#include "row.h"
+
+namespace commhook::cuda {
+
+// Of a block of threads: few, since each has many registers.
+constexpr int kRegisterThreads = 128;
+
+// Where a tile's values are, if they are aligned float32 in a single tensor. Data: of the table.
+template <typename Data>
+struct RowCursor {
+  Data* data = nullptr;  // of the tensor; null where its values cannot be moved as they are
+  int64_t start = 0;     // of the tensor, in the table
+  int64_t end = 0;
+
+  // begin: a multiple of a tile's values, none before an earlier one.
+  template <typename Table>
+  COMMHOOK_HOST_DEVICE bool find(const Table& table, int64_t begin) {
+    if (begin >= end) {
+      const int tensor = find_tensor(table, begin);
+      start = tensor == 0 ? 0 : table.entries[tensor - 1].end;
+      end = table.entries[tensor].end;
+      data = table.entries[tensor].data;
+      const auto first = reinterpret_cast<uintptr_t>(data) / sizeof(float);
+      if (table.dtypes[tensor] != Dtype::kFloat ||
+          (first - static_cast<uintptr_t>(start)) % kQuadValues != 0) {
+        data = nullptr;
+      }
+    }
+    return data != nullptr && begin + kTileValues <= end;
+  }
+  COMMHOOK_HOST_DEVICE auto* at(int64_t position) const {
+    using Float = std::conditional_t<std::is_const_v<Data>, const float, float>;
+    return static_cast<Float*>(data) + (position - start);
+  }
+};
+
+// The place of a lane's block, which moves on from tile to tile.
+template <typename Codec>
+struct LanePlace {
+  static constexpr int kParameterBytes = Codec::kParameters * static_cast<int>(sizeof(float));
+  uint32_t block;
+  PlaceInShard place = {0, 0, 0};
+
+  COMMHOOK_HOST_DEVICE void find(const RegisterWork& work) {
+    if (block >= place.end) {
+      place = place_in_shard(work.places, block, code_bytes(work), kParameterBytes);
+    }
+  }
+  COMMHOOK_HOST_DEVICE void move_on(const RegisterWork& work) {
+    const int blocks = kWarpSize >> work.lane_bits;
+    block += static_cast<uint32_t>(blocks);
+    place.codes += blocks * code_bytes(work);
+    place.parameters += blocks * kParameterBytes;
+  }
+  COMMHOOK_HOST_DEVICE static int code_bytes(const RegisterWork& work) {
+    return work.block_size * Codec::kBits / 8;
+  }
+};
+
+// Calls whole(begin, position) for the full tiles of this thread's warp, rest(run, position) for
+// the launch's last values. begin counts from the launch's first value, of `total`, and position
+// from the message's first.
+template <typename Whole, typename Rest>
+__device__ void for_each_register_tile(const RegisterWork& work, int64_t total, const Whole& whole,
+                                       const Rest& rest) {
+  const int warps = static_cast<int>(blockDim.x) / kWarpSize;
+  int64_t begin = (int64_t{blockIdx.x} * warps + static_cast<int>(threadIdx.x) / kWarpSize) *
+                  work.tiles * kTileValues;
+  const int64_t first = int64_t{work.first} * work.block_size;
+#pragma unroll 1
+  for (int i = 0; i < work.tiles; ++i, begin += kTileValues) {
+    if (begin + kTileValues > total) {
+      if (begin < total) {
+        rest(Run{begin, total}, first + begin);
+      }
+      return;
+    }
+    whole(begin, first + begin);
+  }
+}
+
+template <typename Codec>
+COMMHOOK_HOST_DEVICE LanePlace<Codec> first_place(const RegisterWork& work, int lane) {
+  const int warps = static_cast<int>(blockDim.x) / kWarpSize;
+  const auto warp = blockIdx.x * static_cast<unsigned>(warps) + threadIdx.x / kWarpSize;
+  const auto blocks = static_cast<uint32_t>(kWarpSize >> work.lane_bits);
+  return {work.first + warp * static_cast<uint32_t>(work.tiles) * blocks +
+          static_cast<uint32_t>(lane >> work.lane_bits)};
+}
+
+// The first block of the tile to which a lane has come.
+template <typename Codec>
+COMMHOOK_HOST_DEVICE uint32_t first_block_of(const LanePlace<Codec>& own, const LaneInTile& at) {
+  return own.block - static_cast<uint32_t>(at.block);
+}
+
+COMMHOOK_HOST_DEVICE int length_of(const Run& run) { return static_cast<int>(run.end - run.begin); }
+
+// Calls visit(block, count, offset, place) for each block of a launch's last values, from `block`
+// on.
+template <typename Codec, typename Visit>
+__device__ void for_each_last_block(const RegisterWork& work, uint32_t block, int count,
+                                    const Visit& visit) {
+  const int size = work.block_size;
+#pragma unroll 1
+  for (int offset = 0; offset < count; offset += size, ++block) {
+    const auto place = place_in_shard(work.places, block, LanePlace<Codec>::code_bytes(work),
+                                      LanePlace<Codec>::kParameterBytes);
+    visit(block, min(size, count - offset), offset, place);
+  }
+}
+
+// Zeros between codes and parameters, behind the last block of all if that is short.
+__device__ inline void fill_after(int count, const RegisterWork& work, uint8_t* message, int lane) {
+  if (count < work.block_size) {
+#pragma unroll 1
+    for (int64_t i = work.fill.begin + lane; i < work.fill.end; i += kWarpSize) {
+      message[i] = 0;
+    }
+  }
+}
+
+__device__ inline DitherKey key_of(const int64_t* rounding, int64_t block) {
+  const auto seed = static_cast<uint64_t>(rounding[0]);
+  return {true, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32),
+          static_cast<uint32_t>(rounding[1]), block};
+}
+
+// This warp's part of the shared memory, of a tile's values.
+__device__ inline float* shared_tile() {
+  extern __shared__ Quad memory[];
+  return reinterpret_cast<float*>(memory) + static_cast<int>(threadIdx.x) / kWarpSize * kTileValues;
+}
+
+// p = value * scale + error, of a lane's values.
+template <bool kError>
+__device__ void compensate_quads(const RegisterWork& work, int step, const float* error,
+                                 Quad (&quads)[kEighths]) {
+#pragma unroll
+  for (Quad& quad : quads) {
+#pragma unroll
+    for (float& value : quad.values) {
+      value = value * work.scale;
+    }
+  }
+  if constexpr (kError) {
+    Quad lost[kEighths];
+    load_quads(error, step, work.is_aligned, lost);
+#pragma unroll
+    for (int k = 0; k < kEighths; ++k) {
+#pragma unroll
+      for (int j = 0; j < kQuadValues; ++j) {
+        quads[k].values[j] = quads[k].values[j] + lost[k].values[j];
+      }
+    }
+  }
+}
+
+// Encodes the values of a full tile, which are in `quads` and not yet compensated.
+template <typename Codec, bool kRandom, bool kError>
+__device__ void encode_full_tile(const RegisterWork& work, const LaneInTile& at, int lane,
+                                 const DitherKey& key, LanePlace<Codec>& own, int64_t position,
+                                 Quad (&quads)[kEighths], float* error, uint8_t* message) {
+  own.find(work);
+  float* const own_error = kError ? error + position + at.first : nullptr;
+  compensate_quads<kError>(work, at.step, own_error, quads);
+  const bool is_sent = encode_quads<Codec, kRandom>(
+      Codec(), work, at, lane, key, own.block, quads, message + own.place.codes,
+      reinterpret_cast<float*>(message + own.place.parameters));
+  if (kError && is_sent) {
+    store_quads<false>(quads, own_error, at.step, work.is_aligned);
+  }
+  own.move_on(work);
+}
+
+// Encodes a launch's last values, which are in shared memory.
+template <typename Codec, bool kRandom, bool kError>
+__device__ void encode_last_blocks(const RegisterWork& work, int lane, const DitherKey& key,
+                                   uint32_t first, int64_t position, int count, float* values,
+                                   float* error, uint8_t* message) {
+  for_each_last_block<Codec>(
+      work, first, count,
+      [&](uint32_t block, int own_count, int offset, const PlaceInShard& place) {
+        encode_block<Codec, kRandom>(Codec(), own_count, work.scale, key, key.block + block,
+                                     values + offset, kError ? error + position + offset : nullptr,
+                                     message + place.codes,
+                                     reinterpret_cast<float*>(message + place.parameters), lane);
+        fill_after(own_count, work, message, lane);
+      });
+}
+
+template <typename Codec, bool kRandom, bool kError, int kCapacity>
+__global__ void __launch_bounds__(kRegisterThreads, 4)
+    register_encode_kernel(const __grid_constant__ TensorTable<const void, kCapacity> table,
+                           const __grid_constant__ RegisterWork work, const int64_t* rounding,
+                           float* error, uint8_t* message) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const auto at = lane_in_tile(work, lane);
+  DitherKey key{};
+  if constexpr (kRandom) {
+    key = key_of(rounding, work.block);
+  }
+  float* const shared = shared_tile();
+  RowCursor<const void> cursor;
+  auto own = first_place<Codec>(work, lane);
+  NoMeasure meter;
+  for_each_register_tile(
+      work, table.total,
+      [&](int64_t begin, int64_t position) {
+        Quad quads[kEighths];
+        if (cursor.find(table, begin)) {
+          load_quads(cursor.at(begin + at.first), at.step, true, quads);
+        } else {
+          flatten_run(table, shared - begin, 1.0, {begin, begin + kTileValues}, lane, meter);
+          __syncwarp();
+          load_quads(shared + at.first, at.step, true, quads);
+          __syncwarp();
+        }
+        encode_full_tile<Codec, kRandom, kError>(work, at, lane, key, own, position, quads, error,
+                                                 message);
+      },
+      [&](const Run& run, int64_t position) {
+        flatten_run(table, shared - run.begin, 1.0, run, lane, meter);
+        __syncwarp();
+        encode_last_blocks<Codec, kRandom, kError>(work, lane, key, first_block_of(own, at),
+                                                   position, length_of(run), shared, error,
+                                                   message);
+      });
+}
+
+template <typename Codec, bool kMany, int kCapacity>
+__global__ void __launch_bounds__(kRegisterThreads, kMany ? 4 : 6)
+    register_decode_kernel(const __grid_constant__ TensorTable<void, kCapacity> table,
+                           const __grid_constant__ RegisterWork work, const uint8_t* messages,
+                           int64_t count, int64_t stride) {
+  const Codec codec;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const auto at = lane_in_tile(work, lane);
+  float* const shared = shared_tile();
+  RowCursor<void> cursor;
+  auto own = first_place<Codec>(work, lane);
+  for_each_register_tile(
+      work, table.total,
+      [&](int64_t begin, int64_t) {
+        own.find(work);
+        Quad quads[kEighths];
+        decode_quads<Codec, kMany>(codec, at, lane, messages + own.place.codes,
+                                   reinterpret_cast<const float*>(messages + own.place.parameters),
+                                   count, stride, quads);
+        own.move_on(work);
+        if constexpr (kMany) {
+#pragma unroll
+          for (Quad& quad : quads) {
+#pragma unroll
+            for (float& value : quad.values) {
+              value = value * work.scale;
+            }
+          }
+        }
+        if (cursor.find(table, begin)) {
+          store_quads<false>(quads, cursor.at(begin + at.first), at.step, true);
+        } else {
+          store_quads<true>(quads, shared + at.first, at.step, true);
+          __syncwarp();
+          unflatten_run(table, shared - begin, 1.0, {begin, begin + kTileValues}, lane);
+          __syncwarp();
+        }
+      },
+      [&](const Run& run, int64_t position) {
+        for_each_last_block<Codec>(
+            work, first_block_of(own, at), length_of(run),
+            [&](uint32_t, int own_count, int offset, const PlaceInShard& place) {
+              decode_block(codec, own_count, messages + place.codes,
+                           reinterpret_cast<const float*>(messages + place.parameters), count,
+                           stride, shared + offset, lane);
+            });
+        __syncwarp();
+        if (kMany) {
+#pragma unroll 1
+          for (int i = lane; i < length_of(run); i += kWarpSize) {
+            shared[i] *= work.scale;
+          }
+          __syncwarp();
+        }
+        unflatten_run(table, shared - run.begin, 1.0, run, lane);
+      });
+}
+
+template <typename Codec, bool kRandom, bool kError>
+__global__ void __launch_bounds__(kRegisterThreads, 4)
+    register_reduce_kernel(const __grid_constant__ RegisterWork work, const uint8_t* messages,
+                           int64_t count, int64_t stride, const int64_t* rounding, float* error,
+                           uint8_t* message) {
+  const Codec codec;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const auto at = lane_in_tile(work, lane);
+  DitherKey key{};
+  if constexpr (kRandom) {
+    key = key_of(rounding, work.block);
+  }
+  float* const shared = shared_tile();
+  auto own = first_place<Codec>(work, lane);
+  for_each_register_tile(
+      work, work.numel,
+      [&](int64_t, int64_t position) {
+        own.find(work);
+        Quad quads[kEighths];
+        decode_quads<Codec, true>(codec, at, lane, messages + own.place.codes,
+                                  reinterpret_cast<const float*>(messages + own.place.parameters),
+                                  count, stride, quads);
+        encode_full_tile<Codec, kRandom, kError>(work, at, lane, key, own, position, quads, error,
+                                                 message);
+      },
+      [&](const Run& run, int64_t position) {
+        for_each_last_block<Codec>(
+            work, first_block_of(own, at), length_of(run),
+            [&](uint32_t, int own_count, int offset, const PlaceInShard& place) {
+              decode_block(codec, own_count, messages + place.codes,
+                           reinterpret_cast<const float*>(messages + place.parameters), count,
+                           stride, shared + offset, lane);
+            });
+        __syncwarp();
+        encode_last_blocks<Codec, kRandom, kError>(work, lane, key, first_block_of(own, at),
+                                                   position, length_of(run), shared, error,
+                                                   message);
+      });
+}
+
+}  // namespace commhook::cuda

@@ -1,0 +1,430 @@
+// How a warp encodes and decodes 1,024 values at once in its registers: whole blocks of 128, 256,
+// 512 or 1,024 values. What a codec must have for it stands in blockwise_block.h.
+//
+// Each of a block's lanes has an eighth of its values in four neighbours from each eighth of the
+// block. So the random numbers of one counter are of one lane's values, and so are the codes of one
+// byte. The words of codes of four lanes then change places, so that each has 16 bytes.
+#pragma once
+
+#include "block_codes.h"
+#include "block_places.h"
+#include "instructions.h"
+#include "tensor_table.h"
+
+namespace commhook::cuda {
+
+constexpr int kTileValues = 1024;
+constexpr int kEighths = 8;  // of a block, and so quads of a lane
+constexpr int kLeastInRegisters = 128;
+constexpr int kTileBytes = kTileValues * static_cast<int>(sizeof(float));  // of shared memory
+
+// Whether blocks are whole tiles' and their codes 16 bytes for each four lanes.
+inline bool fits_registers(int64_t block_size) {
+  return block_size >= kLeastInRegisters && block_size <= kTileValues &&
+         kTileValues % block_size == 0;
+}
+
+// Of one launch.
+struct RegisterWork {
+  ShardPlaces places;
+  codecs::BlockLayout::Fill fill;
+  int64_t numel;   // of all launches
+  int64_t block;   // of all messages, with which this one begins
+  uint32_t first;  // block of the launch
+  int block_size;
+  int lanes;  // of a block, 2^lane_bits
+  int lane_bits;
+  int tiles;  // of a warp, one after the other
+  float scale;
+  bool is_aligned;  // whether the error is, for 16 bytes
+};
+
+// Where in its tile a lane's values begin.
+struct LaneInTile {
+  int block;
+  int index;  // among the block's lanes
+  int first;  // value of the tile
+  int step;   // from one of its quads to the next, in values
+};
+
+COMMHOOK_HOST_DEVICE LaneInTile lane_in_tile(const RegisterWork& work, int lane) {
+  const int index = lane & (work.lanes - 1);
+  return {lane >> work.lane_bits, index,
+          (lane - index) * kEighths * kQuadValues + index * kQuadValues,
+          work.block_size / kEighths};
+}
+
+template <typename Codec>
+constexpr int kWordsOfLane = kEighths * Codec::kBits / 8;
+
+// A lane's quads, from aligned memory or from any.
+COMMHOOK_HOST_DEVICE void load_quads(const float* from, int step, bool is_aligned,
+                                     Quad (&quads)[kEighths]) {
+  if (is_aligned) {
+#pragma unroll
+    for (int k = 0; k < kEighths; ++k) {
+      quads[k] = load_quad(from + k * step, true);
+    }
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < kEighths; ++k) {
+    quads[k] = load_quad(from + k * step, false);
+  }
+}
+
+// kShared: whether it is shared memory.
+template <bool kShared>
+COMMHOOK_HOST_DEVICE void store_quads(const Quad (&quads)[kEighths], float* to, int step,
+                                      bool is_aligned) {
+  if (is_aligned) {
+#pragma unroll
+    for (int k = 0; k < kEighths; ++k) {
+      const float (&v)[kQuadValues] = quads[k].values;
+      store_vector<kShared>(to + k * step, bits_of(v[0]), bits_of(v[1]), bits_of(v[2]),
+                            bits_of(v[3]));
+    }
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < kEighths; ++k) {
+    store_quad(quads[k], to + k * step, false);
+  }
+}
+
+// Where 16 bytes of codes are, of those that the lane has.
+template <int kWords>
+COMMHOOK_HOST_DEVICE int place_of_quad(const LaneInTile& at, int quad) {
+  static_assert(kWords % kQuadWords == 0);
+  return (kQuadWords * quad + at.index % kQuadWords) * at.step + at.index / kQuadWords * kQuadBytes;
+}
+
+// words[i] becomes words[(i + 1) % kWords].
+template <int kWords>
+COMMHOOK_HOST_DEVICE void rotate_words(uint32_t (&words)[kWords], uint32_t last) {
+#pragma unroll
+  for (int i = 0; i + 1 < kWords; ++i) {
+    words[i] = words[i + 1];
+  }
+  words[kWords - 1] = last;
+}
+
+// Moves the codes in words where their memory is not aligned for 16 bytes: in a loop, since what is
+// merely predicated takes its time from all.
+template <int kWords>
+COMMHOOK_HOST_DEVICE void store_codes(uint32_t (&words)[kWords], const LaneInTile& at,
+                                      uint8_t* codes) {
+  if (is_aligned_for_quads(codes)) {
+#pragma unroll
+    for (int q = 0; q < kWords / kQuadWords; ++q) {
+      const uint32_t* w = words + kQuadWords * q;
+      store_vector<false>(codes + place_of_quad<kWords>(at, q), w[0], w[1], w[2], w[3]);
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int i = 0; i < kWords; ++i) {
+    uint8_t* const to = codes + place_of_quad<kWords>(at, i / kQuadWords);
+    reinterpret_cast<uint32_t*>(to)[i % kQuadWords] = words[0];
+    rotate_words(words, words[0]);
+  }
+}
+
+template <int kWords>
+COMMHOOK_HOST_DEVICE void load_codes(uint32_t (&words)[kWords], const LaneInTile& at,
+                                     const uint8_t* codes) {
+  if (is_aligned_for_quads(codes)) {
+#pragma unroll
+    for (int q = 0; q < kWords / kQuadWords; ++q) {
+      const auto quad = *reinterpret_cast<const QuadWords*>(codes + place_of_quad<kWords>(at, q));
+#pragma unroll
+      for (int j = 0; j < kQuadWords; ++j) {
+        words[kQuadWords * q + j] = quad.words[j];
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (uint32_t& word : words) {
+    word = 0;
+  }
+#pragma unroll 1
+  for (int i = 0; i < kWords; ++i) {
+    const uint8_t* const from = codes + place_of_quad<kWords>(at, i / kQuadWords);
+    rotate_words(words, reinterpret_cast<const uint32_t*>(from)[i % kQuadWords]);
+  }
+}
+
+// Of each four words, word i of a lane becomes the word that its neighbour i, of four, had for it.
+// Twice is as not at all.
+template <int kWords>
+__device__ void transpose(uint32_t (&words)[kWords], int lane) {
+#pragma unroll
+  for (int distance = 1; distance < kQuadWords; distance *= 2) {
+    const bool is_upper = (lane & distance) != 0;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if ((i & distance) == 0) {
+        uint32_t& low = words[i];
+        uint32_t& high = words[i + distance];
+        const uint32_t given = is_upper ? low : high;
+        const uint32_t taken = __shfl_xor_sync(0xffffffffu, given, distance);
+        low = is_upper ? taken : low;
+        high = is_upper ? high : taken;
+      }
+    }
+  }
+}
+
+// Leaves each lane with what all lanes of its block have measured.
+template <typename Measure>
+__device__ void take_largest_of_block(int lanes, Measure& measure) {
+#pragma unroll
+  for (int distance = 1; distance < kWarpSize; distance *= 2) {
+    const int used = distance < lanes ? distance : 0;
+#pragma unroll
+    for (float& word : measure.words) {
+      word = largest(word, __shfl_xor_sync(0xffffffffu, word, used));
+    }
+  }
+}
+
+// Random words of a lane's values: value j of quad k has half k % 2 of words[j][k / 2].
+COMMHOOK_HOST_DEVICE void draw_words(const DitherKey& key, int64_t block, int index,
+                                     uint32_t (&words)[kQuadValues][4]) {
+#pragma unroll
+  for (int j = 0; j < kQuadValues; ++j) {
+    words[j][0] = static_cast<uint32_t>(kQuadValues * index + j);
+    words[j][1] = static_cast<uint32_t>(block);
+    words[j][2] = static_cast<uint32_t>(static_cast<uint64_t>(block) >> 32);
+    words[j][3] = key.step;
+    philox(words[j][0], words[j][1], words[j][2], words[j][3], key.seed0, key.seed1);
+  }
+}
+
+// Turns a tile's values, of which `quads` are the lane's, into codes and parameters, and `quads`
+// into what is lost. False where the lane's block cannot be sent. codes, parameters: the block's.
+template <typename Codec, bool kRandom>
+__device__ bool encode_quads(const Codec& codec, const RegisterWork& work, const LaneInTile& at,
+                             int lane, const DitherKey& key, uint32_t block,
+                             Quad (&quads)[kEighths], uint8_t* codes, float* parameters) {
+  typename Codec::InRegisters measured;
+#pragma unroll
+  for (const Quad& quad : quads) {
+#pragma unroll
+    for (const float value : quad.values) {
+      measured.add(value);
+    }
+  }
+  take_largest_of_block(work.lanes, measured);
+  float own[Codec::kParameters];
+  typename Codec::Quantizer quantizer;
+  const bool is_sent = codec.quantizer(measured.measure(), work.block_size, own, quantizer);
+  uint32_t random[kQuadValues][4] = {};
+  if constexpr (kRandom) {
+    draw_words(key, key.block + block, at.index, random);
+  }
+  constexpr int kWords = kWordsOfLane<Codec>;
+  uint32_t words[kWords];
+#pragma unroll
+  for (int k = 0; k < kEighths; ++k) {
+    float dithers[kQuadValues] = {};
+    if constexpr (kRandom) {
+#pragma unroll
+      for (int j = 0; j < kQuadValues; ++j) {
+        dithers[j] = dither_of_half(random[j][k / 2], k % 2 == 1);
+      }
+    }
+    const uint32_t word = codec.template codes<kRandom>(quads[k], dithers, quantizer);
+    if constexpr (Codec::kBits == 8) {
+      words[k] = word;
+    } else if (k < kWords) {
+      words[k] = word;
+    } else {
+      words[k - kWords] = (words[k - kWords] & 0x0f0f0f0fu) | (word << 4 & 0xf0f0f0f0u);
+    }
+  }
+  if (!is_sent) {
+#pragma unroll
+    for (uint32_t& word : words) {
+      word = 0;
+    }
+#pragma unroll
+    for (float& parameter : own) {
+      parameter = float_of(kNaN);
+    }
+  }
+  transpose(words, lane);
+  store_codes(words, at, codes);
+  if (at.index == 0) {
+#pragma unroll
+    for (int i = 0; i < Codec::kParameters; ++i) {
+      parameters[i] = own[i];
+    }
+  }
+  return is_sent;
+}
+
+// What a lane reads of one message for its tile.
+template <typename Codec>
+struct TileCodes {
+  uint32_t words[kWordsOfLane<Codec>];
+  float parameters[Codec::kParameters];
+
+  COMMHOOK_HOST_DEVICE void load(const LaneInTile& at, const uint8_t* codes, const float* from) {
+    load_codes(words, at, codes);
+#pragma unroll
+    for (int i = 0; i < Codec::kParameters; ++i) {
+      parameters[i] = from[i];
+    }
+  }
+};
+
+// Adds the values of a tile's codes, or begins with them.
+template <typename Codec, bool kFirst>
+__device__ void add_codes(const Codec& codec, TileCodes<Codec>& tile, int lane,
+                          Quad (&quads)[kEighths]) {
+  constexpr int kWords = kWordsOfLane<Codec>;
+  transpose(tile.words, lane);
+#pragma unroll
+  for (int k = 0; k < kEighths; ++k) {
+    uint32_t word = tile.words[k % kWords];
+    if constexpr (Codec::kBits == 4) {
+      word = (k < kWords ? word : word >> 4) & 0x0f0f0f0fu;
+    }
+    const Quad values = codec.restored(word, tile.parameters);
+#pragma unroll
+    for (int j = 0; j < kQuadValues; ++j) {
+      quads[k].values[j] = kFirst ? values.values[j] : quads[k].values[j] + values.values[j];
+    }
+  }
+}
+
+// The sum of the tile's values of all messages, each `stride` bytes past the one before. The next
+// message's codes are on their way while one's are added.
+template <typename Codec, bool kMany>
+__device__ void decode_quads(const Codec& codec, const LaneInTile& at, int lane,
+                             const uint8_t* codes, const float* parameters, int64_t messages,
+                             int64_t stride, Quad (&quads)[kEighths]) {
+  TileCodes<Codec> tile;
+  tile.load(at, codes, parameters);
+  if constexpr (!kMany) {
+    add_codes<Codec, true>(codec, tile, lane, quads);
+  } else {
+#pragma unroll
+    for (Quad& quad : quads) {
+      quad = {-0.0f, -0.0f, -0.0f, -0.0f};  // to which each value is added as it is
+    }
+#pragma unroll 1
+    for (int64_t m = 1; m <= messages; ++m) {
+      TileCodes<Codec> now = tile;
+      if (m < messages) {
+        codes += stride;
+        parameters =
+            reinterpret_cast<const float*>(reinterpret_cast<const char*>(parameters) + stride);
+        tile.load(at, codes, parameters);
+      }
+      add_codes<Codec, false>(codec, now, lane, quads);
+    }
+  }
+}
+
+// ---- a launch's last values, which fill no tile
+// --------------------------------------------------
+
+template <typename Codec>
+COMMHOOK_HOST_DEVICE uint32_t message_byte(const Codec& codec, float* p, int count, int c,
+                                           bool is_random, const DitherKey& key, int64_t block,
+                                           const typename Codec::Quantizer& quantizer) {
+  const int width = width_of<Codec>(count);
+  const int counters = counters_of(count);
+  uint32_t byte = 0;
+#pragma unroll 1
+  for (int k = 0; k < kValuesPerByte<Codec> && k * width + c < count; ++k) {
+    const int i = k * width + c;
+    float dither = 0.0f;
+    if (is_random) {
+      uint32_t words[4] = {static_cast<uint32_t>(i % counters), static_cast<uint32_t>(block),
+                           static_cast<uint32_t>(static_cast<uint64_t>(block) >> 32), key.step};
+      philox(words[0], words[1], words[2], words[3], key.seed0, key.seed1);
+      const int half = i / counters;
+      const uint32_t low = half < 2   ? words[0]
+                           : half < 4 ? words[1]
+                           : half < 6 ? words[2]
+                                      : words[3];
+      dither = dither_of_half(low, half % 2 == 1);
+    }
+    float restored;
+    byte |= codec.code(p[i], dither, is_random, quantizer, restored) << (Codec::kBits * k);
+    p[i] = p[i] - restored;
+  }
+  return byte;
+}
+
+// A block of any size, by all lanes of the warp. p: its values, in shared memory. error: null where
+// there is none.
+template <typename Codec, bool kRandom>
+__device__ void encode_block(const Codec& codec, int count, float scale, const DitherKey& key,
+                             int64_t block, float* p, float* error, uint8_t* codes,
+                             float* parameters, int lane) {
+  typename Codec::InRegisters measured;
+#pragma unroll 1
+  for (int i = lane; i < count; i += kWarpSize) {
+    float value = p[i] * scale;
+    if (error != nullptr) {
+      value = value + error[i];
+    }
+    p[i] = value;
+    measured.add(value);
+  }
+  __syncwarp();
+  take_largest_of_block(kWarpSize, measured);
+  float own[Codec::kParameters];
+  typename Codec::Quantizer quantizer;
+  const bool is_sent = codec.quantizer(measured.measure(), count, own, quantizer);
+#pragma unroll 1
+  for (int c = lane; c < width_of<Codec>(count); c += kWarpSize) {
+    codes[c] = 0;
+    if (is_sent) {
+      codes[c] =
+          static_cast<uint8_t>(message_byte(codec, p, count, c, kRandom, key, block, quantizer));
+    }
+  }
+  __syncwarp();
+  if (error != nullptr && is_sent) {
+#pragma unroll 1
+    for (int i = lane; i < count; i += kWarpSize) {
+      error[i] = p[i];
+    }
+  }
+  if (lane == 0) {
+#pragma unroll
+    for (int i = 0; i < Codec::kParameters; ++i) {
+      parameters[i] = is_sent ? own[i] : float_of(kNaN);
+    }
+  }
+}
+
+template <typename Codec>
+__device__ void decode_block(const Codec& codec, int count, const uint8_t* codes,
+                             const float* parameters, int64_t messages, int64_t stride,
+                             float* values, int lane) {
+  const int width = width_of<Codec>(count);
+#pragma unroll 1
+  for (int i = lane; i < count; i += kWarpSize) {
+    const int k = i / width;
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int64_t m = 0; m < messages; ++m) {
+      const auto* own =
+          reinterpret_cast<const float*>(reinterpret_cast<const char*>(parameters) + m * stride);
+      const uint32_t code = uint32_t{codes[m * stride + i % width]} >> (Codec::kBits * k) &
+                            ((1u << Codec::kBits) - 1);
+      const float value = codec.restorer(own)(code);
+      sum = m == 0 ? value : sum + value;
+    }
+    values[i] = sum;
+  }
+}
+
+}  // namespace commhook::cuda
