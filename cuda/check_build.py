@@ -37,6 +37,7 @@ WITHOUT_VECTORS = {
     "add_entries_kernel": "writes where a message's indices say",
     "take_entries_kernel": "reads at random places",
     "put_entries_kernel": "writes at random places",
+    "barrier_kernel": "moves a number for each rank",
 }
 #: Kernels that write values or what codecs remember, and must do that 16 bytes at once, too.
 WRITING = (
@@ -48,11 +49,14 @@ WRITING = (
     "compensate_finite_kernel",
     "encode_kernel",
     "reduce_kernel",
+    "reduce_shards_kernel",
+    "gather_kernel",
 )
 #: Of these, what reads so little that it needs no vectors for it.
 READING_LITTLE = {
     "decode_kernel<SignBlock>": "reads a bit for each value",
     "reduce_kernel<SignBlock>": "reads a bit for each value",
+    "reduce_shards_kernel<SignBlock>": "reads a bit for each value",
 }
 
 
