@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from kernel_device import KernelDevice
-from symmetric_ranks import BLOCK_CODECS, SIZES, Case, SharedRanks, same
+from symmetric_ranks import BLOCK_CODECS, SIZES, Case, SharedRanks, same, warm_up
 from torch import Tensor
 
 from torch_commhook.codecs import CODECS, Codec
@@ -36,9 +36,12 @@ CODEC = CODECS["blockwise"]()
 @of_each_codec
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_the_bits_of_the_collectives(codec: Codec, ranks: int, kernel_device: KernelDevice) -> None:
+    if kernel_device.name == "cuda" and ranks > 3:
+        pytest.skip("a GPU has 8 queues, and each rank needs two")
     for seed, numel in enumerate(SIZES if ranks == 3 else (1, 257, 2049)):
         case = Case(codec, ranks, numel, steps=2, seed=seed)
         right = case.over_collectives()
+        warm_up(case, kernel_device.name)
         shared = SharedRanks(ranks, codec.nbytes(numel, ranks), kernel_device.name)
         with kernel_device.kernels(random.Random(seed).choice([1, 5, 128])):
             got = shared.run(case.of_rank, device=kernel_device.name)
@@ -50,6 +53,7 @@ def test_the_bits_of_the_collectives(codec: Codec, ranks: int, kernel_device: Ke
 
 def test_the_kernels_of_a_sum(kernel_device: KernelDevice) -> None:
     case = Case(CODEC, 2, 5000, steps=1)
+    warm_up(case, kernel_device.name)
     shared = SharedRanks(2, CODEC.nbytes(5000, 2), kernel_device.name)
     with kernel_device.kernels():
         names = kernel_device.kernels_of(
@@ -74,7 +78,7 @@ def test_a_rank_that_does_not_come(kernel_device: KernelDevice) -> None:
         out = torch.zeros(1000, device=kernel_device.name)
         x = torch.ones(1000, device=kernel_device.name)
         compressed_all_reduce(x, CODEC, out=out, **options).wait()
-        assert out.isnan().all()
+        assert out.cpu().isnan().all()
         if kernel_device.name == "cuda":
             torch.cuda.synchronize()
         with pytest.raises(RuntimeError, match=r"rank [012] of the group has not come"):
