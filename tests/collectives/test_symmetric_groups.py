@@ -25,6 +25,7 @@ from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.collectives import compressed_all_reduce, symmetric
 from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.metrics import WireMeter, counting
+from torch_commhook.step.step_group import StepGroup
 
 CODEC = CODECS["blockwise"]()
 CUDA = torch.device("cuda", 0)
@@ -144,29 +145,37 @@ def test_one_rank_that_cannot(
     three_ranks.run(_falls_back, str(tmp_path), options, reason)
 
 
-def _gives_up(rank: int, folder: str) -> None:
+def _gives_up(rank: int, folder: str, fails_a_step: bool) -> None:
     group = dist.new_group()
     buffers = [MessageBuffers(), MessageBuffers()]
+    step = StepGroup()
+    assert step.stand_in(group, CUDA) is group  # as for a group that cannot connect anew
 
     def total(which: MessageBuffers) -> Tensor:
         out = torch.zeros(1000)
         compressed_all_reduce(torch.ones(1000), CODEC, out=out, buffers=which, group=group).wait()
         return out
 
+    step.begin()
     with with_files(rank, folder):
         assert all(total(each).isfinite().all() for each in buffers)
-        if rank == 1:
-            symmetric.give_up(group)
-        else:
+        if rank != 1:
             assert all(total(each).isnan().all() for each in buffers)
+        elif fails_a_step:
+            step.fail("something is wrong here")
+        else:
+            symmetric.give_up(group)
         for each in buffers:
             with pytest.raises(RuntimeError, match=r"rank [012] of the group has not come"):
                 total(each)
+    step.fail("this step has failed")
     dist.destroy_process_group(group)
 
 
-def test_a_rank_that_gives_up(three_ranks: RankPool, tmp_path: Path) -> None:
-    three_ranks.run(_gives_up, str(tmp_path))
+@pytest.mark.parametrize("fails_a_step", [False, True])
+def test_a_rank_that_gives_up(fails_a_step: bool, three_ranks: RankPool, tmp_path: Path) -> None:
+    """The others do not wait for it."""
+    three_ranks.run(_gives_up, str(tmp_path), fails_a_step)
 
 
 class Group(ProcessGroup):
