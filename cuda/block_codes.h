@@ -248,24 +248,35 @@ COMMHOOK_HOST_DEVICE void store_word(const Quad* sums, int w, int width, float* 
   }
 }
 
-// A block's values: the sum of those of `messages` messages, of which the others lie `stride` bytes
-// each past the first.
-template <typename Codec>
-COMMHOOK_HOST_DEVICE void read_codes(const Codec& codec, const uint8_t* codes,
-                                     const float* parameters, int64_t messages, int64_t stride,
-                                     int count, float* values, BlockLane lane) {
+// Several messages of the same values: where each begins.
+struct MessageRows {  // one after another
+  const uint8_t* first;
+  int64_t count;
+  int64_t stride;  // bytes
+
+  COMMHOOK_HOST_DEVICE const uint8_t* at(int64_t m) const { return first + m * stride; }
+  // Whether what is aligned in the first one is aligned in all.
+  COMMHOOK_HOST_DEVICE bool are_aligned_alike() const { return stride % kQuadBytes == 0; }
+};
+
+// A block's values: the sum of those of all messages. codes, parameters: where the block has them
+// in each message, in bytes.
+template <typename Codec, typename Messages>
+COMMHOOK_HOST_DEVICE void read_codes(const Codec& codec, const Messages& messages, int64_t codes,
+                                     int64_t parameters, int count, float* values, BlockLane lane) {
   constexpr int kValues = kValuesPerByte<Codec>;
   constexpr uint32_t kMask = (1u << Codec::kBits) - 1;
   const int width = width_of<Codec>(count);
+  const auto codes_of = [&](int64_t m) { return messages.at(m) + codes; };
   const auto parameters_of = [&](int64_t m) {
-    return reinterpret_cast<const float*>(reinterpret_cast<const char*>(parameters) + m * stride);
+    return reinterpret_cast<const float*>(messages.at(m) + parameters);
   };
-  if (has_whole_quads<Codec>(codes, count) && stride % kQuadBytes == 0) {
+  if (has_whole_quads<Codec>(codes_of(0), count) && messages.are_aligned_alike()) {
     for (int q = lane.index; q < width / kQuadBytes; q += lane.count) {
       const int begin = lane.first_word;
       Quad sums[kQuadWords][kValues];
-      for (int64_t m = 0; m < messages; ++m) {
-        QuadWords quad = reinterpret_cast<const QuadWords*>(codes + m * stride)[q];
+      for (int64_t m = 0; m < messages.count; ++m) {
+        QuadWords quad = reinterpret_cast<const QuadWords*>(codes_of(m))[q];
         rotate(quad.words, begin);
         const auto own = codec.restorer(parameters_of(m));
 #pragma unroll
@@ -283,8 +294,8 @@ COMMHOOK_HOST_DEVICE void read_codes(const Codec& codec, const uint8_t* codes,
   if (has_whole_words<Codec>(count)) {
     for (int w = lane.index; w < width / 4; w += lane.count) {
       Quad sums[kValues];
-      for (int64_t m = 0; m < messages; ++m) {
-        const uint32_t word = reinterpret_cast<const uint32_t*>(codes + m * stride)[w];
+      for (int64_t m = 0; m < messages.count; ++m) {
+        const uint32_t word = reinterpret_cast<const uint32_t*>(codes_of(m))[w];
         add_word<Codec>(word, codec.restorer(parameters_of(m)), m == 0, sums);
       }
       store_word<Codec>(sums, w, width, values);
@@ -294,8 +305,8 @@ COMMHOOK_HOST_DEVICE void read_codes(const Codec& codec, const uint8_t* codes,
   for (int c = lane.index; c < width; c += lane.count) {
     for (int k = 0; k < kValues && k * width + c < count; ++k) {
       float sum = 0.0f;
-      for (int64_t m = 0; m < messages; ++m) {
-        const uint32_t byte = codes[m * stride + c];
+      for (int64_t m = 0; m < messages.count; ++m) {
+        const uint32_t byte = codes_of(m)[c];
         const float value = codec.restorer(parameters_of(m))(byte >> (Codec::kBits * k) & kMask);
         sum = m == 0 ? value : sum + value;
       }

@@ -207,18 +207,26 @@ __device__ void encode_tile(const Codec& codec, const codecs::BlockLayout& layou
   }
 }
 
-// Writes a tile's values into `values`: the sums of those of `messages` messages.
+// Writes a tile's values into `values`: the sums of those of all messages, of the same layout.
+template <typename Codec, typename Messages>
+__device__ void decode_tile(const Codec& codec, const codecs::BlockLayout& layout,
+                            const BlockTile& tile, int64_t first, int lane,
+                            const Messages& messages, float* values) {
+  const auto own = place_of<Codec>(layout, first + lane / tile.lanes);
+  if (own.count > 0) {
+    read_codes(codec, messages, own.codes, own.parameters, own.count,
+               values + (own.begin - first * layout.form().block_size), block_lane(tile, lane));
+  }
+  __syncwarp();
+}
+
+// The same, of `messages` messages that follow one another.
 template <typename Codec>
 __device__ void decode_tile(const Codec& codec, const codecs::BlockLayout& layout,
                             const BlockTile& tile, int64_t first, int lane, const uint8_t* message,
                             int64_t messages, float* values) {
-  const auto own = place_of<Codec>(layout, first + lane / tile.lanes);
-  if (own.count > 0) {
-    read_codes(codec, message + own.codes, reinterpret_cast<const float*>(message + own.parameters),
-               messages, layout.bytes(), own.count,
-               values + (own.begin - first * layout.form().block_size), block_lane(tile, lane));
-  }
-  __syncwarp();
+  decode_tile(codec, layout, tile, first, lane, MessageRows{message, messages, layout.bytes()},
+              values);
 }
 
 }  // namespace commhook::cuda

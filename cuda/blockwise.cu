@@ -1,7 +1,7 @@
 // Block quantisation on CUDA.
 #include <torch/library.h>
 
-#include "block_codec.cuh"
+#include "block_shards.cuh"
 #include "blockwise_block.h"
 #include "ops/codecs/blockwise.h"
 
@@ -61,11 +61,26 @@ void reduce(const at::Tensor& messages, const at::Tensor& message, int64_t numel
   });
 }
 
+void reduce_shards(at::TensorList messages, const at::Tensor& message, int64_t numel, int64_t bits,
+                   int64_t block_size, bool symmetric, double scale,
+                   const std::optional<at::Tensor>& error,
+                   const std::optional<at::Tensor>& rounding,
+                   const std::optional<at::Tensor>& failed) {
+  const auto format =
+      blockwise::check_format("blockwise_reduce_shards", bits, block_size, symmetric);
+  const auto layout = codecs::check_reduce_shards("blockwise_reduce_shards", messages, message,
+                                                  format.form(), numel, error, rounding, failed);
+  with_codec(format, [&](auto codec) {
+    cuda::reduce_shards<decltype(codec)>(messages, message, layout, scale, error, rounding, failed);
+  });
+}
+
 TORCH_LIBRARY_IMPL(commhook, CUDA, m) {
   m.impl("blockwise_encode", encode);
   m.impl("blockwise_decode", decode);
   m.impl("blockwise_decode_sum", decode_sum);
   m.impl("blockwise_reduce", reduce);
+  m.impl("blockwise_reduce_shards", reduce_shards);
 }
 
 }  // namespace

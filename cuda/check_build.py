@@ -42,6 +42,7 @@ WITHOUT_VECTORS = {
     "add_entries_kernel": "writes where a message's indices say",
     "take_entries_kernel": "reads at random places",
     "put_entries_kernel": "writes at random places",
+    "barrier_kernel": "moves a number for each rank",
 }
 #: Kernels that write values or what codecs remember, and must do that 16 bytes at once, too.
 WRITING = (
@@ -56,11 +57,14 @@ WRITING = (
     "register_encode_kernel",
     "register_decode_kernel",
     "register_reduce_kernel",
+    "reduce_shards_kernel",
+    "gather_kernel",
 )
 #: Of these, what reads so little that it needs no vectors for it.
 READING_LITTLE = {
     "decode_kernel<SignBlock>": "reads a bit for each value",
     "reduce_kernel<SignBlock>": "reads a bit for each value",
+    "reduce_shards_kernel<SignBlock>": "reads a bit for each value",
 }
 
 

@@ -1,7 +1,7 @@
 // 8-bit floats with a scale for each block, on CUDA.
 #include <torch/library.h>
 
-#include "block_codec.cuh"
+#include "block_shards.cuh"
 #include "fp8_block.h"
 #include "ops/codecs/fp8.h"
 
@@ -55,11 +55,24 @@ void reduce(const at::Tensor& messages, const at::Tensor& message, int64_t numel
   });
 }
 
+void reduce_shards(at::TensorList messages, const at::Tensor& message, int64_t numel,
+                   std::string_view format, int64_t block_size, double scale,
+                   const std::optional<at::Tensor>& error,
+                   const std::optional<at::Tensor>& failed) {
+  const auto checked = fp8::check_format("fp8_reduce_shards", format, block_size);
+  const auto layout = codecs::check_reduce_shards("fp8_reduce_shards", messages, message,
+                                                  checked.form, numel, error, {}, failed);
+  with_codec(checked, [&](auto codec) {
+    cuda::reduce_shards<decltype(codec)>(messages, message, layout, scale, error, {}, failed);
+  });
+}
+
 TORCH_LIBRARY_IMPL(commhook, CUDA, m) {
   m.impl("fp8_encode", encode);
   m.impl("fp8_decode", decode);
   m.impl("fp8_decode_sum", decode_sum);
   m.impl("fp8_reduce", reduce);
+  m.impl("fp8_reduce_shards", reduce_shards);
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // Signs of values, on CUDA.
 #include <torch/library.h>
 
-#include "block_codec.cuh"
+#include "block_shards.cuh"
 #include "ops/codecs/sign.h"
 #include "sign_block.h"
 
@@ -38,11 +38,21 @@ void reduce(const at::Tensor& messages, const at::Tensor& message, int64_t numel
   reduce_blocks<SignBlock>(messages, message, layout, scale, error, {});
 }
 
+void reduce_shards(at::TensorList messages, const at::Tensor& message, int64_t numel,
+                   int64_t block_size, double scale, const std::optional<at::Tensor>& error,
+                   const std::optional<at::Tensor>& failed) {
+  const auto form = sign::check_form("sign_reduce_shards", block_size);
+  const auto layout = codecs::check_reduce_shards("sign_reduce_shards", messages, message, form,
+                                                  numel, error, {}, failed);
+  cuda::reduce_shards<SignBlock>(messages, message, layout, scale, error, {}, failed);
+}
+
 TORCH_LIBRARY_IMPL(commhook, CUDA, m) {
   m.impl("sign_encode", encode);
   m.impl("sign_decode", decode);
   m.impl("sign_decode_sum", decode_sum);
   m.impl("sign_reduce", reduce);
+  m.impl("sign_reduce_shards", reduce_shards);
 }
 
 }  // namespace

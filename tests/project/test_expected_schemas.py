@@ -37,6 +37,7 @@ commhook::blockwise_decode(Tensor message, Tensor(a!)[] tensors, *, int bits, in
 commhook::blockwise_decode_sum(Tensor messages, Tensor(a!)[] tensors, *, int bits, int block_size, bool symmetric, float scale=1.) -> ()
 commhook::blockwise_encode(Tensor[] tensors, Tensor(a!) message, *, int bits, int block_size, bool symmetric, int shards=1, SymInt[]? sizes=None, float scale=1., Tensor(b!)? error=None, Tensor? rounding=None) -> ()
 commhook::blockwise_reduce(Tensor messages, Tensor(a!) message, int numel, *, int bits, int block_size, bool symmetric, float scale=1., Tensor(b!)? error=None, Tensor? rounding=None) -> ()
+commhook::blockwise_reduce_shards(Tensor[] messages, Tensor(a!) message, int numel, *, int bits, int block_size, bool symmetric, float scale=1., Tensor(b!)? error=None, Tensor? rounding=None, Tensor? failed=None) -> ()
 commhook::broadcast_coalesced(Tensor(a!)[] tensors, int buffer_size, int rank, str group_name) -> ()
 commhook::built_for_torch() -> str
 commhook::bytes_of_floats(Tensor values) -> Tensor
@@ -53,6 +54,7 @@ commhook::fp8_decode(Tensor message, Tensor(a!)[] tensors, *, str format, int bl
 commhook::fp8_decode_sum(Tensor messages, Tensor(a!)[] tensors, *, str format, int block_size, float scale=1.) -> ()
 commhook::fp8_encode(Tensor[] tensors, Tensor(a!) message, *, str format, int block_size, int shards=1, SymInt[]? sizes=None, float scale=1., Tensor(b!)? error=None) -> ()
 commhook::fp8_reduce(Tensor messages, Tensor(a!) message, int numel, *, str format, int block_size, float scale=1., Tensor(b!)? error=None) -> ()
+commhook::fp8_reduce_shards(Tensor[] messages, Tensor(a!) message, int numel, *, str format, int block_size, float scale=1., Tensor(b!)? error=None, Tensor? failed=None) -> ()
 commhook::has_cuda_kernels() -> bool
 commhook::keep_unsent(Tensor(a0!)[] errors, Tensor[] results, Tensor[] gradients, Tensor used, SymInt[] table) -> ()
 commhook::leave_out(Tensor(a0!) used, Tensor touched, SymInt[] missing, bool needs_all, str key) -> ()
@@ -71,7 +73,10 @@ commhook::sign_decode(Tensor message, Tensor(a!)[] tensors, *, int block_size, i
 commhook::sign_decode_sum(Tensor messages, Tensor(a!)[] tensors, *, int block_size, float scale=1.) -> ()
 commhook::sign_encode(Tensor[] tensors, Tensor(a!) message, *, int block_size, int shards=1, SymInt[]? sizes=None, float scale=1., Tensor(b!)? error=None) -> ()
 commhook::sign_reduce(Tensor messages, Tensor(a!) message, int numel, *, int block_size, float scale=1., Tensor(b!)? error=None) -> ()
+commhook::sign_reduce_shards(Tensor[] messages, Tensor(a!) message, int numel, *, int block_size, float scale=1., Tensor(b!)? error=None, Tensor? failed=None) -> ()
 commhook::sum_rows(Tensor rows, Tensor(a!) out) -> ()
+commhook::symmetric_barrier(Tensor(a!)[] controls, int rank, *, float timeout) -> ()
+commhook::symmetric_gather(Tensor[] shards, Tensor(a!) message, *, Tensor? failed=None) -> ()
 commhook::topk_decode(Tensor message, Tensor(a!)[] tensors) -> ()
 commhook::topk_decode_sum(Tensor messages, Tensor(a!)[] tensors, *, float scale=1.) -> ()
 commhook::topk_encode(Tensor[] tensors, Tensor(a!) message, *, float scale=1., Tensor(b!)? error=None, Tensor? rounding=None) -> ()

@@ -66,7 +66,7 @@ def for_the_host(text: str) -> str:
     )
     text = re.sub(
         r"__shared__ ([\w:]+) (\w+)((?:\[\w+\])?);",
-        r"static \1 \2\3; on_host::begin_static(&\2, sizeof \2);",
+        r"static thread_local \1 \2\3; on_host::begin_static(&\2, sizeof \2);",
         text,
     )
     text = re.sub(r"(TORCH_LIBRARY\w*)\(commhook,", rf"\1({NAMESPACE},", text)

@@ -13,9 +13,11 @@ from torch import Tensor
 from torch_commhook.codecs.base import Codec, Shard, text_of
 from torch_commhook.codecs.checks import (
     ERROR_DTYPES,
+    check_failed,
     check_memory,
     check_message,
     check_messages,
+    check_ranks,
     check_values,
 )
 
@@ -96,13 +98,14 @@ def _check_sizes(op: str, shards: int, sizes: Sequence[int] | None, numel: int) 
 
 
 class BlockCodec(Codec):
-    """A codec that sends values in blocks, through four operators.
+    """A codec that sends values in blocks, through five operators.
 
-    ``<name>_encode``, ``<name>_decode``, ``<name>_decode_sum`` and ``<name>_reduce`` walk over
-    memory once. The values, in the order of ``torch.ops.commhook.flatten``, are cut into blocks
-    across the tensors' borders. A message's shards have about equally many whole blocks; the last
-    block of all may be shorter. With fewer blocks than shards, some are empty. Of chunks of given
-    sizes, each begins with a block of its own.
+    ``<name>_encode``, ``<name>_decode``, ``<name>_decode_sum``, ``<name>_reduce`` and
+    ``<name>_reduce_shards`` walk over memory once. The values, in the order of
+    ``torch.ops.commhook.flatten``, are cut into blocks across the tensors' borders. A message's
+    shards have about equally many whole blocks; the last block of all may be shorter. With fewer
+    blocks than shards, some are empty. Of chunks of given sizes, each begins with a block of its
+    own.
 
     Args:
         name: of the codec, with which the operators' begin.
@@ -197,6 +200,34 @@ class BlockCodec(Codec):
         drawn = self._drawn_from("reduce", rounding)
         self._call("reduce", messages, message, numel, scale=scale, error=error, **drawn)
 
+    def reduce_shards(
+        self,
+        messages: Sequence[Tensor],
+        message: Tensor,
+        numel: int,
+        *,
+        scale: float = 1.0,
+        error: Tensor | None = None,
+        rounding: Tensor | None = None,
+        failed: Tensor | None = None,
+    ) -> None:
+        """:meth:`reduce` of messages in separate tensors, such as those that other ranks share.
+
+        Args:
+            messages: 1 to 16, each of ``numel`` values in one shard.
+            message: written; of as many bytes as one of them, sharing no memory with them.
+            numel: values in each.
+            scale, error, rounding: as in :meth:`encode`.
+            failed: one int64. Where it is not zero, no message is read, the values of what is
+                written are NaN, and ``error`` stays as it was.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as in :meth:`encode`.
+        """
+        drawn = self._drawn_from("reduce_shards", rounding)
+        more = {"scale": scale, "error": error, "failed": failed}
+        self._call("reduce_shards", messages, message, numel, **more, **drawn)
+
     def __repr__(self) -> str:
         return text_of(type(self), self._settings)
 
@@ -262,6 +293,10 @@ def register_fakes(name: str, form_of: Callable[..., BlockForm]) -> None:
         check_messages(op, messages)
         check_message(op, "messages", messages, None if known is None else known * len(messages))
 
+    _register_reductions(name, form_of)
+
+
+def _register_reductions(name: str, form_of: Callable[..., BlockForm]) -> None:
     @torch.library.register_fake(f"commhook::{name}_reduce")
     def reduce(
         messages: Tensor,
@@ -280,6 +315,28 @@ def register_fakes(name: str, form_of: Callable[..., BlockForm]) -> None:
         check_message(op, "message", message, known)
         check_message(op, "messages", messages, None if known is None else known * len(messages))
         check_memory(op, error, rounding, numel)
+
+    @torch.library.register_fake(f"commhook::{name}_reduce_shards")
+    def reduce_shards(
+        messages: Sequence[Tensor],
+        message: Tensor,
+        numel: int,
+        *,
+        scale: float = 1.0,
+        error: Tensor | None = None,
+        rounding: Tensor | None = None,
+        failed: Tensor | None = None,
+        **settings: Any,
+    ) -> None:
+        op = f"{name}_reduce_shards"
+        form = form_of(op, **settings)
+        check_ranks(op, "messages", len(messages), 1)
+        known = _known_bytes(form, numel)
+        check_message(op, "message", message, known)
+        for i, each in enumerate(messages):
+            check_message(op, f"messages[{i}]", each, known)
+        check_memory(op, error, rounding, numel)
+        check_failed(op, failed)
 
 
 def _known_bytes(form: BlockForm, numel: int, sizes: Sequence[int] | None = None) -> int | None:

@@ -12,6 +12,9 @@ from torch_commhook.native.bucket_ops import BUCKET_DTYPES
 #: In what an error is remembered.
 ERROR_DTYPES = (torch.float32, torch.bfloat16)
 
+#: Ranks that may share memory, at most.
+MOST_RANKS = 16
+
 
 def check_values(op: str, tensors: Sequence[Tensor]) -> int:
     torch._check_value(
@@ -76,4 +79,26 @@ def check_messages(op: str, messages: Tensor) -> None:
             f"{op}: messages must have two dimensions, one row for each message, got sizes "
             f"{list(messages.shape)}"
         ),
+    )
+
+
+def check_ranks(op: str, name: str, ranks: int, least: int) -> None:
+    """Refuse a list that has too few or too many tensors, one for each rank."""
+    torch._check_value(
+        least <= ranks <= MOST_RANKS,
+        lambda: (
+            f"{op}: {name} must be {least} to {MOST_RANKS} tensors, one for each rank, got {ranks}"
+        ),
+    )
+
+
+def check_failed(op: str, failed: Tensor | None) -> None:
+    """Refuse what is not one int64."""
+    if failed is None:
+        return
+    if failed.dtype is not torch.int64:
+        raise TypeError(f"{op}: failed must be a dense tensor of dtype int64, got {failed.dtype}")
+    torch._check_value(
+        failed.numel() == 1,
+        lambda: f"{op}: failed must hold one number, got sizes {list(failed.shape)}",
     )

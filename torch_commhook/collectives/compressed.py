@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -10,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.codecs.base import Codec, error_for, keep_error
+from torch_commhook.codecs.block_codec import BlockCodec
 from torch_commhook.collectives.compressed_call import CompressedCall
-from torch_commhook.collectives.futures import then_beside
+from torch_commhook.collectives.futures import completed, then_beside
 from torch_commhook.collectives.group_place import check_place
 from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.collectives.plain import all_gather, all_reduce, resolve_group
@@ -23,7 +25,12 @@ from torch_commhook.collectives.sum_arguments import (
     check_out,
     listed_tensors,
 )
-from torch_commhook.metrics import CallMeter
+from torch_commhook.collectives.symmetric import (
+    SymmetricBuffers,
+    shared_timeout,
+    symmetric_buffers,
+)
+from torch_commhook.metrics import CallMeter, note_collective
 from torch_commhook.native.tensor_checks import check_flat
 
 
@@ -61,6 +68,11 @@ def compressed_all_reduce(
     group of its own, which is made with the first call. CUDA tensors are encoded, sent and decoded
     on a stream of their own, so that the current one goes on; over NCCL nothing waits but that
     stream. Over other groups the call waits for the first stage, with CUDA tensors for all.
+
+    Over NCCL on one machine, block codecs use memory that the GPUs share, where all of them are
+    linked by NVLink and the caller gives ``buffers``. The bits are the same. A rank that waits for
+    another longer than ``timeout`` writes NaNs, and its next call with these buffers raises.
+    ``COMMHOOK_SYMMETRIC_MEMORY=0`` switches it off.
 
     A rank that leaves a second stage out, since something raised in its first one, is out of step
     with the others: there that call and all later ones of two stages on this group fail alike, and
@@ -159,6 +171,7 @@ class _CompressedSum(CompressedCall):
         super().__init__(arguments, destinations, group)
         rounding = arguments.rounding
         self.numel = numel
+        self.own_buffers = arguments.buffers
         self.scale = arguments.scale
         self.shard_error = arguments.shard_error
         #: For this rank's values, and for its sum.
@@ -179,8 +192,15 @@ class _CompressedSum(CompressedCall):
             )
         return start(sources, error, group)
 
-    def _encode(self, sources: list[Tensor], error: Tensor | None, shards: int) -> Tensor:
-        message = self.buffer("message", self.codec.nbytes(self.numel, shards))
+    def _encode(
+        self,
+        sources: list[Tensor],
+        error: Tensor | None,
+        shards: int,
+        message: Tensor | None = None,
+    ) -> Tensor:
+        if message is None:
+            message = self.buffer("message", self.codec.nbytes(self.numel, shards))
         with timed(self.meter, "encode"):
             lost = error_for(self.codec, error)
             self.codec.encode(
@@ -244,6 +264,10 @@ class _CompressedSum(CompressedCall):
         shards = self.codec.shards(self.numel, self.world_size)
         self.sizes = [shard.nbytes for shard in shards]
         self.shard = shards[self.rank]
+        if not self.is_traced:
+            shared = symmetric_buffers(self.own_buffers, self.codec, shards, self.device, group)
+            if shared is not None:
+                return self._share_shards(sources, error, shared, group)
         message = self._encode(sources, error, self.world_size)
         sizes = self.sizes
         return two_stages(
@@ -256,6 +280,49 @@ class _CompressedSum(CompressedCall):
             group=group,
             meter=self.meter,
         )
+
+    def _share_shards(
+        self,
+        sources: list[Tensor],
+        error: Tensor | None,
+        shared: SymmetricBuffers,
+        group: dist.ProcessGroup,
+    ) -> torch.futures.Future[Tensor]:
+        """The same with memory that the ranks share: no collective, and two barriers."""
+        codec, own_bytes = self.codec, self.shard.nbytes
+        assert isinstance(codec, BlockCodec)
+        views = shared.views(self.sizes)
+        timeout = shared_timeout(group, self.device) if self.timeout is None else self.timeout
+        # What the ranks read of each other is as much as what they would send.
+        note_collective(sum(self.sizes) - own_bytes, own_bytes * (self.world_size - 1))
+        note_collective(max(self.sizes) * (self.world_size - 1))
+        try:
+            self._encode(sources, error, self.world_size, views.message)
+            with timed(self.meter, "wire"):
+                shared.barrier(timeout)
+            with self.later_stage("encode"):
+                lost = error_for(codec, self.shard_error)
+                codec.reduce_shards(
+                    views.shards,
+                    views.sum,
+                    self.shard.numel,
+                    scale=self.scale,
+                    error=lost,
+                    rounding=self.rounding[1],
+                    failed=shared.failed,
+                )
+                keep_error(self.shard_error, lost)
+            with timed(self.meter, "wire"):
+                shared.barrier(timeout)
+            with self.later_stage("decode"):
+                message = self.buffer("message", sum(self.sizes))
+                shared.gather(views.sums, message)
+                codec.decode(message, self.destinations, shards=self.world_size)
+        except BaseException:
+            with suppress(RuntimeError):  # of a device that can do no more
+                shared.give_up()
+            raise
+        return completed(self._result(), self.device)
 
     def _reduce(self, received: Tensor) -> Tensor:
         """The message of the sum of this rank's shards, as long as the longest of all."""

@@ -38,6 +38,7 @@ from torch_commhook.collectives.gloo_groups import (
     second_stages,
 )
 from torch_commhook.collectives.group_place import group_rank
+from torch_commhook.collectives.symmetric import give_up
 from torch_commhook.collectives.turns import renew_turns
 from torch_commhook.step.connected_group import ConnectedGroup, destroy_all
 from torch_commhook.step.rendezvous import Rendezvous
@@ -299,6 +300,8 @@ class StepGroup:
     def _fail(self, reason: str) -> None:
         if self._open:
             _lost.update(self._outside)
+            for outside in list(self._outside):
+                give_up(outside)
         self._open = False
         if self._rendezvous is None or self._broken:
             return

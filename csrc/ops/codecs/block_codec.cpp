@@ -1,5 +1,6 @@
 #include "ops/codecs/block_codec.h"
 
+#include "ops/autograd_checks.h"
 #include "ops/bucket/bucket.h"
 #include "ops/codecs/codec_checks.h"
 
@@ -103,6 +104,35 @@ BlockLayout check_reduce(const char* op, const at::Tensor& messages, const at::T
   if (is_there(error)) {
     check_apart(op, "message", message, "error", -1, *error);
     check_apart(op, "error", *error, "messages", -1, messages);
+  }
+  return layout;
+}
+
+BlockLayout check_reduce_shards(const char* op, at::TensorList messages, const at::Tensor& message,
+                                const BlockForm& form, int64_t numel,
+                                const std::optional<at::Tensor>& error,
+                                const std::optional<at::Tensor>& rounding,
+                                const std::optional<at::Tensor>& failed) {
+  TORCH_CHECK_VALUE(numel >= 0, op, ": numel must be at least 0, got ", numel);
+  symmetric::check_ranks(op, "messages", static_cast<int64_t>(messages.size()), 1);
+  const BlockLayout layout(form, numel, 1);
+  check_message(op, "message", message, layout.bytes());
+  const auto device = message.device();
+  for (size_t i = 0; i < messages.size(); ++i) {
+    const auto index = static_cast<int64_t>(i);
+    const auto name = argument_name("messages", index);
+    check_message(op, name.c_str(), messages[i], layout.bytes());
+    check_device(op, name.c_str(), messages[i], device);
+    check_apart(op, "message", message, "messages", index, messages[i]);
+    if (is_there(error)) {
+      check_apart(op, "error", *error, "messages", index, messages[i]);
+    }
+  }
+  check_error(op, error, numel, device);
+  check_rounding(op, rounding, device);
+  symmetric::check_failed(op, failed, device);
+  if (is_there(error)) {
+    check_apart(op, "message", message, "error", -1, *error);
   }
   return layout;
 }

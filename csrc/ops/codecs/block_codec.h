@@ -2,7 +2,7 @@
 // each block: the checks of their operators.
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include <ATen/ATen.h>
 #include <c10/macros/Export.h>
 
 #include <cstdint>
@@ -11,6 +11,7 @@
 #include "ops/codecs/block_chunks.h"
 #include "ops/codecs/block_layout.h"
 #include "ops/codecs/codec_checks.h"
+#include "ops/symmetric/symmetric.h"
 
 namespace commhook::codecs {
 
@@ -40,5 +41,24 @@ C10_EXPORT BlockLayout check_reduce(const char* op, const at::Tensor& messages,
                                     const at::Tensor& message, const BlockForm& form, int64_t numel,
                                     const std::optional<at::Tensor>& error,
                                     const std::optional<at::Tensor>& rounding);
+// messages: one tensor for each rank, 1 to kMaxRanks of them, with the bytes of `numel` values in
+// one shard each. message: one such. failed: see check_failed.
+C10_EXPORT BlockLayout check_reduce_shards(const char* op, at::TensorList messages,
+                                           const at::Tensor& message, const BlockForm& form,
+                                           int64_t numel, const std::optional<at::Tensor>& error,
+                                           const std::optional<at::Tensor>& rounding,
+                                           const std::optional<at::Tensor>& failed);
+
+// Of shards in separate tensors what `reduce` writes for a matrix of them; where the exchange has
+// failed, the message of NaNs.
+template <typename Reduce>
+void reduce_shards(at::TensorList messages, const at::Tensor& message,
+                   const std::optional<at::Tensor>& failed, const Reduce& reduce) {
+  if (symmetric::has_failed(failed)) {
+    message.fill_(symmetric::kNoMessage);
+  } else {
+    reduce(at::stack(messages));
+  }
+}
 
 }  // namespace commhook::codecs

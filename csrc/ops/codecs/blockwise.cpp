@@ -208,6 +208,19 @@ void reduce(const at::Tensor& messages, const at::Tensor& message, int64_t numel
                             quantize_with(format, rounding), restore_with(format));
 }
 
+void reduce_shards(at::TensorList messages, const at::Tensor& message, int64_t numel, int64_t bits,
+                   int64_t block_size, bool symmetric, double scale,
+                   const std::optional<at::Tensor>& error,
+                   const std::optional<at::Tensor>& rounding,
+                   const std::optional<at::Tensor>& failed) {
+  const auto format = check_format("blockwise_reduce_shards", bits, block_size, symmetric);
+  codecs::check_reduce_shards("blockwise_reduce_shards", messages, message, format.form(), numel,
+                              error, rounding, failed);
+  codecs::reduce_shards(messages, message, failed, [&](const at::Tensor& rows) {
+    reduce(rows, message, numel, bits, block_size, symmetric, scale, error, rounding);
+  });
+}
+
 TORCH_LIBRARY_FRAGMENT(commhook, m) {
   m.set_python_module("torch_commhook.codecs.block_codec");
   const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
@@ -237,6 +250,13 @@ TORCH_LIBRARY_FRAGMENT(commhook, m) {
       "int block_size, bool symmetric, float scale=1.0, Tensor(b!)? error=None, "
       "Tensor? rounding=None) -> ()",
       compliant);
+  // The same, of messages in separate tensors, such as those that other ranks share. Where `failed`
+  // is not zero it reads none of them, writes a message of NaNs, and leaves `error` alone.
+  m.def(
+      "blockwise_reduce_shards(Tensor[] messages, Tensor(a!) message, int numel, *, int bits, int "
+      "block_size, bool symmetric, "
+      "float scale=1.0, Tensor(b!)? error=None, Tensor? rounding=None, Tensor? failed=None) -> ()",
+      compliant);
 }
 
 TORCH_LIBRARY_IMPL(commhook, CompositeExplicitAutograd, m) {
@@ -244,6 +264,7 @@ TORCH_LIBRARY_IMPL(commhook, CompositeExplicitAutograd, m) {
   m.impl("blockwise_decode", decode);
   m.impl("blockwise_decode_sum", decode_sum);
   m.impl("blockwise_reduce", reduce);
+  m.impl("blockwise_reduce_shards", reduce_shards);
 }
 
 }  // namespace
@@ -253,3 +274,4 @@ COMMHOOK_MUTATING_OPERATOR(commhook, "blockwise_encode")
 COMMHOOK_MUTATING_OPERATOR(commhook, "blockwise_decode")
 COMMHOOK_MUTATING_OPERATOR(commhook, "blockwise_decode_sum")
 COMMHOOK_MUTATING_OPERATOR(commhook, "blockwise_reduce")
+COMMHOOK_MUTATING_OPERATOR(commhook, "blockwise_reduce_shards")

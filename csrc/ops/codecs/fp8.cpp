@@ -129,6 +129,18 @@ void reduce(const at::Tensor& messages, const at::Tensor& message, int64_t numel
                             restore_with(checked));
 }
 
+void reduce_shards(at::TensorList messages, const at::Tensor& message, int64_t numel,
+                   std::string_view format, int64_t block_size, double scale,
+                   const std::optional<at::Tensor>& error,
+                   const std::optional<at::Tensor>& failed) {
+  const auto checked = check_format("fp8_reduce_shards", format, block_size);
+  codecs::check_reduce_shards("fp8_reduce_shards", messages, message, checked.form, numel, error,
+                              {}, failed);
+  codecs::reduce_shards(messages, message, failed, [&](const at::Tensor& rows) {
+    reduce(rows, message, numel, format, block_size, scale, error);
+  });
+}
+
 TORCH_LIBRARY_FRAGMENT(commhook, m) {
   m.set_python_module("torch_commhook.codecs.block_codec");
   const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
@@ -155,6 +167,13 @@ TORCH_LIBRARY_FRAGMENT(commhook, m) {
       "fp8_reduce(Tensor messages, Tensor(a!) message, int numel, *, str format, int block_size, "
       "float scale=1.0, Tensor(b!)? error=None) -> ()",
       compliant);
+  // The same, of messages in separate tensors, such as those that other ranks share. Where `failed`
+  // is not zero it reads none of them, writes a message of NaNs, and leaves `error` alone.
+  m.def(
+      "fp8_reduce_shards(Tensor[] messages, Tensor(a!) message, int numel, *, str format, int "
+      "block_size, "
+      "float scale=1.0, Tensor(b!)? error=None, Tensor? failed=None) -> ()",
+      compliant);
 }
 
 TORCH_LIBRARY_IMPL(commhook, CompositeExplicitAutograd, m) {
@@ -162,6 +181,7 @@ TORCH_LIBRARY_IMPL(commhook, CompositeExplicitAutograd, m) {
   m.impl("fp8_decode", decode);
   m.impl("fp8_decode_sum", decode_sum);
   m.impl("fp8_reduce", reduce);
+  m.impl("fp8_reduce_shards", reduce_shards);
 }
 
 }  // namespace
@@ -171,3 +191,4 @@ COMMHOOK_MUTATING_OPERATOR(commhook, "fp8_encode")
 COMMHOOK_MUTATING_OPERATOR(commhook, "fp8_decode")
 COMMHOOK_MUTATING_OPERATOR(commhook, "fp8_decode_sum")
 COMMHOOK_MUTATING_OPERATOR(commhook, "fp8_reduce")
+COMMHOOK_MUTATING_OPERATOR(commhook, "fp8_reduce_shards")

@@ -146,6 +146,17 @@ void reduce(const at::Tensor& messages, const at::Tensor& message, int64_t numel
   codecs::reference::reduce(messages, message, layout, scale, error, quantize(), restored);
 }
 
+void reduce_shards(at::TensorList messages, const at::Tensor& message, int64_t numel,
+                   int64_t block_size, double scale, const std::optional<at::Tensor>& error,
+                   const std::optional<at::Tensor>& failed) {
+  const auto form = check_form("sign_reduce_shards", block_size);
+  codecs::check_reduce_shards("sign_reduce_shards", messages, message, form, numel, error, {},
+                              failed);
+  codecs::reduce_shards(messages, message, failed, [&](const at::Tensor& rows) {
+    reduce(rows, message, numel, block_size, scale, error);
+  });
+}
+
 TORCH_LIBRARY_FRAGMENT(commhook, m) {
   m.set_python_module("torch_commhook.codecs.block_codec");
   const std::vector<at::Tag> compliant{at::Tag::pt2_compliant_tag};
@@ -172,6 +183,12 @@ TORCH_LIBRARY_FRAGMENT(commhook, m) {
       "sign_reduce(Tensor messages, Tensor(a!) message, int numel, *, int block_size, "
       "float scale=1.0, Tensor(b!)? error=None) -> ()",
       compliant);
+  // The same, of messages in separate tensors, such as those that other ranks share. Where `failed`
+  // is not zero it reads none of them, writes a message of NaNs, and leaves `error` alone.
+  m.def(
+      "sign_reduce_shards(Tensor[] messages, Tensor(a!) message, int numel, *, int block_size, "
+      "float scale=1.0, Tensor(b!)? error=None, Tensor? failed=None) -> ()",
+      compliant);
 }
 
 TORCH_LIBRARY_IMPL(commhook, CompositeExplicitAutograd, m) {
@@ -179,6 +196,7 @@ TORCH_LIBRARY_IMPL(commhook, CompositeExplicitAutograd, m) {
   m.impl("sign_decode", decode);
   m.impl("sign_decode_sum", decode_sum);
   m.impl("sign_reduce", reduce);
+  m.impl("sign_reduce_shards", reduce_shards);
 }
 
 }  // namespace
@@ -188,3 +206,4 @@ COMMHOOK_MUTATING_OPERATOR(commhook, "sign_encode")
 COMMHOOK_MUTATING_OPERATOR(commhook, "sign_decode")
 COMMHOOK_MUTATING_OPERATOR(commhook, "sign_decode_sum")
 COMMHOOK_MUTATING_OPERATOR(commhook, "sign_reduce")
+COMMHOOK_MUTATING_OPERATOR(commhook, "sign_reduce_shards")

@@ -6,6 +6,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -20,10 +21,10 @@
 #include <sanitizer/common_interface_defs.h>
 #endif
 
-Dim threadIdx;
-Dim blockIdx;
-Dim blockDim;
-Dim gridDim;
+thread_local Dim threadIdx;
+thread_local Dim blockIdx;
+thread_local Dim blockDim;
+thread_local Dim gridDim;
 
 namespace on_host {
 
@@ -70,17 +71,20 @@ struct Thread {
   size_t number = 0;  // of what the source must have given
 };
 
-// One launch at a time.
 std::mutex mutex;
-std::mt19937 rng(0);
-std::vector<std::unique_ptr<Thread>> threads;
 std::vector<std::string> launched;  // and not yet told of
-Thread* running = nullptr;
-jmp_buf scheduler;
-Stack scheduler_stack;
-std::function<void()> kernel;
-std::unique_ptr<char[]> memory;   // of a block, as much as the launch asked for
-std::unordered_set<void*> begun;  // variables of the block
+
+// Each thread of the host has one launch at a time. Those of several threads run at once, since
+// kernels of several ranks may wait for each other.
+std::atomic<unsigned> seeds{0};
+thread_local std::mt19937 rng(seeds++);
+thread_local std::vector<std::unique_ptr<Thread>> threads;
+thread_local Thread* running = nullptr;
+thread_local jmp_buf scheduler;
+thread_local Stack scheduler_stack;
+thread_local std::function<void()> kernel;
+thread_local std::unique_ptr<char[]> memory;   // of a block, as much as the launch asked for
+thread_local std::unordered_set<void*> begun;  // variables of the block
 
 [[gnu::noinline]] void leave() {
   if (_setjmp(running->here) == 0) {
@@ -213,8 +217,10 @@ void launch(const char* name, unsigned blocks, unsigned count, size_t shared_byt
   TORCH_CHECK(blocks > 0 && count > 0 && count <= 1024 && count % kLanes == 0,
               "on_host: no launch of ", blocks, " blocks of ", count, " threads");
   TORCH_CHECK(shared_bytes <= 48 * 1024, "on_host: no block has ", shared_bytes, " bytes");
-  const std::lock_guard<std::mutex> lock(mutex);
-  launched.emplace_back(name);
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    launched.emplace_back(name);
+  }
   make_threads(count);
   kernel = std::move(thread);
   memory = std::make_unique<char[]>(shared_bytes);

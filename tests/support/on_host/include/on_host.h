@@ -23,10 +23,10 @@ struct Dim {
   unsigned x;
 };
 // Of the thread that runs.
-extern Dim threadIdx;
-extern Dim blockIdx;
-extern Dim blockDim;
-extern Dim gridDim;
+extern thread_local Dim threadIdx;
+extern thread_local Dim blockIdx;
+extern thread_local Dim blockDim;
+extern thread_local Dim gridDim;
 
 namespace on_host {
 

@@ -1,0 +1,233 @@
+"""Which groups share memory for their compressed sums, and how their ranks agree on it.
+
+The ranks are processes over Gloo. Files that they map stand in for the memory of GPUs.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankPool
+from torch import Tensor
+
+from torch_commhook import ProcessGroup
+from torch_commhook.codecs import CODECS, Codec
+from torch_commhook.collectives import compressed_all_reduce, symmetric
+from torch_commhook.collectives.message_buffers import MessageBuffers
+from torch_commhook.metrics import WireMeter, counting
+from torch_commhook.step.step_group import StepGroup
+
+CODEC = CODECS["blockwise"]()
+CUDA = torch.device("cuda", 0)
+
+
+class Files:
+    """Stands in for PyTorch's symmetric memory.
+
+    Args:
+        rank: this one.
+        folder: of the files.
+        fails: "allocate" or "share", where that raises.
+    """
+
+    def __init__(self, rank: int, folder: str, fails: str) -> None:
+        self.rank, self.folder, self.fails = rank, folder, fails
+        self.numbers = count()
+
+    def allocate(self, nbytes: int, _device: object, group: dist.ProcessGroup) -> Any:
+        if self.fails == "allocate":
+            raise MemoryError("there is none left")
+        number = next(self.numbers)
+
+        def of_rank(rank: int) -> Tensor:
+            path = f"{self.folder}/{number} of rank {rank}"
+            return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+
+        memory = of_rank(self.rank)
+
+        def share() -> tuple[list[Tensor], object]:
+            if self.fails == "share":
+                raise RuntimeError("the driver shares nothing")
+            return [of_rank(rank) for rank in range(group.size())], memory
+
+        return symmetric._Allocation(memory, share)
+
+
+@contextmanager
+def with_files(
+    rank: int, folder: str, *, obstacle: str = "", machine: str = "m", gpu: str = "", **more: str
+) -> Iterator[Files]:
+    files = Files(rank, folder, more.get("fails", ""))
+    place = symmetric._Place(obstacle, machine, gpu or f"gpu {rank}", more.get("torch", "2"))
+    with ExitStack() as stack:
+        for name, double in [
+            ("_may_share", lambda *_: True),
+            ("_own_place", lambda _: place),
+            ("_missing_link", lambda *_: more.get("link", "")),
+            ("_allocate", files.allocate),
+        ]:
+            stack.enter_context(mock.patch.object(symmetric, name, double))
+        yield files
+
+
+def summed(rank: int, numel: int, buffers: MessageBuffers | None) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    out = torch.zeros(numel)
+    x = torch.randn(numel, generator=generator)
+    compressed_all_reduce(x, CODEC, out=out, buffers=buffers).wait()
+    return out
+
+
+def _sums_of_buckets(rank: int, folder: str) -> None:
+    buffers = MessageBuffers()
+    meters = WireMeter(), WireMeter()
+    with with_files(rank, folder) as files:
+        for numel in (1000, 5000, 300, 5000, 0):
+            with counting(meters[0]):
+                got = summed(rank, numel, buffers)
+            with counting(meters[1]):
+                right = summed(rank, numel, None)
+            assert torch.equal(got, right), numel
+        assert symmetric.obstacle_of(dist.group.WORLD) == ""
+        assert next(files.numbers) == 2  # a message of 5,000 values has outgrown the first
+    assert meters[0].bytes_sent == meters[1].bytes_sent > 0
+    found = weakref.ref(symmetric._memories[buffers][1])
+    del buffers
+    gc.collect()
+    assert found() is None
+
+
+def test_buckets_of_several_sizes(three_ranks: RankPool, tmp_path: Path) -> None:
+    three_ranks.run(_sums_of_buckets, str(tmp_path))
+
+
+def _falls_back(rank: int, folder: str, options: list[dict[str, str]], reason: str) -> None:
+    group = dist.new_group()
+    with with_files(rank, folder, **options[rank]):
+        buffers = MessageBuffers()
+        for _ in range(2):
+            out = torch.zeros(1000)
+            compressed_all_reduce(
+                torch.ones(1000), CODEC, out=out, buffers=buffers, group=group
+            ).wait()
+            assert (out - 3.0).abs().max() < 0.05
+        assert buffers not in symmetric._memories
+        assert symmetric.obstacle_of(group) == reason
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ([{}, {"obstacle": "it is off"}, {}], "rank 1: it is off"),
+        ([{}, {}, {"machine": "other"}], "the ranks are on several machines"),
+        ([{"gpu": "a"}, {"gpu": "a"}, {}], "several ranks have one GPU"),
+        ([{"torch": "1"}, {}, {}], "the ranks have different releases of torch"),
+        ([{}, {}, {"link": "no NVLink"}], "rank 2: no NVLink"),
+        ([{}, {"fails": "allocate"}, {}], "rank 1: MemoryError: there is none left"),
+        ([{"fails": "share"}, {}, {}], "rank 0: RuntimeError: the driver shares nothing"),
+    ],
+)
+def test_one_rank_that_cannot(
+    options: list[dict[str, str]], reason: str, three_ranks: RankPool, tmp_path: Path
+) -> None:
+    """All ranks use collectives, and know why."""
+    three_ranks.run(_falls_back, str(tmp_path), options, reason)
+
+
+def _gives_up(rank: int, folder: str, fails_a_step: bool) -> None:
+    group = dist.new_group()
+    buffers = [MessageBuffers(), MessageBuffers()]
+    step = StepGroup()
+    assert step.stand_in(group, CUDA) is group  # as for a group that cannot connect anew
+
+    def total(which: MessageBuffers) -> Tensor:
+        out = torch.zeros(1000)
+        compressed_all_reduce(torch.ones(1000), CODEC, out=out, buffers=which, group=group).wait()
+        return out
+
+    step.begin()
+    with with_files(rank, folder):
+        assert all(total(each).isfinite().all() for each in buffers)
+        if rank != 1:
+            assert all(total(each).isnan().all() for each in buffers)
+        elif fails_a_step:
+            step.fail("something is wrong here")
+        else:
+            symmetric.give_up(group)
+        for each in buffers:
+            with pytest.raises(RuntimeError, match=r"rank [012] of the group has not come"):
+                total(each)
+    step.fail("this step has failed")
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("fails_a_step", [False, True])
+def test_a_rank_that_gives_up(fails_a_step: bool, three_ranks: RankPool, tmp_path: Path) -> None:
+    """The others do not wait for it."""
+    three_ranks.run(_gives_up, str(tmp_path), fails_a_step)
+
+
+class Group(ProcessGroup):
+    """One of Python."""
+
+
+def _may_share(rank: int) -> None:
+    world = dist.group.WORLD
+    alone = dist.new_group([0]), dist.new_group([1])
+
+    def may(codec: Codec = CODEC, device: torch.device = CUDA, group: Any = world) -> bool:
+        return symmetric._may_share(codec, device, group)
+
+    assert not may()  # Gloo
+    with mock.patch.object(symmetric, "_backend_name", lambda *_: "nccl"):
+        assert may()
+        assert may(CODECS["sign"]())
+        assert not may(CODECS["topk"]())
+        assert not may(device=torch.device("cpu"))
+        assert not may(group=alone[rank])
+        assert not may(group=Group(rank, 2))
+    for group in alone:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+
+
+def test_groups_and_codecs_that_may(two_ranks: RankPool) -> None:
+    two_ranks.run(_may_share)
+
+
+def test_where_this_process_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = symmetric._own_place(torch.device("cpu"))
+    assert place.machine
+    if not torch.ops.commhook.has_cuda_kernels():
+        assert place.obstacle == "torch_commhook was built without CUDA kernels"
+    monkeypatch.setenv("COMMHOOK_SYMMETRIC_MEMORY", "0")
+    assert symmetric._own_place(CUDA).obstacle == "COMMHOOK_SYMMETRIC_MEMORY is 0"
+
+
+def test_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = ["a", "b", "c"]
+
+    class Properties:
+        def __init__(self, index: int) -> None:
+            self.uuid = gpus[index]
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: other != 2)
+    monkeypatch.setattr(symmetric, "_nvlinks", lambda: None)
+    assert symmetric._missing_link(CUDA, ["a", "b"]) == ""
+    assert symmetric._missing_link(CUDA, ["a", "one that is not visible here"]) == ""
+    assert symmetric._missing_link(CUDA, gpus) == "GPU 0 cannot read the memory of GPU 2"
+    monkeypatch.setattr(symmetric, "_nvlinks", lambda: [[0, 0, 4]] * 3)
+    assert symmetric._missing_link(CUDA, ["a", "b"]) == "there is no NVLink between GPU 0 and GPU 1"

@@ -1,0 +1,98 @@
+"""The operators of ranks that share memory, as typed functions with their fakes.
+
+In C++: ``csrc/ops/symmetric``, ``cuda/symmetric.cu``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torch_commhook.codecs.checks import check_failed, check_message, check_ranks
+
+
+def control_words(ranks: int) -> int:
+    """The numbers in a rank's controls: a signal of each rank, its barriers, why it gave up."""
+    return ranks + 2
+
+
+def symmetric_barrier(controls: Sequence[Tensor], rank: int, *, timeout: float) -> None:
+    """Wait until all ranks have called it as often, and see what they have written before.
+
+    On CUDA the current stream waits, not the caller. A rank that waits in vain gives up: the last
+    of its controls becomes 1 plus the rank that it missed. From then on it waits for nobody, and
+    ranks that come to a barrier with it give up, too.
+
+    Args:
+        controls: of each rank, in order; memory that the ranks share: int64, of shape
+            ``(control_words(ranks),)``, zeros before the first call.
+        rank: this one.
+        timeout: seconds until it gives up, above 0.
+
+    Raises:
+        TypeError, ValueError: tensors, rank or timeout that are none of this.
+        NotImplementedError: tensors on a device other than the CPU and CUDA.
+    """
+    torch.ops.commhook.symmetric_barrier(controls, rank, timeout=timeout)
+
+
+def symmetric_gather(
+    shards: Sequence[Tensor], message: Tensor, *, failed: Tensor | None = None
+) -> None:
+    """Write the shards of all ranks into one message, one after another.
+
+    Args:
+        shards: of each rank, in order: contiguous, uint8, each of a multiple of 4 bytes, at an
+            address that is a multiple of 4. 1 to 16 of them.
+        message: written: contiguous, uint8, as long as all shards together. It shares no memory
+            with them.
+        failed: one int64. Where it is not zero, no shard is read, and all bytes become 255: the
+            values of such a message are NaN.
+
+    Raises:
+        TypeError, ValueError: tensors that are none of this.
+    """
+    torch.ops.commhook.symmetric_gather(shards, message, failed=failed)
+
+
+@torch.library.register_fake("commhook::symmetric_barrier")
+def _symmetric_barrier_fake(controls: Sequence[Tensor], rank: int, *, timeout: float) -> None:
+    op = "symmetric_barrier"
+    ranks = len(controls)
+    check_ranks(op, "controls", ranks, 2)
+    torch._check_value(
+        0 <= rank < ranks,
+        lambda: (
+            f"{op}: rank must be at least 0 and below {ranks}, as many as controls are, got {rank}"
+        ),
+    )
+    for i, each in enumerate(controls):
+        if each.dtype is not torch.int64:
+            raise TypeError(f"{op}: controls[{i}] must be of dtype int64, got {each.dtype}")
+        torch._check_value(
+            each.shape == (control_words(ranks),),
+            lambda i=i, each=each: (
+                f"{op}: controls[{i}] must be flat and hold {control_words(ranks)} numbers, two "
+                f"more than there are ranks, got sizes {list(each.shape)}"
+            ),
+        )
+
+
+@torch.library.register_fake("commhook::symmetric_gather")
+def _symmetric_gather_fake(
+    shards: Sequence[Tensor], message: Tensor, *, failed: Tensor | None = None
+) -> None:
+    op = "symmetric_gather"
+    check_ranks(op, "shards", len(shards), 1)
+    sizes = [shard.numel() for shard in shards]
+    for i, shard in enumerate(shards):
+        check_message(op, f"shards[{i}]", shard, None)
+    check_message(
+        op,
+        "message",
+        message,
+        sum(sizes) if all(isinstance(size, int) for size in sizes) else None,
+    )
+    check_failed(op, failed)
