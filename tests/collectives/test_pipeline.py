@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -161,40 +160,37 @@ class FailsAt:
         return self._real(*args, **keywords)
 
 
-def _fails(rank: int, road: str, stage: str) -> tuple[list[str], float]:
+def _fails(rank: int, road: str, stage: str) -> tuple[list[str], int]:
     model = Layers()
     hook = hooks.blockwise(8, 64)
     fails = vars(hook.codec)[stage] = FailsAt(hook.codec, stage)
     trained, handle = _wrapped(model, road, hook)
     said = []
-    seconds = 0.0
     for number in range(3):
         if number == 2:
             fails.left = 2
-        begun = time.monotonic()
         try:
             trained(torch.ones(4, 20)).square().sum().backward()
             said.append("good")
         except OwnError as error:
             said.append(str(error))
-        seconds = time.monotonic() - begun
     handle.remove()
-    return said, seconds
+    return said, len(handle._attached.second_stages)
 
 
 @pytest.mark.parametrize("road", ["module", "ddp"])
 @pytest.mark.parametrize("stage", ["encode", "reduce"])
 def test_a_failure_lets_those_fail_that_wait(log: Log, stage: str, road: str) -> None:
     """On all ranks: none of them issues a stage behind it, or waits for one that never comes."""
-    for said, seconds in run_ranks(lambda rank: _fails(rank, road, stage), 2):
+    for said, waiting in run_ranks(lambda rank: _fails(rank, road, stage), 2):
         assert said == ["good", "good", "boo"]
-        assert seconds < 20  # less than buckets in flight are given
+        assert waiting == 0
     issued = "1" if stage == "encode" else "1121"
     first = "12" if road == "ddp" else "112122"
     assert all("".join(letters) == f"{first}112122{issued}" for letters in log.values()), log
 
 
-def _leaves_the_bucket(rank: int) -> float:
+def _leaves_the_bucket(rank: int) -> int:
     """The second bucket's gradient is moved away from DDP's view of it."""
     model = Layers()
     trained, handle = _wrapped(model, "views", hooks.blockwise(8, 64))
@@ -202,16 +198,15 @@ def _leaves_the_bucket(rank: int) -> float:
         trained(torch.ones(4, 20)).square().sum().backward()
     gradient = model.layers[1].weight.grad
     gradient.data = gradient.data.clone()
-    begun = time.monotonic()
     with pytest.raises(RuntimeError, match="has left the memory"):
         trained(torch.ones(4, 20)).square().sum().backward()
     handle.remove()
-    return time.monotonic() - begun
+    return len(handle._attached.second_stages)
 
 
 def test_a_failure_before_the_hook_lets_those_fail_that_wait(log: Log) -> None:
     """The first bucket's second stage waits when DDP's reducer refuses the second bucket."""
-    assert all(seconds < 20 for seconds in run_ranks(_leaves_the_bucket, 2))
+    assert run_ranks(_leaves_the_bucket, 2) == [0, 0]
     assert all("".join(letters) == "121121221" for letters in log.values()), log
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 #: Of each device. One bucket is encoded while another's message is on the wire and the sum of a
-#: third is encoded or decoded.
+#: third is encoded or decoded. With two, a bucket's encoding would wait for the decoding of the
+#: bucket before the last, and the wire for both.
 _STREAMS = 3
 
 #: The kinds of devices that run work on streams.
