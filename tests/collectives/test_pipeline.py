@@ -132,6 +132,22 @@ def test_a_second_stage_follows_the_next_first_one(log: Log, name: str, road: st
         assert of_steps(log[rank], "12" * BUCKETS), log[rank]
 
 
+def _joins(rank: int, road: str) -> None:
+    """Rank 1 has one batch more."""
+    trained, handle = _wrapped(Layers(), road, _blockwise())
+    with handle.join():
+        for _ in range(2 + rank):
+            trained(torch.ones(4, 20)).square().sum().backward()
+    handle.remove()
+
+
+@pytest.mark.parametrize("road", ["module", "ddp"])
+def test_a_rank_that_has_joined_keeps_the_order(log: Log, road: str) -> None:
+    run_ranks(_joins, 2, road)
+    assert log[0] == log[1]
+    assert of_steps(log[0], "112122"), log[0]
+
+
 @pytest.mark.parametrize("road", ["module", "ddp"])
 def test_a_subclass_is_not_taken_for_one_that_does_not_wait(log: Log, road: str) -> None:
     codec = hooks.blockwise(8, 64).codec

@@ -46,6 +46,20 @@ def test_replays_do_what_eager_steps_do(
     eager.handle.remove()
 
 
+@pytest.mark.parametrize("name", ["blockwise", "powersgd"])
+def test_replays_measure_no_errors(device_on_host: DeviceOnHost, name: str) -> None:  # noqa: F811
+    """A graph would measure them in each step, and not in each hundredth."""
+    own = Training("module", CAPTURED[name]())
+    own.run(0, WARM, own.step)
+    meters = [memory.meter for memory in own.handle._attached.memory.bucket_memories()]
+    calls = [meter._calls for meter in meters]
+    assert any(calls)
+    with GraphOnHost(device_on_host).capture(len(own.parameters)):
+        own.step()
+    assert [meter._calls for meter in meters] == calls
+    own.handle.remove()
+
+
 # ---- what a graph cannot hold --------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
