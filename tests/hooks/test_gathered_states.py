@@ -110,7 +110,7 @@ def _fails(rank: int) -> list[str]:
     except Exception as error:
         raised.append(f"{type(error).__name__}: {error}")
     memory.state_dict = state_dict
-    memory.steps += rank
+    memory._seen_steps += rank
     try:
         run.handle.state_dict(gather=True)
     except Exception as error:

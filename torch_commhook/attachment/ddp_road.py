@@ -22,9 +22,10 @@ from torch_commhook.attachment.road import Road
 from torch_commhook.attachment.watched_parameters import WatchedParameters
 from torch_commhook.buckets.assignment import assign_buckets, split_by_kind
 from torch_commhook.collectives.agreement import agree
+from torch_commhook.collectives.streams import UsedTensors
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_with_memory import BucketWithMemory
-from torch_commhook.metrics import BucketTraffic, count_bucket
+from torch_commhook.metrics import BucketTraffic
 from torch_commhook.native.dynamo import left_to_python
 from torch_commhook.native.runtime import hook_on_bucket
 from torch_commhook.step.attached_hook import Attached
@@ -86,6 +87,7 @@ class DdpRoad:
         self._group = StepGroup(model.process_group)
         named = trainable(model)
         self._device = named[0][1].device
+        self._used: list[UsedTensors | None] = []  # by the buckets of this backward
         #: The road that has taken this one's place.
         self.successor: Road | None = None
         self._attached: Attached | None = None
@@ -248,6 +250,11 @@ class DdpRoad:
         """What has happened to the parameters since a hook was attached, if anything."""
         return None if self._attached is None else self._watched.change()
 
+    def _numbers_buckets(self) -> bool:
+        """Whether a step's buckets have numbers in order: not the first ones of a static graph."""
+        model = self.model()
+        return model is not None and not model.static_graph
+
     # ---- called by the reducer's hook (csrc/runtime/reducer/ddp_hook.h) --------------------------
 
     def choose_delivery(self) -> str:
@@ -260,6 +267,7 @@ class DdpRoad:
         """A backward begins. Gives the C++ hook for its buckets, and groups, where there is one."""
         attached = self._running = self.attached
         self._is_first = True
+        self._used.clear()
         if self._then:  # the backward before was left by an exception
             self._forget_memory()
             self._do_then()
@@ -321,12 +329,13 @@ class DdpRoad:
         kept = self._results.kept
         if kept is not None and not attached.keeps_ranks_apart:
             kept.keep(index, bucket.parameters(), rebuilt=rebuilt)
-        call = attached.start(bucket, where)
+        call = attached.start(bucket, where, in_order=self._numbers_buckets())
+        self._used.append(call.used)
         leaves_some_out = self._results.leaves_some_out(attached)
         if leaves_some_out:
             self._results.keep_for_unused(index, call.future.wait)
         if not attached.keeps_ranks_apart:
-            count_bucket(attached.stats, index, count, call.traffic, first=self._is_first)
+            attached.count_bucket(index, count, call.traffic, first=self._is_first)
         self._is_first = False
         local = call.local
         if local is None:
@@ -343,12 +352,23 @@ class DdpRoad:
         return attached.name, call.future, call.dtype, after
 
     @left_to_python
+    def give_up(self, error: BaseException) -> None:
+        """Something failed: let what has not been issued yet fail, which nobody will issue."""
+        if self._running is not None:
+            self._running.second_stages.give_up(error)
+
+    @left_to_python
     def end_step(
         self, error: BaseException | None, sent: list[tuple[int, torch.dtype, int | None]] | None
     ) -> None:
         """All results are written, or something failed."""
         # What has been taken off meanwhile is kept no longer.
         attached, self._running = self._running, None
+        if error is None:  # the reducer has waited for all results
+            for used in self._used:
+                if used is not None:
+                    used.waited_for()
+        self._used.clear()
         if attached is None:
             return
         if self._attached is None:
@@ -366,7 +386,7 @@ class DdpRoad:
             attached.memory.count_step()
             for index, (numel, dtype, nbytes) in enumerate(sent or ()):
                 traffic = BucketTraffic(numel, dtype, nbytes, nbytes)
-                count_bucket(attached.stats, index, len(sent or ()), traffic, first=index == 0)
+                attached.count_bucket(index, len(sent or ()), traffic, first=index == 0)
             if torch._C._current_graph_task_id() == _NO_BACKWARD:
                 # In join(), where a rank without inputs takes part and has no gradients.
                 self._results.forget()

@@ -225,6 +225,7 @@ class HookHandle:
         attached = self._attached
         stats = attached.stats
         attached.traced_steps.move_to(stats)
+        attached.count_replays()
         stats.world_size = attached.memory.world_size
         for memory in attached.memory.bucket_memories():
             if memory.index < len(stats.buckets):

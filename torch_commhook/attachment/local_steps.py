@@ -24,6 +24,7 @@ from torch_commhook.hooks.local_sgd import local_sgd
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.bucket_with_memory import BucketWithMemory
+from torch_commhook.memory.replays import cannot_be_captured
 from torch_commhook.memory.state_values import check_tensor, shown
 from torch_commhook.memory.states import (
     ANCHOR,
@@ -149,8 +150,12 @@ class LocalSteps:
         """A backward begins whose gradients a step is to use, or ends where ranks have shards.
 
         Raises:
-            RuntimeError: in ``join()``.
+            RuntimeError: in ``join()``, or while a CUDA graph captures the current stream.
         """
+        if self._attached.memory.replays.is_capturing:
+            raise cannot_be_captured(
+                f"hook '{self._attached.name}'", "the host counts the optimizer's steps"
+            )
         model = self._model()
         if isinstance(model, DistributedDataParallel) and model._join_config.enable:
             raise RuntimeError(

@@ -67,7 +67,8 @@ def compressed_all_reduce(
     On the CPU over Gloo no stage waits for another bucket's: the second is issued on a process
     group of its own, which is made with the first call. CUDA tensors are encoded, sent and decoded
     on a stream of their own, so that the current one goes on; over NCCL nothing waits but that
-    stream. Over other groups the call waits for the first stage, with CUDA tensors for all.
+    stream. Over other groups the call waits for the first stage, with CUDA tensors for all. In a
+    step of an attached hook the second stage may wait for the next bucket instead.
 
     Over NCCL on one machine, block codecs use memory that the GPUs share, where all of them are
     linked by NVLink and the caller gives ``buffers``. The bits are the same. A rank that waits for
@@ -120,7 +121,7 @@ def compressed_all_reduce(
     with torch.no_grad():
         if call.is_traced:
             return call.start(sources, error, group)
-        used = [*sources, *destinations, error, shard_error, rounding]
+        used = (sources, destinations, error, shard_error, rounding)
         with beside(call.device, call.buffers.stream, used):
             return call.start(sources, error, group)
 

@@ -14,6 +14,7 @@ from torch_commhook.collectives.group_place import group_rank
 from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.collectives.plain import all_to_all, issue_all_gather
 from torch_commhook.collectives.stages import timed
+from torch_commhook.collectives.streams import is_capturing
 from torch_commhook.collectives.sum_arguments import SumArguments
 from torch_commhook.metrics import note_collective
 
@@ -38,7 +39,7 @@ class CompressedCall:
         self.rank: int = group_rank(group)
         # Asked once: later stages are other threads' work, which cannot tell who compiles.
         self.is_traced = torch.compiler.is_compiling()
-        if self.is_traced:
+        if self.is_traced or is_capturing(self.device):  # replays would measure in each step
             self.meter = None
         self._is_inference = not self.is_traced and torch.is_inference_mode_enabled()
 

@@ -112,7 +112,7 @@ def compressed_reduce_scatter(
     with torch.no_grad():
         if call.is_traced:
             return call.start(sources, error, group)
-        with beside(call.device, call.buffers.stream, [*sources, *destinations, error, rounding]):
+        with beside(call.device, call.buffers.stream, (sources, destinations, error, rounding)):
             return call.start(sources, error, group)
 
 
@@ -176,7 +176,7 @@ def compressed_all_gather(
     with torch.no_grad():
         if call.is_traced:
             return call.start(sources, error, group)
-        with beside(call.device, call.buffers.stream, [*sources, *destinations, error, rounding]):
+        with beside(call.device, call.buffers.stream, (sources, destinations, error, rounding)):
             return call.start(sources, error, group)
 
 

@@ -85,7 +85,7 @@ def hierarchical_all_reduce(
     device = sources[0].device
     check_arguments("hierarchical_all_reduce", arguments, end - begin, device, inter_group)
     _check_carry(carry, numel)
-    used = [*sources, *destinations, carry, error, shard_error, rounding]
+    used = (sources, destinations, carry, error, shard_error, rounding)
     is_traced = torch.compiler.is_compiling()
     stream = nullcontext() if is_traced else beside(device, buffers.stream, used)
     with torch.no_grad(), stream:

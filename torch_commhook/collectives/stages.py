@@ -12,6 +12,8 @@ from torch import Tensor
 
 from torch_commhook.collectives.futures import TracedStages, set_error, set_outcome, then_beside
 from torch_commhook.collectives.gloo_groups import exchanges_of, second_group
+from torch_commhook.collectives.pipeline import SecondStages, current_second_stages
+from torch_commhook.collectives.streams import current_place
 from torch_commhook.collectives.turns import turns_of
 from torch_commhook.metrics import CallMeter, note_collective
 from torch_commhook.spans import continued, current_spans
@@ -34,9 +36,10 @@ def two_stages(
     """Run two collectives, one after the other, without holding up those of other buckets.
 
     On the CPU over Gloo the second is issued on a process group of its own, which is made with the
-    first call, by whatever thread has ended the first. Over other groups in Python the call waits
-    for the first; on CUDA that holds up a stream, not the thread. While a compiler traces, the
-    second is issued with ``start_next``.
+    first call, by whatever thread has ended the first. Over other groups the second is issued once
+    the next bucket's first one is, where a hook's step allows it (``pipeline.py``), or else by this
+    call. Issuing it waits for the first; on CUDA that holds up a stream, not the thread. While a
+    compiler traces, the second is issued with ``start_next``.
 
     Args:
         issue_first: starts the first collective; it counts its own bytes.
@@ -79,8 +82,13 @@ def two_stages(
         )
     first = on_wire(first, meter, device)
     if own_group is None:
-        second = on_wire(issue_second(send(first.wait()), group), meter, device)
-        return then_beside(second, lambda done: end(done.value()), device)
+
+        def both() -> torch.futures.Future[Tensor]:
+            second = on_wire(issue_second(send(first.wait()), group), meter, device)
+            return then_beside(second, lambda done: end(done.value()), device)
+
+        waiting = None if group.size() == 1 else current_second_stages()
+        return both() if waiting is None else later(both, waiting, device)
 
     # Callbacks do not have the first group: a thread of Gloo's that dropped it last would wait for
     # its own end.
@@ -88,6 +96,36 @@ def two_stages(
         return on_wire(issue_second(tensor, own_group), meter, device)
 
     return staged(first, send, issue, end, own_group)
+
+
+def later(
+    stage: Callable[[], torch.futures.Future[Tensor]], waiting: SecondStages, device: torch.device
+) -> torch.futures.Future[Tensor]:
+    """Let a stage wait for the first stage of the next bucket, which this call issues if it waits.
+
+    Args:
+        stage: issues it, and gives a Future of its result. On the stream that is current now.
+        waiting: the stages that wait: of those before this one none does any longer.
+        device: of the tensors.
+
+    Returns:
+        A Future of the result. It is complete no sooner than ``stage`` has been called.
+    """
+    result: torch.futures.Future[Tensor]
+    result = torch.futures.Future(devices=None if device.type == "cpu" else [device])
+    place = current_place(device)
+
+    def issue() -> None:
+        with place():
+            ended = stage()
+            if ended.done():
+                set_outcome(result, ended.wait)
+                return
+        ended.add_done_callback(lambda done: set_outcome(result, done.value, caught=BaseException))
+
+    waiting.issue()
+    waiting.add(continued(issue), lambda error: set_error(result, error))
+    return result
 
 
 def staged(

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from torch_commhook import _C
 from torch_commhook.collectives.futures import is_driven_by_wait, set_error
+from torch_commhook.collectives.gloo_groups import is_gloo
 from torch_commhook.collectives.group_place import all_tell_their_rank
+from torch_commhook.collectives.streams import is_capturing
 from torch_commhook.spans import sent
 
 
@@ -40,7 +42,17 @@ def issued(
 def issued_on_device(
     issue: Callable[[], Any], group: dist.ProcessGroup, method: str, result: Tensor
 ) -> torch.futures.Future[Any]:
-    """:func:`issued`, with whatever the Work's Future holds, or ``result``."""
+    """:func:`issued`, with whatever the Work's Future holds, or ``result``.
+
+    Raises:
+        TypeError: as :func:`future_of_work`.
+        RuntimeError: a CUDA graph captures the current stream, and the group is Gloo's.
+    """
+    if is_capturing(result.device) and is_gloo(group, result.device.type):
+        raise RuntimeError(
+            f"{method}: a CUDA graph cannot capture collectives of Gloo, which run on the host; "
+            "use a process group of NCCL"
+        )
     return sent(lambda: _completion(issue(), group, method, result))
 
 

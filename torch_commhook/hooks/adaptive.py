@@ -16,6 +16,7 @@ from torch_commhook.hooks.compressed import compressed
 from torch_commhook.hooks.traits import HookTraits
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.hook_memory import HookMemory
+from torch_commhook.memory.replays import cannot_be_captured
 
 _NAME = "adaptive_bits"
 
@@ -39,6 +40,7 @@ class adaptive(Hook):  # noqa: N801 (a hook is written as it is called)
     """
 
     _commhook_traceable = True
+    _lets_stages_wait = True
     traits = HookTraits(is_lossy=True, has_stages=True, keeps_error=True, settles_buckets=True)
 
     def __init__(self, budget: int, *, every: int = 100, block_size: int = 256) -> None:
@@ -58,6 +60,9 @@ class adaptive(Hook):  # noqa: N801 (a hook is written as it is called)
         for hook in self._hooks.values():  # both cut buckets alike
             hook.prepare(memory)
         memory.declare_choice(_NAME, 4, among=(4, 8))
+
+    def check_capture(self, memory: BucketMemory) -> None:
+        raise cannot_be_captured(str(self), "the host settles bits by the number of the step")
 
     def shards(self, memory: BucketMemory) -> list[str]:
         return self._hooks[8].shards(memory)  # the other's too

@@ -19,6 +19,7 @@ from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives import resolve_group
 from torch_commhook.collectives.group_place import group_rank
+from torch_commhook.collectives.streams import is_capturing
 from torch_commhook.hooks.traits import HookTraits, Trait
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.bucket_with_memory import BucketWithMemory, memory_of, set_memory
@@ -81,6 +82,16 @@ class Hook(ABC):
         """The hooks that do this one's work, if others do."""
         return ()
 
+    #: Whether :meth:`average` waits for no collective's result, so that second stages may wait
+    #: for the next bucket. Each class says so for itself: a subclass may do otherwise.
+    _lets_stages_wait: bool = False
+
+    @property
+    def lets_stages_wait(self) -> bool:
+        """Whether neither it nor a hook inside waits for a result in :meth:`average`."""
+        own: bool = vars(type(self)).get("_lets_stages_wait", False)
+        return own and all(hook.lets_stages_wait for hook in self.hooks_inside())
+
     def has_stages_among(self, ranks: int) -> bool:
         """:attr:`has_stages`, where the average is over so many ranks."""
         return self.has_stages or any(hook.has_stages_among(ranks) for hook in self.hooks_inside())
@@ -128,6 +139,18 @@ class Hook(ABC):
     def step_counted(self, memory: HookMemory) -> None:  # noqa: B027
         """Called when a step has been done on all ranks; all come here at the same point."""
 
+    def check_capture(self, memory: BucketMemory) -> None:
+        """Refuse a CUDA graph that captures a step, where replays would do something else.
+
+        Args:
+            memory: of a bucket of the step.
+
+        Raises:
+            RuntimeError: what the hook does changes with the number of the step.
+        """
+        for hook in self.hooks_inside():
+            hook.check_capture(memory)
+
     def memory(self, bucket: GradBucket) -> BucketMemory:
         """What :meth:`prepare` has asked for.
 
@@ -153,7 +176,8 @@ class Hook(ABC):
             if self.keeps_error:
                 if own.jump_watch is None:
                     own.jump_watch = JumpWatch(hook_name(self), keeps_error=True)
-                own.jump_watch.look(bucket)
+                if not is_capturing(bucket.device()):
+                    own.jump_watch.look(bucket)
         return memory
 
     def __getattr__(self, name: str) -> Any:
@@ -200,7 +224,9 @@ class Hook(ABC):
                 f"{self}: what steps are scaled by comes from all buckets, which only a hook that "
                 "is attached sees; use torch_commhook.attach(model, hook)"
             )
-        self.memory(bucket)
+        memory = self.memory(bucket)
+        if is_capturing(bucket.device()):
+            self.check_capture(memory)
         dtype = checked_result_dtype(self, bucket)
         where = _where(self, bucket)
         with active(spans_of(lambda: bucket_label(bucket.index(), hook_name(self)))):

@@ -45,6 +45,7 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
     """
 
     _commhook_traceable = True
+    _lets_stages_wait = True
 
     def __init__(
         self, codec: Codec, *, seed: int = 0, process_group: dist.ProcessGroup | None = None

@@ -16,6 +16,7 @@ from torch_commhook.hooks.mean import allreduce
 from torch_commhook.hooks.traits import HookTraits
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.hook_memory import HookMemory
+from torch_commhook.memory.replays import cannot_be_captured
 from torch_commhook.memory.states import ANCHOR, ERROR, MOMENTUM
 
 
@@ -173,6 +174,9 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
 
     def step_counted(self, memory: HookMemory) -> None:
         self.hook.step_counted(memory)
+
+    def check_capture(self, memory: BucketMemory) -> None:
+        raise cannot_be_captured(str(self), "the host counts the optimizer's steps")
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """The gradients as they are."""

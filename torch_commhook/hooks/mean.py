@@ -32,6 +32,7 @@ class allreduce(Hook):  # noqa: N801 (a hook is written as it is called)
     """
 
     _commhook_traceable = True
+    _lets_stages_wait = True
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         group = self.group(bucket)
@@ -79,6 +80,7 @@ class cast(Hook):  # noqa: N801
     """
 
     _commhook_traceable = True
+    _lets_stages_wait = True
 
     def __init__(
         self, dtype: torch.dtype = torch.bfloat16, process_group: dist.ProcessGroup | None = None
@@ -116,7 +118,7 @@ class cast(Hook):  # noqa: N801
             flat = bucket.flatten(scale=scale, dtype=self.dtype)
             flat = torch.nn.functional.pad(flat, (0, padded - numel))
             return wide_all_reduce(flat, numel, None, group=group)
-        with beside(bucket.device(), self.memory(bucket).buffers.stream, bucket.sources()):
+        with beside(bucket.device(), self.memory(bucket).buffers.stream, [bucket.sources()]):
             wire = self._workspaces.get(bucket, self.dtype, padded)
             shards = self._shards.get(bucket, self.dtype, padded)
             assert wire is not None
@@ -133,7 +135,7 @@ class cast(Hook):  # noqa: N801
 
     def average_shard(self, bucket: ShardedBucket) -> torch.futures.Future[Tensor]:
         group = self.group(bucket)
-        with beside(bucket.device(), self.memory(bucket).buffers.stream, bucket.sources()):
+        with beside(bucket.device(), self.memory(bucket).buffers.stream, [bucket.sources()]):
             workspace = self._workspaces.get(bucket, self.dtype)
             with timed(None, "encode"):
                 wire = bucket.flatten(scale=bucket.scale, dtype=self.dtype, out=workspace)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives.plain import all_reduce, issue_all_reduce
 from torch_commhook.collectives.stages import timed, two_stages
-from torch_commhook.collectives.streams import beside
+from torch_commhook.collectives.streams import beside, is_capturing
 from torch_commhook.hooks.base import Hook, average_scale
 from torch_commhook.hooks.compressed import check_dense
 from torch_commhook.hooks.low_rank.operators import (
@@ -73,6 +73,7 @@ class powersgd(Hook):  # noqa: N801 (a hook is written as it is called)
     """
 
     _commhook_traceable = True
+    _lets_stages_wait = True
     traits = HookTraits(is_lossy=True, takes_error=True, has_stages=True)
 
     def __init__(
@@ -147,7 +148,7 @@ class powersgd(Hook):  # noqa: N801 (a hook is written as it is called)
         call = _LowRankAverage(self, bucket, group)
         if call.is_traced:
             return call.start(bucket, group)
-        used = (*bucket.sources(), call.q, call.error)
+        used = (bucket.sources(), call.q, call.error)
         with beside(call.device, call.memory.buffers.stream, used):
             return call.start(bucket, group)
 
@@ -190,7 +191,8 @@ class _LowRankAverage:
         self.device = bucket.device()
         # Asked once: later stages are other threads' work, which cannot tell who compiles.
         self.is_traced = torch.compiler.is_compiling()
-        self.meter: CallMeter | None = None if self.is_traced else self.memory.meter
+        measures = not (self.is_traced or is_capturing(self.device))
+        self.meter: CallMeter | None = self.memory.meter if measures else None
 
     def start(self, bucket: GradBucket, group: dist.ProcessGroup) -> torch.futures.Future[Tensor]:
         if not self.has_matrices:

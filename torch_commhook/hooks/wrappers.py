@@ -17,6 +17,7 @@ from torch_commhook.hooks.mean import allreduce
 from torch_commhook.hooks.traits import HookTraits
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.hook_memory import HookMemory
+from torch_commhook.memory.replays import cannot_be_captured
 from torch_commhook.memory.sharded_bucket import ShardedBucket
 from torch_commhook.native.bucket_ops import GRADIENT_DTYPES, flatten_stats
 from torch_commhook.native.tensor_checks import check_dense
@@ -113,6 +114,8 @@ class error_feedback(Wrapper):  # noqa: N801 (a hook is written as it is called)
             and scales for it.
     """
 
+    _lets_stages_wait = True
+
     def __init__(self, hook: Hook, *, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(hook)
         if not isinstance(dtype, torch.dtype) or dtype not in ERROR_DTYPES:
@@ -159,6 +162,8 @@ class after(Wrapper):  # noqa: N801
             other, which loses something too or comes later, does not, or in another dtype; both
             send parts of a bucket.
     """
+
+    _lets_stages_wait = True
 
     def __init__(self, step: int, hook: Hook, before: Hook | None = None) -> None:
         super().__init__(hook)
@@ -226,6 +231,13 @@ class after(Wrapper):  # noqa: N801
             if not is_compiling:
                 memory.folded.add(self._left_plan)
 
+    def check_capture(self, memory: BucketMemory) -> None:
+        if not memory.past.get(self.step):
+            raise cannot_be_captured(
+                str(self), f"step {self.step}, from which on another hook averages, is yet to come"
+            )
+        self.hook.check_capture(memory)
+
     def _hook_of(self, bucket: GradBucket) -> Hook:
         return self._hook_after(self.memory(bucket).past)
 
@@ -259,8 +271,8 @@ class clip(Wrapper):  # noqa: N801
     the factor is the same: ``min(1, max_norm / (norm + 1e-6))``. The norm is added up in float64,
     and the factor is applied in float32, or in float64 where a result is of that. It is taken of
     the results as they come, and where our own reducer brings them into the gradients, it is
-    applied on the way there: no pass over memory of its own. All ranks have the same results, so
-    that nothing is sent for it.
+    applied on the way there: no pass over memory of its own. On CUDA it stays on the device, and
+    takes one more pass. All ranks have the same results, so that nothing is sent for it.
 
     Only for hooks that are attached (:func:`torch_commhook.attach`): a hook by itself never sees
     all buckets of a step. Where that was told of a ``GradScaler``, the norm is that of unscaled
@@ -274,6 +286,8 @@ class clip(Wrapper):  # noqa: N801
         ValueError: ``max_norm`` is not positive.
         TypeError: no number, or no hook of the library.
     """
+
+    _lets_stages_wait = True
 
     def __init__(self, max_norm: float, hook: Hook | None = None) -> None:
         super().__init__(allreduce() if hook is None else hook)

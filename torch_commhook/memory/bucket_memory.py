@@ -32,7 +32,6 @@ class ModelMemory(Protocol):
     Attributes:
         store: what is remembered by parameter.
         rank, world_size: of this process.
-        steps: that have been done on all ranks.
         past: see :class:`BucketMemory`.
         scratch: for calls of any bucket.
     """
@@ -40,9 +39,12 @@ class ModelMemory(Protocol):
     store: ParameterStore
     rank: int
     world_size: int
-    steps: int
     past: dict[int, bool]
     scratch: Scratch
+
+    @property
+    def steps(self) -> int:
+        """Steps that have been done on all ranks."""
 
     def stand_in(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """What is to be used instead of a group that a hook was given, or the group itself."""

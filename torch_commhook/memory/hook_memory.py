@@ -18,10 +18,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_commhook.collectives.gloo_groups import group_name
 from torch_commhook.collectives.plain import all_reduce
+from torch_commhook.collectives.streams import is_capturing
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.jump_watch import JumpWatch
 from torch_commhook.memory.loss_scale import Scaler
 from torch_commhook.memory.parameter_store import ParameterStore, multiply_error
+from torch_commhook.memory.replays import Replays
 from torch_commhook.memory.scratch import Scratch
 from torch_commhook.memory.states import ERROR, FOLDED_INTO, VERSION, Remembered, checked_state
 
@@ -33,7 +35,7 @@ class HookMemory:
         store: what is remembered by parameter.
         rank, world_size: of this process.
         any_rank_loads: whether a state is one for any rank, of any number of ranks.
-        steps: that have been done on all ranks.
+        replays: those of the steps that CUDA graphs have run.
         is_empty: whether the hook remembers nothing that changes from step to step.
         group: to communicate through, outside of a bucket's collectives.
         stand_ins: groups that are used instead of such as hooks were given, by the name of these.
@@ -51,7 +53,8 @@ class HookMemory:
         self.rank = 0
         self.world_size = 1
         self.any_rank_loads = False
-        self.steps = 0
+        self._seen_steps = 0  # by the host
+        self.replays = Replays()
         self.is_empty = True
         self.has_begun = False
         self.group: dist.ProcessGroup | None = None
@@ -66,6 +69,11 @@ class HookMemory:
         self.scale = 1.0
         self.loss_scale: Tensor | None = None
         self.jump_watch: JumpWatch | None = None
+
+    @property
+    def steps(self) -> int:
+        """Steps that have been done on all ranks. Waits for the device where graphs run some."""
+        return self._seen_steps + self.replays.count()
 
     def stand_in(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """What is to be used instead of a group that a hook was given, or the group itself."""
@@ -104,6 +112,7 @@ class HookMemory:
         """A parameter is another tensor now, of the same shape. Its buckets are formed anew."""
         for first, memory in list(self._buckets.items()):
             if any(parameter is before for parameter in memory.parameters):
+                self.replays.memory_replaced()
                 memory.return_shards()
                 del self._buckets[first]
         self.store.replace_parameter(before, now)
@@ -119,18 +128,28 @@ class HookMemory:
             parameters: the bucket's.
             index: its number.
             prepare: called with a new one.
+
+        Raises:
+            RuntimeError: there is none, and a CUDA graph captures the current stream.
         """
         memory = self._buckets.get(parameters[0])
         if memory is not None:
             known = memory.parameters
             if len(known) == len(parameters) and all(map(operator.is_, known, parameters)):
                 return memory
+        if is_capturing(parameters[0].device):
+            raise RuntimeError(
+                "torch_commhook: a CUDA graph cannot capture a hook's first step, or the first "
+                "since its buckets have changed; run a few steps before the capture"
+            )
         with torch.inference_mode(False), torch.no_grad():
             wanted = {id(parameter) for parameter in parameters}
             for first, old in list(self._buckets.items()):
                 if any(id(parameter) in wanted for parameter in old.parameters):
+                    self.replays.memory_replaced()
                     old.return_shards()
                     del self._buckets[first]
+            self.replays.prepare(parameters[0].device)
             memory = self._new_bucket_memory(parameters, index)
             prepare(memory)
             self.store.add_loaded_shards_to_errors(parameters, self.world_size)
@@ -146,14 +165,22 @@ class HookMemory:
         return sorted(self._buckets.values(), key=lambda memory: memory.index)
 
     def count_step(self) -> None:
-        """Count a step that has been done on all ranks."""
-        self.steps += 1
-        for step in self.past:
-            self.past[step] = self.steps >= step
+        """Count a step that has been done on all ranks; under capture, each time it is replayed."""
         for memory in self._buckets.values():
             memory.count_step()
+        if self.replays.is_capturing:
+            self.replays.capture()
+            return  # what is settled by numbers of steps cannot change in a graph
+        self._seen_steps += 1
+        self._update_past()
         if self.on_step is not None:
             self.on_step(self)
+
+    def _update_past(self) -> None:
+        if not all(self.past.values()):  # so that nothing waits for the device
+            steps = self.steps
+            for step in self.past:
+                self.past[step] = steps >= step
 
     # ---- the gradients' scale --------------------------------------------------------------------
 
@@ -268,11 +295,12 @@ class HookMemory:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`check_state` has given. Buckets are to be asked for anew."""
+        self.replays.memory_loaded()
         self._buckets = WeakIdKeyDictionary()
-        self.steps = state["steps"]
+        self._seen_steps = state["steps"] - self.replays.count()
         self._set_scale(1.0)  # a state is of gradients that are not scaled
         for step in self.past:
-            self.past[step] = self.steps >= step
+            self.past[step] = state["steps"] >= step
         own = state[f"rank{self.place[0]}"]
         self.store.load_state(own, state["shared"], state["choices"])
 

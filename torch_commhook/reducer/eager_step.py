@@ -11,13 +11,13 @@ from torch import Tensor
 
 from torch_commhook.autograd.running_backward import RunningBackward
 from torch_commhook.buckets.results import scaled_result
+from torch_commhook.collectives.streams import has_streams
 from torch_commhook.memory.unsent import (
     BucketResult,
     add_unsent_to_errors,
     make_unsent_table,
     without_unused,
 )
-from torch_commhook.metrics import count_bucket
 from torch_commhook.native.runtime import hook_on_bucket
 from torch_commhook.reducer.buckets import BucketState, ReducerBucket
 from torch_commhook.reducer.cpp_run import CppRun
@@ -133,7 +133,7 @@ class EagerStep:
         if state.sparse:
             self._check_layouts(state)
         try:
-            call = self.attached.start(bucket, where)
+            call = self.attached.start(bucket, where, in_order=True)
         except TypeError:  # for which this may have been the reason
             self._check_layouts(state)
             raise
@@ -166,8 +166,7 @@ class EagerStep:
             traffic = self.cpp.traffic()
         used = self._use.locally_used(self._buckets, self.agreement)
         self.agreement.commit(used)
-        found = self._step_scale(late, used) if attached.scales_steps else None
-        scale = 1.0 if found is None else float(found)
+        scale = self._factor(late, used) if attached.scales_steps else 1.0
         together = not attached.keeps_ranks_apart
         if together:
             attached.memory.count_step()
@@ -175,7 +174,7 @@ class EagerStep:
         if together:
             self._keep_unsent(used)
             for index, of_bucket in enumerate(traffic):
-                count_bucket(attached.stats, index, count, of_bucket, first=index == 0)
+                attached.count_bucket(index, count, of_bucket, first=index == 0)
         self._use.forget()
 
     def _results(self) -> list[tuple[BucketState, Tensor]]:
@@ -197,18 +196,30 @@ class EagerStep:
         return late
 
     def _write(
-        self, late: Sequence[tuple[BucketState, Tensor]], scale: float, used: Tensor
+        self, late: Sequence[tuple[BucketState, Tensor]], scale: float | Tensor, used: Tensor
     ) -> None:
         """Write the results that had to wait for the other ranks."""
         for state, result in late:
-            if state.pending == 0 and not state.sparse:
+            if isinstance(scale, Tensor):
+                scaled = scaled_result(result, scale, state.dtype)
+            elif state.pending == 0 and not state.sparse:
                 state.native.write(result, scale)
                 continue
-            scaled = result if scale == 1.0 else scaled_result(result, scale, state.dtype)
+            else:
+                scaled = result if scale == 1.0 else scaled_result(result, scale, state.dtype)
             if state.pending == 0:
                 state.native.write(scaled, 1.0)
             else:
                 self._parameters.write_missing(state.members, state.pieces(scaled), used)
+
+    def _factor(
+        self, results: Sequence[tuple[BucketState, Tensor]], used: Tensor
+    ) -> float | Tensor:
+        """What results are multiplied by. On a device it stays there: nothing waits for it."""
+        found = self._step_scale(results, used)
+        if found is None:
+            return 1.0
+        return found if has_streams(found.device) else float(found)
 
     def _step_scale(
         self, results: Sequence[tuple[BucketState, Tensor]], used: Tensor
@@ -272,6 +283,7 @@ class EagerStep:
 
     def drain(self, error: BaseException) -> None:
         """Wait for what is in flight when an error ends a step. Raises only what a signal does."""
+        self.attached.second_stages.give_up(error)
         # Where one had the time that a collective may take, so had the others.
         patient = isinstance(error, Exception) and not isinstance(error, TimeoutError)
         seconds = DRAIN_SECONDS if patient else _LATE_SECONDS

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._dynamo import compiled_autograd
 
 from torch_commhook.autograd.running_backward import RunningBackward
+from torch_commhook.collectives.streams import is_capturing
 from torch_commhook.native.dynamo import left_to_python
 from torch_commhook.reducer import misuse
 from torch_commhook.reducer.bucket_order import BucketOrder
@@ -436,6 +437,11 @@ class Reducer:
         # whether the others' backward is compiled.
         is_fixed = attached.is_lossy or attached.keeps_ranks_apart or self._in_join()
         if not (self._order.is_final or self._compiled is not None or is_fixed):
+            if is_capturing(self.device):
+                raise RuntimeError(
+                    "torch_commhook: a CUDA graph cannot capture the step after which buckets are "
+                    "formed anew; run a few steps before the capture"
+                )
             self._order.agree(self.group, self.device)
 
     def _step_ended(self) -> None:

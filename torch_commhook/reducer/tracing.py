@@ -14,7 +14,7 @@ from torch._dynamo.external_utils import call_hook
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives import TracedFuture
 from torch_commhook.hooks.base import Hook
-from torch_commhook.metrics import TRACED_METER, count_bucket, from_text
+from torch_commhook.metrics import TRACED_METER, from_text
 from torch_commhook.native.dynamo import left_to_python
 from torch_commhook.native.tensor_checks import check_flat, check_used
 from torch_commhook.reducer.parameter_use import ParameterUse
@@ -189,7 +189,7 @@ def count_step(token: Tensor, results: list[Tensor], traffic: str, key: str) -> 
         buckets = from_text(traffic)
         attached.memory.count_step()
         for index, bucket in enumerate(buckets):
-            count_bucket(attached.stats, index, len(buckets), bucket, first=index == 0)
+            attached.count_bucket(index, len(buckets), bucket, first=index == 0)
 
 
 @torch.library.custom_op("commhook::note_backward", mutates_args=("token",))

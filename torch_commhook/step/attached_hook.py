@@ -17,6 +17,8 @@ from torch_commhook.collectives import resolve_group
 from torch_commhook.collectives.futures import driven
 from torch_commhook.collectives.gloo_groups import group_name, second_group
 from torch_commhook.collectives.group_place import check_not_managed
+from torch_commhook.collectives.pipeline import SecondStages, issuing_later
+from torch_commhook.collectives.streams import UsedTensors, is_capturing, keeping
 from torch_commhook.hooks.base import Hook, step_scale_of
 from torch_commhook.hooks.compressed import call_of_maker
 from torch_commhook.hooks.cpp import cpp
@@ -26,7 +28,14 @@ from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.jump_watch import JumpWatch
 from torch_commhook.memory.loss_scale import scale_of
 from torch_commhook.memory.sharded_bucket import ShardedBucket
-from torch_commhook.metrics import BucketTraffic, HookStats, TracedSteps, WireMeter, counting
+from torch_commhook.metrics import (
+    BucketTraffic,
+    HookStats,
+    TracedSteps,
+    WireMeter,
+    count_bucket,
+    counting,
+)
 from torch_commhook.native.runtime import check_hook, hook_name, run_hook
 from torch_commhook.spans import active, bucket_label, spans_of
 from torch_commhook.step.hook_call import HookCall, run_average
@@ -41,6 +50,9 @@ class Attached:
 
     Attributes:
         local_steps: brings the ranks together, where the hook keeps them apart.
+        second_stages: of collectives, which wait for the next bucket.
+        captured_traffic: of the buckets of the step that a CUDA graph has captured last.
+        counted_replays: steps that graphs have run, as far as :attr:`stats` has them.
     """
 
     hook: Callable[..., Any]
@@ -52,6 +64,9 @@ class Attached:
     stats: HookStats = field(default_factory=HookStats)
     traced_steps: TracedSteps = field(default_factory=TracedSteps)
     local_steps: RanksApart | None = None
+    second_stages: SecondStages = field(default_factory=SecondStages)
+    captured_traffic: list[BucketTraffic] = field(default_factory=list)
+    counted_replays: int = 0
 
     @classmethod
     def checked(
@@ -94,6 +109,7 @@ class Attached:
             device: of its gradients.
         """
         group.hook_changes()
+        self.memory.replays.prepare(device)
         self.memory.group = group.group_for(device)
         if not isinstance(self.hook, Hook):
             return
@@ -156,10 +172,17 @@ class Attached:
 
         Raises:
             ValueError: it is not positive and finite.
+            RuntimeError: a CUDA graph captures the current stream.
         """
         scaler = self.memory.scaler
         if scaler is None or not self.minds_scale:
             return
+        if self.memory.replays.is_capturing:
+            raise RuntimeError(
+                f"hook '{self.name}': a CUDA graph cannot capture a step whose scaler the hook "
+                "follows, since it reads the scale on the host; attach the hook without scaler=, "
+                "and train without a scale"
+            )
         scale = None if has_joined else scale_of(scaler, f"hook '{self.name}'")
         if in_join:
             scale = self.memory.agree_on_scale(scale)
@@ -197,16 +220,21 @@ class Attached:
         group = self.hook.process_group  # type: ignore[attr-defined]
         return None if group is None else self.memory.stand_in(resolve_group(group))
 
-    def start(self, bucket: GradBucket, where: str) -> HookCall:
+    def start(self, bucket: GradBucket, where: str, *, in_order: bool = False) -> HookCall:
         """Run the stages before the hook, and start it.
 
         Args:
             bucket: the bucket.
             where: names hook and bucket.
+            in_order: whether all buckets of a step come here, from the first to the last, before
+                anybody waits for a result. Collectives of two stages may then overlap.
         """
         local = self.stages.before(bucket, where)
-        result, dtype, traffic = self.run(bucket)
-        return HookCall(bucket, _C.as_future(result, where), dtype, where, traffic, local)
+        used = UsedTensors()
+        with keeping(used):
+            result, dtype, traffic = self.run(bucket, in_order=in_order)
+        future = _C.as_future(result, where)
+        return HookCall(bucket, future, dtype, where, traffic, local, used)
 
     def start_on_shards(self, bucket: ShardedBucket, where: str) -> torch.futures.Future[Tensor]:
         """Start a hook of the library on sharded gradients: :meth:`Hook.average_shard`.
@@ -219,7 +247,9 @@ class Attached:
             A Future that is complete once the shard is written.
         """
         assert isinstance(self.hook, Hook)
-        if self.memory.jump_watch is not None:
+        if is_capturing(bucket.device()):
+            self.hook.check_capture(self.hook.memory(bucket))
+        elif self.memory.jump_watch is not None:
             self.memory.jump_watch.look(bucket)
         spans = spans_of(lambda: bucket_label(bucket.index(), self.name))
         with active(spans):
@@ -230,16 +260,22 @@ class Attached:
             spans.note_sent(future)
         return future
 
-    def run(self, bucket: GradBucket) -> tuple[Any, torch.dtype, BucketTraffic]:
-        """Start the hook on a bucket.
+    def run(
+        self, bucket: GradBucket, *, in_order: bool = False
+    ) -> tuple[Any, torch.dtype, BucketTraffic]:
+        """Start the hook on a bucket; arguments as of :meth:`start`.
 
         Returns:
             What it gave, the dtype that the result must have, and what it put on the wire (None
             bytes where nobody counted).
         """
         if isinstance(self.hook, Hook):
-            if self.memory.jump_watch is not None:
+            if is_capturing(bucket.device()):
+                self.hook.check_capture(self.hook.memory(bucket))
+            elif self.memory.jump_watch is not None:
                 self.memory.jump_watch.look(bucket)
+            if in_order and self.hook.lets_stages_wait:
+                return self._run_in_order(self.hook, bucket)
             return run_average(self.hook, bucket)
         meter = WireMeter()
         spans = spans_of(lambda: bucket_label(bucket.index(), self.name))
@@ -248,6 +284,48 @@ class Attached:
         if spans is not None:
             spans.note_sent(result)
         return result, bucket.dtype(), meter.traffic(bucket.numel(), bucket.dtype())
+
+    def _run_in_order(
+        self, hook: Hook, bucket: GradBucket
+    ) -> tuple[Any, torch.dtype, BucketTraffic]:
+        """Start a hook of the library; second stages wait for the next bucket."""
+        if bucket.index() == 0:
+            self.second_stages.give_up(RuntimeError("the step that this belongs to was left"))
+        try:
+            with issuing_later(self.second_stages):
+                started = run_average(hook, bucket)
+            if bucket.index() + 1 == bucket.bucket_count():
+                self.second_stages.issue()
+        except BaseException as error:
+            self.second_stages.give_up(error)
+            raise
+        return started
+
+    # ---- what it has sent ------------------------------------------------------------------------
+
+    def count_bucket(self, index: int, count: int, traffic: BucketTraffic, *, first: bool) -> None:
+        """Count what one bucket of a step sent; under capture, what each replay of it will send.
+
+        Args:
+            index: of the bucket.
+            count: how many there are.
+            traffic: what it sent.
+            first: whether a step begins with it.
+        """
+        if not self.memory.replays.is_capturing:
+            count_bucket(self.stats, index, count, traffic, first=first)
+            return
+        if first:
+            self.captured_traffic.clear()
+        self.captured_traffic.append(traffic)
+
+    def count_replays(self) -> None:
+        """Count the steps that CUDA graphs have run since the last call. Waits for the device."""
+        replays = self.memory.replays.count()
+        steps, self.counted_replays = replays - self.counted_replays, replays
+        for index, traffic in enumerate(self.captured_traffic if steps else ()):
+            buckets = len(self.captured_traffic)
+            count_bucket(self.stats, index, buckets, traffic, first=index == 0, steps=steps)
 
 
 def _check_is_hook(hook: object, op: str) -> None:

@@ -16,6 +16,7 @@ from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.buckets.results import checked_result
 from torch_commhook.collectives import TracedFuture
 from torch_commhook.collectives.futures import driven
+from torch_commhook.collectives.streams import UsedTensors, keeping
 from torch_commhook.hooks.base import Hook, checked_result_dtype
 from torch_commhook.metrics import BucketTraffic, WireMeter, counting
 from torch_commhook.native.runtime import hook_name
@@ -38,6 +39,7 @@ class HookCall:
         where: names hook and bucket.
         traffic: what it put on the wire (None bytes where it went past the library's collectives).
         local: the gradients before the hook, where post-hooks will ask for them.
+        used: the tensors that streams of the library use until :attr:`future` is waited for.
     """
 
     bucket: GradBucket
@@ -46,12 +48,16 @@ class HookCall:
     where: str
     traffic: BucketTraffic
     local: tuple[Tensor, ...] | None = None
+    used: UsedTensors | None = None
 
     @classmethod
     def start_average(cls, hook: Hook, bucket: GradBucket, where: str) -> HookCall:
         """Start a hook of the library on a bucket, with no stages around it."""
-        result, dtype, traffic = run_average(hook, bucket)
-        return cls(bucket, _C.as_future(result, where), dtype, where, traffic)
+        used = UsedTensors()
+        with keeping(used):
+            result, dtype, traffic = run_average(hook, bucket)
+        future = _C.as_future(result, where)
+        return cls(bucket, future, dtype, where, traffic, used=used)
 
     def wait(self, timeout: timedelta) -> Tensor:
         """Wait for the result, and check it. While a compiler traces, it is there at once.
@@ -74,7 +80,10 @@ class HookCall:
         Raises:
             Exception: what the hook failed with, or as :func:`checked_result`.
         """
-        return checked_result(self.future.wait(), self.bucket, self.dtype, self.where)
+        value = self.future.wait()
+        if self.used is not None:
+            self.used.waited_for()
+        return checked_result(value, self.bucket, self.dtype, self.where)
 
     def drain(self, deadline: float) -> None:
         """Wait for what is in flight, whatever becomes of it. Raises only what a signal does.

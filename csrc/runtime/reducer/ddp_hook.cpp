@@ -303,6 +303,7 @@ void DdpHook::end_shadow() {
 void DdpHook::fail(const std::exception_ptr& failure, double drain_seconds, const Running* late) {
   failure_ = failure;
   try {
+    give_up();
     drain(is_exit(failure) ? std::min(drain_seconds, kLateSeconds) : drain_seconds, late);
   } catch (...) {
     failure_ = std::current_exception();
@@ -311,6 +312,16 @@ void DdpHook::fail(const std::exception_ptr& failure, double drain_seconds, cons
   // What is not complete now may never be, and backward would wait for it.
   for (const auto& other : running_) {
     other.second->settle(failure_);
+  }
+}
+
+// Collectives that have not been issued yet never will be.
+void DdpHook::give_up() const {
+  py::gil_scoped_acquire gil;
+  try {
+    road_.get().attr("give_up")(python_exception(failure_));
+  } catch (py::error_already_set& error) {
+    std::rethrow_exception(persistent(error));
   }
 }
 

@@ -79,6 +79,7 @@ class DdpHook : public c10d::CommHookInterface {
   void begin_step();
   void choose_delivery();
   void fail(const std::exception_ptr& failure, double drain_seconds, const Running* late = nullptr);
+  void give_up() const;
   std::exception_ptr ended(const std::exception_ptr& failure);
   void await(Running& running);
   void end_shadow();

@@ -312,6 +312,8 @@ class ShardedRoad:
     def _count(self, attached: Attached, unit: Unit, traffic: Any) -> None:
         first = attached not in self._counted
         self._counted.append(attached)
+        if attached.memory.replays.is_capturing:
+            return  # nothing is sent now, and nobody counts what replays will send
         count_unit(attached.stats, unit.number, len(self._units), traffic, first=first)
 
     # ---- steps -----------------------------------------------------------------------------------

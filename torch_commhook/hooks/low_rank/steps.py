@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torch_commhook.collectives.streams import has_streams
 from torch_commhook.hooks.low_rank.orthonormal import orthonormalize
 from torch_commhook.hooks.low_rank.plan import Plan, flat_source
 from torch_commhook.native.bucket_ops import flatten, unflatten_into
@@ -145,7 +146,7 @@ def restore(
 
 def _empty(stack: Tensor, which: Tensor) -> None:
     """Zeros in some of the matrices."""
-    if stack.device.type != "cpu":
+    if has_streams(stack.device):
         stack.masked_fill_(which, 0.0)  # asking whether there are some would wait for the device
     elif which.any():
         stack[which.view(-1)] = 0.0

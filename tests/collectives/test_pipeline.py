@@ -1,0 +1,251 @@
+"""The order of collectives of two stages on one process group."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from torch_commhook import attach, hooks
+from torch_commhook.collectives import compressed_call
+from torch_commhook.collectives.pipeline import SecondStages
+from torch_commhook.testing import run_ranks
+
+ROADS = ["module", "ddp", "unused", "views"]
+BUCKETS = 3
+
+
+class Layers(nn.Module):
+    """As many buckets as layers. Of one layer some ranks' gradients may be missing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(20, 20, bias=False) for _ in range(BUCKETS))
+        self.left_out: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number != self.left_out:
+                x = layer(x).tanh()
+        return x
+
+
+class WithoutOverlap(hooks.compressed):
+    """A subclass, of which the library does not know whether it waits."""
+
+
+Log = dict[int, list[str]]
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Log:
+    """What each rank issues, in order: the first letter of the collective."""
+    found: Log = {}
+
+    def noting(letter: str, issue: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **keywords: Any) -> Any:
+            found.setdefault(dist.get_rank(), []).append(letter)
+            return issue(*args, **keywords)
+
+        return run
+
+    powersgd = sys.modules["torch_commhook.hooks.powersgd"]
+    for module, name, letter in [
+        (compressed_call, "all_to_all", "1"),
+        (compressed_call, "issue_all_gather", "2"),
+        (powersgd, "all_reduce", "1"),
+        (powersgd, "issue_all_reduce", "2"),
+    ]:
+        monkeypatch.setattr(module, name, noting(letter, getattr(module, name)))
+    return found
+
+
+def _wrapped(model: Layers, road: str, hook: Any) -> tuple[nn.Module, Any]:
+    if road == "module":
+        return model, attach(model, hook, bucket_cap_mb=0.001)
+    wrapped = DDP(
+        model,
+        bucket_cap_mb=0.001,
+        find_unused_parameters=road == "unused",
+        gradient_as_bucket_view=road == "views",
+    )
+    return wrapped, attach(wrapped, hook)
+
+
+def _train(rank: int, road: str, make: Callable[[], Any]) -> list[Tensor]:
+    model = Layers()
+    trained, handle = _wrapped(model, road, make())
+    for number in range(3):
+        model.left_out = 1 if road == "unused" and rank == number == 1 else None
+        model.zero_grad()
+        x = torch.randn(4, 20, generator=torch.Generator().manual_seed(10 * number + rank))
+        trained(x).square().sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+    handle.remove()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def _blockwise() -> Any:
+    return hooks.error_feedback(hooks.blockwise(8, 64))
+
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "blockwise": _blockwise,
+    "powersgd": lambda: hooks.powersgd(2),
+    "clip": lambda: hooks.clip(0.1, hooks.fp8()),
+    "after": lambda: hooks.after(1, _blockwise()),
+    "adaptive": lambda: hooks.adaptive(2000, block_size=64),
+}
+
+
+def of_steps(letters: list[str], step: str) -> bool:
+    """Whether they are those of two steps or more. DDP may have one bucket in its first step."""
+    steps = "".join(letters)
+    if len(steps) % len(step) == 2:
+        assert steps.startswith("12")
+        steps = steps[2:]
+    return steps == step * (len(steps) // len(step)) and len(steps) >= 2 * len(step)
+
+
+@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_second_stage_follows_the_next_first_one(log: Log, name: str, road: str) -> None:
+    """With the bits that they have where nothing overlaps."""
+    got = run_ranks(lambda rank: _train(rank, road, MAKERS[name]), 2)
+    overlapping = dict(log)
+    log.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hooks.Hook, "lets_stages_wait", False)
+        want = run_ranks(lambda rank: _train(rank, road, MAKERS[name]), 2)
+    for rank in range(2):
+        assert all(map(torch.equal, got[rank], want[rank]))
+        assert of_steps(overlapping[rank], "112122"), overlapping[rank]
+        assert of_steps(log[rank], "12" * BUCKETS), log[rank]
+
+
+def _joins(rank: int, road: str) -> None:
+    """Rank 1 has one batch more."""
+    trained, handle = _wrapped(Layers(), road, _blockwise())
+    with handle.join():
+        for _ in range(2 + rank):
+            trained(torch.ones(4, 20)).square().sum().backward()
+    handle.remove()
+
+
+@pytest.mark.parametrize("road", ["module", "ddp"])
+def test_a_rank_that_has_joined_keeps_the_order(log: Log, road: str) -> None:
+    run_ranks(_joins, 2, road)
+    assert log[0] == log[1]
+    assert of_steps(log[0], "112122"), log[0]
+
+
+@pytest.mark.parametrize("road", ["module", "ddp"])
+def test_a_subclass_is_not_taken_for_one_that_does_not_wait(log: Log, road: str) -> None:
+    codec = hooks.blockwise(8, 64).codec
+    run_ranks(lambda rank: _train(rank, road, lambda: WithoutOverlap(codec)), 2)
+    assert all(of_steps(letters, "12" * BUCKETS) for letters in log.values())
+
+
+# ---- failures ------------------------------------------------------------------------------------
+
+
+class OwnError(Exception):
+    pass
+
+
+class FailsAt:
+    """A method of a codec: raises when it is called so often that :attr:`left` is 0."""
+
+    def __init__(self, codec: Any, name: str) -> None:
+        self._real = getattr(codec, name)
+        self.left = 100
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise OwnError("boo")
+        return self._real(*args, **keywords)
+
+
+def _fails(rank: int, road: str, stage: str) -> tuple[list[str], int]:
+    model = Layers()
+    hook = hooks.blockwise(8, 64)
+    fails = vars(hook.codec)[stage] = FailsAt(hook.codec, stage)
+    trained, handle = _wrapped(model, road, hook)
+    said = []
+    for number in range(3):
+        if number == 2:
+            fails.left = 2
+        try:
+            trained(torch.ones(4, 20)).square().sum().backward()
+            said.append("good")
+        except OwnError as error:
+            said.append(str(error))
+    handle.remove()
+    return said, len(handle._attached.second_stages)
+
+
+@pytest.mark.parametrize("road", ["module", "ddp"])
+@pytest.mark.parametrize("stage", ["encode", "reduce"])
+def test_a_failure_lets_those_fail_that_wait(log: Log, stage: str, road: str) -> None:
+    """On all ranks: none of them issues a stage behind it, or waits for one that never comes."""
+    for said, waiting in run_ranks(lambda rank: _fails(rank, road, stage), 2):
+        assert said == ["good", "good", "boo"]
+        assert waiting == 0
+    issued = "1" if stage == "encode" else "1121"
+    first = "12" if road == "ddp" else "112122"
+    assert all("".join(letters) == f"{first}112122{issued}" for letters in log.values()), log
+
+
+def _leaves_the_bucket(rank: int) -> int:
+    """The second bucket's gradient is moved away from DDP's view of it."""
+    model = Layers()
+    trained, handle = _wrapped(model, "views", hooks.blockwise(8, 64))
+    for _ in range(2):
+        trained(torch.ones(4, 20)).square().sum().backward()
+    gradient = model.layers[1].weight.grad
+    gradient.data = gradient.data.clone()
+    with pytest.raises(RuntimeError, match="has left the memory"):
+        trained(torch.ones(4, 20)).square().sum().backward()
+    handle.remove()
+    return len(handle._attached.second_stages)
+
+
+def test_a_failure_before_the_hook_lets_those_fail_that_wait(log: Log) -> None:
+    """The first bucket's second stage waits when DDP's reducer refuses the second bucket."""
+    assert run_ranks(_leaves_the_bucket, 2) == [0, 0]
+    assert all("".join(letters) == "121121221" for letters in log.values()), log
+
+
+def test_stages_wait_for_the_next_call() -> None:
+    stages, done = SecondStages(), []
+
+    def fails() -> None:
+        raise OwnError("boo")
+
+    def add(number: int, issue: Callable[[], None] | None = None) -> None:
+        stages.add(
+            issue or (lambda: done.append(number)), lambda error: done.append(f"{number} {error}")
+        )
+
+    add(1)
+    assert done == []
+    stages.issue()
+    stages.issue()
+    add(2, fails)
+    add(3)
+    with pytest.raises(OwnError):
+        stages.issue()
+    add(4)
+    stages.give_up(OwnError("left"))
+    assert done == [1, "2 boo", "3 boo", "4 left"]
+    assert len(stages) == 0

@@ -1,0 +1,169 @@
+"""A whole step in a CUDA graph, played on the host: bits and states after replays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from captured_training import CAPTURED, Training, same_states
+from graph_on_host import DeviceOnHost, GraphOnHost, device_on_host, no_waiting  # noqa: F401
+
+from torch_commhook import hooks
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+#: Before the capture, and after it.
+WARM, REPLAYED = 3, 3
+
+
+@pytest.mark.parametrize("road", ["module", "ddp"])
+@pytest.mark.parametrize("name", CAPTURED)
+def test_replays_do_what_eager_steps_do(
+    device_on_host: DeviceOnHost,  # noqa: F811
+    name: str,
+    road: str,
+) -> None:
+    eager = Training(road, CAPTURED[name]())
+    eager.run(0, WARM + REPLAYED + 1, eager.step)
+
+    own = Training(road, CAPTURED[name]())
+    own.run(0, WARM, own.step)
+    graph = GraphOnHost(device_on_host)
+    before = own.found()
+    with graph.capture(len(own.parameters)):
+        own.step()
+    assert all(map(torch.equal, own.found(), before))
+    own.run(WARM, REPLAYED, graph.replay)
+    own.run(WARM + REPLAYED, 1, own.step)  # and eager goes on
+
+    assert all(map(torch.equal, own.found(), eager.found()))
+    assert same_states(own.handle.state_dict(), eager.handle.state_dict())
+    got, want = own.handle.stats(), eager.handle.stats()
+    assert (got.steps, got.bytes_sent) == (want.steps, want.bytes_sent)
+    own.handle.remove()
+    eager.handle.remove()
+
+
+@pytest.mark.parametrize("name", ["blockwise", "powersgd"])
+def test_replays_measure_no_errors(device_on_host: DeviceOnHost, name: str) -> None:  # noqa: F811
+    """A graph would measure them in each step, and not in each hundredth."""
+    own = Training("module", CAPTURED[name]())
+    own.run(0, WARM, own.step)
+    meters = [memory.meter for memory in own.handle._attached.memory.bucket_memories()]
+    calls = [meter._calls for meter in meters]
+    assert any(calls)
+    with GraphOnHost(device_on_host).capture(len(own.parameters)):
+        own.step()
+    assert [meter._calls for meter in meters] == calls
+    own.handle.remove()
+
+
+# ---- what a graph cannot hold --------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
+    "after": (lambda: hooks.after(9, hooks.blockwise(8)), {}, "step 9, from which on another hook"),
+    "adaptive": (lambda: hooks.adaptive(4000), {}, "the host settles bits"),
+    "inside": (
+        lambda: hooks.clip(1.0, hooks.error_feedback(hooks.after(9, hooks.sign()))),
+        {},
+        "step 9, from which on another hook",
+    ),
+    "local_sgd": (lambda: hooks.local_sgd(2), {}, "the host counts the optimizer's steps"),
+    "scaler": (
+        lambda: hooks.error_feedback(hooks.sign()),
+        {"scaler": torch.amp.GradScaler("cpu", init_scale=1.0)},
+        "attach the hook without scaler=",
+    ),
+}
+
+
+@pytest.mark.parametrize("road", ["module", "ddp"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_changes_on_the_host_is_refused(
+    device_on_host: DeviceOnHost,  # noqa: F811
+    name: str,
+    road: str,
+) -> None:
+    make, options, said = REFUSED[name]
+    own = Training(road, make(), **options)
+    own.run(0, WARM, own.step)
+    graph = GraphOnHost(device_on_host)
+    with pytest.raises(RuntimeError, match=said), graph.capture(len(own.parameters)):
+        own.step()
+    own.run(WARM, 1, own.step)
+    own.handle.remove()
+
+
+def test_the_first_step_is_refused(device_on_host: DeviceOnHost) -> None:  # noqa: F811
+    """After it buckets are formed anew."""
+    own = Training("module", hooks.allreduce())
+    graph = GraphOnHost(device_on_host)
+    with (
+        pytest.raises(RuntimeError, match="run a few steps before the capture"),
+        graph.capture(len(own.parameters)),
+    ):
+        own.step()
+    own.handle.remove()
+
+
+@pytest.mark.parametrize("road", ["module", "ddp"])
+def test_a_graph_does_not_outlive_what_it_captured(
+    device_on_host: DeviceOnHost,  # noqa: F811
+    road: str,
+) -> None:
+    """A loaded state lies in other tensors, which the graph knows nothing of."""
+    own = Training(road, hooks.error_feedback(hooks.randomk(0.5)))
+    own.run(0, WARM, own.step)
+    graph = GraphOnHost(device_on_host)
+    with graph.capture(len(own.parameters)):
+        own.step()
+    own.run(WARM, 2, graph.replay)
+    state = own.handle.state_dict()
+    assert state["steps"] == WARM + 2
+
+    own.handle.load_state_dict(state)
+    own.run(0, 1, own.step)
+    assert own.handle.state_dict()["steps"] == WARM + 3
+    assert own.handle.stats().steps == WARM + 3
+    again = GraphOnHost(device_on_host)
+    with again.capture(len(own.parameters)):
+        own.step()
+    own.run(1, 2, again.replay)
+    assert own.handle.state_dict()["steps"] == own.handle.stats().steps == WARM + 5
+
+    graph.replay()
+    for ask in (own.handle.state_dict, own.handle.stats):
+        with pytest.raises(RuntimeError, match="Capture the graph anew"):
+            ask()
+    own.handle.load_state_dict(state)
+    assert own.handle.state_dict()["steps"] == WARM + 2
+    assert own.handle.stats().steps == WARM + 5
+    own.handle.remove()
+
+
+# ---- eager steps ---------------------------------------------------------------------------------
+
+EAGER = {
+    **CAPTURED,
+    "adaptive": lambda: hooks.adaptive(4000),
+    "not yet": lambda: hooks.after(9, hooks.error_feedback(hooks.sign())),
+    "local_sgd": lambda: hooks.local_sgd(9),
+}
+
+
+@pytest.mark.parametrize("road", ["module", "ddp"])
+@pytest.mark.parametrize("name", EAGER)
+def test_no_step_waits_for_the_device(
+    device_on_host: DeviceOnHost,  # noqa: F811
+    name: str,
+    road: str,
+) -> None:
+    own = Training(road, EAGER[name]())
+    own.run(0, 2, own.step)  # buckets are formed anew, and adaptive settles
+    # On CUDA it reads what has come to the host; on the CPU it reads at once.
+    own.handle._attached.memory.jump_watch = None
+    with no_waiting(len(own.parameters)):
+        own.run(2, 2, own.step)
+    own.handle.remove()

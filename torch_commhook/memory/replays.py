@@ -1,0 +1,89 @@
+"""Steps that CUDA graphs replay, of which the host sees nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_commhook.collectives.streams import has_streams, is_capturing
+
+
+class Replays:
+    """Counts the steps of a hook that CUDA graphs have run.
+
+    A step that a graph captures runs no code of Python when it is replayed. So the captured step
+    adds 1 to a tensor on the device, and the host reads that where somebody asks.
+    """
+
+    def __init__(self) -> None:
+        self._device: torch.device | None = None
+        self._counter: Tensor | None = None
+        self._has_captured = False
+        self._before = 0  # of graphs that captured memory which is in use no more
+        self._stale: list[tuple[Tensor, int]] = []  # their counters, and what these must stay at
+
+    def prepare(self, device: torch.device) -> None:
+        """Make the tensor, outside of captures: a graph must not own it."""
+        if self._counter is None and has_streams(device):
+            self._device = device
+            with torch.inference_mode(False):
+                self._counter = torch.zeros((), dtype=torch.int64, device=device)
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether a graph captures the current stream."""
+        return self._device is not None and is_capturing(self._device)
+
+    def capture(self) -> None:
+        """Let the graph that captures the current stream count each replay.
+
+        Raises:
+            RuntimeError: the hook has not been prepared for captures.
+        """
+        if self._counter is None:
+            raise RuntimeError(
+                "torch_commhook: a CUDA graph can capture a hook only once it is attached; run a "
+                "step before the capture"
+            )
+        self._counter += 1
+        self._has_captured = True
+
+    def count(self) -> int:
+        """How many there have been. Waits for the device where a graph has captured a step.
+
+        Raises:
+            RuntimeError: a graph writes memory that the hook no longer uses.
+        """
+        for counter, value in self._stale:
+            if int(counter) != value:
+                raise RuntimeError(
+                    "torch_commhook: a CUDA graph was replayed that captured what the hook "
+                    "remembered before a state was loaded or buckets were formed anew; what it "
+                    "remembers now does not have those steps. Capture the graph anew"
+                )
+        if self._counter is None or not self._has_captured:
+            return self._before
+        return self._before + int(self._counter)
+
+    def memory_loaded(self) -> None:
+        """What the hook remembers is another training's: it lacks nothing of earlier replays."""
+        self.memory_replaced()
+        self._stale = [(counter, int(counter)) for counter, _ in self._stale]
+
+    def memory_replaced(self) -> None:
+        """The hook remembers in other tensors from here on: graphs must be captured anew."""
+        if self._counter is None or not self._has_captured:
+            return
+        counter, value = self._counter, int(self._counter)
+        self._stale.append((counter, value))
+        self._before += value
+        self._counter, self._has_captured = None, False
+        if self._device is not None:
+            self.prepare(self._device)
+
+
+def cannot_be_captured(what: str, why: str) -> RuntimeError:
+    """The error of a hook whose steps change with what the host counts."""
+    return RuntimeError(
+        f"{what}: a CUDA graph cannot capture its steps: {why}, and replays run nothing on the host"
+    )
