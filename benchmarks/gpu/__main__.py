@@ -131,8 +131,6 @@ def main(arguments: list[str] | None = None) -> int:
     if "build" not in parsed.parts:
         run.library_loads = library_loads(run)
     do_parts(run, [part for part in PARTS if part.name in parsed.parts])
-    document["clocks"].append({"at": "the end", **smi()})
-    store.save()
     for target in targets(document):
         if not target["met"]:
             print(f"missed: {target['what']}: {target['reached']}, {target['wanted']}")
@@ -150,7 +148,6 @@ def describe(run: Run, commit: str | None) -> bool:
     for name in ("commit", "date"):
         told.pop(name, None)
     run.document["machine"] = {**told, **smi()}
-    run.document["clocks"].append({"at": "the begin", **smi()})
     if how.status != 0:
         print(how.log[-2000:])
     return run.dry or "card" in told

@@ -13,8 +13,8 @@ from typing import Any
 from .commands import write_whole
 
 WORDS = {True: "ok", False: "**FAILED**", None: "not run"}
-#: Bytes of values from which on the targets count.
-TARGETED_BYTES = 25 << 20
+#: The tensors that the targets of the host's time are for.
+ONE_BUCKET = "161x40704"
 #: Of all logs together, so many bytes are stored beside the document.
 LONGEST_LOGS = 12 << 20
 
@@ -72,8 +72,13 @@ def name_of(document: dict[str, Any]) -> str:
 
 
 def targets(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each target that a time was measured for: what, reached, wanted, and whether it is met."""
-    found = []
+    """Each target that a time was measured for: what, reached, wanted, and whether it is met.
+
+    A dry run has none: its times are of small tensors on the CPU.
+    """
+    found: list[dict[str, Any]] = []
+    if document["dry_run"]:
+        return found
     for row in document["times"]:
         where = f"{row['work']}, {row['group']}, {shards_text(row['shards'])}"
         if row["least"] is not None:
@@ -81,7 +86,7 @@ def targets(document: dict[str, Any]) -> list[dict[str, Any]]:
             reached, wanted = f"{row['of_copy']:.3f} x the copy", f"at least {row['least']:g}"
             found.append({"what": where, "reached": reached, "wanted": wanted, "met": met})
         host, most = row["host_seconds"], row["most_host_seconds"]
-        if host is not None and most is not None and row["group"] == "161x40704":
+        if host is not None and most is not None and row["group"] == ONE_BUCKET:
             reached, wanted = f"{host * 1e6:.1f} us of the host", f"at most {most * 1e6:g}"
             found.append({"what": where, "reached": reached, "wanted": wanted, "met": host <= most})
     for name, results in document["benchmarks"].items():
@@ -121,7 +126,7 @@ def page(document: dict[str, Any]) -> str:
     lines += [f"- {name}: {value}" for name, value in machine.items() if value is not None]
     lines += [f"- {name}: {document[name]}" for name in ("commit", "sources", "date", "minutes")]
     lines += ["", *part_lines(document), *target_lines(document), *time_lines(document)]
-    lines += [*counter_lines(document), *benchmark_lines(document)]
+    lines += [*counter_lines(document), *benchmark_lines(document), *clock_lines(document)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -220,6 +225,16 @@ def counter_cells(row: dict[str, Any]) -> list[str]:
         told("load_conflicts"),
         told("store_conflicts"),
     ]
+
+
+def clock_lines(document: dict[str, Any]) -> Iterator[str]:
+    """The card's clocks and heat after each part: figures depend on them."""
+    told = [each for each in document["clocks"] if len(each) > 1]
+    if told:
+        names = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
+        body = [[each["after"], *(each.get(name, "") for name in names)] for each in told]
+        yield from ("## Clocks", "")
+        yield from table(("after", *names), body)
 
 
 def benchmark_lines(document: dict[str, Any]) -> Iterator[str]:

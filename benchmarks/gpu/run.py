@@ -12,6 +12,7 @@ from typing import Any
 
 from .commands import Ended, Task, read_lines, run_task, run_tasks
 from .document import Store
+from .facts import smi
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,7 @@ def do_parts(run: Run, parts: Sequence[Part]) -> None:
                 run.item("the run itself", False, 0.0, traceback.format_exc()[-2000:])
             run.part |= {"finished": True, **summary(run.part["items"])}
         run.part["seconds"] += round(time.monotonic() - begun, 1)
+        run.document["clocks"].append({"after": part.name, **({} if run.dry else smi())})
         run.store.save()
         run.store.save_logs(run.logs)
         word = {True: "ok", False: "FAILED", None: "not run"}[run.part["passed"]]
