@@ -15,8 +15,10 @@
 #   make bench-plan       what plan foretells of these steps, beside them; a minute
 #   make bench-throttle   ThrottledProcessGroup against such links; root, iproute2, two minutes
 #   make cuda-compile     compile and inspect the CUDA kernels; needs nvcc, not a GPU
-#   make gpu              build, tests, sanitizers and benchmarks on a GPU, with the Python, torch and
-#                         nvcc that are there, and no network; under nine minutes on 16 cores
+#   make gpu              smoke, times, tests, counters, sanitizers and benchmarks on a GPU, with the
+#                         Python, torch and nvcc that are there, and no network; at most nine minutes
+#                         (ARGS=--dry-run: without a GPU, to see that all parts run)
+#   make gpu-carry PYTHON=python3.12   build for make gpu on another machine, into build/carried
 #   make test-torch TORCH=2.15.0   the tests against another torch, in an environment of its own
 #   make test-asan, make test-tsan   tests of hooks on a build with a sanitizer; ten minutes
 #   make modes            every hook in every mode; ten minutes
@@ -44,7 +46,7 @@ LONG_RUN = PYTHONPATH=$(CURDIR)/tests/support:$(PYTHONPATH) $(VENV)/bin/python t
 PASSED = $(if $(ARGS),,$(LONG_RUN)/called_for.py --passed $@)
 NATIVE = setup.py build_support.py $(shell find csrc cuda -type f)
 
-.PHONY: train test test-long test-integrations long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-loss-sharded bench-link bench-sharded bench-plan bench-throttle results cuda-compile gpu test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback clean
+.PHONY: train test test-long test-integrations long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-loss-sharded bench-link bench-sharded bench-plan bench-throttle results cuda-compile gpu gpu-carry test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/built
@@ -149,7 +151,11 @@ cuda-compile:
 
 # With the Python that is there: it has the torch of this machine's driver, and perhaps no network.
 gpu:
-	$(PYTHON) benchmarks/gpu.py $(ARGS)
+	$(PYTHON) -m benchmarks.gpu $(ARGS)
+
+# With a Python and a torch of the versions of the machine that has the GPU.
+gpu-carry:
+	$(PYTHON) -m benchmarks.gpu.carried
 
 # Another torch needs its own build in place, so a copy of the tree is built and tested.
 test-torch:

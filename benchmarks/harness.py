@@ -26,6 +26,11 @@ from machine import FOLDER, environment, processors
 #: A sample lasts at least this long, so that short jobs are called several times for one.
 SAMPLE_SECONDS = 2e-3
 MIN_ROUNDS = 5
+#: On CUDA, seconds that the device waits for each call of a sample: more than the host takes.
+WAIT_FOR_CALL = 150e-6
+#: On CUDA, the most calls of a sample: their launches must fit into the device's queue.
+MOST_CALLS_ON_CUDA = 50
+CYCLES_OF_A_SECOND = 2e9
 #: Of data that take turns: many small tensors take longer to make than to measure.
 MOST_COPIES = 100
 
@@ -132,7 +137,8 @@ def measure(
         time_once(job, 1, device)
         if job.prepare is None:
             took, _ = time_once(job, 1, device)
-            samples[job.name].calls = max(1, min(1000, int(SAMPLE_SECONDS / max(took, 1e-7))))
+            most = MOST_CALLS_ON_CUDA if device.type == "cuda" else 1000
+            samples[job.name].calls = max(1, min(most, int(SAMPLE_SECONDS / max(took, 1e-7))))
     order = list(jobs)
     shuffle = random.Random(0).shuffle
     end = time.perf_counter() + seconds
@@ -161,6 +167,8 @@ def time_once(job: Job, calls: int, device: torch.device) -> tuple[float, float 
         return (time.perf_counter() - start) / calls, None
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)
+    # The calls queue behind a kernel that waits, so that the device never waits for the host.
+    torch.cuda._sleep(int(CYCLES_OF_A_SECOND * WAIT_FOR_CALL * calls))
     start = time.perf_counter()
     begin.record()
     for _ in range(calls):

@@ -1,12 +1,14 @@
 """Calls every CUDA kernel on small tensors, for compute-sanitizer to watch.
 
-    compute-sanitizer --tool memcheck python tests/long_runs/cuda_sanitized.py
+    compute-sanitizer --tool memcheck python tests/long_runs/cuda_sanitized.py [--large]
 
-Compares with the CPU, so that a run whose kernels do nothing fails. ``make gpu`` runs it.
+Compares with the CPU, so that a run whose kernels do nothing fails. Prints each step before it, so
+that the log of a run that was cut off shows the last one. ``make gpu`` runs it without ``--large``.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
 from pathlib import Path
@@ -29,7 +31,7 @@ LISTS = ([0, 1, 31, 4097, 70_001], [i % 7 for i in range(250)])
 LONG = [9] * 1900
 #: More values than a GPU's warps take in two tiles of blocks each.
 LARGE = 20_000_000
-ROUNDS = 3
+SHARDS = (1, 3)
 
 
 def apart(lengths: list[int], dtype: torch.dtype) -> list[Tensor]:
@@ -60,6 +62,7 @@ def check_buckets() -> None:
     """Between all dtypes, at odd offsets, and the check of values."""
     for lengths in LISTS:
         for dtype in DTYPES:
+            print(f"{len(lengths)} tensors of {dtype}", flush=True)
             for target in DTYPES:
                 check_bucket(lengths, dtype, target)
             copies = apart(lengths, dtype)
@@ -82,20 +85,33 @@ def check_codecs() -> None:
     rng = random.Random(0)
     large = [CODECS["sign"](block_size=1024), CODECS["blockwise"](block_size=4096)]  # type: ignore[call-arg]
     for codec in [*EXAMPLES, *large]:
-        for shards in range(1, ROUNDS + 1):
+        print(codec, flush=True)
+        for shards in SHARDS:
             check_codec(codec, [*some_tensors(rng), torch.randn(3001)], shards)
-        check_codec(codec, [torch.randn(length) for length in LONG], 2)
+    for cls in CODECS.values():
+        print(f"{cls()}, {len(LONG)} tensors", flush=True)
+        check_codec(cls(), [torch.randn(length) for length in LONG], 2)
+
+
+def check_large() -> None:
+    """More than one tile for each warp; minutes under racecheck."""
     for name in ("sign", "fp8", "blockwise"):
+        print(f"{name}, {LARGE} values", flush=True)
         check_codec(CODECS[name](), [torch.randn(LARGE)], 2)
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--large", action="store_true", help="20 million values, too")
+    arguments = parser.parse_args()
     if not torch.ops.commhook.has_cuda_kernels():
         print("this build has no CUDA kernels")
         return 1
     torch.manual_seed(0)
     check_buckets()
     check_codecs()
+    if arguments.large:
+        check_large()
     torch.cuda.synchronize()
     print("the same as on the CPU")
     return 0

@@ -1,0 +1,377 @@
+"""The parts of a run, in their order: those that teach most come first."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from . import carried, counters
+from .commands import ROOT, Ended, Task, write_line
+from .run import Part, Run
+
+# ---- 1: the build --------------------------------------------------------------------------------
+
+
+def build(run: Run) -> None:
+    """Takes the libraries that were carried here, or builds in place; then loads them."""
+    obstacle = carried.obstacle()
+    if run.dry:
+        run.item("build", None, 0.0, "a dry run uses the build in place")
+    elif obstacle is None:
+        carried.take()
+        run.item("build", True, 0.0, "took the carried libraries")
+        if library_loads(run):
+            return
+        obstacle = "the carried libraries do not load"
+    if not run.dry:
+        how = run.one(build_task(run))
+        run.command_item("build", how)
+        run.part["items"][-1]["text"] += f" ({obstacle})"
+    run.library_loads = library_loads(run)
+
+
+def build_task(run: Run) -> Task:
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    variables = {"COMMHOOK_CUDA": "1", "MAX_JOBS": str(run.cores)}
+    capability = run.document["machine"].get("capability")
+    if capability:
+        variables["TORCH_CUDA_ARCH_LIST"] = capability
+    return Task("build", command, 300, variables)
+
+
+def library_loads(run: Run) -> bool:
+    how = run.one(run.module("library", "facts", "--library", seconds=60))
+    for line in run.told("library"):
+        run.document["library"] |= line
+    run.command_item("library", how)
+    return how.status == 0
+
+
+# ---- 2: smoke ------------------------------------------------------------------------------------
+
+
+def smoke(run: Run) -> None:
+    """Each operator on small tensors, in a process of its own."""
+    cases = [case for case in run.document["library"].get("cases", ()) if not run.has(case)]
+    names = {f"smoke-{file_name(case)}": case for case in cases}
+    tasks = [run.module(name, "smoke", case, seconds=30) for name, case in names.items()]
+
+    def ended(task: Task, how: Ended) -> Iterable[Task]:
+        run.command_item(names[task.name], how)
+        return ()
+
+    run.each(tasks, ended, at_once=min(12, run.cores))
+
+
+def file_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-")
+
+
+# ---- 3: times ------------------------------------------------------------------------------------
+
+#: Buckets and shards, those first that most is asked of.
+TIMED = (
+    ("161x40704", 1),
+    ("161x40704", 8),
+    ("161x40704", 2),
+    ("resnet50", 1),
+    ("resnet50", 8),
+    ("resnet50", 2),
+    ("gpt2", 8),
+)
+TIMED_REST = (("161x40704", 8), ("resnet50", 1))
+TIMED_DRY = (("7x1000", 1), ("7x1000", 8), ("7x1000", 2))
+#: Works that may crash a process before the rest of its group is given up.
+MOST_RESTARTS = 3
+
+
+def times(run: Run) -> None:
+    """The card's own copy, and the works with targets beside it."""
+    time_groups(run, TIMED_DRY if run.dry else TIMED, "targeted")
+
+
+def time_groups(run: Run, groups: Iterable[tuple[str, int]], works: str) -> None:
+    """Each group in a process. If a work ends it, another one goes on without that work."""
+    groups = [group for group in groups if not run.has(group_name(works, *group))]
+    names = {file_name(group_name(works, *group)): group for group in groups}
+    without: dict[str, list[str]] = {name: [] for name in names}
+
+    def task_of(name: str) -> Task:
+        shapes, shards = names[name]
+        left_out = [f"--without={work}" for work in without[name]]
+        own = ["--shapes", shapes, "--shards", str(shards), "--works", works, *left_out]
+        seconds = "0.2" if run.dry else "5"
+        return run.module(name, "times", *own, "--seconds", seconds, seconds=30)
+
+    def absorb() -> None:
+        for name in names:
+            for line in run.told(name):
+                if "row" in line:
+                    keep_row(run.document["times"], line["row"])
+        run.store.save()
+
+    def ended(task: Task, how: Ended) -> Iterable[Task]:
+        absorb()
+        name = group_name(works, *names[task.name])
+        begun = [line["begun"] for line in run.told(task.name) if "begun" in line]
+        culprit = begun[-1] if begun and how.status != 0 else None
+        if culprit is None or culprit == "copy" or how.seconds == 0:
+            run.command_item(name, how)
+            return ()
+        without[task.name].append(culprit)
+        run.item(f"{name}: {culprit}", False, how.seconds, how.text)
+        if len(without[task.name]) > MOST_RESTARTS:
+            run.item(name, False, how.seconds, "given up")
+            return ()
+        return (task_of(task.name),)
+
+    run.each(map(task_of, names), ended, tick=absorb)
+
+
+def group_name(works: str, shapes: str, shards: int) -> str:
+    return f"{works}: {shapes}, {shards} shards"
+
+
+def keep_row(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
+    """Adds a row, or replaces an earlier one of the same work and group."""
+    key = ("group", "shards", "work")
+    place = next((i for i, each in enumerate(rows) if all(each[k] == row[k] for k in key)), None)
+    if place is None:
+        rows.append(row)
+    else:
+        rows[place] = row
+
+
+# ---- 4 and 6: tests ------------------------------------------------------------------------------
+
+#: By their names, files of tests on streams, graphs and groups of ranks: a part of their own.
+STREAMS = re.compile(r"stream|captur|graph|collective|nccl|symm|step|group")
+#: What a file with tests for a GPU has.
+FOR_A_GPU = re.compile(r"mark\.cuda\b|\bkernel_device\b|\bcuda_kernels\b|\bON_GPU\b")
+#: Processes for the rest of a file whose tests crash.
+MOST_PROCESSES = 6
+FILE_SECONDS = 120.0
+
+
+def test_files(run: Run) -> list[Path]:
+    """All files with tests marked ``cuda``, and those in the folder for them."""
+    folder = run.tests or ROOT / "tests"
+    return [
+        path
+        for path in sorted(folder.rglob("test_*.py"))
+        if path.parent.name == "cuda" or FOR_A_GPU.search(path.read_text(errors="replace"))
+    ]
+
+
+def tests(run: Run) -> None:
+    """Files of tests, each in a process of its own."""
+    run_tests(run, [path for path in test_files(run) if not STREAMS.search(path.stem)])
+
+
+def streams(run: Run) -> None:
+    """The tests on streams, graph capture and collectives."""
+    run_tests(run, [path for path in test_files(run) if STREAMS.search(path.stem)])
+
+
+def run_tests(run: Run, paths: Iterable[Path]) -> None:
+    files = {f"tests-{path.stem}": path for path in paths if not run.has(shown(path))}
+    processes = dict.fromkeys(files, 0)
+
+    def task_of(name: str) -> Task:
+        record, path = run.record(name), files[name]
+        if processes[name] == 0:
+            record.unlink(missing_ok=True)
+        processes[name] += 1
+        own = ["-p", "benchmarks.gpu.recorder", "-p", "no:cacheprovider", "-m", "cuda", "-v"]
+        command = [sys.executable, "-m", "pytest", *own, "-rfEs", "--tb=short", path]
+        if run.tests is not None:
+            command += ["--rootdir", path.parent, "-c", os.devnull]
+        variables = {
+            "COMMHOOK_GPU_RECORD": str(record),
+            "COMMHOOK_GPU_SKIP": str(record),
+            "COMMHOOK_GPU_TEST_SECONDS": str(run.test_seconds),
+        }
+        seconds = FILE_SECONDS * run.patience
+        return Task(f"{name}-{processes[name]}", command, seconds, variables)
+
+    def ended(task: Task, how: Ended) -> Iterable[Task]:
+        name = task.name.rpartition("-")[0]
+        lines = run.told(name)
+        finished = bool(lines) and "finished" in lines[-1]
+        for test, word in outcomes_of(lines)[0].items():
+            if word == "begun":  # it has ended its process
+                crash = {"test": test, "outcome": "crashed", "text": crash_text(how.log)}
+                write_line(run.record(name), crash)
+        outcomes, texts = outcomes_of(run.told(name))
+        again = not finished and bool(outcomes) and processes[name] < MOST_PROCESSES
+        passed, text = verdict(outcomes, how, finished)
+        bad = {test: texts[test] for test, word in outcomes.items() if word in BAD}
+        run.item(
+            shown(files[name]),
+            passed,
+            how.seconds,
+            text,
+            tests=outcomes,
+            texts=bad,
+            processes=processes[name],
+        )
+        if again and how.status is not None and run.left() > 5:
+            return (task_of(name),)
+        return ()
+
+    run.each(map(task_of, files), ended, at_once=min(4, run.cores))
+
+
+BAD = ("failed", "error", "crashed")
+
+
+def crash_text(log: str) -> str:
+    """Of a log, where Python's fault handler shows the stacks; the end if it shows none."""
+    found = re.search(r"Fatal Python error|Timeout \(", log)
+    return log[found.start() :][:3000] if found else log[-3000:]
+
+
+def outcomes_of(lines: list[dict[str, Any]]) -> tuple[dict[str, str], dict[str, str]]:
+    """The last word on each test, and the text of it."""
+    outcomes, texts = {}, {}
+    for line in lines:
+        if "test" in line:
+            outcomes[line["test"]] = line["outcome"]
+            texts[line["test"]] = line.get("text", "")
+    return outcomes, texts
+
+
+def verdict(outcomes: dict[str, str], how: Ended, finished: bool) -> tuple[bool | None, str]:
+    """Whether a file passed, and a line on it. One whose tests were all skipped did not run."""
+    words = list(outcomes.values())
+    text = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
+    if any(word in BAD for word in words):
+        return False, text
+    if not finished:
+        return (None if how.seconds == 0 else False), f"{text} {how.text}".strip()
+    if how.status not in (0, 5):  # 5: pytest found no tests
+        return False, f"{text} {how.text}".strip()
+    return (True if "passed" in words else None), text or "no tests"
+
+
+def shown(path: Path) -> str:
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+
+
+# ---- 5: counters ---------------------------------------------------------------------------------
+
+
+def count(run: Run) -> None:
+    """Hardware counters of a few kernels."""
+    ncu = counters.find_tool("ncu")
+    if ncu is None and not run.dry:
+        run.item("counters", None, 0.0, "ncu is not installed")
+        return
+    for case, shards in counters.COUNTED:
+        name = f"{case}, {shards} shards"
+        if run.has(name):
+            continue
+        how = count_one(run, ncu, case, shards, list(counters.METRICS))
+        rows = list(counters.rows_of(how.log))
+        if not rows and how.status is not None and ncu is not None and run.left() > 5:
+            how = count_one(run, ncu, case, shards, list(counters.FEWEST))
+            rows = list(counters.rows_of(how.log))
+        told = run.told(f"counters-{file_name(name)}")
+        for row in rows:
+            run.document["counters"].append(
+                {"work": case, "shards": shards, **(told[-1] if told else {}), **row}
+            )
+        if ncu is not None and how.status == 0 and not rows:
+            run.item(name, False, how.seconds, "ncu has counted no kernel")
+        else:
+            run.command_item(name, how)
+
+
+def count_one(run: Run, ncu: str | None, case: str, shards: int, metrics: list[str]) -> Ended:
+    shapes = "7x1000" if run.dry else counters.SHAPES
+    name = f"counters-{file_name(f'{case}, {shards} shards')}"
+    own = ["--shards", str(shards), "--shapes", shapes]
+    task = run.module(name, "counters", case, *own, seconds=40)
+    if ncu is None:
+        return run.one(task)
+    command = [*counters.command(ncu, metrics), *task.command]
+    return run.one(Task(task.name, command, task.seconds))
+
+
+# ---- 7: sanitizers -------------------------------------------------------------------------------
+
+#: What torch asks of the driver at its start may be missing, and that is no error.
+TOOLS = {
+    "memcheck": ("--report-api-errors", "no"),
+    "racecheck": (),
+}
+
+
+def sanitize(run: Run) -> None:
+    """Small tensors under each tool, one after the other."""
+    sanitizer = counters.find_tool("compute-sanitizer")
+    if sanitizer is None:
+        run.item("sanitizers", None, 0.0, "compute-sanitizer is not installed")
+        return
+    program = [sys.executable, "tests/long_runs/cuda_sanitized.py"]
+    for tool, options in TOOLS.items():
+        if run.has(tool):
+            continue
+        # Without the cache each tensor's bounds are those of its memory.
+        task = Task(
+            tool,
+            [sanitizer, "--tool", tool, *options, *program],
+            90,
+            {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        )
+        run.item(tool, *sanitized(run.one(task)))
+
+
+def sanitized(how: Ended) -> tuple[bool | None, float, str]:
+    """Passed only if the program ended, and the tool's own summary counts nothing."""
+    summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", how.log)
+    if re.search(r"Device not supported|not supported on this device", how.log):
+        return None, how.seconds, "refuses this device"
+    if how.status is None:
+        return (None if how.seconds == 0 else False), how.seconds, how.text
+    clean = re.search(r": 0 (errors|hazards)", summary[-1]) if summary else None
+    text = summary[-1] if summary else how.text
+    return how.status == 0 and clean is not None, how.seconds, text
+
+
+# ---- 8: the rest ---------------------------------------------------------------------------------
+
+
+def rest(run: Run) -> None:
+    """The codecs without targets, then the benchmarks that also run on the CPU."""
+    time_groups(run, TIMED_DRY[:1] if run.dry else TIMED_REST, "rest")
+    for name in ("bucket", "codec"):
+        if run.has(f"bench_{name}"):
+            continue
+        out = run.folder / f"bench_{name}.json"
+        out.unlink(missing_ok=True)
+        script = ROOT / "benchmarks" / f"bench_{name}.py"
+        own = ["--quick", "--rounds", "1"] if run.dry else ["--device", "cuda", "--seconds", "4"]
+        how = run.one(
+            Task(f"bench_{name}", [sys.executable, script, *own, "--out", out], run.left() * 0.6)
+        )
+        if out.exists():  # with the groups that there was time for
+            run.document["benchmarks"][name] = json.loads(out.read_text())
+        run.command_item(f"bench_{name}", how)
+
+
+PARTS = (
+    Part("build", build, most=330, kept=10, needs_library=False),
+    Part("smoke", smoke, most=45, kept=25),
+    Part("times", times, most=100, kept=50),
+    Part("tests", tests, most=180, kept=60),
+    Part("counters", count, most=90, kept=30),
+    Part("streams", streams, most=90, kept=25),
+    Part("sanitizers", sanitize, most=150, kept=40),
+    Part("rest", rest, most=150, kept=15),
+)
