@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from graph_on_host import DeviceOnHost, device_on_host  # noqa: F401
 from modes import Mode
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -129,6 +130,17 @@ def test_a_factor_is_rounded_once(road: str, dtypes: tuple[torch.dtype, torch.dt
             else:
                 assert torch.equal(one, want)
     handle.remove()
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("road", ["module", "views", "unused"])
+def test_a_factor_that_stays_on_its_device(
+    device_on_host: DeviceOnHost,  # noqa: F811
+    road: str,
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> None:
+    """It has the same bits: a multiplication of its own rounds no more than the write does."""
+    test_a_factor_is_rounded_once(road, dtypes)
 
 
 @pytest.mark.parametrize("on_ddp", [False, True], ids=["module", "ddp"])

@@ -102,6 +102,11 @@ NAMES = [
 CASES = [(name, Mode(model, "eager"), {}) for name in NAMES for model in ("module", "ddp")]
 CASES += [("cpp allreduce", Mode("module", "eager"), {"gradient_as_bucket_view": True})]
 CASES += [("blockwise", Mode("module", "eager"), {"gradient_as_bucket_view": True})]
+# Several buckets, whose second stages wait for each other's first ones.
+CASES += [
+    (name, Mode("module", "eager"), {"bucket_cap_mb": 0.01})
+    for name in ("blockwise", "fp8", "feedback", "powersgd", "policy", "clip")
+]
 CASES += [
     (name, Mode("module", "context", backend="aot_eager"), {})
     for name in ("cpp allreduce", "blockwise")

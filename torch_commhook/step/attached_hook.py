@@ -288,17 +288,16 @@ class Attached:
     def _run_in_order(
         self, hook: Hook, bucket: GradBucket
     ) -> tuple[Any, torch.dtype, BucketTraffic]:
-        """Start a hook of the library; second stages wait for the next bucket."""
+        """Start a hook of the library; second stages wait for the next bucket.
+
+        Whoever ends the step on an error lets those fail that wait.
+        """
         if bucket.index() == 0:
             self.second_stages.give_up(RuntimeError("the step that this belongs to was left"))
-        try:
-            with issuing_later(self.second_stages):
-                started = run_average(hook, bucket)
-            if bucket.index() + 1 == bucket.bucket_count():
-                self.second_stages.issue()
-        except BaseException as error:
-            self.second_stages.give_up(error)
-            raise
+        with issuing_later(self.second_stages):
+            started = run_average(hook, bucket)
+        if bucket.index() + 1 == bucket.bucket_count():
+            self.second_stages.issue()
         return started
 
     # ---- what it has sent ------------------------------------------------------------------------
