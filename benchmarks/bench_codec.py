@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import plain
 import torch
@@ -25,16 +26,21 @@ from torch_commhook.native.check_ops import check_finite
 TARGETED = ("resnet50", "gpt2")
 AT_LEAST, AT_LEAST_WITH_ERROR = 0.9, 0.85
 MESSAGES = 4  # that are reduced to one
+SHARDS = (1, 2, 8)  # of a message: as many as ranks exchange it
 #: What memory gives to a reader and to a writer. Encoding does little but read, decoding little but
 #: write, so that neither can be faster.
 READ, WRITE = "plain read", "plain write"
 EXAMPLES = [codec for cls in CODECS.values() for codec in cls.examples()]
 
 
-def bytes_per_element() -> int:
-    """Of all that one shape needs: five times its values, and each codec's messages."""
+def bytes_per_element(shards: int) -> int:
+    """Of all that one shape needs: five times its values, and each codec's messages.
+
+    Args:
+        shards: how many numbers of shards are tried.
+    """
     numel = 1 << 20
-    messages = sum((MESSAGES + 1) * codec.nbytes(numel) for codec in EXAMPLES)
+    messages = sum((MESSAGES + 1 + shards) * codec.nbytes(numel) for codec in EXAMPLES)
     return 4 * 5 + -(-messages // numel)
 
 
@@ -47,16 +53,16 @@ def is_targeted(codec: Codec, shapes: str) -> bool:
 
 
 def jobs_of(
-    codec: Codec, tensors: list[Tensor], into: list[Tensor], error: Tensor, shapes: str
+    codec: Codec,
+    tensors: list[Tensor],
+    into: list[Tensor],
+    error: Tensor,
+    shapes: str,
+    shards: Sequence[int],
 ) -> list[Job]:
     """Bytes: the fewest that must move, each value in float32 and each message once."""
     device, numel = error.device, error.numel()
     rounding = torch.tensor([1, 2], device=device) if codec.is_random else None
-    nbytes = codec.nbytes(numel)
-    message = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    codec.encode(tensors, message, rounding=rounding)
-    stacked = torch.stack([message] * MESSAGES)
-    one_way = 4 * numel + nbytes
     jobs: list[Job] = []
 
     def add(
@@ -65,15 +71,29 @@ def jobs_of(
         target = at_least if is_targeted(codec, shapes) else None
         jobs.append(Job(f"{codec}: {name}", call, bytes_moved, Against(COPY, at_least=target)))
 
-    add("encode", lambda: codec.encode(tensors, message, rounding=rounding), one_way, AT_LEAST)
-    if codec.takes_error:
-        add(
-            "encode, error feedback",
-            lambda: codec.encode(tensors, message, error=error, rounding=rounding),
-            one_way + 8 * numel,
-            AT_LEAST_WITH_ERROR,
-        )
-    add("decode", lambda: codec.decode(message, into, rounding=rounding), one_way, AT_LEAST)
+    def add_passes(count: int) -> None:
+        """Encoding and decoding a message in ``count`` shards."""
+        message = torch.empty(codec.nbytes(numel, count), dtype=torch.uint8, device=device)
+        given: dict[str, Any] = {"rounding": rounding, "shards": count}
+        codec.encode(tensors, message, **given)
+        one_way = 4 * numel + len(message)
+        where = "" if count == 1 else f", {count} shards"
+        add(f"encode{where}", partial(codec.encode, tensors, message, **given), one_way, AT_LEAST)
+        if codec.takes_error:
+            add(
+                f"encode, error feedback{where}",
+                partial(codec.encode, tensors, message, error=error, **given),
+                one_way + 8 * numel,
+                AT_LEAST_WITH_ERROR,
+            )
+        add(f"decode{where}", partial(codec.decode, message, into, **given), one_way, AT_LEAST)
+
+    for count in shards if codec.exchange == "all_to_all" else [1]:
+        add_passes(count)
+    nbytes = codec.nbytes(numel)
+    message = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    codec.encode(tensors, message, rounding=rounding)
+    stacked = torch.stack([message] * MESSAGES)
     scale = 1 / MESSAGES
     if codec.exchange == "all_to_all":
         add(
@@ -122,7 +142,11 @@ class PlainQuantizer:
 
 
 def all_jobs(
-    tensors: list[Tensor], into: list[Tensor], name: str, quantizer: PlainQuantizer | None
+    tensors: list[Tensor],
+    into: list[Tensor],
+    name: str,
+    shards: Sequence[int],
+    quantizer: PlainQuantizer | None,
 ) -> list[Job]:
     """The jobs of all codecs on these tensors, with what memory gives before them."""
     device = tensors[0].device
@@ -135,7 +159,7 @@ def all_jobs(
         Job(COPY, partial(flat.copy_, other), 8 * numel),
         Job(READ, partial(check_finite, [other], bad), 4 * numel),
         Job(WRITE, flat.zero_, 4 * numel),
-        *(job for codec in EXAMPLES for job in jobs_of(codec, tensors, into, error, name)),
+        *(job for codec in EXAMPLES for job in jobs_of(codec, tensors, into, error, name, shards)),
         *([] if quantizer is None else quantizer.jobs(tensors, into)),
     ]
 
@@ -143,6 +167,14 @@ def all_jobs(
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--shapes", nargs="+", choices=SHAPES, default=None)
+    options.add_argument(
+        "--shards",
+        type=int,
+        nargs="+",
+        default=list(SHARDS),
+        metavar="N",
+        help="of messages, for codecs in shards (default: 1 2 8)",
+    )
     options.add_argument("--memory-gib", type=float, metavar="N", help="that may be used")
     options.add_argument(
         "--processes",
@@ -163,7 +195,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report.finish()
         return 0
     for name in parsed.shapes:
-        shapes = leading(read_shapes(name), memory_for_jobs(parsed) // bytes_per_element())
+        most = memory_for_jobs(parsed) // bytes_per_element(len(parsed.shards))
+        shapes = leading(read_shapes(name), most)
         numel = sum(torch.Size(shape).numel() for shape in shapes)
         count = copies_of(torch.device(parsed.device), 8 * numel)
         copies = [
@@ -173,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         quantizer = None
         if parsed.device == "cuda" and not parsed.quick and name == ONE_BUCKET:
             quantizer = PlainQuantizer(*copies[0], report)
-        jobs = rotated([all_jobs(*copy, name, quantizer) for copy in copies])
+        jobs = rotated([all_jobs(*copy, name, parsed.shards, quantizer) for copy in copies])
         for threads in parsed.threads:
             torch.set_num_threads(threads)
             plural = "s" if threads > 1 else ""

@@ -193,9 +193,12 @@ __device__ void encode_tile(const Codec& codec, const codecs::BlockLayout& layou
         reinterpret_cast<float*>(message + own.parameters)[i] = parameters[i];
       }
     }
-    if (own.count < size) {
-      const auto fill = layout.fill();
-      write_zeros(message + fill.begin, fill.end - fill.begin, among);
+    const int64_t shard = layout.shards() == 1 ? 0 : layout.shard_of_block(own.block);
+    if (own.block + 1 == layout.first_block(shard + 1)) {
+      const auto codes_end = layout.fill_of_codes(shard);
+      const auto shard_end = layout.fill_of_parameters(shard);
+      write_zeros(message + codes_end.begin, codes_end.end - codes_end.begin, among);
+      write_zeros(message + shard_end.begin, shard_end.end - shard_end.begin, among);
     }
   }
   __syncwarp();

@@ -20,8 +20,14 @@ from torch_commhook.testing import run_ranks
 
 #: Elements of the shards of a rank of two: of the inner layer, and of the other.
 INNER, REST = 32 * 64 + 32, 32 * 64 + 32
+
+
+def filled_up(nbytes: int) -> int:
+    return -(-nbytes // 16) * 16
+
+
 #: Bytes of their messages in 8 bits, with a scale for each block of 256.
-INT8 = {numel: numel + 4 * -(-numel // 256) for numel in (INNER, REST)}
+INT8 = {numel: filled_up(numel) + filled_up(4 * -(-numel // 256)) for numel in (INNER, REST)}
 
 
 def sharded(replicas: int) -> nn.Module:

@@ -34,7 +34,7 @@ def encode(
 ) -> Tensor:
     codec = codec_for(rounding, **form)
     numel = sum(tensor.numel() for tensor in tensors)
-    message = torch.full((codec.nbytes(numel),), 77, dtype=torch.uint8)
+    message = torch.full((codec.nbytes(numel, shards),), 77, dtype=torch.uint8)
     codec.encode(tensors, message, shards=shards, scale=scale, error=error, rounding=rounding)
     return message
 
@@ -291,7 +291,7 @@ def test_opcheck(name: str) -> None:
 
 
 def test_versions_move() -> None:
-    x, message, error = torch.randn(64), torch.zeros(68, dtype=torch.uint8), torch.zeros(64)
+    x, message, error = torch.randn(64), torch.zeros(80, dtype=torch.uint8), torch.zeros(64)
     before = [tensor._version for tensor in (x, message, error)]
     commhook.blockwise_encode([x], message, error=error, **FORMAT)
     assert [tensor._version for tensor in (x, message, error)] == [
@@ -303,7 +303,7 @@ def test_versions_move() -> None:
     assert x._version == before[0] + 1
 
 
-MESSAGE = torch.zeros(68, dtype=torch.uint8)
+MESSAGE = torch.zeros(80, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
@@ -315,16 +315,16 @@ MESSAGE = torch.zeros(68, dtype=torch.uint8)
         (([torch.ones(64)], MESSAGE), {"block_size": 12}, ValueError, "block_size must be a mult"),
         (([torch.ones(64)], MESSAGE), {"block_size": 0}, ValueError, "block_size must be a mult"),
         (([torch.ones(64)], MESSAGE), {"shards": 0}, ValueError, "shards must be at least 1"),
-        (([torch.ones(65)], MESSAGE), {}, ValueError, "message must hold 76 bytes, got 68"),
+        (([torch.ones(65)], MESSAGE), {}, ValueError, "message must hold 96 bytes, got 80"),
         (([torch.ones(64)], MESSAGE.float()), {}, TypeError, "message must be of dtype uint8"),
         (
-            ([torch.ones(64)], torch.zeros(136, dtype=torch.uint8)[::2]),
+            ([torch.ones(64)], torch.zeros(160, dtype=torch.uint8)[::2]),
             {},
             ValueError,
             "message must be contiguous",
         ),
         (
-            ([torch.ones(64)], torch.zeros(69, dtype=torch.uint8)[1:]),
+            ([torch.ones(64)], torch.zeros(81, dtype=torch.uint8)[1:]),
             {},
             ValueError,
             "multiple of 4",
@@ -365,7 +365,7 @@ def test_encode_refuses(
 
 def test_memory_must_be_apart() -> None:
     memory = torch.zeros(100)
-    message = memory.view(torch.uint8)[:68]
+    message = memory.view(torch.uint8)[:80]
     with pytest.raises(ValueError, match=r"message must share no memory with tensors\[0\]"):
         commhook.blockwise_encode([memory[10:74]], message, **FORMAT)
     with pytest.raises(ValueError, match=r"tensors\[0\] must share no memory with message"):

@@ -172,7 +172,7 @@ def test_threads_do_not_matter(codec: BlockCodec) -> None:
 
 BLOCKWISE, TOPK = CODECS["blockwise"](), CODECS["topk"]()
 X = torch.ones(600)
-BYTES = torch.zeros(1224, dtype=torch.uint8)
+BYTES = torch.zeros(1248, dtype=torch.uint8)
 
 
 def message_of(codec: Codec, sizes: list[int]) -> Tensor:
@@ -213,21 +213,21 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a short message": (
         lambda: BLOCKWISE.encode_chunks([X], message_of(BLOCKWISE, [600]), [300, 300]),
         ValueError,
-        "blockwise_encode: message must hold 616 bytes, got 612",
+        "blockwise_encode: message must hold 640 bytes, got 624",
     ),
     "a sum of messages of other values": (
-        lambda: BLOCKWISE.decode_sum(message_of(BLOCKWISE, [300, 300]).view(2, 308), [X]),
+        lambda: BLOCKWISE.decode_sum(message_of(BLOCKWISE, [300, 300]).view(2, 320), [X]),
         ValueError,
-        "blockwise_decode_sum: messages must hold 1224 bytes, got 616",
+        "blockwise_decode_sum: messages must hold 1248 bytes, got 640",
     ),
     "a sum of one message that is no row": (
         lambda: BLOCKWISE.decode_sum(message_of(BLOCKWISE, [600]), [X]),
         ValueError,
         r"blockwise_decode_sum: messages must have two dimensions, one row for each message, got "
-        r"sizes \[612\]",
+        r"sizes \[624\]",
     ),
     "a sum into memory of its messages": (
-        lambda: BLOCKWISE.decode_sum(BYTES.view(2, 612), [BYTES[:1200].view(torch.float16)]),
+        lambda: BLOCKWISE.decode_sum(BYTES.view(2, 624), [BYTES[:1200].view(torch.float16)]),
         ValueError,
         r"blockwise_decode_sum: tensors\[0\] must share no memory with messages",
     ),

@@ -28,7 +28,7 @@ def test_same_bits_at_any_offset(codec: Codec, shards: int) -> None:
     values[5], values[numel // 2] = float("nan"), float("inf")
     values[5000:20_000] = 0.0
     rounding = torch.tensor([1, 2]) if codec.is_random else None
-    nbytes = codec.nbytes(numel)
+    nbytes = codec.nbytes(numel, shards)
     expected: tuple[torch.Tensor, torch.Tensor] | None = None
     for level in LEVELS:
         for offset, count in ((0, 2), (5, 1)):

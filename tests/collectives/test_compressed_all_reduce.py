@@ -323,9 +323,10 @@ def expected_bytes(codec: Codec, numel: int, world_size: int) -> tuple[float, fl
         return 2 * of_value * numel * (world_size - 1) / world_size, 16 * (world_size - 1)
     form = codec._form
     of_value = form.bits / 8 + 4 * form.parameters / form.block_size
-    # Shards have whole blocks, whose parameters are sent also where they are short, and whose
-    # values fill up 4 bytes; all send as much of the sum as the one with the longest shard.
-    padding = 2 * (world_size - 1) * (form.block_size * of_value + 8)
+    # Shards have whole blocks, whose parameters are sent also where they are short. Values and
+    # parameters fill up 16 bytes each; all send as much of the sum as the one with the longest
+    # shard.
+    padding = 2 * (world_size - 1) * (form.block_size * of_value + 8 + 27)
     return 2 * of_value * numel * (world_size - 1) / world_size, padding
 
 

@@ -143,9 +143,9 @@ def check_bytes(codec: Codec, numel: int, ranks: list[list[tuple[int, int, int]]
     """``b (W - 1) / W`` of each unsharded value, b bytes of a value on the wire."""
     world_size = len(ranks)
     formula = bytes_of_value(codec) * numel * (world_size - 1) / world_size
-    # A chunk's last block has all its parameters, its values fill up 4 bytes, and of few values at
-    # least one is sent.
-    padding = (world_size - 1) * (bytes_of_value(codec) + 16)
+    # A chunk's last block has all its parameters. These and its values fill up 16 bytes each. Of
+    # few values at least one is sent.
+    padding = (world_size - 1) * (bytes_of_value(codec) + 8 + 27)
     sizes = chunk_sizes(numel, world_size)
     for rank, counts in enumerate(ranks):
         others = [codec.nbytes(size) for other, size in enumerate(sizes) if other != rank]

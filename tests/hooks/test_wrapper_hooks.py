@@ -138,7 +138,7 @@ def test_policy_by_size_and_in_error_feedback() -> None:
     result = simulate(hook, gradients)
     mean = (gradients[0][0] + gradients[1][0]) / 2
     torch.testing.assert_close(result.result[0], mean)
-    assert result.wire_bytes == 50 * 4 + 2048 // 8 + 2 * 4
+    assert result.wire_bytes == 50 * 4 + 2 * (1024 // 8 + 16)
     # What is not sent is remembered: over many steps the mean of the results is that of gradients.
     own = hook.hook
     assert own.takes_error and hook.has_stages and own.is_lossy

@@ -164,8 +164,8 @@ def even_numel(place: Place) -> int:
 
 
 def in_blocks(bits: int, block: int, scales: int = 1) -> Callable[[int], int]:
-    """Bytes of a message: whole words of values, and the scales of each block."""
-    return lambda numel: 4 * -(-numel * bits // 32) + 4 * scales * -(-numel // block)
+    """Bytes of a message: values, and the scales of each block, each filled up to 16 bytes."""
+    return lambda numel: 16 * (-(-numel * bits // 128) + -(-4 * scales * -(-numel // block) // 16))
 
 
 def plain(element: int) -> Callable[[int], int]:

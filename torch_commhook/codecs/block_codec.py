@@ -23,6 +23,8 @@ from torch_commhook.codecs.checks import (
 
 _MAX_BLOCK_SIZE = 4096
 _MOST_SHARDS = 1 << 20
+#: A message's shards, their codes and their parameters begin at multiples of so many bytes.
+_SHARD_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,27 @@ class BlockForm:
             found.append(Shard(count, self._bytes(count, last - first)))
         return found
 
-    def nbytes(self, numel: int) -> int:
-        """Bytes of a message, however many its shards."""
-        return self._bytes(numel, (numel + self.block_size - 1) // self.block_size)
+    def nbytes(self, numel: int, shards: int = 1) -> int:
+        """Bytes of a message."""
+        size = self.block_size
+        blocks = (numel + size - 1) // size
+        first = blocks * (shards - 1) // shards  # of the last shard, which alone may end early
+        least = blocks // shards
+        longer = first - (shards - 1) * least
+        return (
+            (shards - 1 - longer) * self._bytes(least * size, least)
+            + longer * self._bytes((least + 1) * size, least + 1)
+            + self._bytes(numel - first * size, blocks - first)
+        )
 
     def _bytes(self, count: int, blocks: int) -> int:
-        return ((count * self.bits + 7) // 8 + 3) // 4 * 4 + blocks * self.parameters * 4
+        """Of a shard."""
+        codes = _filled_up((count * self.bits + 7) // 8)
+        return _filled_up(codes + blocks * self.parameters * 4)
+
+
+def _filled_up(nbytes: int) -> int:
+    return (nbytes + _SHARD_ALIGNMENT - 1) // _SHARD_ALIGNMENT * _SHARD_ALIGNMENT
 
 
 def check_block_size(op: str, block_size: int, multiple: int) -> None:
@@ -106,6 +123,10 @@ class BlockCodec(Codec):
     shards have about equally many whole blocks; the last block of all may be shorter. With fewer
     blocks than shards, some are empty. Of chunks of given sizes, each begins with a block of its
     own.
+
+    A shard holds its blocks' codes, then their parameters. Zeros fill up each to a multiple of 16
+    bytes, so that a message is at most 27 bytes longer for each shard. Chunks and messages that
+    follow each other begin at such multiples, too.
 
     Args:
         name: of the codec, with which the operators' begin.
@@ -264,7 +285,7 @@ def register_fakes(name: str, form_of: Callable[..., BlockForm]) -> None:
         _check_shards(op, shards)
         numel = check_values(op, tensors)
         _check_sizes(op, shards, sizes, numel)
-        check_message(op, "message", message, _known_bytes(form, numel, sizes))
+        check_message(op, "message", message, _known_bytes(form, numel, shards, sizes))
         check_memory(op, error, rounding, numel)
 
     @torch.library.register_fake(f"commhook::{name}_decode")
@@ -281,7 +302,7 @@ def register_fakes(name: str, form_of: Callable[..., BlockForm]) -> None:
         _check_shards(op, shards)
         numel = check_values(op, tensors)
         _check_sizes(op, shards, sizes, numel)
-        check_message(op, "message", message, _known_bytes(form, numel, sizes))
+        check_message(op, "message", message, _known_bytes(form, numel, shards, sizes))
 
     @torch.library.register_fake(f"commhook::{name}_decode_sum")
     def decode_sum(
@@ -339,9 +360,11 @@ def _register_reductions(name: str, form_of: Callable[..., BlockForm]) -> None:
         check_failed(op, failed)
 
 
-def _known_bytes(form: BlockForm, numel: int, sizes: Sequence[int] | None = None) -> int | None:
+def _known_bytes(
+    form: BlockForm, numel: int, shards: int = 1, sizes: Sequence[int] | None = None
+) -> int | None:
     """What a message must hold, where that is known without a guard; the kernel sees the rest."""
     parts = [numel] if sizes is None else sizes
     if not all(isinstance(part, int) for part in parts):
         return None
-    return sum(form.nbytes(part) for part in parts)
+    return sum(form.nbytes(part, shards) for part in parts)

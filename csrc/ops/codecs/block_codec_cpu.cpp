@@ -89,8 +89,11 @@ int64_t values_in(int64_t bytes, int64_t bits, int64_t block_size) {
 
 // Writes the bytes of a message that hold nothing.
 void clear(uint8_t* message, const BlockLayout& layout) {
-  const auto fill = layout.fill();
-  std::fill(message + fill.begin, message + fill.end, uint8_t{0});
+  for (int64_t shard = 0; shard < layout.shards(); ++shard) {
+    for (const auto& fill : {layout.fill_of_codes(shard), layout.fill_of_parameters(shard)}) {
+      std::fill(message + fill.begin, message + fill.end, uint8_t{0});
+    }
+  }
 }
 
 // The bytes of what describes the blocks of so many values.

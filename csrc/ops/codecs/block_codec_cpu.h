@@ -37,7 +37,7 @@ struct BlockKernels {
                              int64_t size, float* out) = nullptr;
 };
 
-constexpr uintptr_t kStreamedAlignment = 32;
+constexpr uintptr_t kStreamedAlignment = 16;
 constexpr int64_t kStreamedValues = 32;
 
 void encode_on_cpu(const BlockKernels& kernels, at::TensorList tensors, const at::Tensor& message,

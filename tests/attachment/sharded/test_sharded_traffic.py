@@ -39,8 +39,8 @@ def _plain(element_bytes: int) -> Callable[[int], int]:
 
 
 def _blocks(bits: int) -> Callable[[int], int]:
-    """A scale for each block; a message ends at a multiple of four bytes."""
-    return lambda numel: 4 * -(-numel * bits // 32) + 4 * -(-numel // BLOCK)
+    """A scale for each block; values and scales are filled up to multiples of 16 bytes."""
+    return lambda numel: 16 * (-(-numel * bits // 128) + -(-numel // BLOCK // 4))
 
 
 class _Counting:

@@ -1,0 +1,256 @@
+"""Where the messages of block codecs have what, in C++ and in Python, beside rules written here."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from codec_examples import rounding_for
+from cpp_compiler import NoCompilerError, build_once, cpp_compiler
+from repository import ROOT
+from torch import Tensor
+
+from torch_commhook import codecs
+from torch_commhook.codecs.block_codec import BlockCodec, BlockForm
+
+SHARDS = range(1, 18)
+BLOCK_SIZES = [8, 16, 24, 32, 64, 72, 128, 200, 256, 1000, 1024, 4096]
+BITS = [1, 2, 4, 8]
+
+
+def filled_up(nbytes: int) -> int:
+    """To a multiple of 16 bytes."""
+    return -(-nbytes // 16) * 16
+
+
+class Region(NamedTuple):
+    """A shard: its first block and elements, its places in the message, the bytes without use."""
+
+    first_block: int
+    first_element: int
+    end: int
+    offset: int
+    parameters: int  # from the offset on
+    nbytes: int
+    codes_end: int
+    parameters_begin: int
+    parameters_end: int
+    shard_end: int
+
+
+def regions(form: BlockForm, numel: int, shards: int) -> list[Region]:
+    """The rules, one shard after another."""
+    size = form.block_size
+    blocks = -(-numel // size)
+    found, offset = [], 0
+    for shard in range(shards):
+        first, last = blocks * shard // shards, blocks * (shard + 1) // shards
+        begin, end = min(numel, first * size), min(numel, last * size)
+        codes = -(-(end - begin) * form.bits // 8)
+        parameters = filled_up(codes)
+        described = parameters + 4 * form.parameters * (last - first)
+        nbytes = filled_up(described)
+        places = [offset + each for each in (codes, parameters, described, nbytes)]
+        found.append(Region(first, begin, end, offset, parameters, nbytes, *places))
+        offset += nbytes
+    return found
+
+
+def numels(size: int) -> list[int]:
+    edges = {0, 1, size - 1, size, size + 1, 3 * size, 7 * size - 3, 16 * size, 17 * size + 1}
+    return sorted(edges | {7919, 100_003})
+
+
+def forms() -> list[BlockForm]:
+    return [
+        BlockForm(*each)
+        for each in itertools.product(BLOCK_SIZES, BITS, [1, 2])
+        if each[0] * each[1] % 32 == 0  # of which a block has whole words of codes
+    ]
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Any:
+    """The layout of csrc/ops/codecs/block_layout.h."""
+    source = Path(__file__).with_suffix(".cpp")
+    try:
+        compiler = cpp_compiler()
+    except NoCompilerError as error:
+        pytest.skip(str(error))
+    flags = ["-std=c++20", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", f"-I{ROOT / 'csrc'}"]
+    headers = [ROOT / "csrc/ops/codecs/block_layout.h", ROOT / "csrc/ops/host_device.h"]
+    path = build_once("block_layout.so", [*compiler, *flags, str(source)], [source, *headers])
+    library = ctypes.CDLL(str(path))
+    for function in (library.shard_fields, library.shards_of, library.shard_of_block):
+        function.restype = ctypes.c_int64
+    return library
+
+
+def of_kernels(kernels: Any, form: BlockForm, numel: int, shards: int) -> tuple[list[Region], int]:
+    width = kernels.shard_fields()
+    fields = (ctypes.c_int64 * (width * shards))()
+    settings = (form.block_size, form.bits, form.parameters, numel, shards)
+    nbytes = kernels.shards_of(*(ctypes.c_int64(each) for each in settings), fields)
+    rows = [fields[width * shard : width * (shard + 1)] for shard in range(shards)]
+    return [Region(*row) for row in rows], nbytes
+
+
+@pytest.mark.parametrize("size", BLOCK_SIZES)
+def test_the_places_of_the_kernels(kernels: Any, size: int) -> None:
+    for form in forms():
+        if form.block_size != size:
+            continue
+        for numel, shards in itertools.product(numels(size), SHARDS):
+            right = regions(form, numel, shards)
+            got, nbytes = of_kernels(kernels, form, numel, shards)
+            assert got == right, (form, numel, shards)
+            assert nbytes == sum(each.nbytes for each in right), (form, numel, shards)
+
+
+@pytest.mark.parametrize("size", BLOCK_SIZES)
+def test_the_bytes_in_python(size: int) -> None:
+    for form in forms():
+        if form.block_size != size:
+            continue
+        for numel, shards in itertools.product(numels(size), SHARDS):
+            right = [
+                (each.end - each.first_element, each.nbytes)
+                for each in regions(form, numel, shards)
+            ]
+            assert form.shards("op", numel, shards) == right, (form, numel, shards)
+            assert form.nbytes(numel, shards) == sum(nbytes for _, nbytes in right)
+
+
+def test_the_shard_of_a_block(kernels: Any) -> None:
+    for numel, shards in itertools.product(numels(64), SHARDS):
+        for shard, region in enumerate(regions(BlockForm(64, 8, 1), numel, shards)):
+            for block in range(region.first_block, -(-region.end // 64)):
+                arguments = [ctypes.c_int64(each) for each in (64, numel, shards, block)]
+                assert kernels.shard_of_block(*arguments) == shard, (numel, shards, block)
+
+
+def test_loads_of_16_bytes_are_aligned_everywhere(kernels: Any) -> None:
+    """In shards, in messages of one shard behind each other, and in chunks."""
+    for form in forms():
+        for numel, shards in itertools.product(numels(form.block_size), SHARDS):
+            found, nbytes = of_kernels(kernels, form, numel, shards)
+            assert nbytes % 16 == 0
+            places = [
+                place for each in found for place in (each.offset, each.offset + each.parameters)
+            ]
+            assert all(place % 16 == 0 for place in places), (form, numel, shards)
+            alone = [
+                of_kernels(kernels, form, each.end - each.first_element, 1)[1] for each in found
+            ]
+            assert alone == [each.nbytes for each in found]  # each shard is a message
+
+
+def test_a_message_grows_by_little(kernels: Any) -> None:
+    """At most 15 bytes after codes and 12 after parameters, which fill up 4 already."""
+    for form in forms():
+        for numel, shards in itertools.product(numels(form.block_size), SHARDS):
+            for each in of_kernels(kernels, form, numel, shards)[0]:
+                unused = (each.parameters_begin - each.codes_end) + (
+                    each.shard_end - each.parameters_end
+                )
+                assert 0 <= unused <= (27 if each.end > each.first_element else 0)
+
+
+# ---- messages ------------------------------------------------------------------------------------
+
+EXAMPLES = {
+    repr(codec): codec
+    for name in ("blockwise", "fp8", "sign")
+    for codec in codecs.CODECS[name].examples()
+    if isinstance(codec, BlockCodec)
+}
+
+
+def codes_of(codec: BlockCodec, packed: Tensor, count: int) -> Tensor:
+    """A block's codes: that of value ``k * width + c`` is in byte c, at bit ``k * bits``."""
+    bits = codec._form.bits
+    pieces = [packed >> shift & ((1 << bits) - 1) for shift in range(0, 8, bits)]
+    return torch.cat(pieces)[:count].to(torch.int32)
+
+
+def restored(codec: BlockCodec, codes: Tensor, parameters: Tensor) -> Tensor:
+    """A block's values from its codes and parameters, as the codecs' documents say."""
+    settings = codec._settings
+    if codec._name == "sign":
+        return torch.where(codes == 1, -parameters[0], parameters[0])
+    if codec._name == "fp8":
+        kind = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[settings["format"]]
+        return codes.to(torch.uint8).view(kind).float() * parameters[0]
+    if settings["symmetric"]:
+        half = 1 << (settings["bits"] - 1)
+        return ((codes ^ half) - half).float() * parameters[0]
+    return parameters[1] + codes.float() * parameters[0]
+
+
+def read_message(codec: BlockCodec, message: Tensor, numel: int, shards: int) -> Tensor:
+    """The values of a message, read block by block; what fills it up must be zeros."""
+    form, values = codec._form, []
+    for region in regions(form, numel, shards):
+        for begin, end in (region[6:8], region[8:10]):
+            assert not message[begin:end].any(), (numel, shards, region)
+        floats = (
+            message[region.parameters_begin : region.parameters_end].clone().view(torch.float32)
+        )
+        codes = message[region.offset : region.codes_end]
+        width = form.block_size * form.bits // 8
+        count = region.end - region.first_element
+        for number, packed in enumerate(codes.split(width) if count else []):
+            parameters = floats[form.parameters * number : form.parameters * (number + 1)]
+            size = min(form.block_size, count - number * form.block_size)
+            values.append(restored(codec, codes_of(codec, packed, size), parameters))
+    return torch.cat(values) if values else torch.empty(0)
+
+
+@pytest.mark.parametrize("codec", EXAMPLES.values(), ids=EXAMPLES)
+@pytest.mark.parametrize("fill", [0x55, 0xAA])
+def test_a_message_is_as_the_rules_say(codec: BlockCodec, fill: int) -> None:
+    """Decoding gives what the bytes at these places mean, and bytes without use are zeros."""
+    size = codec._form.block_size
+    for numel, shards in itertools.product([0, 1, size - 1, size, 7919, 25_000], [1, 2, 3, 8, 17]):
+        x = torch.randn(numel)
+        message = torch.full((codec.nbytes(numel, shards),), fill, dtype=torch.uint8)
+        codec.encode([x], message, shards=shards, rounding=rounding_for(codec))
+        right = read_message(codec, message, numel, shards)
+        out = torch.empty_like(x)
+        codec.decode(message, [out], shards=shards)
+        assert torch.equal(out, right), (numel, shards)
+
+
+@pytest.mark.parametrize("codec", EXAMPLES.values(), ids=EXAMPLES)
+def test_sums_and_chunks_are_filled_with_zeros(codec: BlockCodec) -> None:
+    rounding = rounding_for(codec)
+    for numel in (1, codec._form.block_size + 5, 7919):
+        x = torch.randn(numel)
+        message = torch.full((codec.nbytes(numel),), 0x55, dtype=torch.uint8)
+        codec.encode([x], message, rounding=rounding)
+        total = torch.full_like(message, 0xAA)
+        codec.reduce(torch.stack([message, message]), total, numel, rounding=rounding)
+        read_message(codec, total, numel, 1)
+        sizes = [numel, 0, 1, numel - 1]
+        nbytes = [part.nbytes for part in codec.chunks(sizes)]
+        chunks = torch.full((sum(nbytes),), 0x55, dtype=torch.uint8)
+        codec.encode_chunks([torch.cat([x, x])], chunks, sizes, rounding=rounding)
+        for own, part in zip(sizes, chunks.split(nbytes), strict=True):
+            read_message(codec, part, own, 1)
+
+
+def test_bytes_without_use_are_not_read() -> None:
+    codec = codecs.CODECS["blockwise"](bits=4)
+    x, out, again = torch.randn(2000), torch.empty(2000), torch.empty(2000)
+    message = torch.empty(codec.nbytes(2000, 3), dtype=torch.uint8)
+    codec.encode([x], message, shards=3)
+    codec.decode(message, [out], shards=3)
+    for region in regions(codec._form, 2000, 3):
+        message[region.codes_end : region.parameters_begin] = 0xFF
+        message[region.parameters_end : region.shard_end] = 0xFF
+    codec.decode(message, [again], shards=3)
+    assert torch.equal(out, again)
