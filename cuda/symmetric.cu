@@ -25,12 +25,12 @@ __global__ void __launch_bounds__(kWarpSize)
                    int64_t nanoseconds) {
   const int lane = static_cast<int>(threadIdx.x);
   int64_t* const own = table.controls[rank];
-  const int64_t number = *symmetric::count_in(own, ranks) + 1;
   const bool had_failed = *symmetric::failure_in(own, ranks) != 0;
+  const int64_t number = *symmetric::count_in(own, ranks) + (had_failed ? 0 : 1);
   const bool is_other = lane < ranks && lane != rank;
   int64_t* const to = is_other ? symmetric::signal_from(table.controls[lane], rank) : nullptr;
   if (is_other) {
-    symmetric::send(to, had_failed ? symmetric::kGivenUp : number);
+    symmetric::send(to, symmetric::signal_of(number, had_failed));
   }
   __syncwarp();  // all are told before any is waited for
   int missed = 0;
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kWarpSize)
     missed = other > missed ? other : missed;
   }
   if (is_other && missed != 0) {
-    symmetric::send(to, symmetric::kGivenUp);
+    symmetric::send(to, symmetric::signal_of(number, true));
   }
   if (lane == 0) {
     *symmetric::count_in(own, ranks) = number;

@@ -138,8 +138,13 @@ def test_a_barrier_that_waits_in_vain() -> None:
     begun = time.monotonic()
     symmetric_barrier(given, 0, timeout=0.05)
     assert time.monotonic() - begun >= 0.05
-    given_up = torch.iinfo(torch.int64).max
-    assert [list(each) for each in given] == [[0, 0, 1, 2], [given_up, 0, 0, 0]]
+    assert [each.tolist() for each in given] == [[0, 0, 1, 2], [~1, 0, 0, 0]]
+    symmetric_barrier(given, 0, timeout=60)  # waits no more
+    assert [each.tolist() for each in given] == [[0, 0, 1, 2], [~1, 0, 0, 0]]
+    symmetric_barrier(given, 1, timeout=60)  # to which the other rank came
+    assert given[1].tolist() == [~1, 0, 1, 0]
+    symmetric_barrier(given, 1, timeout=60)
+    assert given[1].tolist() == [~1, 0, 2, 1]
 
 
 BARRIER_ERRORS: list[tuple[Any, type[Exception], str]] = [

@@ -23,7 +23,7 @@ def symmetric_barrier(controls: Sequence[Tensor], rank: int, *, timeout: float) 
 
     On CUDA the current stream waits, not the caller. A rank that waits in vain gives up: the last
     of its controls becomes 1 plus the rank that it missed. From then on it waits for nobody, and
-    ranks that come to a barrier with it give up, too.
+    the others give up at the first barrier to which it does not come.
 
     Args:
         controls: of each rank, in order; memory that the ranks share: int64, of shape

@@ -1,6 +1,6 @@
 // Signals among ranks that share memory, for host and device. A rank counts its barriers, and tells
-// each other rank the number that it has reached. It never takes a signal back, so that nothing
-// depends on when the others look.
+// each other rank the number that it has reached. One that gives up tells the last number, so that
+// the others still pass the barriers to which it came. Nothing depends on when they look.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,11 @@
 namespace commhook::symmetric {
 
 constexpr int kMaxRanks = 16;
-// Of the barriers: the signal of a rank that has given up. Above the number of any barrier.
-constexpr int64_t kGivenUp = INT64_MAX;
+
+// The signal of a rank that has come to so many barriers, and may have given up then.
+COMMHOOK_HOST_DEVICE int64_t signal_of(int64_t barriers, bool has_given_up) {
+  return has_given_up ? ~barriers : barriers;
+}
 
 // A rank's controls: the signals that the others have sent to it, its barriers so far, and why it
 // has given up: 0 if it has not, else 1 + the rank that it missed.
@@ -65,15 +68,15 @@ COMMHOOK_HOST_DEVICE void rest() {
 #endif
 }
 
-// Waits until a rank has come to a barrier: false if it has given up, or does not come in time.
+// Waits until a rank has come to a barrier: false if it gave up before, or does not come in time.
 COMMHOOK_HOST_DEVICE bool wait_for(const int64_t* from, int64_t barrier, int64_t nanoseconds) {
   const int64_t begin = now_in_nanoseconds();
   for (;;) {
     const int64_t signal = received(from);
-    if (signal >= barrier) {
-      return signal != kGivenUp;
+    if ((signal < 0 ? ~signal : signal) >= barrier) {
+      return true;
     }
-    if (now_in_nanoseconds() - begin > nanoseconds) {
+    if (signal < 0 || now_in_nanoseconds() - begin > nanoseconds) {
       return false;
     }
     rest();

@@ -103,7 +103,7 @@ void barrier(at::TensorList controls, int64_t rank, double timeout) {
   const auto own_rank = static_cast<int>(rank);
   auto* const own = controls[rank].mutable_data_ptr<int64_t>();
   auto& failure = *failure_in(own, ranks);
-  const int64_t number = ++*count_in(own, ranks);
+  auto& count = *count_in(own, ranks);
   const auto send_to_others = [&](int64_t signal) {
     for (int other = 0; other < ranks; ++other) {
       if (other != own_rank) {
@@ -111,11 +111,12 @@ void barrier(at::TensorList controls, int64_t rank, double timeout) {
       }
     }
   };
-  send_to_others(failure == 0 ? number : kGivenUp);
+  count += failure == 0 ? 1 : 0;
+  send_to_others(signal_of(count, failure != 0));
   for (int other = 0; other < ranks && failure == 0; ++other) {
-    if (other != own_rank && !wait_for(signal_from(own, other), number, nanoseconds)) {
+    if (other != own_rank && !wait_for(signal_from(own, other), count, nanoseconds)) {
       failure = 1 + other;
-      send_to_others(kGivenUp);
+      send_to_others(signal_of(count, true));
     }
   }
 }
@@ -141,8 +142,8 @@ TORCH_LIBRARY_FRAGMENT(commhook, m) {
   // Waits until all ranks have called it as often, and sees what they have written before.
   // controls: of each rank in shared memory, zeros at first: a number for each rank, this rank's
   // barriers, and why it has given up: 0, or 1 + the rank that did not come within `timeout`
-  // seconds. A rank that has given up does not wait again, and the others give up when they next
-  // meet it.
+  // seconds. A rank that has given up does not wait again, and the others give up at the first
+  // barrier to which it does not come.
   m.def("symmetric_barrier(Tensor(a!)[] controls, int rank, *, float timeout) -> ()", compliant);
   // Writes the ranks' shards into one message, one after another; bytes of NaNs where `failed` is
   // not zero, and reads no shard then.
