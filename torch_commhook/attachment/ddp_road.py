@@ -231,6 +231,8 @@ class DdpRoad:
 
     def before_forward(self, module: torch.nn.Module) -> None:
         """Called by the model before its own forward."""
+        if not torch.compiler.is_dynamo_compiling():
+            self._check_group_of_buffers()
         if not torch.is_grad_enabled():
             return
         if not torch.compiler.is_dynamo_compiling():
@@ -239,6 +241,12 @@ class DdpRoad:
         elif _parameters_changed(self._key):
             # The compiler leaves this to Python, which comes here again.
             raise RuntimeError("torch_commhook: the model's parameters have changed")
+
+    @left_to_python
+    def _check_group_of_buffers(self) -> None:
+        model = self.model()
+        if model is not None and model.will_sync_module_buffers():
+            check_is_free(self._group.parent)
 
     @left_to_python
     def _check_parameters(self) -> None:

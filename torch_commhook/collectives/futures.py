@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -99,8 +99,26 @@ def driven(result: Any) -> Any:
     """What a hook gave; of a Future that :func:`is_driven_by_wait`, the outcome, waited for."""
     if not is_driven_by_wait(result):
         return result
-    future: torch.futures.Future[Any] = torch.futures.Future()
-    set_outcome(future, result.wait)
+    try:
+        return completed(result.wait())
+    except Exception as error:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        set_error(future, error)
+        return future
+
+
+def completed(value: T) -> torch.futures.Future[T]:
+    """A Future that holds a tensor, or a list of them, of the current streams.
+
+    It names the tensors' devices: streams wait only for those that a Future knows.
+    """
+    tensors = value if isinstance(value, (list, tuple)) else [value]
+    devices = {each.device for each in tensors if isinstance(each, Tensor)}
+    # The CPU has no index, and no streams.
+    future: torch.futures.Future[T] = torch.futures.Future(
+        devices=[device for device in devices if device.index is not None]
+    )
+    future.set_result(value)
     return future
 
 
@@ -153,6 +171,40 @@ def completed(value: Tensor, device: torch.device) -> torch.futures.Future[Tenso
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
     future.set_result(value)
     return future
+
+
+def then_all(
+    futures: Sequence[torch.futures.Future[Tensor]],
+    combine: Callable[[list[Tensor]], Tensor],
+    device: torch.device,
+) -> torch.futures.Future[Tensor]:
+    """A Future of what ``combine`` makes of the results of several, once all are there.
+
+    ``collect_all`` knows no devices: who waits for its Future has the current stream wait for all
+    results. Here a stream of PyTorch's pool does, which runs ``combine``, too.
+
+    Args:
+        futures: at least one; of tensors on one device.
+        combine: is given the results, in order. On any thread.
+        device: of the tensors.
+    """
+    together = torch.futures.collect_all(list(futures))
+    if device.index is None:  # as the CPU
+        return then(together, lambda _: combine([each.wait() for each in futures]), device)
+    result: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device])
+    combine = continued(combine)
+
+    def all_complete(_: Any) -> None:
+        # Called at once, on a stream that waits for the last of them.
+        futures[-1].add_done_callback(on_stream)
+
+    def on_stream(_: Any) -> None:
+        set_outcome(
+            result, lambda: combine([each.wait() for each in futures]), caught=BaseException
+        )
+
+    together.add_done_callback(all_complete)
+    return result
 
 
 def set_outcome(

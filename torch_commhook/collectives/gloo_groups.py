@@ -41,12 +41,25 @@ def is_gloo(group: dist.ProcessGroup, device: str = "cpu") -> bool:
     return type(backend) is dist.ProcessGroupGloo
 
 
+def lacks_cpu(group: dist.ProcessGroup) -> bool:
+    """Whether a group is PyTorch's own, with no backend for tensors on the CPU, as one of NCCL."""
+    if type(group) is not dist.ProcessGroup or not dist.is_gloo_available():
+        return False
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return bool(group._device_types)
+    return False
+
+
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """How long a group's collectives may take; PyTorch's default where it does not tell."""
-    try:
-        return group._get_backend(torch.device("cpu")).options._timeout
-    except (RuntimeError, AttributeError):
-        return distributed_c10d.default_pg_timeout
+    for device in (torch.device("cpu"), *getattr(group, "_device_types", ())):
+        try:
+            return group._get_backend(device).options._timeout
+        except (RuntimeError, AttributeError):
+            continue
+    return distributed_c10d.default_pg_timeout
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store | None:

@@ -72,7 +72,7 @@ def _completion(
     else:
         # PyTorch's C++ between the caller and a Work in Python hides the class of its Future.
         is_complete_by_itself = all_tell_their_rank(group) and not is_driven_by_wait(future)
-        if is_complete_by_itself and (not result.is_cuda or _C.has_devices(future)):
+        if is_complete_by_itself and (result.device.type == "cpu" or _C.has_devices(future)):
             return future
     try:
         work.wait()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.base import CODECS
-from torch_commhook.collectives.futures import TracedFuture, then
+from torch_commhook.collectives.futures import TracedFuture, completed, then_all
 from torch_commhook.hooks.base import Hook, result_tensor
 from torch_commhook.hooks.compressed import hook_of_codec
 from torch_commhook.hooks.mean import allreduce
@@ -141,12 +141,7 @@ class policy(Hook):  # noqa: N801 (a hook is written as it is called)
 
         if torch.compiler.is_compiling():
             return _TracedParts(futures, write)
-        together = torch.futures.collect_all(futures)
-        return then(
-            together,
-            lambda done: write([future.value() for future in done.value()]),
-            bucket.device(),
-        )
+        return then_all(futures, write, bucket.device())
 
     def step_counted(self, memory: HookMemory) -> None:
         for hook in self._hooks:
@@ -260,9 +255,7 @@ def _as_future(value: Any) -> Any:
         return value
     if torch.compiler.is_compiling():
         return TracedFuture(lambda: value)
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(value)
-    return future
+    return completed(value)
 
 
 def _meets(condition: str, name: str | None, parameter: Tensor) -> bool:

@@ -16,6 +16,7 @@ from torch_commhook.attachment.forward_hook import BeforeForward
 from torch_commhook.attachment.handle import HookHandle, printed_hook
 from torch_commhook.attachment.reducer_road import ReducerRoad
 from torch_commhook.attachment.sharded.fsdp import trains_shards
+from torch_commhook.collectives.futures import completed
 from torch_commhook.hooks.base import Hook
 from torch_commhook.integrations.attached_model import hook_of
 from torch_commhook.process_group.base import ProcessGroup
@@ -297,8 +298,7 @@ class _Done(Work):
 
     def __init__(self, value: Any) -> None:
         super().__init__()
-        self._future: torch.futures.Future[Any] = torch.futures.Future()
-        self._future.set_result(value)
+        self._future = completed(value)
 
     def wait(self, timeout: Any = None) -> bool:
         return True

@@ -7,10 +7,11 @@ agreed, through the same group, that its part was done; so all ranks raise in th
 make a new group at the beginning of the next. Groups that hooks were given are a user's to close:
 for each there is one of the library's own over the same ranks, which goes the same way.
 
-Other backends have no such way: their hooks use the model's group, and what fails there is found by
-the group's own timeout. So it is with tensors on a device that the model's group reaches through
-another backend, and with groups of other backends that hooks were given. Collectives of the step
-that failed may still be under way there, and the next ones would meet them: there is no next step.
+Other backends have no such way. Tensors on a device that has another backend, such as NCCL, travel
+over the model's group, and ranks agree over Gloo all the same. So all ranks raise in the step that
+failed. Its collectives may still be under way, and later ones would meet them: all ranks refuse the
+next step. The same holds for groups of other backends that hooks were given. Where a group has
+another backend for the CPU, too, ranks do not agree: the group's own timeout finds what fails.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from torch_commhook.collectives.gloo_groups import (
     group_store,
     group_timeout,
     is_gloo,
+    lacks_cpu,
     provide_second_group,
     second_group,
     second_stages,
@@ -96,7 +98,7 @@ class StepGroup:
         #: Of the ranks, where their connections can be made anew.
         self._rendezvous: Rendezvous | None = None
         self._ranks = list(range(self.size))  # as messages name them
-        if self.size > 1 and is_gloo(self.parent):
+        if self.size > 1 and (is_gloo(self.parent) or lacks_cpu(self.parent)):
             store = group_store(self.parent)
             if store is not None:
                 self._ranks = dist.get_process_group_ranks(self.parent)
@@ -424,8 +426,9 @@ def check_is_free(group: dist.ProcessGroup) -> None:
         raise RuntimeError(
             f"torch_commhook: a step that communicated through process group "
             f"{group_name(group)!r} failed, and its collectives may still be under way there, "
-            "where later ones would meet them. Only groups of Gloo, with tensors on the CPU, "
-            "can go on: start the processes anew, or make a new process group on all ranks"
+            "where later ones would meet them. Only groups of Gloo, with tensors on the CPU, can "
+            "go on: start the processes anew, or abort() this process group on all ranks and "
+            "make a new one"
         )
 
 

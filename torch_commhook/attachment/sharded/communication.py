@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from torch_commhook.attachment.sharded import fsdp
+from torch_commhook.collectives.futures import completed
 from torch_commhook.collectives.gloo_groups import group_name
 from torch_commhook.process_group.registration import register
 from torch_commhook.process_group.work import Work
@@ -133,9 +134,7 @@ class ReplicaGroup(WrapperProcessGroup):
         if operation != "allreduce":
             return super().run_collective(operation, arguments, keywords)
         tensors, options = arguments
-        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         listener = self._listener()
         assert listener is not None
         listener.all_reduce(tensors[0], options)
-        future.set_result(tensors)
-        return future
+        return completed(tensors)

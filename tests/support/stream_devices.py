@@ -1,0 +1,82 @@
+"""A device whose operators and collectives run on streams, as those of CUDA and NCCL do.
+
+Its memory is the host's, and its streams are threads (``stream_device/``). A tensor of the device
+is there at once, and its values later: until then they are NaN. Collectives take
+``DELAY_SECONDS`` or more. Their Futures are complete at once, and name the device.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import types
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+DELAY_SECONDS = 0.005
+NAME = "streams"
+DEVICE = f"{NAME}:0"
+#: Of one that knows nothing of streams, as Gloo for tensors on CUDA.
+STAGED = f"cpu:gloo,{NAME}:staged"
+#: Of a group whose tensors on the CPU travel over Gloo, as ``init_process_group()`` makes it.
+MIXED = f"cpu:gloo,{NAME}:{NAME}"
+
+
+def _device_module() -> types.ModuleType:
+    """What ``torch.<name>`` is for PyTorch's own devices, as far as it is asked."""
+    module = types.ModuleType(NAME)
+    values: dict[str, Any] = {
+        "Stream": lambda *_, **__: torch.Stream(DEVICE),
+        "Event": lambda *_, **__: torch.Event(DEVICE),
+        "current_stream": lambda *_: torch.accelerator.current_stream(DEVICE),
+        "stream": lambda stream: stream,
+        "synchronize": lambda *_: torch.accelerator.synchronize(DEVICE),
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda *_: None,
+        "manual_seed_all": lambda _: None,
+        "_is_in_bad_fork": lambda: False,
+    }
+    vars(module).update(values)
+    return module
+
+
+def _with_kernels() -> list[str]:
+    """The operators of the library that have kernels for devices, as CUDA has."""
+    names = ["flatten", "flatten.out", "flatten_stats", "unflatten", "unflatten_into"]
+    names += ["check_finite", "sum_rows"]
+    for codec in ("blockwise", "fp8", "randomk", "sign", "topk"):
+        operators = ("encode", "decode", "decode_sum", "reduce")
+        names += [f"{codec}_{each}" for each in operators]
+    return [each for each in names if hasattr(torch.ops.commhook, each.partition(".")[0])]
+
+
+@cache
+def load(path: str) -> Any:
+    """The library of the device, known to PyTorch under its name.
+
+    Args:
+        path: that ``cpp_libraries`` builds of the folder ``stream_device``.
+    """
+    spec = importlib.util.spec_from_file_location("stream_device", path)
+    assert spec is not None and spec.loader is not None
+    library = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(library)
+    library.use_cpu_kernels(_with_kernels())
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, _device_module())
+
+    def make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+        return library.around(dist.ProcessGroupGloo(store, rank, size, timeout), DELAY_SECONDS)
+
+    def make_staged(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+        return library.staged(dist.ProcessGroupGloo(store, rank, size, timeout), DELAY_SECONDS)
+
+    dist.Backend.register_backend(NAME, make, devices=[NAME])
+    dist.Backend.register_backend("staged", make_staged, devices=[NAME])
+    return library
