@@ -323,7 +323,7 @@ class _CompressedSum(CompressedCall):
             with suppress(RuntimeError):  # of a device that can do no more
                 shared.give_up()
             raise
-        return completed(self._result(), self.device)
+        return completed(self._result())
 
     def _reduce(self, received: Tensor) -> Tensor:
         """The message of the sum of this rank's shards, as long as the longest of all."""

@@ -165,14 +165,6 @@ def then_beside(
     return result
 
 
-def completed(value: Tensor, device: torch.device) -> torch.futures.Future[Tensor]:
-    """A Future of a tensor for which, on CUDA, the current stream has all work already."""
-    devices: list[int | str | torch.device] = [] if device.type == "cpu" else [device]
-    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
-    future.set_result(value)
-    return future
-
-
 def then_all(
     futures: Sequence[torch.futures.Future[Tensor]],
     combine: Callable[[list[Tensor]], Tensor],
