@@ -1,20 +1,23 @@
 // Block quantisation on CUDA.
 #include <torch/library.h>
 
-#include "block_shards.cuh"
-#include "blockwise_block.h"
+#include "blockwise_launch.h"
+#include "ops/codecs/block_codec.h"
 #include "ops/codecs/blockwise.h"
 
 namespace commhook::cuda {
 namespace {
 
-// Calls call(codec) with the codec of a format.
+template <int kBits, bool kSymmetric>
+using Launch = BlockwiseLaunch<BlockwiseBlock<kBits, kSymmetric>>;
+
+// Calls call(launch) with what launches the kernels of a format.
 template <typename Call>
-void with_codec(const blockwise::Format& format, const Call& call) {
+void with_launch(const blockwise::Format& format, const Call& call) {
   if (format.bits == 8) {
-    format.is_symmetric ? call(BlockwiseBlock<8, true>{}) : call(BlockwiseBlock<8, false>{});
+    format.is_symmetric ? call(Launch<8, true>{}) : call(Launch<8, false>{});
   } else {
-    format.is_symmetric ? call(BlockwiseBlock<4, true>{}) : call(BlockwiseBlock<4, false>{});
+    format.is_symmetric ? call(Launch<4, true>{}) : call(Launch<4, false>{});
   }
 }
 
@@ -24,9 +27,8 @@ void encode(at::TensorList tensors, const at::Tensor& message, int64_t bits, int
   const auto format = blockwise::check_format("blockwise_encode", bits, block_size, symmetric);
   const auto chunks = codecs::check_encode("blockwise_encode", tensors, message, format.form(),
                                            shards, sizes, error, rounding);
-  with_codec(format, [&](auto codec) {
-    encode_blocks<decltype(codec)>("blockwise_encode", tensors, message, chunks, scale, error,
-                                   rounding);
+  with_launch(format, [&](auto launch) {
+    launch.encode(tensors, message, chunks, scale, error, rounding);
   });
 }
 
@@ -35,9 +37,7 @@ void decode(const at::Tensor& message, at::TensorList tensors, int64_t bits, int
   const auto format = blockwise::check_format("blockwise_decode", bits, block_size, symmetric);
   const auto chunks =
       codecs::check_decode("blockwise_decode", message, tensors, format.form(), shards, sizes);
-  with_codec(format, [&](auto codec) {
-    decode_blocks<decltype(codec)>("blockwise_decode", message, tensors, chunks);
-  });
+  with_launch(format, [&](auto launch) { launch.decode(message, tensors, chunks); });
 }
 
 void decode_sum(const at::Tensor& messages, at::TensorList tensors, int64_t bits,
@@ -45,9 +45,7 @@ void decode_sum(const at::Tensor& messages, at::TensorList tensors, int64_t bits
   const auto format = blockwise::check_format("blockwise_decode_sum", bits, block_size, symmetric);
   const auto layout =
       codecs::check_decode_sum("blockwise_decode_sum", messages, tensors, format.form());
-  with_codec(format, [&](auto codec) {
-    decode_sum_blocks<decltype(codec)>("blockwise_decode_sum", messages, tensors, layout, scale);
-  });
+  with_launch(format, [&](auto launch) { launch.decode_sum(messages, tensors, layout, scale); });
 }
 
 void reduce(const at::Tensor& messages, const at::Tensor& message, int64_t numel, int64_t bits,
@@ -56,8 +54,8 @@ void reduce(const at::Tensor& messages, const at::Tensor& message, int64_t numel
   const auto format = blockwise::check_format("blockwise_reduce", bits, block_size, symmetric);
   const auto layout = codecs::check_reduce("blockwise_reduce", messages, message, format.form(),
                                            numel, error, rounding);
-  with_codec(format, [&](auto codec) {
-    reduce_blocks<decltype(codec)>(messages, message, layout, scale, error, rounding);
+  with_launch(format, [&](auto launch) {
+    launch.reduce(messages, message, layout, scale, error, rounding);
   });
 }
 
@@ -70,8 +68,8 @@ void reduce_shards(at::TensorList messages, const at::Tensor& message, int64_t n
       blockwise::check_format("blockwise_reduce_shards", bits, block_size, symmetric);
   const auto layout = codecs::check_reduce_shards("blockwise_reduce_shards", messages, message,
                                                   format.form(), numel, error, rounding, failed);
-  with_codec(format, [&](auto codec) {
-    cuda::reduce_shards<decltype(codec)>(messages, message, layout, scale, error, rounding, failed);
+  with_launch(format, [&](auto launch) {
+    launch.reduce_shards(messages, message, layout, scale, error, rounding, failed);
   });
 }
 
