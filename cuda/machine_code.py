@@ -58,6 +58,11 @@ def access_of(text: str) -> str | None:
     return match.group(1) + (".128" if ".128" in match.group(2).split("desc")[0] else "")
 
 
+def kind_of(text: str) -> str:
+    """:func:`access_of`, or the operation's name: ``FMUL`` for ``FMUL.FTZ R2, ...``."""
+    return access_of(text) or operation_of(text).partition(".")[0]
+
+
 def divides_64_bits(kernel: Kernel) -> bool:
     """Whether it divides integers of 64 bits: each such division begins with this conversion."""
     return any(operation_of(text).startswith("I2F.U64.RP") for text in kernel.code.values())
@@ -195,7 +200,8 @@ def shortest_loop(kernel: Kernel, wanted: dict[str, int]) -> Path | None:
     A loop within the loop is gone through once. What is called is not counted.
 
     Args:
-        wanted: numbers of accesses, such as ``{"LDG.128": 8}``.
+        wanted: numbers of accesses, such as ``{"LDG.128": 8}``, or of other operations, such as
+            ``{"FMUL": 4}``.
     """
     flow = flow_of(kernel.code)
     edges = back_edges(flow, min(kernel.code))
@@ -207,11 +213,11 @@ def shortest_loop(kernel: Kernel, wanted: dict[str, int]) -> Path | None:
         ways: dict[int, dict[tuple[int, ...], tuple[int, int]]] = defaultdict(dict)
         ways[head][tuple(0 for _ in kinds)] = (0, 0)
         for address in in_order(flow, edges, head):
-            access = access_of(kernel.code[address])
-            is_narrow = access in ("LDG", "STG", "LDS", "STS", "LD", "ST")
+            found = kind_of(kernel.code[address])
+            is_narrow = found in ("LDG", "STG", "LDS", "STS", "LD", "ST")
             for counts, (length, narrow) in list(ways[address].items()):
                 now = tuple(
-                    min(wanted[kind], count + (kind == access))
+                    min(wanted[kind], count + (kind == found))
                     for kind, count in zip(kinds, counts, strict=True)
                 )
                 way = (length + 1, narrow + is_narrow)
