@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads)
       put_quad(lost, error, first, numel, is_aligned);
     }
     if (!is_finite) {
-      *has_nonfinite = 1;  // all that write here write the same
+      atomicExch(has_nonfinite, 1);  // a plain write would race with those of other threads
     }
   });
 }
