@@ -176,7 +176,7 @@ RegisterGrid register_grid(Kernel* kernel, const codecs::Chunk& chunk, int64_t f
   const int64_t wave = warps_of_a_wave(kernel, kRegisterThreads, kRegisterBytes);
   const int64_t tiles = std::clamp<int64_t>(all / wave, 1, kMostTiles);
   const int64_t blocks = (all + tiles * kRegisterWarps - 1) / (tiles * kRegisterWarps);
-  return {{places_of(layout), layout.fill(), layout.numel(), chunk.block,
+  return {{places_of(layout), layout.numel(), chunk.block,
            static_cast<uint32_t>(first * (kTileValues / size)), size, lanes, bits,
            static_cast<int>(tiles), static_cast<float>(scale), is_aligned_for_quads(error)},
           static_cast<unsigned>(blocks)};

@@ -18,7 +18,8 @@ struct ShardPlaces {
   int64_t parameters;
   int64_t bytes_more;
   int64_t parameters_more;
-  int64_t last_parameters;  // of the last shard
+  int64_t last_bytes;  // of the last shard
+  int64_t last_parameters;
   int64_t all_blocks;
   uint32_t blocks;
   uint32_t longer;  // shards that have one more
@@ -66,6 +67,7 @@ inline ShardPlaces places_of(const codecs::BlockLayout& layout) {
       shorter.offset_of_parameters(0),
       longer.bytes() - shorter.bytes(),
       longer.offset_of_parameters(0) - shorter.offset_of_parameters(0),
+      layout.bytes() - layout.offset_of_shard(shards - 1),
       layout.offset_of_parameters(shards - 1),
       layout.blocks(),
       static_cast<uint32_t>(blocks),
@@ -73,6 +75,31 @@ inline ShardPlaces places_of(const codecs::BlockLayout& layout) {
       static_cast<uint32_t>(shards),
       static_cast<float>(shards) / static_cast<float>(layout.blocks()),
       ((uint64_t{1} << 40) + static_cast<uint64_t>(shards) - 1) / static_cast<uint64_t>(shards)};
+}
+
+// The shard of a block: its blocks, and where it lies in the message.
+struct ShardOfBlock {
+  uint32_t first;
+  uint32_t end;  // block
+  int64_t offset;
+  int64_t parameters;  // byte of the message
+  int64_t bytes_end;   // byte of the message
+};
+
+COMMHOOK_HOST_DEVICE ShardOfBlock shard_of_block(const ShardPlaces& places, uint32_t block) {
+  const uint32_t shard = places.shards == 1 ? 0 : places.shard_of(block);
+  const uint32_t longer = places.longer_before(shard);
+  const uint32_t first = places.blocks * shard + longer;
+  const bool is_last = shard + 1 == places.shards;
+  const uint32_t end =
+      is_last ? static_cast<uint32_t>(places.all_blocks) : places.first_block(shard + 1);
+  const int64_t offset = shard * places.bytes + longer * places.bytes_more;
+  const bool is_longer = end - first > places.blocks;
+  const int64_t parameters =
+      is_longer ? places.parameters + places.parameters_more : places.parameters;
+  const int64_t bytes = is_longer ? places.bytes + places.bytes_more : places.bytes;
+  return {first, end, offset, offset + (is_last ? places.last_parameters : parameters),
+          offset + (is_last ? places.last_bytes : bytes)};
 }
 
 // A block's place, and how far the shard reaches in which blocks have their place one after the
@@ -85,19 +112,10 @@ struct PlaceInShard {
 
 COMMHOOK_HOST_DEVICE PlaceInShard place_in_shard(const ShardPlaces& places, uint32_t block,
                                                  int code_bytes, int parameter_bytes) {
-  const uint32_t shard = places.shards == 1 ? 0 : places.shard_of(block);
-  const uint32_t longer = places.longer_before(shard);
-  const uint32_t before = block - (places.blocks * shard + longer);
-  const bool is_last = shard + 1 == places.shards;
-  const uint32_t end =
-      is_last ? static_cast<uint32_t>(places.all_blocks) : places.first_block(shard + 1);
-  const int64_t offset = shard * places.bytes + longer * places.bytes_more;
-  const bool is_longer = end - block + before > places.blocks;
-  const int64_t parameters = is_last     ? places.last_parameters
-                             : is_longer ? places.parameters + places.parameters_more
-                                         : places.parameters;
-  return {offset + int64_t{before} * code_bytes,
-          offset + parameters + int64_t{before} * parameter_bytes, end};
+  const auto shard = shard_of_block(places, block);
+  const auto before = static_cast<int64_t>(block - shard.first);
+  return {shard.offset + before * code_bytes, shard.parameters + before * parameter_bytes,
+          shard.end};
 }
 
 }  // namespace commhook::cuda

@@ -36,7 +36,7 @@ inline const int64_t* failure_of(const std::optional<at::Tensor>& failed) {
 
 // failed: null, or a number that is not zero where the shards must not be read.
 template <typename Codec>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads)
     reduce_shards_kernel(const __grid_constant__ ShardTable shards, const BlockWork work,
                          const int64_t* failed, const int64_t* rounding, float* error,
                          uint8_t* message) {

@@ -115,13 +115,19 @@ __device__ void for_each_last_block(const RegisterWork& work, uint32_t block, in
   }
 }
 
-// Zeros between codes and parameters, behind the last block of all if that is short.
-__device__ inline void fill_after(int count, const RegisterWork& work, uint8_t* message, int lane) {
-  if (count < work.block_size) {
+// Writes zeros where a shard has nothing: behind the codes and behind the parameters of its last
+// block. code_bytes, parameter_bytes: of that block.
+__device__ inline void fill_shard(const ShardPlaces& places, uint32_t block,
+                                  const PlaceInShard& place, int code_bytes, int parameter_bytes,
+                                  uint8_t* message, int lane, int lanes) {
+  const auto shard = shard_of_block(places, block);
 #pragma unroll 1
-    for (int64_t i = work.fill.begin + lane; i < work.fill.end; i += kWarpSize) {
-      message[i] = 0;
-    }
+  for (int64_t i = place.codes + code_bytes + lane; i < shard.parameters; i += lanes) {
+    message[i] = 0;
+  }
+#pragma unroll 1
+  for (int64_t i = place.parameters + parameter_bytes + lane; i < shard.bytes_end; i += lanes) {
+    message[i] = 0;
   }
 }
 
@@ -175,6 +181,10 @@ __device__ void encode_full_tile(const RegisterWork& work, const LaneInTile& at,
   if (kError && is_sent) {
     store_quads<false>(quads, own_error, at.step, work.is_aligned);
   }
+  if (own.block + 1 == own.place.end) {
+    fill_shard(work.places, own.block, own.place, own.code_bytes(work), own.kParameterBytes,
+               message, at.index, work.lanes);
+  }
   own.move_on(work);
 }
 
@@ -190,7 +200,11 @@ __device__ void encode_last_blocks(const RegisterWork& work, int lane, const Dit
                                      values + offset, kError ? error + position + offset : nullptr,
                                      message + place.codes,
                                      reinterpret_cast<float*>(message + place.parameters), lane);
-        fill_after(own_count, work, message, lane);
+        if (block + 1 == place.end) {
+          const int code_bytes = width_of<Codec>(own_count);
+          fill_shard(work.places, block, place, code_bytes, LanePlace<Codec>::kParameterBytes,
+                     message, lane, kWarpSize);
+        }
       });
 }
 

@@ -27,7 +27,6 @@ inline bool fits_registers(int64_t block_size) {
 // Of one launch.
 struct RegisterWork {
   ShardPlaces places;
-  codecs::BlockLayout::Fill fill;
   int64_t numel;   // of all launches
   int64_t block;   // of all messages, with which this one begins
   uint32_t first;  // block of the launch

@@ -39,7 +39,9 @@ void check_block(const codecs::BlockLayout& layout, const ShardPlaces& places, i
   const bool is_right =
       got.codes == offset + before * code_bytes &&
       got.parameters == offset + layout.offset_of_parameters(shard) + before * parameter_bytes &&
-      got.end == layout.first_block(shard + 1);
+      got.end == layout.first_block(shard + 1) &&
+      shard_of_block(places, static_cast<uint32_t>(block)).bytes_end ==
+          (shard + 1 == layout.shards() ? layout.bytes() : layout.offset_of_shard(shard + 1));
   EXPECT(is_right, "block %lld of %lld, %lld shards of blocks of %lld",
          static_cast<long long>(block), static_cast<long long>(layout.blocks()),
          static_cast<long long>(layout.shards()), static_cast<long long>(form.block_size));

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from cuda_on_host import load_cuda_on_host
 from kernel_device import DEVICE, KernelDevice
 
 
@@ -61,7 +62,7 @@ def test_the_entries_of_the_cpu(seeds: range, kernel_device: KernelDevice) -> No
 
 @pytest.mark.parametrize("magnitudes", [[0.0], [1.0], [0.0, 3.0], [2.0, 2.0 + 2**-22, 2.25]])
 def test_few_magnitudes_in_many_parts(magnitudes: list[float], kernel_device: KernelDevice) -> None:
-    """Blocks of threads learn from more than 32 others how many equal values come before theirs."""
+    """Ties are sent in the order of their indices, whatever blocks of threads they fall to."""
     draw = random.Random(len(magnitudes))
     torch.manual_seed(len(magnitudes))
     numel = 150_001
@@ -69,6 +70,24 @@ def test_few_magnitudes_in_many_parts(magnitudes: list[float], kernel_device: Ke
     p *= torch.randint(2, (numel,)) * 2.0 - 1
     for count in (1, 70_000, numel - 1):
         check(kernel_device, p, count, error_of(draw, numel), count)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("parts", [0, 1, 31, 32, 33, 100])
+def test_a_part_learns_from_those_before_it(parts: int) -> None:
+    """Back to the last one that knows all before it; from there on each knows its own counts."""
+    load_cuda_on_host()
+    for complete in {*range(parts)[:2], *range(parts)[-2:], parts // 2} & set(range(parts)):
+        above, equal = [3 + i for i in range(parts)], [5 * i for i in range(parts)]
+        known = [2 if i == complete else 1 + i % 2 * (i < complete) for i in range(parts)]
+        found = torch.ops.commhook_on_host.look_back(known, above, equal)
+        before = [sum(above[complete:]), sum(equal[complete:])]
+        assert found == [*before, 2, before[0] + 1, before[1] + 2]
+    if parts == 0:
+        assert torch.ops.commhook_on_host.look_back([], [], []) == [0, 0, 2, 1, 2]
+    else:
+        with pytest.raises(RuntimeError, match="waits for one that need not have begun"):
+            torch.ops.commhook_on_host.look_back([2] * (parts - 1) + [0], [0] * parts, [0] * parts)
 
 
 @pytest.mark.usefixtures("cuda_kernels")

@@ -268,7 +268,7 @@ commhook.topk_encode([x.expand(1 << 26, 64)], message)
 commhook.topk_encode([ones(64, requires_grad=True)], message)
     RuntimeError: topk_encode: tensors[0] must not require grad while gradients are recorded, got a leaf tensor that does; call it under torch.no_grad()
 commhook.blockwise_encode([x], message, bits=8, block_size=64, symmetric=True)
-    ValueError: blockwise_encode: message must hold 68 bytes, got 16
+    ValueError: blockwise_encode: message must hold 80 bytes, got 16
 commhook.blockwise_encode([x], message, bits=3, block_size=64, symmetric=True)
     ValueError: blockwise_encode: bits must be 4 or 8, got 3
 commhook.blockwise_encode([x], message, bits=8, block_size=0, symmetric=True)
@@ -276,7 +276,7 @@ commhook.blockwise_encode([x], message, bits=8, block_size=0, symmetric=True)
 commhook.sign_encode([x], message, block_size=33)
     ValueError: sign_encode: block_size must be a multiple of 32 of at most 4096, got 33
 commhook.sign_decode(message, [x], block_size=64)
-    ValueError: sign_decode: message must hold 12 bytes, got 16
+    ValueError: sign_decode: message must hold 32 bytes, got 16
 commhook.fp8_encode([x], message, format="e3m4", block_size=64)
     ValueError: fp8_encode: format must be 'e4m3' or 'e5m2', got 'e3m4'
 commhook.sum_rows(x, x)
