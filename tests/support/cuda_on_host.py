@@ -38,8 +38,9 @@ KINDS = {
     "csrc/ops": (".h",),
     "csrc/include": (".h",),
 }
-#: Of the host's own: kernels and what the tests ask. The rest observes them, and is not observed.
-SOURCES = tuple(f"{folder}/" for folder in KINDS)
+#: These include headers of kernels.
+SOURCES = (*(f"{folder}/" for folder in KINDS), "look_back.cpp")
+#: And the host's own kernels, and what the tests ask. The rest observes, and is not observed.
 OBSERVED = (*SOURCES, "broken_kernels.cpp", "operators.cpp")
 LAUNCH = re.compile(r"([\w:]+(?:<[^<>;{}]*>)?)\s*<<<(.*?)>>>\((.*?)\);", re.DOTALL)
 FLAGS = [
@@ -81,8 +82,7 @@ def launched(match: re.Match[str]) -> str:
     """A launch as a call, on as many lines."""
     kernel, shape, arguments = match.groups()
     lines = "\n" * (match[0].count("\n") - shape.count("\n") - arguments.count("\n"))
-    call = f"[&](const auto&... arguments) {{ {kernel}(arguments...); }}"
-    return f'on_host::launch("{kernel}", {shape}, {call}, {arguments});{lines}'
+    return f'on_host::launch("{kernel}", {shape}, {kernel}, {arguments});{lines}'
 
 
 def for_the_host(text: str) -> str:

@@ -22,7 +22,7 @@ struct Observed {
 };
 
 // Null between the kernel's threads, and for other threads of the host.
-extern thread_local const Observed* observed [[gnu::tls_model("initial-exec")]];
+extern thread_local const Observed* observed;
 
 // Of the running block.
 bool is_shared(uintptr_t address);

@@ -38,8 +38,9 @@ constexpr int kLanes = 32;
 void run_launch(const char* name, unsigned blocks, unsigned threads, size_t shared_bytes,
                 void (*run)(const void* context), const void* context);
 
-// Launches a kernel. Its arguments are evaluated once, as on CUDA.
+// Launches a kernel that is a lambda. Its arguments are evaluated once, as on CUDA.
 template <typename Kernel, typename... Arguments>
+  requires std::is_class_v<Kernel>
 void launch(const char* name, unsigned blocks, unsigned threads, size_t shared_bytes,
             int /*stream*/, const Kernel& kernel, const Arguments&... arguments) {
   // On this stack, which the observers know: a thread's reads of its arguments cost no request.
@@ -52,6 +53,14 @@ void launch(const char* name, unsigned blocks, unsigned threads, size_t shared_b
         std::apply(*own, values);
       },
       &call);
+}
+
+// The same for a function, to whose parameters the arguments are converted once.
+template <typename... Parameters>
+void launch(const char* name, unsigned blocks, unsigned threads, size_t shared_bytes, int stream,
+            void (*kernel)(Parameters...), std::type_identity_t<Parameters>... arguments) {
+  const auto call = [kernel](const Parameters&... values) { kernel(values...); };
+  launch(name, blocks, threads, shared_bytes, stream, call, arguments...);
 }
 
 // The block's memory, of as many bytes as the launch asked for.
