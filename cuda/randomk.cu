@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   });
   if (!is_finite) {
-    *has_nonfinite = 1;  // all that write here write the same
+    atomicExch(has_nonfinite, 1);  // a plain write would race with those of other threads
   }
 }
 

@@ -100,7 +100,8 @@ void gather(at::TensorList shards, const at::Tensor& message,
   auto* const to = reinterpret_cast<float*>(message.mutable_data_ptr<uint8_t>());
   const auto stream = c10::cuda::getCurrentCUDAStream();
   for_each_table_of<kMaxRanks>(
-      c10::ArrayRef<Segment<const void>>(segments), [&](const auto& table, int64_t, Grid grid) {
+      c10::ArrayRef<Segment<const void>>(segments), [&](const auto& table, int64_t) {
+        const auto grid = grid_of(gather_kernel, table.total);
         gather_kernel<<<grid.blocks, kThreads, 0, stream>>>(table, grid.run, failure, to);
       });
 }

@@ -19,9 +19,9 @@ __device__ T load_now(const T* from) {
 // All threads of the block must call it. count: 0 at first.
 __device__ inline bool is_last_block(int32_t* count) {
   __shared__ int32_t before;
-  __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
+    __threadfence();  // after the barrier: it then releases what all threads of the block wrote
     before = atomicAdd(count, 1);
     __threadfence();
   }

@@ -13,9 +13,11 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -36,6 +38,10 @@ KINDS = {
     "csrc/ops": (".h",),
     "csrc/include": (".h",),
 }
+#: These include headers of kernels.
+SOURCES = (*(f"{folder}/" for folder in KINDS), "look_back.cpp")
+#: And the host's own kernels, and what the tests ask. The rest observes, and is not observed.
+OBSERVED = (*SOURCES, "broken_kernels.cpp", "operators.cpp")
 LAUNCH = re.compile(r"([\w:]+(?:<[^<>;{}]*>)?)\s*<<<(.*?)>>>\((.*?)\);", re.DOTALL)
 FLAGS = [
     "-std=c++20",
@@ -44,6 +50,7 @@ FLAGS = [
     "-Wno-unknown-pragmas",
     "-ffp-contract=off",
     "-fPIC",
+    "-g1",  # for the lines of accesses
     "-fvisibility=hidden",
     "-U_FORTIFY_SOURCE",  # it takes a change of stack for a mistake
     # A vector at an address that is not aligned for it ends the program.
@@ -53,12 +60,34 @@ FLAGS = [
 #: Of a program that runs under AddressSanitizer (see tests/long_runs/sanitizers).
 UNDER_ASAN = "libasan" in os.environ.get("LD_PRELOAD", "")
 if UNDER_ASAN:
-    FLAGS += ["-fsanitize=address", "-g1"]
+    FLAGS += ["-fsanitize=address"]
+#: Each access of memory and each basic block calls the functions of on_host/callbacks.cpp, as the
+#: source has it: a vector of 16 bytes is not taken apart, no path is doubled, and blocks of code
+#: stand in the order of the source, by which lanes are put together again.
+OBSERVING = (
+    []
+    if UNDER_ASAN
+    else [
+        "-fsanitize=thread",
+        "--param=tsan-distinguish-volatile=1",
+        "-fsanitize-coverage=trace-pc",
+        "-fno-tree-sra",
+        "-fno-thread-jumps",
+        "-fno-reorder-blocks",
+    ]
+)
+
+
+def launched(match: re.Match[str]) -> str:
+    """A launch as a call, on as many lines."""
+    kernel, shape, arguments = match.groups()
+    lines = "\n" * (match[0].count("\n") - shape.count("\n") - arguments.count("\n"))
+    return f'on_host::launch("{kernel}", {shape}, {kernel}, {arguments});{lines}'
 
 
 def for_the_host(text: str) -> str:
     """A source of CUDA's as one of C++."""
-    text = LAUNCH.sub(r'on_host::launch("\1", \2, [&] { \1(\3); });', text)
+    text = LAUNCH.sub(launched, text)
     text = re.sub(
         r"extern __shared__ (\w+) (\w+)\[\];",
         r"auto* const \2 = static_cast<\1*>(on_host::dynamic_memory());",
@@ -85,6 +114,10 @@ def sources() -> dict[str, str]:
     return files
 
 
+def digest_of(*what: object) -> str:
+    return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
+
+
 def compile_library(
     folder: Path, files: dict[str, str], operators: Path, compiler: list[str]
 ) -> None:
@@ -109,16 +142,35 @@ def compile_library(
         if built.returncode != 0:
             raise RuntimeError(f"{shlex.join(command)}\n{built.stderr[-5000:]}")
 
+    def compile_once(output: Path, texts: object, *arguments: str) -> None:
+        """Compile, or take what an earlier build has compiled of the same texts."""
+        digest = digest_of(texts, FLAGS, OBSERVING, compiler, torch.__version__)
+        kept = BUILD / "objects" / f"{digest}{output.suffix}"
+        if not kept.exists():
+            kept.parent.mkdir(exist_ok=True)
+            made = kept.with_name(f"{kept.name}.{os.getpid()}")
+            run(*arguments, "-o", str(made))
+            made.rename(kept)
+        output.unlink(missing_ok=True)
+        output.symlink_to(kept)
+
+    headers = {name: text for name, text in files.items() if name.endswith((".h", ".cuh"))}
+    in_place = {name: text for name, text in headers.items() if name.startswith("include/")}
+    own = {name: text for name, text in headers.items() if not name.startswith(SOURCES)}
+    of_sources = {name: text for name, text in headers.items() if name not in own} | in_place
     header = folder / "all.h"
     header.write_text(
         "#pragma once\n#include <ATen/ATen.h>\n#include <torch/library.h>\n#include <on_host.h>\n"
     )
-    run("-x", "c++-header", str(header), "-o", f"{header}.gch")
+    precompile = [*OBSERVING, "-x", "c++-header", str(header)]
+    compile_once(folder / "all.h.gch", in_place, *precompile)
 
     def compile_one(name: str) -> str:
-        output = str(folder / f"{name}.o")
-        run("-include", str(header), "-x", "c++", "-c", str(folder / name), "-o", output)
-        return output
+        output = folder / f"{name}.o"
+        observed = [*OBSERVING, "-include", str(header)] if name.startswith(OBSERVED) else []
+        texts = (name, files[name], of_sources if name.startswith(SOURCES) else own)
+        compile_once(output, texts, *observed, "-x", "c++", "-c", str(folder / name))
+        return str(output)
 
     names = [name for name in files if name.endswith((".cu", ".cpp"))]
     names.sort(key=lambda name: not name.endswith(".cu"))  # these take longest
@@ -128,8 +180,6 @@ def compile_library(
     # Under its name at the end alone: a build that was cut off leaves none.
     run("-shared", *objects, *libraries, "-o", str(folder / "half"))
     (folder / "half").rename(folder / "library.so")
-    for path in [header.with_suffix(".h.gch"), *map(Path, objects)]:
-        path.unlink()
 
 
 @cache
@@ -156,7 +206,7 @@ def load() -> None:
     files = sources()
     # By its path, it is the library that is loaded already.
     operators = next((Path(torch_commhook.__file__).parent / "lib").glob("_ops*.so"))
-    what = repr((sorted(files.items()), operators, FLAGS, compiler, torch.__version__))
+    what = repr((sorted(files.items()), operators, FLAGS, OBSERVING, compiler, torch.__version__))
     folder = BUILD / hashlib.sha256(what.encode()).hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
@@ -208,3 +258,59 @@ def take_launched() -> list[str]:
     """The names of the kernels that the host has played since the last call."""
     names: list[str] = getattr(torch.ops, NAMESPACE).take_launched()
     return names
+
+
+@contextmanager
+def omitted(barrier: str) -> Iterator[None]:
+    """One barrier, by its file and line, orders nothing; the threads still wait there."""
+    host = getattr(torch.ops, NAMESPACE)
+    host.omit_barrier(barrier)
+    try:
+        yield
+    finally:
+        host.omit_barrier("")
+
+
+@dataclass
+class Requests:
+    """What the accesses of one kernel cost, of global or of shared memory."""
+
+    count: int = 0
+    parts: int = 0  # sectors of 32 bytes, or passes over the banks
+    fewest: int = 0
+    bytes: int = 0
+    #: By line of the source, what is more than the fewest parts.
+    waste: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def ratio(self) -> float:
+        return self.parts / max(self.fewest, 1)
+
+
+#: Of global memory loads, stores and atomics, then the same of shared memory, in the host's order.
+SPACES = ("global",) * 3 + ("shared",) * 3
+
+
+def requests_of(run: Callable[[], object]) -> dict[tuple[str, str], Requests]:
+    """What the accesses of each kernel cost, by its name and the memory: global or shared."""
+    host = getattr(torch.ops, NAMESPACE)
+    host.take_requests()
+    host.watch_requests(True)
+    try:
+        run()
+    finally:
+        host.watch_requests(False)
+    kernels, lines, rows = host.take_requests()
+    found: dict[tuple[str, str], Requests] = {}
+    for kernel, line, (kind, count, parts, fewest, nbytes) in zip(
+        kernels, lines, rows.tolist(), strict=True
+    ):
+        name = kernel.partition("<")[0]
+        requests = found.setdefault((name, SPACES[kind]), Requests())
+        requests.count += count
+        requests.parts += parts
+        requests.fewest += fewest
+        requests.bytes += nbytes
+        if parts > fewest:
+            requests.waste[line] += parts - fewest
+    return found

@@ -1,8 +1,8 @@
 #include "on_host.h"
 
 #include <c10/util/Exception.h>
+#include <pthread.h>
 #include <setjmp.h>
-#include <torch/library.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -16,6 +16,11 @@
 #include <unordered_set>
 #include <utility>
 #include <vector>
+
+#include "host_side.h"
+#include "races.h"
+#include "requests.h"
+#include "thread.h"
 
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/common_interface_defs.h>
@@ -65,6 +70,7 @@ struct Thread {
   jmp_buf here;
   bool has_started = false;
   Wait wait = Wait::kEnd;
+  Place barrier{nullptr, 0};    // at which it waits
   uint32_t lanes = 0;           // that a warp's barrier waits for
   std::vector<uint64_t> given;  // to other lanes, in this block
   const Thread* source = nullptr;
@@ -82,9 +88,15 @@ thread_local std::vector<std::unique_ptr<Thread>> threads;
 thread_local Thread* running = nullptr;
 thread_local jmp_buf scheduler;
 thread_local Stack scheduler_stack;
-thread_local std::function<void()> kernel;
-thread_local std::unique_ptr<char[]> memory;   // of a block, as much as the launch asked for
-thread_local std::unordered_set<void*> begun;  // variables of the block
+thread_local void (*kernel)(const void*) = nullptr;
+thread_local const void* kernel_context = nullptr;
+thread_local std::unique_ptr<char[]> memory;    // of a block, as much as the launch asked for
+thread_local std::unordered_set<void*> begun;   // variables of the block
+thread_local Observed thread_told;              // to the observers
+thread_local std::vector<Range> shared_memory;  // of the block
+thread_local std::set<std::pair<const char*, int>> reached;  // barriers of the launch
+
+Barriers barriers;
 
 [[gnu::noinline]] void leave() {
   if (_setjmp(running->here) == 0) {
@@ -97,7 +109,7 @@ thread_local std::unordered_set<void*> begun;  // variables of the block
 void run_kernels() {
   come_to_stack({}, &scheduler_stack);
   for (;;) {
-    kernel();
+    kernel(kernel_context);
     running->wait = Wait::kEnd;
     leave();
   }
@@ -105,6 +117,10 @@ void run_kernels() {
 
 [[gnu::noinline]] void enter(Thread* thread) {
   running = thread;
+  thread_told.thread = threadIdx.x;
+  const auto bottom = reinterpret_cast<uintptr_t>(thread->memory.get());
+  thread_told.stack = {bottom, bottom + kStackBytes};
+  observed = &thread_told;
   if (_setjmp(scheduler) == 0) {
     leave_stack(scheduler_stack, thread->stack);
     if (thread->has_started) {
@@ -113,6 +129,7 @@ void run_kernels() {
     thread->has_started = true;
     setcontext(&thread->start);
   }
+  observed = nullptr;
   come_to_stack(scheduler_stack, nullptr);
 }
 
@@ -135,9 +152,22 @@ bool all_wait(unsigned first, unsigned count, Wait wait) {
                      [wait](const auto& thread) { return thread->wait == wait; });
 }
 
+void tell_barriers() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  barriers.reached.merge(reached);
+  reached.clear();
+}
+
+// A barrier that the test leaves out still makes threads wait, so that they take no wrong values
+// for an index, but orders nothing.
+bool orders(const Place& barrier) {
+  return barriers.omitted.empty() || name_of(barrier) != barriers.omitted;
+}
+
 // The lanes of a warp that have all for which they wait.
 std::vector<unsigned> released_lanes(unsigned first) {
   std::vector<unsigned> released;
+  uint32_t done = 0;  // lanes that a barrier has ordered
   for (unsigned own = first; own < first + kLanes; ++own) {
     if (threads[own]->wait == Wait::kLane) {
       if (threads[own]->source->given.size() > threads[own]->number) {
@@ -153,6 +183,10 @@ std::vector<unsigned> released_lanes(unsigned first) {
     }
     if (is_complete) {
       released.push_back(own);
+      if ((done >> (own - first) & 1) == 0 && orders(threads[own]->barrier)) {
+        races::cross_warp_barrier(first, threads[own]->lanes);
+      }
+      done |= threads[own]->lanes;
     }
   }
   return released;
@@ -173,20 +207,37 @@ void run_warp(unsigned first) {
   }
 }
 
+bool all_order(unsigned count) {
+  return std::all_of(threads.begin(), threads.begin() + count,
+                     [](const auto& thread) { return orders(thread->barrier); });
+}
+
 void run_block(unsigned count, size_t shared_bytes) {
   std::memset(memory.get(), kNoMeaning, shared_bytes);
   begun.clear();
+  const auto begin = reinterpret_cast<uintptr_t>(memory.get());
+  shared_memory = {{begin, begin + shared_bytes}};
+  races::begin_block(blockIdx.x);
+  if (requests::is_watched()) {
+    requests::begin_block();
+  }
   for (unsigned i = 0; i < count; ++i) {
     threads[i]->given.clear();
   }
   std::vector<unsigned> warps(count / kLanes);
   std::iota(warps.begin(), warps.end(), 0);
-  do {
+  for (;;) {
     std::shuffle(warps.begin(), warps.end(), rng);
     for (const unsigned warp : warps) {
       run_warp(warp * kLanes);
     }
-  } while (all_wait(0, count, Wait::kBlock));
+    if (!all_wait(0, count, Wait::kBlock)) {
+      break;
+    }
+    if (all_order(count)) {
+      races::cross_block_barrier();
+    }
+  }
   const auto has = [count](Wait wait) {
     return std::any_of(threads.begin(), threads.begin() + count,
                        [wait](const auto& each) { return each->wait == wait; });
@@ -203,6 +254,9 @@ void run_block(unsigned count, size_t shared_bytes) {
     TORCH_CHECK(threads[i]->given.size() == threads[i / kLanes * kLanes]->given.size(),
                 "on_host: lanes of a warp have left out a shuffle");
   }
+  if (requests::is_watched()) {
+    requests::end_block();
+  }
 }
 
 void wait_as(Wait wait) {
@@ -210,10 +264,44 @@ void wait_as(Wait wait) {
   leave();
 }
 
+void wait_at(Place barrier, Wait wait) {
+  running->barrier = barrier;
+  reached.emplace(barrier.file, barrier.line);
+  wait_as(wait);
+}
+
+// From a frame of it on, away from those that it calls.
+Range stack_above(const void* frame) {
+  thread_local const void* const end = [] {
+    pthread_attr_t attributes;
+    pthread_getattr_np(pthread_self(), &attributes);
+    void* bottom = nullptr;
+    size_t bytes = 0;
+    pthread_attr_getstack(&attributes, &bottom, &bytes);
+    pthread_attr_destroy(&attributes);
+    return static_cast<const char*>(bottom) + bytes;
+  }();
+  return {reinterpret_cast<uintptr_t>(frame), reinterpret_cast<uintptr_t>(end)};
+}
+
 }  // namespace
 
-void launch(const char* name, unsigned blocks, unsigned count, size_t shared_bytes, int /*stream*/,
-            std::function<void()> thread) {
+std::string name_of(const Place& barrier) {
+  const std::string file = barrier.file;
+  const auto folder = file.rfind('/', file.rfind('/') - 1);
+  return file.substr(folder == std::string::npos ? 0 : folder + 1) + ":" +
+         std::to_string(barrier.line);
+}
+
+thread_local const Observed* observed = nullptr;
+
+bool is_shared(uintptr_t address) {
+  return std::any_of(shared_memory.begin(), shared_memory.end(),
+                     [address](const Range& range) { return range.contains(address); });
+}
+
+void run_launch(const char* name, unsigned blocks, unsigned count, size_t shared_bytes,
+                void (*run)(const void*), const void* context) {
   TORCH_CHECK(blocks > 0 && count > 0 && count <= 1024 && count % kLanes == 0,
               "on_host: no launch of ", blocks, " blocks of ", count, " threads");
   TORCH_CHECK(shared_bytes <= 48 * 1024, "on_host: no block has ", shared_bytes, " bytes");
@@ -222,7 +310,13 @@ void launch(const char* name, unsigned blocks, unsigned count, size_t shared_byt
     launched.emplace_back(name);
   }
   make_threads(count);
-  kernel = std::move(thread);
+  kernel = run;
+  kernel_context = context;
+  thread_told.arguments = stack_above(__builtin_frame_address(0));
+  races::begin_launch(name, count);
+  if (requests::is_watched()) {
+    requests::begin_launch(name, count);
+  }
   memory = std::make_unique<char[]>(shared_bytes);
   blockDim.x = count;
   gridDim.x = blocks;
@@ -233,7 +327,9 @@ void launch(const char* name, unsigned blocks, unsigned count, size_t shared_byt
     blockIdx.x = block;
     run_block(count, shared_bytes);
   }
-  kernel = nullptr;
+  tell_barriers();
+  const auto found = races::end_launch();
+  TORCH_CHECK(found.empty(), found);
 }
 
 void* dynamic_memory() { return memory.get(); }
@@ -241,16 +337,16 @@ void* dynamic_memory() { return memory.get(); }
 void begin_static(void* variable, size_t bytes) {
   if (begun.insert(variable).second) {
     std::memset(variable, kNoMeaning, bytes);
+    const auto begin = reinterpret_cast<uintptr_t>(variable);
+    shared_memory.push_back({begin, begin + bytes});
   }
 }
 
-// The names of the kernels that were launched since the last call.
 std::vector<std::string> take_launched() {
   const std::lock_guard<std::mutex> lock(mutex);
   return std::exchange(launched, {});
 }
 
-// From here on the device has room for so many warps at once.
 void set_warps(int64_t warps) {
   constexpr int64_t kMost = 64;  // of a multiprocessor
   TORCH_CHECK(warps >= 1 && (warps < kMost || warps % kMost == 0),
@@ -263,16 +359,35 @@ void set_warps(int64_t warps) {
   TORCH_CHECK(devices.size() < INT8_MAX, "on_host: too many devices");
 }
 
-TORCH_LIBRARY_FRAGMENT(commhook_on_host, m) {
-  m.def("take_launched() -> str[]", take_launched);
-  m.def("set_warps(int warps) -> ()", set_warps);
+void omit_barrier(const std::string& name) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  barriers.omitted = name;
 }
 
-void wait_for_block() { wait_as(Wait::kBlock); }
+std::vector<std::string> take_barriers() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::set<std::string> names;  // each source that includes a header has its own
+  for (const auto& [file, line] : std::exchange(barriers.reached, {})) {
+    names.insert(name_of({file, line}));
+  }
+  return {names.begin(), names.end()};
+}
 
-void wait_for_warp(uint32_t lanes) {
+void watch_requests(bool is_to_be) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  requests::watch(is_to_be);
+}
+
+std::vector<requests::Cost> take_requests() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return requests::take();
+}
+
+void wait_for_block(Place place) { wait_at(place, Wait::kBlock); }
+
+void wait_for_warp(uint32_t lanes, Place place) {
   running->lanes = lanes;
-  wait_as(Wait::kWarp);
+  wait_at(place, Wait::kWarp);
 }
 
 void wait_for_other_block() { wait_as(Wait::kOtherBlock); }

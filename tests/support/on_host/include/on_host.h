@@ -2,13 +2,15 @@
 // on until a barrier, a warp as far as the block's next one; which goes first is drawn anew, so
 // that a missing barrier shows. A shuffle waits for the lane that it takes from and for no other,
 // as it is no barrier for memory. Shared memory begins with bytes of no meaning in each block, and
-// threads that wait for others that do not come are an error, not a hang.
-#pragma once
+// threads that wait for others that do not come are an error, not a hang. races.h finds accesses
+// that no barrier orders, requests.h counts what the accesses of a warp cost.
+#ifndef COMMHOOK_ON_HOST_H  // precompiled, it is another file than the one of this build
+#define COMMHOOK_ON_HOST_H
 
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <functional>
+#include <tuple>
 #include <type_traits>
 
 #define __host__
@@ -32,17 +34,51 @@ namespace on_host {
 
 constexpr int kLanes = 32;
 
-// Runs the kernel, that is `thread` once for each thread of each block, and returns.
+// Runs run(context) once for each thread of each block, and returns.
+void run_launch(const char* name, unsigned blocks, unsigned threads, size_t shared_bytes,
+                void (*run)(const void* context), const void* context);
+
+// Launches a kernel that is a lambda. Its arguments are evaluated once, as on CUDA.
+template <typename Kernel, typename... Arguments>
+  requires std::is_class_v<Kernel>
+void launch(const char* name, unsigned blocks, unsigned threads, size_t shared_bytes,
+            int /*stream*/, const Kernel& kernel, const Arguments&... arguments) {
+  // On this stack, which the observers know: a thread's reads of its arguments cost no request.
+  const auto call = std::make_pair(&kernel, std::tuple<Arguments...>(arguments...));
+  using Call = decltype(call);
+  run_launch(
+      name, blocks, threads, shared_bytes,
+      [](const void* context) {
+        const auto& [own, values] = *static_cast<const std::remove_const_t<Call>*>(context);
+        std::apply(*own, values);
+      },
+      &call);
+}
+
+// The same for a function, to whose parameters the arguments are converted once.
+template <typename... Parameters>
 void launch(const char* name, unsigned blocks, unsigned threads, size_t shared_bytes, int stream,
-            std::function<void()> thread);
+            void (*kernel)(Parameters...), std::type_identity_t<Parameters>... arguments) {
+  const auto call = [kernel](const Parameters&... values) { kernel(values...); };
+  launch(name, blocks, threads, shared_bytes, stream, call, arguments...);
+}
 
 // The block's memory, of as many bytes as the launch asked for.
 void* dynamic_memory();
 // Fills a block's variable with bytes of no meaning when its first thread comes by.
 void begin_static(void* memory, size_t bytes);
 
-void wait_for_block();
-void wait_for_warp(uint32_t lanes);
+// Where the kernel calls a barrier.
+struct Place {
+  const char* file;
+  int line;
+};
+void wait_for_block(Place place);
+void wait_for_warp(uint32_t lanes, Place place);
+
+// The running thread is about to read and write memory atomically, or has a fence of the device.
+void observe_atomic(const void* memory, size_t bytes, const void* instruction);
+void observe_fence();
 void wait_for_other_block();
 
 // What another lane of the warp gives in its call of the same number. All lanes must call it, as
@@ -61,8 +97,14 @@ inline int lane() { return static_cast<int>(threadIdx.x) % kLanes; }
 
 }  // namespace on_host
 
-inline void __syncthreads() { on_host::wait_for_block(); }
-inline void __syncwarp(uint32_t lanes = 0xffffffffu) { on_host::wait_for_warp(lanes); }
+inline void __syncthreads(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  on_host::wait_for_block({file, line});
+}
+inline void __syncwarp(uint32_t lanes = 0xffffffffu, const char* file = __builtin_FILE(),
+                       int line = __builtin_LINE()) {
+  on_host::wait_for_warp(lanes, {file, line});
+}
+inline void __threadfence() { on_host::observe_fence(); }
 
 template <typename T>
 T __shfl_sync(uint32_t lanes, T value, int from) {
@@ -96,17 +138,26 @@ inline bool __any_sync(uint32_t lanes, bool value) { return __ballot_sync(lanes,
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 
-// Memory is the same for all blocks, which run one after the other.
-inline void __threadfence() {}
-// So a block that waits for another one waits for ever.
+// Blocks run one after the other, so one that waits for another waits for ever.
 inline void __nanosleep(unsigned) { on_host::wait_for_other_block(); }
 
-template <typename T>
-T atomicAdd(T* to, T value) {
-  const T before = *to;
-  *to = before + value;
-  return before;
-}
+// No other thread of the kernel runs meanwhile. The observers are told once, with the caller.
+#define ON_HOST_ATOMIC(name, parameters, after)                          \
+  template <typename T>                                                  \
+  [[gnu::noinline, gnu::no_sanitize("thread")]] T name parameters {      \
+    on_host::observe_atomic(to, sizeof(T), __builtin_return_address(0)); \
+    const T before = *to;                                                \
+    *to = after;                                                         \
+    return before;                                                       \
+  }
+ON_HOST_ATOMIC(atomicAdd, (T * to, T value), before + value)
+ON_HOST_ATOMIC(atomicExch, (T * to, T value), value)
+ON_HOST_ATOMIC(atomicMax, (T * to, T value), before < value ? value : before)
+ON_HOST_ATOMIC(atomicMin, (T * to, T value), value < before ? value : before)
+ON_HOST_ATOMIC(atomicOr, (T * to, T value), before | value)
+ON_HOST_ATOMIC(atomicAnd, (T * to, T value), before& value)
+ON_HOST_ATOMIC(atomicCAS, (T * to, T expected, T value), before == expected ? value : before)
+#undef ON_HOST_ATOMIC
 
 template <typename T>
 T min(T a, T b) {
@@ -157,3 +208,5 @@ using CUDAGuard = on_host::Guard;
 inline int8_t current_device() { return on_host::device; }
 inline int getCurrentCUDAStream() { return 0; }
 }  // namespace c10::cuda
+
+#endif

@@ -1,0 +1,166 @@
+"""Barriers of the CUDA kernels: none is missing, and a missing one is found in every run.
+
+The kernels run on the host. Two accesses race unless a barrier orders them, whatever they happened
+to give (tests/support/on_host/races.h).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from cuda_on_host import NAMESPACE, UNDER_ASAN, cuda_kernels_on_host, load_cuda_on_host, omitted
+from kernel_runs import FORMS, OTHERS, Runs, block_runs, least_block, other_runs
+from repository import ROOT
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(UNDER_ASAN, reason="one sanitizer's code at a time")
+
+RACE = "no barrier orders accesses"
+BARRIER = re.compile(r"\b__sync(?:warp|threads)\(")
+#: One warp at a time, which then has several tiles, and many at once.
+WARPS = (1, 128)
+#: Barriers that a kernel's runs reach and that its accesses do not need: the kernel's runs, the
+#: barrier's line, and the reason.
+NEEDLESS: dict[tuple[str, str], str] = {}
+
+
+@pytest.fixture(autouse=True)
+def loaded() -> Iterator[None]:
+    load_cuda_on_host()
+    yield
+    host().omit_barrier("")
+
+
+def host() -> torch._ops._OpNamespace:
+    return getattr(torch.ops, NAMESPACE)
+
+
+def some_tensors() -> list[Tensor]:
+    """Of several dtypes and lengths, so that pieces begin at all addresses."""
+    torch.manual_seed(0)
+    half = torch.randn(601).half()
+    return [torch.randn(2500), half, torch.randn(3)[1:], torch.randn(4099).bfloat16()[2:]]
+
+
+def runs_of(kind: str) -> list[Runs]:
+    if kind in OTHERS:
+        return [other_runs(kind, [torch.randn(5000), *some_tensors()])]
+    sizes = (least_block(kind), 72 if least_block(kind) == 8 else 64, 256, 1024)
+    return [block_runs(kind, size, shards, some_tensors()) for size in sizes for shards in (1, 3)]
+
+
+def barriers_reached(kind: str) -> set[str]:
+    host().take_barriers()
+    with cuda_kernels_on_host(min(WARPS)):
+        for runs in runs_of(kind):
+            for run in runs.values():
+                run()
+    return set(host().take_barriers())
+
+
+def is_found(runs: Runs, name: str, barrier: str) -> bool:
+    """Whether a run shows that the barrier is missing; if so, it must do so each time."""
+    with omitted(barrier):
+        try:
+            runs[name]()
+        except RuntimeError as error:
+            assert RACE in str(error)
+        else:
+            return False
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=RACE):
+                runs[name]()
+    return True
+
+
+# ---- the detector --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        "none",
+        "neighbouring bytes",
+        "neighbouring vectors",
+        "atomics",
+        "volatile as a flag for nothing",
+        "a barrier of the lanes that share",
+        "shared memory of two blocks",
+        "fences",
+        "a store with release, a load with acquire",
+    ],
+)
+def test_what_is_ordered_does_not_race(right: str) -> None:
+    for _ in range(5):
+        host().racing(right)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "all write one element",
+        "two blocks write one element",
+        "a block reads what another writes",
+        "all read one element, one writes it",
+        "bytes that overlap",
+        "a word of a neighbour's vector",
+        "an atomic and a read",
+        "an atomic and a write",
+        "a read, then a write past a barrier of other lanes",
+        "no fence before the atomic",
+        "no fence after the atomic",
+        "fences of all before the barrier",
+        "a store without release",
+        "a load without acquire",
+    ],
+)
+def test_what_nothing_orders_races_in_every_run(mistake: str) -> None:
+    for _ in range(5):
+        with pytest.raises(RuntimeError, match=rf"{RACE} of racing\n.*broken_kernels.cpp:\d+"):
+            host().racing(mistake)
+    host().racing("none")
+
+
+@pytest.mark.parametrize(
+    "mistake", ["no barrier", "a barrier of the warp alone", "a shuffle as a barrier"]
+)
+def test_a_missing_barrier_races_in_every_run(mistake: str) -> None:
+    for _ in range(5):
+        host().broken("none")
+        with pytest.raises(RuntimeError, match=RACE):
+            host().broken(mistake)
+
+
+# ---- the kernels ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [*FORMS, *OTHERS])
+def test_each_missing_barrier_is_found(kind: str) -> None:
+    """Of each kernel, by the name of its runs up to a comma."""
+    missed: dict[tuple[str, str], bool] = {}
+    for warps in WARPS:
+        with cuda_kernels_on_host(warps):
+            for runs in runs_of(kind):
+                for name, run in runs.items():
+                    host().take_barriers()
+                    run()
+                    for barrier in host().take_barriers():
+                        key = (f"{kind} {name.partition(',')[0]}", barrier)
+                        if missed.get(key, True):
+                            missed[key] = not is_found(runs, name, barrier)
+    never = {key for key, is_missed in missed.items() if is_missed}
+    assert never == {key for key in NEEDLESS if key in missed}
+
+
+def test_all_barriers_are_reached() -> None:
+    written = set()
+    for path in sorted((ROOT / "cuda").glob("*.cu*")):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if BARRIER.search(line.partition("//")[0]):
+                written.add(f"{Path('cuda') / path.name}:{number}")
+    reached = set().union(*(barriers_reached(kind) for kind in [*FORMS, *OTHERS]))
+    assert reached == written
