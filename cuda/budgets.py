@@ -34,7 +34,7 @@ class Loop:
 
     name: str
     values: int
-    wide: dict[str, int]  # least accesses of 16 bytes
+    wide: dict[str, int]  # least accesses of 16 bytes, and other operations that tell the loop
     narrow: int  # most accesses of fewer bytes: the parameters of a block
     instructions: tuple[float, float, float]  # most a value, for ARCHITECTURES
 
@@ -125,9 +125,39 @@ def reduce(codec: str, random: bool, error: bool, message: Each, most: Each) -> 
     return register_kernel(rf"reduce_kernel<{codec}, {flags}", 128, (16, 16, 16), *loops)
 
 
+def flatten(types: str, registers: int, warps: tuple[int, int, int], *loops: Loop) -> Budget:
+    """Of a buffer of these dtypes, in blocks of 256 threads without shared memory."""
+    return Budget(rf"flatten_kernel<(?:{types}), \d+>", registers, 256, 0, warps, loops)
+
+
+#: Four vectors at once, and two where the source lies past an aligned address.
+COPIED = {"LDG.128": 4, "STG.128": 4}
+SHIFTED = {"LDG.128": 4, "STG.128": 2}
+FLATTEN = (
+    flatten(
+        "Half|BFloat16",
+        48,
+        (40, 40, 40),
+        Loop("copied", 32, COPIED, 0, (1, 1, 1)),
+        Loop("scaled", 32, COPIED | {"FMUL": 32}, 0, (6, 6, 6)),
+        Loop("shifted", 16, SHIFTED | {"SHF": 8}, 0, (4, 4, 4)),
+        Loop("shifted and scaled", 16, SHIFTED | {"SHF": 8, "FMUL": 16}, 0, (8, 8, 8)),
+    ),
+    flatten(
+        "float",
+        64,
+        (32, 40, 40),
+        Loop("copied", 16, COPIED, 0, (2, 2, 2)),
+        Loop("scaled", 16, COPIED | {"FMUL": 16}, 0, (3, 3, 3)),
+        Loop("shifted", 8, SHIFTED | {"SEL": 4}, 0, (6, 6, 6)),
+        Loop("from 2 bytes", 16, {"STG.128": 4, "LDG": 4}, 4, (4, 4, 4)),
+    ),
+)
+
 #: The budgets of codecs: nearest rounding, with error feedback, with random rounding, with both.
 #: All are for sm_80, sm_90 and sm_100.
 BUDGETS = (
+    *FLATTEN,
     encode(SYMMETRIC_8, False, False, (20, 20, 20), (15, 15, 15)),
     encode(SYMMETRIC_8, False, True, (16, 16, 16), (22, 22, 22)),
     encode(SYMMETRIC_8, True, False, (16, 16, 16), (29, 29, 29)),
@@ -209,7 +239,7 @@ class Checks:
     ) -> None:
         name = plain_name(kernel)
         rows = [row for row, each in enumerate(self.table) if re.fullmatch(each.kernel, name)]
-        if not rows and name.startswith("register_"):
+        if not rows and name.startswith(("register_", "flatten_kernel<float", "flatten_kernel<Half")):
             self.faults.append(f"{name}: budgets.py has no row for it")
         for row in rows:
             budget = self.table[row]
