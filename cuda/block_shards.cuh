@@ -72,8 +72,8 @@ void reduce_shards(at::TensorList messages, const at::Tensor& message,
   const c10::cuda::CUDAGuard guard(message.device());
   const auto shards = shard_table(messages);
   const WideError lost(error);
-  const auto grid =
-      grid_of<Codec>({layout, 0, 0, 0}, 0, layout.numel(), scale, codecs::is_there(rounding));
+  const auto grid = grid_of<Codec>(reduce_shards_kernel<Codec>, {layout, 0, 0, 0}, 0,
+                                   layout.numel(), scale, codecs::is_there(rounding));
   reduce_shards_kernel<Codec>
       <<<grid.blocks, grid.threads, grid.shared, c10::cuda::getCurrentCUDAStream()>>>(
           shards, grid.work, failure_of(failed), seed_of(rounding), lost.data(),
