@@ -20,7 +20,7 @@ from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.codecs.block_codec import BlockCodec
 from torch_commhook.collectives import compressed_all_reduce
 from torch_commhook.collectives.sum_arguments import shard_range
-from torch_commhook.collectives.symmetric import SymmetricBuffers
+from torch_commhook.collectives.symmetric_memory import SymmetricBuffers
 from torch_commhook.collectives.symmetric_ops import (
     control_words,
     symmetric_barrier,
@@ -276,9 +276,9 @@ def test_what_a_sum_of_shards_refuses(is_fake: bool) -> None:
             reduce([], message, 100)
         with pytest.raises(ValueError, match="messages must be 1 to 16 tensors"):
             reduce([good] * 17, message, 100)
-        with pytest.raises(ValueError, match=r"messages\[1\] must .*hold 104 bytes"):
+        with pytest.raises(ValueError, match=r"messages\[1\] must .*hold 128 bytes"):
             reduce([good, short], message, 100)
-        with pytest.raises(ValueError, match=r"message must .*hold 104 bytes"):
+        with pytest.raises(ValueError, match=r"message must .*hold 128 bytes"):
             reduce([good, good], short, 100)
         with pytest.raises(TypeError, match=r"messages\[0\] must be of dtype uint8"):
             reduce([good.char(), good], message, 100)

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankPool
+from symmetric_files import with_files
 from torch import Tensor
 
 from torch_commhook import ProcessGroup
@@ -29,55 +27,6 @@ from torch_commhook.step.step_group import StepGroup
 
 CODEC = CODECS["blockwise"]()
 CUDA = torch.device("cuda", 0)
-
-
-class Files:
-    """Stands in for PyTorch's symmetric memory.
-
-    Args:
-        rank: this one.
-        folder: of the files.
-        fails: "allocate" or "share", where that raises.
-    """
-
-    def __init__(self, rank: int, folder: str, fails: str) -> None:
-        self.rank, self.folder, self.fails = rank, folder, fails
-        self.numbers = count()
-
-    def allocate(self, nbytes: int, _device: object, group: dist.ProcessGroup) -> Any:
-        if self.fails == "allocate":
-            raise MemoryError("there is none left")
-        number = next(self.numbers)
-
-        def of_rank(rank: int) -> Tensor:
-            path = f"{self.folder}/{number} of rank {rank}"
-            return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
-
-        memory = of_rank(self.rank)
-
-        def share() -> tuple[list[Tensor], object]:
-            if self.fails == "share":
-                raise RuntimeError("the driver shares nothing")
-            return [of_rank(rank) for rank in range(group.size())], memory
-
-        return symmetric._Allocation(memory, share)
-
-
-@contextmanager
-def with_files(
-    rank: int, folder: str, *, obstacle: str = "", machine: str = "m", gpu: str = "", **more: str
-) -> Iterator[Files]:
-    files = Files(rank, folder, more.get("fails", ""))
-    place = symmetric._Place(obstacle, machine, gpu or f"gpu {rank}", more.get("torch", "2"))
-    with ExitStack() as stack:
-        for name, double in [
-            ("_may_share", lambda *_: True),
-            ("_own_place", lambda _: place),
-            ("_missing_link", lambda *_: more.get("link", "")),
-            ("_allocate", files.allocate),
-        ]:
-            stack.enter_context(mock.patch.object(symmetric, name, double))
-        yield files
 
 
 def summed(rank: int, numel: int, buffers: MessageBuffers | None) -> Tensor:

@@ -19,7 +19,7 @@ from torch_commhook.codecs.block_codec import BlockCodec
 from torch_commhook.collectives import compressed, compressed_all_reduce
 from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.collectives.sum_arguments import shard_range
-from torch_commhook.collectives.symmetric import SymmetricBuffers
+from torch_commhook.collectives.symmetric_memory import SymmetricBuffers
 from torch_commhook.testing import run_ranks
 
 BLOCK_CODECS: list[Codec] = [

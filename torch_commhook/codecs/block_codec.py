@@ -141,6 +141,11 @@ class BlockCodec(Codec):
         self._form = form
         self._settings = settings
 
+    @property
+    def block_size(self) -> int:
+        """Values in a block."""
+        return self._form.block_size
+
     def _call(self, method: str, *arguments: Any, **more: Any) -> None:
         operator = getattr(torch.ops.commhook, f"{self._name}_{method}")
         operator(*arguments, **more, **self._settings)

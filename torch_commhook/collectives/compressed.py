@@ -25,11 +25,8 @@ from torch_commhook.collectives.sum_arguments import (
     check_out,
     listed_tensors,
 )
-from torch_commhook.collectives.symmetric import (
-    SymmetricBuffers,
-    shared_timeout,
-    symmetric_buffers,
-)
+from torch_commhook.collectives.symmetric import shared_timeout, symmetric_buffers
+from torch_commhook.collectives.symmetric_memory import SymmetricBuffers
 from torch_commhook.metrics import CallMeter, note_collective
 from torch_commhook.native.tensor_checks import check_flat
 

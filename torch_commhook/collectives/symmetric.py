@@ -3,11 +3,13 @@
 PyTorch's symmetric memory (``torch.distributed._symmetric_memory``) lets the kernels of one GPU
 read the memory of others. A compressed sum then needs no collective: each rank encodes its values
 where the others see them, adds up its shard of all messages and encodes the sum in one kernel, and
-reads the encoded sums of all ranks. Two barriers order these steps (:func:`symmetric_barrier`).
+reads the encoded sums of all ranks. Two barriers order these steps (``symmetric_barrier``). Ranks
+that try new memory out and get other bits than the collectives' stay with the collectives.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -28,136 +30,20 @@ from torch_commhook.codecs.base import Codec, Shard
 from torch_commhook.codecs.block_codec import BlockCodec
 from torch_commhook.codecs.checks import MOST_RANKS
 from torch_commhook.collectives.agreement import gather
+from torch_commhook.collectives.gloo_groups import group_name
 from torch_commhook.collectives.message_buffers import MessageBuffers
-from torch_commhook.collectives.symmetric_ops import (
-    control_words,
-    symmetric_barrier,
-    symmetric_gather,
+from torch_commhook.collectives.symmetric_memory import SymmetricBuffers
+from torch_commhook.collectives.symmetric_trial import (
+    TRIAL_TIMEOUT,
+    MissedRankError,
+    trial_shards,
+    try_out,
 )
 
 #: "0" keeps compressed sums off symmetric memory.
 VARIABLE = "COMMHOOK_SYMMETRIC_MEMORY"
 
-_ALIGNMENT = 256  # of each region, in bytes: two sectors of 128
-
-
-def _filled_up(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-class SymmetricBuffers:
-    """One bucket's memory on every rank: controls of barriers, a message, a message of a sum.
-
-    A rank writes to its own memory, and to its signals in the controls of the others. It writes its
-    message anew only after the second barrier, when all ranks have read the last one, and its sum
-    after the first, when all have read the last sum. So a call needs no third barrier.
-
-    Args:
-        memories: of each rank, in order: flat, uint8, :meth:`bytes_for` of them, zeros before any
-            rank uses them, at addresses that are multiples of 16.
-        rank: this one.
-        message_bytes, sum_bytes: the largest message, and the largest message of a sum.
-        kept: what the memories depend on.
-    """
-
-    def __init__(
-        self,
-        memories: Sequence[Tensor],
-        rank: int,
-        message_bytes: int,
-        sum_bytes: int,
-        kept: object = None,
-    ) -> None:
-        ranks = len(memories)
-        words = control_words(ranks)
-        self.rank = rank
-        self.capacity = message_bytes, sum_bytes
-        self._kept = kept
-        self._memories = list(memories)
-        self._message_start = _filled_up(8 * words)
-        self._sum_start = self._message_start + _filled_up(message_bytes)
-        self._controls = [memory[: 8 * words].view(torch.int64) for memory in memories]
-        #: 0, or 1 plus the rank that this one has missed at a barrier.
-        self.failed = self._controls[rank][words - 1 :]
-        # What the device has said of that last: read without waiting for it.
-        self._seen = self.failed
-        if self.failed.is_cuda:
-            self._seen = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-        self._sizes: list[int] | None = None
-        self._views: _Views
-
-    @staticmethod
-    def bytes_for(ranks: int, message_bytes: int, sum_bytes: int) -> int:
-        """The bytes of one rank's memory."""
-        start = _filled_up(8 * control_words(ranks)) + _filled_up(message_bytes)
-        return start + _filled_up(sum_bytes)
-
-    def fits(self, sizes: Sequence[int]) -> bool:
-        """Whether there is room for messages with shards of so many bytes."""
-        message_bytes, sum_bytes = self.capacity
-        return sum(sizes) <= message_bytes and max(sizes) <= sum_bytes
-
-    def views(self, sizes: Sequence[int]) -> _Views:
-        """The tensors of a call whose messages have shards of so many bytes, one for each rank."""
-        if self._sizes != list(sizes):
-            own = self._memories[self.rank]
-            begin = self._message_start + sum(sizes[: self.rank])
-            end = begin + sizes[self.rank]
-            self._views = _Views(
-                own[self._message_start :][: sum(sizes)],
-                [memory[begin:end] for memory in self._memories],
-                own[self._sum_start :][: sizes[self.rank]],
-                [
-                    memory[self._sum_start :][:size]
-                    for memory, size in zip(self._memories, sizes, strict=True)
-                ],
-            )
-            self._sizes = list(sizes)
-        return self._views
-
-    def barrier(self, timeout: timedelta) -> None:
-        """:func:`symmetric_barrier` of the group's ranks."""
-        symmetric_barrier(self._controls, self.rank, timeout=timeout.total_seconds())
-
-    def gather(self, shards: Sequence[Tensor], message: Tensor) -> None:
-        """:func:`symmetric_gather`, of NaNs where a barrier has failed."""
-        symmetric_gather(shards, message, failed=self.failed)
-        if self._seen is not self.failed:
-            self._seen.copy_(self.failed, non_blocking=True)
-
-    def check(self) -> None:
-        """Refuse to go on after a failure that the device has told of.
-
-        Raises:
-            RuntimeError: an earlier barrier has failed.
-        """
-        missed = int(self._seen)
-        if missed:
-            raise RuntimeError(
-                f"compressed_all_reduce: rank {missed - 1} of the group has not come to an earlier "
-                "sum over symmetric memory in time, or had given up; the results of that sum "
-                "are NaN. The group cannot go on: make a new one, from a checkpoint"
-            )
-
-    def give_up(self) -> None:
-        """Tell the other ranks that this one comes to no barrier any more; they then fail, too.
-
-        On CUDA in the order of the current stream.
-        """
-        self.failed.fill_(1 + self.rank)
-        if self._seen is not self.failed:
-            self._seen.fill_(1 + self.rank)
-        self.barrier(timedelta(seconds=1))  # sends the signal, and does not wait
-
-
-class _Views(NamedTuple):
-    message: Tensor  # this rank's
-    shards: list[Tensor]  # this rank's shard in the message of each rank
-    sum: Tensor  # this rank's
-    sums: list[Tensor]  # of each rank
-
-
-# ---- groups that have it -------------------------------------------------------------------------
+_log = logging.getLogger(__name__)
 
 
 class _Allocation(NamedTuple):
@@ -172,6 +58,8 @@ _obstacles: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyD
 _memories: weakref.WeakKeyDictionary[
     MessageBuffers, tuple[weakref.ref[dist.ProcessGroup], SymmetricBuffers]
 ] = weakref.WeakKeyDictionary()
+#: The codecs, as they print, with which a group's ranks have tried shared memory out.
+_proven: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
 
 
 def symmetric_buffers(
@@ -184,8 +72,10 @@ def symmetric_buffers(
     """The shared memory for a compressed sum; None where the group, codec or device has none.
 
     All ranks must call it alike. The first call for a group compares what the ranks can, and the
-    first call for ``buffers`` makes their memory: both wait for the other ranks. Later calls wait
-    for nothing. Memory is made anew if a message outgrows it, and freed with ``buffers``.
+    first call for ``buffers`` makes their memory, which the ranks try out. So do they, in memory of
+    its own, when a group has a codec for the first time. All of these wait for the other ranks and
+    the device. Later calls wait for nothing. Memory is made anew if a message outgrows it, and
+    freed with ``buffers``. While a CUDA graph is captured, none is made or tried out.
 
     Args:
         buffers: the caller's, which stay from call to call; None for none.
@@ -199,20 +89,26 @@ def symmetric_buffers(
     """
     if buffers is None or not _may_share(codec, device, group):
         return None
+    assert isinstance(codec, BlockCodec)
     sizes = [shard.nbytes for shard in shards]
-    known = _memories.get(buffers)
-    if known is not None and known[0]() is group:
-        known[1].check()
-        if known[1].fits(sizes):
-            return known[1]
-    if _obstacles.get(group) or _is_capturing(device):
+    of_group, known = _memories.get(buffers, (None, None))
+    has_room = False
+    if known is not None and of_group is not None and of_group() is group:
+        known.check()
+        has_room = known.fits(sizes)
+    if _obstacles.get(group):
+        return None
+    if has_room and repr(codec) in _proven.get(group, ()):
+        return known
+    if _is_capturing(device):
         return None
     if group not in _obstacles:
         _obstacles[group] = _obstacle(group, device)
         if _obstacles[group]:
             return None
-    old = None if known is None else known[1].capacity
-    made = _make(sizes, old, device, group)
+    if has_room:  # a CUDA graph may use it, which a trial that fails must not end
+        return None if _make(sizes, None, codec, device, group) is None else known
+    made = _make(sizes, None if known is None else known.capacity, codec, device, group)
     if made is not None:
         _memories[buffers] = weakref.ref(group), made
     return made
@@ -341,13 +237,20 @@ def _nvlinks() -> list[list[int]] | None:
 def _make(
     sizes: Sequence[int],
     old: tuple[int, int] | None,
+    codec: BlockCodec,
     device: torch.device,
     group: dist.ProcessGroup,
 ) -> SymmetricBuffers | None:
-    """New memory of all ranks; None where one of them cannot have it. All ranks must call it."""
+    """New memory of all ranks, tried out with a codec. All ranks must call it.
+
+    None where one of them cannot have it, or has got wrong bits; no rank keeps its memory then.
+    """
+    ranks, rank = group.size(), dist.get_rank(group)
+    tried = [shard.nbytes for shard in trial_shards(codec, ranks)]
     least = (0, 0) if old is None else old
-    message_bytes, sum_bytes = max(sum(sizes), least[0]), max(max(sizes), least[1])
-    nbytes = SymmetricBuffers.bytes_for(group.size(), message_bytes, sum_bytes)
+    message_bytes = max(sum(sizes), sum(tried), least[0])
+    sum_bytes = max(*sizes, *tried, least[1])
+    nbytes = SymmetricBuffers.bytes_for(ranks, message_bytes, sum_bytes)
     with torch.inference_mode(False), torch.no_grad():
         made: Any = _together(group, lambda: _allocate(nbytes, device, group))
         if made is None:
@@ -355,21 +258,46 @@ def _make(
         shared: Any = _together(group, made.share)
         if shared is None:
             return None
-        memories, kept = shared
-        return SymmetricBuffers(memories, dist.get_rank(group), message_bytes, sum_bytes, kept)
+
+        def tried_out() -> SymmetricBuffers:
+            memories, kept = shared
+            memory = SymmetricBuffers(memories, rank, message_bytes, sum_bytes, kept)
+            timeout = min(TRIAL_TIMEOUT, shared_timeout(group, device))
+            try_out(memory, codec, ranks, device, timeout=timeout)
+            return memory
+
+        memory: SymmetricBuffers | None = _together(group, tried_out)
+    if memory is not None:
+        _proven.setdefault(group, set()).add(repr(codec))
+    elif rank == 0:
+        # Not a warning of Python's: where that is an error, this rank alone would raise.
+        _log.warning(
+            "torch_commhook: compressed sums of process group %r use its collectives, not memory "
+            "that its GPUs share: a trial of that failed on %s",
+            group_name(group),
+            _obstacles[group],
+        )
+    return memory
 
 
 def _together(group: dist.ProcessGroup, step: Callable[[], Any]) -> Any:
     """What a step gives; None, and the group's obstacle is known, where it fails on one rank."""
-    result, text = None, ""
+    result, text, has_missed = None, "", False
     try:
         result = step()
     except Exception as error:  # whatever the driver says
-        text = f"{type(error).__name__}: {error}"
-    told: list[str] = gather(group, text) or ["torch.distributed does not know the group"]
-    failed = [f"rank {rank}: {each}" for rank, each in enumerate(told) if each]
+        has_missed = isinstance(error, MissedRankError)
+        text = str(error) if has_missed else f"{type(error).__name__}: {error}"
+    told: list[tuple[str, bool]] | None = gather(group, (text, has_missed))
+    if told is None:
+        told = [("torch.distributed does not know the group", False)]
+    failed = [f"rank {rank}: {each}" for rank, (each, _) in enumerate(told) if each]
+    # A rank that has failed is missed by others, which say nothing of the reason.
+    first = [
+        f"rank {rank}: {each}" for rank, (each, missed) in enumerate(told) if each and not missed
+    ]
     if failed:
-        _obstacles[group] = failed[0]
+        _obstacles[group] = first[0] if first else "; ".join(failed)
         return None
     return result
 
