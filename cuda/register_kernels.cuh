@@ -293,14 +293,13 @@ __global__ void __launch_bounds__(kRegisterThreads, kMany ? 4 : 6)
                            reinterpret_cast<const float*>(messages + place.parameters), count,
                            stride, shared + offset, lane);
             });
-        __syncwarp();
         if (kMany) {
 #pragma unroll 1
           for (int i = lane; i < length_of(run); i += kWarpSize) {
-            shared[i] *= work.scale;
+            shared[i] *= work.scale;  // which this lane has decoded
           }
-          __syncwarp();
         }
+        __syncwarp();
         unflatten_run(table, shared - run.begin, 1.0, run, lane);
       });
 }
@@ -338,7 +337,7 @@ __global__ void __launch_bounds__(kRegisterThreads, 4)
                            reinterpret_cast<const float*>(messages + place.parameters), count,
                            stride, shared + offset, lane);
             });
-        __syncwarp();
+        // No barrier: each lane compensates the values that it has decoded.
         encode_last_blocks<Codec, kRandom, kError>(work, lane, key, first_block_of(own, at),
                                                    position, length_of(run), shared, error,
                                                    message);

@@ -376,7 +376,11 @@ __device__ void encode_block(const Codec& codec, int count, float scale, const D
     p[i] = value;
     measured.add(value);
   }
-  __syncwarp();
+  // Otherwise a lane has the same values throughout.
+  constexpr bool kIsShared = kValuesPerByte<Codec> > 1;
+  if constexpr (kIsShared) {
+    __syncwarp();
+  }
   take_largest_of_block(kWarpSize, measured);
   float own[Codec::kParameters];
   typename Codec::Quantizer quantizer;
@@ -389,7 +393,9 @@ __device__ void encode_block(const Codec& codec, int count, float scale, const D
           static_cast<uint8_t>(message_byte(codec, p, count, c, kRandom, key, block, quantizer));
     }
   }
-  __syncwarp();
+  if constexpr (kIsShared) {
+    __syncwarp();
+  }
   if (error != nullptr && is_sent) {
 #pragma unroll 1
     for (int i = lane; i < count; i += kWarpSize) {
