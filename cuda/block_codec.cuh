@@ -73,8 +73,9 @@ __global__ void __launch_bounds__(kThreads, 3)
   });
 }
 
+// Without a least number of blocks the compiler spills to make room for a third one.
 template <typename Codec, int kCapacity>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, Codec::kBits == 4 ? 1 : 2)
     decode_kernel(const __grid_constant__ TensorTable<void, kCapacity> table, const BlockWork work,
                   const uint8_t* messages, int64_t count) {
   const Codec codec;

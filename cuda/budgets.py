@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import machine_code
@@ -239,7 +239,9 @@ class Checks:
     ) -> None:
         name = plain_name(kernel)
         rows = [row for row, each in enumerate(self.table) if re.fullmatch(each.kernel, name)]
-        if not rows and name.startswith(("register_", "flatten_kernel<float", "flatten_kernel<Half")):
+        if not rows and name.startswith(
+            ("register_", "flatten_kernel<float", "flatten_kernel<Half")
+        ):
             self.faults.append(f"{name}: budgets.py has no row for it")
         for row in rows:
             budget = self.table[row]
@@ -253,6 +255,13 @@ class Checks:
                     self.faults.append(f"{where}: {accesses[kind]} {kind}, at least {least} asked")
             if not budget.divides and machine_code.divides_64_bits(kernel):
                 self.faults.append(f"{where}: divides integers of 64 bits")
+
+    def unmatched(self, archs: Iterable[str]) -> Iterator[str]:
+        """A line for each row that no kernel of one of a whole library's architectures matches."""
+        for row, budget in enumerate(self.table):
+            for arch in sorted(set(archs) & set(ARCHITECTURES)):
+                if (row, arch) not in self.registers:
+                    yield f"{budget.kernel} ({arch}): budgets.py has a row that no kernel matches"
 
     def outcomes(self) -> Iterator[tuple[bool, str]]:
         """Whether each check has passed, and a line for it."""

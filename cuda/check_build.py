@@ -229,7 +229,9 @@ def check_resources(report: Report, cuobjdump: Path, library: Path) -> None:
         )
 
 
-def check_machine_code(report: Report, cuobjdump: Path, library: Path) -> None:
+def check_machine_code(
+    report: Report, cuobjdump: Path, library: Path, is_whole: bool = True
+) -> None:
     """Checks accesses, spills and budgets in the disassembly, which is read once."""
     checks = budgets.Checks()
     counts: dict[tuple[str, str], Counter[str | None]] = {}
@@ -243,6 +245,9 @@ def check_machine_code(report: Report, cuobjdump: Path, library: Path) -> None:
     check_vectors(report, counts)
     for passed, line in checks.outcomes():
         report.check(passed, line)
+    if is_whole:
+        for line in checks.unmatched(arch for _, arch in counts):
+            report.check(False, line)
 
 
 def disassembled(cuobjdump: Path, library: Path) -> Iterator[machine_code.Kernel]:
@@ -328,7 +333,7 @@ def main() -> int:
             raise SystemExit("check_build: cuobjdump is in the CUDA toolkit, or beside triton")
         for path in arguments.objects:
             check_resources(report, cuobjdump, path)
-            check_machine_code(report, cuobjdump, path)
+            check_machine_code(report, cuobjdump, path, is_whole=False)
         return report.end()
     library = library_at(arguments.library)
     torch.ops.load_library(library)

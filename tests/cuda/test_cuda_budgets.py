@@ -115,3 +115,21 @@ def test_a_division_of_64_bits_fails(modules: tuple[ModuleType, ModuleType]) -> 
     assert [line for passed, line in checks.outcomes() if not passed] == [
         "register_kernel<8> (sm_90): divides integers of 64 bits"
     ]
+
+
+def test_a_row_that_no_kernel_matches_fails(modules: tuple[ModuleType, ModuleType]) -> None:
+    budgets, machine_code = modules
+    budget = budgets.Budget("register_kernel<8>", 64, 128, 16_384, (0, 32, 0), ())
+    checks = budgets.Checks((budget, replace(budget, kernel="another")))
+    (kernel,) = machine_code.kernels_in(listing(LOOP))
+    checks.add(kernel, 64, Counter())
+    assert list(checks.unmatched(["sm_90", "sm_70"])) == [
+        "another (sm_90): budgets.py has a row that no kernel matches"
+    ]
+
+
+def test_other_operations_tell_loops_apart(modules: tuple[ModuleType, ModuleType]) -> None:
+    _, machine_code = modules
+    (kernel,) = machine_code.kernels_in(listing(LOOP))
+    assert machine_code.shortest_loop(kernel, {"FADD": 1}) is not None
+    assert machine_code.shortest_loop(kernel, {"FMUL": 1}) is None

@@ -59,7 +59,7 @@ class SymmetricBuffers:
         # What the device has said of that last: read without waiting for it.
         self._seen = self.failed
         if self.failed.is_cuda:
-            self._seen = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+            self._seen = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)
         self._sizes: list[int] | None = None
         self._views: _Views
 

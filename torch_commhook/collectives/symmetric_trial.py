@@ -105,7 +105,9 @@ def _given(codec: BlockCodec, rank: int, ranks: int, step: int, device: torch.de
     shard_error = values[: trial_shards(codec, ranks)[rank].numel].flip(0) * 2.0**-6
     rounding: tuple[Tensor | None, Tensor | None] = (None, None)
     if codec.is_random:
-        seeds = torch.tensor([[7 + rank, step], [90 + rank, step]], device=device)
+        seeds = torch.tensor(
+            [[7 + rank, step], [90 + rank, step]], dtype=torch.int64, device=device
+        )
         rounding = seeds[0], seeds[1]
     error = values.flip(0) * 2.0**-6 if step > 0 else None
     return _Given(values, error, shard_error, rounding)
