@@ -132,6 +132,32 @@ def test_a_second_stage_follows_the_next_first_one(log: Log, name: str, road: st
         assert of_steps(log[rank], "12" * BUCKETS), log[rank]
 
 
+class TwoKinds(nn.Module):
+    """DDP's second bucket has the float64 layer alone, also when it has formed buckets anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double_layer = nn.Linear(20, 20, bias=False, dtype=torch.float64)
+        self.layers = nn.ModuleList(nn.Linear(20, 20, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[1](self.layers[0](x))
+        return self.layers[2](self.double_layer(x.double()).float())
+
+
+def _forms_buckets_anew(rank: int) -> None:
+    trained = DDP(TwoKinds(), bucket_cap_mb=0.001)
+    handle = attach(trained, _blockwise())
+    for _ in range(3):
+        trained(torch.ones(4, 20)).square().sum().backward()
+    handle.remove()
+
+
+def test_a_bucket_that_stays_is_not_taken_for_the_last(log: Log) -> None:
+    run_ranks(_forms_buckets_anew, 2)
+    assert all("".join(letters) == "1122" + "11212122" * 2 for letters in log.values()), log
+
+
 def _joins(rank: int, road: str) -> None:
     """Rank 1 has one batch more."""
     trained, handle = _wrapped(Layers(), road, _blockwise())
@@ -176,34 +202,47 @@ class FailsAt:
         return self._real(*args, **keywords)
 
 
-def _fails(rank: int, road: str, stage: str) -> tuple[list[str], int]:
+def _fails(rank: int, road: str, stage: str, call: int) -> tuple[list[str], list[str], int]:
+    """Fails in the third step, when it calls a codec's method so often."""
     model = Layers()
     hook = hooks.blockwise(8, 64)
     fails = vars(hook.codec)[stage] = FailsAt(hook.codec, stage)
     trained, handle = _wrapped(model, road, hook)
-    said = []
+    said, notes = [], []
     for number in range(3):
         if number == 2:
-            fails.left = 2
+            fails.left = call
         try:
             trained(torch.ones(4, 20)).square().sum().backward()
             said.append("good")
         except OwnError as error:
             said.append(str(error))
+            notes = [note for note in getattr(error, "__notes__", []) if "stage" in note]
     handle.remove()
-    return said, len(handle._attached.second_stages)
+    return said, notes, len(handle._attached.second_stages)
 
 
 @pytest.mark.parametrize("road", ["module", "ddp"])
 @pytest.mark.parametrize("stage", ["encode", "reduce"])
 def test_a_failure_lets_those_fail_that_wait(log: Log, stage: str, road: str) -> None:
     """On all ranks: none of them issues a stage behind it, or waits for one that never comes."""
-    for said, waiting in run_ranks(lambda rank: _fails(rank, road, stage), 2):
+    for said, _, waiting in run_ranks(lambda rank: _fails(rank, road, stage, 2), 2):
         assert said == ["good", "good", "boo"]
         assert waiting == 0
     issued = "1" if stage == "encode" else "1121"
     first = "12" if road == "ddp" else "112122"
     assert all("".join(letters) == f"{first}112122{issued}" for letters in log.values()), log
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+@pytest.mark.parametrize("road", ["module", "ddp"])
+def test_a_note_names_the_bucket_before_where_its_stage_failed(road: str) -> None:
+    """Not where the last bucket's own stage did."""
+    for call, found in [(2, ["in the second stage of the bucket before"]), (3, [])]:
+        for said, notes, waiting in run_ranks(
+            lambda rank, n=call: _fails(rank, road, "reduce", n), 2
+        ):
+            assert (said[-1], notes, waiting) == ("boo", found, 0)
 
 
 def _leaves_the_bucket(rank: int) -> int:

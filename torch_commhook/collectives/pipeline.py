@@ -52,8 +52,6 @@ class SecondStages:
             try:
                 waiting.issue()
             except BaseException as error:
-                if hasattr(error, "add_note"):  # whoever calls this names the next bucket
-                    error.add_note("in the second stage of the bucket before")
                 waiting.failed(error)
                 self.give_up(error)
                 raise
