@@ -24,10 +24,10 @@ BUCKETS = 3
 class Layers(nn.Module):
     """As many buckets as layers. Of one layer some ranks' gradients may be missing."""
 
-    def __init__(self) -> None:
+    def __init__(self, bias: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(20, 20, bias=False) for _ in range(BUCKETS))
+        self.layers = nn.ModuleList(nn.Linear(20, 20, bias=bias) for _ in range(BUCKETS))
         self.left_out: int | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,8 +79,8 @@ def _wrapped(model: Layers, road: str, hook: Any) -> tuple[nn.Module, Any]:
     return wrapped, attach(wrapped, hook)
 
 
-def _train(rank: int, road: str, make: Callable[[], Any]) -> list[Tensor]:
-    model = Layers()
+def _train(rank: int, road: str, make: Callable[[], Any], bias: bool = False) -> list[Tensor]:
+    model = Layers(bias)
     trained, handle = _wrapped(model, road, make())
     for number in range(3):
         model.left_out = 1 if road == "unused" and rank == number == 1 else None
@@ -130,6 +130,25 @@ def test_a_second_stage_follows_the_next_first_one(log: Log, name: str, road: st
         assert all(map(torch.equal, got[rank], want[rank]))
         assert of_steps(overlapping[rank], "112122"), overlapping[rank]
         assert of_steps(log[rank], "12" * BUCKETS), log[rank]
+
+
+def _parts() -> Any:
+    return hooks.policy([("dim <= 1", hooks.fp8()), ("*.0.*", hooks.powersgd(2))], _blockwise())
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_the_parts_of_a_policy_follow_each_other(log: Log, road: str) -> None:
+    """Also across the buckets, each of which has a weight and a bias."""
+    got = run_ranks(lambda rank: _train(rank, road, _parts, bias=True), 2)
+    first = "" if road in ("module", "unused") else "112122"  # DDP's one bucket has three parts
+    step = "1" + "12" * (2 * BUCKETS - 1) + "2"
+    steps = step * (2 if first else 3)
+    assert all("".join(letters) == first + steps for letters in log.values()), log
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hooks.Hook, "lets_stages_wait", False)
+        want = run_ranks(lambda rank: _train(rank, road, _parts, bias=True), 2)
+    for rank in range(2):
+        assert all(map(torch.equal, got[rank], want[rank]))
 
 
 class TwoKinds(nn.Module):
