@@ -259,9 +259,9 @@ class DdpRoad:
         return None if self._attached is None else self._watched.change()
 
     def _numbers_buckets(self) -> bool:
-        """Whether a step's buckets have numbers in order.
+        """Whether the buckets of a step have the numbers 0, 1, 2 and so on, and come in this order.
 
-        Not with a static graph: DDP numbers none in its first step.
+        False for a static graph: in its first step DDP gives each bucket the number 0.
         """
         model = self.model()
         return model is not None and not model.static_graph

@@ -27,7 +27,7 @@ class _Waiting(NamedTuple):
 
 
 class SecondStages:
-    """Second stages that wait, of one hook's steps. Buckets come one after another."""
+    """The second stages that wait in a step of one attached hook, in the order of its buckets."""
 
     def __init__(self) -> None:
         self._waiting: deque[_Waiting] = deque()
