@@ -284,6 +284,34 @@ def test_a_failure_before_the_hook_lets_those_fail_that_wait(log: Log) -> None:
     assert all("".join(letters) == "121121221" for letters in log.values()), log
 
 
+def _leaves_a_backward(rank: int, removes: bool) -> int:
+    """User code raises between the second bucket and the third."""
+    model = Layers()
+    handle = attach(model, hooks.blockwise(8, 64), bucket_cap_mb=0.001)
+
+    def fails(_: Tensor) -> None:
+        raise OwnError("boo")
+
+    x = model.layers[0](torch.ones(4, 20))
+    x.register_hook(fails)
+    with pytest.raises(OwnError):
+        model.layers[2](model.layers[1](x)).sum().backward()
+    assert len(handle._attached.second_stages) == 1
+    if removes:
+        handle.remove()
+    else:
+        with pytest.raises(RuntimeError, match="make a new one"):
+            model(torch.ones(4, 20)).sum().backward()
+    return len(handle._attached.second_stages)
+
+
+@pytest.mark.parametrize("removes", [False, True])
+def test_a_backward_that_was_left_keeps_no_stage(log: Log, removes: bool) -> None:
+    """Once there is another one, or the hook is taken off."""
+    assert run_ranks(_leaves_a_backward, 2, removes) == [0, 0]
+    assert all("".join(letters) == "112" for letters in log.values()), log
+
+
 def test_stages_wait_for_the_next_call() -> None:
     stages, done = SecondStages(), []
 
