@@ -1,11 +1,15 @@
 """Local steps, replicas of shards, and compiled backwards on a device with streams.
 
-Collectives run on a stream of their own, as NCCL's do. A result that nobody waits for is NaN.
+Collectives run on a stream of their own, as NCCL's do. A result that nobody waits for is NaN. The
+library runs its stages on streams of its own, as on CUDA.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import types
+import unittest.mock
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_commhook import HookHandle, attach, hooks
 from torch_commhook.codecs import CODECS
+from torch_commhook.collectives import streams
 
 RANKS = 4
 
@@ -62,6 +67,25 @@ def _device(backend: str | None) -> str:
     return "cpu" if backend is None else DEVICE
 
 
+@contextlib.contextmanager
+def _late(path: str, backend: str | None) -> Iterator[Callable[[], None]]:
+    """Have the library's own streams on the device. Gives what holds up the current stream."""
+    if backend is None:
+        yield lambda: None
+        return
+    library = stream_devices.load(path)
+    cuda = types.SimpleNamespace(
+        Stream=lambda *_, **__: torch.Stream(DEVICE),
+        current_device=lambda: 0,
+        current_stream=lambda *_: torch.accelerator.current_stream(DEVICE),
+        is_current_stream_capturing=lambda: False,
+        stream=lambda stream: stream,
+    )
+    as_torch = types.SimpleNamespace(cuda=cuda)
+    with unittest.mock.patch.multiple(streams, torch=as_torch, _WITH_STREAMS={NAME}, _of_device={}):
+        yield lambda: library.sleep(2 * stream_devices.DELAY_SECONDS)
+
+
 def _group(members: list[int], backend: str | None) -> Any:
     return dist.new_group(members, backend=backend or "gloo")
 
@@ -76,8 +100,16 @@ def _feedback() -> Any:
     return hooks.error_feedback(hooks.blockwise(8, 64))
 
 
-# ---- local steps ---------------------------------------------------------------------------------
+# ---- whole gradients, and local steps ------------------------------------------------------------
 
+HOOKS: dict[str, Callable[[], Any]] = {
+    "cast": hooks.cast,
+    "feedback": _feedback,
+    "topk": lambda: hooks.error_feedback(hooks.topk(0.1)),
+    "powersgd": lambda: hooks.error_feedback(hooks.powersgd(2)),
+    "policy": lambda: hooks.policy([("numel > 2500", hooks.cast())], _feedback()),
+    "clip": lambda: hooks.clip(0.1, _feedback()),
+}
 LOCAL: dict[str, Callable[[], Any]] = {
     "allreduce": lambda: hooks.local_sgd(2),
     "compressed": lambda: hooks.local_sgd(2, hook=_feedback()),
@@ -86,38 +118,45 @@ LOCAL: dict[str, Callable[[], Any]] = {
 }
 
 
-def _train_locally(
-    rank: int, path: str, name: str, model: str, backend: str | None
-) -> list[Tensor]:
-    """Two pairs of ranks. After the first exchange the parameters are written, as by a load."""
-    stream_devices.load(path)
+def _train(rank: int, path: str, name: str, model: str, backend: str | None) -> list[Tensor]:
+    """Two pairs of ranks."""
+    stream_devices.load(path)  # on the CPU too: before the process's first backward
     group = [_group([0, 1], backend), _group([2, 3], backend)][rank // 2]
     mode = Mode(model, "eager")
     of_model = {"process_group": group}
     net = mode.wrap(module().to(_device(backend)), **(of_model if model == "ddp" else {}))
     own = {**mode.attach_options, **(of_model if model == "module" else {})}
-    handle = attach(net, LOCAL[name](), **own)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     found = []
-    with mode.step_function(net) as step:
+    with _late(path, backend) as hold_up, mode.step_function(net) as step:
+        handle = attach(net, {**HOOKS, **LOCAL}[name](), **own)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for number in range(5):
-            if number == 2:
+            if number == 2:  # as a load does it, just after local steps have come together
                 with torch.no_grad():
                     next(net.parameters()).mul_(0.5)
             optimizer.zero_grad()
+            hold_up()
             step(batch(rank, number).to(_device(backend)))
+            hold_up()
             optimizer.step()
             found += _parameters(net)
-    handle.synchronize()
-    found += _parameters(net)
-    handle.remove()
+        handle.synchronize()
+        found += _parameters(net)
+        handle.remove()
     return found
+
+
+@pytest.mark.parametrize("model", ["module", "ddp"])
+@pytest.mark.parametrize("name", HOOKS)
+def test_stages_on_streams_of_their_own(ranks: RankPool, path: str, name: str, model: str) -> None:
+    """The products of powersgd are ATen's on a device."""
+    _compare(ranks, _train, path, name, model, same_bits=name != "powersgd")
 
 
 @pytest.mark.parametrize("model", ["module", "ddp"])
 @pytest.mark.parametrize("name", LOCAL)
 def test_ranks_come_together(ranks: RankPool, path: str, name: str, model: str) -> None:
-    _compare(ranks, _train_locally, path, name, model)
+    _compare(ranks, _train, path, name, model)
 
 
 # ---- replicas of shards --------------------------------------------------------------------------
@@ -160,17 +199,21 @@ def _train_sharded(rank: int, path: str, name: str, backend: str | None) -> list
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    handle = SHARDED[name](model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
-    for number in range(3):
-        optimizer.zero_grad()
-        model(batch(rank, number).to(_device(backend))).square().sum().backward()
-        optimizer.step()
+    with _late(path, backend) as hold_up:
+        handle = SHARDED[name](model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(3):
+            optimizer.zero_grad()
+            loss = model(batch(rank, number).to(_device(backend))).square().sum()
+            hold_up()
+            loss.backward()
+            hold_up()
+            optimizer.step()
+            found += _parameters(model)
+        handle.synchronize()
         found += _parameters(model)
-    handle.synchronize()
-    found += _parameters(model)
-    handle.remove()
+        handle.remove()
     return found
 
 
