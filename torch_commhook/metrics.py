@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -12,7 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-_current = threading.local()
+from torch_commhook.thread_values import ThreadValue, setting
+
+_meter: ThreadValue[WireMeter] = ThreadValue()
 
 
 def ring_all_reduce_bytes(payload_bytes: int, world_size: int) -> int:
@@ -371,20 +372,9 @@ class WireMeter:
         return BucketTraffic(numel, dtype, recorded, None)
 
 
-class counting:  # noqa: N801 (a context manager)
+def counting(meter: WireMeter) -> setting[WireMeter]:
     """Let ``meter`` count the collectives that this thread issues inside."""
-
-    __slots__ = ("_before", "_meter")
-
-    def __init__(self, meter: WireMeter) -> None:
-        self._meter = meter
-
-    def __enter__(self) -> None:
-        self._before = getattr(_current, "meter", None)
-        _current.meter = self._meter
-
-    def __exit__(self, *error: object) -> None:
-        _current.meter = self._before
+    return setting(_meter, meter)
 
 
 class TracedMeter(WireMeter):
@@ -419,14 +409,14 @@ def note_collective(bytes_sent: int, bytes_received: int | None = None) -> None:
         if TRACED_METER.active:
             TRACED_METER.add(bytes_sent, received)
         return
-    meter = getattr(_current, "meter", None)
+    meter = _meter.value
     if meter is not None:
         meter.add(bytes_sent, received)
 
 
 def note_recorded(bytes_sent: int) -> None:
     """Tell the meter of this thread, where there is one, what a recording group has seen."""
-    meter = getattr(_current, "meter", None)
+    meter = _meter.value
     if meter is not None:
         meter.bytes_recorded += bytes_sent
         meter.operations_recorded += 1

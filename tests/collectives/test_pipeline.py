@@ -24,10 +24,10 @@ BUCKETS = 3
 class Layers(nn.Module):
     """As many buckets as layers. Of one layer some ranks' gradients may be missing."""
 
-    def __init__(self) -> None:
+    def __init__(self, bias: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(20, 20, bias=False) for _ in range(BUCKETS))
+        self.layers = nn.ModuleList(nn.Linear(20, 20, bias=bias) for _ in range(BUCKETS))
         self.left_out: int | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,8 +79,8 @@ def _wrapped(model: Layers, road: str, hook: Any) -> tuple[nn.Module, Any]:
     return wrapped, attach(wrapped, hook)
 
 
-def _train(rank: int, road: str, make: Callable[[], Any]) -> list[Tensor]:
-    model = Layers()
+def _train(rank: int, road: str, make: Callable[[], Any], bias: bool = False) -> list[Tensor]:
+    model = Layers(bias)
     trained, handle = _wrapped(model, road, make())
     for number in range(3):
         model.left_out = 1 if road == "unused" and rank == number == 1 else None
@@ -132,6 +132,51 @@ def test_a_second_stage_follows_the_next_first_one(log: Log, name: str, road: st
         assert of_steps(log[rank], "12" * BUCKETS), log[rank]
 
 
+def _parts() -> Any:
+    return hooks.policy([("dim <= 1", hooks.fp8()), ("*.0.*", hooks.powersgd(2))], _blockwise())
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_the_parts_of_a_policy_follow_each_other(log: Log, road: str) -> None:
+    """Also across the buckets, each of which has a weight and a bias."""
+    got = run_ranks(lambda rank: _train(rank, road, _parts, bias=True), 2)
+    first = "" if road in ("module", "unused") else "112122"  # DDP's one bucket has three parts
+    step = "1" + "12" * (2 * BUCKETS - 1) + "2"
+    steps = step * (2 if first else 3)
+    assert all("".join(letters) == first + steps for letters in log.values()), log
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hooks.Hook, "lets_stages_wait", False)
+        want = run_ranks(lambda rank: _train(rank, road, _parts, bias=True), 2)
+    for rank in range(2):
+        assert all(map(torch.equal, got[rank], want[rank]))
+
+
+class TwoKinds(nn.Module):
+    """DDP's second bucket has the float64 layer alone, also when it has formed buckets anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double_layer = nn.Linear(20, 20, bias=False, dtype=torch.float64)
+        self.layers = nn.ModuleList(nn.Linear(20, 20, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[1](self.layers[0](x))
+        return self.layers[2](self.double_layer(x.double()).float())
+
+
+def _forms_buckets_anew(rank: int) -> None:
+    trained = DDP(TwoKinds(), bucket_cap_mb=0.001)
+    handle = attach(trained, _blockwise())
+    for _ in range(3):
+        trained(torch.ones(4, 20)).square().sum().backward()
+    handle.remove()
+
+
+def test_a_bucket_that_stays_is_not_taken_for_the_last(log: Log) -> None:
+    run_ranks(_forms_buckets_anew, 2)
+    assert all("".join(letters) == "1122" + "11212122" * 2 for letters in log.values()), log
+
+
 def _joins(rank: int, road: str) -> None:
     """Rank 1 has one batch more."""
     trained, handle = _wrapped(Layers(), road, _blockwise())
@@ -176,34 +221,47 @@ class FailsAt:
         return self._real(*args, **keywords)
 
 
-def _fails(rank: int, road: str, stage: str) -> tuple[list[str], int]:
+def _fails(rank: int, road: str, stage: str, call: int) -> tuple[list[str], list[str], int]:
+    """Fails in the third step, when it calls a codec's method so often."""
     model = Layers()
     hook = hooks.blockwise(8, 64)
     fails = vars(hook.codec)[stage] = FailsAt(hook.codec, stage)
     trained, handle = _wrapped(model, road, hook)
-    said = []
+    said, notes = [], []
     for number in range(3):
         if number == 2:
-            fails.left = 2
+            fails.left = call
         try:
             trained(torch.ones(4, 20)).square().sum().backward()
             said.append("good")
         except OwnError as error:
             said.append(str(error))
+            notes = [note for note in getattr(error, "__notes__", []) if "stage" in note]
     handle.remove()
-    return said, len(handle._attached.second_stages)
+    return said, notes, len(handle._attached.second_stages)
 
 
 @pytest.mark.parametrize("road", ["module", "ddp"])
 @pytest.mark.parametrize("stage", ["encode", "reduce"])
 def test_a_failure_lets_those_fail_that_wait(log: Log, stage: str, road: str) -> None:
     """On all ranks: none of them issues a stage behind it, or waits for one that never comes."""
-    for said, waiting in run_ranks(lambda rank: _fails(rank, road, stage), 2):
+    for said, _, waiting in run_ranks(lambda rank: _fails(rank, road, stage, 2), 2):
         assert said == ["good", "good", "boo"]
         assert waiting == 0
     issued = "1" if stage == "encode" else "1121"
     first = "12" if road == "ddp" else "112122"
     assert all("".join(letters) == f"{first}112122{issued}" for letters in log.values()), log
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+@pytest.mark.parametrize("road", ["module", "ddp"])
+def test_a_note_names_the_bucket_before_where_its_stage_failed(road: str) -> None:
+    """Not where the last bucket's own stage did."""
+    for call, found in [(2, ["in the second stage of the bucket before"]), (3, [])]:
+        for said, notes, waiting in run_ranks(
+            lambda rank, n=call: _fails(rank, road, "reduce", n), 2
+        ):
+            assert (said[-1], notes, waiting) == ("boo", found, 0)
 
 
 def _leaves_the_bucket(rank: int) -> int:
@@ -224,6 +282,34 @@ def test_a_failure_before_the_hook_lets_those_fail_that_wait(log: Log) -> None:
     """The first bucket's second stage waits when DDP's reducer refuses the second bucket."""
     assert run_ranks(_leaves_the_bucket, 2) == [0, 0]
     assert all("".join(letters) == "121121221" for letters in log.values()), log
+
+
+def _leaves_a_backward(rank: int, removes: bool) -> int:
+    """User code raises between the second bucket and the third."""
+    model = Layers()
+    handle = attach(model, hooks.blockwise(8, 64), bucket_cap_mb=0.001)
+
+    def fails(_: Tensor) -> None:
+        raise OwnError("boo")
+
+    x = model.layers[0](torch.ones(4, 20))
+    x.register_hook(fails)
+    with pytest.raises(OwnError):
+        model.layers[2](model.layers[1](x)).sum().backward()
+    assert len(handle._attached.second_stages) == 1
+    if removes:
+        handle.remove()
+    else:
+        with pytest.raises(RuntimeError, match="make a new one"):
+            model(torch.ones(4, 20)).sum().backward()
+    return len(handle._attached.second_stages)
+
+
+@pytest.mark.parametrize("removes", [False, True])
+def test_a_backward_that_was_left_keeps_no_stage(log: Log, removes: bool) -> None:
+    """Once there is another one, or the hook is taken off."""
+    assert run_ranks(_leaves_a_backward, 2, removes) == [0, 0]
+    assert all("".join(letters) == "112" for letters in log.values()), log
 
 
 def test_stages_wait_for_the_next_call() -> None:

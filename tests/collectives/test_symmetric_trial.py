@@ -309,7 +309,7 @@ def _while_capturing(rank: int, folder: str) -> None:
         def captured(codec: Codec) -> bool:
             shards = codec.shards(1000, 3)
             with (
-                mock.patch.object(symmetric, "_is_capturing", lambda _: True),
+                mock.patch.object(symmetric, "is_capturing", lambda _: True),
                 mock.patch.object(symmetric, "gather", mock.Mock(side_effect=AssertionError)),
             ):
                 found = symmetric.symmetric_buffers(buffers, codec, shards, CPU, group)

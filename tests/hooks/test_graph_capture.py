@@ -46,6 +46,53 @@ def test_replays_do_what_eager_steps_do(
     eager.handle.remove()
 
 
+@pytest.mark.parametrize("road", ["module", "ddp"])
+def test_a_capture_that_fails_changes_nothing(
+    device_on_host: DeviceOnHost,  # noqa: F811
+    road: str,
+) -> None:
+    """Replays of the graph before are counted as they were, and it can be captured anew."""
+    eager = Training(road, CAPTURED["blockwise"]())
+    eager.run(0, WARM + REPLAYED, eager.step)
+    own = Training(road, CAPTURED["blockwise"]())
+    own.run(0, WARM, own.step)
+    graph = GraphOnHost(device_on_host)
+    with graph.capture(len(own.parameters)):
+        own.step()
+    codec = own.handle.hook.hook.codec
+    encode, calls = codec.encode, []
+
+    def fails(*args: Any, **keywords: Any) -> None:
+        calls.append(args)
+        if len(calls) == 2:
+            raise ValueError("boo")
+        encode(*args, **keywords)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(vars(codec), "encode", fails)
+        with (
+            pytest.raises(ValueError, match="boo"),
+            GraphOnHost(device_on_host).capture(len(own.parameters)),
+        ):
+            own.step()
+    own.run(WARM, REPLAYED, graph.replay)
+    counted = own.handle.stats()
+    assert counted.steps == WARM + REPLAYED
+    sizes = [each.numel for each in counted.buckets]
+    assert sizes == [each.numel for each in eager.handle.stats().buckets]
+    again = GraphOnHost(device_on_host)
+    with again.capture(len(own.parameters)):
+        own.step()
+    own.run(WARM + REPLAYED, REPLAYED, again.replay)
+    eager.run(WARM + REPLAYED, REPLAYED, eager.step)
+    assert all(map(torch.equal, own.found(), eager.found()))
+    assert same_states(own.handle.state_dict(), eager.handle.state_dict())
+    got, want = own.handle.stats(), eager.handle.stats()
+    assert (got.steps, got.bytes_sent) == (want.steps, want.bytes_sent)
+    own.handle.remove()
+    eager.handle.remove()
+
+
 @pytest.mark.parametrize("name", ["blockwise", "powersgd"])
 def test_replays_measure_no_errors(device_on_host: DeviceOnHost, name: str) -> None:  # noqa: F811
     """A graph would measure them in each step, and not in each hundredth."""

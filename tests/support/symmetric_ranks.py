@@ -135,7 +135,7 @@ class SharedRanks:
 
         with (
             mock.patch.object(compressed, "symmetric_buffers", shared),
-            mock.patch.object(compressed, "shared_timeout", lambda *_: seconds),
+            mock.patch.object(compressed, "group_timeout", lambda *_: seconds),
             ThreadPoolExecutor(self.ranks) as pool,
         ):
             return list(pool.map(call, range(self.ranks)))

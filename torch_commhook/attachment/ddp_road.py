@@ -259,7 +259,10 @@ class DdpRoad:
         return None if self._attached is None else self._watched.change()
 
     def _numbers_buckets(self) -> bool:
-        """Whether a step's buckets have numbers in order: not the first ones of a static graph."""
+        """Whether the buckets of a step have the numbers 0, 1, 2 and so on, and come in this order.
+
+        False for a static graph: in its first step DDP gives each bucket the number 0.
+        """
         model = self.model()
         return model is not None and not model.static_graph
 
@@ -323,6 +326,7 @@ class DdpRoad:
         else:
             bucket = self._buckets[index]
             bucket._buffer = torch_bucket.buffer()
+            bucket._bucket_count = _C.bucket_count(torch_bucket)  # others may be formed anew
             bucket._sparse_grad_indices = _C.sparse_grad_indices(torch_bucket)
         attached = self._running
         if attached is None:

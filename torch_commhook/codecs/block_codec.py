@@ -287,10 +287,7 @@ def register_fakes(name: str, form_of: Callable[..., BlockForm]) -> None:
     ) -> None:
         op = f"{name}_encode"
         form = form_of(op, **settings)
-        _check_shards(op, shards)
-        numel = check_values(op, tensors)
-        _check_sizes(op, shards, sizes, numel)
-        check_message(op, "message", message, _known_bytes(form, numel, shards, sizes))
+        numel = _check_coded(op, form, tensors, message, shards, sizes)
         check_memory(op, error, rounding, numel)
 
     @torch.library.register_fake(f"commhook::{name}_decode")
@@ -304,10 +301,7 @@ def register_fakes(name: str, form_of: Callable[..., BlockForm]) -> None:
     ) -> None:
         op = f"{name}_decode"
         form = form_of(op, **settings)
-        _check_shards(op, shards)
-        numel = check_values(op, tensors)
-        _check_sizes(op, shards, sizes, numel)
-        check_message(op, "message", message, _known_bytes(form, numel, shards, sizes))
+        _check_coded(op, form, tensors, message, shards, sizes)
 
     @torch.library.register_fake(f"commhook::{name}_decode_sum")
     def decode_sum(
@@ -315,9 +309,7 @@ def register_fakes(name: str, form_of: Callable[..., BlockForm]) -> None:
     ) -> None:
         op = f"{name}_decode_sum"
         form = form_of(op, **settings)
-        known = _known_bytes(form, check_values(op, tensors))
-        check_messages(op, messages)
-        check_message(op, "messages", messages, None if known is None else known * len(messages))
+        _check_rows(op, messages, _known_bytes(form, check_values(op, tensors)))
 
     _register_reductions(name, form_of)
 
@@ -336,10 +328,9 @@ def _register_reductions(name: str, form_of: Callable[..., BlockForm]) -> None:
     ) -> None:
         op = f"{name}_reduce"
         form = form_of(op, **settings)
-        check_messages(op, messages)
         known = _known_bytes(form, numel)
+        _check_rows(op, messages, known)
         check_message(op, "message", message, known)
-        check_message(op, "messages", messages, None if known is None else known * len(messages))
         check_memory(op, error, rounding, numel)
 
     @torch.library.register_fake(f"commhook::{name}_reduce_shards")
@@ -363,6 +354,28 @@ def _register_reductions(name: str, form_of: Callable[..., BlockForm]) -> None:
             check_message(op, f"messages[{i}]", each, known)
         check_memory(op, error, rounding, numel)
         check_failed(op, failed)
+
+
+def _check_coded(
+    op: str,
+    form: BlockForm,
+    tensors: Sequence[Tensor],
+    message: Tensor,
+    shards: int,
+    sizes: Sequence[int] | None,
+) -> int:
+    """Check the values and the message of a call that encodes or decodes; gives their number."""
+    _check_shards(op, shards)
+    numel = check_values(op, tensors)
+    _check_sizes(op, shards, sizes, numel)
+    check_message(op, "message", message, _known_bytes(form, numel, shards, sizes))
+    return numel
+
+
+def _check_rows(op: str, messages: Tensor, known: int | None) -> None:
+    """Check messages in one tensor, each a row of as many bytes as are known."""
+    check_messages(op, messages)
+    check_message(op, "messages", messages, None if known is None else known * len(messages))
 
 
 def _known_bytes(

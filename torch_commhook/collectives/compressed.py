@@ -14,6 +14,7 @@ from torch_commhook.codecs.base import Codec, error_for, keep_error
 from torch_commhook.codecs.block_codec import BlockCodec
 from torch_commhook.collectives.compressed_call import CompressedCall
 from torch_commhook.collectives.futures import completed, then_beside
+from torch_commhook.collectives.gloo_groups import group_timeout
 from torch_commhook.collectives.group_place import check_place
 from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.collectives.plain import all_gather, all_reduce, resolve_group
@@ -25,7 +26,7 @@ from torch_commhook.collectives.sum_arguments import (
     check_out,
     listed_tensors,
 )
-from torch_commhook.collectives.symmetric import shared_timeout, symmetric_buffers
+from torch_commhook.collectives.symmetric import symmetric_buffers
 from torch_commhook.collectives.symmetric_memory import SymmetricBuffers
 from torch_commhook.metrics import CallMeter, note_collective
 from torch_commhook.native.tensor_checks import check_flat
@@ -290,7 +291,7 @@ class _CompressedSum(CompressedCall):
         codec, own_bytes = self.codec, self.shard.nbytes
         assert isinstance(codec, BlockCodec)
         views = shared.views(self.sizes)
-        timeout = shared_timeout(group, self.device) if self.timeout is None else self.timeout
+        timeout = group_timeout(group, self.device) if self.timeout is None else self.timeout
         # What the ranks read of each other is as much as what they would send.
         note_collective(sum(self.sizes) - own_bytes, own_bytes * (self.world_size - 1))
         note_collective(max(self.sizes) * (self.world_size - 1))

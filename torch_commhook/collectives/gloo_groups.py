@@ -15,6 +15,8 @@ from torch.distributed import distributed_c10d
 from torch_commhook import _C
 from torch_commhook.native.dynamo import left_to_python
 
+_CPU = torch.device("cpu")
+
 #: Makes the group of second stages for another.
 _Provider = Callable[[], dist.ProcessGroup | None]
 
@@ -52,11 +54,16 @@ def lacks_cpu(group: dist.ProcessGroup) -> bool:
     return False
 
 
-def group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """How long a group's collectives may take; PyTorch's default where it does not tell."""
-    for device in (torch.device("cpu"), *getattr(group, "_device_types", ())):
+def group_timeout(group: dist.ProcessGroup, device: torch.device = _CPU) -> timedelta:
+    """How long a group's collectives may take; PyTorch's default where it does not tell.
+
+    Args:
+        group: the process group.
+        device: of the tensors. A group without a backend for it gives another device's timeout.
+    """
+    for each in (device, *getattr(group, "_device_types", ())):
         try:
-            return group._get_backend(device).options._timeout
+            return group._get_backend(each).options._timeout
         except (RuntimeError, AttributeError):
             continue
     return distributed_c10d.default_pg_timeout

@@ -12,12 +12,13 @@ and PyTorch warn of, and each takes memory of the device.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-_current = threading.local()
+from torch_commhook.thread_values import ThreadValue, setting
+
+_stages: ThreadValue[SecondStages] = ThreadValue()
 
 
 class _Waiting(NamedTuple):
@@ -26,7 +27,7 @@ class _Waiting(NamedTuple):
 
 
 class SecondStages:
-    """Second stages that wait, of one hook's steps. Buckets come one after another."""
+    """The second stages that wait in a step of one attached hook, in the order of its buckets."""
 
     def __init__(self) -> None:
         self._waiting: deque[_Waiting] = deque()
@@ -52,8 +53,6 @@ class SecondStages:
             try:
                 waiting.issue()
             except BaseException as error:
-                if hasattr(error, "add_note"):  # whoever calls this names the next bucket
-                    error.add_note("in the second stage of the bucket before")
                 waiting.failed(error)
                 self.give_up(error)
                 raise
@@ -67,27 +66,15 @@ class SecondStages:
         return len(self._waiting)
 
 
-class issuing_later:  # noqa: N801 (a context manager)
+def issuing_later(stages: SecondStages) -> setting[SecondStages]:
     """Let second stages of collectives that this thread begins inside wait in ``stages``.
 
     Whoever uses it must not wait for a result inside, and calls :meth:`SecondStages.issue` after
-    the last bucket of a step. None: no stage waits.
+    the last bucket of a step.
     """
-
-    __slots__ = ("_before", "_stages")
-
-    def __init__(self, stages: SecondStages | None) -> None:
-        self._stages = stages
-
-    def __enter__(self) -> None:
-        self._before = current_second_stages()
-        _current.stages = self._stages
-
-    def __exit__(self, *error: object) -> None:
-        _current.stages = self._before
+    return setting(_stages, stages)
 
 
 def current_second_stages() -> SecondStages | None:
     """Those that wait for the hook which this thread runs; None where no stage is to wait."""
-    stages: SecondStages | None = getattr(_current, "stages", None)
-    return stages
+    return _stages.value

@@ -123,7 +123,12 @@ def later(
                 return
         ended.add_done_callback(lambda done: set_outcome(result, done.value, caught=BaseException))
 
-    waiting.issue()
+    try:
+        waiting.issue()
+    except BaseException as error:
+        if hasattr(error, "add_note"):  # the caller names its own bucket
+            error.add_note("in the second stage of the bucket before")
+        raise
     waiting.add(continued(issue), lambda error: set_error(result, error))
     return result
 

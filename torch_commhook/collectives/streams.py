@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from torch_commhook.thread_values import ThreadValue, setting
 
 #: Of each device. One bucket is encoded while another's message is on the wire and the sum of a
 #: third is encoded or decoded. With two, a bucket's encoding would wait for the decoding of the
@@ -24,7 +25,7 @@ Used = Sequence[Tensor | Sequence[Tensor] | None]
 
 _numbers = itertools.count()
 _of_device: dict[tuple[int, int], torch.cuda.Stream] = {}
-_current = threading.local()
+_used: ThreadValue[UsedTensors] = ThreadValue()
 
 
 def has_streams(device: torch.device) -> bool:
@@ -108,20 +109,9 @@ class UsedTensors:
             use.record()
 
 
-class keeping:  # noqa: N801 (a context manager)
+def keeping(used: UsedTensors) -> setting[UsedTensors]:
     """Let ``used`` keep what :func:`beside` uses on this thread inside."""
-
-    __slots__ = ("_before", "_used")
-
-    def __init__(self, used: UsedTensors) -> None:
-        self._used = used
-
-    def __enter__(self) -> None:
-        self._before = getattr(_current, "used", None)
-        _current.used = self._used
-
-    def __exit__(self, *error: object) -> None:
-        _current.used = self._before
+    return setting(_used, used)
 
 
 @contextmanager
@@ -135,7 +125,7 @@ def beside(device: torch.device, number: StreamNumber, tensors: Used) -> Iterato
         device: of the tensors.
         number: of the stream.
         tensors: that are used inside, and belong to the current stream. Their memory is kept from
-            others until that use has ended: by references where :class:`keeping` has somebody who
+            others until that use has ended: by references where :func:`keeping` has somebody who
             says when, or else by the allocator.
     """
     if not has_streams(device):
@@ -146,7 +136,7 @@ def beside(device: torch.device, number: StreamNumber, tensors: Used) -> Iterato
     if stream != current:
         stream.wait_stream(current)
         use = _Use(device, current, stream, tensors)
-        keeper: UsedTensors | None = getattr(_current, "used", None)
+        keeper = _used.value
         if keeper is None:
             use.record()
         else:

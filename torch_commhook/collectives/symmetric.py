@@ -14,7 +14,6 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,8 +29,9 @@ from torch_commhook.codecs.base import Codec, Shard
 from torch_commhook.codecs.block_codec import BlockCodec
 from torch_commhook.codecs.checks import MOST_RANKS
 from torch_commhook.collectives.agreement import gather
-from torch_commhook.collectives.gloo_groups import group_name
+from torch_commhook.collectives.gloo_groups import group_name, group_timeout
 from torch_commhook.collectives.message_buffers import MessageBuffers
+from torch_commhook.collectives.streams import is_capturing
 from torch_commhook.collectives.symmetric_memory import SymmetricBuffers
 from torch_commhook.collectives.symmetric_trial import (
     TRIAL_TIMEOUT,
@@ -100,7 +100,7 @@ def symmetric_buffers(
         return None
     if has_room and repr(codec) in _proven.get(group, ()):
         return known
-    if _is_capturing(device):
+    if is_capturing(device):
         return None
     if group not in _obstacles:
         _obstacles[group] = _obstacle(group, device)
@@ -129,18 +129,6 @@ def give_up(group: dist.ProcessGroup) -> None:
         if of_group() is group:
             with suppress(RuntimeError):  # of a device that can do no more
                 memory.give_up()
-
-
-def shared_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long a barrier waits: as long as the group's collectives may take."""
-    try:
-        return group._get_backend(device).options._timeout
-    except (RuntimeError, AttributeError):
-        return distributed_c10d.default_pg_timeout
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _may_share(codec: Codec, device: torch.device, group: dist.ProcessGroup) -> bool:
@@ -262,7 +250,7 @@ def _make(
         def tried_out() -> SymmetricBuffers:
             memories, kept = shared
             memory = SymmetricBuffers(memories, rank, message_bytes, sum_bytes, kept)
-            timeout = min(TRIAL_TIMEOUT, shared_timeout(group, device))
+            timeout = min(TRIAL_TIMEOUT, group_timeout(group, device))
             try_out(memory, codec, ranks, device, timeout=timeout)
             return memory
 

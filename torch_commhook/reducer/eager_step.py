@@ -29,7 +29,7 @@ from torch_commhook.step.step_group import NoAgreement, StepGroup
 
 _ALONE = NoAgreement()
 
-#: ... and where it has had the time that a collective may take.
+#: As ``DRAIN_SECONDS``, where a collective has had all the time that it may take.
 _LATE_SECONDS = 0.5
 
 

@@ -475,7 +475,9 @@ class Reducer:
         under_way = compiled if eager is None else eager
         step = None if under_way is None else under_way.step
         if step is not None:
-            step.agreement.fail("backward() was left by an exception")
+            reason = "backward() was left by an exception"
+            step.attached.second_stages.give_up(RuntimeError(reason))
+            step.agreement.fail(reason)
         self._reset()
 
     def _reset(self) -> None:

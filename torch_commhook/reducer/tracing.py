@@ -178,7 +178,7 @@ def commit_step(used: Tensor, results: list[Tensor], name: str) -> None:
 
 @torch.library.custom_op("commhook::count_step", mutates_args=("token",))
 def count_step(token: Tensor, results: list[Tensor], traffic: str, key: str) -> None:
-    """:meth:`HookMemory.advance` of the hook that is attached, once ``results`` are there.
+    """:meth:`HookMemory.count_step` of the hook that is attached, once ``results`` are there.
 
     Its traffic is that of this code, as :func:`torch_commhook.metrics.as_text` gives it: what a
     hook sends may change from step to step, and with it the code.

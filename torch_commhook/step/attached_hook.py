@@ -67,6 +67,7 @@ class Attached:
     second_stages: SecondStages = field(default_factory=SecondStages)
     captured_traffic: list[BucketTraffic] = field(default_factory=list)
     counted_replays: int = 0
+    _capturing: list[BucketTraffic] = field(default_factory=list)
 
     @classmethod
     def checked(
@@ -121,6 +122,8 @@ class Attached:
         stand_ins = self.memory.stand_ins
         for own in self.hook.own_groups():
             stand_ins[group_name(own)] = group.stand_in(own, device)
+        if device.type != "cpu":  # there both stages share one communicator
+            return
         # After a failed step the groups have no backend, which torch 2.15 asks for their size.
         if self.hook.has_stages_among(group.size):
             group.prepare_second_stage()
@@ -129,7 +132,8 @@ class Attached:
                 second_group(stand_ins[group_name(own)])
 
     def let_go(self) -> None:
-        """Keep no parameter of the model; what is remembered of them stays."""
+        """Keep no parameter of the model, and no bucket; what is remembered of them stays."""
+        self.second_stages.give_up(_left())  # of a backward that was left by an exception
         if self.local_steps is not None:
             self.local_steps.let_go()
         self.memory.release_parameters()
@@ -293,7 +297,7 @@ class Attached:
         Whoever ends the step on an error lets those fail that wait.
         """
         if bucket.index() == 0:
-            self.second_stages.give_up(RuntimeError("the step that this belongs to was left"))
+            self.second_stages.give_up(_left())
         with issuing_later(self.second_stages):
             started = run_average(hook, bucket)
         if bucket.index() + 1 == bucket.bucket_count():
@@ -315,8 +319,10 @@ class Attached:
             count_bucket(self.stats, index, count, traffic, first=first)
             return
         if first:
-            self.captured_traffic.clear()
-        self.captured_traffic.append(traffic)
+            self._capturing.clear()
+        self._capturing.append(traffic)
+        if len(self._capturing) == count:  # else the last graph's stays, if this capture fails
+            self.captured_traffic = list(self._capturing)
 
     def count_replays(self) -> None:
         """Count the steps that CUDA graphs have run since the last call. Waits for the device."""
@@ -325,6 +331,10 @@ class Attached:
         for index, traffic in enumerate(self.captured_traffic if steps else ()):
             buckets = len(self.captured_traffic)
             count_bucket(self.stats, index, buckets, traffic, first=index == 0, steps=steps)
+
+
+def _left() -> RuntimeError:
+    return RuntimeError("the step that this belongs to was left")
 
 
 def _check_is_hook(hook: object, op: str) -> None:
