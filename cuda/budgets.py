@@ -223,6 +223,7 @@ HELD = r"register_.*|(?:flatten|unflatten_into)_kernel<(?:float|Half|BFloat16)\b
 def plain_name(kernel: machine_code.Kernel) -> str:
     """A kernel's name with the arguments of its template, without namespaces."""
     name = machine_code.demangled(kernel.name).replace("(anonymous namespace)::", "")
+    name = re.sub(r"\([\w:]+\)(?=\d)", "", name)  # of an enumeration: "(cuda::ErrorKind)1" is "1"
     name = re.sub(r"\b\w+::", "", name.partition("(")[0])
     return name.removeprefix("void ")
 
