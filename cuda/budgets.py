@@ -206,15 +206,70 @@ def rows(
     return Budget(rf"{kernel}_kernel<(?:{buffer}), \d+>", registers, 256, 0, warps, loops)
 
 
+# ---- sparse codecs -------------------------------------------------------------------------------
+
+#: A tile of a lane: 4 quads of one tensor, and p. A tensor's end lies beside the shortest way.
+COMPENSATED = {"LDG.128": 4, "STG.128": 4}
+#: With an error of float32, which is loaded, too.
+WITH_ERROR = {"LDG.128": 8, "STG.128": 4}
+
+
+def sparse(
+    kernel: str, registers: int, warps: tuple[int, int, int], loop: Loop, shared: int = 0
+) -> Budget:
+    """In blocks of 256 threads, with static shared memory alone."""
+    return Budget(kernel, registers, 256, shared, warps, (loop,), {"LDG.128": 4})
+
+
+def counting(error: int, wide: dict[str, int], narrow: int, most: Each) -> Budget:
+    """topk's first pass, which counts each value. error: a number of ErrorKind."""
+    loop = Loop("tile", 16, wide | {"ATOMS": 16}, narrow, most)
+    kernel = rf"compensate_count_kernel<\d+, {error}>"
+    return sparse(kernel, 64, (32, 40, 40), loop, shared=32_816)
+
+
+def checking(error: int, wide: dict[str, int], narrow: int, most: Each) -> Budget:
+    """The first pass of randomk."""
+    loop = Loop("tile", 16, wide, narrow, most)
+    kernel = rf"compensate_finite_kernel<\d+, {error}>"
+    return sparse(kernel, 64, (32, 40, 40), loop, shared=16_384)
+
+
+SPARSE = (
+    counting(0, COMPENSATED, 2, (25, 31, 30)),
+    counting(1, WITH_ERROR, 2, (26, 31, 31)),
+    counting(2, COMPENSATED, 10, (42, 46, 43)),  # 8 bytes of the error at once
+    checking(0, COMPENSATED, 1, (15, 15, 15)),
+    checking(1, WITH_ERROR, 1, (20, 20, 18)),
+    checking(2, COMPENSATED, 9, (32, 32, 28)),
+    sparse(
+        "count_low_kernel",
+        32,
+        (64, 64, 64),
+        Loop("group", 16, {"LDG.128": 4}, 1, (12, 12, 12)),
+    ),
+    sparse(
+        "write_entries_kernel",
+        32,
+        (64, 64, 64),
+        Loop("entry", 1, {"LDG": 1, "STG": 2}, 4, (38, 40, 50)),
+    ),
+)
+
+
 BUDGETS = (
     rows("flatten", "Half|BFloat16", 48, (40, 40, 40), *OF_2_BYTES),
     rows("flatten", "float", 64, (32, 40, 40), *OF_4_BYTES, FROM_2_BYTES),
     rows("unflatten_into", "Half|BFloat16", 64, (32, 32, 40), *OF_2_BYTES),
     rows("unflatten_into", "float", 64, (32, 32, 40), *OF_4_BYTES, TO_2_BYTES),
     *(budget for codec in CODECS for budget in budgets_of(codec)),
+    *SPARSE,
 )
 #: Kernels that must have a row: a regular expression.
-HELD = r"register_.*|(?:flatten|unflatten_into)_kernel<(?:float|Half|BFloat16)\b.*"
+HELD = (
+    r"register_.*|(?:flatten|unflatten_into)_kernel<(?:float|Half|BFloat16)\b.*"
+    r"|compensate_(?:count|finite)_kernel.*|count_low_kernel|write_entries_kernel"
+)
 
 
 # ---- checks --------------------------------------------------------------------------------------
