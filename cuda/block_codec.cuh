@@ -19,15 +19,10 @@
 
 namespace commhook::cuda {
 
-// rounding: seed and step, or null. block: of all messages, with which this one begins.
+// As key_of, for a message that may have no random numbers: rounding is null then.
 template <typename Codec>
 __device__ DitherKey dither_key(const int64_t* rounding, int64_t block) {
-  if (!Codec::kIsRandom || rounding == nullptr) {
-    return {false, 0, 0, 0, 0};
-  }
-  const auto seed = static_cast<uint64_t>(rounding[0]);
-  return {true, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32),
-          static_cast<uint32_t>(rounding[1]), block};
+  return Codec::kIsRandom && rounding != nullptr ? key_of(rounding, block) : DitherKey{};
 }
 
 // Calls visit(first block, elements) for each tile of this thread's warp. The elements' positions
@@ -37,8 +32,7 @@ __device__ void for_each_tile(const BlockWork& work, const BlockTile& tile, int6
                               const Visit& visit) {
   const int warps = static_cast<int>(blockDim.x) / kWarpSize;
   const int64_t values = values_of(tile, work.block_size);
-  int64_t index =
-      (int64_t{blockIdx.x} * warps + static_cast<int>(threadIdx.x) / kWarpSize) * work.tiles;
+  int64_t index = (int64_t{blockIdx.x} * warps + warp_of_block()) * work.tiles;
   for (int i = 0; i < work.tiles; ++i, ++index) {
     const int64_t begin = index * values;
     if (begin >= total) {
@@ -48,19 +42,12 @@ __device__ void for_each_tile(const BlockWork& work, const BlockTile& tile, int6
   }
 }
 
-// This warp's part of the shared memory.
-__device__ inline float* shared_values(int bytes) {
-  extern __shared__ Quad memory[];
-  return reinterpret_cast<float*>(memory) +
-         static_cast<int>(threadIdx.x) / kWarpSize * (bytes / static_cast<int>(sizeof(float)));
-}
-
 template <typename Codec, int kCapacity>
 __global__ void __launch_bounds__(kThreads, 3)
     encode_kernel(const __grid_constant__ TensorTable<const void, kCapacity> table,
                   const BlockWork work, const int64_t* rounding, float* error, uint8_t* message) {
   const Codec codec;
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int lane = lane_of_warp();
   const auto tile = tile_of<Codec>(work.block_size);
   const auto layout = layout_of<Codec>(work);
   const auto key = dither_key<Codec>(rounding, work.block);
@@ -79,7 +66,7 @@ __global__ void __launch_bounds__(kThreads, Codec::kBits == 4 ? 1 : 2)
     decode_kernel(const __grid_constant__ TensorTable<void, kCapacity> table, const BlockWork work,
                   const uint8_t* messages, int64_t count) {
   const Codec codec;
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int lane = lane_of_warp();
   const auto tile = tile_of<Codec>(work.block_size);
   const auto layout = layout_of<Codec>(work);
   float* const values = shared_values(shared_bytes(tile, work.block_size, false));
@@ -101,7 +88,7 @@ __global__ void __launch_bounds__(kThreads)
     reduce_kernel(const BlockWork work, const uint8_t* messages, int64_t count,
                   const int64_t* rounding, float* error, uint8_t* message) {
   const Codec codec;
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int lane = lane_of_warp();
   const auto tile = tile_of<Codec>(work.block_size);
   const auto layout = layout_of<Codec>(work);
   const auto key = dither_key<Codec>(rounding, work.block);
@@ -235,10 +222,6 @@ void with_tables_of_chunks(c10::ArrayRef<Segment<Data>> segments, const codecs::
   }
 }
 
-inline const int64_t* seed_of(const std::optional<at::Tensor>& rounding) {
-  return codecs::is_there(rounding) ? rounding->const_data_ptr<int64_t>() : nullptr;
-}
-
 // One launch of a chunk's encoding. error: of the chunk, null for none.
 template <typename Codec, int kCapacity>
 void launch_encode(const codecs::Chunk& chunk, const TensorTable<const void, kCapacity>& table,
@@ -274,13 +257,14 @@ void encode_blocks(const char* op, at::TensorList tensors, const at::Tensor& mes
                    const std::optional<at::Tensor>& rounding) {
   const c10::cuda::CUDAGuard guard(message.device());
   const Sources sources(op, tensors);
-  const WideError wide(error);
+  const auto* const seed = numbers_of(op, "rounding", rounding);
+  const WideError wide(op, error);
   auto* const lost = wide.data();
   auto* const bytes = message.mutable_data_ptr<uint8_t>();
   with_tables_of_chunks<Codec>(sources.segments(), chunks, message.options(),
                                [&](const codecs::Chunk& chunk, const auto& table, int64_t first) {
                                  launch_encode<Codec>(
-                                     chunk, table, first, scale, seed_of(rounding),
+                                     chunk, table, first, scale, seed,
                                      lost == nullptr ? nullptr : lost + chunk.element,
                                      bytes + chunk.offset);
                                });
@@ -344,7 +328,7 @@ void decode_sum_blocks(const char* op, const at::Tensor& messages, at::TensorLis
 }
 
 template <typename Codec>
-void reduce_blocks(const at::Tensor& messages, const at::Tensor& message,
+void reduce_blocks(const char* op, const at::Tensor& messages, const at::Tensor& message,
                    const codecs::BlockLayout& layout, double scale,
                    const std::optional<at::Tensor>& error,
                    const std::optional<at::Tensor>& rounding) {
@@ -353,10 +337,10 @@ void reduce_blocks(const at::Tensor& messages, const at::Tensor& message,
   }
   const c10::cuda::CUDAGuard guard(message.device());
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  const WideError lost(error);
+  const auto* const seed = numbers_of(op, "rounding", rounding);
+  const WideError lost(op, error);
   const auto* const from = messages.const_data_ptr<uint8_t>();
   auto* const to = message.mutable_data_ptr<uint8_t>();
-  const auto* const seed = seed_of(rounding);
   const codecs::Chunk whole{layout, 0, 0, 0};
   bool is_done = false;
   if constexpr (Codec::kBits >= 4) {

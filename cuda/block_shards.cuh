@@ -30,10 +30,6 @@ inline ShardTable shard_table(at::TensorList messages) {
   return table;
 }
 
-inline const int64_t* failure_of(const std::optional<at::Tensor>& failed) {
-  return codecs::is_there(failed) ? failed->const_data_ptr<int64_t>() : nullptr;
-}
-
 // failed: null, or a number that is not zero where the shards must not be read.
 template <typename Codec>
 __global__ void __launch_bounds__(kThreads)
@@ -41,7 +37,7 @@ __global__ void __launch_bounds__(kThreads)
                          const int64_t* failed, const int64_t* rounding, float* error,
                          uint8_t* message) {
   const Codec codec;
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int lane = lane_of_warp();
   const auto tile = tile_of<Codec>(work.block_size);
   const auto layout = layout_of<Codec>(work);
   if (failed != nullptr && *failed != 0) {
@@ -61,7 +57,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename Codec>
-void reduce_shards(at::TensorList messages, const at::Tensor& message,
+void reduce_shards(const char* op, at::TensorList messages, const at::Tensor& message,
                    const codecs::BlockLayout& layout, double scale,
                    const std::optional<at::Tensor>& error,
                    const std::optional<at::Tensor>& rounding,
@@ -71,14 +67,15 @@ void reduce_shards(at::TensorList messages, const at::Tensor& message,
   }
   const c10::cuda::CUDAGuard guard(message.device());
   const auto shards = shard_table(messages);
-  const WideError lost(error);
+  const auto* const failure = numbers_of(op, "failed", failed);
+  const auto* const seed = numbers_of(op, "rounding", rounding);
+  const WideError lost(op, error);
   const codecs::Chunk whole{layout, 0, 0, 0};
-  const auto grid = grid_of<Codec>(reduce_shards_kernel<Codec>, whole, 0, layout.numel(), scale,
-                                   codecs::is_there(rounding));
+  const auto grid =
+      grid_of<Codec>(reduce_shards_kernel<Codec>, whole, 0, layout.numel(), scale, seed != nullptr);
   reduce_shards_kernel<Codec>
       <<<grid.blocks, grid.threads, grid.shared, c10::cuda::getCurrentCUDAStream()>>>(
-          shards, grid.work, failure_of(failed), seed_of(rounding), lost.data(),
-          message.mutable_data_ptr<uint8_t>());
+          shards, grid.work, failure, seed, lost.data(), message.mutable_data_ptr<uint8_t>());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   lost.finish();
 }

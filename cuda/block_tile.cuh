@@ -16,10 +16,9 @@
 #include "block_codes.h"
 #include "ops/codecs/block_layout.h"
 #include "partition.h"
+#include "warp.cuh"
 
 namespace commhook::cuda {
-
-constexpr unsigned kAllLanes = 0xffffffffu;
 
 // The lanes of a warp share out its blocks: so many lanes to a block, a power of two, each of which
 // then has codes of 16 bytes to move at once, or words of four.
@@ -120,27 +119,15 @@ __device__ float sum_of_magnitudes(const codecs::BlockLayout& layout, const Bloc
                                        block < tile.blocks ? place.count : 0, lane % kSumParts);
 #pragma unroll
     for (int distance = kSumParts / 2; distance > 0; distance /= 2) {
-      part += __shfl_xor_sync(kAllLanes, part, distance);
+      part += __shfl_xor_sync(kWholeWarp, part, distance);
     }
     const int own = lane / tile.lanes;
-    part = __shfl_sync(kAllLanes, part, own % kBlocks * kSumParts);
+    part = __shfl_sync(kWholeWarp, part, own % kBlocks * kSumParts);
     if (own / kBlocks * kBlocks == b) {
       sum = part;
     }
   }
   return sum;
-}
-
-// Leaves each lane with what all lanes of its block have measured.
-template <typename Measure>
-__device__ void take_largest(const BlockTile& tile, Measure& measure) {
-  for (int distance = tile.lanes / 2; distance > 0; distance /= 2) {
-#pragma unroll
-    for (int32_t& word : measure.words) {
-      const int32_t other = __shfl_xor_sync(kAllLanes, word, distance);
-      word = other > word ? other : word;
-    }
-  }
 }
 
 // Encodes a tile's values, which lie in `values`, beginning with those of block `first`.
@@ -165,13 +152,13 @@ __device__ void encode_tile(const Codec& codec, const codecs::BlockLayout& layou
   if constexpr (Codec::kSums) {
     measure.sum = sum_of_magnitudes<Codec, false>(layout, tile, first, lane, values);
     const bool is_infinite = bits_of(measure.sum) >= kInfinity;
-    if (__any_sync(kAllLanes, is_infinite)) {
+    if (__any_sync(kWholeWarp, is_infinite)) {
       const float lowered = sum_of_magnitudes<Codec, true>(layout, tile, first, lane, values);
       measure = is_infinite ? SumOfMagnitudes{lowered, true} : measure;
     }
     __syncwarp();  // before what is lost takes the place of values that others have read
   } else {
-    take_largest(tile, measure);
+    take_largest(tile.lanes, measure);
   }
   bool writes_lost = false;
   if (own.count > 0) {

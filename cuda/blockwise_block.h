@@ -8,64 +8,26 @@
 
 namespace commhook::cuda {
 
-// Of magnitudes, as bits: those of an infinity or more, where a value is infinite or NaN.
+// The largest magnitude; a NaN if one of the values is.
 struct LargestMagnitude {
-  static constexpr int kWords = 1;
-  int32_t words[kWords] = {0};
-
-  COMMHOOK_HOST_DEVICE void add(float value) {
-    const auto bits = static_cast<int32_t>(bits_of(value) & kAbsolute);
-    words[0] = bits > words[0] ? bits : words[0];
-  }
-};
-
-// Of values as integers that are ordered as these are, and of their inverses.
-struct Extremes {
-  static constexpr int kWords = 2;
-  int32_t words[kWords] = {INT32_MIN, INT32_MIN};
-
-  COMMHOOK_HOST_DEVICE static int32_t ordered(int32_t bits) {
-    return bits ^ ((bits >> 31) & 0x7fffffff);
-  }
-  COMMHOOK_HOST_DEVICE void add(float value) {
-    const int32_t order = ordered(static_cast<int32_t>(bits_of(value)));
-    words[0] = order > words[0] ? order : words[0];
-    words[1] = ~order > words[1] ? ~order : words[1];
-  }
-  COMMHOOK_HOST_DEVICE float most() const {
-    return float_of(static_cast<uint32_t>(ordered(words[0])));
-  }
-  COMMHOOK_HOST_DEVICE float least() const {
-    return float_of(static_cast<uint32_t>(ordered(~words[1])));
-  }
-};
-
-// The same of values in registers, with one instruction for each. Zeros lose their sign, which no
-// quantizer looks at.
-struct LargestInRegisters {
-  static constexpr int kWords = 1;
-  float words[kWords] = {0.0f};
+  float words[1] = {0.0f};
 
   COMMHOOK_HOST_DEVICE void add(float value) {
     words[0] = largest(words[0], float_of(bits_of(value) & kAbsolute));
   }
-  COMMHOOK_HOST_DEVICE LargestMagnitude measure() const {
-    return {{static_cast<int32_t>(bits_of(words[0]))}};
-  }
 };
 
-struct ExtremesInRegisters {
-  static constexpr int kWords = 2;
-  float words[kWords] = {float_of(kInfinity | 1u << 31), float_of(kInfinity | 1u << 31)};
+// The largest value and the largest inverse; NaNs if one of the values is. The sign of a zero is
+// left open, and no quantizer looks at it.
+struct Extremes {
+  float words[2] = {float_of(kInfinity | 1u << 31), float_of(kInfinity | 1u << 31)};
 
   COMMHOOK_HOST_DEVICE void add(float value) {
     words[0] = largest(words[0], value);
     words[1] = largest(words[1], -value);
   }
-  COMMHOOK_HOST_DEVICE Extremes measure() const {
-    return {{Extremes::ordered(static_cast<int32_t>(bits_of(words[0]))),
-             ~Extremes::ordered(static_cast<int32_t>(bits_of(-words[1])))}};
-  }
+  COMMHOOK_HOST_DEVICE float most() const { return words[0]; }
+  COMMHOOK_HOST_DEVICE float least() const { return -words[1]; }
 };
 
 template <int kCodeBits, bool kSymmetric>
@@ -77,7 +39,6 @@ struct BlockwiseBlock {
   static constexpr float kLevels = kSymmetric ? (1 << (kBits - 1)) - 1 : (1 << kBits) - 1;
 
   using Measure = std::conditional_t<kSymmetric, LargestMagnitude, Extremes>;
-  using InRegisters = std::conditional_t<kSymmetric, LargestInRegisters, ExtremesInRegisters>;
 
   struct Quantizer {
     blockwise::Quantizer by;
@@ -89,7 +50,7 @@ struct BlockwiseBlock {
     float range;
     result.low = 0.0f;
     if constexpr (kSymmetric) {
-      range = float_of(static_cast<uint32_t>(measure.words[0]));
+      range = measure.words[0];
     } else {
       result.low = measure.least() + 0.0f;  // no zero has a sign
       range = measure.most() - result.low + 0.0f;

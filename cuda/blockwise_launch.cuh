@@ -31,7 +31,7 @@ void BlockwiseLaunch<Codec>::reduce(const at::Tensor& messages, const at::Tensor
                                     const codecs::BlockLayout& layout, double scale,
                                     const std::optional<at::Tensor>& error,
                                     const std::optional<at::Tensor>& rounding) {
-  reduce_blocks<Codec>(messages, message, layout, scale, error, rounding);
+  reduce_blocks<Codec>("blockwise_reduce", messages, message, layout, scale, error, rounding);
 }
 
 template <typename Codec>
@@ -40,7 +40,8 @@ void BlockwiseLaunch<Codec>::reduce_shards(at::TensorList messages, const at::Te
                                            const std::optional<at::Tensor>& error,
                                            const std::optional<at::Tensor>& rounding,
                                            const std::optional<at::Tensor>& failed) {
-  cuda::reduce_shards<Codec>(messages, message, layout, scale, error, rounding, failed);
+  cuda::reduce_shards<Codec>("blockwise_reduce_shards", messages, message, layout, scale, error,
+                             rounding, failed);
 }
 
 }  // namespace commhook::cuda

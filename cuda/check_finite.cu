@@ -1,6 +1,7 @@
 #include "check_launch.h"
 #include "launch.cuh"
 #include "row.h"
+#include "warp.cuh"
 
 namespace commhook::cuda {
 namespace {
@@ -11,12 +12,12 @@ template <int kCapacity>
 __global__ void __launch_bounds__(kThreads)
     check_finite_kernel(const __grid_constant__ TensorTable<const void, kCapacity> table, int run,
                         unsigned long long* count) {
-  const int lane = threadIdx.x % kWarpSize;
-  int nonfinite = count_nonfinite_of_run(
-      table, run_of(blockIdx.x, threadIdx.x / kWarpSize, run, table.total), lane);
+  const int lane = lane_of_warp();
+  int nonfinite =
+      count_nonfinite_of_run(table, run_of(blockIdx.x, warp_of_block(), run, table.total), lane);
 #pragma unroll
   for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-    nonfinite += __shfl_down_sync(0xffffffffu, nonfinite, distance);
+    nonfinite += __shfl_down_sync(kWholeWarp, nonfinite, distance);
   }
   if (lane == 0 && nonfinite != 0) {
     atomicAdd(count, static_cast<unsigned long long>(nonfinite));

@@ -9,10 +9,11 @@
 
 #include "launch.cuh"
 #include "ops/codecs/codec_checks.h"
-#include "ops/codecs/error_math.h"
 #include "quad.h"
+#include "rounding.cuh"
 #include "row.h"
 #include "sources.h"
+#include "warp.cuh"
 
 namespace commhook::cuda {
 
@@ -33,7 +34,7 @@ struct TileQuads {
 struct Compensation {
   float* p;
   uint16_t* narrow_error;   // null unless the error is bfloat16
-  const int64_t* rounding;  // of such an error: seed and step, null to round to the nearest
+  const int64_t* rounding;  // seed and step; null rounds an error to the nearest
   int64_t numel;
   float scale;
 };
@@ -44,26 +45,6 @@ struct CompensationPart {
   int64_t first;
   int64_t tiles;
 };
-
-// bfloat16: how an error is rounded.
-struct NarrowRounding {
-  bool is_random;
-  uint32_t key;
-
-  __device__ uint16_t operator()(float value, int64_t place) const {
-    return is_random ? codecs::rounded_at_random(value, static_cast<uint32_t>(place), key)
-                     : codecs::nearest(value);
-  }
-};
-
-__device__ inline NarrowRounding narrow_rounding(const int64_t* rounding) {
-  if (rounding == nullptr) {
-    return {false, 0};
-  }
-  const auto seed = static_cast<uint64_t>(rounding[0]);
-  return {true, codecs::noise_key(static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32),
-                                  static_cast<uint32_t>(rounding[1]))};
-}
 
 __device__ inline float finite_or_zero(float value) {
   return (bits_of(value) & kAbsolute) < kInfinity ? value : 0.0f;
@@ -79,10 +60,7 @@ template <ErrorKind kKind, bool kKeepsNonfinite>
 class TileWork {
  public:
   __device__ TileWork(const Compensation& all, float* tile)
-      : all_(all),
-        tile_(tile),
-        lane_(static_cast<int>(threadIdx.x) % kWarpSize),
-        is_aligned_(is_aligned_for_quads(all.p)) {
+      : all_(all), tile_(tile), lane_(lane_of_warp()), is_aligned_(is_aligned_for_quads(all.p)) {
     if constexpr (kKind == ErrorKind::kBFloat16) {
       round_ = narrow_rounding(all.rounding);
       is_aligned_ =
@@ -183,8 +161,8 @@ class TileWork {
 template <ErrorKind kKind, bool kKeepsNonfinite, typename Table, typename Visit>
 __device__ void for_each_compensated_tile(const Table& table, const CompensationPart& part,
                                           Quad* tiles, const Visit& visit) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  const int lane = lane_of_warp();
+  const int warp = warp_of_block();
   const int64_t begin = (int64_t{blockIdx.x} * kWarpsPerBlock + warp) * part.tiles * kTileValues;
   const int64_t end = min(table.total, begin + part.tiles * kTileValues);
   if (begin >= end) {
@@ -209,21 +187,23 @@ __device__ void for_each_compensated_tile(const Table& table, const Compensation
 class CompensatedMemory {
  public:
   // error, rounding: checked, or none. p is a tensor of its own unless the error is of float32.
-  CompensatedMemory(int64_t numel, double scale, const std::optional<at::Tensor>& error,
+  CompensatedMemory(const char* op, int64_t numel, double scale,
+                    const std::optional<at::Tensor>& error,
                     const std::optional<at::Tensor>& rounding, const at::TensorOptions& options) {
-    work_ = {nullptr, nullptr, nullptr, numel, static_cast<float>(scale)};
-    if (codecs::is_there(error) && error->scalar_type() == at::kFloat) {
-      kind_ = ErrorKind::kFloat;
-      work_.p = error->mutable_data_ptr<float>();
-      return;
+    work_ = {nullptr, nullptr, numbers_of(op, "rounding", rounding), numel,
+             static_cast<float>(scale)};
+    if (codecs::is_there(error)) {
+      check_aligned(op, "error", -1, *error);
+      if (error->scalar_type() == at::kFloat) {
+        kind_ = ErrorKind::kFloat;
+        work_.p = error->mutable_data_ptr<float>();
+        return;
+      }
+      kind_ = ErrorKind::kBFloat16;
+      work_.narrow_error = static_cast<uint16_t*>(error->mutable_data_ptr());
     }
     flat_ = at::empty({numel}, options.dtype(at::kFloat));
     work_.p = flat_.mutable_data_ptr<float>();
-    if (codecs::is_there(error)) {
-      kind_ = ErrorKind::kBFloat16;
-      work_.narrow_error = static_cast<uint16_t*>(error->mutable_data_ptr());
-      work_.rounding = codecs::is_there(rounding) ? rounding->const_data_ptr<int64_t>() : nullptr;
-    }
   }
 
   const Compensation& work() const { return work_; }
@@ -278,7 +258,7 @@ WarpGrid warp_grid_of(void (*kernel)(Arguments...), int64_t count) {
   const int64_t wave = warps_of_a_wave(kernel, kThreads);
   const int64_t each = std::max<int64_t>((count + wave - 1) / wave, 1);
   const int64_t warps = (count + each - 1) / each;
-  return {static_cast<unsigned>((warps + kWarpsPerBlock - 1) / kWarpsPerBlock), each};
+  return {blocks_for(warps, kWarpsPerBlock), each};
 }
 
 }  // namespace commhook::cuda

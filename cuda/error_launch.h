@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "ops/codecs/codec_checks.h"
+#include "sources.h"
 
 namespace commhook::cuda {
 
@@ -19,8 +20,9 @@ void launch_narrow_error(const at::Tensor& values, const int64_t* rounding,
 class WideError {
  public:
   // error: checked by check_error, on the current device.
-  explicit WideError(const std::optional<at::Tensor>& error) {
+  WideError(const char* op, const std::optional<at::Tensor>& error) {
     if (codecs::is_there(error)) {
+      check_aligned(op, "error", -1, *error);
       error_ = *error;
       wide_ = error->scalar_type() == at::kFloat ? *error : error->detach().to(at::kFloat);
     }

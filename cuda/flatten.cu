@@ -3,6 +3,7 @@
 #include "bucket_launch.h"
 #include "launch.cuh"
 #include "row.h"
+#include "warp.cuh"
 
 namespace commhook::cuda {
 namespace {
@@ -12,8 +13,8 @@ __global__ void __launch_bounds__(kThreads)
     flatten_kernel(const __grid_constant__ TensorTable<const void, kCapacity> table, To* buffer,
                    double scale, int run) {
   NoMeasure meter;
-  flatten_run(table, buffer, scale, run_of(blockIdx.x, threadIdx.x / kWarpSize, run, table.total),
-              threadIdx.x % kWarpSize, meter);
+  flatten_run(table, buffer, scale, run_of(blockIdx.x, warp_of_block(), run, table.total),
+              lane_of_warp(), meter);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include "bucket_launch.h"
 #include "launch.cuh"
 #include "row.h"
+#include "warp.cuh"
 
 namespace commhook::cuda {
 namespace {
@@ -21,13 +22,13 @@ __device__ Partial add(const Partial& a, const Partial& b) {
 __device__ Partial sum_of_block(Partial partial) {
 #pragma unroll
   for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-    const Partial other{__shfl_down_sync(0xffffffffu, partial.sum_of_squares, distance),
-                        __shfl_down_sync(0xffffffffu, partial.nonfinite_count, distance)};
+    const Partial other{__shfl_down_sync(kWholeWarp, partial.sum_of_squares, distance),
+                        __shfl_down_sync(kWholeWarp, partial.nonfinite_count, distance)};
     partial = add(partial, other);
   }
   __shared__ Partial of_warp[kWarpsPerBlock];
-  if (threadIdx.x % kWarpSize == 0) {
-    of_warp[threadIdx.x / kWarpSize] = partial;
+  if (lane_of_warp() == 0) {
+    of_warp[warp_of_block()] = partial;
   }
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -46,8 +47,8 @@ __global__ void __launch_bounds__(kThreads)
     flatten_stats_kernel(const __grid_constant__ TensorTable<const void, kCapacity> table,
                          To* buffer, double scale, int run, Partial* partials) {
   Measure meter;
-  flatten_run(table, buffer, scale, run_of(blockIdx.x, threadIdx.x / kWarpSize, run, table.total),
-              threadIdx.x % kWarpSize, meter);
+  flatten_run(table, buffer, scale, run_of(blockIdx.x, warp_of_block(), run, table.total),
+              lane_of_warp(), meter);
   const Partial partial = sum_of_block({meter.sum_of_squares, meter.nonfinite_count});
   if (threadIdx.x == 0) {
     partials[blockIdx.x] = partial;

@@ -51,7 +51,7 @@ void reduce(const at::Tensor& messages, const at::Tensor& message, int64_t numel
   const auto layout =
       codecs::check_reduce("fp8_reduce", messages, message, checked.form, numel, error, {});
   with_codec(checked, [&](auto codec) {
-    reduce_blocks<decltype(codec)>(messages, message, layout, scale, error, {});
+    reduce_blocks<decltype(codec)>("fp8_reduce", messages, message, layout, scale, error, {});
   });
 }
 
@@ -63,7 +63,8 @@ void reduce_shards(at::TensorList messages, const at::Tensor& message, int64_t n
   const auto layout = codecs::check_reduce_shards("fp8_reduce_shards", messages, message,
                                                   checked.form, numel, error, {}, failed);
   with_codec(checked, [&](auto codec) {
-    cuda::reduce_shards<decltype(codec)>(messages, message, layout, scale, error, {}, failed);
+    cuda::reduce_shards<decltype(codec)>("fp8_reduce_shards", messages, message, layout, scale,
+                                         error, {}, failed);
   });
 }
 

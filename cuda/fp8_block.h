@@ -15,16 +15,14 @@ struct Fp8Block {
   static constexpr float kLargest = fp8::Traits<kE5M2>::kLargest;
 
   using Measure = LargestMagnitude;
-  using InRegisters = LargestInRegisters;
   using Quantizer = blockwise::Quantizer;
 
   COMMHOOK_HOST_DEVICE bool quantizer(const Measure& measure, int, float (&parameters)[kParameters],
                                       Quantizer& result) const {
-    if (static_cast<uint32_t>(measure.words[0]) >= kInfinity) {
+    if (bits_of(measure.words[0]) >= kInfinity) {
       return false;
     }
-    result =
-        blockwise::quantizer(float_of(static_cast<uint32_t>(measure.words[0])), 0.0f, kLargest);
+    result = blockwise::quantizer(measure.words[0], 0.0f, kLargest);
     parameters[0] = result.step;
     return true;
   }

@@ -59,8 +59,6 @@ COMMHOOK_HOST_DEVICE float largest(float a, float b) {
 #endif
 }
 
-COMMHOOK_HOST_DEVICE float least(float a, float b) { return -largest(-a, -b); }
-
 // Two 8-bit floats in 16 bits, rounded as fp8::round_to does; values beyond the largest become it.
 template <bool kE5M2>
 COMMHOOK_HOST_DEVICE uint32_t pair_of_fp8(float low, float high) {

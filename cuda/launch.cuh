@@ -52,6 +52,11 @@ Grid grid_of(void (*kernel)(Arguments...), int64_t total) {
   return {static_cast<unsigned>(blocks), run};
 }
 
+// Blocks for `count` pieces of work, of which each block does `each`.
+inline unsigned blocks_for(int64_t count, int64_t each) {
+  return static_cast<unsigned>((count + each - 1) / each);
+}
+
 template <int kCapacity, typename Data, typename Launch>
 void for_each_table_of(c10::ArrayRef<Segment<Data>> segments, const Launch& launch) {
   TensorTable<Data, kCapacity> table;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -103,7 +103,8 @@ def flow_of(code: dict[int, str]) -> dict[int, set[int]]:
         following = set()
         if may_fall_through(text) and address + WIDTH in code:
             following.add(address + WIDTH)
-        if operation_of(text).startswith("BRA"):
+        # A call with a condition is a way out of a loop: sm_80 has it in the place of a branch.
+        if operation_of(text).startswith("BRA") or re.match(r"@\S+\s+CALL\b", text):
             target = target_of(text)
             if target in code:
                 following.add(target)
@@ -194,6 +195,24 @@ def in_order(flow: dict[int, set[int]], without: set[tuple[int, int]], first: in
     return order[::-1]
 
 
+def body_of(
+    flow: dict[int, set[int]], without: set[tuple[int, int]], head: int, ends: set[int]
+) -> set[int]:
+    """The instructions on ways from a loop's head to its ends."""
+    before = defaultdict(set)
+    for address, following in flow.items():
+        for other in following:
+            if (address, other) not in without and other != head:
+                before[other].add(address)
+    body = set(ends)
+    stack = list(ends)
+    while stack:
+        new = before[stack.pop()] - body
+        body |= new
+        stack.extend(new)
+    return body
+
+
 def shortest_loop(kernel: Kernel, wanted: dict[str, int]) -> Path | None:
     """The shortest way around any of a kernel's loops with at least the accesses in ``wanted``.
 
@@ -209,6 +228,10 @@ def shortest_loop(kernel: Kernel, wanted: dict[str, int]) -> Path | None:
     best: Path | None = None
     for head in sorted({head for _, head in edges}):
         ends = {address for address, other in edges if other == head}
+        body = body_of(flow, edges, head, ends)
+        within = Counter(kind_of(kernel.code[address]) for address in body)
+        if any(within[kind] < least for kind, least in wanted.items()):
+            continue
         # From the loop's head: the lengths of the ways, by the accesses that they have.
         ways: dict[int, dict[tuple[int, ...], tuple[int, int]]] = defaultdict(dict)
         ways[head][tuple(0 for _ in kinds)] = (0, 0)
@@ -227,7 +250,7 @@ def shortest_loop(kernel: Kernel, wanted: dict[str, int]) -> Path | None:
                     if best is None or way < (best.instructions, best.narrow):
                         best = Path(*way)
                 for other in flow[address]:
-                    if (address, other) not in edges:
+                    if other in body and (address, other) not in edges:
                         ways[other][now] = min(ways[other].get(now, way), way)
             del ways[address]
     return best

@@ -52,17 +52,4 @@ COMMHOOK_HOST_DEVICE Quad quad_at(const float* values, int64_t first, int64_t en
   return quad;
 }
 
-COMMHOOK_HOST_DEVICE void put_quad(const Quad& quad, float* values, int64_t first, int64_t end,
-                                   bool is_aligned) {
-  if (first + kQuadValues <= end) {
-    return store_quad(quad, values + first, is_aligned);
-  }
-#pragma unroll
-  for (int i = 0; i < kQuadValues; ++i) {
-    if (first + i < end) {
-      values[first + i] = quad.values[i];
-    }
-  }
-}
-
 }  // namespace commhook::cuda

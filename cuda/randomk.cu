@@ -4,9 +4,9 @@
 
 #include "compensate.cuh"
 #include "flat.cuh"
-#include "ops/codecs/codec_checks.h"
 #include "ops/codecs/float_bits.h"
 #include "ops/codecs/randomk.h"
+#include "rounding.cuh"
 
 namespace commhook::cuda {
 namespace {
@@ -36,9 +36,8 @@ __global__ void __launch_bounds__(kThreads)
 __device__ randomk::Draw drawn(const int64_t* rounding, int64_t numel) {
   __shared__ randomk::Draw draw;
   if (threadIdx.x == 0) {
-    const auto seed = static_cast<uint64_t>(rounding[0]);
-    draw = randomk::draw_from(numel, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32),
-                              static_cast<uint32_t>(rounding[1]));
+    const auto seed = seed_of(rounding);
+    draw = randomk::draw_from(numel, seed.low, seed.high, seed.step);
   }
   __syncthreads();
   return draw;
@@ -77,10 +76,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-unsigned blocks_for(int64_t count) {
-  return static_cast<unsigned>((count + kThreads - 1) / kThreads);
-}
-
 void encode(at::TensorList tensors, const at::Tensor& message, const at::Tensor& rounding,
             bool unbiased, double scale, const std::optional<at::Tensor>& error) {
   const int64_t numel = randomk::check_encode(tensors, message, rounding, unbiased, error, scale);
@@ -90,7 +85,8 @@ void encode(at::TensorList tensors, const at::Tensor& message, const at::Tensor&
   }
   const c10::cuda::CUDAGuard guard(message.device());
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  const CompensatedMemory memory(numel, scale, error, rounding, message.options());
+  const CompensatedMemory memory("randomk_encode", numel, scale, error, rounding,
+                                 message.options());
   const auto has_nonfinite = at::zeros({1}, message.options().dtype(at::kInt));
   const auto& work = memory.work();
   launch_compensated(
@@ -102,10 +98,9 @@ void encode(at::TensorList tensors, const at::Tensor& message, const at::Tensor&
         compensate_finite_kernel<kCapacity, kKind><<<grid.blocks, kThreads, 0, stream>>>(
             table, {work, first, grid.each}, has_nonfinite.mutable_data_ptr<int32_t>());
       });
-  take_entries_kernel<<<blocks_for(count), kThreads, 0, stream>>>(
-      work.p, numel, rounding.const_data_ptr<int64_t>(), has_nonfinite.const_data_ptr<int32_t>(),
-      memory.error(), work.narrow_error,
-      reinterpret_cast<float*>(message.mutable_data_ptr<uint8_t>()), count);
+  take_entries_kernel<<<blocks_for(count, kThreads), kThreads, 0, stream>>>(
+      work.p, numel, work.rounding, has_nonfinite.const_data_ptr<int32_t>(), memory.error(),
+      work.narrow_error, reinterpret_cast<float*>(message.mutable_data_ptr<uint8_t>()), count);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -113,11 +108,13 @@ void decode(const at::Tensor& message, at::TensorList tensors, const at::Tensor&
   const int64_t numel = randomk::check_decode(message, tensors, rounding);
   const int64_t count = message.numel() / randomk::kBytesOfEntry;
   const c10::cuda::CUDAGuard guard(message.device());
+  const auto* const seed = numbers_of("randomk_decode", "rounding", rounding);
   const auto flat = at::zeros({numel}, message.options().dtype(at::kFloat));
   if (count > 0) {
-    put_entries_kernel<<<blocks_for(count), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-        reinterpret_cast<const float*>(message.const_data_ptr<uint8_t>()), count,
-        rounding.const_data_ptr<int64_t>(), flat.mutable_data_ptr<float>(), numel);
+    put_entries_kernel<<<blocks_for(count, kThreads), kThreads, 0,
+                         c10::cuda::getCurrentCUDAStream()>>>(
+        reinterpret_cast<const float*>(message.const_data_ptr<uint8_t>()), count, seed,
+        flat.mutable_data_ptr<float>(), numel);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
   give_flat("randomk_decode", flat, tensors);

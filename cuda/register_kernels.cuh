@@ -3,6 +3,7 @@
 #pragma once
 
 #include "register_tile.cuh"
+#include "rounding.cuh"
 #include "row.h"
 
 namespace commhook::cuda {
@@ -69,8 +70,7 @@ template <typename Whole, typename Rest>
 __device__ void for_each_register_tile(const RegisterWork& work, int64_t total, const Whole& whole,
                                        const Rest& rest) {
   const int warps = static_cast<int>(blockDim.x) / kWarpSize;
-  int64_t begin = (int64_t{blockIdx.x} * warps + static_cast<int>(threadIdx.x) / kWarpSize) *
-                  work.tiles * kTileValues;
+  int64_t begin = (int64_t{blockIdx.x} * warps + warp_of_block()) * work.tiles * kTileValues;
   const int64_t first = int64_t{work.first} * work.block_size;
 #pragma unroll 1
   for (int i = 0; i < work.tiles; ++i, begin += kTileValues) {
@@ -131,16 +131,10 @@ __device__ inline void fill_shard(const ShardPlaces& places, uint32_t block,
   }
 }
 
+// block: of all messages, with which this one begins.
 __device__ inline DitherKey key_of(const int64_t* rounding, int64_t block) {
-  const auto seed = static_cast<uint64_t>(rounding[0]);
-  return {true, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32),
-          static_cast<uint32_t>(rounding[1]), block};
-}
-
-// This warp's part of the shared memory, of a tile's values.
-__device__ inline float* shared_tile() {
-  extern __shared__ Quad memory[];
-  return reinterpret_cast<float*>(memory) + static_cast<int>(threadIdx.x) / kWarpSize * kTileValues;
+  const auto seed = seed_of(rounding);
+  return {true, seed.low, seed.high, seed.step, block};
 }
 
 // p = value * scale + error, of a lane's values.
@@ -208,18 +202,28 @@ __device__ void encode_last_blocks(const RegisterWork& work, int lane, const Dit
       });
 }
 
+// Decodes a launch's last values, `length` of them, into shared memory.
+template <typename Codec>
+__device__ void decode_last_blocks(const Codec& codec, const RegisterWork& work, uint32_t first,
+                                   int length, const uint8_t* messages, int64_t count,
+                                   int64_t stride, float* values, int lane) {
+  for_each_last_block<Codec>(
+      work, first, length, [&](uint32_t, int own_count, int offset, const PlaceInShard& place) {
+        decode_block(codec, own_count, messages + place.codes,
+                     reinterpret_cast<const float*>(messages + place.parameters), count, stride,
+                     values + offset, lane);
+      });
+}
+
 template <typename Codec, bool kRandom, bool kError, int kCapacity>
 __global__ void __launch_bounds__(kRegisterThreads, 4)
     register_encode_kernel(const __grid_constant__ TensorTable<const void, kCapacity> table,
                            const __grid_constant__ RegisterWork work, const int64_t* rounding,
                            float* error, uint8_t* message) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int lane = lane_of_warp();
   const auto at = lane_in_tile(work, lane);
-  DitherKey key{};
-  if constexpr (kRandom) {
-    key = key_of(rounding, work.block);
-  }
-  float* const shared = shared_tile();
+  const auto key = kRandom ? key_of(rounding, work.block) : DitherKey{};
+  float* const shared = shared_values(kTileBytes);
   RowCursor<const void> cursor;
   auto own = first_place<Codec>(work, lane);
   NoMeasure meter;
@@ -253,9 +257,9 @@ __global__ void __launch_bounds__(kRegisterThreads, kMany ? 4 : 6)
                            const __grid_constant__ RegisterWork work, const uint8_t* messages,
                            int64_t count, int64_t stride) {
   const Codec codec;
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int lane = lane_of_warp();
   const auto at = lane_in_tile(work, lane);
-  float* const shared = shared_tile();
+  float* const shared = shared_values(kTileBytes);
   RowCursor<void> cursor;
   auto own = first_place<Codec>(work, lane);
   for_each_register_tile(
@@ -286,13 +290,8 @@ __global__ void __launch_bounds__(kRegisterThreads, kMany ? 4 : 6)
         }
       },
       [&](const Run& run, int64_t position) {
-        for_each_last_block<Codec>(
-            work, first_block_of(own, at), length_of(run),
-            [&](uint32_t, int own_count, int offset, const PlaceInShard& place) {
-              decode_block(codec, own_count, messages + place.codes,
-                           reinterpret_cast<const float*>(messages + place.parameters), count,
-                           stride, shared + offset, lane);
-            });
+        decode_last_blocks(codec, work, first_block_of(own, at), length_of(run), messages, count,
+                           stride, shared, lane);
         if (kMany) {
 #pragma unroll 1
           for (int i = lane; i < length_of(run); i += kWarpSize) {
@@ -310,13 +309,10 @@ __global__ void __launch_bounds__(kRegisterThreads, 4)
                            int64_t count, int64_t stride, const int64_t* rounding, float* error,
                            uint8_t* message) {
   const Codec codec;
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int lane = lane_of_warp();
   const auto at = lane_in_tile(work, lane);
-  DitherKey key{};
-  if constexpr (kRandom) {
-    key = key_of(rounding, work.block);
-  }
-  float* const shared = shared_tile();
+  const auto key = kRandom ? key_of(rounding, work.block) : DitherKey{};
+  float* const shared = shared_values(kTileBytes);
   auto own = first_place<Codec>(work, lane);
   for_each_register_tile(
       work, work.numel,
@@ -330,13 +326,8 @@ __global__ void __launch_bounds__(kRegisterThreads, 4)
                                                  message);
       },
       [&](const Run& run, int64_t position) {
-        for_each_last_block<Codec>(
-            work, first_block_of(own, at), length_of(run),
-            [&](uint32_t, int own_count, int offset, const PlaceInShard& place) {
-              decode_block(codec, own_count, messages + place.codes,
-                           reinterpret_cast<const float*>(messages + place.parameters), count,
-                           stride, shared + offset, lane);
-            });
+        decode_last_blocks(codec, work, first_block_of(own, at), length_of(run), messages, count,
+                           stride, shared, lane);
         // No barrier: each lane compensates the values that it has decoded.
         encode_last_blocks<Codec, kRandom, kError>(work, lane, key, first_block_of(own, at),
                                                    position, length_of(run), shared, error,

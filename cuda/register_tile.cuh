@@ -10,6 +10,7 @@
 #include "block_places.h"
 #include "instructions.h"
 #include "tensor_table.h"
+#include "warp.cuh"
 
 namespace commhook::cuda {
 
@@ -167,23 +168,10 @@ __device__ void transpose(uint32_t (&words)[kWords], int lane) {
         uint32_t& low = words[i];
         uint32_t& high = words[i + distance];
         const uint32_t given = is_upper ? low : high;
-        const uint32_t taken = __shfl_xor_sync(0xffffffffu, given, distance);
+        const uint32_t taken = __shfl_xor_sync(kWholeWarp, given, distance);
         low = is_upper ? taken : low;
         high = is_upper ? high : taken;
       }
-    }
-  }
-}
-
-// Leaves each lane with what all lanes of its block have measured.
-template <typename Measure>
-__device__ void take_largest_of_block(int lanes, Measure& measure) {
-#pragma unroll
-  for (int distance = 1; distance < kWarpSize; distance *= 2) {
-    const int used = distance < lanes ? distance : 0;
-#pragma unroll
-    for (float& word : measure.words) {
-      word = largest(word, __shfl_xor_sync(0xffffffffu, word, used));
     }
   }
 }
@@ -207,7 +195,7 @@ template <typename Codec, bool kRandom>
 __device__ bool encode_quads(const Codec& codec, const RegisterWork& work, const LaneInTile& at,
                              int lane, const DitherKey& key, uint32_t block,
                              Quad (&quads)[kEighths], uint8_t* codes, float* parameters) {
-  typename Codec::InRegisters measured;
+  typename Codec::Measure measured;
 #pragma unroll
   for (const Quad& quad : quads) {
 #pragma unroll
@@ -215,10 +203,10 @@ __device__ bool encode_quads(const Codec& codec, const RegisterWork& work, const
       measured.add(value);
     }
   }
-  take_largest_of_block(work.lanes, measured);
+  take_largest(work.lanes, measured);
   float own[Codec::kParameters];
   typename Codec::Quantizer quantizer;
-  const bool is_sent = codec.quantizer(measured.measure(), work.block_size, own, quantizer);
+  const bool is_sent = codec.quantizer(measured, work.block_size, own, quantizer);
   uint32_t random[kQuadValues][4] = {};
   if constexpr (kRandom) {
     draw_words(key, key.block + block, at.index, random);
@@ -328,8 +316,7 @@ __device__ void decode_quads(const Codec& codec, const LaneInTile& at, int lane,
   }
 }
 
-// ---- a launch's last values, which fill no tile
-// --------------------------------------------------
+// ---- a launch's last values, which fill no tile ------------------------------------------------
 
 template <typename Codec>
 COMMHOOK_HOST_DEVICE uint32_t message_byte(const Codec& codec, float* p, int count, int c,
@@ -366,7 +353,7 @@ template <typename Codec, bool kRandom>
 __device__ void encode_block(const Codec& codec, int count, float scale, const DitherKey& key,
                              int64_t block, float* p, float* error, uint8_t* codes,
                              float* parameters, int lane) {
-  typename Codec::InRegisters measured;
+  typename Codec::Measure measured;
 #pragma unroll 1
   for (int i = lane; i < count; i += kWarpSize) {
     float value = p[i] * scale;
@@ -381,10 +368,10 @@ __device__ void encode_block(const Codec& codec, int count, float scale, const D
   if constexpr (kIsShared) {
     __syncwarp();
   }
-  take_largest_of_block(kWarpSize, measured);
+  take_largest(kWarpSize, measured);
   float own[Codec::kParameters];
   typename Codec::Quantizer quantizer;
-  const bool is_sent = codec.quantizer(measured.measure(), count, own, quantizer);
+  const bool is_sent = codec.quantizer(measured, count, own, quantizer);
 #pragma unroll 1
   for (int c = lane; c < width_of<Codec>(count); c += kWarpSize) {
     codes[c] = 0;

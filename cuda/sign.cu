@@ -35,7 +35,7 @@ void reduce(const at::Tensor& messages, const at::Tensor& message, int64_t numel
   const auto form = sign::check_form("sign_reduce", block_size);
   const auto layout =
       codecs::check_reduce("sign_reduce", messages, message, form, numel, error, {});
-  reduce_blocks<SignBlock>(messages, message, layout, scale, error, {});
+  reduce_blocks<SignBlock>("sign_reduce", messages, message, layout, scale, error, {});
 }
 
 void reduce_shards(at::TensorList messages, const at::Tensor& message, int64_t numel,
@@ -44,7 +44,8 @@ void reduce_shards(at::TensorList messages, const at::Tensor& message, int64_t n
   const auto form = sign::check_form("sign_reduce_shards", block_size);
   const auto layout = codecs::check_reduce_shards("sign_reduce_shards", messages, message, form,
                                                   numel, error, {}, failed);
-  cuda::reduce_shards<SignBlock>(messages, message, layout, scale, error, {}, failed);
+  cuda::reduce_shards<SignBlock>("sign_reduce_shards", messages, message, layout, scale, error, {},
+                                 failed);
 }
 
 TORCH_LIBRARY_IMPL(commhook, CUDA, m) {

@@ -4,9 +4,11 @@
 #include <ATen/ATen.h>
 
 #include <cstdint>
+#include <optional>
 #include <utility>
 #include <vector>
 
+#include "ops/codecs/codec_checks.h"
 #include "tensor_table.h"
 
 namespace commhook::cuda {
@@ -34,6 +36,16 @@ inline void check_aligned(const char* op, const char* argument, int64_t index,
                     index < 0 ? std::string() : c10::str("[", index, "]"),
                     " must begin at an address that is a multiple of its element size, ", size,
                     ", got one ", past, " bytes past such");
+}
+
+// The int64 values of an argument that may be left out; null then.
+inline const int64_t* numbers_of(const char* op, const char* argument,
+                                 const std::optional<at::Tensor>& tensor) {
+  if (!codecs::is_there(tensor)) {
+    return nullptr;
+  }
+  check_aligned(op, argument, -1, *tensor);
+  return tensor->const_data_ptr<int64_t>();
 }
 
 // visit(tensor) for each tensor that holds elements.

@@ -3,10 +3,10 @@
 #include <torch/library.h>
 
 #include "launch.cuh"
-#include "ops/codecs/codec_checks.h"
 #include "ops/symmetric/symmetric.h"
 #include "row.h"
 #include "sources.h"
+#include "warp.cuh"
 
 namespace commhook::cuda {
 namespace {
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kWarpSize)
   }
 #pragma unroll
   for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-    const int other = __shfl_xor_sync(0xffffffffu, missed, distance);
+    const int other = __shfl_xor_sync(kWholeWarp, missed, distance);
     missed = other > missed ? other : missed;
   }
   if (is_other && missed != 0) {
@@ -58,8 +58,8 @@ __global__ void __launch_bounds__(kWarpSize)
 __global__ void __launch_bounds__(kThreads)
     gather_kernel(const __grid_constant__ TensorTable<const void, kMaxRanks> table, int run,
                   const int64_t* failed, float* message) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const Run own = run_of(blockIdx.x, static_cast<int>(threadIdx.x) / kWarpSize, run, table.total);
+  const int lane = lane_of_warp();
+  const Run own = run_of(blockIdx.x, warp_of_block(), run, table.total);
   if (failed != nullptr && *failed != 0) {
     for (int64_t i = own.begin + lane; i < own.end; i += kWarpSize) {
       reinterpret_cast<uint32_t*>(message)[i] = symmetric::kNoMessage * 0x01010101u;
@@ -95,8 +95,7 @@ void gather(at::TensorList shards, const at::Tensor& message,
       segments.push_back({shard.const_data_ptr(), shard.numel() / 4, Dtype::kFloat});
     }
   }
-  const auto* const failure =
-      codecs::is_there(failed) ? failed->const_data_ptr<int64_t>() : nullptr;
+  const auto* const failure = numbers_of("symmetric_gather", "failed", failed);
   auto* const to = reinterpret_cast<float*>(message.mutable_data_ptr<uint8_t>());
   const auto stream = c10::cuda::getCurrentCUDAStream();
   for_each_table_of<kMaxRanks>(

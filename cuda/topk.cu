@@ -7,7 +7,6 @@
 
 #include "compensate.cuh"
 #include "flat.cuh"
-#include "ops/codecs/codec_checks.h"
 #include "ops/codecs/topk.h"
 #include "topk_passes.cuh"
 
@@ -34,7 +33,7 @@ struct Selection {
 // The largest rank of each group of a tile. Four lanes have a group's values in each quad k: each
 // lane keeps one quad's, and gives the others away.
 __device__ void write_groups(const int32_t (&largest)[kTileQuads], uint16_t* groups) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int lane = lane_of_warp();
   int32_t pair[2];
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
@@ -50,12 +49,11 @@ __device__ void write_groups(const int32_t (&largest)[kTileQuads], uint16_t* gro
       group_rank(max(kept, __shfl_xor_sync(kWholeWarp, given, 2)));
 }
 
-// The first pass. wanted: entries of the message. is_last: of the launches over all values.
+// The first pass. wanted: entries of the message.
 template <int kCapacity, ErrorKind kKind>
 __global__ void __launch_bounds__(kThreads)
     compensate_count_kernel(const __grid_constant__ TensorTable<const void, kCapacity> table,
-                            CompensationPart part, Selection selection, int32_t wanted,
-                            bool is_last) {
+                            CompensationPart part, Selection selection, int32_t wanted) {
   __shared__ Quad tiles[kBlockTileQuads];
   __shared__ int32_t own[kHighBins];
   for (int i = threadIdx.x; i < kHighBins; i += kThreads) {
@@ -85,6 +83,7 @@ __global__ void __launch_bounds__(kThreads)
       atomicAdd(selection.high + i, own[i]);
     }
   }
+  const bool is_last = part.first + table.total == part.all.numel;  // of the launches
   if (is_last && is_last_block(selection.finished)) {
     const auto upper = find_bin<kHighBins>(selection.high, wanted);
     if (threadIdx.x == 0) {
@@ -126,7 +125,7 @@ __device__ void count_low(int32_t rank, bool is_counted, const Selection& select
   if (lanes == 0) {
     return;
   }
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int lane = lane_of_warp();
   const int first = __ffs(static_cast<int>(lanes)) - 1;
   const bool is_same = rank == __shfl_sync(kWholeWarp, rank, first);
   const uint32_t same = __ballot_sync(kWholeWarp, is_counted && is_same);
@@ -142,8 +141,8 @@ __device__ void count_low(int32_t rank, bool is_counted, const Selection& select
 __global__ void __launch_bounds__(kThreads)
     count_low_kernel(const float* p, int64_t numel, int64_t tiles, Selection selection) {
   const RankState upper = *selection.upper;
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const int64_t warp = int64_t{blockIdx.x} * kWarpsPerBlock + threadIdx.x / kWarpSize;
+  const int lane = lane_of_warp();
+  const int64_t warp = int64_t{blockIdx.x} * kWarpsPerBlock + warp_of_block();
   const int64_t end = min(numel, (warp + 1) * tiles * kTileValues);
   const bool is_aligned = is_aligned_for_quads(p);
   for (int64_t begin = warp * tiles * kTileValues; begin < end; begin += kTileValues) {
@@ -179,8 +178,8 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     write_entries_kernel(const float* p, int64_t numel, Selection selection, float* error,
                          uint16_t* narrow_error, int32_t* indices, float* values) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  const int lane = lane_of_warp();
+  const int warp = warp_of_block();
   const int64_t part = take_part(selection.taken);
   const RankState least = *selection.least;
   const int64_t first = part * kPartValues + (warp * kWarpSize + lane) * int64_t{kGroupValues};
@@ -192,12 +191,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   const uint32_t own =
       static_cast<uint32_t>(__popc(masks.above)) << 16 | static_cast<uint32_t>(__popc(masks.equal));
-  uint32_t up_to = own;  // of this lane and those before it
-#pragma unroll
-  for (int distance = 1; distance < kWarpSize; distance *= 2) {
-    const uint32_t before = __shfl_up_sync(kWholeWarp, up_to, distance);
-    up_to += lane >= distance ? before : 0;
-  }
+  const uint32_t up_to = sum_up_to(own);
   __shared__ uint32_t of_warp[kWarpsPerBlock];
   __shared__ RankCounts of_parts;
   if (lane == kWarpSize - 1) {
@@ -258,10 +252,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-unsigned blocks_for(int64_t count, int64_t each) {
-  return static_cast<unsigned>((count + each - 1) / each);
-}
-
 // The memory of a selection.
 class SelectionMemory {
  public:
@@ -304,7 +294,7 @@ void encode(at::TensorList tensors, const at::Tensor& message, double scale,
   }
   const c10::cuda::CUDAGuard guard(message.device());
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  const CompensatedMemory memory(numel, scale, error, rounding, message.options());
+  const CompensatedMemory memory("topk_encode", numel, scale, error, rounding, message.options());
   const SelectionMemory found(numel, message.options());
   const auto& work = memory.work();
   launch_compensated(
@@ -314,8 +304,7 @@ void encode(at::TensorList tensors, const at::Tensor& message, double scale,
         const auto grid =
             warp_grid_of(compensate_count_kernel<kCapacity, kKind>, tiles_of(table.total));
         compensate_count_kernel<kCapacity, kKind><<<grid.blocks, kThreads, 0, stream>>>(
-            table, {work, first, grid.each}, found.selection(), static_cast<int32_t>(count),
-            first + table.total == numel);
+            table, {work, first, grid.each}, found.selection(), static_cast<int32_t>(count));
       });
   const auto grid = warp_grid_of(count_low_kernel, tiles_of(numel));
   count_low_kernel<<<grid.blocks, kThreads, 0, stream>>>(work.p, numel, grid.each,

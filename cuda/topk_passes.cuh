@@ -4,10 +4,9 @@
 
 #include "launch.cuh"
 #include "topk_select.h"
+#include "warp.cuh"
 
 namespace commhook::cuda {
-
-constexpr uint32_t kWholeWarp = 0xffffffffu;
 
 // As other blocks of the launch have written it.
 template <typename T>
@@ -36,8 +35,8 @@ __device__ RankState find_bin(const int32_t* counts, int32_t wanted) {
   constexpr int kEach = kBins / kThreads;
   __shared__ int32_t of_warp[kWarpsPerBlock];
   __shared__ RankState found;
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  const int lane = lane_of_warp();
+  const int warp = warp_of_block();
   const int top = kBins - 1 - static_cast<int>(threadIdx.x) * kEach;
   int32_t own[kEach];
   int32_t sum = 0;
@@ -46,12 +45,7 @@ __device__ RankState find_bin(const int32_t* counts, int32_t wanted) {
     own[i] = top - i > 0 ? load_now(counts + top - i) : 0;
     sum += own[i];
   }
-  int32_t up_to = sum;  // of this thread and those before it
-#pragma unroll
-  for (int distance = 1; distance < kWarpSize; distance *= 2) {
-    const int32_t before = __shfl_up_sync(kWholeWarp, up_to, distance);
-    up_to += lane >= distance ? before : 0;
-  }
+  int32_t up_to = sum_up_to(sum);  // below also of the warps before this one
   if (lane == kWarpSize - 1) {
     of_warp[warp] = up_to;
   }
@@ -93,7 +87,7 @@ __device__ inline int64_t take_part(int32_t* taken) {
 // own are. It reads the states of 32 parts at a time, back to one that knows all before it (Merrill
 // and Garland, "Single-pass parallel prefix scan with decoupled look-back", 2016).
 __device__ inline RankCounts counts_before(uint64_t* states, int64_t part, const RankCounts& own) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int lane = lane_of_warp();
   uint64_t before = 0;
   if (part > 0) {
     if (lane == 0) {

@@ -3,6 +3,7 @@
 #include "bucket_launch.h"
 #include "launch.cuh"
 #include "row.h"
+#include "warp.cuh"
 
 namespace commhook::cuda {
 namespace {
@@ -11,8 +12,8 @@ template <typename From, int kCapacity>
 __global__ void __launch_bounds__(kThreads)
     unflatten_into_kernel(const __grid_constant__ TensorTable<void, kCapacity> table,
                           const From* buffer, double scale, int run) {
-  unflatten_run(table, buffer, scale, run_of(blockIdx.x, threadIdx.x / kWarpSize, run, table.total),
-                threadIdx.x % kWarpSize);
+  unflatten_run(table, buffer, scale, run_of(blockIdx.x, warp_of_block(), run, table.total),
+                lane_of_warp());
 }
 
 }  // namespace

@@ -133,3 +133,23 @@ def test_other_operations_tell_loops_apart(modules: tuple[ModuleType, ModuleType
     (kernel,) = machine_code.kernels_in(listing(LOOP))
     assert machine_code.shortest_loop(kernel, {"FADD": 1}) is not None
     assert machine_code.shortest_loop(kernel, {"FMUL": 1}) is None
+
+
+def test_a_call_with_a_condition_goes_on_at_its_target(
+    modules: tuple[ModuleType, ModuleType],
+) -> None:
+    _, machine_code = modules
+    of_slow = {"LDG": 3, "LDG.128": 1}
+    paths = []
+    for branch in ("@P0 BRA", "@P0 CALL.REL.NOINC", "CALL.REL.NOINC"):
+        (kernel,) = machine_code.kernels_in(listing(LOOP.replace("@P0 BRA slow", f"{branch} slow")))
+        paths.append(machine_code.shortest_loop(kernel, of_slow))
+    assert paths == [machine_code.Path(instructions=12, narrow=4)] * 2 + [None]
+
+
+def test_names_without_namespaces(modules: tuple[ModuleType, ModuleType]) -> None:
+    budgets, machine_code = modules
+    name = "_ZN8commhook4cuda12_GLOBAL__N_112count_kernelILi216ELNS0_9ErrorKindE1EEEvi"
+    if machine_code.demangled(name) == name:
+        pytest.skip("there is no c++filt")
+    assert budgets.plain_name(machine_code.Kernel(name, "sm_90")) == "count_kernel<216, 1>"

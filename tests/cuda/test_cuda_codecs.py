@@ -123,6 +123,52 @@ def test_nothing_waits_and_a_graph_takes_it(codec: Codec) -> None:
     assert torch.equal(out, want)
 
 
+def test_foreign_memory_that_is_not_aligned_is_refused(kernel_device: KernelDevice) -> None:
+    """The card would fail at it, and then do nothing more for the program."""
+    ops = torch.ops.commhook
+    device = kernel_device.name
+    values = torch.ones(64, device=device)
+    format_ = {"bits": 8, "block_size": 64, "symmetric": True}
+
+    def message(size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.uint8, device=device)
+
+    error = kernel_device.misaligned(64, torch.float32)
+    numbers = kernel_device.misaligned(2, torch.int64)
+    failed = numbers[:1]
+    rounding = torch.zeros(2, dtype=torch.int64, device=device)
+    row, rows, sparse = message(80), message(160).view(2, 80), message(16)
+    shards = [message(80), message(80)]
+    for name, call in {
+        "blockwise_encode: error": lambda: ops.blockwise_encode(
+            [values], row, **format_, error=error
+        ),
+        "blockwise_encode: rounding": lambda: ops.blockwise_encode(
+            [values], row, **format_, rounding=numbers
+        ),
+        "blockwise_reduce: error": lambda: ops.blockwise_reduce(
+            rows, row, 64, **format_, error=error
+        ),
+        "blockwise_reduce_shards: failed": lambda: ops.blockwise_reduce_shards(
+            shards, row, 64, **format_, failed=failed
+        ),
+        "symmetric_gather: failed": lambda: ops.symmetric_gather(
+            shards, rows.view(-1), failed=failed
+        ),
+        "topk_encode: error": lambda: ops.topk_encode([values], sparse, error=error),
+        "topk_encode: rounding": lambda: ops.topk_encode([values], sparse, rounding=numbers),
+        "randomk_encode: error": lambda: ops.randomk_encode(
+            [values], sparse, rounding, error=error
+        ),
+        "randomk_encode: rounding": lambda: ops.randomk_encode([values], sparse, numbers),
+        "randomk_decode: rounding": lambda: ops.randomk_decode(sparse, [values], numbers),
+    }.items():
+        with kernel_device.kernels(), pytest.raises(ValueError, match=f"^{name} must begin at an"):
+            call()
+    assert not any(tensor.any() for tensor in (row, rows, sparse))
+    assert (values == 1).all()
+
+
 @pytest.mark.usefixtures("cuda_kernels")
 @of_each_codec
 @pytest.mark.parametrize(("count", "launches"), [(161, 1), (1880, 1), (4000, 3)])

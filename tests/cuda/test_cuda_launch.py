@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from device_refusals import check_that_devices_must_agree
-from kernel_device import DEVICE
+from kernel_device import DEVICE, KernelDevice
 from ops_reference import assert_same_bits, make
 
 import torch_commhook.native.bucket_ops as ops
@@ -215,17 +215,7 @@ def test_shared_memory():
 
 @on_gpu
 def test_foreign_memory_that_is_not_aligned_for_its_dtype():
-    memory = torch.zeros(64, dtype=torch.uint8, device="cuda")
-
-    class Foreign:
-        __cuda_array_interface__ = {  # noqa: RUF012
-            "shape": (4,),
-            "typestr": "<f4",
-            "data": (memory.data_ptr() + 1, False),
-            "version": 2,
-        }
-
-    tensor = torch.as_tensor(Foreign(), device="cuda")
+    tensor = KernelDevice("cuda").misaligned(4, torch.float32)
     contract = "must begin at an address that is a multiple of its element size, 4, got one 1 byte"
     for name, call in {
         r"flatten: tensors\[1\]": lambda: ops.flatten([ones(2), tensor]),

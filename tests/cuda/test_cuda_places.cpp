@@ -1,10 +1,7 @@
 // Compares what the CUDA kernels of block codecs compute in short ways with the long ones. Run by
-// test_cuda_places.py; prints the first difference and exits with 1, or prints "passed".
-#include <cstdio>
-#include <cstdlib>
-#include <random>
-
+// test_cuda_places.py.
 #include "block_places.h"
+#include "host_program.h"
 #include "instructions.h"
 #include "ops/codecs/blockwise_math.h"
 
@@ -12,20 +9,6 @@ namespace {
 
 using namespace commhook;
 using namespace commhook::cuda;
-
-std::mt19937_64 generator(0);
-
-int64_t below(int64_t n) { return static_cast<int64_t>(generator() % static_cast<uint64_t>(n)); }
-
-#define EXPECT(condition, ...)                                          \
-  do {                                                                  \
-    if (!(condition)) {                                                 \
-      std::printf("line %d: %s does not hold: ", __LINE__, #condition); \
-      std::printf(__VA_ARGS__);                                         \
-      std::printf("\n");                                                \
-      std::exit(1);                                                     \
-    }                                                                   \
-  } while (0)
 
 void check_block(const codecs::BlockLayout& layout, const ShardPlaces& places, int64_t block) {
   const auto& form = layout.form();

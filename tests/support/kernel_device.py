@@ -43,6 +43,23 @@ class KernelDevice:
             copies.append(copy)
         return copies
 
+    def misaligned(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Foreign memory, zeros of float32 or int64, that begins a byte past an aligned address."""
+        memory = torch.zeros(count * dtype.itemsize + 1, dtype=torch.uint8, device=self.name)
+        if self.name == "cpu":
+            return torch.frombuffer(memory.numpy(), dtype=dtype, offset=1, count=count)
+
+        class Foreign:
+            owner = memory
+            __cuda_array_interface__ = {  # noqa: RUF012
+                "shape": (count,),
+                "typestr": {torch.float32: "<f4", torch.int64: "<i8"}[dtype],
+                "data": (memory.data_ptr() + 1, False),
+                "version": 2,
+            }
+
+        return torch.as_tensor(Foreign(), device=self.name)
+
     def kernels_of(self, function: Callable[[], object]) -> list[str]:
         """The names of the kernels that it launches; skips the test where a GPU tells of none."""
         if self.name != "cuda":
