@@ -41,7 +41,7 @@ def build_task(run: Run) -> Task:
     capability = run.document["machine"].get("capability")
     if capability:
         variables["TORCH_CUDA_ARCH_LIST"] = capability
-    return Task("build", command, 300, variables)
+    return Task("build", command, 300 * run.patience, variables)
 
 
 def library_loads(run: Run) -> bool:
@@ -120,7 +120,7 @@ def time_groups(run: Run, groups: Iterable[tuple[str, int]], works: str) -> None
         name = group_name(works, *names[task.name])
         begun = [line["begun"] for line in run.told(task.name) if "begun" in line]
         culprit = begun[-1] if begun and how.status != 0 else None
-        if culprit is None or culprit == "copy" or how.seconds == 0:
+        if culprit is None or culprit == "copy" or how.is_cut_off:
             run.command_item(name, how)
             return ()
         without[task.name].append(culprit)
@@ -138,8 +138,8 @@ def group_name(works: str, shapes: str, shards: int) -> str:
 
 
 def keep_row(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
-    """Adds a row, or replaces an earlier one of the same work and group."""
-    key = ("group", "shards", "work")
+    """Adds a row, or replaces an earlier one of the same work and group of works."""
+    key = ("group", "shards", "works", "work")
     place = next((i for i, each in enumerate(rows) if all(each[k] == row[k] for k in key)), None)
     if place is None:
         rows.append(row)
@@ -216,6 +216,7 @@ def run_tests(run: Run, paths: Iterable[Path]) -> None:
             passed,
             how.seconds,
             text,
+            again=how.is_cut_off,
             tests=outcomes,
             texts=bad,
             processes=processes[name],
@@ -326,10 +327,11 @@ def sanitize(run: Run) -> None:
         task = Task(
             tool,
             [sanitizer, "--tool", tool, *options, *program],
-            90,
+            90 * run.patience,
             {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         )
-        run.item(tool, *sanitized(run.one(task)))
+        how = run.one(task)
+        run.item(tool, *sanitized(how), again=how.is_cut_off)
 
 
 def sanitized(how: Ended) -> tuple[bool | None, float, str]:

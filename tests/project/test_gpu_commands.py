@@ -19,7 +19,7 @@ def test_a_command_that_hangs_ends_with_its_group(tmp_path: Path) -> None:
     text = f"trap '' TERM; echo begun; {child} & {child}"
     how = run_task(Task("slow", ["sh", "-c", text], 1), logs=tmp_path, end=begun + 100)
     assert time.monotonic() - begun < 30
-    assert how.status is None and how.text.endswith("begun")
+    assert how.status is None and how.text.endswith("begun") and not how.is_cut_off
     wait_for(lambda: not running(f"^{child}$"), 20)  # and not by itself
 
 
@@ -44,7 +44,9 @@ def test_how_commands_end(tmp_path: Path) -> None:
     }
     assert endings["crashes"].text.startswith("ended by SIGABRT")
     late = run_task(Task("late", ["echo"], 20), logs=tmp_path, end=time.monotonic())
-    assert late.status is None and late.text == "no time was left"
+    assert late.status is None and late.text == "no time was left" and late.is_cut_off
+    short = run_task(Task("short", ["sleep", "30"], 20), logs=tmp_path, end=time.monotonic() + 1.5)
+    assert short.status is None and "the part's time was over" in short.text
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:

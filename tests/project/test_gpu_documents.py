@@ -11,7 +11,8 @@ from benchmarks.gpu.document import page, targets
 
 def time_row(**values: Any) -> dict[str, Any]:
     return {
-        **{"group": "161x40704", "shards": 8, "work": "flatten", "seconds": 1e-5},
+        **{"group": "161x40704", "shards": 8, "works": "targeted"},
+        **{"work": "flatten", "seconds": 1e-5},
         **{"first_quartile": 0.9e-5, "third_quartile": 1.1e-5, "samples": 30, "how": "graph"},
         **{"host_seconds": 16e-6, "nbytes": 10**7, "of_copy": 0.85, "least": 0.9},
         **{"most_host_seconds": 15e-6, **values},
@@ -51,12 +52,14 @@ def test_the_page_shows_what_was_found() -> None:
             clocks=[{"after": "smoke", "clocks.sm": "1980 MHz"}],
             machine={"card": "A Card"},
             parts={"smoke": {**own, "items": [failed]}},
-            times=[time_row()],
+            times=[time_row(), time_row(works="rest", work="copy", seconds=2e-5)],
             counters=[count],
         )
     )
     assert "- smoke: flatten: ended by SIGABRT" in text
     assert "| flatten, 161x40704, 8 shards | 0.850 x the copy | at least 0.9 | **no** |" in text
     assert "| 10.00 | 9.00 to 11.00 | 30 | graph | 16.0 | 1000 | 0.850 |" in text
+    assert text.index("\n| flatten | 10.00 |") < text.index("8 shards, without targets\n")
+    assert text.index("8 shards, without targets\n") < text.index("\n| copy | 20.00 |")
     assert "| 12.0 | 1.20 | 0.50 | 25.0 |" in text
     assert "| smoke | 1980 MHz |" in text

@@ -14,8 +14,8 @@ import pytest
 from gpu_runs import items, part_of, running, stored, wait_for
 from repository import ROOT
 
-from benchmarks.gpu import counters, parts
-from benchmarks.gpu.__main__ import main
+from benchmarks.gpu import carried, counters, parts
+from benchmarks.gpu.__main__ import main, parse, resumed
 from benchmarks.gpu.commands import Ended
 from benchmarks.gpu.plant import VARIABLE
 from benchmarks.gpu.run import Part, Run, do_parts
@@ -53,6 +53,7 @@ def test_times_go_on_without_a_work_that_crashes(
 def test_a_part_that_hangs_leaves_time_for_the_next_one(
     gpu_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gpu_run.patience = 1.0
     monkeypatch.setattr(counters, "COUNTED", (("flatten", 1), ("unflatten", 1)))
     monkeypatch.setenv(VARIABLE, "counters/flatten=hang")
 
@@ -63,12 +64,21 @@ def test_a_part_that_hangs_leaves_time_for_the_next_one(
         run.item("last", True, 0.0, "done")
 
     others = [Part("raises", raises, 5, 0), Part("goes on", goes_on, 5, 0)]
-    do_parts(gpu_run, [part_of("counters", most=9.0), *others])
+    do_parts(gpu_run, [part_of("counters", most=4.0), *others])
     assert items(gpu_run, "counters") == {"flatten, 1 shards": False, "unflatten, 1 shards": None}
     assert items(gpu_run, "raises") == {"the run itself": False}
     assert items(gpu_run, "goes on") == {"last": True}
     passed = {name: part["passed"] for name, part in stored(gpu_run)["parts"].items()}
     assert passed == {"counters": False, "raises": False, "goes on": True}
+
+    # A later run tries again what there was no time for.
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setattr(carried, "sources_digest", lambda: gpu_run.document["sources"])
+    again = ["--dry-run", "--resume", str(gpu_run.store.state)]
+    gpu_run.store.document = resumed(parse(again))
+    do_parts(gpu_run, [part_of("counters"), *others])
+    assert items(gpu_run, "counters") == {"flatten, 1 shards": True, "unflatten, 1 shards": True}
+    assert items(gpu_run, "raises") == {"the run itself": False}
 
 
 def test_a_library_that_does_not_load(gpu_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +94,7 @@ def test_parts_leave_time_for_those_after_them(gpu_run: Run) -> None:
     def note(run: Run) -> None:
         ends.append(run.left())
 
-    gpu_run.end = time.monotonic() + 100
+    gpu_run.end, gpu_run.patience = time.monotonic() + 100, 1.0
     do_parts(gpu_run, [Part("a", note, 500, 0), Part("b", note, 500, 30), Part("c", note, 20, 40)])
     assert ends == pytest.approx([30, 60, 20], abs=2)
     gpu_run.end = time.monotonic() + 1
