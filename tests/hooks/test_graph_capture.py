@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from captured_training import CAPTURED, Training, same_states
+from captured_training import CAPTURED, Training
 from graph_on_host import DeviceOnHost, GraphOnHost, no_waiting
 
 from torch_commhook import hooks
@@ -38,12 +38,7 @@ def test_replays_do_what_eager_steps_do(
     own.run(WARM, REPLAYED, graph.replay)
     own.run(WARM + REPLAYED, 1, own.step)  # and eager goes on
 
-    assert all(map(torch.equal, own.found(), eager.found()))
-    assert same_states(own.handle.state_dict(), eager.handle.state_dict())
-    got, want = own.handle.stats(), eager.handle.stats()
-    assert (got.steps, got.bytes_sent) == (want.steps, want.bytes_sent)
-    own.handle.remove()
-    eager.handle.remove()
+    own.assert_ends_as(eager)
 
 
 @pytest.mark.parametrize("name", ["blockwise", "powersgd"])
