@@ -95,8 +95,9 @@ def resumed(arguments: argparse.Namespace) -> dict[str, Any]:
         if old.get(name) != new[name]:
             print(f"begins anew: {arguments.resume} is of other {name}")
             return new
-    # Libraries are of this machine: they are built and loaded again.
-    old["parts"].pop("build", None)
+    if "build" in old["parts"] and "build" in arguments.parts:
+        # Libraries are of this machine: they are built and loaded again.
+        old["parts"]["build"] |= {"finished": False, "passed": None, "items": []}
     for part in old["parts"].values():
         if any(item.get("again") for item in part["items"]):
             part["finished"] = False

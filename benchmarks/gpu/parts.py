@@ -208,7 +208,9 @@ def run_tests(run: Run, paths: Iterable[Path]) -> None:
                 crash = {"test": test, "outcome": "crashed", "text": crash_text(how.log)}
                 write_line(run.record(name), crash)
         outcomes, texts = outcomes_of(run.told(name))
-        again = not finished and bool(outcomes) and processes[name] < MOST_PROCESSES
+        # Another process does the tests that a crash has left.
+        is_left = not finished and bool(outcomes) and how.status is not None
+        is_left = is_left and processes[name] < MOST_PROCESSES
         passed, text = verdict(outcomes, how, finished)
         bad = {test: texts[test] for test, word in outcomes.items() if word in BAD}
         run.item(
@@ -216,14 +218,12 @@ def run_tests(run: Run, paths: Iterable[Path]) -> None:
             passed,
             how.seconds,
             text,
-            again=how.is_cut_off,
+            again=how.is_cut_off or is_left,
             tests=outcomes,
             texts=bad,
             processes=processes[name],
         )
-        if again and how.status is not None and run.left() > 5:
-            return (task_of(name),)
-        return ()
+        return (task_of(name),) if is_left and run.left() > 5 else ()
 
     run.each(map(task_of, files), ended, at_once=min(4, run.cores))
 
@@ -279,14 +279,20 @@ def count(run: Run) -> None:
             continue
         how = count_one(run, ncu, case, shards, list(counters.METRICS))
         rows = list(counters.rows_of(how.log))
+        if counters.REFUSED.search(how.log):
+            run.item("counters", None, how.seconds, "ncu may not read counters here")
+            return
         if not rows and how.status is not None and ncu is not None and run.left() > 5:
             how = count_one(run, ncu, case, shards, list(counters.FEWEST))
             rows = list(counters.rows_of(how.log))
         told = run.told(f"counters-{file_name(name)}")
-        for row in rows:
-            run.document["counters"].append(
-                {"work": case, "shards": shards, **(told[-1] if told else {}), **row}
-            )
+        own = {"work": case, "shards": shards, **(told[-1] if told else {})}
+        others = [
+            row
+            for row in run.document["counters"]
+            if (row["work"], row["shards"]) != (case, shards)  # of a run that was cut off
+        ]
+        run.document["counters"] = others + [{**own, **row} for row in rows]
         if ncu is not None and how.status == 0 and not rows:
             run.item(name, False, how.seconds, "ncu has counted no kernel")
         else:

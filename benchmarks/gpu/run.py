@@ -150,7 +150,7 @@ def do_parts(run: Run, parts: Sequence[Part]) -> None:
         kept = sum(later.kept for later in parts[i + 1 :])
         run.part_end = min(begun + part.most * run.patience, run.end - kept)
         if not run.library_loads and part.needs_library:
-            run.part |= {"text": "the library does not load", "finished": True}
+            run.part["text"] = "the library does not load"
         elif run.left() < 3:
             run.part["text"] = "no time was left"
         else:

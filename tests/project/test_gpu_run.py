@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gpu_runs import items, part_of, running, stored, wait_for
@@ -87,6 +88,17 @@ def test_a_library_that_does_not_load(gpu_run: Run, monkeypatch: pytest.MonkeyPa
     assert items(gpu_run, "build")["library"] is False
     assert stored(gpu_run)["parts"]["tests"]["text"] == "the library does not load"
 
+    # A later run builds it again, and does what needs it.
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setattr(carried, "sources_digest", lambda: gpu_run.document["sources"])
+    gpu_run.store.document = resumed(parse(["--dry-run", "--resume", str(gpu_run.store.state)]))
+    do_parts(gpu_run, [part_of("build")])
+    gpu_run.document["library"]["cases"] = ["flatten"]
+    do_parts(gpu_run, [part_of("smoke")])
+    assert list(stored(gpu_run)["parts"]) == ["build", "smoke", "tests"]
+    assert items(gpu_run, "build")["library"] is True
+    assert items(gpu_run, "smoke")["flatten"] is True
+
 
 def test_parts_leave_time_for_those_after_them(gpu_run: Run) -> None:
     ends: list[float] = []
@@ -142,10 +154,22 @@ def plant_tests(folder: Path, names: list[str] | None = None) -> None:
         (folder / name).write_text(WRITTEN[name])
 
 
-def test_each_file_of_tests_survives_the_others(gpu_run: Run) -> None:
+def test_each_file_of_tests_survives_the_others(
+    gpu_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert gpu_run.tests is not None
     plant_tests(gpu_run.tests)
+    again: dict[str, list[bool]] = {}
+    item = gpu_run.item
+
+    def note(name: str, *arguments: Any, **more: Any) -> None:
+        again.setdefault(name, []).append(more.get("again", False))
+        item(name, *arguments, **more)
+
+    monkeypatch.setattr(gpu_run, "item", note)
     do_parts(gpu_run, [part_of("tests"), part_of("streams")])
+    # A run that is killed between two processes of a file leaves tests of it to a later run.
+    assert again["test_a.py"] == [True, True, False] and again["test_d.py"] == [False]
     found = {item["name"]: item for item in stored(gpu_run)["parts"]["tests"]["items"]}
     outcomes = {
         name: {test.partition("::")[2]: word for test, word in item["tests"].items()}

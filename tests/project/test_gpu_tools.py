@@ -86,6 +86,24 @@ esac"""
     ]
     assert "encode_kernel<BlockwiseBlock>" in page(gpu_run.document)
 
+    # A later run that counts a work again replaces its rows.
+    gpu_run.document["parts"]["counters"] |= {"finished": False, "items": []}
+    do_parts(gpu_run, [part_of("counters")])
+    assert stored(gpu_run)["counters"] == rows
+
+
+def test_a_machine_that_refuses_counters_is_asked_once(
+    gpu_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = tmp_path / "calls"
+    script = f"""echo call >> {calls}
+echo '==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access the counters'
+exit 1"""
+    plant_tool(tmp_path / "bin", "ncu", script, monkeypatch)
+    do_parts(gpu_run, [part_of("counters")])
+    assert items(gpu_run, "counters") == {"counters": None}
+    assert calls.read_text() == "call\n"
+
 
 def test_a_sanitizer_that_crashes(
     gpu_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
