@@ -8,9 +8,15 @@
 namespace commhook::cuda {
 namespace {
 
+// Four values of 16 bits, in one store.
+struct alignas(8) NarrowQuad {
+  uint16_t values[kQuadValues];
+};
+
 __global__ void __launch_bounds__(kThreads)
     narrow_error_kernel(const float* values, int64_t numel, const int64_t* rounding, uint16_t* to) {
   const bool is_aligned = is_aligned_for_quads(values);
+  const bool writes_quads = reinterpret_cast<uintptr_t>(to) % sizeof(NarrowQuad) == 0;
   uint32_t key = 0;
   if (rounding != nullptr) {
     const auto seed = static_cast<uint64_t>(rounding[0]);
@@ -19,13 +25,22 @@ __global__ void __launch_bounds__(kThreads)
   }
   for_each_quad(numel, [&](int64_t first) {
     const Quad quad = quad_at(values, first, numel, is_aligned);
+    NarrowQuad narrow;
+#pragma unroll
+    for (int i = 0; i < kQuadValues; ++i) {
+      const float value = quad.values[i];
+      narrow.values[i] = rounding == nullptr ? codecs::nearest(value)
+                                             : codecs::rounded_at_random(
+                                                   value, static_cast<uint32_t>(first + i), key);
+    }
+    if (writes_quads && first + kQuadValues <= numel) {
+      *reinterpret_cast<NarrowQuad*>(to + first) = narrow;
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < kQuadValues; ++i) {
       if (first + i < numel) {
-        const float value = quad.values[i];
-        to[first + i] = rounding == nullptr ? codecs::nearest(value)
-                                            : codecs::rounded_at_random(
-                                                  value, static_cast<uint32_t>(first + i), key);
+        to[first + i] = narrow.values[i];
       }
     }
   });
