@@ -159,12 +159,11 @@ FILE_SECONDS = 120.0
 
 
 def test_files(run: Run) -> list[Path]:
-    """All files with tests marked ``cuda``, and those in the folder for them."""
-    folder = run.tests or ROOT / "tests"
+    """The files with tests for a GPU. Those that only the host runs would take time to load."""
     return [
         path
-        for path in sorted(folder.rglob("test_*.py"))
-        if path.parent.name == "cuda" or FOR_A_GPU.search(path.read_text(errors="replace"))
+        for path in sorted((run.tests or ROOT / "tests").rglob("test_*.py"))
+        if FOR_A_GPU.search(path.read_text(errors="replace"))
     ]
 
 
