@@ -182,6 +182,17 @@ def memory_for_jobs(options: argparse.Namespace) -> int:
     return int(0.7 * memory("MemAvailable")) or 8 << 30
 
 
+def fitting_shapes(name: str, bytes_per_element: int, report: Report) -> list[tuple[int, ...]]:
+    """The shapes of a list that fit into memory, from the first on; notes which ones do not."""
+    shapes = read_shapes(name)
+    fitting = leading(shapes, memory_for_jobs(report.options) // bytes_per_element)
+    if not fitting:
+        report.note(f"{name}: skipped, not even its first tensor fits into memory.")
+    elif len(fitting) < len(shapes):
+        report.note(f"{name}: the first {len(fitting)} of {len(shapes)} tensors fit.")
+    return fitting
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--shapes", nargs="+", choices=SHAPES, default=None, help="default: all")
@@ -200,13 +211,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = Report("bench_bucket" if parsed.device == "cpu" else "bucket_cuda", parsed)
     report.environment["cpu_capability"] = ops.cpu_capability()
     for name in parsed.shapes:
-        shapes = read_shapes(name)
-        fitting = leading(shapes, memory_for_jobs(parsed) // BYTES_PER_ELEMENT)
+        fitting = fitting_shapes(name, BYTES_PER_ELEMENT, report)
         if not fitting:
-            report.note(f"{name}: skipped, not even its first tensor fits into memory.")
             continue
-        if len(fitting) < len(shapes):
-            report.note(f"{name}: the first {len(fitting)} of {len(shapes)} tensors fit.")
         device = torch.device(parsed.device)
         numel = sum(torch.Size(shape).numel() for shape in fitting)
         count = copies_of(device, 8 * numel)

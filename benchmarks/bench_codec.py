@@ -12,9 +12,9 @@ from typing import Any
 
 import plain
 import torch
-from bench_bucket import memory_for_jobs
+from bench_bucket import fitting_shapes
 from harness import COPY, Against, Job, Report, copies_of, parse, parser, rotated, run_in_processes
-from model_shapes import MANY_SMALL, ONE_BUCKET, SHAPES, leading, read_shapes
+from model_shapes import MANY_SMALL, ONE_BUCKET, SHAPES
 from plain import compiled_or_none
 from torch import Tensor
 
@@ -195,8 +195,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report.finish()
         return 0
     for name in parsed.shapes:
-        most = memory_for_jobs(parsed) // bytes_per_element(len(parsed.shards))
-        shapes = leading(read_shapes(name), most)
+        shapes = fitting_shapes(name, bytes_per_element(len(parsed.shards)), report)
+        if not shapes:
+            continue
         numel = sum(torch.Size(shape).numel() for shape in shapes)
         count = copies_of(torch.device(parsed.device), 8 * numel)
         copies = [

@@ -289,7 +289,12 @@ class Report:
             self._store()
 
     def finish(self) -> None:
-        """Says which targets were missed, and stores the results."""
+        """Says which targets were missed, and stores the results.
+
+        Ends the program if nothing was measured: earlier results stay.
+        """
+        if not self.rows:
+            sys.exit(f"{self.name}: nothing was measured")
         checked = [row for row in self.rows if row.holds is not None]
         missed = [row for row in checked if not row.holds]
         if checked:

@@ -8,16 +8,31 @@
 namespace commhook::cuda {
 namespace {
 
+// Four values of 16 bits, in one store.
+struct alignas(8) NarrowQuad {
+  uint16_t values[kQuadValues];
+};
+
 __global__ void __launch_bounds__(kThreads)
     narrow_error_kernel(const float* values, int64_t numel, const int64_t* rounding, uint16_t* to) {
   const bool is_aligned = is_aligned_for_quads(values);
   const auto round = narrow_rounding(rounding);
+  const bool writes_quads = reinterpret_cast<uintptr_t>(to) % sizeof(NarrowQuad) == 0;
   for_each_quad(numel, [&](int64_t first) {
     const Quad quad = quad_at(values, first, numel, is_aligned);
+    NarrowQuad narrow;
+#pragma unroll
+    for (int i = 0; i < kQuadValues; ++i) {
+      narrow.values[i] = round(quad.values[i], first + i);
+    }
+    if (writes_quads && first + kQuadValues <= numel) {
+      *reinterpret_cast<NarrowQuad*>(to + first) = narrow;
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < kQuadValues; ++i) {
       if (first + i < numel) {
-        to[first + i] = round(quad.values[i], first + i);
+        to[first + i] = narrow.values[i];
       }
     }
   });

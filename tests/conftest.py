@@ -15,6 +15,8 @@ import torch._functorch.config
 import torch._inductor.config
 import torch.distributed as dist
 from gil_calls import CannotCountError, build
+from gpu_runs import gpu_run  # noqa: F401  (a fixture)
+from graph_on_host import device_on_host  # noqa: F401  (a fixture)
 from kernel_device import cuda_kernels, kernel_device  # noqa: F401  (fixtures)
 from long_tests import LONG_TESTS, UNKNOWN_LONG_TESTS
 from optimizer_hooks import listeners

@@ -60,7 +60,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--build", type=Path, default=BUILD, metavar="FOLDER", help="for logs and states")
     add("--tests", type=Path, metavar="FOLDER", help="with test files in the place of ours")
     add("--test-seconds", type=float, default=60.0, help="the most for a test")
-    add("--patience", type=float, default=1.0, help="a factor for the time of single commands")
+    add("--patience", type=float, default=1.0, help="a factor for the time of parts and commands")
     return parser.parse_args(arguments)
 
 
@@ -95,8 +95,12 @@ def resumed(arguments: argparse.Namespace) -> dict[str, Any]:
         if old.get(name) != new[name]:
             print(f"begins anew: {arguments.resume} is of other {name}")
             return new
-    # Libraries are of this machine: they are built and loaded again.
-    old["parts"].pop("build", None)
+    if "build" in old["parts"] and "build" in arguments.parts:
+        # Libraries are of this machine: they are built and loaded again.
+        old["parts"]["build"] |= {"finished": False, "passed": None, "items": []}
+    for part in old["parts"].values():
+        if any(item.get("again") for item in part["items"]):
+            part["finished"] = False
     return old
 
 

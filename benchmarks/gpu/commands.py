@@ -49,11 +49,13 @@ class Ended:
         status: its exit status; negative if a signal ended it, None if its time was over.
         seconds: how long it ran; 0 if there was no time to start it.
         log: what it printed.
+        is_cut_off: the time for all commands was over before its own.
     """
 
     status: int | None
     seconds: float
     log: str
+    is_cut_off: bool = False
 
     @property
     def text(self) -> str:
@@ -64,6 +66,8 @@ class Ended:
             return last
         if self.status is None:
             how = f"ended after {self.seconds:.0f} s" if self.seconds else "no time was left"
+            if self.seconds and self.is_cut_off:
+                how += ", when the part's time was over"
         elif self.status < 0:
             how = f"ended by {signal.Signals(-self.status).name}"
         else:
@@ -87,6 +91,7 @@ class Running:
         self.path = logs / f"{task.name}.log"
         self.begun = time.monotonic()
         self.end = min(self.begun + task.seconds, end)
+        self.is_short = end < self.begun + task.seconds
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         environment = {
             **os.environ,
@@ -111,7 +116,12 @@ class Running:
         if status is None and time.monotonic() < self.end:
             return None
         self.kill()
-        return Ended(status, time.monotonic() - self.begun, self.path.read_text(errors="replace"))
+        return Ended(
+            status,
+            time.monotonic() - self.begun,
+            self.path.read_text(errors="replace"),
+            is_cut_off=status is None and self.is_short,
+        )
 
     def kill(self) -> None:
         try:
@@ -151,7 +161,7 @@ def run_tasks(
                 if time.monotonic() < end - 1:
                     running.append(Running(task, logs, end))
                 else:
-                    waiting.extendleft(ended(task, Ended(None, 0.0, "")))
+                    waiting.extendleft(ended(task, Ended(None, 0.0, "", is_cut_off=True)))
             for each in list(running):
                 how = each.ended()
                 if how is not None:

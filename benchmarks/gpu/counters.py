@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import csv
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -46,6 +47,8 @@ METRICS = {
 }
 #: Of the metrics, those that every version and card has.
 FEWEST = ("gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum")
+#: What ncu says on a machine that lets it read no counters, whatever the program is.
+REFUSED = re.compile(r"ERR_NVGPUCTRPERM|Failed to initialize the profiler")
 
 
 def find_tool(name: str) -> str | None:
@@ -110,6 +113,7 @@ def main() -> int:
     on_gpu = arguments.device == "cuda"
     data = Data(shapes_of(arguments.shapes), "cuda" if on_gpu else "cpu")
     work = makers()[arguments.case](data, arguments.shards)
+    write_line(arguments.record, {"numel": data.numel, "nbytes": work.nbytes})
     for _ in range(3):
         work.call()
     if on_gpu:
@@ -119,7 +123,6 @@ def main() -> int:
     if on_gpu:
         torch.cuda.synchronize()
         torch.cuda.profiler.stop()
-    write_line(arguments.record, {"numel": data.numel, "nbytes": work.nbytes})
     return 0
 
 

@@ -153,6 +153,8 @@ def first_line(text: str) -> str:
 
 
 def target_lines(document: dict[str, Any]) -> Iterator[str]:
+    if document["dry_run"]:
+        return
     all_targets = targets(document)
     missed = [each for each in all_targets if not each["met"]]
     yield from ("## Targets", "")
@@ -170,12 +172,16 @@ def target_lines(document: dict[str, Any]) -> Iterator[str]:
 
 
 def time_lines(document: dict[str, Any]) -> Iterator[str]:
-    rows = document["times"]
-    for group, shards in dict.fromkeys((row["group"], row["shards"]) for row in rows):
-        yield from (f"## Times: {group}, {shards_text(shards)}", "")
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in document["times"]:
+        others = ", without targets" if row["works"] == "rest" else ""
+        title = f"{row['group']}, {shards_text(row['shards'])}{others}"
+        groups.setdefault(title, []).append(row)
+    for title, rows in groups.items():
+        yield from (f"## Times: {title}", "")
         yield from table(
             ("work", "us", "quartiles", "samples", "how", "host us", "GB/s", "of the copy"),
-            [time_cells(row) for row in rows if (row["group"], row["shards"]) == (group, shards)],
+            [time_cells(row) for row in rows],
         )
 
 

@@ -41,7 +41,7 @@ def build_task(run: Run) -> Task:
     capability = run.document["machine"].get("capability")
     if capability:
         variables["TORCH_CUDA_ARCH_LIST"] = capability
-    return Task("build", command, 300, variables)
+    return Task("build", command, 300 * run.patience, variables)
 
 
 def library_loads(run: Run) -> bool:
@@ -120,7 +120,7 @@ def time_groups(run: Run, groups: Iterable[tuple[str, int]], works: str) -> None
         name = group_name(works, *names[task.name])
         begun = [line["begun"] for line in run.told(task.name) if "begun" in line]
         culprit = begun[-1] if begun and how.status != 0 else None
-        if culprit is None or culprit == "copy" or how.seconds == 0:
+        if culprit is None or culprit == "copy" or how.is_cut_off:
             run.command_item(name, how)
             return ()
         without[task.name].append(culprit)
@@ -138,8 +138,8 @@ def group_name(works: str, shapes: str, shards: int) -> str:
 
 
 def keep_row(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
-    """Adds a row, or replaces an earlier one of the same work and group."""
-    key = ("group", "shards", "work")
+    """Adds a row, or replaces an earlier one of the same work and group of works."""
+    key = ("group", "shards", "works", "work")
     place = next((i for i, each in enumerate(rows) if all(each[k] == row[k] for k in key)), None)
     if place is None:
         rows.append(row)
@@ -159,12 +159,11 @@ FILE_SECONDS = 120.0
 
 
 def test_files(run: Run) -> list[Path]:
-    """All files with tests marked ``cuda``, and those in the folder for them."""
-    folder = run.tests or ROOT / "tests"
+    """The files with tests for a GPU. Those that only the host runs would take time to load."""
     return [
         path
-        for path in sorted(folder.rglob("test_*.py"))
-        if path.parent.name == "cuda" or FOR_A_GPU.search(path.read_text(errors="replace"))
+        for path in sorted((run.tests or ROOT / "tests").rglob("test_*.py"))
+        if FOR_A_GPU.search(path.read_text(errors="replace"))
     ]
 
 
@@ -208,7 +207,9 @@ def run_tests(run: Run, paths: Iterable[Path]) -> None:
                 crash = {"test": test, "outcome": "crashed", "text": crash_text(how.log)}
                 write_line(run.record(name), crash)
         outcomes, texts = outcomes_of(run.told(name))
-        again = not finished and bool(outcomes) and processes[name] < MOST_PROCESSES
+        # Another process does the tests that a crash has left.
+        is_left = not finished and bool(outcomes) and how.status is not None
+        is_left = is_left and processes[name] < MOST_PROCESSES
         passed, text = verdict(outcomes, how, finished)
         bad = {test: texts[test] for test, word in outcomes.items() if word in BAD}
         run.item(
@@ -216,13 +217,12 @@ def run_tests(run: Run, paths: Iterable[Path]) -> None:
             passed,
             how.seconds,
             text,
+            again=how.is_cut_off or is_left,
             tests=outcomes,
             texts=bad,
             processes=processes[name],
         )
-        if again and how.status is not None and run.left() > 5:
-            return (task_of(name),)
-        return ()
+        return (task_of(name),) if is_left and run.left() > 5 else ()
 
     run.each(map(task_of, files), ended, at_once=min(4, run.cores))
 
@@ -278,14 +278,20 @@ def count(run: Run) -> None:
             continue
         how = count_one(run, ncu, case, shards, list(counters.METRICS))
         rows = list(counters.rows_of(how.log))
+        if counters.REFUSED.search(how.log):
+            run.item("counters", None, how.seconds, "ncu may not read counters here")
+            return
         if not rows and how.status is not None and ncu is not None and run.left() > 5:
             how = count_one(run, ncu, case, shards, list(counters.FEWEST))
             rows = list(counters.rows_of(how.log))
         told = run.told(f"counters-{file_name(name)}")
-        for row in rows:
-            run.document["counters"].append(
-                {"work": case, "shards": shards, **(told[-1] if told else {}), **row}
-            )
+        own = {"work": case, "shards": shards, **(told[-1] if told else {})}
+        others = [
+            row
+            for row in run.document["counters"]
+            if (row["work"], row["shards"]) != (case, shards)  # of a run that was cut off
+        ]
+        run.document["counters"] = others + [{**own, **row} for row in rows]
         if ncu is not None and how.status == 0 and not rows:
             run.item(name, False, how.seconds, "ncu has counted no kernel")
         else:
@@ -326,10 +332,11 @@ def sanitize(run: Run) -> None:
         task = Task(
             tool,
             [sanitizer, "--tool", tool, *options, *program],
-            90,
+            90 * run.patience,
             {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         )
-        run.item(tool, *sanitized(run.one(task)))
+        how = run.one(task)
+        run.item(tool, *sanitized(how), again=how.is_cut_off)
 
 
 def sanitized(how: Ended) -> tuple[bool | None, float, str]:

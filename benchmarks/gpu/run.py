@@ -45,7 +45,7 @@ class Run:
         cores: processes that may work at once.
         tests: a folder with test files, in the place of the tree's own.
         test_seconds: the most that one test may take.
-        patience: a factor for the time that commands may take, for slow machines.
+        patience: a factor for the time that parts and commands may take, for slow machines.
     """
 
     store: Store
@@ -79,7 +79,11 @@ class Run:
     # ---- items -----------------------------------------------------------------------------------
 
     def item(self, name: str, passed: bool | None, seconds: float, text: str, **more: Any) -> None:
-        """Adds an outcome to the part, or replaces the one of that name, and stores it."""
+        """Adds an outcome to the part, or replaces the one of that name, and stores it.
+
+        Args:
+            more: stored with it; ``again`` if a run that goes on with this one tries it again.
+        """
         items = self.part["items"]
         items[:] = [item for item in items if item["name"] != name]
         items.append(
@@ -93,12 +97,13 @@ class Run:
         One that there was no time to start is no failure: it did not run.
         """
         passed = None if how.status is None and how.seconds == 0 else how.status == 0
-        self.item(name, passed, how.seconds, how.text, **more)
+        self.item(name, passed, how.seconds, how.text, again=how.is_cut_off, **more)
 
     def has(self, name: str) -> bool:
         """Whether an earlier run, which this one goes on with, has stored that item."""
         return any(
-            item["name"] == name and item["passed"] is not None for item in self.part["items"]
+            item["name"] == name and item["passed"] is not None and not item.get("again")
+            for item in self.part["items"]
         )
 
     # ---- commands --------------------------------------------------------------------------------
@@ -143,9 +148,9 @@ def do_parts(run: Run, parts: Sequence[Part]) -> None:
             continue
         begun = time.monotonic()
         kept = sum(later.kept for later in parts[i + 1 :])
-        run.part_end = min(begun + part.most, run.end - kept)
+        run.part_end = min(begun + part.most * run.patience, run.end - kept)
         if not run.library_loads and part.needs_library:
-            run.part |= {"text": "the library does not load", "finished": True}
+            run.part["text"] = "the library does not load"
         elif run.left() < 3:
             run.part["text"] = "no time was left"
         else:

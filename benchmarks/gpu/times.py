@@ -149,13 +149,14 @@ def sample_on_cpu(timed: Timed) -> float:
 # ---- all together --------------------------------------------------------------------------------
 
 
-def row_of(group: str, shards: int, timed: Timed, copy_speed: float) -> dict[str, object]:
+def row_of(arguments: argparse.Namespace, timed: Timed, copy_speed: float) -> dict[str, object]:
     work = timed.works[0]
     seconds = statistics.median(timed.seconds)
     first, _, third = statistics.quantiles(timed.seconds, n=4)
     return {
-        "group": group,
-        "shards": shards,
+        "group": arguments.shapes,
+        "shards": arguments.shards,
+        "works": arguments.works,
         "work": timed.name,
         "seconds": seconds,
         "first_quartile": first,
@@ -211,8 +212,7 @@ def write_rows(arguments: argparse.Namespace, all_timed: Sequence[Timed]) -> Non
     copied = all_timed[0]
     copy_speed = copied.works[0].nbytes / statistics.median(copied.seconds)
     for timed in all_timed:
-        row = row_of(arguments.shapes, arguments.shards, timed, copy_speed)
-        write_line(arguments.record, {"row": row})
+        write_line(arguments.record, {"row": row_of(arguments, timed, copy_speed)})
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from graph_on_host import DeviceOnHost, StreamOnHost, device_on_host  # noqa: F401
+from graph_on_host import DeviceOnHost, StreamOnHost
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -51,7 +51,7 @@ def _use(used: UsedTensors, tensors: Any) -> None:
 
 
 def test_tensors_are_kept_until_the_result_is_waited_for(
-    device_on_host: DeviceOnHost,  # noqa: F811
+    device_on_host: DeviceOnHost,
 ) -> None:
     one, several = torch.ones(3), [torch.ones(2), torch.ones(4)]
     watched = [weakref.ref(tensor) for tensor in (one, *several)]
@@ -66,7 +66,7 @@ def test_tensors_are_kept_until_the_result_is_waited_for(
 
 @pytest.mark.parametrize("how", ["nobody waits", "another stream waits"])
 def test_the_allocator_is_told_where_references_are_not_enough(
-    device_on_host: DeviceOnHost,  # noqa: F811
+    device_on_host: DeviceOnHost,
     how: str,
 ) -> None:
     bucket = torch.ones(8)
@@ -82,14 +82,14 @@ def test_the_allocator_is_told_where_references_are_not_enough(
     assert stream.waited_for == [device_on_host.current]
 
 
-def test_without_a_keeper_the_allocator_is_told(device_on_host: DeviceOnHost) -> None:  # noqa: F811
+def test_without_a_keeper_the_allocator_is_told(device_on_host: DeviceOnHost) -> None:
     x = torch.ones(8)
     compressed_all_reduce([x], hooks.blockwise().codec).wait()
     assert any(tensor is x for tensor, _ in device_on_host.recorded)
 
 
 def test_the_cost_does_not_depend_on_the_tensors(
-    device_on_host: DeviceOnHost,  # noqa: F811
+    device_on_host: DeviceOnHost,
 ) -> None:
     counts = []
     for number in (1, 200):
@@ -112,7 +112,7 @@ def _model() -> nn.Module:
 
 @pytest.mark.parametrize("name", ["blockwise()", "topk(0.5)", "powersgd(1)", "randomk(0.5)"])
 def test_gradients_go_as_soon_as_the_step_has_waited(
-    device_on_host: DeviceOnHost,  # noqa: F811
+    device_on_host: DeviceOnHost,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ) -> None:
@@ -146,7 +146,7 @@ def test_gradients_go_as_soon_as_the_step_has_waited(
 
 
 def test_a_step_that_fails_tells_the_allocator(
-    device_on_host: DeviceOnHost,  # noqa: F811
+    device_on_host: DeviceOnHost,
 ) -> None:
     class Fails(hooks.compressed):
         def average(self, bucket: GradBucket) -> Any:

@@ -238,8 +238,8 @@ def test_flatten(dtype: torch.dtype) -> None:
         check(f"flatten: {name}", 1, f"of {dtype}", requests_of(run))
 
 
-@pytest.mark.parametrize("kind", ["topk", "randomk"])
-def test_sparse_codecs(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["narrow error", "topk", "randomk"])
+def test_whole_buckets(kind: str) -> None:
     for name, run in other_runs(kind, [torch.randn(40_000)]).items():
         check(f"{kind}: {name}", 1, "of 40,000 values", requests_of(run))
 

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from kernel_device import KernelDevice
+from kernel_runs import FORMS, least_block
 from torch import Tensor
 
 from torch_commhook import codecs
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-#: Of the operators, and what the library calls a codec.
-CODECS: dict[str, tuple[str, dict[str, Any]]] = {
-    "blockwise 8 symmetric": ("blockwise", {"bits": 8, "symmetric": True}),
-    "blockwise 8 min-max": ("blockwise", {"bits": 8, "symmetric": False}),
-    "blockwise 4 symmetric": ("blockwise", {"bits": 4, "symmetric": True}),
-    "blockwise 4 min-max": ("blockwise", {"bits": 4, "symmetric": False}),
-    "fp8 e4m3": ("fp8", {"format": "e4m3"}),
-    "fp8 e5m2": ("fp8", {"format": "e5m2"}),
-    "sign": ("sign", {}),
-}
 
 
 class Case:
@@ -32,9 +22,10 @@ class Case:
     def __init__(self, name: str, seed: int) -> None:
         self.draw = draw = random.Random(f"{name} {seed}")
         self.generator = torch.Generator().manual_seed(seed)
-        self.operators, settings = CODECS[name]
-        least = 32 if self.operators == "sign" else 8
-        sizes = [32, 64, 128, 256, 256, 512, 1024, 4096, *(() if least == 32 else (8, 72, 200))]
+        self.operators, settings = FORMS[name]
+        sizes = [32, 64, 128, 256, 256, 512, 1024, 4096]
+        if least_block(name) == 8:
+            sizes += [8, 72, 200]
         self.block_size = draw.choice(sizes)
         self.settings = {**settings, "block_size": self.block_size}
         self.codec = codecs.CODECS[self.operators](**self.settings)
@@ -137,7 +128,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return bool((both_nan | (one.view(integers) == other.view(integers))).all())
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", FORMS)
 def test_the_largest_numbers(name: str, kernel_device: KernelDevice) -> None:
     for seed in range(20):
         case = Case(name, seed)
@@ -156,7 +147,7 @@ def test_the_largest_numbers(name: str, kernel_device: KernelDevice) -> None:
         assert all(error.isfinite().all() for error in errors), f"seed {seed}"
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("seeds", [range(first, first + 10) for first in range(0, 60, 10)], ids=str)
 def test_the_bits_of_the_cpu(name: str, seeds: range, kernel_device: KernelDevice) -> None:
     for seed in seeds:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from captured_training import CAPTURED, Training, same_states
+from captured_training import CAPTURED, Training
 
 from torch_commhook import hooks
 
@@ -56,12 +56,7 @@ def test_replays_do_what_eager_steps_do(name: str, road: str) -> None:
     own.run(warm + REPLAYED, 1, own.step)  # and eager goes on
     torch.cuda.synchronize()
 
-    assert all(map(torch.equal, own.found(), eager.found()))
-    assert same_states(own.handle.state_dict(), eager.handle.state_dict())
-    got, want = own.handle.stats(), eager.handle.stats()
-    assert (got.steps, got.bytes_sent) == (want.steps, want.bytes_sent)
-    own.handle.remove()
-    eager.handle.remove()
+    own.assert_ends_as(eager)
 
 
 @pytest.mark.parametrize("name", CAPTURED)

@@ -12,10 +12,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_on_host import NAMESPACE, UNDER_ASAN, cuda_kernels_on_host, load_cuda_on_host, omitted
-from kernel_runs import FORMS, OTHERS, Runs, block_runs, least_block, other_runs
+from cuda_on_host import (
+    LAUNCH,
+    NAMESPACE,
+    UNDER_ASAN,
+    cuda_kernels_on_host,
+    load_cuda_on_host,
+    omitted,
+    take_launched,
+)
+from cuda_sanitized import run_kernels
+from kernel_runs import FORMS, OTHERS, Runs, runs_of
 from repository import ROOT
-from torch import Tensor
 
 pytestmark = pytest.mark.skipif(UNDER_ASAN, reason="one sanitizer's code at a time")
 
@@ -50,25 +58,6 @@ def loaded() -> Iterator[None]:
 
 def host() -> torch._ops._OpNamespace:
     return getattr(torch.ops, NAMESPACE)
-
-
-def some_tensors(kind: str) -> list[Tensor]:
-    """Of several dtypes and lengths, so that pieces begin at all addresses.
-
-    They are as many values as give warps two tiles, and an odd number.
-    """
-    torch.manual_seed(0)
-    most = torch.randn(25_001 if kind == "sign" else 5001)
-    half = torch.randn(601).half()
-    return [most, half, torch.randn(3)[1:], torch.randn(4099).bfloat16()[2:]]
-
-
-def runs_of(kind: str) -> list[Runs]:
-    if kind in OTHERS:
-        return [other_runs(kind, some_tensors(kind))]
-    sizes = (least_block(kind), 72 if least_block(kind) == 8 else 64, 256, 1024)
-    tensors = some_tensors(kind)
-    return [block_runs(kind, size, shards, tensors) for size in sizes for shards in (1, 3)]
 
 
 def barriers_reached(kind: str) -> set[str]:
@@ -182,3 +171,16 @@ def test_all_barriers_are_reached() -> None:
                 written.add(f"{Path('cuda') / path.name}:{number}")
     reached = set().union(*(barriers_reached(kind) for kind in [*FORMS, *OTHERS]))
     assert reached == written
+
+
+def test_sanitizers_see_each_kernel() -> None:
+    """The program that a GPU's sanitizers watch runs all kernels that ``cuda/`` launches."""
+    written = {
+        match[1].partition("<")[0]
+        for path in (ROOT / "cuda").glob("*.cu*")
+        for match in LAUNCH.finditer(path.read_text())
+    }
+    take_launched()
+    with cuda_kernels_on_host(max(WARPS)):
+        run_kernels("cpu")
+    assert {name.partition("<")[0] for name in take_launched()} == written

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from captured_training import CAPTURED, Training, same_states
-from graph_on_host import DeviceOnHost, GraphOnHost, device_on_host, no_waiting  # noqa: F401
+from captured_training import CAPTURED, Training
+from graph_on_host import DeviceOnHost, GraphOnHost, no_waiting
 
 from torch_commhook import hooks
 
@@ -21,7 +21,7 @@ WARM, REPLAYED = 3, 3
 @pytest.mark.parametrize("road", ["module", "ddp"])
 @pytest.mark.parametrize("name", CAPTURED)
 def test_replays_do_what_eager_steps_do(
-    device_on_host: DeviceOnHost,  # noqa: F811
+    device_on_host: DeviceOnHost,
     name: str,
     road: str,
 ) -> None:
@@ -38,12 +38,7 @@ def test_replays_do_what_eager_steps_do(
     own.run(WARM, REPLAYED, graph.replay)
     own.run(WARM + REPLAYED, 1, own.step)  # and eager goes on
 
-    assert all(map(torch.equal, own.found(), eager.found()))
-    assert same_states(own.handle.state_dict(), eager.handle.state_dict())
-    got, want = own.handle.stats(), eager.handle.stats()
-    assert (got.steps, got.bytes_sent) == (want.steps, want.bytes_sent)
-    own.handle.remove()
-    eager.handle.remove()
+    own.assert_ends_as(eager)
 
 
 @pytest.mark.parametrize("road", ["module", "ddp"])
@@ -94,7 +89,7 @@ def test_a_capture_that_fails_changes_nothing(
 
 
 @pytest.mark.parametrize("name", ["blockwise", "powersgd"])
-def test_replays_measure_no_errors(device_on_host: DeviceOnHost, name: str) -> None:  # noqa: F811
+def test_replays_measure_no_errors(device_on_host: DeviceOnHost, name: str) -> None:
     """A graph would measure them in each step, and not in each hundredth."""
     own = Training("module", CAPTURED[name]())
     own.run(0, WARM, own.step)
@@ -129,7 +124,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("road", ["module", "ddp"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_changes_on_the_host_is_refused(
-    device_on_host: DeviceOnHost,  # noqa: F811
+    device_on_host: DeviceOnHost,
     name: str,
     road: str,
 ) -> None:
@@ -143,7 +138,7 @@ def test_what_changes_on_the_host_is_refused(
     own.handle.remove()
 
 
-def test_the_first_step_is_refused(device_on_host: DeviceOnHost) -> None:  # noqa: F811
+def test_the_first_step_is_refused(device_on_host: DeviceOnHost) -> None:
     """After it buckets are formed anew."""
     own = Training("module", hooks.allreduce())
     graph = GraphOnHost(device_on_host)
@@ -157,7 +152,7 @@ def test_the_first_step_is_refused(device_on_host: DeviceOnHost) -> None:  # noq
 
 @pytest.mark.parametrize("road", ["module", "ddp"])
 def test_a_graph_does_not_outlive_what_it_captured(
-    device_on_host: DeviceOnHost,  # noqa: F811
+    device_on_host: DeviceOnHost,
     road: str,
 ) -> None:
     """A loaded state lies in other tensors, which the graph knows nothing of."""
@@ -203,7 +198,7 @@ EAGER = {
 @pytest.mark.parametrize("road", ["module", "ddp"])
 @pytest.mark.parametrize("name", EAGER)
 def test_no_step_waits_for_the_device(
-    device_on_host: DeviceOnHost,  # noqa: F811
+    device_on_host: DeviceOnHost,
     name: str,
     road: str,
 ) -> None:

@@ -2,8 +2,9 @@
 
     compute-sanitizer --tool memcheck python tests/long_runs/cuda_sanitized.py [--large]
 
-Compares with the CPU, so that a run whose kernels do nothing fails. Prints each step before it, so
-that the log of a run that was cut off shows the last one. ``make gpu`` runs it without ``--large``.
+Compares buckets and codecs with the CPU, so that a run whose kernels do nothing fails. Then runs
+each kernel in each way that it has. Prints each step before it, so that the log of a run that was
+cut off shows the last one. ``make gpu`` runs it without ``--large``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 from codec_examples import EXAMPLES, everything, same, some_tensors
 from kernel_device import DEVICE
+from kernel_runs import FORMS, OTHERS, runs_of
 
 import torch_commhook.native.bucket_ops as ops
 from torch_commhook.codecs import CODECS, Codec
@@ -93,6 +95,16 @@ def check_codecs() -> None:
         check_codec(cls(), [torch.randn(length) for length in LONG], 2)
 
 
+def run_kernels(device: str) -> None:
+    """Runs each kernel in each way that it has; compares nothing."""
+    with torch.device(device):
+        for kind in (*FORMS, *OTHERS):
+            print(f"kernels of {kind}", flush=True)
+            for runs in runs_of(kind, SHARDS[1:]):
+                for run in runs.values():
+                    run()
+
+
 def check_large() -> None:
     """More than one tile for each warp; minutes under racecheck."""
     for name in ("sign", "fp8", "blockwise"):
@@ -110,6 +122,7 @@ def main() -> int:
     torch.manual_seed(0)
     check_buckets()
     check_codecs()
+    run_kernels("cuda")
     if arguments.large:
         check_large()
     torch.cuda.synchronize()

@@ -18,6 +18,7 @@ from mode_cases import OwnError, batch, module, with_futures
 from modes import Mode
 from rank_pool import KEPT_GROUPS, RankPool
 from stream_devices import DEVICE, MIXED, NAME, STAGED
+from stream_training import attached, parameters_of_steps
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -81,19 +82,8 @@ def _train(rank: int, paths: Paths, name: str, mode: Mode, backend: str | None) 
 def _steps(
     rank: int, mode: Mode, net: nn.Module, hook: Any, group: dist.ProcessGroup, device: str
 ) -> list[Tensor]:
-    """The parameters after each of three steps."""
-    of_model = {"process_group": group}
-    model = mode.wrap(net.to(device), **(of_model if mode.model == "ddp" else {}))
-    own = {**mode.attach_options, **(of_model if mode.model == "module" else {})}
-    handle = attach(model, hook, **own)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
-    with mode.step_function(model) as step:
-        for number in range(3):
-            optimizer.zero_grad(set_to_none=False)
-            step(batch(rank, number).to(device))
-            optimizer.step()
-            found += [parameter.detach().cpu().clone() for parameter in model.parameters()]
+    model, handle = attached(mode, net.to(device), hook, group)
+    found = parameters_of_steps(rank, mode, model)
     handle.remove()
     return found
 
@@ -310,12 +300,8 @@ def _fails_on_rank_1(rank: int, paths: Paths, backend: str, model: str) -> tuple
     library = stream_devices.load(paths[0])
     group = dist.new_group(backend=backend)
     mode = Mode(model, "eager")
-    net = nn.Sequential(module(), nn.BatchNorm1d(4)).to(DEVICE)
-    of_model = {"process_group": group}
-    net = mode.wrap(net, **(of_model if model == "ddp" else {}))
-    own = {**mode.attach_options, **(of_model if model == "module" else {})}
     hook = FailsAtSecondBucket()
-    handle = attach(net, hook, **own)
+    net, handle = attached(mode, nn.Sequential(module(), nn.BatchNorm1d(4)).to(DEVICE), hook, group)
     said = []
     issued = 0
     with mode.step_function(net) as step:

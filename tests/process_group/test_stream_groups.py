@@ -14,6 +14,7 @@ from mode_cases import batch, module, with_futures
 from modes import Mode
 from rank_pool import RankPool
 from stream_groups import stream_group
+from stream_training import attached, parameters_of_steps
 from torch import Tensor
 
 from torch_commhook import attach, hooks, load_cpp_hooks
@@ -60,20 +61,8 @@ def _train(
     load_cpp_hooks(paths[1])
     group = stream_group(paths[0]) if streams else dist.new_group()
     alone = dist.new_subgroups(1)[0]
-    of_model = {"process_group": group}
-    model = mode.wrap(module(), **(of_model if mode.model == "ddp" else {}))
-    own = {**options, **mode.attach_options, **(of_model if mode.model == "module" else {})}
-    handle = attach(model, _hook(name, group, alone), **own)
-    if name.endswith("in Python"):
-        handle.register_posthook(lambda gradients: None)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
-    with mode.step_function(model) as step:
-        for number in range(3):
-            optimizer.zero_grad(set_to_none=False)
-            step(batch(rank, number))
-            optimizer.step()
-            found += [parameter.detach().clone() for parameter in model.parameters()]
+    model, handle = attached(mode, module(), _hook(name, group, alone), group, **options)
+    found = parameters_of_steps(rank, mode, model)
     handle.remove()
     return found
 

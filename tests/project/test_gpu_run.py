@@ -8,154 +8,53 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from gpu_runs import items, part_of, running, stored, wait_for
 from repository import ROOT
 
 from benchmarks.gpu import carried, counters, parts
-from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.commands import Ended, Task, read_lines, run_task, run_tasks, write_line
-from benchmarks.gpu.document import Store, page, targets
+from benchmarks.gpu.__main__ import main, parse, resumed
+from benchmarks.gpu.commands import Ended
 from benchmarks.gpu.plant import VARIABLE
 from benchmarks.gpu.run import Part, Run, do_parts
-
-
-def document(**values: Any) -> dict[str, Any]:
-    blank = {"dry_run": True, "date": "2026-01-02T00:00:00", "commit": "x", "sources": "y"}
-    lists = {name: [] for name in ("clocks", "times", "counters")}
-    tables = {name: {} for name in ("machine", "library", "parts", "benchmarks")}
-    return {**blank, "minutes": 1.0, **lists, **tables, **values}
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """A dry run with two cases and one group to time."""
-    monkeypatch.delenv("OUT", raising=False)
-    monkeypatch.setattr(parts, "TIMED_DRY", (("7x1000", 8),))
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # planted tests need none
-    store = Store(
-        document(library={"cases": ["flatten", "unflatten"]}),
-        [tmp_path / "results"],
-        tmp_path / "document.json",
-    )
-    return Run(
-        store=store,
-        device="cpu",
-        folder=tmp_path,
-        end=time.monotonic() + 1000,
-        cores=2,
-        tests=tmp_path / "planted",
-        test_seconds=3.0,
-        patience=10.0,
-    )
-
-
-def stored(run: Run) -> dict[str, Any]:
-    """What a reader of the results finds."""
-    result: dict[str, Any] = json.loads(run.store.state.read_text())
-    [path] = run.store.folders[0].glob("*.json")
-    assert json.loads(path.read_text()) == result
-    assert path.with_suffix(".md").read_text() == page(result)
-    return result
-
-
-def items(run: Run, part: str) -> dict[str, bool | None]:
-    return {item["name"]: item["passed"] for item in stored(run)["parts"][part]["items"]}
-
-
-def part_of(name: str, **changes: float) -> Part:
-    [part] = [part for part in parts.PARTS if part.name == name]
-    return Part(part.name, part.function, changes.get("most", 600.0), 0.0, part.needs_library)
-
-
-# ---- commands ------------------------------------------------------------------------------------
-
-
-def processes_that_sleep(seconds: str) -> list[str]:
-    found = subprocess.run(["pgrep", "-f", f"^sleep {seconds}$"], capture_output=True, text=True)
-    return found.stdout.split()
-
-
-def test_a_command_that_hangs_ends_with_its_group(tmp_path: Path) -> None:
-    begun = time.monotonic()
-    # It also ignores SIGTERM, and its child would live on.
-    text = "trap '' TERM; echo begun; sleep 71.77 & sleep 71.77"
-    how = run_task(Task("slow", ["sh", "-c", text], 1), logs=tmp_path, end=begun + 100)
-    assert time.monotonic() - begun < 30
-    assert how.status is None and how.text.endswith("begun")
-    time.sleep(0.2)
-    assert processes_that_sleep("71.77") == []
-
-
-def test_how_commands_end(tmp_path: Path) -> None:
-    endings: dict[str, Ended] = {}
-
-    def ended(task: Task, how: Ended) -> list[Task]:
-        endings[task.name] = how
-        return [Task("after", ["echo", "next"], 20)] if task.name == "fails" else []
-
-    commands = {
-        "good": "echo fine",
-        "fails": "echo bad; exit 3",
-        "crashes": "kill -ABRT $$",
-    }
-    tasks = [Task(name, ["sh", "-c", text], 20) for name, text in commands.items()]
-    tasks.append(Task("absent", ["sh", "-c", "exec /does/not/exist"], 20))
-    end = time.monotonic() + 60
-    run_tasks(tasks, logs=tmp_path, end=end, ended=ended, at_once=2)
-    assert {name: how.status for name, how in endings.items()} == {
-        **{"good": 0, "fails": 3, "crashes": -signal.SIGABRT, "absent": 127, "after": 0},
-    }
-    assert endings["crashes"].text.startswith("ended by SIGABRT")
-    late = run_task(Task("late", ["echo"], 20), logs=tmp_path, end=time.monotonic())
-    assert late.status is None and late.text == "no time was left"
-
-
-def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "record"
-    write_line(path, {"a": 1})
-    with path.open("a") as file:
-        file.write('{"b": ')
-    assert read_lines(path) == [{"a": 1}]
-    assert read_lines(tmp_path / "none") == []
-
 
 # ---- parts that fail -----------------------------------------------------------------------------
 
 
 def test_smoke_stores_each_case_beside_those_that_crash(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    gpu_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run.document["library"]["cases"] = ["flatten", "unflatten", "fp8(): decode"]
+    gpu_run.document["library"]["cases"] = ["flatten", "unflatten", "fp8(): decode"]
     monkeypatch.setenv(VARIABLE, "smoke/flatten=abort;smoke/unflatten=wrong")
-    do_parts(run, [part_of("smoke")])
-    found = {item["name"]: item for item in stored(run)["parts"]["smoke"]["items"]}
+    do_parts(gpu_run, [part_of("smoke")])
+    found = {item["name"]: item for item in stored(gpu_run)["parts"]["smoke"]["items"]}
     assert {name: item["passed"] for name, item in found.items()} == {
         **{"flatten": False, "unflatten": False, "fp8(): decode": True},
     }
     assert "SIGABRT" in found["flatten"]["text"]
     assert "differ from the CPU" in found["unflatten"]["text"]
-    assert stored(run)["parts"]["smoke"]["passed"] is False
+    assert stored(gpu_run)["parts"]["smoke"]["passed"] is False
 
 
-def test_times_go_on_without_a_work_that_crashes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_go_on_without_a_work_that_crashes(
+    gpu_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(VARIABLE, "times/8/blockwise(): decode=error")
-    do_parts(run, [part_of("times")])
+    do_parts(gpu_run, [part_of("times")])
     culprit = "targeted: 7x1000, 8 shards: blockwise(): decode"
-    assert items(run, "times") == {culprit: False, "targeted: 7x1000, 8 shards": True}
-    works = {row["work"] for row in stored(run)["times"]}
+    assert items(gpu_run, "times") == {culprit: False, "targeted: 7x1000, 8 shards": True}
+    works = {row["work"] for row in stored(gpu_run)["times"]}
     assert {"copy", "blockwise(): encode", "blockwise(): reduce"} <= works
     assert "blockwise(): decode" not in works and "flatten" not in works
 
 
 def test_a_part_that_hangs_leaves_time_for_the_next_one(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    gpu_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gpu_run.patience = 1.0
     monkeypatch.setattr(counters, "COUNTED", (("flatten", 1), ("unflatten", 1)))
     monkeypatch.setenv(VARIABLE, "counters/flatten=hang")
 
@@ -166,35 +65,54 @@ def test_a_part_that_hangs_leaves_time_for_the_next_one(
         run.item("last", True, 0.0, "done")
 
     others = [Part("raises", raises, 5, 0), Part("goes on", goes_on, 5, 0)]
-    do_parts(run, [part_of("counters", most=9.0), *others])
-    assert items(run, "counters") == {"flatten, 1 shards": False, "unflatten, 1 shards": None}
-    assert items(run, "raises") == {"the run itself": False}
-    assert items(run, "goes on") == {"last": True}
-    passed = {name: part["passed"] for name, part in stored(run)["parts"].items()}
+    do_parts(gpu_run, [part_of("counters", most=4.0), *others])
+    assert items(gpu_run, "counters") == {"flatten, 1 shards": False, "unflatten, 1 shards": None}
+    assert items(gpu_run, "raises") == {"the run itself": False}
+    assert items(gpu_run, "goes on") == {"last": True}
+    passed = {name: part["passed"] for name, part in stored(gpu_run)["parts"].items()}
     assert passed == {"counters": False, "raises": False, "goes on": True}
 
+    # A later run tries again what there was no time for.
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setattr(carried, "sources_digest", lambda: gpu_run.document["sources"])
+    again = ["--dry-run", "--resume", str(gpu_run.store.state)]
+    gpu_run.store.document = resumed(parse(again))
+    do_parts(gpu_run, [part_of("counters"), *others])
+    assert items(gpu_run, "counters") == {"flatten, 1 shards": True, "unflatten, 1 shards": True}
+    assert items(gpu_run, "raises") == {"the run itself": False}
 
-def test_a_library_that_does_not_load(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+
+def test_a_library_that_does_not_load(gpu_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "library=abort")
-    do_parts(run, [part_of("build"), part_of("smoke"), part_of("tests")])
-    assert items(run, "build")["library"] is False
-    assert stored(run)["parts"]["tests"]["text"] == "the library does not load"
+    do_parts(gpu_run, [part_of("build"), part_of("smoke"), part_of("tests")])
+    assert items(gpu_run, "build")["library"] is False
+    assert stored(gpu_run)["parts"]["tests"]["text"] == "the library does not load"
+
+    # A later run builds it again, and does what needs it.
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setattr(carried, "sources_digest", lambda: gpu_run.document["sources"])
+    gpu_run.store.document = resumed(parse(["--dry-run", "--resume", str(gpu_run.store.state)]))
+    do_parts(gpu_run, [part_of("build")])
+    gpu_run.document["library"]["cases"] = ["flatten"]
+    do_parts(gpu_run, [part_of("smoke")])
+    assert list(stored(gpu_run)["parts"]) == ["build", "smoke", "tests"]
+    assert items(gpu_run, "build")["library"] is True
+    assert items(gpu_run, "smoke")["flatten"] is True
 
 
-def test_parts_leave_time_for_those_after_them(run: Run) -> None:
-    ends: dict[str, float] = {}
+def test_parts_leave_time_for_those_after_them(gpu_run: Run) -> None:
+    ends: list[float] = []
 
     def note(run: Run) -> None:
-        ends[run.part["items"] is not None and str(len(ends))] = run.left()
+        ends.append(run.left())
 
-    run.end = time.monotonic() + 100
-    do_parts(run, [Part("a", note, 500, 0), Part("b", note, 500, 30), Part("c", note, 20, 40)])
-    assert ends["0"] == pytest.approx(30, abs=2) and ends["1"] == pytest.approx(60, abs=2)
-    assert ends["2"] == pytest.approx(20, abs=2)
-    run.end = time.monotonic() + 1
-    do_parts(run, [Part("d", note, 500, 0)])
-    assert len(ends) == 3 and stored(run)["parts"]["d"]["text"] == "no time was left"
-    assert stored(run)["parts"]["d"]["finished"] is False  # so that a later run does it
+    gpu_run.end, gpu_run.patience = time.monotonic() + 100, 1.0
+    do_parts(gpu_run, [Part("a", note, 500, 0), Part("b", note, 500, 30), Part("c", note, 20, 40)])
+    assert ends == pytest.approx([30, 60, 20], abs=2)
+    gpu_run.end = time.monotonic() + 1
+    do_parts(gpu_run, [Part("d", note, 500, 0)])
+    assert len(ends) == 3 and stored(gpu_run)["parts"]["d"]["text"] == "no time was left"
+    assert stored(gpu_run)["parts"]["d"]["finished"] is False  # so that a later run does it
 
 
 # ---- tests in processes of their own -------------------------------------------------------------
@@ -236,11 +154,23 @@ def plant_tests(folder: Path, names: list[str] | None = None) -> None:
         (folder / name).write_text(WRITTEN[name])
 
 
-def test_each_file_of_tests_survives_the_others(run: Run) -> None:
-    assert run.tests is not None
-    plant_tests(run.tests)
-    do_parts(run, [part_of("tests"), part_of("streams")])
-    found = {item["name"]: item for item in stored(run)["parts"]["tests"]["items"]}
+def test_each_file_of_tests_survives_the_others(
+    gpu_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert gpu_run.tests is not None
+    plant_tests(gpu_run.tests)
+    again: dict[str, list[bool]] = {}
+    item = gpu_run.item
+
+    def note(name: str, *arguments: Any, **more: Any) -> None:
+        again.setdefault(name, []).append(more.get("again", False))
+        item(name, *arguments, **more)
+
+    monkeypatch.setattr(gpu_run, "item", note)
+    do_parts(gpu_run, [part_of("tests"), part_of("streams")])
+    # A run that is killed between two processes of a file leaves tests of it to a later run.
+    assert again["test_a.py"] == [True, True, False] and again["test_d.py"] == [False]
+    found = {item["name"]: item for item in stored(gpu_run)["parts"]["tests"]["items"]}
     outcomes = {
         name: {test.partition("::")[2]: word for test, word in item["tests"].items()}
         for name, item in found.items()
@@ -263,7 +193,7 @@ def test_each_file_of_tests_survives_the_others(run: Run) -> None:
     assert passed == {
         **{"test_a.py": False, "test_b.py": False, "test_c.py": False, "test_d.py": True},
     }
-    assert items(run, "streams") == {"test_streams.py": True}
+    assert items(gpu_run, "streams") == {"test_streams.py": True}
 
 
 @pytest.mark.parametrize(
@@ -284,12 +214,12 @@ def test_whether_a_file_of_tests_passed(
     assert parts.verdict(outcomes, Ended(status, 2.0, ""), finished)[0] is passed
 
 
-def test_tests_of_a_gpu_are_found(run: Run, request: pytest.FixtureRequest) -> None:
-    run.tests = None
-    found = {parts.shown(path) for path in parts.test_files(run)}
+def test_tests_of_a_gpu_are_found(gpu_run: Run, request: pytest.FixtureRequest) -> None:
+    gpu_run.tests = None
+    found = {parts.shown(path) for path in parts.test_files(gpu_run)}
     assert {"tests/cuda/test_cuda_bucket.py", "tests/cuda/test_cuda_collectives.py"} <= found
-    assert "tests/hooks/test_bucket.py" not in found
-    # All that were collected, where all of the tests run.
+    assert not {"tests/hooks/test_bucket.py", "tests/cuda/test_cuda_places.py"} & found
+    # All that were collected, where all of the tests gpu_run.
     marked = [item for item in request.session.items if item.get_closest_marker("cuda")]
     assert {str(item.path.relative_to(ROOT)) for item in marked} <= found
 
@@ -316,7 +246,8 @@ def test_a_killed_run_leaves_its_results_and_a_later_one_goes_on(tmp_path: Path)
     [path] = out.glob("*.json")
     assert json.loads(path.read_text())["commit"] == "abc"
     assert path.with_suffix(".md").exists()
-    wait_for(lambda: not running(str(planted)))  # nothing outlives it
+    # Nothing outlives it. The test would end by itself, but later.
+    wait_for(lambda: not running(f"pytest.*{planted}"), 20)
 
     (planted / "test_z.py").unlink()
     (planted / "test_d.py").write_text("does not parse")  # and is not looked at again
@@ -326,19 +257,6 @@ def test_a_killed_run_leaves_its_results_and_a_later_one_goes_on(tmp_path: Path)
     assert done["tests"]["finished"] and done["streams"]["passed"]
     [item] = done["tests"]["items"]
     assert item["name"] == "test_d.py" and item["passed"] is True
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 240
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def running(text: str) -> list[str]:
-    """Processes of pytest whose command contains a text."""
-    found = subprocess.run(["pgrep", "-f", f"pytest.*{text}"], capture_output=True, text=True)
-    return found.stdout.split()
 
 
 def test_no_gpu_is_an_error(
@@ -351,297 +269,3 @@ def test_no_gpu_is_an_error(
     finally:
         signal.signal(signal.SIGTERM, handler)
     assert "no CUDA device" in capsys.readouterr().out
-
-
-# ---- carried libraries ---------------------------------------------------------------------------
-
-
-def test_carried_libraries_must_fit(tmp_path: Path) -> None:
-    assert carried.obstacle(tmp_path) == "no libraries were carried"
-    library = tmp_path / "_ops.abi3.so"
-    library.write_bytes(b"code")
-    about = {**carried.stamp(), "libraries": {library.name: carried.digest_of(library)}}
-    (tmp_path / carried.STAMP).write_text(json.dumps(about))
-    assert carried.obstacle(tmp_path) is None
-    for name in carried.stamp():
-        (tmp_path / carried.STAMP).write_text(json.dumps({**about, name: "another"}))
-        assert f"{name} another" in (carried.obstacle(tmp_path) or "")
-    (tmp_path / carried.STAMP).write_text(json.dumps(about))
-    library.write_bytes(b"other code")
-    assert "is not the one" in (carried.obstacle(tmp_path) or "")
-
-
-@pytest.mark.parametrize(
-    ("obstacle", "loads", "done"),
-    [
-        (None, True, {"build": True, "library": True}),
-        (None, False, {"build": False, "library": False}),
-        ("no libraries were carried", False, {"build": False, "library": False}),
-    ],
-)
-def test_a_card_uses_what_was_carried_or_builds(
-    run: Run,
-    monkeypatch: pytest.MonkeyPatch,
-    obstacle: str | None,
-    loads: bool,
-    done: dict[str, bool],
-) -> None:
-    taken = []
-    run.device = "cuda"
-    monkeypatch.setattr(carried, "obstacle", lambda: obstacle)
-    monkeypatch.setattr(carried, "take", lambda: taken.append(True))
-
-    def library_loads(run: Run) -> bool:
-        run.item("library", loads, 0.0, "")
-        return loads
-
-    broken = Task("build", ["sh", "-c", "echo no nvcc; exit 1"], 20)
-    monkeypatch.setattr(parts, "library_loads", library_loads)
-    monkeypatch.setattr(parts, "build_task", lambda run: broken)
-    run.document["library"]["cases"] = []
-    do_parts(run, [part_of("build"), part_of("smoke")])
-    assert items(run, "build") == done and bool(taken) == (obstacle is None)
-    if not loads:
-        [text] = [
-            item["text"]
-            for item in stored(run)["parts"]["build"]["items"]
-            if item["name"] == "build"
-        ]
-        assert "no nvcc" in text and (obstacle or "do not load") in text
-        assert stored(run)["parts"]["smoke"]["text"] == "the library does not load"
-
-
-def test_a_stamp_follows_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("setup.py", "build_support.py", "pyproject.toml", "cuda/a.cu", "csrc/ops/b.h"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("")
-    monkeypatch.setattr(carried, "ROOT", tmp_path)
-    before = carried.sources_digest()
-    (tmp_path / "cuda/README.md").write_text("no source")
-    assert carried.sources_digest() == before
-    (tmp_path / "cuda/a.cu").write_text("x")
-    assert carried.sources_digest() != before
-
-
-# ---- tools ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("log", "status", "passed"),
-    [
-        ("========= ERROR SUMMARY: 0 errors", 0, True),
-        ("========= ERROR SUMMARY: 3 errors", 0, False),
-        ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", 0, True),
-        ("========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)", 0, False),
-        ("========= ERROR SUMMARY: 0 errors", 1, False),
-        ("the same as on the CPU", 0, False),  # the tool has said nothing
-        ("========= Error: Device not supported", 255, None),
-        ("========= ERROR SUMMARY: 0 errors", None, False),
-    ],
-)
-def test_a_sanitizer_must_have_found_nothing(
-    log: str, status: int | None, passed: bool | None
-) -> None:
-    assert parts.sanitized(Ended(status, 2.0, log))[0] is passed
-
-
-COUNTED = """==PROF== Connected to process 12
-"ID","Process ID","Kernel Name","dram__bytes_read.sum","gpu__time_duration.sum"
-"","","","byte","ns"
-"0","12","void encode_kernel<BlockwiseBlock>(Arguments)","26,214,400","12,345.5"
-"1","12","other_kernel","n/a","1000"
-==PROF== Disconnected
-"""
-
-
-def test_counters_are_read() -> None:
-    first, second = counters.rows_of(COUNTED)
-    assert first["dram_read"] == 26214400 and first["nanoseconds"] == 12345.5
-    assert "encode_kernel" in first["kernel"] and first["registers"] is None
-    assert second["dram_read"] is None
-    assert list(counters.rows_of("==ERROR== no permission")) == []
-
-
-def plant_tool(folder: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-    (folder / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-
-
-def test_a_profiler_without_some_of_the_metrics(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = f"""case "$*" in
-*decode*) kill -SEGV $$ ;;
-*issue_active*) echo "==ERROR== Failed to find metric"; exit 1 ;;
-*) cat <<'END'
-{COUNTED}END
-esac"""
-    plant_tool(tmp_path / "bin", "ncu", script, monkeypatch)
-    monkeypatch.setattr(counters, "COUNTED", (("sign(): decode", 2), ("flatten", 1)))
-    do_parts(run, [part_of("counters")])
-    assert items(run, "counters") == {"sign(): decode, 2 shards": False, "flatten, 1 shards": True}
-    rows = stored(run)["counters"]
-    assert [(row["work"], row["dram_read"]) for row in rows] == [
-        ("flatten", 26214400.0),
-        ("flatten", None),
-    ]
-    assert "encode_kernel<BlockwiseBlock>" in page(run.document)
-
-
-def test_a_sanitizer_that_crashes(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = """case "$*" in
-*memcheck*) kill -SEGV $$ ;;
-*) echo "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)" ;;
-esac"""
-    plant_tool(tmp_path / "bin", "compute-sanitizer", script, monkeypatch)
-    do_parts(run, [part_of("sanitizers")])
-    assert items(run, "sanitizers") == {"memcheck": False, "racecheck": True}
-
-
-def test_counters_leave_the_card_alone() -> None:
-    command = counters.command("ncu", ["a", "b"])
-    assert command[command.index("--clock-control") + 1] == "none"
-
-
-# ---- times on a card -----------------------------------------------------------------------------
-
-
-class FakeCuda:
-    """A card whose kernels take 3 us each, and that refuses to capture a graph or does not."""
-
-    def __init__(self, captures: bool) -> None:
-        self.captures, self.now, self.in_graph = captures, 0.0, 0
-        self.CUDAGraph = lambda: SimpleNamespace(replay=self.replay)
-
-    def kernel(self) -> None:
-        self.in_graph += 1
-        self.now += 3e-3
-
-    def replay(self) -> None:
-        self.now += 3e-3 * self.in_graph
-
-    @contextmanager
-    def graph(self, graph: object) -> Iterator[None]:
-        if not self.captures:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        self.in_graph = 0
-        yield
-
-    def Event(self, enable_timing: bool) -> Any:  # noqa: N802
-        event = SimpleNamespace(at=0.0)
-        event.record = lambda: setattr(event, "at", self.now)
-        event.elapsed_time = lambda end: end.at - event.at
-        return event
-
-    def synchronize(self) -> None:
-        pass
-
-    def _sleep(self, cycles: int) -> None:
-        self.now += cycles / 2e6
-
-
-@pytest.mark.parametrize(("captures", "how"), [(True, "graph"), (False, "backlog")])
-def test_a_call_takes_its_share_of_a_graph(
-    captures: bool, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from benchmarks.gpu import times
-    from benchmarks.gpu.cases import Work
-
-    cuda = FakeCuda(captures)
-    monkeypatch.setattr(times, "torch", SimpleNamespace(cuda=cuda))
-    timed = times.Timed("work", [Work(cuda.kernel, [], 8) for _ in range(4)])
-    times.prepare_on_gpu(timed)
-    assert timed.how == how and len(timed.calls) % 4 == 0
-    assert len(timed.host_seconds) == times.HOST_SAMPLES
-    assert times.sample_on_gpu(timed) == pytest.approx(3e-6)
-
-
-# ---- documents -----------------------------------------------------------------------------------
-
-
-def time_row(**values: Any) -> dict[str, Any]:
-    return {
-        **{"group": "161x40704", "shards": 8, "work": "flatten", "seconds": 1e-5},
-        **{"first_quartile": 0.9e-5, "third_quartile": 1.1e-5, "samples": 30, "how": "graph"},
-        **{"host_seconds": 16e-6, "nbytes": 10**7, "of_copy": 0.85, "least": 0.9},
-        **{"most_host_seconds": 15e-6, **values},
-    }
-
-
-def test_targets_are_met_or_missed() -> None:
-    rows = [
-        time_row(),
-        time_row(work="copy", of_copy=1.0, least=None, most_host_seconds=None),
-        time_row(work="blockwise(): encode", of_copy=0.95, most_host_seconds=None),
-    ]
-    found = {
-        (each["what"], each["wanted"]): each
-        for each in targets(document(dry_run=False, times=rows))
-    }
-    flatten = "flatten, 161x40704, 8 shards"
-    encode = "blockwise(): encode, 161x40704, 8 shards"
-    assert {key: each["met"] for key, each in found.items()} == {
-        (flatten, "at least 0.9"): False,
-        (flatten, "at most 15"): False,
-        (encode, "at least 0.9"): True,
-    }
-    assert targets(document(times=rows)) == []  # of a dry run
-    assert found[flatten, "at most 15"]["reached"] == "16.0 us of the host"
-
-
-def test_the_page_shows_what_was_found() -> None:
-    own = {"passed": False, "finished": True, "seconds": 3.0, "text": "1 failed"}
-    failed = {"name": "flatten", "passed": False, "seconds": 1.0, "text": "ended by SIGABRT"}
-    count = {"kernel": "void encode_kernel<A>(B)", "nanoseconds": 12000.0, "dram_read": 8e6}
-    count |= {"dram_written": 4e6, "nbytes": 10**7, "numel": 10**6, "warp_instructions": 781250.0}
-    count |= {"issue_active": 0.5, "work": "flatten", "shards": 1}
-    text = page(
-        document(
-            dry_run=False,
-            clocks=[{"after": "smoke", "clocks.sm": "1980 MHz"}],
-            machine={"card": "A Card"},
-            parts={"smoke": {**own, "items": [failed]}},
-            times=[time_row()],
-            counters=[count],
-        )
-    )
-    assert "- smoke: flatten: ended by SIGABRT" in text
-    assert "| flatten, 161x40704, 8 shards | 0.850 x the copy | at least 0.9 | **no** |" in text
-    assert "| 10.00 | 9.00 to 11.00 | 30 | graph | 16.0 | 1000 | 0.850 |" in text
-    assert "| 12.0 | 1.20 | 0.50 | 25.0 |" in text
-    assert "| smoke | 1980 MHz |" in text
-
-
-# ---- the harness ---------------------------------------------------------------------------------
-
-
-def test_figures_of_several_processes_are_their_medians(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from dataclasses import replace
-
-    from harness import Row, merged
-
-    blank: dict[str, Any] = dict.fromkeys(Row.__dataclass_fields__)
-    one = Row(
-        **{
-            **blank,
-            **{"group": "a", "job": "b", "details": {}, "seconds": 1.0, "samples": 3},
-            **{"first_quartile": 1.0, "third_quartile": 1.0, "gigabytes_per_second": 8.0},
-            **{"ratio": 0.95, "target": ">= 0.9", "holds": True},
-        }
-    )
-    runs = [
-        [one],
-        [replace(one, seconds=3.0, ratio=0.8, holds=False)],
-        [replace(one, seconds=2.0, ratio=0.85, holds=False)],
-    ]
-    [result] = merged(runs)
-    assert result.seconds == 2.0 and result.samples == 9
-    assert result.ratio == 0.85 and result.holds is False
-    assert result.details == {"least": 0.8, "most": 0.95}
-    with pytest.raises(ValueError, match="other jobs"):
-        merged([[one], [replace(one, job="c")]])

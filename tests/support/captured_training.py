@@ -59,6 +59,15 @@ class Training:
     def found(self) -> list[Tensor]:
         return [parameter.detach().clone() for parameter in self.parameters]
 
+    def assert_ends_as(self, other: Training) -> None:
+        """Compares parameters, states and statistics; then removes both hooks."""
+        assert all(map(torch.equal, self.found(), other.found()))
+        assert same_states(self.handle.state_dict(), other.handle.state_dict())
+        got, want = self.handle.stats(), other.handle.stats()
+        assert (got.steps, got.bytes_sent) == (want.steps, want.bytes_sent)
+        self.handle.remove()
+        other.handle.remove()
+
 
 def same_states(a: Any, b: Any) -> bool:
     if isinstance(a, dict):

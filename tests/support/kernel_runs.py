@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "sign": ("sign", {}),
 }
 #: Beside the block codecs.
-OTHERS = ("flatten", "topk", "randomk", "symmetric")
+OTHERS = ("flatten", "narrow error", "topk", "randomk", "symmetric")
 ROUNDING = (1, 2)
 #: A signal past the barriers of all runs.
 ARRIVED = 1 << 40
@@ -122,7 +122,10 @@ def other_runs(kind: str, tensors: list[Tensor]) -> Runs:
             "check_finite": lambda: torch.ops.commhook.check_finite(tensors, count),
             "check_finite, infinite": lambda: torch.ops.commhook.check_finite(infinite, count),
         }
-    codec = codecs.CODECS[kind](0.1)  # type: ignore[call-arg]
+    if kind == "narrow error":  # of a codec of blocks
+        codec = codecs.CODECS["blockwise"]()
+    else:
+        codec = codecs.CODECS[kind](0.1)  # type: ignore[call-arg]
     message = torch.zeros(codec.nbytes(numel), dtype=torch.uint8)
     error, narrow = torch.zeros(numel), torch.zeros(numel, dtype=torch.bfloat16)
     rounding = torch.tensor(ROUNDING)
@@ -133,6 +136,8 @@ def other_runs(kind: str, tensors: list[Tensor]) -> Runs:
     def encode(values: list[Tensor], error: Tensor | None) -> None:
         codec.encode(values, message, error=error, rounding=rounding)
 
+    if kind == "narrow error":
+        return {"encode": lambda: encode(tensors, narrow)}
     return {
         "encode": lambda: encode(tensors, None),
         "encode, error": lambda: encode(tensors, error),
@@ -140,3 +145,23 @@ def other_runs(kind: str, tensors: list[Tensor]) -> Runs:
         "encode, not finite": lambda: encode(not_finite, error.clone()),
         "decode": lambda: codec.decode(message, written, rounding=rounding),
     }
+
+
+def _some_tensors(kind: str) -> list[Tensor]:
+    """Of several dtypes and lengths, so that pieces begin at all addresses.
+
+    They are an odd number, and so many that a small device's warps have two tiles each.
+    """
+    torch.manual_seed(0)
+    most = torch.randn(25_001 if kind == "sign" else 5001)
+    half = torch.randn(601).half()
+    return [most, half, torch.randn(3)[1:], torch.randn(4099).bfloat16()[2:]]
+
+
+def runs_of(kind: str, all_shards: Sequence[int] = (1, 3)) -> list[Runs]:
+    """Runs of a form's kernels, or of those of one of OTHERS, which reach all their barriers."""
+    if kind in OTHERS:
+        return [other_runs(kind, _some_tensors(kind))]
+    sizes = (least_block(kind), 72 if least_block(kind) == 8 else 64, 256, 1024)
+    tensors = _some_tensors(kind)
+    return [block_runs(kind, size, shards, tensors) for size in sizes for shards in all_shards]

@@ -3,8 +3,9 @@
 // An operator's result is a tensor at once. Its values are there when the stream has run it; until
 // then memory holds bytes of 0xFF, which are NaN. The host waits only where it reads values.
 
+#include "device.h"
+
 #include <ATen/EmptyTensor.h>
-#include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -15,7 +16,6 @@
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/alloc_cpu.h>
 #include <torch/library.h>
@@ -25,43 +25,28 @@
 #include <cstring>
 #include <memory>
 #include <optional>
-#include <thread>
 #include <vector>
-
-#include "queues.h"
 
 namespace stream_device {
 namespace {
 
-constexpr c10::StreamId kDefault = 0;
 constexpr int kPool = 4;
 
-struct Streams {
-  std::mutex mutex;
-  std::vector<Queue*> queues;
-  std::string error;
-};
-Streams& streams() {
-  static auto& only = *new Streams;  // threads use it until the process ends
-  return only;
+std::vector<Queue*> all_queues() {
+  const std::lock_guard lock(streams().mutex);
+  return streams().queues;
 }
 
-thread_local c10::StreamId current = kDefault;
+// Waits as the host does. Throws what a task of any stream failed with.
+void synchronize(Queue& queue, int64_t place) {
+  without_gil([&] { queue.reach(place); });
+  for (auto* const each : all_queues()) {
+    const auto error = each->error();
+    TORCH_CHECK(error.empty(), "stream_device: a task failed: ", error);
+  }
+}
 
-struct Event {
-  Queue* queue = nullptr;
-  int64_t place = 0;
-};
-
-struct Guard final : c10::impl::DeviceGuardImplInterface {
-  c10::DeviceType type() const override { return kType; }
-  c10::Device exchangeDevice(c10::Device) const override { return kDevice; }
-  c10::Device getDevice() const override { return kDevice; }
-  void setDevice(c10::Device) const override {}
-  void uncheckedSetDevice(c10::Device) const noexcept override {}
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
-  c10::Stream getStream(c10::Device) const override { return stream_with(current); }
-  c10::Stream getDefaultStream(c10::Device) const override { return stream_with(kDefault); }
+struct DeviceGuard final : Guard {
   c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override {
     static const auto first = [] {
       const auto id = new_stream();
@@ -74,36 +59,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return stream_with(first + next++ % kPool);
   }
   c10::Stream getNewStream(c10::Device, int) const override { return stream_with(new_stream()); }
-  c10::Stream exchangeStream(c10::Stream stream) const override {
-    return stream_with(std::exchange(current, stream.id()));
-  }
-  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
-              const c10::EventFlag) const override {
-    if (*event == nullptr) {
-      *event = new Event;
-    }
-    auto& recorded = *static_cast<Event*>(*event);
-    recorded.queue = &queue_of(stream.id());
-    recorded.place = recorded.queue->end();
-  }
   void block(void* event, const c10::Stream& stream) const override {
     if (event != nullptr) {
       const auto recorded = *static_cast<Event*>(event);
-      if (!recorded.queue->has_run(recorded.place)) {
+      if (!recorded.has_run()) {
         queue_of(stream.id()).add([recorded] { recorded.queue->reach(recorded.place); });
       }
     }
   }
-  bool queryEvent(void* event) const override {
-    const auto& recorded = *static_cast<Event*>(event);
-    return recorded.queue->has_run(recorded.place);
-  }
-  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
-    delete static_cast<Event*>(event);
-  }
   void synchronizeEvent(void* event) const override {
     const auto& recorded = *static_cast<Event*>(event);
-    recorded.queue->synchronize(recorded.place);
+    synchronize(*recorded.queue, recorded.place);
   }
   bool queryStream(const c10::Stream& stream) const override {
     auto& queue = queue_of(stream.id());
@@ -111,22 +77,16 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     auto& queue = queue_of(stream.id());
-    queue.synchronize(queue.end());
+    synchronize(queue, queue.end());
   }
   void synchronizeDevice(const c10::DeviceIndex) const override {
-    for (size_t i = 0;; ++i) {
-      {
-        const std::lock_guard lock(streams().mutex);
-        if (i == streams().queues.size()) {
-          return;
-        }
-      }
-      synchronizeStream(stream_with(static_cast<c10::StreamId>(i)));
+    for (auto* const queue : all_queues()) {
+      synchronize(*queue, queue->end());
     }
   }
 };
 
-C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+C10_REGISTER_GUARD_IMPL(PrivateUse1, DeviceGuard);
 
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
@@ -138,8 +98,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override {
-    const Guard guard;
-    guard.synchronizeDevice(0);
+    DeviceGuard().synchronizeDevice(0);
     auto memory = storage.allocator()->allocate(size);
     std::memcpy(memory.get(), storage.data(), std::min(size, storage.nbytes()));
     auto* const impl = storage.unsafeGetStorageImpl();
@@ -183,9 +142,9 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
                                            c10::dtype_or_default(dtype));
 }
 
-Queue& current_queue() { return queue_of(current); }
+Queue& current_queue() { return queue_of(current()); }
 
-void wait_for_current() { current_queue().synchronize(current_queue().end()); }
+void wait_for_current() { synchronize(current_queue(), current_queue().end()); }
 
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool) {
   if (to.device().type() == kType) {
@@ -207,15 +166,14 @@ at::Scalar item(const at::Tensor& self) {
 const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef size,
                          std::optional<at::MemoryFormat> format) {
   if (self.storage().nbytes() > 0) {  // what is under way may use it
-    Guard().synchronizeDevice(0);
+    DeviceGuard().synchronizeDevice(0);
   }
   return at::native::resize_(self, size, format);
 }
 
 void record_stream(at::Tensor&, c10::Stream) {}
 
-// ---- every other operator
-// ------------------------------------------------------------------------
+// ---- every other operator -----------------------------------------------------------------------
 
 using Stack = torch::jit::Stack;
 
@@ -410,50 +368,6 @@ void (*without_gil)(const std::function<void()>&) = [](const std::function<void(
   function();
 };
 
-void Queue::synchronize(int64_t place) {
-  without_gil([&] { reach(place); });
-  const std::lock_guard lock(streams().mutex);
-  TORCH_CHECK(streams().error.empty(), "stream_device: a task failed: ", streams().error);
-}
-
-void Queue::run() {
-  at::set_num_threads(1);
-  std::unique_lock lock(mutex_);
-  for (;;) {
-    changed_.wait(lock, [&] { return !tasks_.empty(); });
-    auto task = std::move(tasks_.front());
-    tasks_.pop_front();
-    lock.unlock();
-    try {
-      task();
-    } catch (const std::exception& raised) {
-      const std::lock_guard of_streams(streams().mutex);
-      if (streams().error.empty()) {
-        streams().error = raised.what();
-      }
-    }
-    task = nullptr;
-    lock.lock();
-    ++done_;
-    changed_.notify_all();
-  }
-}
-
-c10::StreamId new_stream() {
-  auto* const queue = new Queue;
-  std::thread([queue] { queue->run(); }).detach();
-  const std::lock_guard lock(streams().mutex);
-  streams().queues.push_back(queue);
-  return static_cast<c10::StreamId>(streams().queues.size() - 1);
-}
-
-Queue& queue_of(c10::StreamId stream) {
-  const std::lock_guard lock(streams().mutex);
-  return *streams().queues.at(static_cast<size_t>(stream));
-}
-
-c10::StreamId current_stream() { return current; }
-
 void use_cpu_kernels(const std::vector<std::string>& operators) {
   static auto& commhook = *new torch::Library(torch::Library::IMPL, "commhook",
                                               c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
@@ -461,8 +375,6 @@ void use_cpu_kernels(const std::vector<std::string>& operators) {
     commhook.impl(each.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
 }
-
-c10::Stream stream_with(c10::StreamId id) { return c10::Stream(c10::Stream::UNSAFE, kDevice, id); }
 
 at::Tensor on_host(const at::Tensor& tensor) {
   if (tensor.device().type() != kType) {

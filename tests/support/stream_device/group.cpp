@@ -4,6 +4,8 @@
 // Gloo. Its Future is complete at once, and a stream that waits for it waits for the values. What a
 // collective writes holds bytes of 0xFF, which are NaN, until it is done.
 
+#include "../host_streams/group.h"
+
 #include <c10/core/StreamGuard.h>
 #include <torch/extension.h>
 
@@ -12,16 +14,11 @@
 #include <memory>
 #include <optional>
 #include <thread>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "queues.h"
+#include "device.h"
 
 namespace stream_device {
 namespace {
-
-using c10::ivalue::Future;
-using Tensors = std::vector<at::Tensor>;
-using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 std::atomic<int64_t> issued{0};
 
@@ -53,87 +50,34 @@ Gate& gate() {
   return only;
 }
 
-Tensors on_host_all(const Tensors& tensors) {
-  Tensors result;
-  for (const auto& each : tensors) {
-    result.push_back(on_host(each));
-  }
-  return result;
-}
-
 void spoil(const at::Tensor& tensor) {
   at::from_blob(tensor.data_ptr(), {static_cast<int64_t>(tensor.nbytes())}, at::kByte).fill_(0xff);
 }
 
-class StreamWork final : public c10d::Work {
+class DeviceWork final : public FutureWork {
  public:
-  StreamWork(Tensors outputs, c10::StreamId stream)
-      : future_(c10::make_intrusive<Future>(c10::ListType::ofTensors(), std::vector{kDevice})),
-        outputs_(std::move(outputs)),
+  DeviceWork(Tensors outputs, c10::StreamId stream)
+      : FutureWork(std::move(outputs), std::vector{kDevice}),
         queue_(queue_of(stream)),
         end_(queue_.end()) {
     const c10::StreamGuard guard(stream_with(stream));
     future_->markCompleted(c10::IValue(outputs_));
   }
   bool isCompleted() override { return queue_.has_run(end_); }
-  bool isSuccess() const override { return true; }
-  bool wait(std::chrono::milliseconds) override {
-    future_->wait();
-    return true;
-  }
-  void synchronize() override { future_->wait(); }
-  Tensors result() override { return outputs_; }
-  c10::intrusive_ptr<Future> getFuture() override { return future_; }
 
  private:
-  const c10::intrusive_ptr<Future> future_;
-  const Tensors outputs_;
   Queue& queue_;
   const int64_t end_;
 };
 
-class StreamGroup final : public c10d::Backend {
+class DeviceGroup final : public StreamGroup {
  public:
-  StreamGroup(c10::intrusive_ptr<c10d::Backend> gloo, double delay)
-      : Backend(gloo->getRank(), gloo->getSize()),
-        gloo_(std::move(gloo)),
-        delay_(delay),
-        stream_(new_stream()) {}
+  DeviceGroup(c10::intrusive_ptr<c10d::Backend> gloo, double delay)
+      : StreamGroup(std::move(gloo)), delay_(delay), stream_(new_stream()) {}
 
-  const std::string getBackendName() const override { return "streams"; }
-
-  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
-    auto host = on_host_all(tensors);
-    return put(tensors, [=](c10d::Backend& gloo) mutable { return gloo.broadcast(host, opts); });
-  }
-  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
-    auto host = on_host_all(tensors);
-    return in_place(tensors,
-                    [=](c10d::Backend& gloo) mutable { return gloo.allreduce(host, opts); });
-  }
-  WorkPtr allreduce_coalesced(Tensors& tensors,
-                              const c10d::AllreduceCoalescedOptions& opts) override {
-    auto host = on_host_all(tensors);
-    return in_place(
-        tensors, [=](c10d::Backend& gloo) mutable { return gloo.allreduce_coalesced(host, opts); });
-  }
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
     auto host = on_host_all(tensors);
     return in_place(tensors, [=](c10d::Backend& gloo) mutable { return gloo.reduce(host, opts); });
-  }
-  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs,
-                    const c10d::AllgatherOptions& opts) override {
-    std::vector<Tensors> host{on_host_all(outputs[0])};
-    auto from = on_host_all(inputs);
-    return to_others(outputs[0], from,
-                     [=](c10d::Backend& gloo) mutable { return gloo.allgather(host, from, opts); });
-  }
-  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
-                          const c10d::AllgatherOptions& opts) override {
-    auto to = on_host(output), from = on_host(input);
-    return to_others({output}, {from}, [=](c10d::Backend& gloo) mutable {
-      return gloo._allgather_base(to, from, opts);
-    });
   }
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                const c10d::ReduceScatterOptions& opts) override {
@@ -142,42 +86,31 @@ class StreamGroup final : public c10d::Backend {
       return gloo._reduce_scatter_base(to, from, opts);
     });
   }
-  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
-                        std::vector<int64_t>& input_sizes,
-                        const c10d::AllToAllOptions& opts) override {
-    auto to = on_host(output), from = on_host(input);
-    return to_others({output}, {from}, [=](c10d::Backend& gloo) mutable {
-      return gloo.alltoall_base(to, from, output_sizes, input_sizes, opts);
-    });
-  }
-  WorkPtr barrier(const c10d::BarrierOptions& opts) override {
-    return put({}, [=](c10d::Backend& gloo) { return gloo.barrier(opts); });
-  }
 
  private:
-  using Collective = std::function<WorkPtr(c10d::Backend&)>;
-
-  // Of a collective that reads what it writes.
-  WorkPtr in_place(const Tensors& tensors, Collective collective) {
-    const auto host = on_host_all(tensors);
-    return put(tensors, std::move(collective),
-               [host, own = std::make_shared<Tensors>()](bool before) {
-                 for (size_t i = 0; i < host.size(); ++i) {
-                   if (host[i].layout() != at::kStrided) {
-                     continue;
-                   }
-                   if (before) {
-                     own->push_back(host[i].clone());
-                     spoil(host[i]);
-                   } else {
-                     host[i].copy_((*own)[i]);
-                   }
-                 }
-               });
+  at::Tensor on_host(const at::Tensor& tensor) const override {
+    return stream_device::on_host(tensor);
   }
 
-  // Of one that reads other memory, as a rule: an output may hold the input.
-  WorkPtr to_others(const Tensors& outputs, const Tensors& inputs, Collective collective) {
+  WorkPtr in_place(const Tensors& tensors, Collective collective) override {
+    const auto host = on_host_all(tensors);
+    return put_between(tensors, std::move(collective),
+                       [host, own = std::make_shared<Tensors>()](bool before) {
+                         for (size_t i = 0; i < host.size(); ++i) {
+                           if (host[i].layout() != at::kStrided) {
+                             continue;
+                           }
+                           if (before) {
+                             own->push_back(host[i].clone());
+                             spoil(host[i]);
+                           } else {
+                             host[i].copy_((*own)[i]);
+                           }
+                         }
+                       });
+  }
+
+  WorkPtr to_others(const Tensors& outputs, const Tensors& inputs, Collective collective) override {
     const auto host = on_host_all(outputs);
     for (const auto& output : outputs) {
       for (const auto& input : inputs) {
@@ -188,7 +121,7 @@ class StreamGroup final : public c10d::Backend {
         }
       }
     }
-    return put(outputs, std::move(collective), [host](bool before) {
+    return put_between(outputs, std::move(collective), [host](bool before) {
       if (before) {
         for (const auto& each : host) {
           spoil(each);
@@ -197,10 +130,14 @@ class StreamGroup final : public c10d::Backend {
     });
   }
 
-  WorkPtr put(
-      Tensors outputs, Collective collective, std::function<void(bool)> around = [](bool) {}) {
+  WorkPtr put(Tensors outputs, Collective collective) override {
+    return put_between(std::move(outputs), std::move(collective), [](bool) {});
+  }
+
+  // Calls `around` with true, waits, calls it with false, and runs the collective.
+  WorkPtr put_between(Tensors outputs, Collective collective, std::function<void(bool)> around) {
     ++issued;
-    auto& before = queue_of(current_stream());
+    auto& before = queue_of(current());
     auto& own = queue_of(stream_);
     own.add([=, &before, place = before.end(), gloo = gloo_, delay = delay_] {
       before.reach(place);
@@ -210,36 +147,27 @@ class StreamGroup final : public c10d::Backend {
       around(false);
       collective(*gloo)->wait();
     });
-    return c10::make_intrusive<StreamWork>(std::move(outputs), stream_);
+    return c10::make_intrusive<DeviceWork>(std::move(outputs), stream_);
   }
 
-  const c10::intrusive_ptr<c10d::Backend> gloo_;
   const std::chrono::duration<double> delay_;
   const c10::StreamId stream_;
 };
 
 // A group that knows nothing of streams, as Gloo's for tensors on CUDA. Threads of the host add up
 // copies there. Its Future names no device, and is complete when the copies back have been queued.
-class StagedWork final : public c10d::Work {
+class StagedWork final : public FutureWork {
  public:
   StagedWork(Tensors outputs, c10::StreamId stream)
-      : future_(c10::make_intrusive<Future>(c10::ListType::ofTensors())),
-        outputs_(std::move(outputs)),
-        queue_(queue_of(stream)) {}
+      : FutureWork(std::move(outputs), {}), queue_(queue_of(stream)) {}
   void queued() { future_->markCompleted(c10::IValue(outputs_)); }
-  bool isCompleted() override { return future_->completed(); }
-  bool isSuccess() const override { return true; }
   bool wait(std::chrono::milliseconds) override {
     future_->wait();
-    queue_of(current_stream()).add([&queue = queue_, end = queue_.end()] { queue.reach(end); });
+    queue_of(current()).add([&queue = queue_, end = queue_.end()] { queue.reach(end); });
     return true;
   }
-  Tensors result() override { return outputs_; }
-  c10::intrusive_ptr<Future> getFuture() override { return future_; }
 
  private:
-  const c10::intrusive_ptr<Future> future_;
-  const Tensors outputs_;
   Queue& queue_;
 };
 
@@ -266,7 +194,7 @@ class StagedGroup final : public c10d::Backend {
  private:
   WorkPtr put(const Tensors& tensors, std::function<WorkPtr(c10d::Backend&, Tensors&)> collective) {
     auto work = c10::make_intrusive<StagedWork>(tensors, copies_);
-    auto& before = queue_of(current_stream());
+    auto& before = queue_of(current());
     queue_of(host_).add([=, &before, place = before.end(), gloo = gloo_, delay = delay_,
                          &copies = queue_of(copies_), target = on_host(tensors.at(0))] {
       before.reach(place);
@@ -301,16 +229,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   };
   m.def("around", [](c10::intrusive_ptr<c10d::Backend> gloo, double delay) {
     return c10::intrusive_ptr<c10d::Backend>(
-        c10::make_intrusive<StreamGroup>(std::move(gloo), delay));
+        c10::make_intrusive<DeviceGroup>(std::move(gloo), delay));
   });
   m.def("staged", [](c10::intrusive_ptr<c10d::Backend> gloo, double delay) {
     return c10::intrusive_ptr<c10d::Backend>(
         c10::make_intrusive<StagedGroup>(std::move(gloo), delay));
   });
   m.def("sleep", [](double seconds) {  // the current stream
-    queue_of(current_stream()).add([pause = std::chrono::duration<double>(seconds)] {
-      std::this_thread::sleep_for(pause);
-    });
+    queue_of(current()).add(
+        [pause = std::chrono::duration<double>(seconds)] { std::this_thread::sleep_for(pause); });
   });
   m.def("use_cpu_kernels", &use_cpu_kernels);
   // From here on collectives end only after the next release().
