@@ -291,6 +291,19 @@ def test_what_a_sum_of_shards_refuses(is_fake: bool) -> None:
             whole = torch.zeros(100)
             bytes_ = whole.view(torch.uint8)[: len(message)]
             reduce([bytes_], message, 100, error=whole)
+        with pytest.raises(TypeError, match=r"error must be dense"):
+            reduce([good], message, 100, error=torch.zeros(100).to_sparse())
+        with pytest.raises(ValueError, match=r"numel must be at least 0 and at most 2\^60"):
+            reduce([good], message, 2**63 - 1)
+
+
+def test_shards_of_any_shape() -> None:
+    """Their bytes count, as for other messages."""
+    flat = torch.arange(CODEC.nbytes(100), dtype=torch.uint8)
+    right, got = torch.empty_like(flat), torch.empty_like(flat)
+    CODEC.reduce_shards([flat, flat], right, 100)
+    CODEC.reduce_shards([flat.view(1, -1), flat.view(-1, 4)], got, 100)
+    assert torch.equal(got, right)
 
 
 def test_opcheck() -> None:
