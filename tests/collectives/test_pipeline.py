@@ -132,6 +132,28 @@ def test_a_second_stage_follows_the_next_first_one(log: Log, name: str, road: st
         assert of_steps(log[rank], "12" * BUCKETS), log[rank]
 
 
+def _with_policy(rank: int, bucket_cap_mb: float) -> list[Tensor]:
+    model = Layers()
+    hook = hooks.policy([("*layers.1*", hooks.fp8())], _blockwise())
+    handle = attach(model, hook, bucket_cap_mb=bucket_cap_mb)
+    for number in range(2):
+        x = torch.randn(4, 20, generator=torch.Generator().manual_seed(10 * number + rank))
+        model(x).square().sum().backward()
+    handle.remove()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize(("bucket_cap_mb", "order"), [(0.001, "112122"), (1.0, "1122")])
+def test_parts_of_a_bucket_are_as_buckets(log: Log, bucket_cap_mb: float, order: str) -> None:
+    """A policy issues the first stage of a part, or of a bucket, before the last one's second."""
+    got = run_ranks(_with_policy, 2, bucket_cap_mb)
+    assert all("".join(letters) == order * 2 for letters in log.values()), log
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hooks.Hook, "lets_stages_wait", False)
+        want = run_ranks(_with_policy, 2, bucket_cap_mb)
+    assert all(map(torch.equal, got[0] + got[1], want[0] + want[1]))
+
+
 def _joins(rank: int, road: str) -> None:
     """Rank 1 has one batch more."""
     trained, handle = _wrapped(Layers(), road, _blockwise())

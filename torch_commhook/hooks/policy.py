@@ -59,6 +59,8 @@ class policy(Hook):  # noqa: N801 (a hook is written as it is called)
         ValueError: a condition that cannot be read, or a hook that is about the whole model.
     """
 
+    _lets_stages_wait = True
+
     def __init__(
         self,
         rules: Sequence[tuple[str, Hook]] | None = None,
