@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -140,6 +142,28 @@ def test_a_graph_does_not_outlive_what_it_captured(
     own.handle.load_state_dict(state)
     assert own.handle.state_dict()["steps"] == WARM + 2
     assert own.handle.stats().steps == WARM + 5
+    own.handle.remove()
+
+
+@pytest.mark.parametrize("name", ["blockwise", "stochastic", "powersgd"])
+def test_what_a_graph_writes_stays(device_on_host: DeviceOnHost, name: str) -> None:  # noqa: F811
+    """A replay after a load would otherwise write to memory that others may have by then."""
+    own = Training("module", CAPTURED[name]())
+    own.run(0, WARM, own.step)
+    memories = own.handle._attached.memory.bucket_memories()
+    written = [
+        weakref.ref(tensor)
+        for memory in memories
+        for tensor in (*memory.tensors.values(), *memory.roundings.values())
+    ]
+    assert written
+    with GraphOnHost(device_on_host).capture(len(own.parameters)):
+        own.step()
+    del memories
+    own.handle.load_state_dict(own.handle.state_dict())
+    own.run(0, 1, own.step)
+    gc.collect()
+    assert all(tensor() is not None for tensor in written)
     own.handle.remove()
 
 
