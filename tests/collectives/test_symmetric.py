@@ -107,6 +107,13 @@ def test_a_rank_that_does_not_come() -> None:
     assert time.monotonic() - begun < 10
 
 
+def test_a_group_whose_timeout_is_longer_than_a_barrier_takes() -> None:
+    """Such a group is one that waits for ever, and no reason to fail."""
+    shared = SharedRanks(2, CODEC.nbytes(1000, 2))
+    for total in shared.run(sum_of, numel=1000, timeout=1e12):
+        assert torch.equal(total, torch.full((1000,), 3.0))
+
+
 def test_a_rank_that_fails_is_not_waited_for() -> None:
     shared = SharedRanks(3, CODEC.nbytes(1000, 3))
 
