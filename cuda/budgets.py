@@ -174,7 +174,7 @@ BUDGETS = (
     encode(MIN_MAX_4, False, True, (16, 16, 16), (24, 24, 24)),
     encode(MIN_MAX_4, True, False, (16, 16, 16), (31, 31, 31)),
     encode(MIN_MAX_4, True, True, (16, 16, 16), (38, 38, 38)),
-    encode(FP8, False, False, (16, 20, 20), (26, 14, 14)),
+    encode(FP8, False, False, (16, 20, 20), (25, 14, 14)),
     encode(FP8, False, True, (16, 16, 16), (36, 24, 24)),
     decode(SYMMETRIC_8, (10, 10, 10)),
     decode(MIN_MAX_8, (11, 11, 11)),
