@@ -128,7 +128,7 @@ CODECS = (
         "Fp8Block<(?:true|false)>",
         codes=2,
         parameters=1,
-        encode=((26, 14, 14), (36, 24, 24)),
+        encode=((25, 14, 14), (36, 24, 24)),
         decode=(12, 12, 12),
         decode_sum=(9, 9, 9),
         reduce_message=(10, 10, 10),

@@ -376,3 +376,14 @@ def test_memory_must_be_apart() -> None:
         commhook.blockwise_decode(MESSAGE, [torch.ones(1).expand(64)], **FORMAT)
     with pytest.raises(ValueError, match="messages must have two dimensions"):
         commhook.blockwise_reduce(MESSAGE, MESSAGE.clone(), 64, **FORMAT)
+
+
+def test_rows_without_bytes_are_refused() -> None:
+    """Of these there may be so many that all their bytes are a multiple of 2^64."""
+    rows = torch.empty(2**60, 0, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"messages must hold 80 bytes in each row, got sizes"):
+        commhook.blockwise_reduce(rows, MESSAGE.clone(), 64, **FORMAT)
+    with pytest.raises(ValueError, match=r"messages must hold 80 bytes in each row, got sizes"):
+        commhook.blockwise_decode_sum(rows, [torch.zeros(64)], **FORMAT)
+    with pytest.raises(ValueError, match=r"numel must be at least 0 and at most 2\^60, got"):
+        commhook.blockwise_reduce(MESSAGE[None], MESSAGE.clone(), 2**63 - 1, **FORMAT)

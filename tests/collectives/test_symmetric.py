@@ -107,6 +107,13 @@ def test_a_rank_that_does_not_come() -> None:
     assert time.monotonic() - begun < 10
 
 
+def test_a_group_whose_timeout_is_longer_than_a_barrier_takes() -> None:
+    """Such a group is one that waits for ever, and no reason to fail."""
+    shared = SharedRanks(2, CODEC.nbytes(1000, 2))
+    for total in shared.run(sum_of, numel=1000, timeout=1e12):
+        assert torch.equal(total, torch.full((1000,), 3.0))
+
+
 def test_a_rank_that_fails_is_not_waited_for() -> None:
     shared = SharedRanks(3, CODEC.nbytes(1000, 3))
 
@@ -291,6 +298,19 @@ def test_what_a_sum_of_shards_refuses(is_fake: bool) -> None:
             whole = torch.zeros(100)
             bytes_ = whole.view(torch.uint8)[: len(message)]
             reduce([bytes_], message, 100, error=whole)
+        with pytest.raises(TypeError, match=r"error must be dense"):
+            reduce([good], message, 100, error=torch.zeros(100).to_sparse())
+        with pytest.raises(ValueError, match=r"numel must be at least 0 and at most 2\^60"):
+            reduce([good], message, 2**63 - 1)
+
+
+def test_shards_of_any_shape() -> None:
+    """Their bytes count, as for other messages."""
+    flat = torch.arange(CODEC.nbytes(100), dtype=torch.uint8)
+    right, got = torch.empty_like(flat), torch.empty_like(flat)
+    CODEC.reduce_shards([flat, flat], right, 100)
+    CODEC.reduce_shards([flat.view(1, -1), flat.view(-1, 4)], got, 100)
+    assert torch.equal(got, right)
 
 
 def test_opcheck() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_commhook.collectives.symmetric_ops import (
+    MOST_SECONDS,
     control_words,
     symmetric_barrier,
     symmetric_gather,
@@ -93,8 +94,9 @@ class SymmetricBuffers:
         return self._views
 
     def barrier(self, timeout: timedelta) -> None:
-        """:func:`symmetric_barrier` of the group's ranks."""
-        symmetric_barrier(self._controls, self.rank, timeout=timeout.total_seconds())
+        """:func:`symmetric_barrier` of the ranks; a longer timeout is cut to what that takes."""
+        seconds = min(timeout.total_seconds(), MOST_SECONDS)
+        symmetric_barrier(self._controls, self.rank, timeout=seconds)
 
     def gather(self, shards: Sequence[Tensor], message: Tensor) -> None:
         """:func:`symmetric_gather`, of NaNs where a barrier has failed."""

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from torch_commhook.codecs.checks import check_failed, check_message, check_ranks
 
+#: The longest timeout of a barrier.
+MOST_SECONDS = 1e9
+
 
 def control_words(ranks: int) -> int:
     """The numbers in a rank's controls: a signal of each rank, its barriers, why it gave up."""
@@ -29,7 +32,7 @@ def symmetric_barrier(controls: Sequence[Tensor], rank: int, *, timeout: float) 
         controls: of each rank, in order; memory that the ranks share: int64, of shape
             ``(control_words(ranks),)``, zeros before the first call.
         rank: this one.
-        timeout: seconds until it gives up, above 0.
+        timeout: seconds until it gives up, above 0 and at most :data:`MOST_SECONDS`.
 
     Raises:
         TypeError, ValueError: tensors, rank or timeout that are none of this.

@@ -43,8 +43,9 @@ def try_out(
 ) -> None:
     """Sum fixed values through the memory of all ranks, and compare the bits.
 
-    All ranks must call it at about the same time. It waits for them at four barriers, and for the
-    device. The memory can be used for other sums afterwards if no rank has raised.
+    All ranks must call it at about the same time. It waits for the device, and ``timeout`` at most
+    at each of four barriers; once it has missed a rank, it waits at none. The memory can be used
+    for other sums afterwards if no rank has raised.
 
     Args:
         memory: not used before, with room for :func:`trial_shards`.

@@ -112,7 +112,7 @@ class HookMemory:
         """A parameter is another tensor now, of the same shape. Its buckets are formed anew."""
         for first, memory in list(self._buckets.items()):
             if any(parameter is before for parameter in memory.parameters):
-                self.replays.memory_replaced()
+                self.replays.memory_replaced(memory)
                 memory.return_shards()
                 del self._buckets[first]
         self.store.replace_parameter(before, now)
@@ -144,11 +144,16 @@ class HookMemory:
             )
         with torch.inference_mode(False), torch.no_grad():
             wanted = {id(parameter) for parameter in parameters}
-            for first, old in list(self._buckets.items()):
-                if any(id(parameter) in wanted for parameter in old.parameters):
-                    self.replays.memory_replaced()
-                    old.return_shards()
-                    del self._buckets[first]
+            replaced = [
+                (first, old)
+                for first, old in self._buckets.items()
+                if any(id(parameter) in wanted for parameter in old.parameters)
+            ]
+            if replaced:
+                self.replays.memory_replaced([old for _, old in replaced])
+            for first, old in replaced:
+                old.return_shards()
+                del self._buckets[first]
             self.replays.prepare(parameters[0].device)
             memory = self._new_bucket_memory(parameters, index)
             prepare(memory)
@@ -295,7 +300,7 @@ class HookMemory:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`check_state` has given. Buckets are to be asked for anew."""
-        self.replays.memory_loaded()
+        self.replays.memory_loaded(self.bucket_memories())
         self._buckets = WeakIdKeyDictionary()
         self._seen_steps = state["steps"] - self.replays.count()
         self._set_scale(1.0)  # a state is of gradients that are not scaled

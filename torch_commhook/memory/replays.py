@@ -20,7 +20,8 @@ class Replays:
         self._counter: Tensor | None = None
         self._has_captured = False
         self._before = 0  # of graphs that captured memory which is in use no more
-        self._stale: list[tuple[Tensor, int]] = []  # their counters, and what these must stay at
+        # Their counters, what these must stay at, and the memory, which a replay still writes.
+        self._stale: list[tuple[Tensor, int, object]] = []
 
     def prepare(self, device: torch.device) -> None:
         """Make the tensor, outside of captures: a graph must not own it."""
@@ -54,7 +55,7 @@ class Replays:
         Raises:
             RuntimeError: a graph writes memory that the hook no longer uses.
         """
-        for counter, value in self._stale:
+        for counter, value, _ in self._stale:
             if int(counter) != value:
                 raise RuntimeError(
                     "torch_commhook: a CUDA graph was replayed that captured what the hook "
@@ -65,17 +66,26 @@ class Replays:
             return self._before
         return self._before + int(self._counter)
 
-    def memory_loaded(self) -> None:
-        """What the hook remembers is another training's: it lacks nothing of earlier replays."""
-        self.memory_replaced()
-        self._stale = [(counter, int(counter)) for counter, _ in self._stale]
+    def memory_loaded(self, before: object) -> None:
+        """What the hook remembers is another training's: it lacks nothing of earlier replays.
 
-    def memory_replaced(self) -> None:
-        """The hook remembers in other tensors from here on: graphs must be captured anew."""
+        Args:
+            before: what holds the tensors in which it remembered.
+        """
+        self.memory_replaced(before)
+        self._stale = [(counter, int(counter), kept) for counter, _, kept in self._stale]
+
+    def memory_replaced(self, before: object) -> None:
+        """The hook remembers in other tensors from here on: graphs must be captured anew.
+
+        Args:
+            before: what holds the tensors that it leaves. Graphs that were captured may still be
+                replayed, so these tensors stay.
+        """
         if self._counter is None or not self._has_captured:
             return
         counter, value = self._counter, int(self._counter)
-        self._stale.append((counter, value))
+        self._stale.append((counter, value, before))
         self._before += value
         self._counter, self._has_captured = None, False
         if self._device is not None:

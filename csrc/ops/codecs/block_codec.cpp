@@ -46,7 +46,16 @@ void check_messages(const char* op, const at::Tensor& messages, const BlockLayou
   TORCH_CHECK_VALUE(messages.dim() == 2 && messages.size(0) >= 1, op,
                     ": messages must have two dimensions, one row for each message, got sizes ",
                     messages.sizes());
+  // There may be so many rows of no bytes that the product would overflow.
+  TORCH_CHECK_VALUE(messages.size(1) > 0 || layout.bytes() == 0, op, ": messages must hold ",
+                    layout.bytes(), " bytes in each row, got sizes ", messages.sizes());
   check_message(op, "messages", messages, messages.size(0) * layout.bytes());
+}
+
+void check_numel(const char* op, int64_t numel) {
+  constexpr int64_t kMost = int64_t{1} << 60;  // of whose messages the bytes are an int64
+  TORCH_CHECK_VALUE(numel >= 0 && numel <= kMost, op,
+                    ": numel must be at least 0 and at most 2^60, got ", numel);
 }
 
 }  // namespace
@@ -93,7 +102,7 @@ BlockLayout check_reduce(const char* op, const at::Tensor& messages, const at::T
                          const BlockForm& form, int64_t numel,
                          const std::optional<at::Tensor>& error,
                          const std::optional<at::Tensor>& rounding) {
-  TORCH_CHECK_VALUE(numel >= 0, op, ": numel must be at least 0, got ", numel);
+  check_numel(op, numel);
   const BlockLayout layout(form, numel, 1);
   check_messages(op, messages, layout);
   check_message(op, "message", message, layout.bytes());
@@ -113,11 +122,12 @@ BlockLayout check_reduce_shards(const char* op, at::TensorList messages, const a
                                 const std::optional<at::Tensor>& error,
                                 const std::optional<at::Tensor>& rounding,
                                 const std::optional<at::Tensor>& failed) {
-  TORCH_CHECK_VALUE(numel >= 0, op, ": numel must be at least 0, got ", numel);
+  check_numel(op, numel);
   symmetric::check_ranks(op, "messages", static_cast<int64_t>(messages.size()), 1);
   const BlockLayout layout(form, numel, 1);
   check_message(op, "message", message, layout.bytes());
   const auto device = message.device();
+  check_error(op, error, numel, device);
   for (size_t i = 0; i < messages.size(); ++i) {
     const auto index = static_cast<int64_t>(i);
     const auto name = argument_name("messages", index);
@@ -128,7 +138,6 @@ BlockLayout check_reduce_shards(const char* op, at::TensorList messages, const a
       check_apart(op, "error", *error, "messages", index, messages[i]);
     }
   }
-  check_error(op, error, numel, device);
   check_rounding(op, rounding, device);
   symmetric::check_failed(op, failed, device);
   if (is_there(error)) {

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "ops/codecs/block_chunks.h"
 #include "ops/codecs/block_layout.h"
@@ -57,7 +58,11 @@ void reduce_shards(at::TensorList messages, const at::Tensor& message,
   if (symmetric::has_failed(failed)) {
     message.fill_(symmetric::kNoMessage);
   } else {
-    reduce(at::stack(messages));
+    std::vector<at::Tensor> rows;
+    for (const auto& each : messages) {
+      rows.push_back(each.view({-1}));  // messages may be of any shape
+    }
+    reduce(at::stack(rows));
   }
 }
 
