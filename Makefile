@@ -148,6 +148,7 @@ cuda-compile:
 	$(MAKE) .venv-cuda/installed VENV=.venv-cuda TORCH=$(CUDA_TORCH)
 	COMMHOOK_CUDA=1 TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX;10.0" .venv-cuda/bin/python setup.py --quiet build_ext --build-lib build/cuda
 	.venv-cuda/bin/python cuda/check_build.py build/cuda/torch_commhook/lib --reference-only $(CUDA_REFERENCE_ONLY)
+	PYTHONPATH=$(CURDIR)/tests/support .venv-cuda/bin/python tests/long_runs/called_for.py --passed $@
 
 # With the Python that is there: it has the torch of this machine's driver, and perhaps no network.
 gpu:

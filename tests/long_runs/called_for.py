@@ -4,8 +4,9 @@
     python tests/long_runs/called_for.py --run --minutes 20
     python tests/long_runs/called_for.py --passed modes   # the Makefile says so after a run
 
-``make long-runs`` calls the second. ``passed.json`` beside this file holds a digest of each run's
-files when it last passed; it is committed with the run's results.
+``make long-runs`` calls the second. CI asks with the first whether to compile the CUDA kernels.
+``passed.json`` beside this file holds a digest of each run's files when it last passed; it is
+committed with the run's results.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ def is_source(path: Path) -> bool:
 
 #: The runs by target, in the order in which they are run.
 RUNS = {
+    "cuda-compile": LongRun(15, ("csrc", "cuda", "setup.py", "build_support.py")),
     "modes": LongRun(
         12,
         (
