@@ -6,7 +6,9 @@ The ranks are processes over Gloo. Files that they map stand in for the memory o
 from __future__ import annotations
 
 import gc
+import time
 import weakref
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,9 +18,9 @@ import torch
 import torch.distributed as dist
 from rank_pool import RankPool
 from symmetric_files import with_files
-from torch import Tensor
+from torch import Tensor, nn
 
-from torch_commhook import ProcessGroup
+from torch_commhook import PeerError, ProcessGroup, attach, hooks
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.collectives import compressed_all_reduce, symmetric
 from torch_commhook.collectives.message_buffers import MessageBuffers
@@ -125,6 +127,35 @@ def _gives_up(rank: int, folder: str, fails_a_step: bool) -> None:
 def test_a_rank_that_gives_up(fails_a_step: bool, three_ranks: RankPool, tmp_path: Path) -> None:
     """The others do not wait for it."""
     three_ranks.run(_gives_up, str(tmp_path), fails_a_step)
+
+
+def _fails_in_its_first_step(rank: int, folder: str, models: int, fails_at: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    nets = [nn.Linear(300, 30) for _ in range(models)]
+    own_group = StepGroup.group_for
+
+    def as_of_a_device(self: StepGroup, _device: torch.device) -> dist.ProcessGroup:
+        return own_group(self, torch.device("meta"))  # which has no backend of Gloo
+
+    with (
+        mock.patch.object(StepGroup, "group_for", as_of_a_device),
+        with_files(rank, folder),
+    ):
+        handles = [attach(net, hooks.blockwise(8), process_group=group) for net in nets]
+        if rank == 1:
+            handles[fails_at].register_prehook(lambda _: 1 / 0)
+        begun = time.monotonic()
+        with pytest.raises(ZeroDivisionError if rank == 1 else PeerError, match="division"):
+            torch.stack([net(torch.ones(2, 300)).sum() for net in nets]).sum().backward()
+        assert time.monotonic() - begun < 20
+
+
+@pytest.mark.parametrize(("models", "fails_at"), [(1, 0), (2, 0), (2, 1)])
+def test_a_rank_fails_in_its_first_step(
+    models: int, fails_at: int, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    """The others do not wait for what it has to say of its memory until the timeout."""
+    two_ranks.run(_fails_in_its_first_step, str(tmp_path), models, fails_at)
 
 
 class Group(ProcessGroup):

@@ -310,7 +310,9 @@ def _while_capturing(rank: int, folder: str) -> None:
             shards = codec.shards(1000, 3)
             with (
                 mock.patch.object(symmetric, "is_capturing", lambda _: True),
-                mock.patch.object(symmetric, "gather", mock.Mock(side_effect=AssertionError)),
+                mock.patch.object(
+                    symmetric, "gather_in_step", mock.Mock(side_effect=AssertionError)
+                ),
             ):
                 found = symmetric.symmetric_buffers(buffers, codec, shards, CPU, group)
                 return found is not None

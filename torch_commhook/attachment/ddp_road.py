@@ -14,11 +14,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_commhook import _C
+from torch_commhook.attachment import static_graph
 from torch_commhook.attachment.ddp_results import DdpResults
 from torch_commhook.attachment.forward_hook import BeforeForward
 from torch_commhook.attachment.parameters import trainable
 from torch_commhook.attachment.replica import WholeReplica
 from torch_commhook.attachment.road import Road
+from torch_commhook.attachment.static_graph import NO_BACKWARD
 from torch_commhook.attachment.watched_parameters import WatchedParameters
 from torch_commhook.buckets.assignment import assign_buckets, split_by_kind
 from torch_commhook.collectives.agreement import agree
@@ -36,16 +38,13 @@ _MakeSuccessor = Callable[
     [DistributedDataParallel, list[tuple[str, Tensor]], StepGroup, list[bool]], Road
 ]
 
-#: What autograd says outside of backward.
-_NO_BACKWARD = -1
-
 
 #: For compiled code, which knows an object by text.
 _roads: weakref.WeakValueDictionary[str, DdpRoad] = weakref.WeakValueDictionary()
 
 
 def _parameters_changed(key: str) -> bool:
-    return _roads[key].change_of_parameters() is not None
+    return _roads[key].what_is_wrong() is not None
 
 
 # As torch.compiler.assume_constant_result does, which imports the compiler.
@@ -250,9 +249,17 @@ class DdpRoad:
 
     @left_to_python
     def _check_parameters(self) -> None:
-        change = self.change_of_parameters()
-        if change is not None:
-            raise self._group.fail_with(RuntimeError(change))
+        wrong = self.what_is_wrong()
+        if wrong is not None:
+            error = RuntimeError(wrong)
+            raise error if self._attached is None else self._group.fail_with(error)
+
+    def what_is_wrong(self) -> str | None:
+        """What keeps a forward from leading to a step, if anything."""
+        model = self.model()
+        if model is not None and static_graph.is_lost(model):
+            return static_graph.LOST
+        return self.change_of_parameters()
 
     def change_of_parameters(self) -> str | None:
         """What has happened to the parameters since a hook was attached, if anything."""
@@ -305,7 +312,7 @@ class DdpRoad:
         )
         attached.look_at_scale(
             in_join=model is not None and model._join_config.enable,
-            has_joined=torch._C._current_graph_task_id() == _NO_BACKWARD,
+            has_joined=torch._C._current_graph_task_id() == NO_BACKWARD,
         )
         native = attached.cpp_hook
         if native is None or self._results.kept is not None or self._results.follow_a_failure:
@@ -399,7 +406,7 @@ class DdpRoad:
             for index, (numel, dtype, nbytes) in enumerate(sent or ()):
                 traffic = BucketTraffic(numel, dtype, nbytes, nbytes)
                 attached.count_bucket(index, len(sent or ()), traffic, first=index == 0)
-            if torch._C._current_graph_task_id() == _NO_BACKWARD:
+            if torch._C._current_graph_task_id() == NO_BACKWARD:
                 # In join(), where a rank without inputs takes part and has no gradients.
                 self._results.forget()
             elif sent is None and (

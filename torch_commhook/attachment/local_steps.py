@@ -324,7 +324,8 @@ class LocalSteps:
                 distance = self.hook.distance(memory, unsent=unsent)
                 bucket = _bucket_of(memory, distance, index, len(memories), group)
                 where = hook_on_bucket(attached.name, index, len(memories))
-                calls.append(HookCall.start_average(hook, bucket, where))
+                with attached.gathering():
+                    calls.append(HookCall.start_average(hook, bucket, where))
             results = [call.wait(group.timeout) for call in calls]
             scale = hook.step_scale(results, attached.memory.past) if hook.scales_steps else None
             if scale is not None:

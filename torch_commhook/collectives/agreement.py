@@ -9,6 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from torch_commhook.collectives.gloo_groups import group_ranks
+from torch_commhook.thread_values import ThreadValue, setting
+
+_of_step: ThreadValue[dist.ProcessGroup] = ThreadValue()
+
 
 def agree(
     group: dist.ProcessGroup, what: str, error: Exception | None, settings: dict[str, object]
@@ -99,6 +104,23 @@ def gather(group: dist.ProcessGroup, value: object) -> list[Any] | None:
     every: list[Any] = [None] * group.size()
     dist.all_gather_object(every, value, group=group)
     return every
+
+
+def gather_in_step(group: dist.ProcessGroup, value: object) -> list[Any] | None:
+    """:func:`gather`, which in a step of an attached hook ends as soon as the step fails.
+
+    A rank that fails closes the step's own group. Over ``group`` the others would wait for it as
+    long as that group's timeout. That of the step serves where it has the same ranks.
+    """
+    of_step = _of_step.value
+    if of_step is not None and group_ranks(of_step) == group_ranks(group) is not None:
+        group = of_step
+    return gather(group, value)
+
+
+def gathering_through(group: dist.ProcessGroup) -> setting[dist.ProcessGroup]:
+    """Have :func:`gather_in_step`, on this thread inside, gather through a step's own group."""
+    return setting(_of_step, group)
 
 
 def gather_along(groups: Sequence[dist.ProcessGroup], value: object) -> list[Any]:

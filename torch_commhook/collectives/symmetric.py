@@ -28,7 +28,7 @@ from torch.distributed import distributed_c10d
 from torch_commhook.codecs.base import Codec, Shard
 from torch_commhook.codecs.block_codec import BlockCodec
 from torch_commhook.codecs.checks import MOST_RANKS
-from torch_commhook.collectives.agreement import gather
+from torch_commhook.collectives.agreement import gather_in_step
 from torch_commhook.collectives.gloo_groups import group_name, group_timeout
 from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.collectives.streams import is_capturing
@@ -74,8 +74,9 @@ def symmetric_buffers(
     All ranks must call it alike. The first call for a group compares what the ranks can, and the
     first call for ``buffers`` makes their memory, which the ranks try out. So do they, in memory of
     its own, when a group has a codec for the first time. All of these wait for the other ranks and
-    the device. Later calls wait for nothing. Memory is made anew if a message outgrows it, and
-    freed with ``buffers``. While a CUDA graph is captured, none is made or tried out.
+    the device; in a step of an attached hook no longer than until it fails on a rank. Later calls
+    wait for nothing. Memory is made anew if a message outgrows it, and freed with ``buffers``.
+    While a CUDA graph is captured, none is made or tried out.
 
     Args:
         buffers: the caller's, which stay from call to call; None for none.
@@ -161,7 +162,7 @@ class _Place(NamedTuple):
 
 def _obstacle(group: dist.ProcessGroup, device: torch.device) -> str:
     """Why the ranks do not share memory, the same on all of them. All ranks must call it."""
-    places: list[_Place] | None = gather(group, _own_place(device))
+    places: list[_Place] | None = gather_in_step(group, _own_place(device))
     if places is None:
         return "torch.distributed does not know the group"
     for rank, place in enumerate(places):
@@ -174,7 +175,7 @@ def _obstacle(group: dist.ProcessGroup, device: torch.device) -> str:
     if len({place.torch for place in places}) > 1:
         return "the ranks have different releases of torch"
     own = _missing_link(device, [place.gpu for place in places])
-    found: list[str] = gather(group, own) or []
+    found: list[str] = gather_in_step(group, own) or []
     return next((f"rank {rank}: {text}" for rank, text in enumerate(found) if text), "")
 
 
@@ -276,7 +277,7 @@ def _together(group: dist.ProcessGroup, step: Callable[[], Any]) -> Any:
     except Exception as error:  # whatever the driver says
         has_missed = isinstance(error, MissedRankError)
         text = str(error) if has_missed else f"{type(error).__name__}: {error}"
-    told: list[tuple[str, bool]] | None = gather(group, (text, has_missed))
+    told: list[tuple[str, bool]] | None = gather_in_step(group, (text, has_missed))
     if told is None:
         told = [("torch.distributed does not know the group", False)]
     failed = [f"rank {rank}: {each}" for rank, (each, _) in enumerate(told) if each]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.base import CODECS, Codec
 from torch_commhook.collectives import resolve_group
+from torch_commhook.collectives.agreement import gathering_through
 from torch_commhook.collectives.futures import driven
 from torch_commhook.collectives.gloo_groups import group_name, second_group
 from torch_commhook.collectives.group_place import check_not_managed
@@ -68,6 +71,7 @@ class Attached:
     captured_traffic: list[BucketTraffic] = field(default_factory=list)
     counted_replays: int = 0
     _capturing: list[BucketTraffic] = field(default_factory=list)
+    _step_group: weakref.ref[StepGroup] | None = None
 
     @classmethod
     def checked(
@@ -110,6 +114,7 @@ class Attached:
             device: of its gradients.
         """
         group.hook_changes()
+        self._step_group = weakref.ref(group)
         self.memory.replays.prepare(device)
         self.memory.group = group.group_for(device)
         if not isinstance(self.hook, Hook):
@@ -130,6 +135,15 @@ class Attached:
         for own in self.hook.own_groups():
             if self.hook.has_stages_among(own.size()):
                 second_group(stand_ins[group_name(own)])
+
+    def gathering(self) -> AbstractContextManager[None]:
+        """Have what the hook's collectives gather inside end with the step, if that fails."""
+        if torch.compiler.is_dynamo_compiling():
+            return nullcontext()
+        group = None if self._step_group is None else self._step_group()
+        if group is None or not group.recovers:
+            return nullcontext()
+        return gathering_through(group.group)
 
     def let_go(self) -> None:
         """Keep no parameter of the model, and no bucket; what is remembered of them stays."""
@@ -256,7 +270,7 @@ class Attached:
         elif self.memory.jump_watch is not None:
             self.memory.jump_watch.look(bucket)
         spans = spans_of(lambda: bucket_label(bucket.index(), self.name))
-        with active(spans):
+        with active(spans), self.gathering():
             future: torch.futures.Future[Tensor] = _C.as_future(
                 driven(self.hook.average_shard(bucket)), where
             )
@@ -278,12 +292,13 @@ class Attached:
                 self.hook.check_capture(self.hook.memory(bucket))
             elif self.memory.jump_watch is not None:
                 self.memory.jump_watch.look(bucket)
-            if in_order and self.hook.lets_stages_wait:
-                return self._run_in_order(self.hook, bucket)
-            return run_average(self.hook, bucket)
+            with self.gathering():
+                if in_order and self.hook.lets_stages_wait:
+                    return self._run_in_order(self.hook, bucket)
+                return run_average(self.hook, bucket)
         meter = WireMeter()
         spans = spans_of(lambda: bucket_label(bucket.index(), self.name))
-        with counting(meter), active(spans):
+        with counting(meter), active(spans), self.gathering():
             result = driven(run_hook(self.hook, self.state, bucket))
         if spans is not None:
             spans.note_sent(result)

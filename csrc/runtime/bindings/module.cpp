@@ -53,6 +53,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("register_ddp_hook", &commhook::register_ddp_hook, py::arg("reducer"), py::arg("road"),
         py::arg("as_views"), py::arg("timeout_seconds"), py::arg("drain_seconds"));
   m.def("locally_used", &commhook::locally_used, py::arg("reducer"));
+  m.def("first_backward_is_open", &commhook::first_backward_is_open, py::arg("reducer"));
   m.def("prefer_huge_pages", &commhook::preferHugePages, py::arg("tensor"),
         py::call_guard<py::gil_scoped_release>());
   m.def("cast_into", &commhook::cast_into, py::arg("returned"), py::arg("destination"),

@@ -82,6 +82,11 @@ struct ReducerAccess : c10d::Reducer {
       reducer.*(&ReducerAccess::local_used_map_reduced_) = false;
     }
   }
+
+  static bool first_backward_is_open(c10d::Reducer& reducer) {
+    const auto begun = reducer.*(&ReducerAccess::num_bwd_calls_);
+    return begun == 0 || (begun == 1 && reducer.*(&ReducerAccess::first_autograd_hook_called_));
+  }
 };
 
 }  // namespace
@@ -90,6 +95,10 @@ at::Tensor locally_used(c10d::Reducer& reducer) {
   const auto& used = ReducerAccess::used(reducer);
   TORCH_CHECK(used.defined(), "locally_used: the reducer must look for unused parameters");
   return used;
+}
+
+bool first_backward_is_open(c10d::Reducer& reducer) {
+  return ReducerAccess::first_backward_is_open(reducer);
 }
 
 bool DdpHook::begins_backward(int64_t index, const at::Tensor& parameter) const {

@@ -31,6 +31,10 @@ void register_ddp_hook(c10d::Reducer& reducer, pybind11::object road, bool as_vi
 // the last step: int32, on the CPU. Later in the step it holds what all ranks have used.
 at::Tensor locally_used(c10d::Reducer& reducer);
 
+// Whether a reducer has not come to the end of a first backward. Outside of backward passes that
+// is so before the first one, and after one that an exception has ended.
+bool first_backward_is_open(c10d::Reducer& reducer);
+
 class DdpHook : public c10d::CommHookInterface {
  public:
   // `road` is a Python object with
