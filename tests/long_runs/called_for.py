@@ -68,7 +68,9 @@ def is_source(path: Path) -> bool:
 
 #: The runs by target, in the order in which they are run.
 RUNS = {
-    "cuda-compile": LongRun(15, ("csrc", "cuda", "setup.py", "build_support.py")),
+    "cuda-compile": LongRun(
+        15, ("csrc/include", "csrc/ops", "cuda", "setup.py", "build_support.py")
+    ),
     "modes": LongRun(
         12,
         (
