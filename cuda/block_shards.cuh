@@ -30,7 +30,7 @@ inline ShardTable shard_table(at::TensorList messages) {
   return table;
 }
 
-// failed: null, or a number that is not zero where the shards must not be read.
+// failed: null, or a number that is not zero where nothing must be read or written.
 template <typename Codec>
 __global__ void __launch_bounds__(kThreads)
     reduce_shards_kernel(const __grid_constant__ ShardTable shards, const BlockWork work,
@@ -41,12 +41,7 @@ __global__ void __launch_bounds__(kThreads)
   const auto tile = tile_of<Codec>(work.block_size);
   const auto layout = layout_of<Codec>(work);
   if (failed != nullptr && *failed != 0) {
-    const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-    for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < layout.bytes();
-         i += stride) {
-      message[i] = symmetric::kNoMessage;
-    }
-    return;
+    return;  // other ranks may still read the sum before
   }
   const auto key = dither_key<Codec>(rounding, work.block);
   float* const values = shared_values(shared_bytes(tile, work.block_size, key.is_random));

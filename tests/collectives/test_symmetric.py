@@ -262,14 +262,13 @@ def test_the_sum_of_shards(codec: Codec) -> None:
         )
         assert torch.equal(got, right)
         assert torch.equal(got_error, right_error)
+    # Other ranks may still read what it holds.
     got_error = error.clone()
     codec.reduce_shards(
-        messages, got, 600, error=got_error, rounding=rounding, failed=torch.tensor([1])
+        messages[1:], got, 600, error=got_error, rounding=rounding, failed=torch.tensor([1])
     )
     assert torch.equal(got_error, error)
-    values = torch.zeros(600)
-    codec.decode(got, [values])
-    assert values.isnan().all()
+    assert torch.equal(got, right)
 
 
 @pytest.mark.parametrize("is_fake", [False, True])

@@ -137,8 +137,8 @@ def test_shards_at_any_addresses(codec: Codec, kernel_device: KernelDevice) -> N
             assert torch.equal(got.cpu(), right), offsets
             assert torch.equal(got_error.cpu(), right_error), offsets
             failed = torch.tensor([1], device=device)
-            codec.reduce_shards(there, got, numel, failed=failed, **more)
-            assert (got == 255).all()
+            codec.reduce_shards(there[1:] or there, got, numel, failed=failed, **more)
+            assert torch.equal(got.cpu(), right)  # which other ranks may still read
             assert torch.equal(got_error.cpu(), right_error)
 
 

@@ -244,8 +244,8 @@ class BlockCodec(Codec):
             message: written; of as many bytes as one of them, sharing no memory with them.
             numel: values in each.
             scale, error, rounding: as in :meth:`encode`.
-            failed: one int64. Where it is not zero, no message is read, the values of what is
-                written are NaN, and ``error`` stays as it was.
+            failed: one int64. Where it is not zero, nothing is read or written: other ranks may
+                still read what ``message`` holds.
 
         Raises:
             TypeError, ValueError, RuntimeError: as in :meth:`encode`.

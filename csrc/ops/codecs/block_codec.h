@@ -50,20 +50,19 @@ C10_EXPORT BlockLayout check_reduce_shards(const char* op, at::TensorList messag
                                            const std::optional<at::Tensor>& rounding,
                                            const std::optional<at::Tensor>& failed);
 
-// Of shards in separate tensors what `reduce` writes for a matrix of them; where the exchange has
-// failed, the message of NaNs.
+// Of shards in separate tensors what `reduce` writes for a matrix of them; nothing where the
+// exchange has failed.
 template <typename Reduce>
-void reduce_shards(at::TensorList messages, const at::Tensor& message,
-                   const std::optional<at::Tensor>& failed, const Reduce& reduce) {
+void reduce_shards(at::TensorList messages, const std::optional<at::Tensor>& failed,
+                   const Reduce& reduce) {
   if (symmetric::has_failed(failed)) {
-    message.fill_(symmetric::kNoMessage);
-  } else {
-    std::vector<at::Tensor> rows;
-    for (const auto& each : messages) {
-      rows.push_back(each.view({-1}));  // messages may be of any shape
-    }
-    reduce(at::stack(rows));
+    return;  // other ranks may still read the sum before
   }
+  std::vector<at::Tensor> rows;
+  for (const auto& each : messages) {
+    rows.push_back(each.view({-1}));  // messages may be of any shape
+  }
+  reduce(at::stack(rows));
 }
 
 }  // namespace commhook::codecs

@@ -216,7 +216,7 @@ void reduce_shards(at::TensorList messages, const at::Tensor& message, int64_t n
   const auto format = check_format("blockwise_reduce_shards", bits, block_size, symmetric);
   codecs::check_reduce_shards("blockwise_reduce_shards", messages, message, format.form(), numel,
                               error, rounding, failed);
-  codecs::reduce_shards(messages, message, failed, [&](const at::Tensor& rows) {
+  codecs::reduce_shards(messages, failed, [&](const at::Tensor& rows) {
     reduce(rows, message, numel, bits, block_size, symmetric, scale, error, rounding);
   });
 }
@@ -251,7 +251,7 @@ TORCH_LIBRARY_FRAGMENT(commhook, m) {
       "Tensor? rounding=None) -> ()",
       compliant);
   // The same, of messages in separate tensors, such as those that other ranks share. Where `failed`
-  // is not zero it reads none of them, writes a message of NaNs, and leaves `error` alone.
+  // is not zero it reads and writes nothing.
   m.def(
       "blockwise_reduce_shards(Tensor[] messages, Tensor(a!) message, int numel, *, int bits, int "
       "block_size, bool symmetric, "

@@ -136,7 +136,7 @@ void reduce_shards(at::TensorList messages, const at::Tensor& message, int64_t n
   const auto checked = check_format("fp8_reduce_shards", format, block_size);
   codecs::check_reduce_shards("fp8_reduce_shards", messages, message, checked.form, numel, error,
                               {}, failed);
-  codecs::reduce_shards(messages, message, failed, [&](const at::Tensor& rows) {
+  codecs::reduce_shards(messages, failed, [&](const at::Tensor& rows) {
     reduce(rows, message, numel, format, block_size, scale, error);
   });
 }
@@ -168,7 +168,7 @@ TORCH_LIBRARY_FRAGMENT(commhook, m) {
       "float scale=1.0, Tensor(b!)? error=None) -> ()",
       compliant);
   // The same, of messages in separate tensors, such as those that other ranks share. Where `failed`
-  // is not zero it reads none of them, writes a message of NaNs, and leaves `error` alone.
+  // is not zero it reads and writes nothing.
   m.def(
       "fp8_reduce_shards(Tensor[] messages, Tensor(a!) message, int numel, *, str format, int "
       "block_size, "
