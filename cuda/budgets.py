@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import machine_code
 
@@ -83,47 +83,31 @@ def all_alike(*most: float) -> tuple[Each, ...]:
     return tuple((each, each, each) for each in most)
 
 
+SYMMETRIC_8 = Codec(
+    "BlockwiseBlock<8, true>",
+    codes=2,
+    parameters=1,
+    encode=all_alike(15, 22, 29, 36),
+    decode=(10, 10, 10),
+    decode_sum=(8, 8, 8),
+    reduce_message=(9, 9, 9),
+    reduce=all_alike(15, 22, 30, 37),
+)
+MIN_MAX_8 = Codec(
+    "BlockwiseBlock<8, false>",
+    codes=2,
+    parameters=2,
+    encode=all_alike(17, 24, 31, 38),
+    decode=(11, 11, 11),
+    decode_sum=(9, 9, 9),
+    reduce_message=(9, 9, 9),
+    reduce=all_alike(17, 24, 32, 39),
+)
 CODECS = (
-    Codec(
-        "BlockwiseBlock<8, true>",
-        codes=2,
-        parameters=1,
-        encode=all_alike(15, 22, 29, 36),
-        decode=(10, 10, 10),
-        decode_sum=(8, 8, 8),
-        reduce_message=(9, 9, 9),
-        reduce=all_alike(15, 22, 30, 37),
-    ),
-    Codec(
-        "BlockwiseBlock<8, false>",
-        codes=2,
-        parameters=2,
-        encode=all_alike(17, 24, 31, 38),
-        decode=(11, 11, 11),
-        decode_sum=(9, 9, 9),
-        reduce_message=(9, 9, 9),
-        reduce=all_alike(17, 24, 32, 39),
-    ),
-    Codec(
-        "BlockwiseBlock<4, true>",
-        codes=1,
-        parameters=1,
-        encode=all_alike(15, 22, 29, 36),
-        decode=(10, 10, 10),
-        decode_sum=(8, 8, 8),
-        reduce_message=(9, 9, 9),
-        reduce=all_alike(15, 22, 30, 37),
-    ),
-    Codec(
-        "BlockwiseBlock<4, false>",
-        codes=1,
-        parameters=2,
-        encode=all_alike(17, 24, 31, 38),
-        decode=(11, 11, 11),
-        decode_sum=(9, 9, 9),
-        reduce_message=(9, 9, 9),
-        reduce=all_alike(17, 24, 32, 39),
-    ),
+    SYMMETRIC_8,
+    MIN_MAX_8,
+    replace(SYMMETRIC_8, block="BlockwiseBlock<4, true>", codes=1),
+    replace(MIN_MAX_8, block="BlockwiseBlock<4, false>", codes=1),
     Codec(
         "Fp8Block<(?:true|false)>",
         codes=2,
