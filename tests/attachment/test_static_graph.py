@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 
 import pytest
@@ -96,12 +95,11 @@ def test_the_first_backward_is_of_the_input_alone() -> None:
     run_ranks(_uses_no_parameter, 2)
 
 
-def _fails_on_one(rank: int) -> float:
-    group = dist.new_group(timeout=timedelta(seconds=60))
+def _fails_on_one(rank: int) -> None:
+    group = dist.new_group(timeout=timedelta(hours=1))  # far more than the test has
     net = _net()
     model = _static(net, group)
     attach(model, hooks.allreduce())
-    begun = time.monotonic()
     if rank == 1:
         _fail(rank, model, next(net.parameters()))
         with pytest.raises(RuntimeError, match=LOST):
@@ -109,9 +107,8 @@ def _fails_on_one(rank: int) -> float:
     else:
         with pytest.raises(PeerError, match=f"on rank 1: RuntimeError: torch_commhook: {LOST}"):
             _loss(rank, model).backward()
-    return time.monotonic() - begun
 
 
 def test_one_rank_fails(two_ranks: RankPool) -> None:
     """The other does not wait for it until the timeout."""
-    assert max(two_ranks.run(_fails_on_one)) < 20
+    two_ranks.run(_fails_on_one)

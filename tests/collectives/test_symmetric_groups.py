@@ -6,7 +6,6 @@ The ranks are processes over Gloo. Files that they map stand in for the memory o
 from __future__ import annotations
 
 import gc
-import time
 import weakref
 from datetime import timedelta
 from pathlib import Path
@@ -130,7 +129,7 @@ def test_a_rank_that_gives_up(fails_a_step: bool, three_ranks: RankPool, tmp_pat
 
 
 def _fails_in_its_first_step(rank: int, folder: str, models: int, fails_at: int) -> None:
-    group = dist.new_group(timeout=timedelta(seconds=60))
+    group = dist.new_group(timeout=timedelta(hours=1))  # far more than the test has
     nets = [nn.Linear(300, 30) for _ in range(models)]
     own_group = StepGroup.group_for
 
@@ -144,17 +143,15 @@ def _fails_in_its_first_step(rank: int, folder: str, models: int, fails_at: int)
         handles = [attach(net, hooks.blockwise(8), process_group=group) for net in nets]
         if rank == 1:
             handles[fails_at].register_prehook(lambda _: 1 / 0)
-        begun = time.monotonic()
         with pytest.raises(ZeroDivisionError if rank == 1 else PeerError, match="division"):
             torch.stack([net(torch.ones(2, 300)).sum() for net in nets]).sum().backward()
-        assert time.monotonic() - begun < 20
 
 
 @pytest.mark.parametrize(("models", "fails_at"), [(1, 0), (2, 0), (2, 1)])
 def test_a_rank_fails_in_its_first_step(
     models: int, fails_at: int, two_ranks: RankPool, tmp_path: Path
 ) -> None:
-    """The others do not wait for what it has to say of its memory until the timeout."""
+    """The others ask it for its memory, and do not wait until the group's timeout."""
     two_ranks.run(_fails_in_its_first_step, str(tmp_path), models, fails_at)
 
 
