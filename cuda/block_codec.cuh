@@ -56,7 +56,8 @@ __global__ void __launch_bounds__(kThreads, 3)
     NoMeasure meter;
     flatten_run(table, values - run.begin, 1.0, run, lane, meter);
     __syncwarp();
-    encode_tile(codec, layout, tile, first, lane, work.scale, key, values, error, message);
+    encode_tile<false>(codec, layout, tile, first, length_of(run), lane, work.scale, key, values,
+                       error, message);
   });
 }
 
@@ -72,12 +73,8 @@ __global__ void __launch_bounds__(kThreads, Codec::kBits == 4 ? 1 : 2)
   float* const values = shared_values(shared_bytes(tile, work.block_size, false));
   for_each_tile(work, tile, table.total, [&](int64_t first, const Run& run) {
     decode_tile(codec, layout, tile, first, lane, messages, count, values);
-    if (work.scale != 1.0f) {  // here, since a run is scaled in float64 where it is of such
-      for (int64_t i = lane; i < run.end - run.begin; i += kWarpSize) {
-        values[i] *= work.scale;
-      }
-      __syncwarp();
-    }
+    // Scaled here, since a run is scaled in float64 where it is of such.
+    order_tile(values, length_of(run), work.scale, lane);
     unflatten_run(table, values - run.begin, 1.0, run, lane);
     __syncwarp();
   });
@@ -93,9 +90,10 @@ __global__ void __launch_bounds__(kThreads)
   const auto layout = layout_of<Codec>(work);
   const auto key = dither_key<Codec>(rounding, work.block);
   float* const values = shared_values(shared_bytes(tile, work.block_size, key.is_random));
-  for_each_tile(work, tile, work.numel, [&](int64_t first, const Run&) {
+  for_each_tile(work, tile, work.numel, [&](int64_t first, const Run& run) {
     decode_tile(codec, layout, tile, first, lane, messages, count, values);
-    encode_tile(codec, layout, tile, first, lane, work.scale, key, values, error, message);
+    encode_tile<true>(codec, layout, tile, first, length_of(run), lane, work.scale, key, values,
+                      error, message);
   });
 }
 

@@ -2,71 +2,68 @@
 // message. What they need of each other stands in block_tile.cuh, with what a codec must say.
 #pragma once
 
+#include "instructions.h"
 #include "ops/codecs/blockwise_math.h"
 #include "ops/codecs/float_bits.h"
 #include "ops/codecs/philox.h"
 #include "ops/codecs/sign_math.h"
+#include "partition.h"
 #include "quad.h"
 
 namespace commhook::cuda {
 
 constexpr int kQuadWords = 4;
 
-// Which of a block's lanes this is, and of how many; and of the four words that it takes at once,
-// the first: neighbours of the warp begin with others, so that they ask different banks of the
-// shared memory for their values.
+// Which of a block's lanes this is, and of how many.
 struct BlockLane {
   int index;
   int count;
-  int first_word;
 };
 
 struct alignas(kQuadBytes) QuadWords {
   uint32_t words[kQuadWords];
 };
 
-// words[j] becomes words[(j + by) % kQuadWords], in registers: no index of an array may be
-// computed.
-COMMHOOK_HOST_DEVICE void rotate(uint32_t (&words)[kQuadWords], int by) {
-  const uint32_t w[] = {words[0], words[1], words[2], words[3]};
-  const bool one = by & 1;
-  const uint32_t v[] = {one ? w[1] : w[0], one ? w[2] : w[1], one ? w[3] : w[2], one ? w[0] : w[3]};
-  const bool two = by & 2;
-  words[0] = two ? v[2] : v[0];
-  words[1] = two ? v[3] : v[1];
-  words[2] = two ? v[0] : v[2];
-  words[3] = two ? v[1] : v[3];
+// Where a warp keeps vector `index`, of 16 bytes, in its shared memory. It stays among the same
+// eight vectors, which lie in all banks. Eight lanes whose vectors are 1, 2, 4, 8, 16, 32 or 64
+// apart reach all banks at once, and so do two halves of a warp at the same four vectors of two
+// neighbouring blocks.
+COMMHOOK_HOST_DEVICE int spread(int index) {
+  const int above = (index >> 3 ^ index >> 6) & 7;
+  // Of the sum, without carry, of 7, 5 and 6 for the three bits of `above`: a digit for each.
+  return index ^ static_cast<int>(0x43162570u >> (4 * above) & 7u);
 }
 
-// p = value * scale + error for a block's values, and `visit(p)` for those of this lane.
-template <typename Visit>
-COMMHOOK_HOST_DEVICE void compensate(float* values, int count, float scale, const float* error,
-                                     BlockLane lane, const Visit& visit) {
-  const bool is_aligned = is_aligned_for_quads(error);
-  const int quads = count / 4;
-  for (int q = lane.index; q < quads; q += lane.count) {
-    Quad p = load_quad(values + 4 * q, true);
-    Quad lost = {};
-    if (error != nullptr) {
-      lost = load_quad(error + 4 * q, is_aligned);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      p.values[i] = p.values[i] * scale;
-      if (error != nullptr) {
-        p.values[i] = p.values[i] + lost.values[i];
-      }
-      visit(p.values[i]);
-    }
-    store_quad(p, values + 4 * q, true);
+// Bytes of `vectors` in shared memory: of the last eight of them, all.
+COMMHOOK_HOST_DEVICE int spread_bytes(int vectors) { return (vectors + 7) / 8 * 8 * kQuadBytes; }
+
+// Values of a block in shared memory, spread: the block's begin at quad `first`.
+struct SpreadValues {
+  float* values;
+  int first;
+
+  COMMHOOK_HOST_DEVICE float* quad(int q) const { return values + kQuadValues * spread(first + q); }
+  COMMHOOK_HOST_DEVICE float& at(int i) const { return quad(i / kQuadValues)[i % kQuadValues]; }
+  COMMHOOK_HOST_DEVICE Quad load(int q) const { return load_quad(quad(q), true); }
+  COMMHOOK_HOST_DEVICE void store(const Quad& value, int q) const {
+    store_quad(value, quad(q), true);
   }
-  for (int i = 4 * quads + lane.index; i < count; i += lane.count) {
-    float p = values[i] * scale;
-    if (error != nullptr) {
-      p = p + error[i];
+};
+
+// Measures a block's values, those of this lane.
+template <typename Measure>
+COMMHOOK_HOST_DEVICE void measure_values(const SpreadValues& p, int count, BlockLane lane,
+                                         Measure& measure) {
+  const int quads = count / kQuadValues;
+  for (int q = lane.index; q < quads; q += lane.count) {
+    const Quad quad = p.load(q);
+#pragma unroll
+    for (const float value : quad.values) {
+      measure.add(value);
     }
-    visit(p);
-    values[i] = p;
+  }
+  for (int i = kQuadValues * quads + lane.index; i < count; i += lane.count) {
+    measure.add(p.at(i));
   }
 }
 
@@ -82,10 +79,10 @@ struct SumOfMagnitudes {
 };
 
 template <bool kLowered>
-COMMHOOK_HOST_DEVICE float sum_of_part(const float* p, int count, int part) {
+COMMHOOK_HOST_DEVICE float sum_of_part(const SpreadValues& p, int count, int part) {
   float sum = 0.0f;
   for (int i = part; i < count; i += kSumParts) {
-    sum += sign::magnitude_of<kLowered>(p[i]);
+    sum += sign::magnitude_of<kLowered>(p.at(i));
   }
   return sum;
 }
@@ -101,17 +98,74 @@ struct DitherKey {
 
 COMMHOOK_HOST_DEVICE int counters_of(int count) { return (count + 7) / 8; }
 
-COMMHOOK_HOST_DEVICE void draw_dithers(const DitherKey& key, int64_t block, int count,
-                                       uint16_t* dithers, BlockLane lane) {
-  const int counters = counters_of(count);
-  for (int c = lane.index; c < counters; c += lane.count) {
-    uint32_t words[4] = {static_cast<uint32_t>(c), static_cast<uint32_t>(block),
-                         static_cast<uint32_t>(static_cast<uint64_t>(block) >> 32), key.step};
-    philox(words[0], words[1], words[2], words[3], key.seed0, key.seed1);
+// The words of a tile's counters in shared memory, spread: of each four counters that follow one
+// another, vector w has the words w. The block's counters begin with `first`.
+struct SpreadDithers {
+  const uint32_t* words;  // null where there are none
+  int first;
+  int counters;  // of the block
+
+  COMMHOOK_HOST_DEVICE float at(int i) const {
+    const int half = i / counters;
+    const int counter = first + i % counters;
+    const int vector = counter / kQuadWords * kQuadWords + half / 2;
+    const uint32_t word = words[kQuadWords * spread(vector) + counter % kQuadWords];
+    return dither_of_half(word, half % 2 == 1);
+  }
+
+  // Of the block's quad q.
+  COMMHOOK_HOST_DEVICE Quad quad(int q) const {
+    if (counters % kQuadWords == 0 && first % kQuadWords == 0) {
+      const int per_half = counters / kQuadWords;  // quads
+      const int half = q / per_half;
+      const int vector = first + (q - half * per_half) * kQuadWords + half / 2;
+      const QuadWords four =
+          *reinterpret_cast<const QuadWords*>(words + kQuadWords * spread(vector));
+      const bool is_upper = half % 2 == 1;
+      return {dither_of_half(four.words[0], is_upper), dither_of_half(four.words[1], is_upper),
+              dither_of_half(four.words[2], is_upper), dither_of_half(four.words[3], is_upper)};
+    }
+    if (counters == 2 && first % 2 == 0) {  // both halves of both counters' word q
+      const int vector = first / kQuadWords * kQuadWords + q;
+      struct alignas(8) Pair {
+        uint32_t words[2];
+      };
+      const auto pair =
+          *reinterpret_cast<const Pair*>(words + kQuadWords * spread(vector) + first % kQuadWords);
+      return {dither_of_half(pair.words[0], false), dither_of_half(pair.words[1], false),
+              dither_of_half(pair.words[0], true), dither_of_half(pair.words[1], true)};
+    }
+    return {at(4 * q), at(4 * q + 1), at(4 * q + 2), at(4 * q + 3)};
+  }
+};
+
+// Draws the random numbers of a tile's blocks: of block `first` and those after it, which have
+// `counters` each.
+COMMHOOK_HOST_DEVICE void draw_dithers(const DitherKey& key, int64_t first, int blocks,
+                                       int counters, uint32_t* words, int lane) {
+  const int all = blocks * counters;
+  for (int group = lane; kQuadWords * group < all; group += kWarpSize) {
+    int block = kQuadWords * group / counters;
+    int counter = kQuadWords * group - block * counters;
+    QuadWords drawn[4];
+#pragma unroll
+    for (int c = 0; c < kQuadWords; ++c) {
+      const int64_t own = first + block;
+      uint32_t four[4] = {static_cast<uint32_t>(counter), static_cast<uint32_t>(own),
+                          static_cast<uint32_t>(static_cast<uint64_t>(own) >> 32), key.step};
+      philox(four[0], four[1], four[2], four[3], key.seed0, key.seed1);
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        drawn[w].words[c] = four[w];
+      }
+      if (++counter == counters) {
+        counter = 0;
+        ++block;
+      }
+    }
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      dithers[2 * w * counters + c] = static_cast<uint16_t>(words[w]);
-      dithers[(2 * w + 1) * counters + c] = static_cast<uint16_t>(words[w] >> 16);
+      reinterpret_cast<QuadWords*>(words)[spread(kQuadWords * group + w)] = drawn[w];
     }
   }
 }
@@ -138,18 +192,18 @@ COMMHOOK_HOST_DEVICE bool has_whole_quads(const uint8_t* codes, int count) {
          is_aligned_for_quads(codes);
 }
 
-// Writes a block's codes, and what is lost over its values. dithers: null where there are none.
+// Writes a block's codes, and what is lost over its values.
 template <typename Codec>
-COMMHOOK_HOST_DEVICE void write_codes(const Codec& codec, float* p, const uint16_t* dithers,
-                                      int count, const typename Codec::Quantizer& quantizer,
-                                      bool keeps_lost, uint8_t* codes, BlockLane lane) {
+COMMHOOK_HOST_DEVICE void write_codes(const Codec& codec, const SpreadValues& p,
+                                      const SpreadDithers& dithers, int count,
+                                      const typename Codec::Quantizer& quantizer, bool keeps_lost,
+                                      uint8_t* codes, BlockLane lane) {
   constexpr int kValues = kValuesPerByte<Codec>;
   const int width = width_of<Codec>(count);
-  const auto code_of = [&](int i, float value, float& lost) {
+  const bool is_random = Codec::kIsRandom && dithers.words != nullptr;
+  const auto code_of = [&](float value, float dither, float& lost) {
     float restored;
-    const float dither =
-        dithers == nullptr ? 0.0f : blockwise::dither(static_cast<uint32_t>(dithers[i]));
-    const uint32_t code = codec.code(value, dither, dithers != nullptr, quantizer, restored);
+    const uint32_t code = codec.code(value, dither, is_random, quantizer, restored);
     lost = value - restored;
     return code;
   };
@@ -157,29 +211,34 @@ COMMHOOK_HOST_DEVICE void write_codes(const Codec& codec, float* p, const uint16
     uint32_t word = 0;
 #pragma unroll
     for (int k = 0; k < kValues; ++k) {
-      const int first = k * width + 4 * w;
-      const Quad values = load_quad(p + first, true);
+      const int q = k * (width / kQuadValues) + w;
+      const Quad values = p.load(q);
+      Quad random = {};
+      if constexpr (Codec::kIsRandom) {
+        if (is_random) {
+          random = dithers.quad(q);
+        }
+      }
       Quad lost;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        word |= code_of(first + j, values.values[j], lost.values[j]) << (8 * j + Codec::kBits * k);
+      for (int j = 0; j < kQuadValues; ++j) {
+        word |= code_of(values.values[j], random.values[j], lost.values[j])
+                << (8 * j + Codec::kBits * k);
       }
       if (keeps_lost) {
-        store_quad(lost, p + first, true);
+        p.store(lost, q);
       }
     }
     return word;
   };
   if (has_whole_quads<Codec>(codes, count)) {
-    for (int q = lane.index; q < width / kQuadBytes; q += lane.count) {
-      const int begin = lane.first_word;
+    for (int v = lane.index; v < width / kQuadBytes; v += lane.count) {
       QuadWords quad;
 #pragma unroll
       for (int j = 0; j < kQuadWords; ++j) {
-        quad.words[j] = word_of(kQuadWords * q + (j + begin) % kQuadWords);
+        quad.words[j] = word_of(kQuadWords * v + j);
       }
-      rotate(quad.words, kQuadWords - begin);
-      reinterpret_cast<QuadWords*>(codes)[q] = quad;
+      reinterpret_cast<QuadWords*>(codes)[v] = quad;
     }
     return;
   }
@@ -194,26 +253,15 @@ COMMHOOK_HOST_DEVICE void write_codes(const Codec& codec, float* p, const uint16
     for (int k = 0; k < kValues; ++k) {
       const int i = k * width + c;
       if (i < count) {
+        const float dither = is_random ? dithers.at(i) : 0.0f;
         float lost;
-        byte |= code_of(i, p[i], lost) << (Codec::kBits * k);
+        byte |= code_of(p.at(i), dither, lost) << (Codec::kBits * k);
         if (keeps_lost) {
-          p[i] = lost;
+          p.at(i) = lost;
         }
       }
     }
     codes[c] = static_cast<uint8_t>(byte);
-  }
-}
-
-// Moves what is lost of a block from where its values were.
-COMMHOOK_HOST_DEVICE void write_lost(const float* lost, int count, float* error, BlockLane lane) {
-  const bool is_aligned = is_aligned_for_quads(error);
-  const int quads = count / 4;
-  for (int q = lane.index; q < quads; q += lane.count) {
-    store_quad(load_quad(lost + 4 * q, true), error + 4 * q, is_aligned);
-  }
-  for (int i = 4 * quads + lane.index; i < count; i += lane.count) {
-    error[i] = lost[i];
   }
 }
 
@@ -241,10 +289,46 @@ COMMHOOK_HOST_DEVICE void add_word(uint32_t word, const Restore& restore, bool i
 
 // Stores the values of the codes in word w of a block.
 template <typename Codec>
-COMMHOOK_HOST_DEVICE void store_word(const Quad* sums, int w, int width, float* values) {
+COMMHOOK_HOST_DEVICE void store_word(const Quad* sums, int w, int width,
+                                     const SpreadValues& values) {
 #pragma unroll
   for (int k = 0; k < kValuesPerByte<Codec>; ++k) {
-    store_quad(sums[k], values + k * width + 4 * w, true);
+    values.store(sums[k], k * (width / kQuadValues) + w);
+  }
+}
+
+// A block's parameters, of which two are moved at once where their memory is aligned for it.
+struct alignas(8) TwoParameters {
+  float values[2];
+};
+
+template <int kParameters>
+COMMHOOK_HOST_DEVICE void load_parameters(const float* from, float (&parameters)[kParameters]) {
+  if constexpr (kParameters == 2) {
+    if (reinterpret_cast<uintptr_t>(from) % sizeof(TwoParameters) == 0) {
+      const auto both = *reinterpret_cast<const TwoParameters*>(from);
+      parameters[0] = both.values[0];
+      parameters[1] = both.values[1];
+      return;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kParameters; ++i) {
+    parameters[i] = from[i];
+  }
+}
+
+template <int kParameters>
+COMMHOOK_HOST_DEVICE void store_parameters(const float (&parameters)[kParameters], float* to) {
+  if constexpr (kParameters == 2) {
+    if (reinterpret_cast<uintptr_t>(to) % sizeof(TwoParameters) == 0) {
+      *reinterpret_cast<TwoParameters*>(to) = {parameters[0], parameters[1]};
+      return;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kParameters; ++i) {
+    to[i] = parameters[i];
   }
 }
 
@@ -263,22 +347,23 @@ struct MessageRows {  // one after another
 // in each message, in bytes.
 template <typename Codec, typename Messages>
 COMMHOOK_HOST_DEVICE void read_codes(const Codec& codec, const Messages& messages, int64_t codes,
-                                     int64_t parameters, int count, float* values, BlockLane lane) {
+                                     int64_t parameters, int count, const SpreadValues& values,
+                                     BlockLane lane) {
   constexpr int kValues = kValuesPerByte<Codec>;
   constexpr uint32_t kMask = (1u << Codec::kBits) - 1;
   const int width = width_of<Codec>(count);
   const auto codes_of = [&](int64_t m) { return messages.at(m) + codes; };
-  const auto parameters_of = [&](int64_t m) {
-    return reinterpret_cast<const float*>(messages.at(m) + parameters);
+  const auto restorer_of = [&](int64_t m) {
+    float own[Codec::kParameters];
+    load_parameters(reinterpret_cast<const float*>(messages.at(m) + parameters), own);
+    return codec.restorer(own);
   };
   if (has_whole_quads<Codec>(codes_of(0), count) && messages.are_aligned_alike()) {
-    for (int q = lane.index; q < width / kQuadBytes; q += lane.count) {
-      const int begin = lane.first_word;
+    for (int v = lane.index; v < width / kQuadBytes; v += lane.count) {
       Quad sums[kQuadWords][kValues];
       for (int64_t m = 0; m < messages.count; ++m) {
-        QuadWords quad = reinterpret_cast<const QuadWords*>(codes_of(m))[q];
-        rotate(quad.words, begin);
-        const auto own = codec.restorer(parameters_of(m));
+        const auto quad = reinterpret_cast<const QuadWords*>(codes_of(m))[v];
+        const auto own = restorer_of(m);
 #pragma unroll
         for (int j = 0; j < kQuadWords; ++j) {
           add_word<Codec>(quad.words[j], own, m == 0, sums[j]);
@@ -286,7 +371,7 @@ COMMHOOK_HOST_DEVICE void read_codes(const Codec& codec, const Messages& message
       }
 #pragma unroll
       for (int j = 0; j < kQuadWords; ++j) {
-        store_word<Codec>(sums[j], kQuadWords * q + (j + begin) % kQuadWords, width, values);
+        store_word<Codec>(sums[j], kQuadWords * v + j, width, values);
       }
     }
     return;
@@ -296,7 +381,7 @@ COMMHOOK_HOST_DEVICE void read_codes(const Codec& codec, const Messages& message
       Quad sums[kValues];
       for (int64_t m = 0; m < messages.count; ++m) {
         const uint32_t word = reinterpret_cast<const uint32_t*>(codes_of(m))[w];
-        add_word<Codec>(word, codec.restorer(parameters_of(m)), m == 0, sums);
+        add_word<Codec>(word, restorer_of(m), m == 0, sums);
       }
       store_word<Codec>(sums, w, width, values);
     }
@@ -307,10 +392,10 @@ COMMHOOK_HOST_DEVICE void read_codes(const Codec& codec, const Messages& message
       float sum = 0.0f;
       for (int64_t m = 0; m < messages.count; ++m) {
         const uint32_t byte = codes_of(m)[c];
-        const float value = codec.restorer(parameters_of(m))(byte >> (Codec::kBits * k) & kMask);
+        const float value = restorer_of(m)(byte >> (Codec::kBits * k) & kMask);
         sum = m == 0 ? value : sum + value;
       }
-      values[k * width + c] = sum;
+      values.at(k * width + c) = sum;
     }
   }
 }

@@ -45,9 +45,10 @@ __global__ void __launch_bounds__(kThreads)
   }
   const auto key = dither_key<Codec>(rounding, work.block);
   float* const values = shared_values(shared_bytes(tile, work.block_size, key.is_random));
-  for_each_tile(work, tile, work.numel, [&](int64_t first, const Run&) {
+  for_each_tile(work, tile, work.numel, [&](int64_t first, const Run& run) {
     decode_tile(codec, layout, tile, first, lane, shards, values);
-    encode_tile(codec, layout, tile, first, lane, work.scale, key, values, error, message);
+    encode_tile<true>(codec, layout, tile, first, length_of(run), lane, work.scale, key, values,
+                      error, message);
   });
 }
 

@@ -46,7 +46,7 @@ COMMHOOK_HOST_DEVICE BlockTile tile_of(int block_size) {
 }
 
 COMMHOOK_HOST_DEVICE BlockLane block_lane(const BlockTile& tile, int lane) {
-  return {lane % tile.lanes, tile.lanes, lane / 2 % kQuadWords};
+  return {lane % tile.lanes, tile.lanes};
 }
 
 // Of one launch.
@@ -71,11 +71,13 @@ COMMHOOK_HOST_DEVICE int values_of(const BlockTile& tile, int block_size) {
 }
 
 // Bytes of shared memory for a warp: a tile's values, and their random numbers.
+COMMHOOK_HOST_DEVICE int value_bytes(const BlockTile& tile, int block_size) {
+  return spread_bytes(values_of(tile, block_size) / kQuadValues);
+}
+
 COMMHOOK_HOST_DEVICE int shared_bytes(const BlockTile& tile, int block_size, bool is_random) {
-  const int values = values_of(tile, block_size);
-  const int bytes = values * static_cast<int>(sizeof(float)) +
-                    (is_random ? (values + 8) * static_cast<int>(sizeof(uint16_t)) : 0);
-  return (bytes + 15) / 16 * 16;
+  return value_bytes(tile, block_size) +
+         (is_random ? spread_bytes(tile.blocks * counters_of(block_size) + kQuadWords - 1) : 0);
 }
 
 // A block of a tile, and where its message is.
@@ -107,15 +109,15 @@ COMMHOOK_HOST_DEVICE BlockPlace place_of(const codecs::BlockLayout& layout, int6
 // Of the sums of magnitudes of a tile's blocks, in `values`, the one of this lane's block.
 template <typename Codec, bool kLowered>
 __device__ float sum_of_magnitudes(const codecs::BlockLayout& layout, const BlockTile& tile,
-                                   int64_t first, int lane, const float* values) {
+                                   int64_t first, int lane, float* values) {
   constexpr int kBlocks = kWarpSize / kSumParts;  // at once
-  const int64_t begin = first * layout.form().block_size;
+  const auto quads = static_cast<int>(layout.form().block_size) / kQuadValues;
   float sum = 0.0f;
   for (int b = 0; b < tile.blocks; b += kBlocks) {
     // Of a tile's only block the second half of the warp has nothing.
     const int block = b + lane / kSumParts;
     const auto place = place_of<Codec>(layout, first + block);
-    float part = sum_of_part<kLowered>(values + (place.begin - begin),
+    float part = sum_of_part<kLowered>(SpreadValues{values, block * quads},
                                        block < tile.blocks ? place.count : 0, lane % kSumParts);
 #pragma unroll
     for (int distance = kSumParts / 2; distance > 0; distance /= 2) {
@@ -130,25 +132,116 @@ __device__ float sum_of_magnitudes(const codecs::BlockLayout& layout, const Bloc
   return sum;
 }
 
-// Encodes a tile's values, which lie in `values`, beginning with those of block `first`.
-template <typename Codec>
+// Moves quad q of a tile from place from(q) to place to(q), which is among the same eight, and
+// calls change(quad, q, used) on its way: so many of its values are the tile's, which has `count`.
+template <typename From, typename To, typename Change>
+__device__ void move_quads(float* values, int count, int lane, const From& from, const To& to,
+                           const Change& change) {
+  for (int first = 0; kQuadValues * first < count; first += kWarpSize) {
+    const int q = first + lane;
+    const bool is_used = kQuadValues * q < count;
+    Quad quad = {};
+    if (is_used) {
+      quad = load_quad(values + kQuadValues * from(q), true);
+      change(quad, q, min(kQuadValues, count - kQuadValues * q));
+    }
+    __syncwarp();
+    if (is_used) {
+      store_quad(quad, values + kQuadValues * to(q), true);
+    }
+  }
+  __syncwarp();
+}
+
+// p = value * scale + error for a tile's values, `count` of them, which are spread from now on.
+// error: of the first one.
+template <bool kIsSpread>
+__device__ void compensate_tile(float* values, int count, float scale, const float* error,
+                                int lane) {
+  const bool is_aligned = is_aligned_for_quads(error);
+  move_quads(
+      values, count, lane, [](int q) { return kIsSpread ? spread(q) : q; }, spread,
+      [&](Quad& quad, int q, int used) {
+#pragma unroll
+        for (float& value : quad.values) {
+          value = value * scale;
+        }
+        if (error == nullptr) {
+          return;
+        }
+        const Quad lost =
+            quad_at(error, kQuadValues * int64_t{q}, kQuadValues * q + used, is_aligned);
+#pragma unroll
+        for (int j = 0; j < kQuadValues; ++j) {
+          quad.values[j] = quad.values[j] + lost.values[j];
+        }
+      });
+}
+
+// Puts a tile's values, `count` of them, in their order, times a scale.
+__device__ inline void order_tile(float* values, int count, float scale, int lane) {
+  move_quads(
+      values, count, lane, spread, [](int q) { return q; },
+      [&](Quad& quad, int, int) {
+        if (scale != 1.0f) {  // which would change the bits of a NaN
+#pragma unroll
+          for (float& value : quad.values) {
+            value = value * scale;
+          }
+        }
+      });
+}
+
+// Writes what is lost of a tile's values, `count` of them, to the error of the first one. sent: a
+// bit for each lane, whether its block is sent; the error of the others stays.
+__device__ inline void write_lost(const BlockTile& tile, int block_size, float* values, int count,
+                                  uint32_t sent, float* error, int lane) {
+  const SpreadValues lost{values, 0};
+  const bool is_aligned = is_aligned_for_quads(error);
+  for (int q = lane; kQuadValues * q < count; q += kWarpSize) {
+    const int first = kQuadValues * q;
+    if (sent != kWholeWarp && (sent >> (first / block_size * tile.lanes) & 1) == 0) {
+      continue;
+    }
+    const Quad quad = lost.load(q);
+    if (first + kQuadValues <= count) {
+      store_quad(quad, error + first, is_aligned);
+      continue;
+    }
+#pragma unroll
+    for (int i = 0; i < kQuadValues; ++i) {
+      if (first + i < count) {
+        error[first + i] = quad.values[i];
+      }
+    }
+  }
+}
+
+// Encodes a tile's values, `count` of them, which lie in `values`, beginning with those of block
+// `first`. kIsSpread: whether they are spread.
+template <bool kIsSpread, typename Codec>
 __device__ void encode_tile(const Codec& codec, const codecs::BlockLayout& layout,
-                            const BlockTile& tile, int64_t first, int lane, float scale,
+                            const BlockTile& tile, int64_t first, int count, int lane, float scale,
                             const DitherKey& key, float* values, float* error, uint8_t* message) {
   const auto size = static_cast<int>(layout.form().block_size);
   const auto among = block_lane(tile, lane);
   const auto own = place_of<Codec>(layout, first + lane / tile.lanes);
-  const int64_t offset = own.begin - first * size;
-  float* const p = values + offset;
-  float* const own_error = error == nullptr ? nullptr : error + own.begin;
-  auto* const dithers = reinterpret_cast<uint16_t*>(values + values_of(tile, size)) + offset;
+  const int own_block = lane / tile.lanes;
+  const SpreadValues p{values, own_block * (size / kQuadValues)};
+  float* const tile_error = error == nullptr ? nullptr : error + first * size;
+  auto* const words = reinterpret_cast<uint32_t*>(values) +
+                      value_bytes(tile, size) / static_cast<int>(sizeof(uint32_t));
   const bool is_random = Codec::kIsRandom && key.is_random;
-  typename Codec::Measure measure;
-  compensate(p, own.count, scale, own_error, among, [&](float value) { measure.add(value); });
+  compensate_tile<kIsSpread>(values, count, scale, tile_error, lane);
+  SpreadDithers dithers{nullptr, 0, 1};
   if (is_random) {
-    draw_dithers(key, key.block + own.block, own.count, dithers, among);
+    const int counters = counters_of(size);
+    // Of the layout's last block there may be fewer.
+    draw_dithers(key, key.block + first, tile.blocks, counters, words, lane);
+    dithers = {words, own_block * counters, counters_of(own.count)};
   }
   __syncwarp();
+  typename Codec::Measure measure;
   if constexpr (Codec::kSums) {
     measure.sum = sum_of_magnitudes<Codec, false>(layout, tile, first, lane, values);
     const bool is_infinite = bits_of(measure.sum) >= kInfinity;
@@ -158,17 +251,18 @@ __device__ void encode_tile(const Codec& codec, const codecs::BlockLayout& layou
     }
     __syncwarp();  // before what is lost takes the place of values that others have read
   } else {
+    measure_values(p, own.count, among, measure);
+    __syncwarp();  // before what is lost takes the place of values that others have read
     take_largest(tile.lanes, measure);
   }
-  bool writes_lost = false;
+  bool is_sent = true;
   if (own.count > 0) {
     uint8_t* const codes = message + own.codes;
     float parameters[Codec::kParameters];
     typename Codec::Quantizer quantizer;
-    if (codec.quantizer(measure, own.count, parameters, quantizer)) {
-      writes_lost = error != nullptr;
-      write_codes(codec, p, is_random ? dithers : nullptr, own.count, quantizer, writes_lost, codes,
-                  among);
+    is_sent = codec.quantizer(measure, own.count, parameters, quantizer);
+    if (is_sent) {
+      write_codes(codec, p, dithers, own.count, quantizer, error != nullptr, codes, among);
     } else {  // with the error as it was
       write_zeros(codes, width_of<Codec>(own.count), among);
       for (float& parameter : parameters) {
@@ -176,9 +270,7 @@ __device__ void encode_tile(const Codec& codec, const codecs::BlockLayout& layou
       }
     }
     if (among.index == 0) {
-      for (int i = 0; i < Codec::kParameters; ++i) {
-        reinterpret_cast<float*>(message + own.parameters)[i] = parameters[i];
-      }
+      store_parameters(parameters, reinterpret_cast<float*>(message + own.parameters));
     }
     const int64_t shard = layout.shards() == 1 ? 0 : layout.shard_of_block(own.block);
     if (own.block + 1 == layout.first_block(shard + 1)) {
@@ -188,24 +280,25 @@ __device__ void encode_tile(const Codec& codec, const codecs::BlockLayout& layou
       write_zeros(message + shard_end.begin, shard_end.end - shard_end.begin, among);
     }
   }
+  const uint32_t sent = __ballot_sync(kWholeWarp, is_sent);
   __syncwarp();
   if (error != nullptr) {
-    if (writes_lost) {
-      write_lost(p, own.count, own_error, among);
-    }
+    write_lost(tile, size, values, count, sent, tile_error, lane);
     __syncwarp();
   }
 }
 
-// Writes a tile's values into `values`: the sums of those of all messages, of the same layout.
+// Writes a tile's values into `values`, spread: the sums of those of all messages, of the same
+// layout.
 template <typename Codec, typename Messages>
 __device__ void decode_tile(const Codec& codec, const codecs::BlockLayout& layout,
                             const BlockTile& tile, int64_t first, int lane,
                             const Messages& messages, float* values) {
   const auto own = place_of<Codec>(layout, first + lane / tile.lanes);
   if (own.count > 0) {
+    const auto quads = static_cast<int>(layout.form().block_size) / kQuadValues;
     read_codes(codec, messages, own.codes, own.parameters, own.count,
-               values + (own.begin - first * layout.form().block_size), block_lane(tile, lane));
+               SpreadValues{values, lane / tile.lanes * quads}, block_lane(tile, lane));
   }
   __syncwarp();
 }

@@ -244,10 +244,7 @@ __device__ bool encode_quads(const Codec& codec, const RegisterWork& work, const
   transpose(words, lane);
   store_codes(words, at, codes);
   if (at.index == 0) {
-#pragma unroll
-    for (int i = 0; i < Codec::kParameters; ++i) {
-      parameters[i] = own[i];
-    }
+    store_parameters(own, parameters);
   }
   return is_sent;
 }
@@ -260,10 +257,7 @@ struct TileCodes {
 
   COMMHOOK_HOST_DEVICE void load(const LaneInTile& at, const uint8_t* codes, const float* from) {
     load_codes(words, at, codes);
-#pragma unroll
-    for (int i = 0; i < Codec::kParameters; ++i) {
-      parameters[i] = from[i];
-    }
+    load_parameters(from, parameters);
   }
 };
 

@@ -15,7 +15,7 @@ from modes import Mode
 from rank_pool import RankPool
 from stream_groups import stream_group
 from stream_training import attached, parameters_of_steps
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_commhook import attach, hooks, load_cpp_hooks
 from torch_commhook.codecs import CODECS
@@ -192,3 +192,50 @@ def test_no_step_after_one_that_failed(
         assert other[1].startswith("PeerError: ") and "on rank 1: OwnError: boo" in other[1]
         assert all(said.startswith("RuntimeError: ") and final in said for said in other[2:])
     assert len(own) == 4
+
+
+# ---- a compiled backward that is cut in two ------------------------------------------------------
+
+
+class _BreaksTheGraph(torch.autograd.Function):
+    """Its backward is traced up to here, and goes on in another graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        torch._dynamo.graph_break()
+        return gradient
+
+
+def _train_broken(rank: int, path: str, name: str, is_traced: bool) -> list[Tensor]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    group = stream_group(path)
+    layers = nn.ModuleList(nn.Linear(40, 40) for _ in range(6))
+    handle = attach(layers, _hook(name, group, group), process_group=group, bucket_cap_mb=0.01)
+    compiler = torch.compile(backend="eager")
+    found = []
+    for step in range(3):
+        x = torch.randn(8, 40, generator=torch.Generator().manual_seed(8 * step + rank))
+        for index, layer in enumerate(layers):
+            x = _BreaksTheGraph.apply(layer(x)) if index == 2 else layer(x)
+        enabled = torch._dynamo.compiled_autograd._enable(compiler)
+        with enabled if is_traced else nullcontext():
+            layers.zero_grad()
+            x.square().sum().backward()
+        found += [p.grad.clone() for p in layers.parameters() if p.grad is not None]
+    handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("name", ["blockwise", "feedback", "policy"])
+def test_a_graph_break_between_buckets(two_ranks: RankPool, paths: Paths, name: str) -> None:
+    """Second stages that wait at the break are issued with those of the buckets after it."""
+    want = two_ranks.run(_train_broken, paths[0], name, False)
+    got = two_ranks.run(_train_broken, paths[0], name, True, timeout=60)
+    for eager, traced in zip(want, got, strict=True):
+        assert len(eager) == 36
+        assert all(torch.equal(a, b) for a, b in zip(eager, traced, strict=True))
