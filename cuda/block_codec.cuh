@@ -42,8 +42,9 @@ __device__ void for_each_tile(const BlockWork& work, const BlockTile& tile, int6
   }
 }
 
+// Random numbers take registers.
 template <typename Codec, int kCapacity>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, Codec::kIsRandom ? 2 : 3)
     encode_kernel(const __grid_constant__ TensorTable<const void, kCapacity> table,
                   const BlockWork work, const int64_t* rounding, float* error, uint8_t* message) {
   const Codec codec;
@@ -61,9 +62,13 @@ __global__ void __launch_bounds__(kThreads, 3)
   });
 }
 
-// Without a least number of blocks the compiler spills to make room for a third one.
+// The least blocks of a multiprocessor for kernels that decode. Without them the compiler spills to
+// make room for one more.
+template <typename Codec>
+constexpr int kDecodeBlocks = Codec::kBits == 4 ? 1 : 2;
+
 template <typename Codec, int kCapacity>
-__global__ void __launch_bounds__(kThreads, Codec::kBits == 4 ? 1 : 2)
+__global__ void __launch_bounds__(kThreads, kDecodeBlocks<Codec>)
     decode_kernel(const __grid_constant__ TensorTable<void, kCapacity> table, const BlockWork work,
                   const uint8_t* messages, int64_t count) {
   const Codec codec;
@@ -81,7 +86,7 @@ __global__ void __launch_bounds__(kThreads, Codec::kBits == 4 ? 1 : 2)
 }
 
 template <typename Codec>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kDecodeBlocks<Codec>)
     reduce_kernel(const BlockWork work, const uint8_t* messages, int64_t count,
                   const int64_t* rounding, float* error, uint8_t* message) {
   const Codec codec;

@@ -24,10 +24,21 @@ struct alignas(kQuadBytes) QuadWords {
   uint32_t words[kQuadWords];
 };
 
-// Where a warp keeps vector `index`, of 16 bytes, in its shared memory. It stays among the same
-// eight vectors, which lie in all banks. Eight lanes whose vectors are 1, 2, 4, 8, 16, 32 or 64
-// apart reach all banks at once, and so do two halves of a warp at the same four vectors of two
-// neighbouring blocks.
+// words[i] becomes words[i + 1], and the last one `last`.
+template <int kWords>
+COMMHOOK_HOST_DEVICE void rotate_words(uint32_t (&words)[kWords], uint32_t last) {
+#pragma unroll
+  for (int i = 0; i + 1 < kWords; ++i) {
+    words[i] = words[i + 1];
+  }
+  words[kWords - 1] = last;
+}
+
+// Where a warp keeps vector `index`, of 16 bytes, in its shared memory: among the same eight
+// vectors, which lie in all banks, at a place that each bit above them changes in a way of its own.
+// Eight lanes that follow one another then reach all banks at once with vectors that are a power of
+// two apart, up to 64, and with two or four neighbours, or two at a distance of four, of each of
+// several blocks. So do the halves of a warp at the same four vectors of two neighbouring blocks.
 COMMHOOK_HOST_DEVICE int spread(int index) {
   const int above = (index >> 3 ^ index >> 6) & 7;
   // Of the sum, without carry, of 7, 5 and 6 for the three bits of `above`: a digit for each.
@@ -147,8 +158,8 @@ COMMHOOK_HOST_DEVICE void draw_dithers(const DitherKey& key, int64_t first, int 
   for (int group = lane; kQuadWords * group < all; group += kWarpSize) {
     int block = kQuadWords * group / counters;
     int counter = kQuadWords * group - block * counters;
-    QuadWords drawn[4];
-#pragma unroll
+    QuadWords drawn[4] = {};
+#pragma unroll 1  // which takes fewer registers
     for (int c = 0; c < kQuadWords; ++c) {
       const int64_t own = first + block;
       uint32_t four[4] = {static_cast<uint32_t>(counter), static_cast<uint32_t>(own),
@@ -156,7 +167,7 @@ COMMHOOK_HOST_DEVICE void draw_dithers(const DitherKey& key, int64_t first, int 
       philox(four[0], four[1], four[2], four[3], key.seed0, key.seed1);
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
-        drawn[w].words[c] = four[w];
+        rotate_words(drawn[w].words, four[w]);
       }
       if (++counter == counters) {
         counter = 0;
@@ -233,10 +244,10 @@ COMMHOOK_HOST_DEVICE void write_codes(const Codec& codec, const SpreadValues& p,
   };
   if (has_whole_quads<Codec>(codes, count)) {
     for (int v = lane.index; v < width / kQuadBytes; v += lane.count) {
-      QuadWords quad;
-#pragma unroll
+      QuadWords quad = {};
+#pragma unroll 1  // which takes fewer registers
       for (int j = 0; j < kQuadWords; ++j) {
-        quad.words[j] = word_of(kQuadWords * v + j);
+        rotate_words(quad.words, word_of(kQuadWords * v + j));
       }
       reinterpret_cast<QuadWords*>(codes)[v] = quad;
     }

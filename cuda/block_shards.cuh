@@ -32,7 +32,7 @@ inline ShardTable shard_table(at::TensorList messages) {
 
 // failed: null, or a number that is not zero where nothing must be read or written.
 template <typename Codec>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, Codec::kBits == 8 ? 2 : 1)
     reduce_shards_kernel(const __grid_constant__ ShardTable shards, const BlockWork work,
                          const int64_t* failed, const int64_t* rounding, float* error,
                          uint8_t* message) {

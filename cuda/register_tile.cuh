@@ -99,16 +99,6 @@ COMMHOOK_HOST_DEVICE int place_of_quad(const LaneInTile& at, int quad) {
   return (kQuadWords * quad + at.index % kQuadWords) * at.step + at.index / kQuadWords * kQuadBytes;
 }
 
-// words[i] becomes words[(i + 1) % kWords].
-template <int kWords>
-COMMHOOK_HOST_DEVICE void rotate_words(uint32_t (&words)[kWords], uint32_t last) {
-#pragma unroll
-  for (int i = 0; i + 1 < kWords; ++i) {
-    words[i] = words[i + 1];
-  }
-  words[kWords - 1] = last;
-}
-
 // Moves the codes in words where their memory is not aligned for 16 bytes: in a loop, since what is
 // merely predicated takes its time from all.
 template <int kWords>
