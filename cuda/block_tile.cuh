@@ -134,7 +134,8 @@ __device__ float sum_of_magnitudes(const codecs::BlockLayout& layout, const Bloc
 
 // Moves quad q of a tile from place from(q) to place to(q), which is among the same eight, and
 // calls change(quad, q, used) on its way: so many of its values are the tile's, which has `count`.
-template <typename From, typename To, typename Change>
+// kStays: whether both places are one. No barrier follows.
+template <bool kStays, typename From, typename To, typename Change>
 __device__ void move_quads(float* values, int count, int lane, const From& from, const To& to,
                            const Change& change) {
   for (int first = 0; kQuadValues * first < count; first += kWarpSize) {
@@ -145,21 +146,22 @@ __device__ void move_quads(float* values, int count, int lane, const From& from,
       quad = load_quad(values + kQuadValues * from(q), true);
       change(quad, q, min(kQuadValues, count - kQuadValues * q));
     }
-    __syncwarp();
+    if constexpr (!kStays) {
+      __syncwarp();
+    }
     if (is_used) {
       store_quad(quad, values + kQuadValues * to(q), true);
     }
   }
-  __syncwarp();
 }
 
 // p = value * scale + error for a tile's values, `count` of them, which are spread from now on.
-// error: of the first one.
+// error: of the first one. No barrier follows.
 template <bool kIsSpread>
 __device__ void compensate_tile(float* values, int count, float scale, const float* error,
                                 int lane) {
   const bool is_aligned = is_aligned_for_quads(error);
-  move_quads(
+  move_quads<kIsSpread>(
       values, count, lane, [](int q) { return kIsSpread ? spread(q) : q; }, spread,
       [&](Quad& quad, int q, int used) {
 #pragma unroll
@@ -180,7 +182,7 @@ __device__ void compensate_tile(float* values, int count, float scale, const flo
 
 // Puts a tile's values, `count` of them, in their order, times a scale.
 __device__ inline void order_tile(float* values, int count, float scale, int lane) {
-  move_quads(
+  move_quads<false>(
       values, count, lane, spread, [](int q) { return q; },
       [&](Quad& quad, int, int) {
         if (scale != 1.0f) {  // which would change the bits of a NaN
@@ -190,6 +192,7 @@ __device__ inline void order_tile(float* values, int count, float scale, int lan
           }
         }
       });
+  __syncwarp();
 }
 
 // Writes what is lost of a tile's values, `count` of them, to the error of the first one. sent: a
