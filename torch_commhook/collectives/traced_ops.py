@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    _create_work_from_future,  # type: ignore[attr-defined]
+from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
+    _create_work_from_future,
     _register_work,
 )
 from torch.distributed import distributed_c10d
