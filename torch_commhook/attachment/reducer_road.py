@@ -337,7 +337,8 @@ class ReducerRoad:
             # piece is then aligned.
             buffers.sort(key=lambda buffer: -buffer.element_size())
             with torch.no_grad():
-                pieces = [buffer.reshape(-1).view(torch.uint8) for buffer in buffers]
+                whole = [buffer.resolve_conj().resolve_neg().reshape(-1) for buffer in buffers]
+                pieces = [each.view(torch.uint8) for each in whole]
                 flat = torch.cat(pieces)
                 sent = collectives.broadcast(flat, src=source, group=self._group.parent).wait()
                 sizes = [piece.numel() for piece in pieces]
