@@ -167,9 +167,16 @@ class Exchanges:
         is_second: bool,
         names: list[int] = ...,
     ) -> None: ...
+    def reserve(self) -> int: ...
     def start(
-        self, inputs: list[Tensor], outputs: list[Tensor], result: Tensor
+        self,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        result: Tensor,
+        place: int | None = None,
+        stage: int = 0,
     ) -> torch.futures.Future[Tensor]: ...
+    def use_down(self, down: torch.distributed.ProcessGroup) -> None: ...
     def stop(self) -> None: ...
 
 class ReducerRun:

@@ -17,7 +17,7 @@ from torch_commhook.collectives.futures import completed, then_beside
 from torch_commhook.collectives.gloo_groups import group_timeout
 from torch_commhook.collectives.group_place import check_place
 from torch_commhook.collectives.message_buffers import MessageBuffers
-from torch_commhook.collectives.plain import all_gather, all_reduce, resolve_group
+from torch_commhook.collectives.plain import all_reduce, resolve_group
 from torch_commhook.collectives.stages import on_wire, timed, two_stages
 from torch_commhook.collectives.streams import beside
 from torch_commhook.collectives.sum_arguments import (
@@ -241,14 +241,13 @@ class _CompressedSum(CompressedCall):
         self, sources: list[Tensor], error: Tensor | None, group: dist.ProcessGroup
     ) -> torch.futures.Future[Tensor]:
         message = self._encode(sources, error, 1)
-        out = None
-        if not self.is_traced:
-            out = self.buffer("gathered", self.world_size, len(message))
-        first = all_gather(message, out=out, group=group, timeout=self.timeout)
+        sizes = [len(message)] * self.world_size
+        note_collective(*self.gathered_bytes(sizes, group))
+        first = self.issue_gather("gathered", message, sizes, group)
         wire = on_wire(first, self.meter, self.device)
 
         def finish(done: torch.futures.Future[Tensor]) -> Tensor:
-            messages = done.value()
+            messages = done.value().view(self.world_size, -1)
             with self.later_stage("decode"):
                 self.codec.decode_sum(messages, self.destinations, scale=self.scale)
             return self._result()
@@ -272,9 +271,11 @@ class _CompressedSum(CompressedCall):
         return two_stages(
             lambda: self.issue_all_to_all(message, sizes, group),
             self._reduce,
-            lambda padded, second_group: self.issue_gather("sums", padded, second_group),
+            lambda padded, second_group: self.issue_gather(
+                "sums", padded, sizes, second_group, is_second=True
+            ),
             self._decode,
-            second_bytes=max(sizes) * (self.world_size - 1),
+            second_bytes=self.gathered_bytes(sizes, group),
             device=self.device,
             group=group,
             meter=self.meter,

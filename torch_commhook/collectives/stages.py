@@ -28,7 +28,7 @@ def two_stages(
     issue_second: Callable[[Tensor, dist.ProcessGroup], torch.futures.Future[Tensor]],
     finish: Callable[[Tensor], Tensor],
     *,
-    second_bytes: int,
+    second_bytes: tuple[int, int],
     device: torch.device,
     group: dist.ProcessGroup,
     meter: CallMeter | None = None,
@@ -47,7 +47,7 @@ def two_stages(
         issue_second: starts the second on a group; counts and checks nothing, since another thread
             may call it. Called with a group.
         finish: the result, made of what the second gives. On any thread.
-        second_bytes: what this rank sends in the second.
+        second_bytes: what this rank sends and gets in the second.
         device: of the tensors.
         group: the process group of the first.
         meter: is told how long both are on the wire.
@@ -63,7 +63,7 @@ def two_stages(
         if own_group is not None:
             exchanges_of(own_group)  # here, on a thread that may hold the first group
     first = issue_first()
-    note_collective(second_bytes)  # here, since it may be issued where nobody counts
+    note_collective(*second_bytes)  # here, since it may be issued where nobody counts
 
     def send(received: Tensor) -> Tensor:
         with torch.no_grad():

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torch_commhook.collectives.gloo_backend import gloo_backend
 from torch_commhook.collectives.gloo_groups import (
     close_connections,
     destroy_group,
@@ -50,7 +51,7 @@ class ConnectedGroup:
         """New connections."""
         own_store = dist.PrefixStore(self.place, store)
         size = len(self.ranks)
-        backend = dist.ProcessGroupGloo(own_store, self.rank, size, timeout=self.timeout)
+        backend = gloo_backend(own_store, self.rank, size, self.timeout)
         _wait_for_all(backend)
         return backend
 

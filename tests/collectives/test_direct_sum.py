@@ -1,0 +1,118 @@
+"""Sums by exchanges: the values, the bytes, and what waits for what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankPool
+from torch import Tensor
+
+from torch_commhook.collectives import all_reduce, issuing
+from torch_commhook.collectives.direct_sum import direct_bytes, is_gathered, sums_directly
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+
+
+def _values(rank: int, numel: int, dtype: torch.dtype, number: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def _in_order(ranks: int, numel: int, dtype: torch.dtype, number: int = 0) -> Tensor:
+    """The sum in the order of the ranks, in float32 or wider, rounded once."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    total = _values(0, numel, dtype, number).to(wide)
+    for rank in range(1, ranks):
+        total += _values(rank, numel, dtype, number).to(wide)
+    return total.to(dtype)
+
+
+def _sums(rank: int, sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
+    """All under way at once, each in place."""
+    tensors = [_values(rank, numel, dtype, number) for number, numel in enumerate(sizes)]
+    futures = [all_reduce(tensor) for tensor in tensors]
+    found = [future.wait() for future in futures]
+    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(found, tensors, strict=True))
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_ranks_add_up_in_their_order(three_ranks: RankPool, dtype: torch.dtype) -> None:
+    sizes = [1, 2, 5, 1000, 30_000, 100_000]
+    assert [is_gathered(torch.empty(numel, dtype=dtype), 3) for numel in sizes] == [
+        2 * numel * dtype.itemsize <= 64 * 1024 for numel in sizes
+    ]
+    for found in three_ranks.run(_sums, sizes, dtype):
+        for number, (numel, got) in enumerate(zip(sizes, found, strict=True)):
+            assert torch.equal(got, _in_order(3, numel, dtype, number))
+
+
+def _shapes(rank: int) -> list[Any]:
+    with torch.inference_mode():
+        inference = all_reduce(torch.ones(4)).wait()
+    matrix = all_reduce(torch.full((3, 40_000), rank + 1.0)).wait()
+    whole = all_reduce(torch.tensor(2.5)).wait()
+    return [inference.clone(), matrix, whole]
+
+
+def test_shapes_and_inference_mode(two_ranks: RankPool) -> None:
+    for inference, matrix, whole in two_ranks.run(_shapes):
+        assert inference.tolist() == [2.0] * 4
+        assert matrix.shape == (3, 40_000)
+        assert matrix.eq(3.0).all()
+        assert whole.item() == 5.0
+
+
+def _bytes(rank: int) -> list[tuple[int, int]]:
+    group = dist.group.WORLD
+    return [direct_bytes(torch.empty(numel), rank, group.size()) for numel in (10, 16_384, 100_000)]
+
+
+def test_bytes_are_those_of_a_ring_or_of_a_gather(three_ranks: RankPool) -> None:
+    for rank, (small, _, large) in enumerate(three_ranks.run(_bytes)):
+        assert small == (80, 80)
+        own = 4 * (33_334 if rank == 0 else 33_333)
+        assert large == (400_000 - own + 2 * own,) * 2
+
+
+def _kinds(rank: int) -> list[bool]:
+    group = dist.group.WORLD
+    tensors = (
+        torch.ones(4),
+        torch.ones(4, dtype=torch.int32),
+        torch.ones(4).to_sparse(),
+        torch.ones(0),
+        torch.ones((4 << 20) // 4 + 1),
+    )
+    return [sums_directly(tensor, group) for tensor in tensors]
+
+
+def test_which_tensors(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_kinds) == [[True, False, False, False, False]] * 2
+
+
+def _fails(rank: int) -> str:
+    """What raises between the two exchanges; the rank then leaves the group."""
+    group = dist.new_group()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+
+            def fail(*args: object) -> None:
+                raise ValueError("boo")
+
+            patch.setattr("torch_commhook.collectives.direct_sum.sum_rows", fail)
+        future = all_reduce(torch.ones(100_000), group=group)
+        try:
+            future.wait()
+            said = "nothing"
+        except (ValueError, RuntimeError) as error:
+            said = type(error).__name__
+    dist.destroy_process_group(group)
+    return said
+
+
+def test_a_rank_that_fails_between(three_ranks: RankPool) -> None:
+    assert three_ranks.run(_fails, timeout=60) == ["ValueError", "RuntimeError", "RuntimeError"]
