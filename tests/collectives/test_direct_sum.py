@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankPool
-from torch import Tensor
+from torch import Tensor, nn
 
-from torch_commhook.collectives import all_reduce, issuing
+from torch_commhook import PeerError, attach, hooks
+from torch_commhook.collectives import all_reduce, direct_sum
 from torch_commhook.collectives.direct_sum import direct_bytes, is_gathered, sums_directly
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -94,25 +96,33 @@ def test_which_tensors(two_ranks: RankPool) -> None:
     assert two_ranks.run(_kinds) == [[True, False, False, False, False]] * 2
 
 
-def _fails(rank: int) -> str:
-    """What raises between the two exchanges; the rank then leaves the group."""
-    group = dist.new_group()
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 0:
-
-            def fail(*args: object) -> None:
-                raise ValueError("boo")
-
-            patch.setattr("torch_commhook.collectives.direct_sum.sum_rows", fail)
-        future = all_reduce(torch.ones(100_000), group=group)
-        try:
-            future.wait()
-            said = "nothing"
-        except (ValueError, RuntimeError) as error:
-            said = type(error).__name__
-    dist.destroy_process_group(group)
-    return said
+def _fails_between(rank: int) -> list[str | Tensor]:
+    """What each of two steps gives; in the first, rank 0 cannot add up what it has got."""
+    model = nn.Linear(300, 300, bias=False)
+    attach(model, hooks.allreduce(), bucket_cap_mb=25)
+    found: list[str | Tensor] = []
+    for fails in (rank == 0, False):
+        model.zero_grad()
+        with pytest.MonkeyPatch.context() as patch:
+            if fails:
+                patch.setattr(direct_sum, "sum_rows", _raise)
+            try:
+                model(torch.full((1, 300), rank + 1.0)).sum().backward()
+                found.append(model.weight.grad)
+            except (ValueError, PeerError) as error:
+                found.append(f"{type(error).__name__}: {error}")
+    return found
 
 
-def test_a_rank_that_fails_between(three_ranks: RankPool) -> None:
-    assert three_ranks.run(_fails, timeout=60) == ["ValueError", "RuntimeError", "RuntimeError"]
+def _raise(*args: object) -> None:
+    raise ValueError("no sum")
+
+
+def test_a_rank_that_fails_between_two_exchanges_ends_the_step_of_all(
+    three_ranks: RankPool,
+) -> None:
+    assert not is_gathered(torch.empty(300 * 300), 3)
+    for rank, (said, gradient) in enumerate(three_ranks.run(_fails_between, timeout=60)):
+        assert re.match("ValueError" if rank == 0 else "PeerError.* on rank 0: ValueError", said)
+        assert "no sum" in said
+        assert gradient.eq(2.0).all()
