@@ -293,9 +293,10 @@ class _CompressedSum(CompressedCall):
         assert isinstance(codec, BlockCodec)
         views = shared.views(self.sizes)
         timeout = group_timeout(group, self.device) if self.timeout is None else self.timeout
-        # What the ranks read of each other is as much as what they would send.
-        note_collective(sum(self.sizes) - own_bytes, own_bytes * (self.world_size - 1))
-        note_collective(max(self.sizes) * (self.world_size - 1))
+        # What the ranks read of each other is as much as what they would send, with no padding.
+        to_others, from_others = sum(self.sizes) - own_bytes, own_bytes * (self.world_size - 1)
+        note_collective(to_others, from_others)
+        note_collective(from_others, to_others)
         try:
             self._encode(sources, error, self.world_size, views.message)
             with timed(self.meter, "wire"):
