@@ -175,9 +175,7 @@ class Lab:
         self.set_rate(self.rate)
         self._wait_until_up()
         if self._is_far:
-            ports = [
-                (_port(host), str(self._shown(host)["address"])) for host in range(self.hosts)
-            ]
+            ports = [(_port(host), str(self._shown(host)["address"])) for host in range(self.hosts)]
             self._forwarder = Forwarder(self._switch, ports, self.delay or 0.0, self.loss)
 
     def _make_switch(self) -> None:

@@ -1,4 +1,4 @@
-"""benchmarks/netlab with hosts that are far apart: round trips, TCP's rate, lost frames, the end."""
+"""Hosts of netlab that are far apart: round trips, the rate of TCP, lost frames, the end."""
 
 from __future__ import annotations
 
