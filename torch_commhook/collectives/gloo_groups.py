@@ -62,6 +62,22 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
     return distributed_c10d.default_pg_timeout
 
 
+def group_threads(group: dist.ProcessGroup) -> int:
+    """How many collectives a Gloo group runs at once; for groups of other kinds, of a new one."""
+    if is_gloo(group):
+        options: Any = group._get_backend(torch.device("cpu")).options
+        return int(options._threads)
+    return default_threads()
+
+
+def default_threads() -> int:
+    """How many collectives a group of :func:`make_group` runs at once."""
+    if not dist.is_gloo_available():
+        return 2
+    backend: Any = dist.ProcessGroupGloo
+    return int(backend._Options()._threads)
+
+
 def group_store(group: dist.ProcessGroup) -> dist.Store | None:
     """The store through which a group's ranks have met; None where nobody knows."""
     entry = distributed_c10d._world.pg_map.get(group)

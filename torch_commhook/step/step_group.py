@@ -106,6 +106,8 @@ class StepGroup:
         self.group = self.parent
         # Compilers must not ask the parent.
         self.shares_used = self.recovers or hasattr(self.parent, "_commhook_shares_used")
+        #: Whether ranks agree on each step.
+        self._agrees = self.recovers or hasattr(self.parent, "_commhook_agrees")
         self._own: list[ConnectedGroup] = []
         self._stand_ins: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
             weakref.WeakKeyDictionary()
@@ -245,7 +247,7 @@ class StepGroup:
 
     def end(self) -> None:
         """End a step that went well on this rank; wait for the others where that finds failures."""
-        if self.recovers:
+        if self._agrees:
             self.commit(torch.zeros(1, dtype=torch.uint8, device="cpu"))
         self._open = False
 
