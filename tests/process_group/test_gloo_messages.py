@@ -16,6 +16,7 @@ from torch_commhook.process_group.gloo_messages import (
     Traffic,
     has_a_thread,
     latencies,
+    merged,
     messages_of,
     traffic_of,
 )
@@ -153,6 +154,23 @@ def test_large_messages_hide_round_trips_of_others() -> None:
     # Of two at a time, each one's requests wait while the other one's segments travel.
     both = elapsed([[large]] * 2, bandwidth=rate, latency=0.1)
     assert 32 * segment < both < 32 * segment + 10 * 0.1
+
+
+def test_messages_of_many_ranks_are_merged() -> None:
+    for traffic in (call("allreduce", 1000, 1e9), call("all_to_all_single", 1000, 1e9)):
+        parts = messages_of(traffic)
+        fewer = merged(parts, 10)
+        assert all(each.count == max(10, each.at_once) for each in fewer)
+        assert latencies(fewer) == pytest.approx(latencies(parts))
+        for one, other in zip(parts, fewer, strict=True):
+            assert one.count * one.nbytes == pytest.approx(other.count * other.nbytes)
+        times = []
+        for each in (parts, fewer):
+            link = SlowLink(1e9, 0.05)
+            GlooGroup(link, 1000, 2).issue(0.0, each, times.append)
+            link.finish()
+        assert times[1] == pytest.approx(times[0], rel=0.05)
+        assert merged(parts, 10_000) == parts
 
 
 def test_messages_follow_their_requests() -> None:

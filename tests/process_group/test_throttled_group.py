@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from torch_commhook.process_group import ProcessGroup, ThrottledProcessGroup, Work, throttled
-from torch_commhook.process_group.operations import describe
 from torch_commhook.process_group.gloo_messages import link_bytes
+from torch_commhook.process_group.operations import describe
 
 MEGABYTE = torch.zeros(250_000)  # 8 Mbit
 

@@ -7,7 +7,7 @@ time, that takes a round trip: the request, then the message.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch_commhook.metrics import tensor_bytes
@@ -50,12 +50,14 @@ class Messages:
         at_once: so many are under way: each one waits for the one so many places before it.
         is_requested: whether the receiver asks for each when the collective comes to it, which
             takes the latency once more. Others have been asked for before.
+        latencies: that each takes: 1, or more where one stands for several (:func:`merged`).
     """
 
     count: int
     nbytes: float
     at_once: int = 1
     is_requested: bool = True
+    latencies: float = 1.0
 
 
 def traffic_of(call: Call, rank: int, ranks: int) -> Traffic:
@@ -95,9 +97,29 @@ def has_a_thread(traffic: Traffic) -> bool:
     return traffic.operation not in ("send", "recv", "recv_anysource", "monitored_barrier")
 
 
-def latencies(parts: list[Messages]) -> int:
+def latencies(parts: Sequence[Messages]) -> float:
     """How often a collective of small messages waits for the latency: twice in a round trip."""
-    return sum(math.ceil(each.count / each.at_once) * (1 + each.is_requested) for each in parts)
+    return sum(
+        math.ceil(each.count / each.at_once) * each.latencies * (1 + each.is_requested)
+        for each in parts
+    )
+
+
+def merged(parts: Sequence[Messages], most: int) -> list[Messages]:
+    """The same bytes and latencies in fewer messages, where a part has more than ``most``.
+
+    For collectives of many ranks, of whose messages not each one has to be followed.
+    """
+    found = []
+    for each in parts:
+        rounds = math.ceil(each.count / each.at_once)
+        kept = max(1, most // each.at_once)
+        if rounds > kept:
+            count = kept * each.at_once
+            nbytes = each.nbytes * each.count / count
+            each = replace(each, count=count, nbytes=nbytes, latencies=rounds / kept)
+        found.append(each)
+    return found
 
 
 # ---- by collective -------------------------------------------------------------------------------

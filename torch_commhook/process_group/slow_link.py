@@ -55,9 +55,9 @@ class SlowLink:
             self.advance(self._events[0][0])
 
     def carry(self, when: float, nbytes: float) -> float:
-        """Send so many bytes behind those that were sent before; when they have arrived."""
+        """Send so many bytes behind those that were sent before; when the last one leaves."""
         self.is_free = max(when, self.is_free) + nbytes * 8 / self.bandwidth
-        return self.is_free + self.latency
+        return self.is_free
 
 
 class GlooGroup:
@@ -122,6 +122,7 @@ class _Collective:
             self._link.at(when, self._done)
             return
         self._part = self._parts.popleft()
+        self._latency = self._part.latencies * self._link.latency
         self._begun = self._ended = 0
         for _ in range(min(self._part.at_once, self._part.count)):
             self._request(when)
@@ -133,10 +134,11 @@ class _Collective:
             return
         # Two ranks have one connection, on which a request is behind what this rank sends.
         leaves = max(when, self._link.is_free) if self._group.ranks == 2 else when
-        self._link.at(leaves + self._link.latency, self._send)
+        self._link.at(leaves + self._latency, self._send)
 
     def _send(self, when: float) -> None:
-        self._link.at(self._link.carry(when, self._part.nbytes), self._arrive)
+        leaves = self._link.carry(when, self._part.nbytes)
+        self._link.at(leaves + self._latency, self._arrive)
 
     def _arrive(self, when: float) -> None:
         self._ended += 1
