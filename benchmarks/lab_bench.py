@@ -41,6 +41,12 @@ def format_link(rate: int, delay: float | None) -> str:
     return format_rate(rate) + ("" if delay is None else f" and {delay * 1e3:g} ms")
 
 
+def parse_link(text: str) -> tuple[int, float | None]:
+    """Rate and delay of what :func:`format_link` has written."""
+    rate, _, delay = text.partition(" and ")
+    return parse_rate(rate), float(delay.removesuffix(" ms")) / 1e3 if delay else None
+
+
 def use_one_thread(options: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
     """Refuse other devices and threads than a rank has."""
     if parsed.device != "cpu" or parsed.threads not in ([1], [1, 2]):

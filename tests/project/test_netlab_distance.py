@@ -88,7 +88,7 @@ def _lines(hosts: Lab, program: str, *arguments: str) -> list[str]:
 _PING = """
 import os, socket, struct, sys, time
 rank, size, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(sys.argv[1])
-address = "10.77.0." + str((rank + 1) % size + 1)
+address = sys.argv[2] + str((rank + 1) % size + 1)
 with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as pinging:
     pinging.settimeout(10)
     for number in range(-1, count):  # the first also asks for the other's Ethernet address
@@ -112,10 +112,21 @@ def test_a_round_trip_takes_twice_the_delay(hosts: int) -> None:
     with Lab(hosts, "1gbit", delay=DELAY) as far:
         for delay in (DELAY, DELAY / 4):
             far.set_delay(delay)
-            found = [float(line) for line in _lines(far, _PING, "9")]
+            found = [float(line) for line in _lines(far, _PING, "9", "10.77.0.")]
             assert len(found) == 9 * hosts
             assert min(found) >= 2 * delay
             assert statistics.median(found) < 1.05 * 2 * delay
+    assert _left() == set()
+
+
+@needs_namespaces
+def test_a_second_network_is_near() -> None:
+    with Lab(3, "1mbit", delay=1.0) as far:
+        assert far.add_near_network() == "eth1"
+        found = [float(line) for line in _lines(far, _PING, "5", "10.78.0.")]
+        assert len(found) == 15
+        assert statistics.median(found) < 0.5
+        assert all(link.sent < 1000 for link in far.link_bytes())
     assert _left() == set()
 
 
