@@ -141,6 +141,17 @@ def test_round_trips_of_one_bucket_hide_behind_the_backward_of_the_next() -> Non
     assert apart.round_trips == pytest.approx(3 / 10)
 
 
+def test_large_messages_of_few_ranks_are_exchanged() -> None:
+    """Over Gloo these take no thread, so that a step takes a round trip for each stage."""
+    few, many = (
+        replace(measure(["blockwise()"], elements=30_000_000, world_size=ranks)[0], agreement=())
+        for ranks in (4, 5)
+    )
+    buckets = [1] * 10
+    costs = plan([few, many], bits_per_second=1e9, buckets=buckets)
+    assert [cost.round_trips for cost in costs] == [2, 1 + 5 * 4]
+
+
 def test_many_buckets_and_ranks_are_planned_in_few_messages() -> None:
     found = replace(measure(["allreduce()"], elements=10_000, world_size=2)[0], compute_seconds=0.0)
     many = tuple(

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from torch_commhook.process_group.gloo_messages import (
+    EXCHANGE,
     Messages,
     Traffic,
     has_a_thread,
@@ -69,6 +70,7 @@ def elapsed(
         ("all_gather_single", {2: 1, 3: 2, 4: 3, 8: 7}),
         ("allgather", {2: 1, 4: 3}),
         ("all_to_all_single", {2: 1, 4: 1, 8: 1}),
+        (EXCHANGE, {2: 1, 4: 1}),
         ("alltoall", {2: 1, 8: 1}),
         ("broadcast", {2: 1, 3: 1.5, 4: 1.5, 8: 2}),
         ("gather", {2: 1, 4: 1}),
@@ -123,7 +125,8 @@ def test_as_many_collectives_at_once_as_threads(threads: int, round_trips: int) 
 
 
 def test_messages_between_two_ranks_take_no_thread() -> None:
-    assert elapsed([[call("send", 4)]] * 25, threads=1) == 1
+    for operation in ("send", EXCHANGE):
+        assert elapsed([[call(operation, 4)]] * 25, threads=1) == 1
 
 
 @pytest.mark.parametrize("operation", ["allreduce", "all_gather_single", "all_to_all_single"])

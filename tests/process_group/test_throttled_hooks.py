@@ -6,15 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from ddp_steps import backward_step, equal, small_model
 from rank_pool import RankPool
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import torch_commhook
 from torch_commhook.cli.hook_expression import parse_hook
 from torch_commhook.collectives.gloo_groups import group_threads, second_group
 from torch_commhook.process_group import ThrottledProcessGroup, register, throttled
-from torch_commhook.process_group.gloo_messages import Traffic
+from torch_commhook.process_group.gloo_messages import EXCHANGE, Traffic
 from torch_commhook.process_group.slow_link import GlooGroup
 
 STEPS = 3
@@ -81,6 +83,31 @@ def test_stages_have_groups_of_their_own_on_one_link(
         # And last the ranks agree.
         firsts_issued = [each for each, second in issued if not second]
         assert firsts_issued == [*(firsts * len(buckets)), "allreduce"]
+
+
+def _large_step(rank: int) -> tuple[bool, list[str]]:
+    parent = dist.new_group()
+    group = ThrottledProcessGroup(parent, bandwidth=1e12, latency=1e-5)
+    link = _Noting()
+    group._use(link)
+    register(group, "throttled")
+    gradients = []
+    for process_group in (group, parent):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(600, 600, bias=False)
+        model = DDP(layer, process_group=process_group)
+        handle = torch_commhook.attach(model, parse_hook("blockwise()"))
+        model(torch.randn(4, 600, generator=torch.Generator().manual_seed(rank))).sum().backward()
+        gradients.append(layer.weight.grad)
+        handle.remove()
+    return torch.equal(*gradients), [operation for _, operation in link.issued[-3:]]
+
+
+def test_large_messages_are_exchanged(two_ranks: RankPool) -> None:
+    """As over Gloo, which has a thread for none of them."""
+    for same, issued in two_ranks.run(_large_step):
+        assert same
+        assert issued == [EXCHANGE, EXCHANGE, "allreduce"]
 
 
 def _no_cycle(rank: int) -> bool:

@@ -6,6 +6,7 @@ The model is that of :class:`torch_commhook.process_group.ThrottledProcessGroup`
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -64,12 +65,32 @@ def through_seconds(
         issue(when, parts, lambda done: go_on(done, rest, before | {name}))
 
     for when, share in zip(ready, shares, strict=True):
-        chain = [each.scaled(share) for each in issued]
+        chain = _with_exchanges([each.scaled(share) for each in issued])
         link.at(when, lambda now, chain=chain: go_on(now, chain, frozenset()))  # type: ignore[misc]
     link.finish()
     link.at(end, lambda now: go_on(now, list(agreement), frozenset()))
     link.finish()
     return end
+
+
+def _with_exchanges(chain: list[Issued]) -> list[Issued]:
+    """The calls as they are over Gloo, where stages of few ranks with large messages are exchanges.
+
+    A simulated group has no exchanges: a hook's stages are then an all-to-all and an all-gather.
+    """
+    from torch_commhook.collectives.exchange import suits
+    from torch_commhook.process_group.gloo_messages import EXCHANGE
+
+    if not chain or chain[0].traffic.operation != "all_to_all_single":
+        return chain
+    found = []
+    for each in chain:
+        traffic = each.traffic
+        is_stage = traffic.operation in ("all_to_all_single", "all_gather_single")
+        if is_stage and suits(traffic.ranks, traffic.carried / max(1, traffic.ranks - 1)):
+            each = replace(each, traffic=replace(traffic, operation=EXCHANGE))
+        found.append(each)
+    return found
 
 
 def round_trips(issued: Sequence[Issued], agreement: Sequence[Issued], buckets: int) -> float:

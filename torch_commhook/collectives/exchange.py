@@ -9,6 +9,7 @@ for them at once. Among many ranks other connections fill the gaps.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,17 @@ def pays(group: dist.ProcessGroup, longest: int) -> bool:
 
     The same on all ranks if they all ask for the same.
     """
-    return longest > _LEAST_BYTES and 1 < group.size() <= _MOST_RANKS and is_gloo(group)
+    return suits(group.size(), longest) and (is_gloo(group) or _has_own(group))
+
+
+def suits(ranks: int, longest: float) -> bool:
+    """Whether :func:`exchange` is faster among so many ranks, over Gloo."""
+    return longest > _LEAST_BYTES and 1 < ranks <= _MOST_RANKS
+
+
+def _has_own(group: dist.ProcessGroup) -> bool:
+    """Whether a group around one of Gloo's has exchanges of its own."""
+    return getattr(group, "_commhook_exchanges", False)
 
 
 def exchange(
@@ -40,6 +51,10 @@ def exchange(
         result: what the Future is to hold.
         group: the process group. All ranks issue the same exchanges on it, in the same order.
     """
+    if _has_own(group):
+        own: Any = group
+        future: torch.futures.Future[Tensor] = own._commhook_exchange(inputs, outputs, result)
+        return future
     rank = group.rank()
     outputs[rank].copy_(inputs[rank])
     return sent(lambda: exchanges_of(group).start(list(inputs), list(outputs), result))

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from torch_commhook.metrics import tensor_bytes
 from torch_commhook.process_group.operations import Call
 
+#: The operation of :func:`torch_commhook.collectives.exchange.exchange`.
+EXCHANGE = "exchange"
 #: Of Gloo's all-reduce and reduce, whose messages are no larger.
 _MOST_SEGMENT_BYTES = 1 << 20
 
@@ -50,6 +52,7 @@ class Messages:
         at_once: so many are under way: each one waits for the one so many places before it.
         is_requested: whether the receiver asks for each when the collective comes to it, which
             takes the latency once more. Others have been asked for before.
+        shares_connection: whether between two ranks requests are behind the rank's own messages.
         latencies: that each takes: 1, or more where one stands for several (:func:`merged`).
     """
 
@@ -57,6 +60,7 @@ class Messages:
     nbytes: float
     at_once: int = 1
     is_requested: bool = True
+    shares_connection: bool = True
     latencies: float = 1.0
 
 
@@ -94,7 +98,10 @@ def messages_of(traffic: Traffic) -> list[Messages]:
 
 def has_a_thread(traffic: Traffic) -> bool:
     """Whether the operation takes one of the threads of its group, of which there are few."""
-    return traffic.operation not in ("send", "recv", "recv_anysource", "monitored_barrier")
+    return traffic.operation not in _WITHOUT_THREAD
+
+
+_WITHOUT_THREAD = ("send", "recv", "recv_anysource", "monitored_barrier", EXCHANGE)
 
 
 def latencies(parts: Sequence[Messages]) -> float:
@@ -154,6 +161,10 @@ def _to_each_other(traffic: Traffic) -> list[Messages]:
     return [Messages(others, traffic.carried / others, at_once=others)]
 
 
+def _exchange(traffic: Traffic) -> list[Messages]:
+    return [replace(each, shares_connection=False) for each in _to_each_other(traffic)]
+
+
 def _broadcast(traffic: Traffic) -> list[Messages]:
     # Down a tree, in which all but the root have asked when the message comes.
     depth = math.ceil(math.log2(traffic.ranks))
@@ -196,6 +207,7 @@ _PARTS: dict[str, Callable[[Traffic], list[Messages]]] = {
     "alltoall": _to_each_other,
     "barrier": _barrier,
     "broadcast": _broadcast,
+    EXCHANGE: _exchange,
     "gather": _with_root,
     "gather_single": _with_root,
     "monitored_barrier": _monitored_barrier,

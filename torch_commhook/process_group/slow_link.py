@@ -132,8 +132,9 @@ class _Collective:
         if not self._part.is_requested:
             self._link.at(when, self._send)
             return
-        # Two ranks have one connection, on which a request is behind what this rank sends.
-        leaves = max(when, self._link.is_free) if self._group.ranks == 2 else when
+        leaves = when
+        if self._part.shares_connection and self._group.ranks == 2:
+            leaves = max(when, self._link.is_free)
         self._link.at(leaves + self._latency, self._send)
 
     def _send(self, when: float) -> None:

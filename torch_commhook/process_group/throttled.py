@@ -5,21 +5,25 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torch_commhook import _C
+from torch_commhook.collectives.exchange import exchange
 from torch_commhook.collectives.gloo_groups import (
     group_threads,
     is_gloo,
     provide_second_group,
     second_group,
 )
+from torch_commhook.metrics import tensor_bytes
 from torch_commhook.process_group.completion import on_completion
 from torch_commhook.process_group.gloo_messages import (
+    EXCHANGE,
     Traffic,
     has_a_thread,
     messages_of,
@@ -136,6 +140,7 @@ class ThrottledProcessGroup(WrapperProcessGroup):
         if is_gloo(parent):
             # As for the parent itself; see StepGroup.
             self._commhook_agrees = self._commhook_shares_used = True
+            self._commhook_exchanges = True
             provide_second_group(self, _second_of(weakref.ref(self)))
 
     def _use(self, link: _ClockedLink) -> None:
@@ -156,6 +161,18 @@ class ThrottledProcessGroup(WrapperProcessGroup):
             throttled.wait()
             return work
         return throttled
+
+    def _commhook_exchange(
+        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], result: Tensor
+    ) -> torch.futures.Future[Tensor]:
+        """The parent's; see :func:`torch_commhook.collectives.exchange.exchange`."""
+        rank, ranks = self.rank(), self.size()
+        nbytes = sum(tensor_bytes(tensor) for tensor in inputs)
+        carried = nbytes - tensor_bytes(inputs[rank])
+        throttled = _ThrottledWork(self, Traffic(EXCHANGE, ranks, nbytes, carried))
+        work: Any = _C.as_work(exchange(inputs, outputs, result, self.parent))
+        throttled.follow(work, [result])
+        return throttled.get_future()
 
 
 def _second_of(
