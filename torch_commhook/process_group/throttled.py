@@ -56,6 +56,7 @@ class _ClockedLink:
     ) -> None:
         """Have ``done()`` called once a link has carried what was ready at a time, in seconds."""
         with self._lock:
+            group.ranks = traffic.ranks  # which change in groups like torchft's
             start = max(when, self.link.now)
             self.link.advance(start)
             issue = group.issue if has_a_thread(traffic) else group.send
@@ -71,7 +72,10 @@ class _ClockedLink:
                 self._wakes = due
                 _TIMERS.call_at(due, self._wake)
         for each in ended:  # may issue more
-            each()
+            try:
+                each()
+            except Exception as error:  # others wait for the rest
+                _C.report_unraisable(error, each)
 
     def _wake(self) -> None:
         with self._lock:
