@@ -64,10 +64,10 @@ def test_maps_travel_only_where_each_rank_left_some_unused(two_ranks: RankPool) 
 @pytest.mark.parametrize("size", range(2, 70))
 def test_each_rank_hears_of_all(size: int) -> None:
     heard = [{rank} for rank in range(size)]
-    for distances in step_end._rounds(size):
+    for distances in step_end.rounds_of(size):
         before = [set(each) for each in heard]
         for rank in range(size):
             for distance in distances:
                 heard[rank] |= before[(rank - distance) % size]
     assert all(each == set(range(size)) for each in heard)
-    assert len(step_end._rounds(size)) == (1 if size <= 16 else (size - 1).bit_length())
+    assert len(step_end.rounds_of(size)) == (1 if size <= 16 else (size - 1).bit_length())

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_commhook.collectives.exchange import Place, exchanges
+from torch_commhook.collectives.exchange import exchanges, place_in
 from torch_commhook.collectives.futures import set_error, set_outcome
 from torch_commhook.collectives.sum_rows import sum_rows
 from torch_commhook.metrics import tensor_bytes
@@ -18,7 +18,7 @@ from torch_commhook.spans import continued
 #: Bytes that a rank gets at once. From more on, a rank adds up a shard, and sends that to all.
 _MOST_GATHERED = 64 * 1024
 #: Bytes of a tensor from which on a ring's hops are worth its even load.
-_MOST_SUMMED = 4 << 20
+MOST_SUMMED = 4 << 20
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -28,20 +28,20 @@ def sums_directly(tensor: Tensor, group: dist.ProcessGroup) -> bool:
         tensor.device.type == "cpu"
         and tensor.layout == torch.strided
         and tensor.dtype in _DTYPES
-        and 0 < tensor_bytes(tensor) <= _MOST_SUMMED
+        and 0 < tensor_bytes(tensor) <= MOST_SUMMED
         and exchanges(group)
     )
 
 
-def is_gathered(tensor: Tensor, ranks: int) -> bool:
-    """Whether each rank gets the whole tensors of all."""
-    return ranks == 2 or (ranks - 1) * tensor_bytes(tensor) <= _MOST_GATHERED
+def is_gathered(nbytes: float, ranks: int) -> bool:
+    """Whether each rank gets the whole tensors of all, of so many bytes each."""
+    return ranks == 2 or (ranks - 1) * nbytes <= _MOST_GATHERED
 
 
 def direct_bytes(tensor: Tensor, rank: int, ranks: int) -> tuple[int, int]:
     """What a rank sends and gets in :func:`start_sum`."""
     nbytes = tensor_bytes(tensor)
-    if is_gathered(tensor, ranks):
+    if is_gathered(nbytes, ranks):
         return nbytes * (ranks - 1), nbytes * (ranks - 1)
     own = tensor.element_size() * _shards(tensor.numel(), ranks)[rank]
     exchanged = nbytes - own + own * (ranks - 1)
@@ -58,9 +58,9 @@ def start_sum(tensor: Tensor, group: dist.ProcessGroup) -> torch.futures.Future[
     Returns:
         A Future of the same tensor.
     """
-    ranks, rank, place = group.size(), group.rank(), Place(group)
+    ranks, rank, place = group.size(), group.rank(), place_in(group)
     flat = tensor.detach().view(-1)
-    if is_gathered(tensor, ranks):
+    if is_gathered(tensor_bytes(tensor), ranks):
         rows = torch.empty((ranks, flat.numel()), dtype=flat.dtype)
         message = flat.view(torch.uint8)
         gathered = place.exchange(0, [message] * ranks, list(rows.view(torch.uint8)), rows)

@@ -13,6 +13,7 @@ their receivers ask for them at once. Among many ranks other connections fill th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,11 +31,16 @@ _FEW_RANKS = 4
 
 def exchanges(group: dist.ProcessGroup) -> bool:
     """Whether a group's ranks exchange messages on the CPU. The same on all of them."""
-    return 1 < group.size() <= MOST_RANKS and is_or_was_gloo(group)
+    return 1 < group.size() <= MOST_RANKS and (is_or_was_gloo(group) or has_places(group))
 
 
 # Compilers take the result for a constant.
 exchanges._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def has_places(group: dist.ProcessGroup) -> bool:
+    """Whether a group stands around one of Gloo's, and has exchanges over that."""
+    return getattr(group, "_commhook_has_places", False)
 
 
 def takes_turns(group: dist.ProcessGroup, longest: int) -> bool:
@@ -81,6 +87,20 @@ class Place:
         )
 
 
+def place_in(group: dist.ProcessGroup) -> Place:
+    """The next place in the order of a group's exchanges."""
+    if not has_places(group):
+        return Place(group)
+    around: Any = group
+    place: Place = around._commhook_place()
+    return place
+
+
+def prepare_exchanges(group: dist.ProcessGroup) -> None:
+    """Make a group's exchanges, on a thread that may hold the group."""
+    exchanges_of(getattr(group, "parent", group) if has_places(group) else group)
+
+
 def exchange(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor], result: Tensor, group: dist.ProcessGroup
 ) -> torch.futures.Future[Tensor]:
@@ -88,4 +108,4 @@ def exchange(
 
     All ranks issue the same exchanges on a group, in the same order.
     """
-    return Place(group).exchange(0, inputs, outputs, result)
+    return place_in(group).exchange(0, inputs, outputs, result)

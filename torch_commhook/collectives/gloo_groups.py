@@ -79,6 +79,20 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device = _CPU) -> time
     return distributed_c10d.default_pg_timeout
 
 
+def group_threads(group: dist.ProcessGroup) -> int:
+    """How many collectives a Gloo group runs at once; for groups of other kinds, of a new one.
+
+    Those of :func:`make_group` run ``gloo_backend.MOST_UNDER_WAY``.
+    """
+    if not dist.is_gloo_available():
+        return 2
+    backend: Any = dist.ProcessGroupGloo
+    options: Any = backend._Options()
+    if is_gloo(group):
+        options = group._get_backend(_CPU).options
+    return int(options._threads)
+
+
 def group_store(group: dist.ProcessGroup) -> dist.Store | None:
     """The store through which a group's ranks have met; None where nobody knows."""
     entry = distributed_c10d._world.pg_map.get(group)

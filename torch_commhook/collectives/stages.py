@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_commhook.collectives.exchange import prepare_exchanges
 from torch_commhook.collectives.futures import TracedStages, set_error, set_outcome, then_beside
-from torch_commhook.collectives.gloo_groups import exchanges_of, second_group
+from torch_commhook.collectives.gloo_groups import second_group
 from torch_commhook.collectives.pipeline import SecondStages, current_second_stages
 from torch_commhook.collectives.streams import current_place
 from torch_commhook.collectives.turns import turns_of
@@ -61,7 +62,7 @@ def two_stages(
     if not is_traced and device.type == "cpu" and group.size() > 1:
         own_group = second_group(group)
         if own_group is not None:
-            exchanges_of(own_group)  # here, on a thread that may hold the first group
+            prepare_exchanges(own_group)  # here, on a thread that may hold the first group
     first = issue_first()
     note_collective(*second_bytes)  # here, since it may be issued where nobody counts
 

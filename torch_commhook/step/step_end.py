@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_commhook.collectives.exchange import exchange, exchanges
+from torch_commhook.collectives.exchange import exchange, exchanges, has_places
 
 #: From so many ranks on, a message to each of the others takes longer than several round trips.
 _MOST_AT_ONCE = 16
@@ -54,7 +54,11 @@ def wait_for_all(group: dist.ProcessGroup) -> None:
 def _any_rank(group: dist.ProcessGroup, flag: bool) -> bool:
     """Whether a flag is set on any rank."""
     rank, size = group.rank(), group.size()
-    for distances in _rounds(size):
+    if has_places(group) and exchanges(group):
+        flags = torch.empty(size, 1, dtype=torch.uint8)
+        own = torch.tensor([flag], dtype=torch.uint8)
+        return bool(exchange([own] * size, list(flags), flags, group).wait().any())
+    for distances in rounds_of(size):
         own = torch.tensor([flag], dtype=torch.uint8)
         others = torch.zeros(len(distances), 1, dtype=torch.uint8)
         works = [
@@ -68,7 +72,7 @@ def _any_rank(group: dist.ProcessGroup, flag: bool) -> bool:
     return flag
 
 
-def _rounds(size: int) -> list[list[int]]:
+def rounds_of(size: int) -> list[list[int]]:
     """The ranks that a rank tells in each round, by their distance from it."""
     if size <= _MOST_AT_ONCE:
         return [list(range(1, size))]

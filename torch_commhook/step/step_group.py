@@ -108,6 +108,8 @@ class StepGroup:
         self.group = self.parent
         # Compilers must not ask the parent.
         self.shares_used = self.recovers or hasattr(self.parent, "_commhook_shares_used")
+        #: Whether ranks agree on each step.
+        self._agrees = self.recovers or hasattr(self.parent, "_commhook_agrees")
         self._own: list[ConnectedGroup] = []
         self._stand_ins: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
             weakref.WeakKeyDictionary()
@@ -247,7 +249,7 @@ class StepGroup:
 
     def end(self) -> None:
         """End a step that went well on this rank; wait for the others where that finds failures."""
-        if self.recovers and self.size > 1:
+        if self._agrees and self.size > 1:
             self._agree(lambda: wait_for_all(self.group))
         self._open = False
 
@@ -261,7 +263,7 @@ class StepGroup:
         Raises:
             PeerError: it did not, on another rank.
         """
-        if self.size > 1 and self.recovers:
+        if self.size > 1 and self._agrees:
             self._agree(lambda: agree_on_used(self.group, used))
         elif self.size > 1 and self.shares_used:
             options = dist.AllreduceOptions()
@@ -274,6 +276,8 @@ class StepGroup:
         try:
             agree()
         except RuntimeError as error:
+            if not self.recovers:
+                raise
             if _is_lost(error):
                 raise self._fail_with_lost(error) from error
             explained = self.explain(error)
