@@ -309,6 +309,13 @@ def exchanges_of(group: dist.ProcessGroup) -> _C.Exchanges:
     return found[0]
 
 
+def finish_exchanges(group: dist.ProcessGroup) -> None:
+    """Wait until none is under way on a group, as Gloo's own end waits for its collectives."""
+    found = _exchanges.get(group)
+    if found is not None:
+        found[0].finish()
+
+
 def stop_exchanges(group: dist.ProcessGroup) -> None:
     """Let those that are under way on a group fail; new connections have others."""
     found = _exchanges.pop(group, None)

@@ -13,6 +13,7 @@ from torch_commhook.collectives.gloo_backend import gloo_backend
 from torch_commhook.collectives.gloo_groups import (
     close_connections,
     destroy_group,
+    finish_exchanges,
     group_timeout,
     make_group,
 )
@@ -67,6 +68,8 @@ class ConnectedGroup:
 
 def destroy_all(groups: Sequence[ConnectedGroup]) -> None:
     """Give groups up."""
+    for each in groups:  # all before the first goes, whose connections the next one's take
+        finish_exchanges(each.group)
     for each in groups:
         destroy_group(each.group)
 

@@ -278,6 +278,7 @@ void Exchanges::run(Lane& lane) {
       failed_.push_back(std::move(works));
     }
     --exchange->missing;
+    lane.is_telling = true;
     const bool ends = !exchange->ended && (error || exchange->missing == 0);
     exchange->ended = exchange->ended || ends;
     lock.unlock();
@@ -289,6 +290,8 @@ void Exchanges::run(Lane& lane) {
     }
     exchange.reset();
     lock.lock();
+    lane.is_telling = false;
+    ended_.notify_all();
   }
   lane.runner = {};
   ended_.notify_all();
@@ -307,6 +310,19 @@ std::exception_ptr Exchanges::named(const Lane& lane, const std::exception_ptr& 
   } catch (...) {
     return error;
   }
+}
+
+void Exchanges::finish() {
+  if (is_runner) {
+    return;
+  }
+  std::unique_lock lock(mutex_);
+  const bool is_issuer = issuer_ == std::this_thread::get_id();
+  ended_.wait(lock, [&] {
+    return (is_issuer || issuer_ == std::thread::id()) && issuing_ == 0 &&
+           std::all_of(lanes_.begin(), lanes_.end(),
+                       [](const Lane& lane) { return lane.under_way.empty() && !lane.is_telling; });
+  });
 }
 
 void Exchanges::stop() {

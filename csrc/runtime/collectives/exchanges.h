@@ -47,6 +47,10 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // started meanwhile, and all ranks call it between the same two.
   void use_down(const Group& down);
 
+  // Returns when none is under way. At once on a thread that waits for messages, which would wait
+  // for itself. Called without the GIL.
+  void finish();
+
   // Lets those under way fail, and all that come later. Returns when none is under way and nobody
   // runs what waits for one, but for the caller. Called without the GIL.
   void stop();
@@ -71,7 +75,8 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // What goes to one other rank and comes from it.
   struct Lane {
     std::deque<std::pair<Works, std::shared_ptr<Exchange>>> under_way;
-    std::thread::id runner;  // that waits for them; none before the first
+    std::thread::id runner;   // that waits for them; none before the first
+    bool is_telling = false;  // runs what waits for one
     std::condition_variable added;
     // A message that never comes. Of one that is halfway there Gloo says nothing when the
     // connection is lost, of one that has not begun it does.
