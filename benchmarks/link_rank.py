@@ -169,7 +169,7 @@ def carried() -> int:
     raise RuntimeError(f"link_rank: there is no interface {_INTERFACE}; bench_link starts this")
 
 
-def _set_link(number: int, folder: Path) -> None:
+def set_link(number: int, folder: Path) -> None:
     """Have the links changed by the process that has made them."""
     dist.barrier()
     if dist.get_rank() == 0:
@@ -212,12 +212,12 @@ def measure(plan: Plan, place: Place, folder: Path) -> list[dict[str, Figures]]:
             break
         shuffle(order)
         for job in order:
-            _set_link(WARM_UP, folder)
+            set_link(WARM_UP, folder)
             subject = _Subject(job, config, world, data)
             for _ in range(plan.warm_up):
                 subject.step()
             for number in range(plan.links):
-                _set_link(number, folder)
+                set_link(number, folder)
                 for _ in range(_STEPS_ON_LINK):
                     subject.step()
                 subject.measure(plan.steps, results[number][job])

@@ -61,14 +61,14 @@ def start_sum(tensor: Tensor, group: dist.ProcessGroup) -> torch.futures.Future[
     ranks, rank, place = group.size(), group.rank(), place_in(group)
     flat = tensor.detach().view(-1)
     if is_gathered(tensor_bytes(tensor), ranks):
-        rows = torch.empty((ranks, flat.numel()), dtype=flat.dtype)
+        rows = flat.new_empty((ranks, flat.numel()))
         message = flat.view(torch.uint8)
         gathered = place.exchange(0, [message] * ranks, list(rows.view(torch.uint8)), rows)
         return gathered.then(continued(lambda done: _add_up(done.value(), flat, tensor)))
     shards = flat.split(_shards(flat.numel(), ranks))
     messages = [shard.view(torch.uint8) for shard in shards]
     own = shards[rank]
-    rows = torch.empty((ranks, own.numel()), dtype=flat.dtype)
+    rows = own.new_empty((ranks, own.numel()))
     first = place.exchange(0, messages, list(rows.view(torch.uint8)), rows)
     result: torch.futures.Future[Tensor] = torch.futures.Future()
 

@@ -55,12 +55,12 @@ def _any_rank(group: dist.ProcessGroup, flag: bool) -> bool:
     """Whether a flag is set on any rank."""
     rank, size = group.rank(), group.size()
     if has_places(group) and exchanges(group):
-        flags = torch.empty(size, 1, dtype=torch.uint8)
-        own = torch.tensor([flag], dtype=torch.uint8)
+        own = torch.tensor([flag], dtype=torch.uint8, device="cpu")
+        flags = own.new_empty((size, 1))
         return bool(exchange([own] * size, list(flags), flags, group).wait().any())
     for distances in rounds_of(size):
-        own = torch.tensor([flag], dtype=torch.uint8)
-        others = torch.zeros(len(distances), 1, dtype=torch.uint8)
+        own = torch.tensor([flag], dtype=torch.uint8, device="cpu")
+        others = own.new_zeros((len(distances), 1))
         works = [
             group.recv([other], (rank - distance) % size, _TAG)
             for distance, other in zip(distances, others, strict=True)
