@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_commhook import attach
+from torch_commhook import attach, codecs, hooks
 from torch_commhook.cli.hook_expression import parse_hook
 from torch_commhook.cli.plan import measure, plan
 from torch_commhook.collectives import exchange
@@ -96,16 +97,27 @@ class _WithUnused(nn.Sequential):
         return inputs
 
 
+def _nodes_of_two() -> hooks.Hook:
+    """Of four ranks."""
+    nodes = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    places = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    node, place = divmod(dist.get_rank(), 2)
+    return hooks.hierarchical(
+        codecs.blockwise(), intra_group=nodes[node], inter_group=places[place]
+    )
+
+
 def _step(rank: int, text: str, stages: int, kind: str) -> int:
     torch.manual_seed(0)
+    hook = _nodes_of_two() if text == "hierarchical" else parse_hook(text)
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BUCKETS)]
     model: nn.Module = _WithUnused(*layers) if kind == "unused" else nn.Sequential(*layers)
     capacity = WIDTH * WIDTH * 4 / (1 << 20)
     if kind == "ddp":
         model = DistributedDataParallel(model, bucket_cap_mb=capacity)
-        handle = attach(model, parse_hook(text))
+        handle = attach(model, hook)
     else:
-        handle = attach(model, parse_hook(text), bucket_cap_mb=capacity)
+        handle = attach(model, hook, bucket_cap_mb=capacity)
     inputs = torch.randn(2, WIDTH)
     for _ in range(2):  # buckets are formed anew after the first
         model(inputs).sum().backward()
@@ -133,6 +145,8 @@ def test_messages_of_more_ranks(world_size: int) -> None:
     ranks = RankPool(world_size)
     try:
         check(ranks, list(STAGES))
+        if world_size == 4:  # inside of a node, twice between nodes, and inside again
+            assert ranks.run(_step, "hierarchical", 4, "module") == [4 + 1] * 4
     finally:
         ranks.stop()
 

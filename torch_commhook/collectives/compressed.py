@@ -15,9 +15,9 @@ from torch_commhook.codecs.block_codec import BlockCodec
 from torch_commhook.collectives.compressed_call import CompressedCall
 from torch_commhook.collectives.futures import completed, then_beside
 from torch_commhook.collectives.gloo_groups import group_timeout
-from torch_commhook.collectives.group_place import check_place
+from torch_commhook.collectives.group_place import check_place, group_rank
 from torch_commhook.collectives.message_buffers import MessageBuffers
-from torch_commhook.collectives.plain import all_reduce, resolve_group
+from torch_commhook.collectives.plain import all_reduce, all_reduce_bytes, resolve_group
 from torch_commhook.collectives.stages import on_wire, timed, two_stages
 from torch_commhook.collectives.streams import beside
 from torch_commhook.collectives.sum_arguments import (
@@ -155,6 +155,23 @@ def _floats_of_bytes_fake(message: Tensor) -> Tensor:
 @bytes_of_floats.register_fake
 def _bytes_of_floats_fake(values: Tensor) -> Tensor:
     return values.new_empty(values.numel() * 4, dtype=torch.uint8)
+
+
+def compressed_bytes(codec: Codec, numel: int, group: dist.ProcessGroup) -> tuple[int, int]:
+    """What this rank sends and gets in a sum of ranks that exchange messages."""
+    ranks = group.size()
+    others = ranks - 1
+    if codec.exchange == "all_gather":
+        return codec.nbytes(numel) * others, codec.nbytes(numel) * others
+    if codec.exchange == "all_reduce":
+        return all_reduce_bytes(
+            torch.empty(codec.nbytes(numel) // 4, dtype=torch.float32, device="cpu"), group
+        )
+    sizes = [shard.nbytes for shard in codec.shards(numel, ranks)]
+    own = sizes[group_rank(group)]
+    # Its parts of the first stage, and in the second the sum that it encodes.
+    both = sum(sizes) - own + own * others
+    return both, both
 
 
 class _CompressedSum(CompressedCall):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.collectives.exchange import exchanges, place_in
-from torch_commhook.collectives.futures import set_error, set_outcome
+from torch_commhook.collectives.futures import chained
 from torch_commhook.collectives.sum_rows import sum_rows
 from torch_commhook.metrics import tensor_bytes
 from torch_commhook.spans import continued
@@ -70,20 +70,13 @@ def start_sum(tensor: Tensor, group: dist.ProcessGroup) -> torch.futures.Future[
     own = shards[rank]
     rows = own.new_empty((ranks, own.numel()))
     first = place.exchange(0, messages, list(rows.view(torch.uint8)), rows)
-    result: torch.futures.Future[Tensor] = torch.futures.Future()
 
-    def received(done: torch.futures.Future[Tensor]) -> None:
-        try:
-            _add_up(done.value(), own, own)
-            # What was in the other shards has been sent by now.
-            sums = place.exchange(1, [messages[rank]] * ranks, messages, tensor)
-        except BaseException as error:
-            set_error(result, error)
-            return
-        sums.add_done_callback(lambda done: set_outcome(result, done.value, caught=BaseException))
+    def send_sums(rows: Tensor) -> torch.futures.Future[Tensor]:
+        _add_up(rows, own, own)
+        # What was in the other shards has been sent by now.
+        return place.exchange(1, [messages[rank]] * ranks, messages, tensor)
 
-    first.add_done_callback(continued(received))
-    return result
+    return chained(first, send_sums, lambda done: done)
 
 
 def _add_up(rows: Tensor, out: Tensor, result: Tensor) -> Tensor:
