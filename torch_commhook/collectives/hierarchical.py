@@ -98,10 +98,7 @@ def hierarchical_all_reduce(
     mode = _mode_of_now(is_traced)
 
     def finish(done: torch.futures.Future[Tensor]) -> Tensor:
-        gathered = done.value().view(-1)
-        with mode():
-            bucket_ops.unflatten_into(gathered[:numel], destinations)
-        return destinations[0]
+        return _write(done.value().view(-1)[:numel], destinations, mode)
 
     stream = nullcontext() if is_traced else beside(device, buffers.stream, used)
     in_background = not is_traced and _waits_for_nothing(device, intra_group, inter_group)
@@ -115,6 +112,14 @@ def hierarchical_all_reduce(
             _start_over_nodes(own[: end - begin], arguments, inter_group).wait()
 
         return then_beside(all_gather(own, group=intra_group), finish, device)
+
+
+def _write(
+    sums: Tensor, destinations: list[Tensor], mode: Callable[[], AbstractContextManager[object]]
+) -> Tensor:
+    with mode():
+        bucket_ops.unflatten_into(sums, destinations)
+    return destinations[0]
 
 
 def _checked_groups(
