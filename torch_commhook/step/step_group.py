@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import re
 import weakref
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,7 @@ from torch_commhook.collectives.symmetric import give_up
 from torch_commhook.collectives.turns import renew_turns
 from torch_commhook.step.connected_group import ConnectedGroup, destroy_all
 from torch_commhook.step.rendezvous import Rendezvous
+from torch_commhook.step.step_end import agree_on_used, wait_for_all
 
 
 class PeerError(RuntimeError):
@@ -106,6 +108,8 @@ class StepGroup:
         self.group = self.parent
         # Compilers must not ask the parent.
         self.shares_used = self.recovers or hasattr(self.parent, "_commhook_shares_used")
+        #: Whether ranks agree on each step.
+        self._agrees = self.recovers or hasattr(self.parent, "_commhook_agrees")
         self._own: list[ConnectedGroup] = []
         self._stand_ins: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
             weakref.WeakKeyDictionary()
@@ -245,33 +249,40 @@ class StepGroup:
 
     def end(self) -> None:
         """End a step that went well on this rank; wait for the others where that finds failures."""
-        if self.recovers:
-            self.commit(torch.zeros(1, dtype=torch.uint8, device="cpu"))
+        if self._agrees and self.size > 1:
+            self._agree(lambda: wait_for_all(self.group))
         self._open = False
 
     def commit(self, used: Tensor) -> None:
         """End a step that went well on this rank, and wait until it has on all, where ranks agree.
 
         Args:
-            used: uint8, of the same shape on all ranks. Becomes the maximum over the ranks.
+            used: uint8, flat, of the same shape on all ranks: not 0 for each parameter that this
+                rank has used. Becomes the maximum over the ranks.
 
         Raises:
             PeerError: it did not, on another rank.
         """
-        if self.shares_used and self.size > 1:
-            try:
-                options = dist.AllreduceOptions()
-                options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-                self.group.allreduce([used], options).wait()
-            except RuntimeError as error:
-                if not self.recovers:
-                    raise
-                if _is_lost(error):
-                    raise self._fail_with_lost(error) from error
-                explained = self.explain(error)
-                self.fail(explained)
-                raise explained from error
+        if self.size > 1 and self._agrees:
+            self._agree(lambda: agree_on_used(self.group, used))
+        elif self.size > 1 and self.shares_used:
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+            self.group.allreduce([used], options).wait()
         self._open = False
+
+    def _agree(self, agree: Callable[[], None]) -> None:
+        """Wait for the other ranks over Gloo; raises what the step failed with."""
+        try:
+            agree()
+        except RuntimeError as error:
+            if not self.recovers:
+                raise
+            if _is_lost(error):
+                raise self._fail_with_lost(error) from error
+            explained = self.explain(error)
+            self.fail(explained)
+            raise explained from error
 
     def fail(self, reason: BaseException | str) -> None:
         """Let the other ranks' collectives of this step end, and tell them why.
