@@ -77,7 +77,7 @@ def check_fragment(position: Mapping[str, Any], hook: local_sgd) -> None:
 def checked_means(
     state: Mapping[str, Any], own_key: str, memories: Sequence[BucketMemory]
 ) -> dict[str, Tensor]:
-    """Copies of the mean distances of a fragment whose exchange was under way.
+    """The mean distances of a fragment whose exchange was under way.
 
     Args:
         state: to be loaded.
@@ -92,11 +92,10 @@ def checked_means(
         parameters.update(zip(memory.names or (), memory.parameters, strict=True))
     own = state.get(own_key)
     values = own.get(MEANS) if isinstance(own, dict) else None
-    if not isinstance(values, dict) or values.keys() != parameters.keys():
-        got = f"{len(values)} others" if isinstance(values, dict) else shown(values)
+    if not isinstance(values, dict):
         raise load_error(
-            f"its '{MEANS}' must have the {len(parameters)} parameters of the fragment whose "
-            f"exchange was under way, got {got}"
+            f"its '{MEANS}' must have the mean distances of the fragment whose exchange was under "
+            f"way, by name, got {shown(values)}"
         )
     return {
         name: _checked(values, MEANS, name, each, precise(each.dtype)).to(each.device, copy=True)
@@ -154,17 +153,22 @@ def _checked(
 def own_tensors(
     parameters: Mapping[str, Tensor], means: Mapping[str, Tensor] | None
 ) -> dict[str, dict[str, Tensor]]:
-    """What a state has of this rank's own: parameters, and what has come of an exchange.
+    """Copies of what a state has of this rank's own, which is always the same kinds and names.
 
     Args:
         parameters: by name.
-        means: by name; None where no exchange is under way.
+        means: mean distances that have come of an exchange under way, by name; zeros stand for the
+            others. None for a hook that has no exchanges under way.
     """
-    found = {PARAMETERS: parameters} if means is None else {PARAMETERS: parameters, MEANS: means}
-    return {
-        kind: {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        for kind, tensors in found.items()
-    }
+    own = {PARAMETERS: {name: each.detach().clone() for name, each in parameters.items()}}
+    if means is not None:
+        own[MEANS] = {
+            name: means[name].detach().clone()
+            if name in means
+            else torch.zeros_like(each, dtype=precise(each.dtype), requires_grad=False)
+            for name, each in parameters.items()
+        }
+    return own
 
 
 def missing_from(state: Mapping[str, Any], kind: str, names: Sequence[str]) -> list[str]:

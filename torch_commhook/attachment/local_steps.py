@@ -418,10 +418,11 @@ class LocalSteps:
             self._look_for_anchor()
         memory = self._attached.memory
         state = memory.state_dict()
-        means = None if background is None else background.means
         state[LOCAL_STEPS] = self._position(background)
+        means = (background and background.means) or {}
         # At rest too, so that what a state has is always the same.
-        state[memory.own_key].update(own_tensors(self._by_name(), means))
+        own = own_tensors(self._by_name(), means if self.hook.delay else None)
+        state[memory.own_key].update(own)
         return state
 
     def _position(self, background: BackgroundExchange | None) -> dict[str, Any]:
