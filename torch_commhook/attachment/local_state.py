@@ -163,11 +163,11 @@ def own_tensors(
     own = {PARAMETERS: {name: each.detach().clone() for name, each in parameters.items()}}
     if means is not None:
         own[MEANS] = {
-            name: means[name].detach().clone()
-            if name in means
-            else torch.zeros_like(each, dtype=precise(each.dtype), requires_grad=False)
+            name: torch.zeros_like(each, dtype=precise(each.dtype), requires_grad=False)
             for name, each in parameters.items()
+            if name not in means
         }
+        own[MEANS] |= {name: each.detach().clone() for name, each in means.items()}
     return own
 
 

@@ -135,7 +135,8 @@ class LocalSteps:
 
     def _stop(self) -> None:
         self._is_over = True
-        self._drop_background()
+        if self._background is not None:
+            self._background.leave()
         forget(self)
         self._forward_handle.remove()
         remove_step_counter(self)
@@ -453,7 +454,9 @@ class LocalSteps:
     @torch.no_grad()
     def take_state(self, checked: CheckedState) -> None:
         """Go on from what :meth:`check_state` gave. Writes the parameters."""
-        self._drop_background()
+        if self._background is not None:
+            self._background.leave()
+            self._background = None
         self._replica.drop_copies()
         self._attached.memory.load_state(checked.rest)
         self._road().memory_loaded(checked.rest["buckets"])
@@ -474,13 +477,6 @@ class LocalSteps:
         self._stepped.clear()
         self._loaded.clear()
         self._versions = self._versions_now()
-
-    def _drop_background(self) -> None:
-        """Leave an exchange that is under way: parameters stay where they are."""
-        background, self._background = self._background, None
-        if background is not None:
-            self._round.repeat(background.fragment, background.began_at + background.steps)
-            background.drop()
 
 
 @torch.compiler.disable

@@ -188,11 +188,12 @@ class ParameterExchange:
         """What the hook has put on the wire for each bucket."""
         return [call.traffic for call in self._calls]
 
-    def drain(self) -> None:
-        """Wait for what is in flight, before its buffers go; not for long."""
+    def drain(self) -> bool:
+        """Wait for what is in flight, before its buffers go; not for long. Whether all has come."""
         deadline = time.monotonic() + DRAIN_SECONDS
         for call in self._calls:
             call.drain(deadline)
+        return all(call.future.done() for call in self._calls)
 
     def undo(self) -> None:
         """Let the hook have sent nothing: the same distance is to be sent again."""
@@ -312,23 +313,22 @@ class BackgroundExchange:
         if self._exchange is not None:
             self._exchange.undo()
 
-    def drop(self) -> None:
-        """Leave it, on all ranks: parameters and anchor stay. Waits for what is under way."""
-        exchange, group = self._exchange, self._replica.group
-        if exchange is None or self.failure is not None:
+    def leave(self) -> None:
+        """Have nothing under way any more, on all ranks. What has come stays known.
+
+        Where something does not come soon, the exchange has failed.
+        """
+        exchange, agreed = self._exchange, self._agreed
+        if exchange is None:
             return
-        exchange.drain()
-        if self.means is None and self._has_begun:
-            try:
-                if self._error is not None:
-                    raise self._error
-                if self._agreed is not None and not _C.wait_for(self._agreed, DRAIN_SECONDS):
-                    raise RuntimeError("an exchange was under way when its hook was taken off")
-                self._end()
-            except BaseException as error:
-                group.in_background = False
-                self.failure = group.fail_with(error)
-        exchange.undo()
+        if self.means is None and self.failure is None:
+            is_done = exchange.drain()
+            if is_done and agreed is not None:
+                is_done = _C.wait_for(agreed, DRAIN_SECONDS)
+            if not is_done and self._error is None:
+                self._error = RuntimeError("an exchange was under way when its hook was taken off")
+            self.settle()
+        self._exchange = None
 
 
 def _bucket_of(
