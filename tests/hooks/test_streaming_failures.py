@@ -233,6 +233,46 @@ def test_a_forward_that_is_refused_meanwhile(two_ranks: RankPool) -> None:
     assert two_ranks.run(_parameters_change) == [[""]] * 2
 
 
+def _interrupted(rank: int) -> tuple[list[str], list[Tensor], list[Tensor]]:
+    """Ctrl-C on rank 0 where an exchange ends, after all have told that it went well."""
+    model, handle = attached(local_sgd(2, outer=_OUTER, delay=1, mix=0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    train(model, optimizer, rank, 2)
+    background = handle._attached.local_steps._background
+    exchange = background._exchange
+    inner, calls = exchange.receive, []
+
+    def receive() -> None:
+        calls.append(1)
+        if len(calls) == 1 and rank == 0:
+            background._agreed.wait()
+            raise KeyboardInterrupt
+        inner()
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(exchange, "receive", receive)
+        said = []
+        for step in (2, 3):
+            try:
+                train(model, optimizer, rank, range(step, step + 1))
+                said.append("")
+            except BaseException as error:
+                said.append(type(error).__name__)
+    train(model, optimizer, rank, 1)
+    anchors = handle.state_dict()["shared"]["local_sgd_anchor"]
+    handle.synchronize()
+    found = said, list(anchors.values()), parameters_of(model)
+    handle.remove()
+    return found
+
+
+def test_ctrl_c_where_an_exchange_ends(two_ranks: RankPool) -> None:
+    """The other ranks have it, and so has this one in the end."""
+    first, second = two_ranks.run(_interrupted)
+    assert (first[0], second[0]) == (["KeyboardInterrupt", ""], ["", ""])
+    assert same(first[1], second[1]) and same(first[2], second[2])
+
+
 _ENDS = """
 import os, sys
 import torch, torch.distributed as dist

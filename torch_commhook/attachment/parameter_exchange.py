@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +51,9 @@ class ParameterExchange:
         self._memories: list[BucketMemory] = []
         self._calls: list[HookCall] = []
         self._kept: list[tuple[Tensor, Tensor]] = []
+        self._lock = threading.Lock()
+        self._has_agreed = False
+        self._is_given_up = False
         self.means: list[list[Tensor]] = []
 
     def run(
@@ -146,7 +150,17 @@ class ParameterExchange:
         for call in self._calls:
             checked_result(call.future.value(), call.bucket, call.dtype, call.where)
         flag = torch.zeros(1, dtype=torch.float32, device="cpu")
-        return issue_all_reduce(flag, self._group.group, is_traced=False)
+        with self._lock:
+            if self._is_given_up:
+                raise RuntimeError("the exchange was given up")
+            self._has_agreed = True
+            return issue_all_reduce(flag, self._group.group, is_traced=False)
+
+    def give_up(self) -> bool:
+        """Do not tell the other ranks that all went well. False where this has been done."""
+        with self._lock:
+            self._is_given_up = True
+            return not self._has_agreed
 
     def receive(self) -> None:
         """Wait for the means.
@@ -260,7 +274,11 @@ class BackgroundExchange:
                 raise
 
     def settle(self) -> None:
-        """Wait until it is known how it ends: :attr:`means`, or else :attr:`failure`."""
+        """Wait until it is known how it ends: :attr:`means`, or else :attr:`failure`.
+
+        Raises:
+            KeyboardInterrupt: it came when the other ranks had learnt that all went well.
+        """
         exchange = self._exchange
         if self.means is not None or self.failure is not None or exchange is None:
             return
@@ -270,6 +288,11 @@ class BackgroundExchange:
             exchange.receive()
             self._end()
         except BaseException as error:
+            if self._goes_on(exchange):
+                self._take(exchange)
+                if isinstance(error, Exception):  # it has come all the same
+                    return
+                raise
             exchange.undo()
             group, raised = self._replica.group, error
             if self._has_begun:
@@ -278,9 +301,24 @@ class BackgroundExchange:
             if raised is not error:
                 raised.__cause__ = error
             self.failure = raised
-            return
+        else:
+            self._take(exchange)
+
+    def _take(self, exchange: ParameterExchange) -> None:
         self.traffic = exchange.traffic
         self.means = exchange.means_by_name()
+
+    def _goes_on(self, exchange: ParameterExchange) -> bool:
+        """Whether the other ranks use what has come, so that this rank must not fail alone."""
+        agreed = self._agreed
+        if agreed is None or exchange.give_up() or not _C.wait_for(agreed, DRAIN_SECONDS):
+            return False
+        try:
+            exchange.receive()
+            self._end()
+        except Exception:  # it has failed on another rank
+            return False
+        return True
 
     def _end(self) -> None:
         """End the step, together with the ranks that take part."""
