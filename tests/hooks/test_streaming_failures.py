@@ -12,7 +12,7 @@ import torch
 from layered_net import batch
 from local_training import attached, backward, farthest, net, parameters_of, same, train
 from rank_pool import RankPool
-from streaming_reference import Streaming
+from streaming_reference import Held, Streaming
 from torch import Tensor, nn
 
 from torch_commhook import GradBucket, PeerError, attach, hooks
@@ -155,8 +155,8 @@ def test_a_rank_that_fails_in_the_background(two_ranks: RankPool, saves: bool) -
 
 def _beside(rank: int, fails: bool) -> tuple[list[Tensor], list[str]]:
     """Another model's step fails while an exchange is under way."""
-    flaky = Flaky()
-    hook = local_sgd(4, outer=_OUTER, delay=3, mix=0.5)
+    flaky, held = Flaky(), Held()
+    hook = local_sgd(4, outer=_OUTER, hook=held, delay=3, mix=0.5)
     (model, handle), other = attached(hook), net()
     beside = attach(other, flaky, bucket_cap_mb=0.004)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, 0.5)
@@ -169,6 +169,8 @@ def _beside(rank: int, fails: bool) -> tuple[list[Tensor], list[str]]:
             backward(other, rank, step)
         except (OwnError, PeerError) as error:
             said.append(f"{type(error).__name__} in step {step}")
+        if step == 4:
+            held.release.set()
     found = parameters_of(model), said
     beside.remove()
     handle.synchronize()

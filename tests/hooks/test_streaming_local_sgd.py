@@ -22,11 +22,11 @@ from local_training import (
     train,
 )
 from rank_pool import RankPool
-from streaming_reference import Streaming, trained_as
+from streaming_reference import Held, Streaming, trained_as
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_commhook import GradBucket, attach, hooks
+from torch_commhook import attach, hooks
 from torch_commhook.hooks import local_sgd, outer_sgd
 from torch_commhook.process_group import RecordingProcessGroup
 
@@ -149,6 +149,7 @@ def _recorded(rank: int, fragments: int) -> list[Any]:
         train(model, optimizer, rank, range(step, step + 1))
         sent.append(recording.total.bytes_sent - before)
     stats = handle.stats()
+    assert handle.state_dict()["steps"] == stats.steps
     handle.synchronize()
     handle.remove()
     return [sent, stats.steps, stats.bytes_sent, stats.bytes_sent_last_step]
@@ -163,25 +164,6 @@ def test_a_fragment_travels_at_a_time(two_ranks: RankPool, fragments: int) -> No
         expected = [4 * numel // fragments if n % every == every - 1 else 0 for n in range(13)]
         assert sent == expected
         assert (steps, counted, last) == (2 * fragments, sum(sent), 4 * numel // fragments)
-
-
-class Held(hooks.allreduce):  # type: ignore[name-defined, misc]
-    """Averages, and gives the result when it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.release = threading.Event()
-
-    def average(self, bucket: GradBucket) -> Any:
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        inner = super().average(bucket)
-
-        def give() -> None:
-            self.release.wait(30)
-            future.set_result(inner.wait())
-
-        threading.Thread(target=give, name="held").start()
-        return future
 
 
 def _late(rank: int) -> list[bool]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import torch
 from local_training import attached, net, parameters_of, train
 from torch import Tensor, nn
 
+from torch_commhook import GradBucket, hooks
 from torch_commhook.hooks import outer_sgd
 
 
@@ -91,6 +93,25 @@ class Streaming:
         for model in self.models:
             for parameter, anchor in zip(self._of(model, fragment), anchors, strict=True):
                 parameter.copy_(mix * parameter + (1 - mix) * anchor)
+
+
+class Held(hooks.allreduce):  # type: ignore[name-defined, misc]
+    """Averages, and gives the result when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.release = threading.Event()
+
+    def average(self, bucket: GradBucket) -> Any:
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        inner = super().average(bucket)
+
+        def give() -> None:
+            self.release.wait(30)
+            future.set_result(inner.wait())
+
+        threading.Thread(target=give, name="held").start()
+        return future
 
 
 def trained_as(
