@@ -483,6 +483,7 @@ simulate(hooks.powersgd(), [[torch.eye(30, dtype=torch.complex64)]])
             hooks.local_sgd(4, mix=-0.5)
             hooks.local_sgd(4, mix=math.nan)
             hooks.local_sgd(4, hook=hooks.error_feedback(hooks.sign()), error_reset=True, mix=0.5)
+            hooks.local_sgd(4, hook=hooks.adaptive(1000), fragments=2)
             hooks.clip(1.0, hooks.local_sgd(2))
             hooks.after(3, hooks.local_sgd(2))
             hooks.error_feedback(hooks.local_sgd(2))
@@ -529,6 +530,8 @@ hooks.local_sgd(4, mix=math.nan)
     ValueError: local_sgd: mix must be from 0 to below 1, got nan
 hooks.local_sgd(4, hook=hooks.error_feedback(hooks.sign()), error_reset=True, mix=0.5)
     ValueError: local_sgd: error_reset must be False where there are fragments, delay or mix, got True; error feedback sends what is lost with the fragment's next exchange
+hooks.local_sgd(4, hook=hooks.adaptive(1000), fragments=2)
+    ValueError: local_sgd: with fragments, hook must not be about all of them together, got adaptive(1000)
 hooks.clip(1.0, hooks.local_sgd(2))
     ValueError: clip: hook must bring the ranks together in each step, got local_sgd(2); it can go inside of that, as its hook
 hooks.after(3, hooks.local_sgd(2))

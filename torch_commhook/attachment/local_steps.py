@@ -135,11 +135,11 @@ class LocalSteps:
 
     def _stop(self) -> None:
         self._is_over = True
-        if self._background is not None:
-            self._background.leave()
         forget(self)
         self._forward_handle.remove()
         remove_step_counter(self)
+        if self._background is not None:
+            self._background.leave()
 
     # ---- what a step is --------------------------------------------------------------------------
 

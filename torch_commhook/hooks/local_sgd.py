@@ -122,11 +122,21 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
             the anchor alone: error reset (Xie et al., 2020, arXiv:2007.13221). What is sent late
             is then late for the other ranks only. For hooks that remember what they lose. Ranks
             stay apart by that until :meth:`HookHandle.synchronize`, which sends it uncompressed.
+            Not with the next three.
+        fragments: parts of the model that are exchanged one by one: by repeated layers, fragment p
+            having layers p, p + ``fragments`` and so on; the rest by size (``docs/local_sgd.md``).
+        delay: steps during which an exchange goes on, below ``H / fragments``. 0 waits for it.
+        mix: weight of a rank's own parameters where an exchange ends, from 0 to below 1. With 0 a
+            rank gives up its own steps since the exchange began.
 
     Raises:
-        TypeError: no int, no ``outer_sgd``, no hook of the library, or no bool.
+        TypeError: no int, no ``outer_sgd``, no hook of the library, no bool, or no number.
         ValueError: ``H`` is not positive, or ``hook`` keeps ranks apart itself; with
-            ``error_reset``, it remembers nothing of whole buckets, or has a group of its own.
+            ``error_reset``, it remembers nothing of whole buckets, or has a group of its own, or
+            there are ``fragments``, ``delay`` or ``mix``; with ``fragments``, it settles something
+            for the whole model, as ``adaptive`` does. ``fragments`` is not from 1 to ``H``,
+            ``delay`` not from 0 to below ``H / fragments``, or ``mix`` not from 0 to below 1. From
+            :func:`torch_commhook.attach`: the model has fewer parameters than ``fragments``.
     """
 
     _commhook_traceable = True
@@ -194,6 +204,11 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
             )
         if not 0 <= mix < 1:
             raise ValueError(f"local_sgd: mix must be from 0 to below 1, got {mix}")
+        if fragments > 1 and self.hook.settles_buckets:
+            raise ValueError(
+                "local_sgd: with fragments, hook must not be about all of them together, got "
+                f"{self.hook}"
+            )
         self.fragments = fragments
         self.delay = delay
         self.mix = float(mix)
