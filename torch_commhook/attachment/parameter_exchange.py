@@ -268,10 +268,11 @@ class BackgroundExchange:
             self._has_begun = group.in_background = True
             self._exchange.send(memories)
             self._agreed = self._exchange.agree_later()
-        except BaseException as error:
+        except Exception as error:
             self._error = error
-            if not isinstance(error, Exception):
-                raise
+        except BaseException as error:
+            self._error = _left_by(error)
+            raise
 
     def settle(self) -> None:
         """Wait until it is known how it ends: :attr:`means`, or else :attr:`failure`.
@@ -343,7 +344,7 @@ class BackgroundExchange:
         self.settle()
         failure = self.failure
         if failure is not None and not isinstance(failure, Exception):
-            self.failure = RuntimeError(f"an exchange was left by {type(failure).__name__}")
+            self.failure = _left_by(failure)
             raise failure
 
     def undo(self) -> None:
@@ -367,6 +368,11 @@ class BackgroundExchange:
                 self._error = RuntimeError("an exchange was under way when its hook was taken off")
             self.settle()
         self._exchange = None
+
+
+def _left_by(error: BaseException) -> RuntimeError:
+    """What stands for an error that ends the program, where that goes on."""
+    return RuntimeError(f"an exchange was left by {type(error).__name__}")
 
 
 def _bucket_of(
