@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import re
 import weakref
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -81,6 +82,8 @@ class StepGroup:
         group: what hooks communicate through. After a step that failed its connections are others.
         timeout: how long a collective may take.
         shares_used: whether ranks tell each other at a step's end which parameters they have used.
+        in_background: whether the step that is open goes on beside steps of other groups. Whoever
+            ends it finds what has failed: nobody else lets it fail, and it lets no others fail.
     """
 
     def __init__(self, parent: dist.ProcessGroup | None = None) -> None:
@@ -90,6 +93,7 @@ class StepGroup:
         self.timeout = group_timeout(self.parent)
         self._open = False  # a step has begun and not ended
         self._broken = False
+        self.in_background = False
         self._backward: RunningBackward | None = None  # of the last step
         count = _counts.get(self.parent, 0)
         _counts[self.parent] = count + 1
@@ -259,18 +263,30 @@ class StepGroup:
             PeerError: it did not, on another rank.
         """
         if self.shares_used and self.size > 1:
-            try:
-                options = dist.AllreduceOptions()
-                options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-                self.group.allreduce([used], options).wait()
-            except RuntimeError as error:
-                if not self.recovers:
-                    raise
-                if _is_lost(error):
-                    raise self._fail_with_lost(error) from error
-                explained = self.explain(error)
-                self.fail(explained)
-                raise explained from error
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+            self.end_agreed(lambda: self.group.allreduce([used], options).wait())
+        self._open = False
+
+    def end_agreed(self, wait: Callable[[], object]) -> None:
+        """End a step that went well on this rank, by an agreement of the ranks.
+
+        Args:
+            wait: waits for it.
+
+        Raises:
+            PeerError: it did not go well on another rank.
+        """
+        try:
+            wait()
+        except RuntimeError as error:
+            if not self.recovers:
+                raise
+            if _is_lost(error):
+                raise self._fail_with_lost(error) from error
+            explained = self.explain(error)
+            self.fail(explained)
+            raise explained from error
         self._open = False
 
     def fail(self, reason: BaseException | str) -> None:
@@ -291,13 +307,14 @@ class StepGroup:
         self._fail_all(f"on rank {self._global_rank}: {reason}")
 
     def _fail_all(self, reason: str) -> None:
-        if not self._broken:
+        if not self._broken and not self.in_background:
             self._fail(reason)
             for sibling in self._others():
                 sibling._fail(reason)
 
     def _others(self) -> list[StepGroup]:
-        return [group for group in _siblings.get(self.parent, ()) if group is not self]
+        siblings = _siblings.get(self.parent, ())
+        return [each for each in siblings if each is not self and not each.in_background]
 
     def _fail(self, reason: str) -> None:
         if self._open:
