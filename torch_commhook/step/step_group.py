@@ -83,6 +83,8 @@ class StepGroup:
         group: what hooks communicate through. After a step that failed its connections are others.
         timeout: how long a collective may take.
         shares_used: whether ranks tell each other at a step's end which parameters they have used.
+        in_background: whether the step that is open goes on beside steps of other groups. Whoever
+            ends it finds what has failed: nobody else lets it fail, and it lets no others fail.
     """
 
     def __init__(self, parent: dist.ProcessGroup | None = None) -> None:
@@ -92,6 +94,7 @@ class StepGroup:
         self.timeout = group_timeout(self.parent)
         self._open = False  # a step has begun and not ended
         self._broken = False
+        self.in_background = False
         self._backward: RunningBackward | None = None  # of the last step
         count = _counts.get(self.parent, 0)
         _counts[self.parent] = count + 1
@@ -250,7 +253,7 @@ class StepGroup:
     def end(self) -> None:
         """End a step that went well on this rank; wait for the others where that finds failures."""
         if self._agrees and self.size > 1:
-            self._agree(lambda: wait_for_all(self.group))
+            self.end_agreed(lambda: wait_for_all(self.group))
         self._open = False
 
     def commit(self, used: Tensor) -> None:
@@ -264,15 +267,22 @@ class StepGroup:
             PeerError: it did not, on another rank.
         """
         if self.size > 1 and self._agrees:
-            self._agree(lambda: agree_on_used(self.group, used))
+            self.end_agreed(lambda: agree_on_used(self.group, used))
         elif self.size > 1 and self.shares_used:
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
             self.group.allreduce([used], options).wait()
         self._open = False
 
-    def _agree(self, agree: Callable[[], None]) -> None:
-        """Wait for the other ranks over Gloo; raises what the step failed with."""
+    def end_agreed(self, agree: Callable[[], object]) -> None:
+        """End a step that went well on this rank, by an agreement of the ranks.
+
+        Args:
+            agree: waits for it.
+
+        Raises:
+            PeerError: it did not go well on another rank.
+        """
         try:
             agree()
         except RuntimeError as error:
@@ -283,6 +293,7 @@ class StepGroup:
             explained = self.explain(error)
             self.fail(explained)
             raise explained from error
+        self._open = False
 
     def fail(self, reason: BaseException | str) -> None:
         """Let the other ranks' collectives of this step end, and tell them why.
@@ -302,13 +313,14 @@ class StepGroup:
         self._fail_all(f"on rank {self._global_rank}: {reason}")
 
     def _fail_all(self, reason: str) -> None:
-        if not self._broken:
+        if not self._broken and not self.in_background:
             self._fail(reason)
             for sibling in self._others():
                 sibling._fail(reason)
 
     def _others(self) -> list[StepGroup]:
-        return [group for group in _siblings.get(self.parent, ()) if group is not self]
+        siblings = _siblings.get(self.parent, ())
+        return [each for each in siblings if each is not self and not each.in_background]
 
     def _fail(self, reason: str) -> None:
         if self._open:
