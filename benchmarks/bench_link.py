@@ -1,4 +1,4 @@
-"""What a step of training takes over links of given rates, with each hook.
+"""What a step of training takes over links of given rates and delays, with each hook.
 
 ``python benchmarks/bench_link.py --help`` shows the options; see benchmarks/README.md.
 """
@@ -14,10 +14,18 @@ from pathlib import Path
 import torch
 from bench_loss import PHASES
 from harness import MIN_ROUNDS, Against, Job, Report, Samples, parse, parser
-from lab_bench import congestion_control, finish_run, rate_argument, run_ranks, use_one_thread
-from link_rank import ALONE, PYTORCH, RATE, Plan
+from lab_bench import (
+    congestion_control,
+    delay_argument,
+    finish_run,
+    format_link,
+    rate_argument,
+    run_ranks,
+    use_one_thread,
+)
+from link_rank import ALONE, LINK, PYTORCH, WARM_UP, Plan, link_file
 from machine import FOLDER
-from netlab import Lab, format_rate, parse_rate
+from netlab import Lab, parse_rate
 from netlab.ranks import print_line
 
 from torch_commhook.cli.hook_expression import NO_HOOK, HookExpressionError, check_hook
@@ -49,26 +57,41 @@ WARM_UP_RATE = "10gbit"
 PICTURE = FOLDER.parent / "docs" / "images" / "link.png"
 
 
-def measure(plan: Plan, options: argparse.Namespace) -> dict[int, dict[str, Samples]]:
-    """Run the ranks; rate to job to its samples.
+#: Bits per second, and seconds each way; None for no delay.
+Link = tuple[int, float | None]
+
+
+def links_of(options: argparse.Namespace) -> list[Link]:
+    """The links of the tables, in order."""
+    return [(rate, delay) for rate in options.rates for delay in options.delay or [None]]
+
+
+def measure(plan: Plan, options: argparse.Namespace) -> dict[Link, dict[str, Samples]]:
+    """Run the ranks; link to job to its samples.
 
     Raises:
         LabError: there can be no hosts here, or a rank has failed, which has said why.
     """
-    with tempfile.TemporaryDirectory() as name, Lab(HOSTS, WARM_UP_RATE) as lab:
+    links = links_of(options)
+    least = None if links[0][1] is None else 0.0
+    with tempfile.TemporaryDirectory() as name, Lab(HOSTS, WARM_UP_RATE, delay=least) as lab:
         folder = Path(name)
 
         def take(rank: int, is_error: bool, line: bytes) -> None:
-            if rank == 0 and line.startswith(RATE):
-                lab.set_rate(int(line.removeprefix(RATE)))
-                (folder / str(lab.rate)).touch()
+            if rank == 0 and line.startswith(LINK):
+                number = int(line.removeprefix(LINK))
+                rate, delay = (WARM_UP_RATE, least) if number == WARM_UP else links[number]
+                lab.set_rate(rate)
+                if delay is not None:
+                    lab.set_delay(delay)
+                link_file(folder, number).touch()
             else:
                 print_line(rank, is_error, line)
 
         figures = run_ranks(lab, folder, "link_rank.py", plan, timeout=options.timeout, output=take)
     return {
-        int(rate): {job: _samples(int(rate), found) for job, found in jobs.items()}
-        for rate, jobs in figures.items()
+        link: {job: _samples(link[0], found) for job, found in jobs.items()}
+        for link, jobs in zip(links, figures, strict=True)
     }
 
 
@@ -83,13 +106,15 @@ def _samples(rate: int, found: dict[str, object]) -> Samples:
     return Samples(seconds=seconds, details=details)
 
 
-def jobs_at(rate: int, names: Sequence[str]) -> list[Job]:
-    """The jobs of a table, with the targets that are set for this rate."""
+def jobs_on(link: Link, names: Sequence[str]) -> list[Job]:
+    """The jobs of a table, with the targets that are set for this link."""
     jobs = []
     for name in names:
         against = None
         if name != NO_HOOK:
-            against = Against(BASELINE, at_most=AT_MOST.get((rate, name)), times=True)
+            rate, delay = link
+            at_most = AT_MOST.get((rate, name)) if delay is None else None
+            against = Against(BASELINE, at_most=at_most, times=True)
         jobs.append(Job(BASELINE if name == NO_HOOK else name, lambda: None, against=against))
     return jobs
 
@@ -102,8 +127,7 @@ def run(options: argparse.Namespace) -> Report:
     for caps in options.bucket_cap_mb:
         plan = Plan(
             jobs=names,
-            rates=options.rates,
-            warm_up_rate=parse_rate(WARM_UP_RATE),
+            links=len(links_of(options)),
             bucket_cap_mb=caps,
             batch=options.batch,
             steps=options.steps,
@@ -112,12 +136,12 @@ def run(options: argparse.Namespace) -> Report:
             seconds=options.seconds,
             warm_up=options.warm_up,
         )
-        for rate, samples in measure(plan, options).items():
+        for link, samples in measure(plan, options).items():
             samples[BASELINE] = samples.pop(NO_HOOK)
             buckets = f"buckets of {format_caps(caps)} MiB"
-            where = f"{format_rate(rate)}, {buckets}, batches of {options.batch}"
+            where = f"{format_link(*link)}, {buckets}, batches of {options.batch}"
             title = f"step, {HOSTS} ranks with one thread each, {where}"
-            report.add(where, jobs_at(rate, names), samples, title)
+            report.add(where, jobs_on(link, names), samples, title)
     return report
 
 
@@ -173,6 +197,13 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="of the links, each way (default: 200mbit 1gbit)",
     )
     add(
+        "--delay",
+        type=delay_argument,
+        nargs="+",
+        metavar="MS",
+        help="of the links, each way: tables for each rate with each delay (default: none)",
+    )
+    add(
         "--hooks",
         nargs="+",
         metavar="HOOK",
@@ -208,6 +239,8 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
         parsed.steps, parsed.rounds = 1, 2
     elif parsed.plot is None and parsed.out is None and len(parsed.rates) > 1:
         parsed.plot = PICTURE
+    if parsed.plot is not None and parsed.delay is not None and len(parsed.delay) > 1:
+        options.error("--plot draws over rates, for one --delay")
     return parsed
 
 

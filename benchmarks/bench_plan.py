@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from bench_link import BASELINE, format_caps
+from lab_bench import parse_link
 from link_rank import ALONE, PYTORCH
 from machine import FOLDER, environment
-from netlab import parse_rate
 
 from torch_commhook.cli.plan import bucket_sizes, measure, plan
 from torch_commhook.cli.train_config import TrainConfig
@@ -28,13 +28,13 @@ RESULTS = FOLDER / "results"
 AT_MOST = 0.20
 
 
-def compare(link: dict[str, Any]) -> list[dict[str, Any]]:
+def compare(results: dict[str, Any]) -> list[dict[str, Any]]:
     """For each hook and rate of bench_link's results: measured and foretold time of a step."""
     config = TrainConfig()
     elements = ByteTransformer(config.layers, config.dim, config.heads).parameter_count()
-    caps = link["options"]["bucket_cap_mb"][0]
+    caps = results["options"]["bucket_cap_mb"][0]
     groups: dict[str, dict[str, float]] = {}
-    for row in link["rows"]:
+    for row in results["rows"]:
         groups.setdefault(row["group"], {})[row["job"]] = row["seconds"]
     groups = {
         group: times for group, times in groups.items() if f" {format_caps(caps)} MiB" in group
@@ -43,10 +43,12 @@ def compare(link: dict[str, Any]) -> list[dict[str, Any]]:
     measured = measure(hooks, elements=elements, world_size=config.ranks, bucket_cap_mb=caps)
     rows = []
     for group, times in groups.items():
-        rate = group.split(",")[0]
+        link = group.split(",")[0]
+        rate, delay = parse_link(link)
         costs = plan(
             measured,
-            bits_per_second=parse_rate(rate),
+            bits_per_second=rate,
+            delay_seconds=delay or 0.0,
             compute_seconds=times[ALONE],
             buckets=bucket_sizes(elements, caps),
         )
@@ -54,7 +56,7 @@ def compare(link: dict[str, Any]) -> list[dict[str, Any]]:
             seconds = times[cost.hook]
             rows.append(
                 {
-                    "link": rate,
+                    "link": link,
                     "hook": cost.hook,
                     "measured_seconds": seconds,
                     "planned_seconds": cost.step_seconds,

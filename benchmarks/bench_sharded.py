@@ -13,9 +13,17 @@ from pathlib import Path
 
 import torch
 from harness import MIN_ROUNDS, Against, Job, Report, Samples, parse, parser
-from lab_bench import congestion_control, finish_run, rate_argument, run_ranks, use_one_thread
+from lab_bench import (
+    congestion_control,
+    delay_argument,
+    finish_run,
+    format_link,
+    rate_argument,
+    run_ranks,
+    use_one_thread,
+)
 from machine import FOLDER
-from netlab import Lab, format_rate, parse_rate
+from netlab import Lab, parse_rate
 from sharded_rank import ALONE, BFLOAT16, FLOAT32, WEIGHTS, Plan
 
 RANKS = 4
@@ -45,7 +53,10 @@ def measure(plan: Plan, hosts: int, options: argparse.Namespace) -> dict[str, Sa
     Raises:
         LabError: there can be no hosts here, or a rank has failed, which has said why.
     """
-    with tempfile.TemporaryDirectory() as name, Lab(hosts, options.rate) as lab:
+    with (
+        tempfile.TemporaryDirectory() as name,
+        Lab(hosts, options.rate, delay=options.delay) as lab,
+    ):
         figures = run_ranks(
             lab,
             Path(name),
@@ -94,7 +105,7 @@ def run(options: argparse.Namespace) -> Report:
             warm_up=options.warm_up,
         )
         samples = measure(plan, hosts, options)
-        where = f"{name}: {hosts} hosts, {RANKS} ranks, {format_rate(options.rate)}"
+        where = f"{name}: {hosts} hosts, {RANKS} ranks, {format_link(options.rate, options.delay)}"
         work = f"batches of {options.batch} sequences of {options.seq} bytes"
         for baseline in (FLOAT32, BFLOAT16):
             title = f"step, {where}, one thread each, {work}; beside {baseline}"
@@ -138,6 +149,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.set_defaults(rounds=5, seconds=300.0)
     add = options.add_argument
     add("--rate", type=rate_argument, default=parse_rate("200mbit"), help="of the links (200mbit)")
+    add("--delay", type=delay_argument, metavar="MS", help="of the links, each way (default: none)")
     add("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     add("--batch", type=int, default=1, help="sequences of each rank in a step (default: 1)")
     add("--seq", type=int, default=64, help="bytes of a sequence (default: 64)")

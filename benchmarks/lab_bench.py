@@ -13,7 +13,8 @@ from typing import Any
 
 from harness import Report
 from machine import FOLDER
-from netlab import Lab, LabError, Stopped, parse_rate, stopped_by_signals
+from netlab import Lab, LabError, Stopped, format_rate, parse_rate, stopped_by_signals
+from netlab.distance import MOST_DELAY, check_distance
 
 
 def rate_argument(text: str) -> int:
@@ -22,6 +23,28 @@ def rate_argument(text: str) -> int:
         return parse_rate(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def delay_argument(text: str) -> float:
+    """The delay of a link each way, written in milliseconds, in seconds, for argparse."""
+    try:
+        seconds = float(text) / 1e3
+        check_distance(seconds, 0.0)
+    except ValueError as error:
+        most = f"{MOST_DELAY * 1e3:g}"
+        raise argparse.ArgumentTypeError(f"must be 0 to {most} ms, got {text}") from error
+    return seconds
+
+
+def format_link(rate: int, delay: float | None) -> str:
+    """Such as ``200mbit``, or ``200mbit and 25 ms``."""
+    return format_rate(rate) + ("" if delay is None else f" and {delay * 1e3:g} ms")
+
+
+def parse_link(text: str) -> tuple[int, float | None]:
+    """Rate and delay of what :func:`format_link` has written."""
+    rate, _, delay = text.partition(" and ")
+    return parse_rate(rate), float(delay.removesuffix(" ms")) / 1e3 if delay else None
 
 
 def use_one_thread(options: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:

@@ -26,18 +26,20 @@ from torch_commhook.cli.place import Place
 from torch_commhook.cli.text_data import TextData, read_text, split_text
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.train_rank import Run, prepare, train_step
-from torch_commhook.cli.world import World
+from torch_commhook.cli.world import Mean, World
 
 #: Each rank trains by itself, at the same time: what a step takes without a network.
 ALONE = "no communication"
-#: Begins the line that asks for links of another rate.
-RATE = b"rate "
+#: Begins the line that asks for other links, by their number in the plan.
+LINK = b"link "
+#: The number of links that are fast and near, while nothing is timed.
+WARM_UP = -1
 _INTERFACE = "eth0"
 _ONE_BUCKET_MB = 1024.0
 _WAIT_SECONDS = 60.0
 _COLLECTIVE_SECONDS = 300.0
-#: Before those that are timed: TCP learns the rate.
-_STEPS_AT_RATE = 2
+#: Before those that are timed: TCP learns the link.
+_STEPS_ON_LINK = 2
 
 
 def _fp16(model: DDP) -> None:
@@ -64,7 +66,7 @@ class Rounds:
     Attributes:
         batch: sequences of each rank in a step.
         steps: that are timed in a turn.
-        rounds: in each, every job has a turn, at all rates if there are several.
+        rounds: in each, every job has a turn, on all links if there are several.
         seconds: after which no round begins, once there were ``least_rounds``.
         warm_up: steps of a turn before those.
     """
@@ -83,19 +85,18 @@ class Plan(Rounds):
 
     Attributes:
         jobs: hook expressions, names in ``PYTORCH``, and ``ALONE``.
-        rates: of the links, in bits per second.
+        links: how many there are, of other rates or delays.
         bucket_cap_mb: of DDP.
     """
 
     jobs: list[str]
-    rates: list[int]
-    warm_up_rate: int
+    links: int
     bucket_cap_mb: Sequence[float]
 
 
 @dataclass
 class Figures:
-    """What was measured of a job at a rate, on rank 0.
+    """What was measured of a job on a link, on rank 0.
 
     Attributes:
         seconds: of each step.
@@ -111,8 +112,8 @@ class Figures:
 class _Alone(World):
     """A world of ranks that do not talk."""
 
-    def start_mean(self, value: Tensor) -> Callable[[], float]:
-        return value.item
+    def start_mean(self, value: Tensor, flag: bool = False) -> Callable[[], Mean]:
+        return lambda: Mean(value.item(), flag)
 
 
 class _Subject:
@@ -168,18 +169,24 @@ def carried() -> int:
     raise RuntimeError(f"link_rank: there is no interface {_INTERFACE}; bench_link starts this")
 
 
-def _set_rate(rate: int, folder: Path) -> None:
-    """Have the links' rate changed by the process that has made them."""
+def set_link(number: int, folder: Path) -> None:
+    """Have the links changed by the process that has made them."""
     dist.barrier()
     if dist.get_rank() == 0:
-        (folder / str(rate)).unlink(missing_ok=True)
-        print(RATE.decode() + str(rate), flush=True)
+        done = link_file(folder, number)
+        done.unlink(missing_ok=True)
+        print(LINK.decode() + str(number), flush=True)
         deadline = time.monotonic() + _WAIT_SECONDS
-        while not (folder / str(rate)).exists():
+        while not done.exists():
             if time.monotonic() >= deadline:
-                raise RuntimeError(f"link_rank: the links do not change to {rate} bit/s")
+                raise RuntimeError(f"link_rank: the links do not become those of number {number}")
             time.sleep(0.01)
     dist.barrier()
+
+
+def link_file(folder: Path, number: int) -> Path:
+    """Appears when the links of that number are there."""
+    return folder / f"link{number}"
 
 
 def goes_on(rank: int, answer: bool) -> bool:
@@ -189,17 +196,15 @@ def goes_on(rank: int, answer: bool) -> bool:
     return bool(shared.item())
 
 
-def measure(plan: Plan, place: Place, folder: Path) -> dict[int, dict[str, Figures]]:
-    """Rate to job to figures."""
+def measure(plan: Plan, place: Place, folder: Path) -> list[dict[str, Figures]]:
+    """For each link, job to figures."""
     world = World(place.rank, place.size, torch.device("cpu"), "gloo")
     caps = tuple(plan.bucket_cap_mb)
     config = TrainConfig(ranks=place.size, bucket_cap_mb=caps, batch=plan.batch)
     data = split_text(read_text(None, config.cap_bytes, config.seq), config.seq)
     shuffle = random.Random(0).shuffle  # the same on all ranks
     order = list(plan.jobs)
-    results: dict[int, dict[str, Figures]] = {
-        rate: {job: Figures() for job in plan.jobs} for rate in plan.rates
-    }
+    results = [{job: Figures() for job in plan.jobs} for _ in range(plan.links)]
     end = time.perf_counter() + plan.seconds
     for number in range(plan.rounds):
         late = number >= plan.least_rounds and time.perf_counter() > end
@@ -207,15 +212,15 @@ def measure(plan: Plan, place: Place, folder: Path) -> dict[int, dict[str, Figur
             break
         shuffle(order)
         for job in order:
-            _set_rate(plan.warm_up_rate, folder)
+            set_link(WARM_UP, folder)
             subject = _Subject(job, config, world, data)
             for _ in range(plan.warm_up):
                 subject.step()
-            for rate in plan.rates:
-                _set_rate(rate, folder)
-                for _ in range(_STEPS_AT_RATE):
+            for number in range(plan.links):
+                set_link(number, folder)
+                for _ in range(_STEPS_ON_LINK):
                     subject.step()
-                subject.measure(plan.steps, results[rate][job])
+                subject.measure(plan.steps, results[number][job])
             subject.close()
             del subject
             gc.collect()
@@ -228,10 +233,7 @@ def main(path: Path, place: Place) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=_COLLECTIVE_SECONDS))
     results = measure(plan, place, path.parent)
     if place.rank == 0:
-        plain = {
-            rate: {job: asdict(figures) for job, figures in jobs.items()}
-            for rate, jobs in results.items()
-        }
+        plain = [{job: asdict(figures) for job, figures in jobs.items()} for jobs in results]
         path.with_name("figures.json").write_text(json.dumps(plain))
     dist.barrier()
     dist.destroy_process_group()

@@ -19,7 +19,8 @@ def build_parser() -> argparse.ArgumentParser:
         usage="%(prog)s [options] -- COMMAND [ARGUMENT ...]",
         description=(
             "Run a command as one rank on each of several hosts, which are network namespaces "
-            "joined by links of a given rate. Needs root and iproute2."
+            "joined by links of a given rate. Needs root and iproute2, and a C compiler for "
+            "--delay and --loss."
         ),
         epilog=(
             "Exit status: that of the command (of the first rank that failed), 124 after the "
@@ -46,6 +47,19 @@ def build_parser() -> argparse.ArgumentParser:
         default=50.0,
         metavar="MS",
         help="how long a packet waits before it is dropped (default: 50)",
+    )
+    add(
+        "--delay",
+        type=float,
+        metavar="MS",
+        help="of each frame, each way: a round trip takes twice that (default: none)",
+    )
+    add(
+        "--loss",
+        type=float,
+        default=0.0,
+        metavar="PERCENT",
+        help="of the frames are dropped, each by chance (default: 0)",
     )
     add("--congestion", metavar="NAME", help="TCP's algorithm, such as reno (the system's)")
     add(
@@ -87,6 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             burst=options.burst,
             queue_seconds=options.queue_ms / 1e3,
             congestion=options.congestion,
+            delay=None if options.delay is None else options.delay / 1e3,
+            loss=options.loss / 100,
         )
     except ValueError as error:
         parser.error(str(error))

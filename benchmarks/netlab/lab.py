@@ -2,7 +2,8 @@
 
 Two hosts have one link between them; more hang on a bridge in a namespace of its own, each by a
 link. A token bucket stands at both ends of each link, so that either direction has the rate for
-itself, as on Ethernet.
+itself, as on Ethernet. Hosts that are far apart, or lose frames, hang on a switch that a process
+works (``distance.py``), however few they are.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from .distance import Forwarder, buffer_limit, check_compiler, check_distance, raise_buffers
 from .ranks import GRACE_SECONDS, run_ranks
 from .signals import undisturbed
 from .tools import LabError, call, check_prerequisites
@@ -29,6 +31,7 @@ from .units import format_rate, parse_rate
 _NAMES = Path("/run/netns")
 #: Each host's end of its link.
 INTERFACE = "eth0"
+_NEAR_INTERFACE = "eth1"
 _PREFIX = "netlab"
 _BRIDGE, _SWITCH = "br0", "switch"
 _MOST_HOSTS = 250
@@ -67,6 +70,14 @@ class Lab:
             ranks keep all processors busy.
         queue_seconds: how long a packet waits for its turn before it is dropped instead.
         congestion: TCP's algorithm on the hosts, ``"reno"`` for example; the system's by default.
+        delay: of each frame between two hosts, in seconds, each way: a round trip takes twice that.
+            None for none at all, which :meth:`set_delay` cannot change.
+        loss: share of the frames between hosts that are dropped, each by chance: 0.01 for 1%. Each
+            packet is then a frame of its own: otherwise the kernel hands over bundles of up to 64
+            KiB, which would be lost as a whole.
+
+    With a delay, or a loss, TCP's buffers on the hosts may grow to four times what the link carries
+    in a round trip.
 
     Raises:
         ValueError: a number that is out of range.
@@ -81,6 +92,8 @@ class Lab:
         burst: int | None = None,
         queue_seconds: float = 0.05,
         congestion: str | None = None,
+        delay: float | None = None,
+        loss: float = 0.0,
     ) -> None:
         if not 2 <= hosts <= _MOST_HOSTS:
             raise ValueError(f"Lab: hosts must be 2 to {_MOST_HOSTS}, got {hosts}")
@@ -90,17 +103,32 @@ class Lab:
             raise ValueError(
                 f"Lab: queue_seconds must be 0.001 to 10 seconds, got {queue_seconds:g}"
             )
+        check_distance(delay, loss)
         self.hosts = hosts
         self.rate = parse_rate(rate)
+        self.delay = delay
+        self.loss = loss
         self.burst = burst
         self.queue_seconds = queue_seconds
         self.congestion = congestion
+        self._forwarder: Forwarder | None = None
         self._name = ""
+
+    @property
+    def _is_far(self) -> bool:
+        """Whether frames are delayed or dropped."""
+        return self.delay is not None or self.loss > 0
+
+    @property
+    def _has_switch(self) -> bool:
+        return self.hosts > 2 or self._is_far
 
     # ---- making and removing ---------------------------------------------------------------------
 
     def __enter__(self) -> Lab:
         check_prerequisites()
+        if self._is_far:
+            check_compiler()
         remove_leftovers()
         self._name = f"{_owner(os.getpid())}-{next(_numbers)}"
         try:
@@ -123,23 +151,19 @@ class Lab:
         if self._name:
             with undisturbed():
                 name, self._name = self._name, ""
+                forwarder, self._forwarder = self._forwarder, None
+                if forwarder is not None:
+                    forwarder.close()
                 _remove(f"{name}-")
 
     def _make(self) -> None:
         for host in range(self.hosts):
             call("ip", "netns", "add", self.namespace(host))
-        if self.hosts == 2:
+        if self._has_switch:
+            self._make_switch()
+        else:
             first, second = self.namespace(0), self.namespace(1)
             _add_link(first, INTERFACE, second, INTERFACE)
-        else:
-            switch = self._switch
-            call("ip", "netns", "add", switch)
-            call("ip", "-n", switch, "link", "add", _BRIDGE, "type", "bridge")
-            call("ip", "-n", switch, "link", "set", _BRIDGE, "addrgenmode", "none", "up")
-            for host in range(self.hosts):
-                port = f"port{host}"
-                _add_link(self.namespace(host), INTERFACE, switch, port)
-                call("ip", "-n", switch, "link", "set", port, "master", _BRIDGE, "up")
         for host in range(self.hosts):
             name = self.namespace(host)
             call("ip", "-n", name, "addr", "add", f"{self.address(host)}/24", "dev", INTERFACE)
@@ -147,8 +171,42 @@ class Lab:
             call("ip", "-n", name, "link", "set", INTERFACE, "up")
             if self.congestion is not None:
                 _set_congestion(name, self.congestion)
+            if self.loss > 0:
+                call("ip", "-n", name, "link", "set", INTERFACE, "gso_max_segs", "1")
         self.set_rate(self.rate)
         self._wait_until_up()
+        if self._is_far:
+            ports = [(_port(host), str(self._shown(host)["address"])) for host in range(self.hosts)]
+            self._forwarder = Forwarder(self._switch, ports, self.delay or 0.0, self.loss)
+
+    def _make_switch(self) -> None:
+        """A namespace with one end of each host's link."""
+        switch = self._switch
+        call("ip", "netns", "add", switch)
+        if not self._is_far:
+            call("ip", "-n", switch, "link", "add", _BRIDGE, "type", "bridge")
+            call("ip", "-n", switch, "link", "set", _BRIDGE, "addrgenmode", "none", "up")
+        for host in range(self.hosts):
+            _add_link(self.namespace(host), INTERFACE, switch, _port(host))
+            master = [] if self._is_far else ["master", _BRIDGE]
+            call("ip", "-n", switch, "link", "set", _port(host), *master, "up")
+
+    def add_near_network(self) -> str:
+        """Join all hosts by a second network, as fast as this machine; its interface on each.
+
+        For ranks that compare: they name the interface before they make a process group over it.
+        """
+        switch = f"{self.namespace(0).rpartition('-')[0]}-near"
+        call("ip", "netns", "add", switch)
+        call("ip", "-n", switch, "link", "add", _BRIDGE, "type", "bridge")
+        call("ip", "-n", switch, "link", "set", _BRIDGE, "addrgenmode", "none", "up")
+        for host in range(self.hosts):
+            name, address = self.namespace(host), f"10.78.0.{host + 1}/24"
+            _add_link(name, _NEAR_INTERFACE, switch, _port(host))
+            call("ip", "-n", switch, "link", "set", _port(host), "master", _BRIDGE, "up")
+            call("ip", "-n", name, "addr", "add", address, "dev", _NEAR_INTERFACE)
+            call("ip", "-n", name, "link", "set", _NEAR_INTERFACE, "up")
+        return _NEAR_INTERFACE
 
     def _wait_until_up(self) -> None:
         # The kernel lets packets through up to a second after both ends are there.
@@ -188,13 +246,35 @@ class Lab:
         bits = parse_rate(rate)
         burst = self.burst or max(_LEAST_BURST, int(bits / 8 * _BURST_SECONDS))
         ends = [(self.namespace(host), INTERFACE) for host in range(self.hosts)]
-        if self.hosts > 2:
-            ends += [(self._switch, f"port{host}") for host in range(self.hosts)]
+        if self._has_switch:
+            ends += [(self._switch, _port(host)) for host in range(self.hosts)]
         for namespace, device in ends:
             bucket = ["rate", f"{bits}bit", "burst", f"{burst}b"]
             bucket += ["latency", f"{round(self.queue_seconds * 1e6)}us"]
             call("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *bucket)
         self.rate = bits
+        self._raise_buffers()
+
+    def set_delay(self, seconds: float) -> None:
+        """Let frames take ``seconds`` from a host to another from now on.
+
+        Raises:
+            ValueError: a number that is out of range.
+            LabError: outside of the ``with`` block, or the lab was made without a delay.
+        """
+        check_distance(seconds, self.loss)
+        if self._forwarder is None or self.delay is None:
+            raise LabError("Lab.set_delay: needs a lab that was made with a delay")
+        self.delay = seconds
+        self._raise_buffers()
+        self._forwarder.set(seconds, self.loss)
+
+    def _raise_buffers(self) -> None:
+        """Let TCP have as much under way as the links hold."""
+        if self._is_far:
+            limit = buffer_limit(self.rate, 2 * (self.delay or 0.0) + self.queue_seconds)
+            for host in range(self.hosts):
+                raise_buffers(self.namespace(host), limit)
 
     def link_bytes(self) -> list[Link]:
         """What has passed each host's link since it was made."""
@@ -252,9 +332,13 @@ class Lab:
             with undisturbed():
                 for namespace, _ in places:
                     _end_processes(namespace)
+            if self._forwarder is not None:
+                self._forwarder.check()
 
     def __repr__(self) -> str:
-        return f"Lab({self.hosts} hosts, {format_rate(self.rate)})"
+        distance = "" if self.delay is None else f", {self.delay * 1e3:g} ms each way"
+        distance += f", {self.loss:.3g} lost" if self.loss else ""
+        return f"Lab({self.hosts} hosts, {format_rate(self.rate)}{distance})"
 
 
 def why_impossible() -> str | None:
@@ -264,6 +348,11 @@ def why_impossible() -> str | None:
             return None
     except LabError as error:
         return str(error)
+
+
+def _port(host: int) -> str:
+    """The switch's end of a host's link."""
+    return f"port{host}"
 
 
 def _add_link(first: str, first_device: str, second: str, second_device: str) -> None:

@@ -94,9 +94,12 @@ def _given_groups_recover(rank: int, mode: Mode, kind: str) -> list[tuple[str, b
 def test_hooks_over_groups_that_they_were_given(two_ranks: RankPool, kind: str, mode: Mode) -> None:
     """Groups of a user's: the library has others in their place, and connects these anew."""
     own, others = two_ranks.run(_given_groups_recover, mode, kind, timeout=120)
-    ended = "RuntimeError" if mode.compiles_backward else "PeerError"
-    assert own == [("OwnError", True), (ended, True), (ended, True)]
-    assert others == [(ended, True), ("OwnError", True), ("OwnError", True)]
+    assert [recovered for _, recovered in own + others] == [True] * 6
+    failed = [own[0], *others[1:]]
+    assert {raised for raised, _ in failed} == {"OwnError"}
+    # What compiled code waits for may fail with the backend's own error.
+    ended = {"PeerError", "RuntimeError"} if mode.compiles_backward else {"PeerError"}
+    assert {raised for raised, _ in [*own[1:], others[0]]} <= ended
 
 
 def _attaches_a_destroyed_group(rank: int, on: str) -> tuple[list[str], bool]:

@@ -37,6 +37,7 @@ CASES: list[dict[str, Any]] = [
     for when in WHEN
     if (hook, when) != ("local_sgd", "in a bucket")
 ]
+CASES += [{**CASES[-1], "hook": "streaming", "when": "where an exchange begins"}]
 CASES += [
     {**CASES[0], "hook": "blockwise", "when": "in a bucket", "size": size, "width": WIDE}
     for size in (2, 3)

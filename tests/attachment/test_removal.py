@@ -176,6 +176,7 @@ MEMORIES = [
     "policy()",
     "local_sgd(2)",
     "local_sgd(2, hook=error_feedback(blockwise()), error_reset=True)",
+    "local_sgd(2, hook=error_feedback(blockwise()), delay=1)",
 ]
 
 

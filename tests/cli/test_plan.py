@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 
 import pytest
 
 from torch_commhook.cli import plan_sharded
 from torch_commhook.cli.main import main
 from torch_commhook.cli.plan import Measured, bucket_sizes, measure, plan
+from torch_commhook.process_group.simulated.link import Issued
 
 HOOKS = ["allreduce()", "cast()", "blockwise()", "topk(0.01)"]
 PAYLOAD = 1448 / 1514
@@ -102,6 +105,75 @@ def test_a_small_first_bucket_is_on_its_way_early() -> None:
     assert cost.step_seconds == pytest.approx(1.0 + 0.4 + 8.0)
 
 
+#: Of a step of 25 buckets, the agreement included.
+ROUND_TRIPS = {
+    "allreduce()": {2: 2, 8: 3},
+    "blockwise()": {2: 3, 8: 3},
+    "topk(0.01)": {2: 2, 8: 2},
+    "powersgd(rank=2)": {2: 3, 8: 3},
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_step_takes_its_round_trips(ranks: int) -> None:
+    found = measure(list(ROUND_TRIPS), elements=480_000, world_size=ranks)
+    costs = plan(
+        [replace(each, compute_seconds=0.0) for each in found],
+        bits_per_second=1e15,
+        delay_seconds=0.025,
+        buckets=[1] * 25,
+    )
+    assert {cost.hook: cost.round_trips for cost in costs} == {
+        hook: counts[ranks] for hook, counts in ROUND_TRIPS.items()
+    }
+    for cost in costs:
+        assert cost.step_seconds == pytest.approx(cost.round_trips * 0.05, rel=1e-3)
+
+
+def test_round_trips_of_one_bucket_hide_behind_the_backward_of_the_next() -> None:
+    (found,) = measure(["allreduce()"], elements=10_000, world_size=2)
+    found = replace(found, compute_seconds=0.0)
+    far = {"bits_per_second": 1e15, "delay_seconds": 0.025, "buckets": [1, 1]}
+    (cost,) = plan([found], compute_seconds=3.0, **far)
+    # After the last bucket one round trip, and one in which the ranks agree.
+    assert cost.step_seconds == pytest.approx(3.0 + 2 * 0.05, rel=1e-3)
+    (apart,) = plan([replace(found, overlaps=False, every=10)], compute_seconds=3.0, **far)
+    assert apart.step_seconds == pytest.approx(3.0 + 2 * 0.05 / 10, rel=1e-3)
+    assert apart.round_trips == pytest.approx(2 / 10)
+
+
+def test_few_ranks_exchange_messages() -> None:
+    """So that a step takes a round trip for each stage; more ranks go around a ring."""
+    few, many = (
+        replace(measure(["blockwise()"], elements=20_000, world_size=ranks)[0], agreement=())
+        for ranks in (16, 17)
+    )
+    costs = plan([few, many], bits_per_second=1e9, buckets=[1] * 10)
+    assert [cost.round_trips for cost in costs] == [2, 1 + 16]
+
+
+@pytest.mark.parametrize(("elements", "round_trips"), [(5_000, 1), (1 << 20, 2), (1 << 21, 6)])
+def test_large_sums_take_more_round_trips(elements: int, round_trips: int) -> None:
+    (found,) = measure(["allreduce()"], elements=elements, world_size=3)
+    (cost,) = plan([replace(found, agreement=())], bits_per_second=1e9)
+    assert cost.round_trips == round_trips
+
+
+def test_many_buckets_and_ranks_are_planned_in_few_messages() -> None:
+    found = replace(measure(["allreduce()"], elements=10_000, world_size=2)[0], compute_seconds=0.0)
+    many = tuple(
+        Issued(each.group, replace(each.traffic, ranks=1024, nbytes=4e10)) for each in found.issued
+    )
+    (cost,) = plan(
+        [replace(found, issued=many)],
+        bits_per_second=1e15,
+        delay_seconds=0.01,
+        buckets=[1] * 10_000,
+    )
+    # 10,000 all-reduces of 4 MB, 32 at a time, and the agreement of two ranks.
+    assert cost.round_trips == pytest.approx(math.ceil(10_000 / 32) * 2 * 1023 + 1)
+
+
 def test_bucket_sizes() -> None:
     of_mebibyte = 1 << 18
     assert bucket_sizes(1, [25]) == [1]
@@ -118,8 +190,17 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("0.01 M elements, 2 ranks, 1000 Mbit/s each way")
     assert [line.split()[0] for line in lines[2:]] == HOOKS
-    assert main([*arguments, "--json"]) == 0
-    assert [cost["hook"] for cost in json.loads(capsys.readouterr().out)] == HOOKS
+    assert "round trips" not in lines[1]
+    assert main([*arguments, "--delay", "25", "--json"]) == 0
+    costs = json.loads(capsys.readouterr().out)
+    assert [cost["hook"] for cost in costs] == HOOKS
+    assert [cost["round_trips"] for cost in costs] == [2, 2, 3, 2]
+    assert all(cost["step_seconds"] > 0.05 * cost["round_trips"] for cost in costs)
+    assert main([*arguments, "--delay", "25"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "1000 Mbit/s and 25 ms each way" in lines[0] and "round trips" in lines[1]
+    assert main(["plan", "--parallel", "fsdp", "--delay", "1"]) == 2
+    assert "--delay: is for --parallel ddp alone" in capsys.readouterr().err
 
 
 # ---- models in shards ----------------------------------------------------------------------------

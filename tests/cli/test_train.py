@@ -126,13 +126,19 @@ def _assert_same_weights(expected: Checkpoint, got: Checkpoint) -> None:
     assert different_paths(expected.optimizer["state"], got.optimizer["state"]) == []
 
 
+_INT4 = "error_feedback(blockwise(bits=4))"
+_WHOLE = f"local_sgd(4, outer=outer_sgd(1.0, 0.0), hook={_INT4})"
+#: Has a fragment on its way where training is saved.
+_FRAGMENTS = f"local_sgd(10, outer=outer_sgd(1.0, 0.0), hook={_INT4}, fragments=2, delay=3)"
+
+
 @processes
-def test_ranks_that_are_apart_go_on_as_they_were(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hook", [_WHOLE, _FRAGMENTS], ids=["whole", "fragments"])
+def test_ranks_that_are_apart_go_on_as_they_were(tmp_path: Path, hook: str) -> None:
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     for folder in (straight, resumed):
         folder.mkdir()
     arguments = ("--steps", "10", "--save-every", "5", "--bucket-cap-mb", "0.02", "--lr", "0.01")
-    hook = "local_sgd(4, outer=outer_sgd(1.0, 0.0), hook=error_feedback(blockwise(bits=4)))"
     with start_train(*arguments, "--hook", hook, "--save", "s-{step}.pt", folder=straight) as run:
         assert run.wait() == 0, run.stderr
     with start_train("--resume", straight / "s-5.pt", "--save", "last.pt", folder=resumed) as run:
@@ -154,6 +160,9 @@ def test_ranks_that_are_apart_go_on_as_they_were(tmp_path: Path) -> None:
     assert [line["loss"] for line in again] == [line["loss"] for line in lines[5:]]
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.2
     sent = [line["bytes_sent"] for line in lines]
+    if hook == _FRAGMENTS:
+        assert sent[6] == 0 < sent[7] == sent[9]  # counted where it ends
+        return
     assert sent[2] == 0 < sent[3] == sent[6] and sent[7] == sent[9] == 2 * sent[3]
     assert lines[7]["fp32_bytes"] > 20 * sent[7]
 

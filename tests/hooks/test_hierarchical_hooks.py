@@ -12,8 +12,9 @@ import torch.distributed as dist
 from rank_pool import RankPool
 from torch import nn
 
-from torch_commhook import GradBucket, attach, codecs, hooks
-from torch_commhook.collectives import hierarchical_all_reduce
+from torch_commhook import GradBucket, PeerError, attach, codecs, hooks
+from torch_commhook.collectives import hierarchical, hierarchical_all_reduce
+from torch_commhook.metrics import WireMeter, counting
 from torch_commhook.process_group import WrapperProcessGroup
 from torch_commhook.testing import run_ranks
 
@@ -49,6 +50,78 @@ def test_nodes(nodes: int, ranks: int, numel: int) -> None:
     for result in results:
         assert torch.equal(result, results[0])
         assert float((result - mean).abs().max()) <= 0.02 * float(mean.abs().max() + 1)
+
+
+CODECS = [codecs.blockwise(), codecs.sign(), codecs.topk(0.1), codecs.randomk(0.1)]
+
+
+def _both_ways(rank: int, nodes: int, ranks: int) -> None:
+    """Sums under way at once have the bits and bytes of such as wait for each stage."""
+    groups = _nodes(nodes, ranks)
+    generator = torch.Generator().manual_seed(rank)
+    for codec in CODECS:
+        values = [torch.randn(numel, generator=generator) for numel in (1000, 3, 5000, 1, 700)]
+        found, sent = [], []
+        for waits in (False, True):
+            meter = WireMeter()
+            with pytest.MonkeyPatch.context() as patch, counting(meter):
+                if waits:
+                    patch.setattr(hierarchical, "_waits_for_nothing", lambda *_: False)
+                for _ in range(2):
+                    started = [
+                        hierarchical_all_reduce(
+                            each.clone(),
+                            codec,
+                            **groups,
+                            rounding=torch.full((2, 2), 7) if codec.is_random else None,
+                        )
+                        for each in values
+                    ]
+                    found.append([future.wait() for future in started])
+            sent.append((meter.bytes_sent, meter.bytes_received))
+        for results in found[1:]:
+            assert all(map(torch.equal, results, found[0])), codec
+        assert sent[0] == sent[1], codec
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 1), (1, 2)])
+def test_sums_under_way_at_once(two_ranks: RankPool, nodes: int, ranks: int) -> None:
+    two_ranks.run(_both_ways, nodes, ranks)
+
+
+def test_sums_of_two_nodes_under_way_at_once() -> None:
+    pool = RankPool(4)
+    try:
+        pool.run(_both_ways, 2, 2)
+        assert pool.run(_fails_between) == [["PeerError", "right"]] * 2 + [
+            ["ValueError", "right"],
+            ["PeerError", "right"],
+        ]
+    finally:
+        pool.stop()
+
+
+def _fails_between(rank: int) -> list[str]:
+    """A step in which rank 2 can't add up what comes from the other node, and the next one."""
+    hook = hooks.hierarchical(codecs.blockwise(), **_nodes(2, 2))
+    model = nn.Sequential(*(nn.Linear(40, 40, bias=False) for _ in range(5)))
+    attach(model, hook, bucket_cap_mb=40 * 40 * 4 / (1 << 20))
+    found = []
+    for fails in (rank == 2, False):
+        model.zero_grad()
+        with pytest.MonkeyPatch.context() as patch:
+            if fails:
+                patch.setattr(type(hook.codec), "reduce", _raise)
+            try:
+                model(torch.full((1, 40), 1.0)).sum().backward()
+                found.append("right")
+            except (ValueError, PeerError) as error:
+                found.append(type(error).__name__)
+    return found
+
+
+def _raise(*args: object, **keywords: object) -> None:
+    raise ValueError("no sum")
 
 
 def test_nodes_remember_what_they_lose() -> None:

@@ -354,6 +354,7 @@ KINDS = [
     "after(2, error_feedback(topk(0.1)), before=error_feedback(blockwise()))",
     "local_sgd(3)",
     "local_sgd(2, hook=error_feedback(blockwise()), error_reset=True)",
+    "local_sgd(2, hook=error_feedback(blockwise()), delay=1)",
 ]
 
 

@@ -32,6 +32,7 @@ HOOKS = [
     "local_sgd(2, outer=outer_sgd(1.0, 0.0))",
     "local_sgd(2, hook=error_feedback(blockwise()), error_reset=True)",
     "local_sgd(3, hook=error_feedback(powersgd(rank=2)))",
+    "local_sgd(4, fragments=2, delay=1, mix=0.5)",
 ]
 
 

@@ -894,10 +894,17 @@ COMPILED = [
 ]
 
 
-@pytest.mark.parametrize("mode", COMPILED, ids=str)
-def test_compiled_as_in_eager(two_ranks: RankPool, mode: Mode) -> None:
-    wanted = two_ranks.run(_in_mode, Mode(mode.model, "eager"))
-    results = two_ranks.run(_in_mode, mode, timeout=120)
+_STREAMING = local_sgd(4, fragments=2, delay=1, mix=0.5)
+
+
+@pytest.mark.parametrize(
+    ("mode", "hook"),
+    [(mode, local_sgd(2)) for mode in COMPILED] + [(COMPILED[n], _STREAMING) for n in (0, 2)],
+    ids=str,
+)
+def test_compiled_as_in_eager(two_ranks: RankPool, mode: Mode, hook: Hook) -> None:
+    wanted = two_ranks.run(_in_mode, Mode(mode.model, "eager"), False, hook)
+    results = two_ranks.run(_in_mode, mode, False, hook, timeout=120)
     for result, want in zip(results, wanted, strict=True):
         assert (result["steps"], result["bytes"]) == (want["steps"], want["bytes"])
         assert result["steps"] == 3
@@ -952,6 +959,8 @@ def test_it_prints_as_it_is_written() -> None:
         str(local_sgd(8, outer=MEAN, hook=hooks.cast()))
         == "local_sgd(8, outer=outer_sgd(lr=1.0, momentum=0.0, nesterov=True), hook=cast(bfloat16))"
     )
+    text = "local_sgd(8, fragments=3, delay=2, mix=0.25)"
+    assert str(local_sgd(8, fragments=3, delay=2, mix=0.25)) == text
 
 
 @pytest.mark.usefixtures("one_rank")

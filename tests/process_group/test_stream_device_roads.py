@@ -115,6 +115,8 @@ LOCAL: dict[str, Callable[[], Any]] = {
     "compressed": lambda: hooks.local_sgd(2, hook=_feedback()),
     "error_reset": lambda: hooks.local_sgd(2, hook=_feedback(), error_reset=True),
     "clip": lambda: hooks.local_sgd(2, hook=hooks.clip(0.01, hooks.cast())),
+    "fragments": lambda: hooks.local_sgd(2, hook=_feedback(), fragments=2),
+    "streaming": lambda: hooks.local_sgd(4, hook=_feedback(), fragments=2, delay=1, mix=0.5),
 }
 
 
@@ -188,6 +190,9 @@ SHARDED: dict[str, Callable[[nn.Module], HookHandle]] = {
     "shard_hook": lambda model: attach(model, hooks.cast(), shard_hook=_feedback()),
     "weights": lambda model: attach(model, hooks.cast(), weights=CODECS["blockwise"](8)),
     "local_sgd": lambda model: attach(model, hooks.local_sgd(2, hook=_feedback())),
+    "streaming": lambda model: attach(
+        model, hooks.local_sgd(2, hook=_feedback(), delay=1, mix=0.5)
+    ),
 }
 
 

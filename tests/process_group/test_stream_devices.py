@@ -58,6 +58,7 @@ def _hook(name: str, group: dist.ProcessGroup, alone: dist.ProcessGroup) -> Any:
             CODECS["blockwise"](8), intra_group=alone, inter_group=group
         ),
         "local_sgd": lambda: hooks.local_sgd(2),
+        "streaming": lambda: hooks.local_sgd(2, hook=hooks.blockwise(8), delay=1, mix=0.5),
         "policy": lambda: hooks.policy(
             [("numel > 2500", hooks.allreduce()), ("numel < 1000", hooks.cast())],
             hooks.error_feedback(hooks.blockwise(8)),
@@ -109,6 +110,7 @@ NAMES = [
     "hierarchical",
     "clip",
     "local_sgd",
+    "streaming",
 ]
 CASES = [(name, Mode(model, "eager")) for name in NAMES for model in ("module", "ddp")]
 

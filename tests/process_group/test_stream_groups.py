@@ -42,6 +42,7 @@ def _hook(name: str, group: dist.ProcessGroup, alone: dist.ProcessGroup) -> Any:
         "feedback": lambda: hooks.error_feedback(hooks.topk(0.1)),
         "clip": lambda: hooks.clip(0.1, hooks.blockwise(8)),
         "local_sgd": lambda: hooks.local_sgd(2),
+        "streaming": lambda: hooks.local_sgd(2, hook=hooks.blockwise(8), delay=1, mix=0.5),
         "hierarchical": lambda: hooks.hierarchical(
             CODECS["blockwise"](8), intra_group=alone, inter_group=group
         ),
@@ -87,6 +88,7 @@ NAMES = [
     "hierarchical",
     "clip",
     "local_sgd",
+    "streaming",
 ]
 CASES = [(name, Mode(model, "eager"), {}) for name in NAMES for model in ("module", "ddp")]
 CASES += [("cpp allreduce", Mode("module", "eager"), {"gradient_as_bucket_view": True})]

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from torch_commhook.process_group import ProcessGroup, ThrottledProcessGroup, Work, throttled
+from torch_commhook.process_group.gloo_messages import link_bytes
 from torch_commhook.process_group.operations import describe
-from torch_commhook.process_group.throttled import link_bytes, link_messages
 
 MEGABYTE = torch.zeros(250_000)  # 8 Mbit
 
@@ -76,11 +76,10 @@ def test_contention() -> None:
 
 def test_latency_of_messages() -> None:
     group = ThrottledProcessGroup(Parent(size=4), bandwidth=1e15, latency=0.01)
-    assert (
-        seconds(lambda: group.allreduce([torch.zeros(1)]).wait()) >= 0.055
-    )  # 6 messages around a ring
-    assert seconds(lambda: group.barrier().wait()) >= 0.015
-    assert seconds(group.monitored_barrier) >= 0.015
+    # 6 messages around a ring, each with a request
+    assert seconds(lambda: group.allreduce([torch.zeros(1)]).wait()) >= 0.119
+    assert seconds(lambda: group.barrier().wait()) >= 0.039
+    assert seconds(group.monitored_barrier) >= 0.059
 
 
 def test_work_without_a_future() -> None:
@@ -150,8 +149,6 @@ def test_bytes_on_the_link(size: int) -> None:
     assert carried("gather", [], [x], root, rank=size - 1) == (32 if others else 0)
     assert carried("all_to_all_single", x, x, [], []) == 32 * others // size
     assert carried("barrier") == 0
-    call = describe("allreduce", ([x],), {})
-    assert call is not None and link_messages(call, size) == 2 * others
 
 
 @pytest.mark.parametrize(
@@ -161,6 +158,8 @@ def test_bytes_on_the_link(size: int) -> None:
         ({"bandwidth": float("nan")}, "bandwidth must be above 0"),
         ({"bandwidth": "1"}, "bandwidth must be a number, got str"),
         ({"bandwidth": 1, "latency": -1}, "latency must be at least 0 seconds, got -1"),
+        ({"bandwidth": 1, "threads": 0}, "threads must be at least 1, got 0"),
+        ({"bandwidth": 1, "threads": 2.0}, "threads must be an int or None, got float"),
     ],
 )
 def test_bad_arguments(options: Any, error: str) -> None:

@@ -207,6 +207,18 @@ def _the_hook_attaches(names: Names) -> None:
     handle.remove()
 
 
+def _a_fragment_is_exchanged(names: Names) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    handle = attach(model, names["hook"])
+    for step in range(16):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        assert handle.stats().steps == (step + 1 >= 10 + 5)
+    handle.synchronize()
+    handle.remove()
+
+
 def _the_mean_in_each_mode(names: Names) -> None:
     for model in (_model(), DDP(_model())):
         attach(model, names["mean"])
@@ -278,7 +290,8 @@ AFTER: dict[str, Callable[[Names], None]] = {
     "docs/hooks.md 3": _the_state_is_there,
     "docs/hooks.md 4": _as_it_was_saved,
     "docs/local_sgd.md 1": _the_rounds_are_counted,
-    "docs/local_sgd.md 2": _the_hook_attaches,
+    "docs/local_sgd.md 2": _a_fragment_is_exchanged,
+    "docs/local_sgd.md 3": _the_hook_attaches,
     "docs/modes.md 1": _the_mean_in_each_mode,
     "docs/process_groups.md 1": _every_rank_for_itself,
     "docs/process_groups.md 2": _known_to_torch_distributed,

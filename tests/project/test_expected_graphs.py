@@ -67,10 +67,10 @@ graph 0, 1
             """\
 graph 0, 1
     commhook.blockwise_encode
-    _c10d_functional.all_to_all_single
+    commhook.start_all_to_all
     _c10d_functional.wait_tensor
     commhook.blockwise_reduce
-    _c10d_functional.all_gather_into_tensor
+    commhook.start_all_gather
     _c10d_functional.wait_tensor
     commhook.blockwise_decode
     commhook.unflatten_into

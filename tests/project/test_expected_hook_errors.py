@@ -214,6 +214,19 @@ simulate(hooks.powersgd(), [[torch.eye(30, dtype=torch.complex64)]])
             hooks.local_sgd(2, outer=0.7)
             hooks.local_sgd(2, hook=len)
             hooks.local_sgd(2, hook=hooks.local_sgd(2))
+            hooks.local_sgd(4, fragments=2.0)
+            hooks.local_sgd(4, fragments=0)
+            hooks.local_sgd(4, fragments=5)
+            hooks.local_sgd(4, delay=True)
+            hooks.local_sgd(4, delay=4)
+            hooks.local_sgd(7, fragments=2, delay=4)
+            hooks.local_sgd(4, delay=-1)
+            hooks.local_sgd(4, mix="half")
+            hooks.local_sgd(4, mix=1)
+            hooks.local_sgd(4, mix=-0.5)
+            hooks.local_sgd(4, mix=math.nan)
+            hooks.local_sgd(4, hook=hooks.error_feedback(hooks.sign()), error_reset=True, mix=0.5)
+            hooks.local_sgd(4, hook=hooks.adaptive(1000), fragments=2)
             hooks.clip(1.0, hooks.local_sgd(2))
             hooks.after(3, hooks.local_sgd(2))
             hooks.error_feedback(hooks.local_sgd(2))
@@ -236,6 +249,32 @@ hooks.local_sgd(2, hook=len)
     TypeError: local_sgd: hook must be one of torch_commhook.hooks, got builtin_function_or_method
 hooks.local_sgd(2, hook=hooks.local_sgd(2))
     ValueError: local_sgd: hook must bring the ranks together, got local_sgd(2)
+hooks.local_sgd(4, fragments=2.0)
+    TypeError: local_sgd: fragments must be an int, got float
+hooks.local_sgd(4, fragments=0)
+    ValueError: local_sgd: fragments must be from 1 to 4, which is H, got 0
+hooks.local_sgd(4, fragments=5)
+    ValueError: local_sgd: fragments must be from 1 to 4, which is H, got 5
+hooks.local_sgd(4, delay=True)
+    TypeError: local_sgd: delay must be an int, got bool
+hooks.local_sgd(4, delay=4)
+    ValueError: local_sgd: delay must be from 0 to below H / fragments, which is 4, got 4
+hooks.local_sgd(7, fragments=2, delay=4)
+    ValueError: local_sgd: delay must be from 0 to below H / fragments, which is 3.5, got 4
+hooks.local_sgd(4, delay=-1)
+    ValueError: local_sgd: delay must be from 0 to below H / fragments, which is 4, got -1
+hooks.local_sgd(4, mix="half")
+    TypeError: local_sgd: mix must be a number, got str
+hooks.local_sgd(4, mix=1)
+    ValueError: local_sgd: mix must be from 0 to below 1, got 1
+hooks.local_sgd(4, mix=-0.5)
+    ValueError: local_sgd: mix must be from 0 to below 1, got -0.5
+hooks.local_sgd(4, mix=math.nan)
+    ValueError: local_sgd: mix must be from 0 to below 1, got nan
+hooks.local_sgd(4, hook=hooks.error_feedback(hooks.sign()), error_reset=True, mix=0.5)
+    ValueError: local_sgd: error_reset must be False where there are fragments, delay or mix, got True; error feedback sends what is lost with the fragment's next exchange
+hooks.local_sgd(4, hook=hooks.adaptive(1000), fragments=2)
+    ValueError: local_sgd: with fragments, hook must not be about all of them together, got adaptive(1000)
 hooks.clip(1.0, hooks.local_sgd(2))
     ValueError: clip: hook must bring the ranks together in each step, got local_sgd(2); it can go inside of that, as its hook
 hooks.after(3, hooks.local_sgd(2))

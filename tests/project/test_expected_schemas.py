@@ -74,6 +74,9 @@ commhook::sign_decode_sum(Tensor messages, Tensor(a!)[] tensors, *, int block_si
 commhook::sign_encode(Tensor[] tensors, Tensor(a!) message, *, int block_size, int shards=1, SymInt[]? sizes=None, float scale=1., Tensor(b!)? error=None) -> ()
 commhook::sign_reduce(Tensor messages, Tensor(a!) message, int numel, *, int block_size, float scale=1., Tensor(b!)? error=None) -> ()
 commhook::sign_reduce_shards(Tensor[] messages, Tensor(a!) message, int numel, *, int block_size, float scale=1., Tensor(b!)? error=None, Tensor? failed=None) -> ()
+commhook::start_all_gather(Tensor tensor, SymInt[]? sizes, str group_name, bool is_second) -> Tensor
+commhook::start_all_reduce(Tensor tensor, str group_name, bool is_second) -> Tensor
+commhook::start_all_to_all(Tensor tensor, SymInt[] sends, SymInt[] gets, str group_name) -> Tensor
 commhook::sum_rows(Tensor rows, Tensor(a!) out) -> ()
 commhook::symmetric_barrier(Tensor(a!)[] controls, int rank, *, float timeout) -> ()
 commhook::symmetric_gather(Tensor[] shards, Tensor(a!) message, *, Tensor? failed=None) -> ()

@@ -31,6 +31,7 @@ HOOKS = {
     "powersgd": lambda: hooks.powersgd(1),
     "C++": lambda: hooks.cpp("allreduce"),
     "local_sgd": lambda: hooks.local_sgd(1),
+    "streaming": lambda: hooks.local_sgd(2, delay=1),
 }
 
 
@@ -73,6 +74,8 @@ def _survive(case: dict[str, Any], folder: Path, rank: int) -> list[str]:
     handle = attach(model, HOOKS[case["hook"]](), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     _step(model, optimizer, rank)
+    if rank == victim and case["when"] == "where an exchange begins":
+        hooks.allreduce.average = lambda self, bucket: _die()  # type: ignore[method-assign]
     _step(model, optimizer, rank)
     if rank == victim and case["when"] == "before":
         _die()
@@ -80,7 +83,7 @@ def _survive(case: dict[str, Any], folder: Path, rank: int) -> list[str]:
         module = next(m for m in model.modules() if isinstance(m, nn.Linear))
         module.weight.register_hook(lambda gradient: _die())  # the last bucket's
     if rank == victim and case["when"] == "at the end":
-        StepGroup.commit = lambda self, used: _die()  # type: ignore[method-assign]
+        StepGroup._agree = lambda self, agree: _die()  # type: ignore[method-assign]
     try:
         _step(model, optimizer, rank)
     except Exception as error:

@@ -32,6 +32,7 @@ HOOKS = [
     "after(1, error_feedback(sign()), before=error_feedback(powersgd()))",
     "local_sgd(2, hook=error_feedback(blockwise(bits=4)))",
     "local_sgd(2, hook=error_feedback(topk(0.1)), error_reset=True)",
+    "local_sgd(4, hook=error_feedback(blockwise(bits=4)), fragments=2, delay=1, mix=0.5)",
     "error_feedback(powersgd(rank=2), dtype=torch.bfloat16)",
     "local_sgd(2, hook=error_feedback(topk(0.1), dtype=torch.bfloat16), error_reset=True)",
 ]

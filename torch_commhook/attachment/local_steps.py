@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,33 +11,30 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_commhook import collectives
+from torch_commhook.attachment.anchors import moved_elsewhere
 from torch_commhook.attachment.apart_warning import forget, warn_apart, warn_at_exit
 from torch_commhook.attachment.forward_hook import BeforeForward, register_first
+from torch_commhook.attachment.local_state import (
+    check_fragment,
+    checked_means,
+    exchange_of_state,
+    missing_from,
+    own_tensors,
+    position_of,
+    taken_apart,
+)
 from torch_commhook.attachment.optimizer_steps import add_step_counter, remove_step_counter
+from torch_commhook.attachment.parameter_exchange import BackgroundExchange, ParameterExchange
 from torch_commhook.attachment.replica import Replica
 from torch_commhook.attachment.road import Road
-from torch_commhook.buckets.grad_bucket import GradBucket
-from torch_commhook.buckets.results import scaled_result
+from torch_commhook.attachment.rounds import Round
 from torch_commhook.hooks.local_sgd import local_sgd
-from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_memory import BucketMemory
-from torch_commhook.memory.bucket_with_memory import BucketWithMemory
 from torch_commhook.memory.replays import cannot_be_captured
-from torch_commhook.memory.state_values import check_tensor, shown
-from torch_commhook.memory.states import (
-    ANCHOR,
-    LOCAL_STEPS,
-    PARAMETERS,
-    checked_position,
-    load_error,
-)
-from torch_commhook.metrics import count_bucket
-from torch_commhook.native.runtime import hook_on_bucket
+from torch_commhook.memory.states import ANCHOR, LOCAL_STEPS, load_error
+from torch_commhook.metrics import BucketTraffic, count_bucket
 from torch_commhook.step.attached_hook import Attached
-from torch_commhook.step.hook_call import DRAIN_SECONDS, HookCall
 from torch_commhook.step.ranks_apart import CheckedState
-from torch_commhook.step.step_group import StepGroup
 
 
 class LocalSteps:
@@ -65,7 +61,11 @@ class LocalSteps:
         self._model = weakref.ref(model)
         self.done = 0
         self.is_open = False
+        self._round = Round(self.hook.H, self.hook.fragments)
+        self._background: BackgroundExchange | None = None
+        attached.memory.before_change = self._settle_background
         self._in_step = False  # of an optimizer, which may run forward and backward
+        self._is_counted = False  # a step, after which nothing has been exchanged yet
         self._stepped: set[int] = set()  # parameters, in the step that is open
         # DDP asks for memory in the first backward, when an optimizer may have stepped already.
         self._names = [name for memory in self._memories() for name in memory.names or ()]
@@ -88,11 +88,6 @@ class LocalSteps:
         hook = self._attached.hook
         assert isinstance(hook, local_sgd)
         return hook
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the ranks are to come together."""
-        return self.done >= self.hook.H
 
     def close(self) -> None:
         """Count no more."""
@@ -143,6 +138,8 @@ class LocalSteps:
         forget(self)
         self._forward_handle.remove()
         remove_step_counter(self)
+        if self._background is not None:
+            self._background.leave()
 
     # ---- what a step is --------------------------------------------------------------------------
 
@@ -189,9 +186,9 @@ class LocalSteps:
             self._count()
 
     def after_optimizer_step(self, parameters: frozenset[int]) -> None:
-        """Bring the ranks together where that is due, once all have counted the step."""
-        if self.is_due and not self._ids().isdisjoint(parameters):
-            self.exchange()
+        """Exchange what is due, once all have counted the step."""
+        if self._is_counted and not self._ids().isdisjoint(parameters):
+            self._take_turn()
 
     def before_forward(self, module: nn.Module) -> None:
         """Called by the model before its own forward."""
@@ -203,11 +200,14 @@ class LocalSteps:
         if self._in_step or not (self._stepped or self._gradients_are_gone()):
             return  # a closure, or gradients that add up
         self._count()
-        if self.is_due:
-            self.exchange()
+        self._take_turn()
 
     def _count(self) -> None:
         self.done += 1
+        self._round.steps += 1
+        if self._background is not None:
+            self._background.steps += 1
+        self._is_counted = True
         self.is_open = False
         self._stepped.clear()
 
@@ -250,6 +250,16 @@ class LocalSteps:
             found.append(memory)
         return found
 
+    def _pieces(self, fragment: int | None = None) -> list[BucketMemory]:
+        """What the hook remembers of what travels by itself: of a fragment, or of all."""
+        memories = self._memories()
+        return [piece for each in memories for piece in self.hook.pieces(each, fragment)]
+
+    def _settle_background(self) -> None:
+        """Have nothing under way that writes to what the hook remembers."""
+        if self._background is not None:
+            self._background.settle()
+
     def _versions_now(self) -> list[int] | None:
         """Numbers that differ after somebody has written to a parameter; None if nobody counts."""
         if not self._replica.counts_writes:
@@ -265,95 +275,119 @@ class LocalSteps:
                 self._loaded |= self.hook.anchor_here(memory)
             self._versions = versions
 
-    def _agree_on_anchors(self, group: StepGroup) -> None:
-        """Move what other ranks have moved.
-
-        A rank whose own parameters are loaded on all ranks finds them where they were.
-        """
-        parameters = [parameter for memory in self._memories() for parameter in memory.parameters]
-        own = [float(id(parameter) in self._loaded) for parameter in parameters]
-        device = parameters[0].device
-        counts = collectives.all_reduce(
-            torch.tensor(own, dtype=torch.float32, device=device), group=group.group_for(device)
-        ).wait()
-        moved = zip(parameters, counts.tolist(), strict=True)
-        elsewhere = {id(parameter) for parameter, count in moved if count} - self._loaded
-        for memory in self._memories() if elsewhere else ():
-            self.hook.anchor_at_start(memory, elsewhere)
-        self._loaded |= elsewhere
+    def _agree_on_anchors(self) -> None:
+        """Move what other ranks have moved."""
+        self._loaded |= moved_elsewhere(
+            self.hook, self._memories(), self._loaded, self._replica.group
+        )
 
     # ---- the exchange ----------------------------------------------------------------------------
 
-    def synchronize(self) -> None:
-        """Have the ranks together, with nothing that is not sent."""
-        if self._is_at_rest:
-            self._look_for_anchor()
-        self.exchange(at_the_end=True)
-
     @torch.inference_mode(False)  # under which an optimizer may step
     @torch.no_grad()
-    def exchange(self, *, at_the_end: bool = False) -> None:
-        """Bring the ranks together. All come here at the same point.
+    def _take_turn(self) -> None:
+        """Do what is due after a step that has been counted. All ranks come here together.
+
+        Raises:
+            PeerError: an exchange has failed on another rank.
+            Exception: what the hook raised.
+        """
+        self._is_counted = False
+        background = self._background
+        if background is not None and background.steps >= self.hook.delay:
+            self._end_background(background)
+        if self._background is not None or not self._round.is_due:
+            return
+        fragment = self._round.turn
+        if not self.hook.delay:
+            self._exchange(self._pieces(fragment))
+            self._round.next_turn()
+            return
+        begun = BackgroundExchange(self._replica, fragment, began_at=self._round.steps)
+        self._background = begun
+        begun.begin(self._attached, self._pieces(fragment))
+        self._round.next_turn()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Have the ranks together, with nothing that is not sent or on its way."""
+        if self._background is not None:
+            self._end_background(self._background)
+        if self._is_at_rest:
+            self._look_for_anchor()
+        if self._exchange(self._pieces(), at_the_end=True):
+            self._round.reset()
+
+    def _end_background(self, background: BackgroundExchange) -> None:
+        """End an exchange of a fragment, and move that: on all ranks, or on none.
+
+        Raises:
+            PeerError, Exception: as :meth:`_take_turn`.
+        """
+        replica = self._replica
+        background.settle()
+        failure = replica.share_failure(background.failure)
+        self._background = None
+        if failure is not None:
+            background.undo()
+            self._round.repeat(background.fragment, background.began_at + background.steps)
+            raise failure
+        assert background.means is not None
+        replica.drop_copies()
+        for memory in self._pieces(background.fragment):
+            means = [background.means[name] for name in memory.names or ()]
+            self.hook.move(memory, means, mix=self.hook.mix)
+        self._have_moved(background.traffic)
+
+    def _exchange(self, memories: list[BucketMemory], *, at_the_end: bool = False) -> bool:
+        """Average how far the ranks have come, and move by that.
 
         A step of its own, on which the ranks agree before anything changes.
 
         Args:
-            at_the_end: where ranks go on from places of their own, send all that there is; where
-                they are together, do nothing.
+            memories: of what is exchanged.
+            at_the_end: bring the ranks together: where they go on from places of their own, send
+                all that there is; where they are together, do nothing.
+
+        Returns:
+            Whether anything was exchanged.
 
         Raises:
             PeerError: it failed on another rank.
             Exception: what the hook raised.
         """
-        attached, replica = self._attached, self._replica
-        group = replica.group
-        replica.begin()
-        calls: list[HookCall] = []
-        kept: list[list[tuple[Tensor, Tensor]]] = []
-        try:
-            memories = self._memories()
+        unsent = at_the_end and self.hook.error_reset
+
+        def is_wanted() -> bool:
             if self.hook.error_reset:
-                self._agree_on_anchors(group)
-            kept += map(self.hook.unsent, memories)
-            if at_the_end and not replica.on_any_rank(self._is_apart()):
-                replica.end()
-                return
-            unsent = at_the_end and self.hook.error_reset
-            hook = allreduce() if unsent else self.hook.hook
-            for index, memory in enumerate(memories):
-                distance = self.hook.distance(memory, unsent=unsent)
-                bucket = _bucket_of(memory, distance, index, len(memories), group)
-                where = hook_on_bucket(attached.name, index, len(memories))
-                with attached.gathering():
-                    calls.append(HookCall.start_average(hook, bucket, where))
-            results = [call.wait(group.timeout) for call in calls]
-            scale = hook.step_scale(results, attached.memory.past) if hook.scales_steps else None
-            if scale is not None:
-                results = [
-                    scaled_result(result, scale, memory.dtype)
-                    for memory, result in zip(memories, results, strict=True)
-                ]
-            replica.drop_copies()
-            replica.end()
-        except BaseException as error:
-            _drain(calls)
-            for tensors in kept:  # the same distance is to be sent again
-                for tensor, before in tensors:
-                    tensor.copy_(before)
-            raised = replica.fail_with(error)
-            if raised is error:
-                raise
-            raise raised from error
-        for memory, result in zip(memories, results, strict=True):
-            self.hook.move(memory, result, unsent=unsent)
-        self.done = 0
-        self.is_open = False
-        self._stepped.clear()
+                self._agree_on_anchors()
+            return not at_the_end or self._replica.on_any_rank(self._is_apart())
+
+        exchange = ParameterExchange(self._attached, self._replica.group)
+        if not exchange.run(self._replica, memories, is_wanted, unsent=unsent):
+            return False
+        exchange.move(unsent=unsent, mix=0.0 if at_the_end else self.hook.mix)
+        self._have_moved(exchange.traffic, together=at_the_end)
+        return True
+
+    def _have_moved(self, traffic: list[BucketTraffic], *, together: bool = False) -> None:
+        """Parameters are where an exchange has put them.
+
+        Args:
+            traffic: of each bucket.
+            together: whether all parameters of all ranks are; known of some exchanges anyway.
+        """
+        attached = self._attached
+        if together or (self.hook.fragments == 1 and not self.hook.mix):
+            self.done = 0
+            self.is_open = False
+            self._stepped.clear()
         self._loaded.clear()
         self._versions = self._versions_now()
         attached.memory.count_step()
-        for index, call in enumerate(calls):
-            count_bucket(attached.stats, index, len(calls), call.traffic, first=index == 0)
+        for index, each in enumerate(traffic):
+            count_bucket(attached.stats, index, len(traffic), each, first=index == 0)
 
     def _is_apart(self) -> bool:
         """Whether this rank's parameters may be elsewhere than others'."""
@@ -374,17 +408,29 @@ class LocalSteps:
     # ---- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What the hook remembers, with the rank's parameters."""
+        """What the hook remembers, with the rank's parameters. Waits for an exchange under way.
+
+        One that has failed counts as not begun: it raises when its time comes.
+        """
+        background = self._background
+        if background is not None:
+            background.look()
         if self._is_at_rest and not self._is_let_go:
             self._look_for_anchor()
         memory = self._attached.memory
         state = memory.state_dict()
-        state[LOCAL_STEPS] = {"done": self.done, "is_open": self.is_open}
+        state[LOCAL_STEPS] = self._position(background)
+        means = (background and background.means) or {}
         # At rest too, so that what a state has is always the same.
-        state[memory.own_key][PARAMETERS] = {
-            name: parameter.detach().clone() for name, parameter in self._by_name().items()
-        }
+        own = own_tensors(self._by_name(), means if self.hook.delay else None)
+        state[memory.own_key].update(own)
         return state
+
+    def _position(self, background: BackgroundExchange | None) -> dict[str, Any]:
+        position = {"done": self.done, "is_open": self.is_open}
+        if self.hook.is_streaming:
+            position.update(position_of(self._round, background))
+        return position
 
     def check_state(self, state: Any) -> CheckedState:
         """What of a :meth:`state_dict` is what.
@@ -392,16 +438,25 @@ class LocalSteps:
         Raises:
             ValueError: no such state, or one that does not fit.
         """
-        parameters, position, rest = self._taken_apart(state)
-        rest = self._attached.memory.check_state(rest)
-        missing = sorted(set(self._names) - set(rest["shared"].get(ANCHOR, {})))
+        memory = self._attached.memory
+        checked = taken_apart(state, self._attached.name, memory.own_key, self._by_name())
+        rest = memory.check_state(checked.rest)
+        missing = missing_from(rest, ANCHOR, self._names)
         if missing:  # each rank would take its own parameters for it
             raise load_error(f"its '{ANCHOR}' lacks {missing}")
-        return CheckedState(parameters, position, rest)
+        check_fragment(checked.position, self.hook)
+        means = None
+        if checked.position.get("steps_in_flight", -1) >= 0:
+            fragment = (checked.position["fragment"] - 1) % self.hook.fragments
+            means = checked_means(state, memory.own_key, self._pieces(fragment))
+        return checked._replace(rest=rest, means=means)
 
     @torch.no_grad()
     def take_state(self, checked: CheckedState) -> None:
         """Go on from what :meth:`check_state` gave. Writes the parameters."""
+        if self._background is not None:
+            self._background.leave()
+            self._background = None
         self._replica.drop_copies()
         self._attached.memory.load_state(checked.rest)
         self._road().memory_loaded(checked.rest["buckets"])
@@ -409,71 +464,19 @@ class LocalSteps:
             self.hook.return_to_start(bucket)
         for parameter, value in checked.parameters:
             parameter.copy_(value)
-        self.done, self.is_open = checked.position["done"], checked.position["is_open"]
+        position = checked.position
+        self.done, self.is_open = position["done"], position["is_open"]
+        self._round.repeat(
+            position.get("fragment", 0), position.get("steps_of_round", position["done"])
+        )
+        if checked.means is not None:
+            self._background = exchange_of_state(
+                self._replica, self._round, position["steps_in_flight"], checked.means
+            )
+        self._is_counted = False
         self._stepped.clear()
         self._loaded.clear()
         self._versions = self._versions_now()
-
-    def _taken_apart(
-        self, state: dict[str, Any]
-    ) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Any], dict[str, Any]]:
-        """What is this rank's of the parameters, where in a round it is, and the rest."""
-        if not isinstance(state, dict) or LOCAL_STEPS not in state:
-            raise load_error(
-                f"the state must be one of a hook that keeps ranks apart, such as "
-                f"'{self._attached.name}', got one without '{LOCAL_STEPS}'"
-            )
-        position = checked_position(state, "its ", load_error)
-        key = self._attached.memory.own_key
-        pieces = state.get(key)
-        if not isinstance(pieces, dict):  # of which the memory tells
-            return [], position, state
-        rest = {**state, key: {kind: pieces[kind] for kind in pieces if kind != PARAMETERS}}
-        values = pieces.get(PARAMETERS, {})
-        is_apart = position["done"] > 0 or position["is_open"]
-        if not isinstance(values, dict) or (not values and is_apart):
-            got = "none" if isinstance(values, dict) else shown(values)
-            raise load_error(
-                f"its '{PARAMETERS}' must have the rank's parameters, by name, got {got}"
-            )
-        own = []
-        for name, parameter in self._by_name().items() if values else ():
-            if name not in values:
-                raise load_error(
-                    f"the state must have parameter '{name}' of shape "
-                    f"{tuple(parameter.shape)}, got none"
-                )
-            # Where training has diverged, a state has what became of it.
-            value = check_tensor(
-                f"'{PARAMETERS}' of parameter '{name}'",
-                values[name],
-                parameter.shape,
-                parameter.dtype,
-                load_error,
-                is_finite=False,
-            )
-            own.append((parameter, value))
-        return own, position, rest
-
-
-def _bucket_of(
-    memory: BucketMemory, distance: Tensor, index: int, count: int, group: StepGroup
-) -> GradBucket:
-    return BucketWithMemory(
-        memory.parameters,
-        buffer=distance,
-        index=index,
-        bucket_count=count,
-        process_group=group.group_for(memory.device),
-        memory=memory,
-    )
-
-
-def _drain(calls: Iterable[HookCall]) -> None:
-    """Wait for what is in flight, before its buffers go."""
-    deadline = time.monotonic() + DRAIN_SECONDS
-    for call in calls:
-        call.drain(deadline)
 
 
 @torch.compiler.disable

@@ -327,18 +327,23 @@ class ReducerRoad:
         source = 0
         if self._joinable.enabled:  # rank 0 may have no more steps of its own
             source = self._joinable.common_rank(not joined)
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        by_device: dict[torch.device, list[Tensor]] = {}
         for buffer in module.buffers():
             if buffer.layout is torch.strided and buffer.numel():
-                by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        for buffers in by_dtype.values():
+                by_device.setdefault(buffer.device, []).append(buffer.detach())
+        for buffers in by_device.values():
             check_is_free(self._group.parent)
+            # The bytes of all dtypes, in one broadcast; the largest elements first, for which each
+            # piece is then aligned.
+            buffers.sort(key=lambda buffer: -buffer.element_size())
             with torch.no_grad():
-                flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
+                whole = [buffer.resolve_conj().resolve_neg().reshape(-1) for buffer in buffers]
+                pieces = [each.view(torch.uint8) for each in whole]
+                flat = torch.cat(pieces)
                 sent = collectives.broadcast(flat, src=source, group=self._group.parent).wait()
-                pieces = sent.split([buffer.numel() for buffer in buffers])
-                for buffer, piece in zip(buffers, pieces, strict=True):
-                    buffer.copy_(piece.view(buffer.shape))
+                sizes = [piece.numel() for piece in pieces]
+                for buffer, piece in zip(buffers, sent.split(sizes), strict=True):
+                    buffer.copy_(piece.view(buffer.dtype).view(buffer.shape))
 
 
 # DDP with the Python reducer has Inductor put all-reduces together, in the whole process, since its

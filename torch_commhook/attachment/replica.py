@@ -58,6 +58,17 @@ class Replica(Protocol):
     def on_any_rank(self, value: bool) -> bool:
         """Whether it is so on some rank. All ranks ask at the same point of an exchange."""
 
+    def share_failure(self, failure: BaseException | None) -> BaseException | None:
+        """Tell the ranks that have the rest of this copy how an exchange in background has ended.
+
+        Args:
+            failure: of this rank's part; None where that went well.
+
+        Returns:
+            What this rank is to raise: ``failure``, or a PeerError where another rank's part has
+            failed.
+        """
+
 
 class WholeReplica:
     """A copy that has whole parameters.
@@ -109,6 +120,10 @@ class WholeReplica:
 
     def on_any_rank(self, value: bool) -> bool:
         return is_on_any_rank(value, [self._group], self._buckets()[0][0].device)
+
+    def share_failure(self, failure: BaseException | None) -> BaseException | None:
+        """The failure: this rank has the whole copy."""
+        return failure
 
 
 def is_on_any_rank(value: bool, groups: Sequence[StepGroup], device: torch.device) -> bool:

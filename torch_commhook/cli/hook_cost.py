@@ -7,7 +7,10 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch_commhook.process_group.simulated.link import Issued
 
 #: Elements of the largest bucket that is measured: 25 MiB.
 MOST_MEASURED = 25 * (1 << 20) // 4
@@ -92,13 +95,29 @@ def gradients_of(elements: int, model_elements: int, shards: int = 1) -> list[An
 
 def count_bytes(hook: Callable[..., Any], elements: int, world_size: int, shards: int = 1) -> float:
     """Sent by each rank in a step, of ``elements`` that are one of so many shards of a model."""
+    return record_traffic(hook, elements, world_size, shards)[0]
+
+
+def record_traffic(
+    hook: Callable[..., Any], elements: int, world_size: int, shards: int = 1
+) -> tuple[float, tuple[Issued, ...]]:
+    """Bytes that each rank sends in a step, and what it issues.
+
+    Args:
+        hook: averages gradients.
+        elements: one of so many shards of a model.
+        world_size: ranks.
+        shards: as :func:`gradients_of` takes them.
+    """
     from torch_commhook.testing import simulate
 
     # What low-rank factors send is no share of the elements: count it on matrices of the model's
     # own size, as far as memory goes.
     counted = counted_elements(elements, world_size)
     gradients = [gradients_of(counted, elements * shards, shards) for _ in range(world_size)]
-    return simulate(hook, gradients, steps=2, timeout=600).wire_bytes * elements / counted
+    found = simulate(hook, gradients, steps=2, timeout=600)
+    scale = elements / counted
+    return found.wire_bytes * scale, tuple(each.scaled(scale) for each in found.issued)
 
 
 def counted_elements(elements: int, world_size: int) -> int:

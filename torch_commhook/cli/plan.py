@@ -4,7 +4,7 @@ What a hook computes is measured here, on a bucket of random gradients in square
 as models have; what it sends is counted, with ranks that are threads. From that a step is timed: a
 third of its computing is the forward, the rest the backward, which fills the buckets one after the
 other, and what hooks compute stands on the same processor. A bucket goes on the wire once it is
-full and the one before is through.
+full; how long it is on its way is what Gloo's messages take, which wait for one another.
 
 A hook that changes after some steps is planned as it is then. One that keeps ranks apart for some
 steps sends after the last of them, when there is nothing to hide that behind; what is said of a
@@ -17,22 +17,27 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from torch_commhook.cli import plan_sharded
 from torch_commhook.cli.hook_cost import (
     PAYLOAD,
     HookError,
-    count_bytes,
     measure_pass,
     measure_seconds,
+    record_traffic,
     unwrap_hook,
 )
 from torch_commhook.cli.hook_expression import HookExpressionError, parse_hook
 from torch_commhook.cli.plan_parser import BUCKET_CAPS_MB, build_parser
+from torch_commhook.cli.plan_step import agreement_of, round_trips, through_seconds
 from torch_commhook.cli.report import format_bytes
 from torch_commhook.cli.sharded_options import ShardedOptionError, resolve_sharded
 from torch_commhook.cli.train_config import TrainConfig
+
+if TYPE_CHECKING:
+    from torch_commhook.process_group.simulated.link import Issued
 
 #: Those that take part in reduce-scatters.
 DEFAULT_SHARD_HOOKS = (
@@ -54,6 +59,7 @@ DEFAULT_HOOKS = (
 )
 _BUCKET_NUMBER_BYTES = 4  # gradients in float32
 _MOST_BUCKETS = 10_000  # past which one more makes no difference
+_CALLS = ("issued", "agreement")
 #: A backward computes the products of a forward twice over.
 _FORWARD = 1 / 3
 
@@ -67,12 +73,18 @@ class Measured:
         bytes_sent: by each rank.
         compute_seconds: gathering gradients, encoding, adding up, decoding and writing results.
         overlaps: whether it does so while a backward computes.
+        every: steps in which it communicates once.
+        issued: what a rank issues then, for all gradients as one bucket.
+        agreement: what it issues at the end of a step.
     """
 
     hook: str
     bytes_sent: float
     compute_seconds: float
     overlaps: bool = True
+    every: int = 1
+    issued: tuple[Issued, ...] = field(default=(), repr=False)
+    agreement: tuple[Issued, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +93,13 @@ class Cost(Measured):
 
     Attributes:
         wire_seconds: that the bytes take on the link, with the headers of their packets.
+        round_trips: that follow one another in a step.
         step_seconds: with what the step computes anyway, as far as that does not hide the rest.
         ratio: of that to the step of the first hook.
     """
 
     wire_seconds: float
+    round_trips: float
     step_seconds: float
     ratio: float
 
@@ -110,6 +124,7 @@ def measure(
         HookError: one that fails when it is run.
     """
     bucket = -(-elements // len(bucket_sizes(elements, bucket_cap_mb)))
+    agreement = tuple(agreement_of(world_size))
     found = []
     for text in hooks:
         hook = parse_hook(text)
@@ -117,7 +132,7 @@ def measure(
             raise HookExpressionError(f"the hook {text!r} is plain DDP: write allreduce()")
         try:
             inner, steps, around = unwrap_hook(hook)
-            sent = count_bytes(inner, elements, world_size)
+            sent, issued = record_traffic(inner, elements, world_size)
             computed = measure_seconds(inner, elements, bucket)
             computed += sum(measure_pass(one, elements, bucket) for one in around)
         except Exception as error:  # a hook may be a user's, and raise anything
@@ -126,7 +141,9 @@ def measure(
                 said = "it asks for more of a model than its size"
             raise HookError(f"the hook {text!r} can't be planned: {said}") from error
         overlaps = not getattr(hook, "keeps_ranks_apart", False)
-        found.append(Measured(text, sent / steps, computed / steps, overlaps))
+        found.append(
+            Measured(text, sent / steps, computed / steps, overlaps, steps, issued, agreement)
+        )
     return found
 
 
@@ -136,6 +153,7 @@ def plan(
     bits_per_second: float,
     compute_seconds: float = 0.0,
     buckets: Sequence[int] = (1,),
+    delay_seconds: float = 0.0,
 ) -> list[Cost]:
     """What each hook would cost; the first is what the others are compared with.
 
@@ -144,22 +162,19 @@ def plan(
         bits_per_second: of each rank's link, each way.
         compute_seconds: of a step without communication.
         buckets: their sizes, as :func:`bucket_sizes` says.
+        delay_seconds: of a message, one way.
     """
     costs: list[Cost] = []
     for each in measured:
-        wire = each.bytes_sent * 8 / bits_per_second / PAYLOAD
-        if each.overlaps:
-            step = _step_seconds(compute_seconds, each.compute_seconds, wire, buckets)
-        else:
-            step = compute_seconds + each.compute_seconds + wire
+        step = _step_seconds(each, compute_seconds, bits_per_second, buckets, delay_seconds)
         first = costs[0].step_seconds if costs else step
-        ratio = step / first if first else 1.0
         costs.append(
             Cost(
-                **asdict(each),
-                wire_seconds=wire,
+                **vars(each),
+                wire_seconds=each.bytes_sent * 8 / bits_per_second / PAYLOAD,
+                round_trips=round_trips(_issued(each), each.agreement, len(buckets)) / each.every,
                 step_seconds=step,
-                ratio=ratio,
+                ratio=step / first if first else 1.0,
             )
         )
     return costs
@@ -184,16 +199,45 @@ def bucket_sizes(elements: int, bucket_cap_mb: Sequence[float]) -> list[int]:
     return sizes
 
 
-def _step_seconds(compute: float, hook: float, wire: float, buckets: Sequence[int]) -> float:
+def _issued(measured: Measured) -> Sequence[Issued]:
+    """What a rank issues; where that is not known, one message of the bytes that it sends."""
+    from torch_commhook.process_group.gloo_messages import Traffic
+    from torch_commhook.process_group.simulated.link import Issued
+
+    if measured.issued or not measured.bytes_sent:
+        return measured.issued
+    sent = measured.bytes_sent * measured.every
+    return [Issued("", Traffic("all_to_all_single", 2, 2 * sent, sent))]
+
+
+def _step_seconds(
+    measured: Measured,
+    compute: float,
+    bits_per_second: float,
+    buckets: Sequence[int],
+    delay: float,
+) -> float:
     """A step, in which buckets travel while the next ones are computed."""
-    computed = compute * _FORWARD
-    through = 0.0  # when the wire has nothing more to send
     elements = sum(buckets)
-    for size in buckets:
-        share = size / elements
-        computed += (compute * (1 - _FORWARD) + hook) * share
-        through = max(through, computed) + wire * share
-    return max(computed, through)
+    shares = [size / elements for size in buckets]
+    ready, computed = [0.0] * len(buckets), 0.0
+    if measured.overlaps:
+        computed, in_backward = compute * _FORWARD, compute * (1 - _FORWARD)
+        for place, share in enumerate(shares):
+            computed += (in_backward + measured.compute_seconds) * share
+            ready[place] = computed
+    through = through_seconds(
+        _issued(measured),
+        measured.agreement,
+        ready=ready,
+        shares=shares,
+        computed=computed,
+        bits_per_second=bits_per_second * PAYLOAD,
+        latency=delay,
+    )
+    if measured.overlaps:
+        return through
+    return compute + measured.compute_seconds + through / measured.every
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -215,8 +259,13 @@ def main(argv: Sequence[str]) -> int:
     except (HookExpressionError, HookError, ShardedOptionError) as error:
         print(f"commhook plan: error: {error}", file=sys.stderr)
         return 2
-    print(json.dumps([asdict(cost) for cost in costs], indent=2) if options.json else table)
+    print(json.dumps([_plain(cost) for cost in costs], indent=2) if options.json else table)
     return 0
+
+
+def _plain(cost: Cost | plan_sharded.Cost) -> dict[str, Any]:
+    """For JSON, without the single calls."""
+    return {name: value for name, value in asdict(cost).items() if name not in _CALLS}
 
 
 def _layout(options: argparse.Namespace) -> plan_sharded.Layout | None:
@@ -233,6 +282,8 @@ def _layout(options: argparse.Namespace) -> plan_sharded.Layout | None:
     )
     if config.parallel == "ddp":
         return None
+    if options.delay:
+        raise ShardedOptionError("argument --delay: is for --parallel ddp alone")
     shards = config.shard_ranks
     after = {"yes": shards, "no": 1}.get(options.reshard_after_forward)
     if after is None:
@@ -258,6 +309,7 @@ def _of_ddp(options: argparse.Namespace) -> tuple[list[Cost], str]:
         bits_per_second=options.link,
         compute_seconds=options.compute_ms / 1e3,
         buckets=bucket_sizes(options.model_size, caps),
+        delay_seconds=options.delay / 1e3,
     )
     return costs, _table(costs, options, caps)
 
@@ -339,20 +391,24 @@ def _memory_notes(costs: Sequence[plan_sharded.Cost], layout: plan_sharded.Layou
 def _table(
     costs: Sequence[Cost], options: argparse.Namespace, bucket_cap_mb: Sequence[float]
 ) -> str:
-    header = ("hook", "sent per step", "wire", "computing", "step", f"x {costs[0].hook}", "pays")
+    is_far = options.delay > 0
+    header = ["hook", "sent per step", *["round trips"] * is_far]
+    header += ["wire", "computing", "step", f"x {costs[0].hook}", "pays"]
     rows = [
         (
             cost.hook,
             format_bytes(cost.bytes_sent),
+            *[f"{cost.round_trips:.3g}"] * is_far,
             *_times(cost.wire_seconds, cost.compute_seconds, cost.step_seconds),
             f"{cost.ratio:.2f}",
             _pays(cost.ratio, is_first=cost is costs[0]),
         )
         for cost in costs
     ]
+    link = f"{options.link / 1e6:g} Mbit/s" + f" and {options.delay:g} ms" * is_far
     what = (
         f"{options.model_size / 1e6:g} M elements, {options.world} ranks, "
-        f"{options.link / 1e6:g} Mbit/s each way, a step of {options.compute_ms:g} ms without "
+        f"{link} each way, a step of {options.compute_ms:g} ms without "
         f"communication, buckets of {' '.join(f'{cap:g}' for cap in bucket_cap_mb)} MiB, "
         f"{_threads(options)}"
     )

@@ -30,6 +30,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--link", type=_rate, default=_rate("1gbit"), help="of each rank, each way (1gbit)"
     )
+    parser.add_argument(
+        "--delay",
+        type=_milliseconds,
+        default=0.0,
+        metavar="MS",
+        help="of ddp: of each message, one way, in ms: a round trip takes twice that (0)",
+    )
     parser.add_argument("--world", type=_ranks, default=2, help="ranks (2)")
     parser.add_argument(
         "--compute-ms",

@@ -17,7 +17,7 @@ from torch_commhook.cli.rank_process import LAUNCHER_FOLDER
 from torch_commhook.cli.train_options import TrainOptions
 
 
-class _Mean(NamedTuple):
+class Mean(NamedTuple):
     """A mean over the ranks, and whether one of them has set its flag."""
 
     value: float
@@ -40,7 +40,7 @@ class World:
     device: torch.device
     backend: str
 
-    def start_mean(self, value: torch.Tensor, flag: bool = False) -> Callable[[], _Mean]:
+    def start_mean(self, value: torch.Tensor, flag: bool = False) -> Callable[[], Mean]:
         """The mean over the ranks of a scalar, which travels until it is asked for.
 
         Args:
@@ -53,10 +53,10 @@ class World:
         work = dist.all_reduce(total, async_op=True)
         assert work is not None
 
-        def mean() -> _Mean:
+        def mean() -> Mean:
             work.wait()
             both, flags = total.tolist()
-            return _Mean(both / self.size, flags > 0)
+            return Mean(both / self.size, flags > 0)
 
         return mean
 

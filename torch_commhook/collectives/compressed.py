@@ -15,9 +15,9 @@ from torch_commhook.codecs.block_codec import BlockCodec
 from torch_commhook.collectives.compressed_call import CompressedCall
 from torch_commhook.collectives.futures import completed, then_beside
 from torch_commhook.collectives.gloo_groups import group_timeout
-from torch_commhook.collectives.group_place import check_place
+from torch_commhook.collectives.group_place import check_place, group_rank
 from torch_commhook.collectives.message_buffers import MessageBuffers
-from torch_commhook.collectives.plain import all_gather, all_reduce, resolve_group
+from torch_commhook.collectives.plain import all_reduce, all_reduce_bytes, resolve_group
 from torch_commhook.collectives.stages import on_wire, timed, two_stages
 from torch_commhook.collectives.streams import beside
 from torch_commhook.collectives.sum_arguments import (
@@ -157,6 +157,23 @@ def _bytes_of_floats_fake(values: Tensor) -> Tensor:
     return values.new_empty(values.numel() * 4, dtype=torch.uint8)
 
 
+def compressed_bytes(codec: Codec, numel: int, group: dist.ProcessGroup) -> tuple[int, int]:
+    """What this rank sends and gets in a sum of ranks that exchange messages."""
+    ranks = group.size()
+    others = ranks - 1
+    if codec.exchange == "all_gather":
+        return codec.nbytes(numel) * others, codec.nbytes(numel) * others
+    if codec.exchange == "all_reduce":
+        return all_reduce_bytes(
+            torch.empty(codec.nbytes(numel) // 4, dtype=torch.float32, device="cpu"), group
+        )
+    sizes = [shard.nbytes for shard in codec.shards(numel, ranks)]
+    own = sizes[group_rank(group)]
+    # Its parts of the first stage, and in the second the sum that it encodes.
+    both = sum(sizes) - own + own * others
+    return both, both
+
+
 class _CompressedSum(CompressedCall):
     """One sum on its way."""
 
@@ -241,14 +258,13 @@ class _CompressedSum(CompressedCall):
         self, sources: list[Tensor], error: Tensor | None, group: dist.ProcessGroup
     ) -> torch.futures.Future[Tensor]:
         message = self._encode(sources, error, 1)
-        out = None
-        if not self.is_traced:
-            out = self.buffer("gathered", self.world_size, len(message))
-        first = all_gather(message, out=out, group=group, timeout=self.timeout)
+        sizes = [len(message)] * self.world_size
+        note_collective(*self.gathered_bytes(sizes, group))
+        first = self.issue_gather("gathered", message, sizes, group)
         wire = on_wire(first, self.meter, self.device)
 
         def finish(done: torch.futures.Future[Tensor]) -> Tensor:
-            messages = done.value()
+            messages = done.value().view(self.world_size, -1)
             with self.later_stage("decode"):
                 self.codec.decode_sum(messages, self.destinations, scale=self.scale)
             return self._result()
@@ -272,9 +288,11 @@ class _CompressedSum(CompressedCall):
         return two_stages(
             lambda: self.issue_all_to_all(message, sizes, group),
             self._reduce,
-            lambda padded, second_group: self.issue_gather("sums", padded, second_group),
+            lambda padded, second_group: self.issue_gather(
+                "sums", padded, sizes, second_group, is_second=True
+            ),
             self._decode,
-            second_bytes=max(sizes) * (self.world_size - 1),
+            second_bytes=self.gathered_bytes(sizes, group),
             device=self.device,
             group=group,
             meter=self.meter,
@@ -292,9 +310,10 @@ class _CompressedSum(CompressedCall):
         assert isinstance(codec, BlockCodec)
         views = shared.views(self.sizes)
         timeout = group_timeout(group, self.device) if self.timeout is None else self.timeout
-        # What the ranks read of each other is as much as what they would send.
-        note_collective(sum(self.sizes) - own_bytes, own_bytes * (self.world_size - 1))
-        note_collective(max(self.sizes) * (self.world_size - 1))
+        # What the ranks read of each other is as much as what they would send, with no padding.
+        to_others, from_others = sum(self.sizes) - own_bytes, own_bytes * (self.world_size - 1)
+        note_collective(to_others, from_others)
+        note_collective(from_others, to_others)
         try:
             self._encode(sources, error, self.world_size, views.message)
             with timed(self.meter, "wire"):

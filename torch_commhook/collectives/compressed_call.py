@@ -9,14 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_commhook.collectives.exchange import exchange, pays
+from torch_commhook.collectives.exchange import exchanges
 from torch_commhook.collectives.group_place import group_rank
+from torch_commhook.collectives.issuing import issue_all_gather, issue_gather_of_sizes
 from torch_commhook.collectives.message_buffers import MessageBuffers
-from torch_commhook.collectives.plain import all_to_all, issue_all_gather
+from torch_commhook.collectives.plain import all_to_all
 from torch_commhook.collectives.stages import timed
 from torch_commhook.collectives.streams import is_capturing
 from torch_commhook.collectives.sum_arguments import SumArguments
-from torch_commhook.metrics import note_collective
+from torch_commhook.collectives.traced_ops import traced_all_gather
 
 
 class CompressedCall:
@@ -61,10 +62,9 @@ class CompressedCall:
             return torch.empty(shape, dtype=torch.uint8, device=self.device)
         return self.buffers.get(name, shape, torch.uint8, self.device)
 
-    def is_exchanged(self, longest: int, group: dist.ProcessGroup) -> bool:
-        if self.is_traced or self.timeout is not None:  # exchanges have the group's timeout
-            return False
-        return self.device.type == "cpu" and pays(group, longest)
+    def is_exchanged(self, group: dist.ProcessGroup) -> bool:
+        """Whether ranks send each other messages as long as each is, with no padding."""
+        return self.timeout is None and self.device.type == "cpu" and exchanges(group)
 
     def issue_all_to_all(
         self, message: Tensor, sizes: Sequence[int], group: dist.ProcessGroup
@@ -80,10 +80,6 @@ class CompressedCall:
             A Future of the parts, flat, each of ``sizes[self.rank]`` bytes.
         """
         own = [sizes[self.rank]] * self.world_size
-        if self.is_exchanged(max(sizes), group):
-            note_collective(sum(sizes) - own[0], sum(own) - own[0])
-            received = self.buffer("shards", sum(own))
-            return exchange(message.split(list(sizes)), received.split(own), received, group)
         return all_to_all(
             message,
             input_split_sizes=sizes,
@@ -93,38 +89,56 @@ class CompressedCall:
             timeout=self.timeout,
         )
 
+    def gathered_bytes(self, sizes: Sequence[int], group: dist.ProcessGroup) -> tuple[int, int]:
+        """What this rank sends and gets in :meth:`issue_gather`."""
+        others = self.world_size - 1
+        if self.is_exchanged(group):
+            return sizes[self.rank] * others, sum(sizes) - sizes[self.rank]
+        return max(sizes) * others, max(sizes) * others
+
     def issue_gather(
-        self, name: str, message: Tensor, group: dist.ProcessGroup
+        self,
+        name: str,
+        message: Tensor,
+        sizes: Sequence[int],
+        group: dist.ProcessGroup,
+        *,
+        is_second: bool = False,
     ) -> torch.futures.Future[Tensor]:
         """Give every rank the messages of all: not counted, on whatever thread.
 
         Args:
             name: of the buffer for them.
-            message: flat bytes, as many on all ranks.
+            message: flat bytes: as many as the longest message has.
+            sizes: of the messages, in bytes, the same on all ranks.
             group: the process group.
+            is_second: whether it is a second stage; asked while a compiler traces.
 
         Returns:
-            A Future of the messages, of shape ``(ranks, bytes)``.
+            A Future of the messages: one after another, flat, or of shape ``(ranks, longest)``,
+            for :meth:`without_padding`.
         """
+        is_exchanged = self.is_exchanged(group)
         if self.is_traced:
-            return issue_all_gather(message, None, group, is_traced=True)
+            exact = list(sizes) if is_exchanged else None
+            return traced_all_gather(message, group, sizes=exact, is_second=is_second)
+        if is_exchanged:
+            return issue_gather_of_sizes(message, sizes, self.buffer(name, sum(sizes)), group)
         result = self.buffer(name, self.world_size, len(message))
-        if not self.is_exchanged(len(message), group):
-            return issue_all_gather(message, result, group, is_traced=False, timeout=self.timeout)
-        return exchange([message] * self.world_size, list(result), result, group)
+        return issue_all_gather(message, result, group, self.timeout)
 
     def without_padding(self, name: str, messages: Tensor, sizes: Sequence[int]) -> Tensor:
         """Messages of several lengths, one after another.
 
         Args:
             name: of the buffer for them, where some are filled up.
-            messages: of shape ``(messages, bytes)``.
+            messages: of shape ``(messages, bytes)``, or flat, with none filled up.
             sizes: of the messages, in bytes.
 
         Returns:
             Flat bytes, ``sum(sizes)`` of them: a view of ``messages`` where none is filled up.
         """
-        if all(size == messages.shape[1] for size in sizes):
+        if messages.dim() == 1 or all(size == messages.shape[1] for size in sizes):
             return messages.view(-1)
         pieces = [message[:size] for message, size in zip(messages, sizes, strict=True)]
         return torch.cat(pieces, out=self.buffer(name, sum(sizes)))

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from torch_commhook.codecs.base import Codec, error_for, keep_error
 from torch_commhook.collectives.compressed_call import CompressedCall
+from torch_commhook.collectives.exchange import takes_turns
 from torch_commhook.collectives.futures import then_beside
-from torch_commhook.collectives.gloo_groups import exchanges_of, second_group
+from torch_commhook.collectives.gloo_groups import second_group
 from torch_commhook.collectives.group_place import check_place, group_rank
 from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.collectives.plain import resolve_group
@@ -206,11 +207,9 @@ class _ChunkCall(CompressedCall):
         self.rounding = arguments.rounding
         self.counts = counts
         self.nbytes = [part.nbytes for part in self.codec.chunks(counts)]
-        if not self.is_traced and self.is_exchanged(max(self.nbytes), group):
+        if self.is_exchanged(group) and takes_turns(group, max(self.nbytes)):
             # The connections for messages to lower ranks, which all ranks make here.
-            second = second_group(group)
-            if second is not None:
-                exchanges_of(second)
+            second_group(group)
 
     def encode(
         self, sources: list[Tensor], message: Tensor, counts: list[int], error: Tensor | None
@@ -260,8 +259,8 @@ class _AllGather(_ChunkCall):
         padded = self.buffer("message", max(self.nbytes))
         own = padded[: self.nbytes[self.rank]]
         self.encode(sources, own, [self.counts[self.rank]], error)
-        note_collective(len(padded) * (self.world_size - 1))
-        first = self.issue_gather("gathered", padded, group)
+        note_collective(*self.gathered_bytes(self.nbytes, group))
+        first = self.issue_gather("gathered", padded, self.nbytes, group)
         return then_beside(on_wire(first, self.meter, self.device), self._finish, self.device)
 
     def _finish(self, done: torch.futures.Future[Tensor]) -> Tensor:

@@ -143,6 +143,40 @@ def then(
     return result
 
 
+def chained(
+    first: torch.futures.Future[Tensor],
+    start: Callable[[Tensor], torch.futures.Future[Tensor]],
+    end: Callable[[Tensor], Tensor],
+) -> torch.futures.Future[Tensor]:
+    """What follows a Future on the CPU, started by the thread that completes it.
+
+    Args:
+        first: a Future.
+        start: starts the next, with the value of ``first``. It must not wait.
+        end: makes the result of the value of the next.
+
+    Returns:
+        A Future of what ``end`` gives, or of what has failed before.
+    """
+    result: torch.futures.Future[Tensor] = torch.futures.Future()
+
+    def over(done: torch.futures.Future[Tensor]) -> None:
+        set_outcome(result, lambda: end(done.value()), caught=BaseException)
+
+    over = continued(over)
+
+    def is_there(done: torch.futures.Future[Tensor]) -> None:
+        try:
+            following = start(done.value())
+        except BaseException as error:
+            set_error(result, error)
+            return
+        following.add_done_callback(over)
+
+    first.add_done_callback(continued(is_there))
+    return result
+
+
 def then_beside(
     future: torch.futures.Future[T],
     callback: Callable[[torch.futures.Future[T]], Tensor],

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from torch_commhook import _C
+from torch_commhook.collectives.gloo_backend import gloo_backend
 from torch_commhook.native.dynamo import left_to_python
 
 _CPU = torch.device("cpu")
@@ -29,6 +30,7 @@ _firsts: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGr
 _exchanges: weakref.WeakKeyDictionary[
     dist.ProcessGroup, tuple[_C.Exchanges, weakref.finalize[..., Any]]
 ] = weakref.WeakKeyDictionary()
+_made: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _providers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Provider] = weakref.WeakKeyDictionary()
 
 
@@ -41,6 +43,14 @@ def is_gloo(group: dist.ProcessGroup, device: str = "cpu") -> bool:
     except RuntimeError:  # none for it
         return False
     return type(backend) is dist.ProcessGroupGloo
+
+
+def is_or_was_gloo(group: dist.ProcessGroup) -> bool:
+    """:func:`is_gloo`, or one of the library's own, whose backend a failed step has dropped."""
+    group = getattr(
+        group, "real_obj", group
+    )  # newer compilers have another object while they trace
+    return group in _made or is_gloo(group)
 
 
 def lacks_cpu(group: dist.ProcessGroup) -> bool:
@@ -67,6 +77,20 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device = _CPU) -> time
         except (RuntimeError, AttributeError):
             continue
     return distributed_c10d.default_pg_timeout
+
+
+def group_threads(group: dist.ProcessGroup) -> int:
+    """How many collectives a Gloo group runs at once; for groups of other kinds, of a new one.
+
+    Those of :func:`make_group` run ``gloo_backend.MOST_UNDER_WAY``.
+    """
+    if not dist.is_gloo_available():
+        return 2
+    backend: Any = dist.ProcessGroupGloo
+    options: Any = backend._Options()
+    if is_gloo(group):
+        options = group._get_backend(_CPU).options
+    return int(options._threads)
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store | None:
@@ -142,21 +166,38 @@ def make_group(
         timeout: of its collectives.
         description: what the group is for, as PyTorch's flight recorder and logs show it.
     """
-    # Not new_group(), which all ranks of the default group would have to call.
-    group: dist.ProcessGroup
-    group, _ = distributed_c10d._new_process_group_helper(
-        len(ranks),
-        rank,
-        list(ranks),
-        dist.Backend("cpu:gloo"),
-        store,
-        name,  # type: ignore[arg-type]
-        timeout=timeout,
-        group_desc=description,
-    )
+    # Not new_group(), which all ranks of the default group would have to call, and which gives a
+    # backend two threads.
+    if name in distributed_c10d._world.pg_names.values():
+        raise ValueError(f"torch_commhook: there is a process group {name!r} already")
+    own_store = dist.PrefixStore(f"{name}/", store)
+    group = dist.ProcessGroup(own_store, rank, len(ranks))
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    distributed_c10d._world.pg_group_ranks[group] = {r: index for index, r in enumerate(ranks)}
+    backend = gloo_backend(dist.PrefixStore("cpu/", own_store), rank, len(ranks), timeout)
+    backend._set_sequence_number_for_group()
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    group._set_group_name(name)  # type: ignore[arg-type]
+    group._set_group_desc(description)
+    _make_known(group, own_store, name, ranks)
+    _made.add(group)
     return group
+
+
+def _make_known(
+    group: dist.ProcessGroup, store: dist.Store, name: str, ranks: Sequence[int]
+) -> None:
+    """Enter a group of Gloo for the CPU where ``torch.distributed`` looks for groups."""
+    world: Any = distributed_c10d._world
+    config = dist.distributed_c10d.BackendConfig(dist.Backend("cpu:gloo"))
+    tag = f"ptd:{name}"
+    world.pg_map[group] = (dist.Backend("cpu:gloo"), store)
+    world.pg_names[group] = name
+    world.pg_group_ranks[group] = {r: index for index, r in enumerate(ranks)}
+    world.pg_backend_config[group] = str(config)
+    world.pg_to_tag[group] = tag
+    world.tags_to_pg.setdefault("", []).append(group)
+    world.tags_to_pg.setdefault(tag, []).append(group)
+    torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]
 
 
 @left_to_python
@@ -241,6 +282,9 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
     if found is not None:
         _seconds[group] = found
         _firsts[found] = weakref.ref(group)
+        of_group = _exchanges.get(group)
+        if of_group is not None:
+            of_group[0].use_down(found)
     return found
 
 
@@ -263,6 +307,13 @@ def exchanges_of(group: dist.ProcessGroup) -> _C.Exchanges:
         # The threads that wait for them must end before the interpreter does.
         found = _exchanges[group] = exchanges, weakref.finalize(group, exchanges.stop)
     return found[0]
+
+
+def finish_exchanges(group: dist.ProcessGroup) -> None:
+    """Wait until none is under way on a group, as Gloo's own end waits for its collectives."""
+    found = _exchanges.get(group)
+    if found is not None:
+        found[0].finish()
 
 
 def stop_exchanges(group: dist.ProcessGroup) -> None:

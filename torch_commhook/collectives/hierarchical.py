@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -11,11 +11,15 @@ from torch import Tensor
 
 from torch_commhook.codecs.base import Codec
 from torch_commhook.codecs.checks import ERROR_DTYPES
-from torch_commhook.collectives.compressed import compressed_all_reduce
-from torch_commhook.collectives.futures import then_beside
+from torch_commhook.collectives.compressed import compressed_all_reduce, compressed_bytes
+from torch_commhook.collectives.exchange import exchanges, place_in
+from torch_commhook.collectives.futures import chained, completed, then, then_beside
+from torch_commhook.collectives.gloo_groups import second_group
 from torch_commhook.collectives.group_place import check_place, group_rank
+from torch_commhook.collectives.issuing import as_bytes
 from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.collectives.plain import all_gather, reduce_scatter, resolve_group
+from torch_commhook.collectives.stages import staged
 from torch_commhook.collectives.streams import beside
 from torch_commhook.collectives.sum_arguments import (
     SumArguments,
@@ -24,7 +28,7 @@ from torch_commhook.collectives.sum_arguments import (
     listed_tensors,
     shard_range,
 )
-from torch_commhook.metrics import CallMeter
+from torch_commhook.metrics import CallMeter, WireMeter, counting, note_collective, tensor_bytes
 from torch_commhook.native import bucket_ops
 
 
@@ -50,7 +54,11 @@ def hierarchical_all_reduce(
     the node brings the shares together. So the links between nodes carry compressed messages of
     each element once for each node, and the links inside exact ones. All ranks get the same bits.
 
-    The call waits for all stages but the last; with CUDA tensors and NCCL it is the stream that
+    On the CPU over Gloo, in groups of up to 16 ranks, the call waits for no stage, and those of
+    several calls are under way at once: each is issued by the thread that ends the one before. If a
+    rank fails between two stages, its later calls with this ``inter_group`` fail alike, and the
+    other ranks wait for the group's timeout. Hooks that are attached get new connections. Elsewhere
+    the call waits for all stages but the last; with CUDA tensors and NCCL it is the stream that
     waits.
 
     Args:
@@ -87,19 +95,31 @@ def hierarchical_all_reduce(
     _check_carry(carry, numel)
     used = (sources, destinations, carry, error, shard_error, rounding)
     is_traced = torch.compiler.is_compiling()
-    stream = nullcontext() if is_traced else beside(device, buffers.stream, used)
-    with torch.no_grad(), stream:
-        own = _sum_in_node(sources, carry, buffers, intra_group)
-        if end > begin:  # the last share may be shorter than the others
-            _sum_over_nodes(own[: end - begin], arguments, inter_group)
+    mode = _mode_of_now(is_traced)
 
-        def finish(done: torch.futures.Future[Tensor]) -> Tensor:
-            gathered = done.value().view(-1)
-            with torch.no_grad():
-                bucket_ops.unflatten_into(gathered[:numel], destinations)
-            return destinations[0]
+    def finish(done: torch.futures.Future[Tensor]) -> Tensor:
+        return _write(done.value().view(-1)[:numel], destinations, mode)
+
+    stream = nullcontext() if is_traced else beside(device, buffers.stream, used)
+    in_background = not is_traced and _waits_for_nothing(device, intra_group, inter_group)
+    with torch.no_grad(), stream:
+        flat = _flattened(sources, carry, buffers, intra_group.size())
+        if in_background:
+            gathered = _in_background(flat, end - begin, arguments, intra_group, inter_group)
+            return then(gathered, finish, device)
+        own = reduce_scatter(flat, group=intra_group).wait()
+        if end > begin:  # the last share may be shorter than the others
+            _start_over_nodes(own[: end - begin], arguments, inter_group).wait()
 
         return then_beside(all_gather(own, group=intra_group), finish, device)
+
+
+def _write(
+    sums: Tensor, destinations: list[Tensor], mode: Callable[[], AbstractContextManager[object]]
+) -> Tensor:
+    with mode():
+        bucket_ops.unflatten_into(sums, destinations)
+    return destinations[0]
 
 
 def _checked_groups(
@@ -130,14 +150,74 @@ def _check_carry(carry: object, numel: int) -> None:
         )
 
 
-def _sum_in_node(
-    sources: list[Tensor],
-    carry: Tensor | None,
-    buffers: MessageBuffers,
+def _mode_of_now(is_traced: bool) -> Callable[[], AbstractContextManager[object]]:
+    """For stages on other threads: inference mode's tensors can be written in that alone."""
+    if not is_traced and torch.is_inference_mode_enabled():
+        return torch.inference_mode
+    return torch.no_grad
+
+
+def _waits_for_nothing(device: torch.device, *groups: dist.ProcessGroup) -> bool:
+    """Whether all stages are exchanges, in whose order each has its place."""
+    return device.type == "cpu" and all(group.size() == 1 or exchanges(group) for group in groups)
+
+
+def _in_background(
+    flat: Tensor,
+    numel: int,
+    arguments: SumArguments,
     intra_group: dist.ProcessGroup,
+    inter_group: dist.ProcessGroup,
+) -> torch.futures.Future[Tensor]:
+    """All stages, each issued by the thread that ends the one before.
+
+    Args:
+        flat: this rank's values, a share for each rank of the node.
+        numel: elements of this rank's own share, which may be shorter.
+        arguments: of the sum over the nodes.
+        intra_group, inter_group: the groups.
+
+    Returns:
+        A Future of all shares' sums, of shape ``(ranks of the node, elements)``.
+    """
+    ranks, mode = intra_group.size(), _mode_of_now(False)
+    if arguments.codec.exchange == "all_to_all" and inter_group.size() > 1:
+        second_group(inter_group)  # made here, by all ranks at the same point
+    first = reduce_scatter(flat, group=intra_group)
+    last = place_in(intra_group) if ranks > 1 else None
+    # Here, since the stages are issued where nobody counts.
+    if numel:
+        note_collective(*compressed_bytes(arguments.codec, numel, inter_group))
+    note_collective(tensor_bytes(flat) // ranks * (ranks - 1))
+
+    def between_nodes(own: Tensor) -> torch.futures.Future[Tensor]:
+        if numel == 0:
+            return completed(own)
+        with mode(), counting(WireMeter()):
+            return then(
+                _start_over_nodes(own[:numel], arguments, inter_group),
+                lambda done: (done.value(), own)[1],
+                flat.device,
+            )
+
+    def in_node(own: Tensor) -> torch.futures.Future[Tensor]:
+        if last is None:
+            return completed(own)
+        with mode():
+            gathered = own.new_empty((ranks, own.numel()))
+            outputs = [as_bytes(row) for row in gathered]
+            return last.exchange(0, [as_bytes(own)] * ranks, outputs, gathered)
+
+    # All ranks issue the sums over the nodes in the same order.
+    summed = staged(first, lambda own: own, between_nodes, lambda own: own, inter_group)
+    return chained(summed, in_node, lambda gathered: gathered)
+
+
+def _flattened(
+    sources: list[Tensor], carry: Tensor | None, buffers: MessageBuffers, ranks: int
 ) -> Tensor:
-    """The node's sum of this rank's share, exact, as long as the longest share."""
-    numel, ranks = sum(tensor.numel() for tensor in sources), intra_group.size()
+    """This rank's values in float32, filled up to shares of one length."""
+    numel = sum(tensor.numel() for tensor in sources)
     padded, device = (-(-numel // ranks) * ranks,), sources[0].device
     if torch.compiler.is_compiling():  # which plans memory itself
         flat = torch.empty(padded, dtype=torch.float32, device=device)
@@ -148,12 +228,14 @@ def _sum_in_node(
     if carry is not None:
         flat[:numel] += carry
         carry.zero_()
-    return reduce_scatter(flat, group=intra_group).wait()
+    return flat
 
 
-def _sum_over_nodes(own: Tensor, arguments: SumArguments, inter_group: dist.ProcessGroup) -> None:
-    """Replace a share's sum of the node by that of all nodes."""
-    compressed_all_reduce(
+def _start_over_nodes(
+    own: Tensor, arguments: SumArguments, inter_group: dist.ProcessGroup
+) -> torch.futures.Future[Tensor]:
+    """Start replacing a share's sum of the node by that of all nodes."""
+    return compressed_all_reduce(
         own,
         arguments.codec,
         scale=arguments.scale,
@@ -164,7 +246,7 @@ def _sum_over_nodes(own: Tensor, arguments: SumArguments, inter_group: dist.Proc
         buffers=arguments.buffers,
         meter=arguments.meter,
         group=inter_group,
-    ).wait()
+    )
 
 
 def share_range(numel: int, *, rank: int, ranks: int) -> tuple[int, int]:

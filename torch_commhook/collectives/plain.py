@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from torch_commhook import _C
+from torch_commhook.collectives.direct_sum import direct_bytes, sums_directly
 from torch_commhook.collectives.futures import (
-    TracedFuture,
     traced,
 )
 from torch_commhook.collectives.gloo_groups import group_name, is_destroyed, is_gloo
 from torch_commhook.collectives.group_place import (
-    gathers_flat,
     group_rank,
-    is_alone,
+)
+from torch_commhook.collectives.issuing import (
+    as_real,
+    issue_all_gather,
+    issue_all_reduce,
+    issue_all_to_all,
 )
 from torch_commhook.collectives.plain_arguments import (
     check_tensor,
@@ -29,21 +32,18 @@ from torch_commhook.collectives.plain_arguments import (
     equal_shares,
     result_tensor,
 )
-from torch_commhook.collectives.works import issued, issued_on_device, when_good
+from torch_commhook.collectives.traced_ops import (
+    traced_all_gather,
+    traced_all_reduce,
+    traced_all_to_all,
+    traced_real,
+)
+from torch_commhook.collectives.works import issued, when_good
 from torch_commhook.metrics import note_collective, ring_all_reduce_bytes, tensor_bytes
 from torch_commhook.spans import continued, sent
 
-# Their names change with torch; the old ones warn.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# Its name changes with torch; the old one warns.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-_ALL_GATHER, _ALL_TO_ALL = (
-    new if hasattr(dist.ProcessGroup, new) else old
-    for new, old in (
-        ("all_gather_single", "_allgather_base"),
-        ("all_to_all_single", "alltoall_base"),
-    )
-)
 
 # An object: PyTorch types it as an int here, and as a group where it returns it.
 _NON_MEMBER: object = dist.GroupMember.NON_GROUP_MEMBER
@@ -106,31 +106,20 @@ def all_reduce(
     check_tensor("all_reduce", tensor, sparse=True)
     check_timeout("all_reduce", timeout)
     group = resolve_group(group)
-    world_size = group.size()
-    note_collective(ring_all_reduce_bytes(tensor_bytes(tensor), world_size))
-    is_traced = torch.compiler.is_compiling()
-    return issue_all_reduce(tensor, group, is_traced=is_traced, timeout=timeout)
+    note_collective(*all_reduce_bytes(tensor, group, timeout))
+    if not torch.compiler.is_compiling():
+        return issue_all_reduce(tensor, group, timeout)
+    return traced_all_reduce(tensor, group)
 
 
-def issue_all_reduce(
-    tensor: Tensor,
-    group: dist.ProcessGroup,
-    *,
-    is_traced: bool,
-    timeout: timedelta | None = None,
-) -> torch.futures.Future[Tensor]:
-    """:func:`all_reduce`, unchecked and not counted: on whatever thread."""
-    if is_traced:
-        if is_alone(group):
-            return TracedFuture(lambda: tensor)
-        # By its name: with the group itself a compiler cannot keep the graph.
-        functional = torch.ops._c10d_functional
-        return traced(functional.all_reduce(tensor, "sum", group.group_name))
-    if is_alone(group):
-        return _C.as_future(tensor, "all_reduce")
-    # Sums by default.
-    options = _with_timeout(dist.AllreduceOptions(), timeout)
-    return issued(lambda: group.allreduce([tensor], options), group, "allreduce", tensor)
+def all_reduce_bytes(
+    tensor: Tensor, group: dist.ProcessGroup, timeout: timedelta | None = None
+) -> tuple[int, int]:
+    """What this rank sends and gets in an all-reduce."""
+    if timeout is None and sums_directly(tensor, group):
+        return direct_bytes(tensor, group_rank(group), group.size())
+    nbytes = ring_all_reduce_bytes(tensor_bytes(tensor), group.size())
+    return nbytes, nbytes
 
 
 def all_gather(
@@ -159,48 +148,11 @@ def all_gather(
     group = resolve_group(group)
     world_size = group.size()
     note_collective(tensor_bytes(tensor) * (world_size - 1))
-    is_traced = torch.compiler.is_compiling()
-    if not is_traced:
-        out = result_tensor("all_gather", tensor, (world_size, *tensor.shape), out)
-    return issue_all_gather(tensor, out, group, is_traced=is_traced, timeout=timeout)
-
-
-def issue_all_gather(
-    tensor: Tensor,
-    out: Tensor | None,
-    group: dist.ProcessGroup,
-    *,
-    is_traced: bool,
-    timeout: timedelta | None = None,
-) -> torch.futures.Future[Tensor]:
-    """:func:`all_gather`, unchecked and not counted: on whatever thread.
-
-    A thread cannot tell whether it is itself that compiles.
-    """
-    world_size = group.size()
-    flat = tensor.reshape(-1)
-    if is_traced:
-        shape = (world_size, *tensor.shape)
-        gathered = torch.ops._c10d_functional.all_gather_into_tensor(
-            flat, world_size, group.group_name
-        )
-        return traced(gathered).then(lambda done: done.value().view(shape))
-    assert out is not None
-    result = out
-    if world_size == 1:
-        return _C.as_future(result.copy_(tensor.unsqueeze(0)), "all_gather")
-    options = _with_timeout(AllgatherOptions(), timeout)
-
-    def issue() -> Any:
-        if not gathers_flat(group, (_ALL_GATHER, "_allgather_base")):
-            return group.allgather([list(result.flatten(1).unbind())], [flat], options)
-        if timeout is None:
-            return _all_gather(result.view(-1), flat, group=group, async_op=True)
-        return getattr(group, _ALL_GATHER)(result.view(-1), flat, options)
-
-    # What its Future holds differs between backends: one tensor, or one for each rank.
-    done = issued_on_device(issue, group, "all_gather", result)
-    return done.then(lambda done: when_good(done, result))
+    shape = (world_size, *tensor.shape)
+    if torch.compiler.is_compiling():
+        return traced_all_gather(tensor, group)
+    out = result_tensor("all_gather", tensor, shape, out)
+    return issue_all_gather(tensor, out, group, timeout)
 
 
 def all_to_all(
@@ -251,22 +203,9 @@ def all_to_all(
     own = group_rank(group)
     note_collective(row_bytes * (sum(sends) - sends[own]), row_bytes * (sum(gets) - gets[own]))
     if torch.compiler.is_compiling():
-        functional = torch.ops._c10d_functional
-        return _traced_real(
-            tensor, lambda real: functional.all_to_all_single(real, gets, sends, group.group_name)
-        )
+        return traced_all_to_all(tensor, sends, gets, group)
     result = result_tensor("all_to_all", tensor, (sum(gets), *tensor.shape[1:]), out)
-    if world_size == 1:
-        return _C.as_future(result.copy_(tensor), "all_to_all")
-
-    def issue() -> Any:
-        tensors = _as_real(result), _as_real(tensor)
-        if timeout is None:
-            return dist.all_to_all_single(*tensors, gets, sends, group=group, async_op=True)
-        options = _with_timeout(AllToAllOptions(), timeout)
-        return getattr(group, _ALL_TO_ALL)(*tensors, gets, sends, options)
-
-    return issued(issue, group, "all_to_all_single", result)
+    return issue_all_to_all(tensor, sends, gets, result, group, timeout)
 
 
 def reduce_scatter(
@@ -302,13 +241,7 @@ def reduce_scatter(
     if tensor.device.type == "cpu" or is_gloo(group, tensor.device.type):
         shares = tensor.new_empty((world_size, rows, *tensor.shape[1:]))
         splits = [rows] * world_size
-        tensors = _as_real(shares.flatten(0, 1)), _as_real(tensor)
-        future = issued_on_device(
-            lambda: dist.all_to_all_single(*tensors, splits, splits, group=group, async_op=True),
-            group,
-            "all_to_all_single",
-            shares,
-        )
+        future = issue_all_to_all(tensor, splits, splits, shares.flatten(0, 1), group)
         return future.then(continued(lambda done: _sum(when_good(done, shares))))
     result = tensor.new_empty((rows, *tensor.shape[1:]))
     return issued(
@@ -387,11 +320,11 @@ def broadcast(
     note_collective(round(tensor_bytes(tensor) * (world_size - 1) / world_size))
     if torch.compiler.is_compiling():
         functional = torch.ops._c10d_functional
-        return _traced_real(tensor, lambda real: functional.broadcast(real, src, group.group_name))
+        return traced_real(tensor, lambda real: functional.broadcast(real, src, group.group_name))
     if world_size == 1:
         return _C.as_future(tensor, "broadcast")
     return issued(
-        lambda: dist.broadcast(_as_real(tensor), group_src=src, group=group, async_op=True),
+        lambda: dist.broadcast(as_real(tensor), group_src=src, group=group, async_op=True),
         group,
         "broadcast",
         tensor,
@@ -402,21 +335,3 @@ def _sum(shares: Tensor) -> Tensor:
     """Over the first dimension, rounded once."""
     dtype = torch.float32 if shares.dtype in (torch.float16, torch.bfloat16) else shares.dtype
     return shares.sum(0, dtype=dtype).to(shares.dtype)
-
-
-def _with_timeout(options: Any, timeout: timedelta | None) -> Any:
-    if timeout is not None:
-        options.timeout = timeout
-    return options
-
-
-def _as_real(tensor: Tensor) -> Tensor:
-    """Complex numbers as pairs: not all backends move them."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _traced_real(tensor: Tensor, collective: Callable[[Tensor], Tensor]) -> TracedFuture:
-    if not tensor.is_complex():
-        return traced(collective(tensor))
-    done = traced(collective(torch.view_as_real(tensor)))
-    return done.then(lambda future: torch.view_as_complex(future.value()))

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_commhook.collectives.exchange import prepare_exchanges
 from torch_commhook.collectives.futures import TracedStages, set_error, set_outcome, then_beside
-from torch_commhook.collectives.gloo_groups import exchanges_of, second_group
+from torch_commhook.collectives.gloo_groups import second_group
 from torch_commhook.collectives.pipeline import SecondStages, current_second_stages
 from torch_commhook.collectives.streams import current_place
 from torch_commhook.collectives.turns import turns_of
@@ -28,7 +29,7 @@ def two_stages(
     issue_second: Callable[[Tensor, dist.ProcessGroup], torch.futures.Future[Tensor]],
     finish: Callable[[Tensor], Tensor],
     *,
-    second_bytes: int,
+    second_bytes: tuple[int, int],
     device: torch.device,
     group: dist.ProcessGroup,
     meter: CallMeter | None = None,
@@ -47,7 +48,7 @@ def two_stages(
         issue_second: starts the second on a group; counts and checks nothing, since another thread
             may call it. Called with a group.
         finish: the result, made of what the second gives. On any thread.
-        second_bytes: what this rank sends in the second.
+        second_bytes: what this rank sends and gets in the second.
         device: of the tensors.
         group: the process group of the first.
         meter: is told how long both are on the wire.
@@ -61,9 +62,9 @@ def two_stages(
     if not is_traced and device.type == "cpu" and group.size() > 1:
         own_group = second_group(group)
         if own_group is not None:
-            exchanges_of(own_group)  # here, on a thread that may hold the first group
+            prepare_exchanges(own_group)  # here, on a thread that may hold the first group
     first = issue_first()
-    note_collective(second_bytes)  # here, since it may be issued where nobody counts
+    note_collective(*second_bytes)  # here, since it may be issued where nobody counts
 
     def send(received: Tensor) -> Tensor:
         with torch.no_grad():

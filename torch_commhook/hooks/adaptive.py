@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.blockwise import blockwise
+from torch_commhook.collectives.exchange import exchanges
 from torch_commhook.collectives.plain import all_reduce
 from torch_commhook.hooks.base import Hook
 from torch_commhook.hooks.compressed import compressed
@@ -80,11 +81,13 @@ class adaptive(Hook):  # noqa: N801 (a hook is written as it is called)
         )
         if memory.world_size > 1:
             lost = all_reduce(lost.to(_wire_device(memory)), group=memory.group).wait().cpu()
-        self._settle(buckets, lost.tolist(), memory.world_size)
+        self._settle(buckets, lost.tolist(), memory)
 
-    def _settle(self, buckets: Sequence[BucketMemory], lost: list[float], ranks: int) -> None:
+    def _settle(
+        self, buckets: Sequence[BucketMemory], lost: list[float], memory: HookMemory
+    ) -> None:
         sizes = [
-            {bits: self._bytes(bits, bucket.numel, ranks) for bits in (4, 8)} for bucket in buckets
+            {bits: self._bytes(bits, bucket.numel, memory) for bits in (4, 8)} for bucket in buckets
         ]
         left = self.budget - sum(size[4] for size in sizes)
         if left < 0:
@@ -113,10 +116,14 @@ class adaptive(Hook):  # noqa: N801 (a hook is written as it is called)
         )
         return square if square < float("inf") else 0.0
 
-    def _bytes(self, bits: int, numel: int, ranks: int) -> int:
-        shards = blockwise(bits, self.block_size).shards(numel, ranks)
-        longest = max(shard.nbytes for shard in shards)
-        return sum(shard.nbytes for shard in shards[1:]) + (ranks - 1) * longest
+    def _bytes(self, bits: int, numel: int, memory: HookMemory) -> int:
+        """What the rank that sends most sends of a bucket."""
+        ranks = memory.world_size
+        sizes = [shard.nbytes for shard in blockwise(bits, self.block_size).shards(numel, ranks)]
+        group = memory.group
+        if group is not None and _wire_device(memory).type == "cpu" and exchanges(group):
+            return max(sum(sizes) + (ranks - 2) * own for own in sizes)
+        return sum(sizes) - min(sizes) + (ranks - 1) * max(sizes)
 
     def __repr__(self) -> str:
         every = "" if self.every == 100 else f", every={self.every}"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.hooks.base import Hook
+from torch_commhook.hooks.fragments import fragments_of
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.hooks.traits import HookTraits
 from torch_commhook.memory.bucket_memory import BucketMemory
@@ -88,6 +89,14 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
     Traffic is that of ``hook``, divided by ``H``. Memory is the anchor and, with momentum, as much
     again: float32 for parameters of 16 bits, the parameters' own dtype for others.
 
+    With ``fragments``, ``delay`` or ``mix`` it works in the style of Streaming DiLoCo (Douillard et
+    al., 2025, arXiv:2501.18512). The model's parameters are cut into ``fragments``, each of which
+    is exchanged once in ``H`` steps, ``H / fragments`` steps after the one before: traffic is the
+    same, at most a fragment at once. An exchange begins after a step with the distances of that
+    moment, and goes on in the background for ``delay`` steps. Only then does the outer optimizer
+    move the fragment's anchor, and its parameters become ``mix`` times themselves plus
+    ``1 - mix`` times the anchor. The step that needs a mean which has not come yet waits for it.
+
     A step is over when optimizers of ``torch.optim`` have stepped all of the model's parameters
     that have a gradient. A step that no optimizer takes (``GradScaler`` skips it, or the update is
     written by hand) is noticed when the next forward begins, by gradients that
@@ -113,11 +122,21 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
             the anchor alone: error reset (Xie et al., 2020, arXiv:2007.13221). What is sent late
             is then late for the other ranks only. For hooks that remember what they lose. Ranks
             stay apart by that until :meth:`HookHandle.synchronize`, which sends it uncompressed.
+            Not with the next three.
+        fragments: parts of the model that are exchanged one by one: by repeated layers, fragment p
+            having layers p, p + ``fragments`` and so on; the rest by size (``docs/local_sgd.md``).
+        delay: steps during which an exchange goes on, below ``H / fragments``. 0 waits for it.
+        mix: weight of a rank's own parameters where an exchange ends, from 0 to below 1. With 0 a
+            rank gives up its own steps since the exchange began.
 
     Raises:
-        TypeError: no int, no ``outer_sgd``, no hook of the library, or no bool.
+        TypeError: no int, no ``outer_sgd``, no hook of the library, no bool, or no number.
         ValueError: ``H`` is not positive, or ``hook`` keeps ranks apart itself; with
-            ``error_reset``, it remembers nothing of whole buckets, or has a group of its own.
+            ``error_reset``, it remembers nothing of whole buckets, or has a group of its own, or
+            there are ``fragments``, ``delay`` or ``mix``; with ``fragments``, it settles something
+            for the whole model, as ``adaptive`` does. ``fragments`` is not from 1 to ``H``,
+            ``delay`` not from 0 to below ``H / fragments``, or ``mix`` not from 0 to below 1. From
+            :func:`torch_commhook.attach`: the model has fewer parameters than ``fragments``.
     """
 
     _commhook_traceable = True
@@ -130,6 +149,9 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         outer: outer_sgd | None = None,
         hook: Hook | None = None,
         error_reset: bool = False,
+        fragments: int = 1,
+        delay: int = 0,
+        mix: float = 0.0,
     ) -> None:
         super().__init__()
         if not isinstance(H, int) or isinstance(H, bool):
@@ -163,14 +185,77 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         self.hook = hook
         self.traits = replace(self.traits, has_stages=hook.has_stages)
         self.error_reset = error_reset
+        self._set_streaming(fragments, delay, mix)
+
+    def _set_streaming(self, fragments: int, delay: int, mix: float) -> None:
+        for name, value in (("fragments", fragments), ("delay", delay)):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"local_sgd: {name} must be an int, got {type(value).__qualname__}")
+        if not isinstance(mix, (int, float)) or isinstance(mix, bool):
+            raise TypeError(f"local_sgd: mix must be a number, got {type(mix).__qualname__}")
+        if not 1 <= fragments <= self.H:
+            raise ValueError(
+                f"local_sgd: fragments must be from 1 to {self.H}, which is H, got {fragments}"
+            )
+        if not 0 <= delay * fragments < self.H:
+            raise ValueError(
+                "local_sgd: delay must be from 0 to below H / fragments, which is "
+                f"{self.H / fragments:g}, got {delay}"
+            )
+        if not 0 <= mix < 1:
+            raise ValueError(f"local_sgd: mix must be from 0 to below 1, got {mix}")
+        if fragments > 1 and self.hook.settles_buckets:
+            raise ValueError(
+                "local_sgd: with fragments, hook must not be about all of them together, got "
+                f"{self.hook}"
+            )
+        self.fragments = fragments
+        self.delay = delay
+        self.mix = float(mix)
+        if self.error_reset and self.is_streaming:
+            raise ValueError(
+                "local_sgd: error_reset must be False where there are fragments, delay or mix, got "
+                "True; error feedback sends what is lost with the fragment's next exchange"
+            )
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether ranks stay apart after an exchange, or take steps during one."""
+        return self.fragments > 1 or self.delay > 0 or self.mix > 0
 
     def hooks_inside(self) -> Sequence[Hook]:
         return (self.hook,)
 
     def prepare(self, memory: BucketMemory) -> None:
+        if self.fragments == 1:
+            self._prepare(memory)
+            return
+        names = memory.names
+        assert names is not None  # of a hook that is attached
+        number_of = fragments_of(memory.model_sizes, self.fragments)
+        for fragment in range(self.fragments):
+            places = [i for i, name in enumerate(names) if number_of[name] == fragment]
+            if places:
+                self._prepare(memory.part(_part_name(fragment), places))
+
+    def _prepare(self, memory: BucketMemory) -> None:
         self._anchors(memory)
         self._momenta(memory)
         self.hook.prepare(memory)
+
+    def pieces(self, memory: BucketMemory, fragment: int | None) -> list[BucketMemory]:
+        """The memories of the parts of a bucket that travel by themselves.
+
+        Args:
+            memory: of a bucket.
+            fragment: those of one; None for all.
+        """
+        if self.fragments == 1:
+            return [memory]
+        if fragment is None:
+            return list(memory.parts.values())
+        part = memory.parts.get(_part_name(fragment))
+        return [] if part is None else [part]
 
     def step_counted(self, memory: HookMemory) -> None:
         self.hook.step_counted(memory)
@@ -210,23 +295,46 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         torch._foreach_sub_(pieces, memory.parameters)
         return flat
 
-    def move(self, memory: BucketMemory, distance: Tensor, *, unsent: bool = False) -> None:
+    def means(self, memory: BucketMemory, result: Tensor) -> list[Tensor]:
+        """The mean distance of each parameter, of its shape and the anchor's dtype.
+
+        Args:
+            memory: of a bucket.
+            result: what the hook has made of the ranks' distances.
+        """
+        return list(memory.layout.views(result.to(precise(memory.dtype))))
+
+    def move(
+        self,
+        memory: BucketMemory,
+        means: list[Tensor],
+        *,
+        unsent: bool = False,
+        mix: float = 0.0,
+    ) -> None:
         """Move the anchor by the mean distance of the ranks, and the parameters there.
 
         Args:
             memory: of a bucket.
-            distance: the mean of the ranks'.
-            unsent: whether that has all that the hook had not sent.
+            means: as :meth:`means` gives them.
+            unsent: whether these have all that the hook had not sent.
+            mix: weight of the parameters as they are.
         """
         anchors = self._anchors(memory)
-        gradients = memory.layout.views(distance.to(anchors[0].dtype))
-        self.outer.step(anchors, gradients, self._momenta(memory))
+        self.outer.step(anchors, means, self._momenta(memory))
         if self.error_reset:
             # What ranks have lost of the sum becomes theirs to go on from, too.
             memory.fold_all_shards()
         if unsent:
             memory.tensors[ERROR].zero_()
-        self.return_to_start(memory)
+        if not mix:
+            self.return_to_start(memory)
+            return
+        # In the anchor's dtype: parameters of 16 bits are rounded once.
+        mixed = [parameter.to(anchors[0].dtype) for parameter in memory.parameters]
+        mixed = list(torch._foreach_mul(mixed, mix))
+        torch._foreach_add_(mixed, anchors, alpha=1.0 - mix)
+        torch._foreach_copy_(memory.parameters, mixed)
 
     def return_to_start(self, memory: BucketMemory) -> None:
         """Put the parameters where they are after an exchange."""
@@ -296,7 +404,7 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
     def _anchors(self, memory: BucketMemory) -> list[Any]:
         return memory.per_parameter(
             ANCHOR,
-            lambda _, parameter: parameter.detach().to(_precise(parameter), copy=True),
+            lambda _, parameter: parameter.detach().to(precise(parameter.dtype), copy=True),
         )
 
     def _momenta(self, memory: BucketMemory) -> list[Any]:
@@ -305,7 +413,7 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
         return memory.per_parameter(
             MOMENTUM,
             lambda _, parameter: torch.zeros_like(
-                parameter, dtype=_precise(parameter), requires_grad=False
+                parameter, dtype=precise(parameter.dtype), requires_grad=False
             ),
         )
 
@@ -317,9 +425,19 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
             said.append(f"hook={self.hook}")
         if self.error_reset:
             said.append("error_reset=True")
+        if self.fragments > 1:
+            said.append(f"fragments={self.fragments}")
+        if self.delay:
+            said.append(f"delay={self.delay}")
+        if self.mix:
+            said.append(f"mix={self.mix}")
         return f"local_sgd({', '.join(said)})"
 
 
-def _precise(parameter: Tensor) -> torch.dtype:
-    """What is added up over the steps needs more than 16 bits."""
-    return torch.float32 if parameter.dtype.itemsize == 2 else parameter.dtype
+def _part_name(fragment: int) -> str:
+    return f"fragment {fragment}"
+
+
+def precise(dtype: torch.dtype) -> torch.dtype:
+    """The anchor's dtype: what is added up over the steps needs more than 16 bits."""
+    return torch.float32 if dtype.itemsize == 2 else dtype

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.buckets.grad_bucket import GradBucket
-from torch_commhook.collectives.plain import all_reduce, issue_all_reduce
+from torch_commhook.collectives.issuing import issue_all_reduce
+from torch_commhook.collectives.plain import all_reduce, all_reduce_bytes
 from torch_commhook.collectives.stages import timed, two_stages
 from torch_commhook.collectives.streams import beside, is_capturing
+from torch_commhook.collectives.traced_ops import traced_all_reduce
 from torch_commhook.hooks.base import Hook, average_scale
 from torch_commhook.hooks.compressed import check_dense
 from torch_commhook.hooks.low_rank.operators import (
@@ -24,7 +26,7 @@ from torch_commhook.hooks.low_rank.plan import Plan, flat_source, memory_order, 
 from torch_commhook.hooks.low_rank.steps import left_factors, restore, right_factors
 from torch_commhook.hooks.traits import HookTraits
 from torch_commhook.memory.bucket_memory import BucketMemory
-from torch_commhook.metrics import CallMeter, ring_all_reduce_bytes, tensor_bytes
+from torch_commhook.metrics import CallMeter
 
 
 class powersgd(Hook):  # noqa: N801 (a hook is written as it is called)
@@ -202,17 +204,24 @@ class _LowRankAverage:
         if not self.is_traced:
             self.result = self._result(bucket)
         # The second sends as many numbers as there are in Q.
-        second_bytes = ring_all_reduce_bytes(tensor_bytes(self.q), group.size())
+        second_bytes = all_reduce_bytes(self.q, group)
         return two_stages(
             lambda: all_reduce(wire, group=group),
             self._right_factors,
-            lambda tensor, group: issue_all_reduce(tensor, group, is_traced=self.is_traced),
+            self._issue_second,
             self._restore,
             second_bytes=second_bytes,
             device=self.device,
             group=group,
             meter=self.meter,
         )
+
+    def _issue_second(
+        self, tensor: Tensor, group: dist.ProcessGroup
+    ) -> torch.futures.Future[Tensor]:
+        if self.is_traced:
+            return traced_all_reduce(tensor, group, is_second=True)
+        return issue_all_reduce(tensor, group)
 
     def _buffer(self, name: str, numel: int) -> Tensor:
         if self.is_traced:  # by a compiler, which plans memory itself

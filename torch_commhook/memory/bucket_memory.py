@@ -124,6 +124,11 @@ class BucketMemory:
         return self._store.names_of(self.parameters)
 
     @property
+    def model_sizes(self) -> dict[str, int]:
+        """Elements of each parameter of the whole model, by its name."""
+        return {name: parameter.numel() for name, parameter in self._store.named_parameters()}
+
+    @property
     def steps(self) -> int:
         """Steps done."""
         return self._owner.steps

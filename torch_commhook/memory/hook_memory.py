@@ -40,6 +40,8 @@ class HookMemory:
         group: to communicate through, outside of a bucket's collectives.
         stand_ins: groups that are used instead of such as hooks were given, by the name of these.
         on_step: called after each step.
+        before_change: called before memory of buckets is formed anew, which no collective under way
+            may write to.
         has_begun: whether a bucket has been asked for, where nobody else tells of steps.
         past: see :class:`BucketMemory`.
         scratch: float tensors for calls of any bucket.
@@ -60,6 +62,7 @@ class HookMemory:
         self.group: dist.ProcessGroup | None = None
         self.stand_ins: dict[str, dist.ProcessGroup] = {}
         self.on_step: Callable[[HookMemory], None] | None = None
+        self.before_change: Callable[[], None] | None = None
         self.past: dict[int, bool] = {}
         self.store = ParameterStore()
         self.scratch = Scratch()
@@ -112,10 +115,15 @@ class HookMemory:
         """A parameter is another tensor now, of the same shape. Its buckets are formed anew."""
         for first, memory in list(self._buckets.items()):
             if any(parameter is before for parameter in memory.parameters):
-                self.replays.memory_replaced(memory)
+                self._buckets_change([memory])
                 memory.return_shards()
                 del self._buckets[first]
         self.store.replace_parameter(before, now)
+
+    def _buckets_change(self, replaced: Sequence[BucketMemory]) -> None:
+        self.replays.memory_replaced(replaced)
+        if self.before_change is not None:
+            self.before_change()
 
     # ---- buckets ---------------------------------------------------------------------------------
 
@@ -150,7 +158,7 @@ class HookMemory:
                 if any(id(parameter) in wanted for parameter in old.parameters)
             ]
             if replaced:
-                self.replays.memory_replaced([old for _, old in replaced])
+                self._buckets_change([old for _, old in replaced])
             for first, old in replaced:
                 old.return_shards()
                 del self._buckets[first]

@@ -23,6 +23,7 @@ from torch_commhook.memory.state_values import check_tensor, is_number, shown
 from torch_commhook.memory.states import (
     FOLDED_INTO,
     LOCAL_STEPS,
+    MEANS,
     PARAMETERS,
     VERSION,
     check_common,
@@ -31,6 +32,9 @@ from torch_commhook.memory.states import (
 )
 
 _MOST_RANKS = 1 << 20
+
+#: What new ranks have the mean of.
+_OF_RANKS_APART = (PARAMETERS, MEANS)
 
 
 @torch.inference_mode(False)  # inside, states would be no use elsewhere
@@ -48,7 +52,7 @@ def reshard_states(
     new ones begin with none. Each is scaled by new ranks / old ranks, since the mean is over other
     ranks then. What ranks have lost of the sums that they encode goes into these memories. Ranks
     that are apart (:class:`torch_commhook.hooks.local_sgd`) go on from the mean of their
-    parameters.
+    parameters; what has come of an exchange under way they apply when its time comes.
 
     On sharded models a hook remembers whole gradients where it takes part in the reduce-scatters;
     the same holds then. Across replicas it remembers those of its shard: the ranks of a replica
@@ -198,9 +202,9 @@ def _own_tensors(state: Any, rank: int) -> dict[str, dict[str, Tensor]]:
                 f"{which}: {entry_name(kind, name)}",
                 tensor,
                 None,
-                None if kind == PARAMETERS else torch.float32,
+                None if kind in _OF_RANKS_APART else torch.float32,
                 _error,
-                is_finite=kind != PARAMETERS,
+                is_finite=kind not in _OF_RANKS_APART,
             )
             for name, tensor in tensors.items()
         }
@@ -249,7 +253,7 @@ def _check_shapes(own: Sequence[dict[str, dict[str, Tensor]]], rank: int) -> Non
     """Refuse tensors of a rank that do not fit those of the first, or those they go into."""
     for kind, tensors in own[rank].items():
         firsts = own[0][kind]
-        if kind == PARAMETERS and tensors.keys() != firsts.keys():
+        if kind in _OF_RANKS_APART and tensors.keys() != firsts.keys():
             odd = sorted(tensors.keys() ^ firsts.keys())
             raise _error(f"'{kind}' must be of the same parameters on all ranks, got {odd} on one")
         for name, tensor in tensors.items():
@@ -277,7 +281,7 @@ def _add_up_for_ranks(own: Sequence[dict[str, dict[str, Tensor]]], world_size: i
                     "reshard_states: what hierarchical hooks remember belongs to nodes, which "
                     "another number of ranks has not"
                 )
-            if kind == PARAMETERS:
+            if kind in _OF_RANKS_APART:
                 for each in found:
                     _add_mean(each.setdefault(kind, {}), tensors, own[0][kind], len(own))
                 continue

@@ -24,6 +24,9 @@ LOCAL_STEPS = "local_steps"
 #: What a rank's own parameters are kept as, where ranks are apart.
 PARAMETERS = "local_sgd_parameter"
 
+#: What has come of a fragment's exchange that is to be applied later: the mean distances.
+MEANS = "local_sgd_mean"
+
 #: What all ranks have alike where they are apart, of the shape of a parameter: where it was after
 #: the last exchange, and the momentum of that place.
 ANCHOR = "local_sgd_anchor"
@@ -34,6 +37,9 @@ ERROR = "error"
 
 #: Memories of a part of the elements, and where they belong when another rank has that part.
 FOLDED_INTO = {"shard_error": ERROR, "node_error": ERROR, "node_shard_error": ERROR}
+
+#: The numbers of a position where fragments have turns of their own, and the least of each.
+_OF_FRAGMENTS = {"steps_of_round": 0, "fragment": 0, "steps_in_flight": -1}
 
 #: More steps than anybody takes, and few enough to count on.
 _MOST_STEPS = 1 << 48
@@ -177,6 +183,9 @@ def check_common(state: dict[Any, Any], which: str, refuse: Refuse) -> None:
 def checked_position(state: dict[Any, Any], which: str, refuse: Refuse) -> dict[str, Any]:
     """Where in a round a state of a hook that keeps ranks apart is: ``done`` and ``is_open``.
 
+    Where fragments have turns of their own also ``steps_of_round``, ``fragment``, whose turn is
+    next, and ``steps_in_flight``, since an exchange began; -1 where none is under way.
+
     Args:
         state: has ``LOCAL_STEPS``.
         which: said before that in errors.
@@ -188,14 +197,25 @@ def checked_position(state: dict[Any, Any], which: str, refuse: Refuse) -> dict[
     position = state[LOCAL_STEPS]
     done = position.get("done") if isinstance(position, dict) else None
     is_open = position.get("is_open") if isinstance(position, dict) else None
-    if type(done) is not int or not 0 <= done <= _MOST_STEPS or type(is_open) is not bool:
+    if not _is_count(done) or type(is_open) is not bool:
         got = shown(position)
         if isinstance(position, dict):
             got = f"done {shown(done)} and is_open {shown(is_open)}"
         raise refuse(
             f"{which}{LOCAL_STEPS} must be a number of steps, done, and a bool, is_open, got {got}"
         )
-    return {"done": done, "is_open": is_open}
+    found = {"done": done, "is_open": is_open}
+    has_fragments = any(key in position for key in _OF_FRAGMENTS)
+    for key, least in _OF_FRAGMENTS.items() if has_fragments else ():
+        if not _is_count(position.get(key), least):
+            got = shown(position.get(key))
+            raise refuse(f"{which}{LOCAL_STEPS} must have a number of steps, {key}, got {got}")
+        found[key] = position[key]
+    return found
+
+
+def _is_count(value: object, least: int = 0) -> bool:
+    return type(value) is int and least <= value <= _MOST_STEPS
 
 
 def comparable_form(state: dict[str, Any]) -> dict[str, str]:

@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torch_commhook import _C
+from torch_commhook.collectives.exchange import Place
+from torch_commhook.collectives.gloo_groups import (
+    group_threads,
+    is_gloo,
+    provide_second_group,
+    second_group,
+)
 from torch_commhook.metrics import tensor_bytes
 from torch_commhook.process_group.completion import on_completion
-from torch_commhook.process_group.operations import Call, describe
+from torch_commhook.process_group.gloo_messages import (
+    EXCHANGE,
+    Traffic,
+    has_a_thread,
+    messages_of,
+    traffic_of,
+)
+from torch_commhook.process_group.operations import describe
+from torch_commhook.process_group.slow_link import GlooGroup, SlowLink
 from torch_commhook.process_group.timers import Timers
 from torch_commhook.process_group.work import Work, WrapperWork
 from torch_commhook.process_group.wrapper import WrapperProcessGroup
@@ -20,56 +38,83 @@ from torch_commhook.process_group.wrapper import WrapperProcessGroup
 _TIMERS = Timers("commhook-throttle")
 
 
-def link_bytes(call: Call, rank: int, world_size: int) -> int:
-    """Bytes that a rank's link carries for an operation, in the direction that carries more."""
-    if world_size == 1:
-        return 0
-    if call.operation in ("broadcast", "reduce", "recv", "recv_anysource"):
-        return call.nbytes  # which each rank sends or receives at least once
-    if call.operation in ("gather", "gather_single"):
-        return call.nbytes * (world_size - 1 if rank == call.root else 1)
-    if call.operation == "scatter" and rank != call.root:
-        return sum(tensor_bytes(tensor) for tensor in call.outputs)
-    return call.bytes_sent(rank, world_size)
+class _ClockedLink:
+    """A link in the time of a clock, on which a timer tells of what has ended.
 
+    Args:
+        bandwidth, latency: as of :class:`SlowLink`.
+    """
 
-def link_messages(call: Call, world_size: int) -> int:
-    """Messages that follow one another in an operation, each of which takes the latency."""
-    if world_size == 1:
-        return 0
-    if call.operation.startswith("allreduce"):
-        return 2 * (world_size - 1)  # around a ring, twice
-    if call.operation.startswith(("allgather", "all_gather", "reduce_scatter")):
-        return world_size - 1
-    if call.operation in ("broadcast", "reduce", "barrier", "monitored_barrier"):
-        return math.ceil(math.log2(world_size))  # down a tree
-    return 1 if call.inputs or call.outputs else 0
+    def __init__(self, bandwidth: float, latency: float) -> None:
+        self.link = SlowLink(bandwidth, latency)
+        self._lock = threading.Lock()
+        self._ended: list[Callable[[], object]] = []
+        self._wakes = math.inf
+
+    def issue(
+        self, group: GlooGroup, when: float, traffic: Traffic, done: Callable[[], object]
+    ) -> None:
+        """Have ``done()`` called once a link has carried what was ready at a time, in seconds."""
+        with self._lock:
+            group.ranks = traffic.ranks  # which change in groups like torchft's
+            start = max(when, self.link.now)
+            self.link.advance(start)
+            issue = group.issue if has_a_thread(traffic) else group.send
+            issue(start, messages_of(traffic), lambda _: self._ended.append(done))
+        self._go_on()
+
+    def _go_on(self) -> None:
+        with self._lock:
+            self.link.advance(max(_C.steady_seconds(), self.link.now))
+            ended, self._ended = self._ended, []
+            due = self.link.next_event()
+            if due is not None and due < self._wakes:
+                self._wakes = due
+                _TIMERS.call_at(due, self._wake)
+        for each in ended:  # may issue more
+            try:
+                each()
+            except Exception as error:  # others wait for the rest
+                _C.report_unraisable(error, each)
+
+    def _wake(self) -> None:
+        with self._lock:
+            self._wakes = math.inf
+        self._go_on()
 
 
 class ThrottledProcessGroup(WrapperProcessGroup):
     """Leaves everything to another group, and completes as late as a slow link would let it.
 
     For planning: what a training costs over a link that is not there, without being root. A rank
-    has one link, which its operations use one after the other, in the order in which the other
-    group completes them; each takes its bytes through the bandwidth and then the latency of its
-    messages. So the time of the other group comes on top, and does not matter where that is fast
-    (Gloo between processes of a machine).
+    has one link. Operations begin on it in the order in which the other group completes them, and
+    take as long as Gloo's do: each message of a collective has its bytes on the link, then the
+    latency, and waits for those messages that Gloo waits for (``gloo_messages.py``). No more
+    collectives are under way at once than the group has threads. The time of the other group
+    comes on top, and does not matter where that is fast (Gloo between processes of a machine).
 
-    A ring is assumed for all-reduce, all-gather and reduce-scatter, and a tree for broadcast,
-    reduce and barriers.
+    Hooks treat a group around Gloo's own as they treat that one: their second stages have a group
+    beside it, on the same link, and the ranks agree at the end of each step.
 
     Args:
         parent: the process group that does the work.
         bandwidth: of the link, each way, in bits per second: ``200e6`` for 200 Mbit/s.
-        latency: of one message, one way, in seconds.
+        latency: of one message, one way, in seconds: half of a round trip.
+        threads: so many collectives are under way at once; None for as many as a Gloo group
+            has, or for two around others.
 
     Raises:
         TypeError: no process group; no numbers.
-        ValueError: a bandwidth that is not positive, or a negative latency.
+        ValueError: a bandwidth or a number of threads that is not positive, or a negative latency.
     """
 
     def __init__(
-        self, parent: dist.ProcessGroup, *, bandwidth: float, latency: float = 0.0
+        self,
+        parent: dist.ProcessGroup,
+        *,
+        bandwidth: float,
+        latency: float = 0.0,
+        threads: int | None = None,
     ) -> None:
         super().__init__(parent)
         for name, value in (("bandwidth", bandwidth), ("latency", latency)):
@@ -85,10 +130,26 @@ class ThrottledProcessGroup(WrapperProcessGroup):
             raise ValueError(
                 f"{type(self).__name__}: latency must be at least 0 seconds, got {latency}"
             )
+        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int)):
+            raise TypeError(
+                f"{type(self).__name__}: threads must be an int or None, got "
+                f"{_C.type_name(threads)}"
+            )
+        if threads is not None and threads < 1:
+            raise ValueError(f"{type(self).__name__}: threads must be at least 1, got {threads}")
         self.bandwidth = float(bandwidth)
         self.latency = float(latency)
-        self._lock = threading.Lock()
-        self._link_is_free = 0.0
+        self.threads = group_threads(parent) if threads is None else threads
+        self._use(_ClockedLink(self.bandwidth, self.latency))
+        if is_gloo(parent):
+            # As for the parent itself; see StepGroup.
+            self._commhook_agrees = self._commhook_shares_used = True
+            self._commhook_has_places = True
+            provide_second_group(self, _second_of(weakref.ref(self)))
+
+    def _use(self, link: _ClockedLink) -> None:
+        self._link = link
+        self._model = GlooGroup(link.link, self.size(), self.threads)
 
     def run_collective(
         self, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
@@ -98,29 +159,64 @@ class ThrottledProcessGroup(WrapperProcessGroup):
         if call is None:
             return work
         work = _C.as_work(work)
-        carried = link_bytes(call, self.rank(), self.size())
-        delay = self.latency * link_messages(call, self.size())
-        throttled = _ThrottledWork(self, carried, delay)
+        throttled = _ThrottledWork(
+            self._link, self._model, traffic_of(call, self.rank(), self.size())
+        )
         throttled.follow(work, [*call.inputs, *call.outputs])
         if not isinstance(work, dist.Work):  # monitored_barrier has completed
             throttled.wait()
             return work
         return throttled
 
-    def _through_link(self, now: float, nbytes: int) -> float:
-        """When so many bytes, ready now, have passed the link, in seconds."""
-        with self._lock:
-            start = max(now, self._link_is_free)
-            self._link_is_free = start + nbytes * 8 / self.bandwidth
-            return self._link_is_free
+    def _commhook_place(self) -> Place:
+        """See :func:`torch_commhook.collectives.exchange.place_in`."""
+        return _ThrottledPlace(self)
+
+
+class _ThrottledPlace(Place):
+    """A place in the order of the parent's exchanges, of which each has its time on the link."""
+
+    def __init__(self, group: ThrottledProcessGroup) -> None:
+        super().__init__(group.parent)
+        self._link, self._model = group._link, group._model
+
+    def exchange(
+        self, stage: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor], result: Tensor
+    ) -> torch.futures.Future[Tensor]:
+        nbytes = sum(tensor_bytes(tensor) for tensor in inputs)
+        carried = nbytes - tensor_bytes(inputs[self._rank])
+        traffic = Traffic(EXCHANGE, len(inputs), nbytes, carried)
+        throttled = _ThrottledWork(self._link, self._model, traffic)
+        work: Any = _C.as_work(super().exchange(stage, inputs, outputs, result))
+        throttled.follow(work, [result])
+        return throttled.get_future()
+
+
+def _second_of(
+    group: weakref.ref[ThrottledProcessGroup],
+) -> Callable[[], dist.ProcessGroup | None]:
+    """What makes the group of second stages, which shares the link; it does not hold the group."""
+
+    def make() -> dist.ProcessGroup | None:
+        first = group()
+        beside = None if first is None else second_group(first.parent)
+        if first is None or beside is None:
+            return None
+        found = ThrottledProcessGroup(
+            beside, bandwidth=first.bandwidth, latency=first.latency, threads=first.threads
+        )
+        found._use(first._link)
+        return found
+
+    return make
 
 
 class _ThrottledWork(Work):
     """Complete when the parent's Work is, and the link has carried its bytes."""
 
-    def __init__(self, group: ThrottledProcessGroup, nbytes: int, delay: float) -> None:
+    def __init__(self, link: _ClockedLink, model: GlooGroup, traffic: Traffic) -> None:
         super().__init__()
-        self._group, self._nbytes, self._delay = group, nbytes, delay
+        self._link, self._model, self._traffic = link, model, traffic
         self._future: torch.futures.Future[Any] = torch.futures.Future()
         self._work: Any = None
         self._has_future = True
@@ -136,11 +232,7 @@ class _ThrottledWork(Work):
         if error is not None:
             self._complete(error)
             return
-        due = self._group._through_link(end, self._nbytes) + self._delay
-        if due <= end:
-            self._complete()
-        else:
-            _TIMERS.call_at(due, self._complete)
+        self._link.issue(self._model, end, self._traffic, self._complete)
 
     def _complete(self, error: BaseException | None = None) -> None:
         if error is not None:

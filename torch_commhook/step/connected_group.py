@@ -9,9 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torch_commhook.collectives.gloo_backend import gloo_backend
 from torch_commhook.collectives.gloo_groups import (
     close_connections,
     destroy_group,
+    finish_exchanges,
     group_timeout,
     make_group,
 )
@@ -50,7 +52,7 @@ class ConnectedGroup:
         """New connections."""
         own_store = dist.PrefixStore(self.place, store)
         size = len(self.ranks)
-        backend = dist.ProcessGroupGloo(own_store, self.rank, size, timeout=self.timeout)
+        backend = gloo_backend(own_store, self.rank, size, self.timeout)
         _wait_for_all(backend)
         return backend
 
@@ -66,6 +68,8 @@ class ConnectedGroup:
 
 def destroy_all(groups: Sequence[ConnectedGroup]) -> None:
     """Give groups up."""
+    for each in groups:  # all before the first goes, whose connections the next one's take
+        finish_exchanges(each.group)
     for each in groups:
         destroy_group(each.group)
 

@@ -8,11 +8,19 @@ from torch import Tensor
 
 
 class CheckedState(NamedTuple):
-    """A state that is to be loaded: the rank's parameters, where in a round it is, and the rest."""
+    """A state that is to be loaded.
+
+    Attributes:
+        parameters: this rank's, and what they are to be.
+        position: where in a round training is.
+        rest: what the hook remembers.
+        means: mean distances by parameter name, of an exchange under way; None where none is.
+    """
 
     parameters: list[tuple[Tensor, Tensor]]
     position: dict[str, Any]
     rest: dict[str, Any]
+    means: dict[str, Tensor] | None = None
 
 
 class RanksApart(Protocol):

@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import re
 import weakref
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,7 @@ from torch_commhook.collectives.symmetric import give_up
 from torch_commhook.collectives.turns import renew_turns
 from torch_commhook.step.connected_group import ConnectedGroup, destroy_all
 from torch_commhook.step.rendezvous import Rendezvous
+from torch_commhook.step.step_end import agree_on_used, wait_for_all
 
 
 class PeerError(RuntimeError):
@@ -81,6 +83,8 @@ class StepGroup:
         group: what hooks communicate through. After a step that failed its connections are others.
         timeout: how long a collective may take.
         shares_used: whether ranks tell each other at a step's end which parameters they have used.
+        in_background: whether the step that is open goes on beside steps of other groups. Whoever
+            ends it finds what has failed: nobody else lets it fail, and it lets no others fail.
     """
 
     def __init__(self, parent: dist.ProcessGroup | None = None) -> None:
@@ -90,6 +94,7 @@ class StepGroup:
         self.timeout = group_timeout(self.parent)
         self._open = False  # a step has begun and not ended
         self._broken = False
+        self.in_background = False
         self._backward: RunningBackward | None = None  # of the last step
         count = _counts.get(self.parent, 0)
         _counts[self.parent] = count + 1
@@ -106,6 +111,8 @@ class StepGroup:
         self.group = self.parent
         # Compilers must not ask the parent.
         self.shares_used = self.recovers or hasattr(self.parent, "_commhook_shares_used")
+        #: Whether ranks agree on each step.
+        self._agrees = self.recovers or hasattr(self.parent, "_commhook_agrees")
         self._own: list[ConnectedGroup] = []
         self._stand_ins: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
             weakref.WeakKeyDictionary()
@@ -245,32 +252,47 @@ class StepGroup:
 
     def end(self) -> None:
         """End a step that went well on this rank; wait for the others where that finds failures."""
-        if self.recovers:
-            self.commit(torch.zeros(1, dtype=torch.uint8, device="cpu"))
+        if self._agrees and self.size > 1:
+            self.end_agreed(lambda: wait_for_all(self.group))
         self._open = False
 
     def commit(self, used: Tensor) -> None:
         """End a step that went well on this rank, and wait until it has on all, where ranks agree.
 
         Args:
-            used: uint8, of the same shape on all ranks. Becomes the maximum over the ranks.
+            used: uint8, flat, of the same shape on all ranks: not 0 for each parameter that this
+                rank has used. Becomes the maximum over the ranks.
 
         Raises:
             PeerError: it did not, on another rank.
         """
-        if self.shares_used and self.size > 1:
-            try:
-                options = dist.AllreduceOptions()
-                options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-                self.group.allreduce([used], options).wait()
-            except RuntimeError as error:
-                if not self.recovers:
-                    raise
-                if _is_lost(error):
-                    raise self._fail_with_lost(error) from error
-                explained = self.explain(error)
-                self.fail(explained)
-                raise explained from error
+        if self.size > 1 and self._agrees:
+            self.end_agreed(lambda: agree_on_used(self.group, used))
+        elif self.size > 1 and self.shares_used:
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+            self.group.allreduce([used], options).wait()
+        self._open = False
+
+    def end_agreed(self, agree: Callable[[], object]) -> None:
+        """End a step that went well on this rank, by an agreement of the ranks.
+
+        Args:
+            agree: waits for it.
+
+        Raises:
+            PeerError: it did not go well on another rank.
+        """
+        try:
+            agree()
+        except RuntimeError as error:
+            if not self.recovers:
+                raise
+            if _is_lost(error):
+                raise self._fail_with_lost(error) from error
+            explained = self.explain(error)
+            self.fail(explained)
+            raise explained from error
         self._open = False
 
     def fail(self, reason: BaseException | str) -> None:
@@ -291,13 +313,14 @@ class StepGroup:
         self._fail_all(f"on rank {self._global_rank}: {reason}")
 
     def _fail_all(self, reason: str) -> None:
-        if not self._broken:
+        if not self._broken and not self.in_background:
             self._fail(reason)
             for sibling in self._others():
                 sibling._fail(reason)
 
     def _others(self) -> list[StepGroup]:
-        return [group for group in _siblings.get(self.parent, ()) if group is not self]
+        siblings = _siblings.get(self.parent, ())
+        return [each for each in siblings if each is not self and not each.in_background]
 
     def _fail(self, reason: str) -> None:
         if self._open:

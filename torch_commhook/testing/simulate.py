@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_commhook._C import type_name
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.native.runtime import check_hook, hook_name, parse_hook_result, run_hook
-from torch_commhook.process_group.simulated.link import Links
+from torch_commhook.process_group.simulated.link import Issued, Links
 from torch_commhook.testing.ranks import check_timeout, run_with_links
 
 Gradients = Sequence[Sequence[Tensor]]
@@ -30,11 +30,13 @@ class Simulation:
             ``SimulatedProcessGroup.bytes_sent``.
         error: distance of the result from the exact mean of the gradients, over the length of that
             mean: both as one vector in float64. The largest of the ranks. 0 where both are zero.
+        issued: what rank 0 has issued in that step, in order.
     """
 
     results: list[list[Tensor]]
     bytes_sent: list[int]
     error: float
+    issued: list[Issued] = field(default_factory=list, repr=False)
 
     @property
     def result(self) -> list[Tensor]:
@@ -105,12 +107,14 @@ def simulate(
         for step in range(steps):
             if step == steps - 1:
                 sent_before[rank] = _bytes_sent(links, rank)
+                if rank == 0:
+                    links.issued[0] = []
             results = _one_step(own_hook, own_state, parameters, gradients[rank])
         return results
 
     results, links = run_with_links(run_rank, len(gradients), seed, timeout)
     sent = [_bytes_sent(links, rank) - before for rank, before in enumerate(sent_before)]
-    return Simulation(results, sent, _error(results, gradients))
+    return Simulation(results, sent, _error(results, gradients), links.issued[0])
 
 
 def _one_step(

@@ -51,12 +51,17 @@ void bind_collectives(py::module_& m) {
       .def(
           "start",
           [](Exchanges& self, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
-             at::Tensor result) {
+             at::Tensor result, std::optional<int64_t> place, int64_t stage) {
             return std::make_shared<torch::jit::PythonFutureWrapper>(
-                self.start(std::move(inputs), std::move(outputs), std::move(result)));
+                self.start(std::move(inputs), std::move(outputs), std::move(result),
+                           place ? *place : self.reserve(), stage));
           },
-          py::arg("inputs"), py::arg("outputs"), py::arg("result"),
-          py::call_guard<py::gil_scoped_release>())
+          py::arg("inputs"), py::arg("outputs"), py::arg("result"), py::arg("place") = py::none(),
+          py::arg("stage") = 0, py::call_guard<py::gil_scoped_release>())
+      .def("reserve", &Exchanges::reserve, py::call_guard<py::gil_scoped_release>())
+      .def("use_down", &Exchanges::use_down, py::arg("down"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("finish", &Exchanges::finish, py::call_guard<py::gil_scoped_release>())
       .def("stop", &Exchanges::stop, py::call_guard<py::gil_scoped_release>());
 }
 

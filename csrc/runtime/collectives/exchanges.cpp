@@ -11,11 +11,15 @@ namespace commhook {
 namespace {
 
 // Far from those that people use on the same group. Two before it are of messages that never come.
-constexpr uint32_t kFirstTag = 1U << 30;
+constexpr int64_t kFirstTag = int64_t{1} << 30;
+constexpr int64_t kStages = 2;
 
 constexpr const char* kStopped = "exchange: the process group was closed (gloo)";
 
 constexpr std::chrono::hours kEver{24 * 365 * 10};
+
+// Whether this thread waits for messages. It is none of Gloo's, and may hold a group.
+thread_local bool is_runner = false;
 
 bool are_messages(const std::vector<at::Tensor>& messages, int64_t size) {
   return static_cast<int64_t>(messages.size()) == size &&
@@ -52,16 +56,34 @@ Exchanges::Exchanges(const Group& up, const Group& down, bool is_second, std::ve
                     "exchange: both process groups must have the same ranks");
 }
 
+int64_t Exchanges::reserve() {
+  const std::lock_guard lock(mutex_);
+  return reserved_++;
+}
+
+void Exchanges::use_down(const Group& down) {
+  TORCH_CHECK_VALUE(down && down->getSize() == size_ && down->getRank() == rank_,
+                    "exchange: both process groups must have the same ranks");
+  const std::lock_guard lock(mutex_);
+  down_ = c10::weak_intrusive_ptr<c10d::ProcessGroup>(down);
+}
+
 c10::intrusive_ptr<Future> Exchanges::start(std::vector<at::Tensor> inputs,
-                                            std::vector<at::Tensor> outputs, at::Tensor result) {
+                                            std::vector<at::Tensor> outputs, at::Tensor result,
+                                            int64_t place, int64_t stage) {
   TORCH_CHECK_VALUE(are_messages(inputs, size_) && are_messages(outputs, size_),
                     "exchange: there must be flat bytes on the CPU for each rank");
+  TORCH_CHECK_VALUE(place >= 0 && stage >= 0 && stage < kStages,
+                    "exchange: place must be one that reserve() gave, and stage 0 or 1, got ",
+                    place, " and ", stage);
   auto done = c10::make_intrusive<Future>(c10::TensorType::get());
-  Messages messages{std::move(inputs), std::move(outputs), std::move(result), done};
+  const int64_t number = (kStages * place + stage) % (kFirstTag / 2);
+  const int tag = static_cast<int>(kFirstTag + 2 * number + (is_second_ ? 1 : 0));
+  Messages messages{std::move(inputs), std::move(outputs), std::move(result), done, tag};
   {
     const std::lock_guard lock(mutex_);
     TORCH_CHECK(!stopped_, kStopped);
-    if (is_second_) {
+    if (is_second_ && !is_runner) {
       if (issuer_ == std::thread::id()) {
         std::thread issuer([self = shared_from_this()] { self->issue_all(); });
         issuer_ = issuer.get_id();
@@ -123,15 +145,14 @@ Exchanges::WorkPtr Exchanges::with(int rank, const Call& call) const {
 
 bool Exchanges::post(const Messages& messages) {
   const Group up = up_.lock();
-  const Group down = down_.lock();
-  TORCH_CHECK(up && down, kStopped);
-  uint32_t count = 0;
+  Group down;
   {
     const std::lock_guard lock(mutex_);
     TORCH_CHECK(!stopped_, kStopped);
-    count = count_++ % (kFirstTag / 2);
+    down = down_.lock();
   }
-  const int tag = static_cast<int>(kFirstTag + 2 * count + (is_second_ ? 1 : 0));
+  TORCH_CHECK(up && down, kStopped);
+  const int tag = messages.tag;
   std::vector<std::pair<int, Works>> parts;
   const auto exchange = std::make_shared<Exchange>(Exchange{messages.done, messages.result});
   try {
@@ -227,12 +248,18 @@ void Exchanges::add(std::vector<std::pair<int, Works>> parts, std::shared_ptr<Ex
       }
     }
     lane.under_way.emplace_back(std::move(works), exchange);
+    lane.added.notify_one();
   }
 }
 
 void Exchanges::run(Lane& lane) {
+  is_runner = true;
   std::unique_lock lock(mutex_);
-  while (!lane.under_way.empty()) {
+  while (true) {
+    lane.added.wait(lock, [&] { return stopped_ || !lane.under_way.empty(); });
+    if (lane.under_way.empty()) {
+      break;
+    }
     Works works = lane.under_way.front().first;  // stop() finds them in their place
     lock.unlock();
     std::exception_ptr error;
@@ -251,6 +278,7 @@ void Exchanges::run(Lane& lane) {
       failed_.push_back(std::move(works));
     }
     --exchange->missing;
+    lane.is_telling = true;
     const bool ends = !exchange->ended && (error || exchange->missing == 0);
     exchange->ended = exchange->ended || ends;
     lock.unlock();
@@ -262,6 +290,8 @@ void Exchanges::run(Lane& lane) {
     }
     exchange.reset();
     lock.lock();
+    lane.is_telling = false;
+    ended_.notify_all();
   }
   lane.runner = {};
   ended_.notify_all();
@@ -282,10 +312,24 @@ std::exception_ptr Exchanges::named(const Lane& lane, const std::exception_ptr& 
   }
 }
 
+void Exchanges::finish() {
+  if (is_runner) {
+    return;
+  }
+  std::unique_lock lock(mutex_);
+  const bool is_issuer = issuer_ == std::this_thread::get_id();
+  ended_.wait(lock, [&] {
+    return (is_issuer || issuer_ == std::thread::id()) && issuing_ == 0 &&
+           std::all_of(lanes_.begin(), lanes_.end(),
+                       [](const Lane& lane) { return lane.under_way.empty() && !lane.is_telling; });
+  });
+}
+
 void Exchanges::stop() {
   std::unique_lock lock(mutex_);
   stopped_ = true;
-  for (const auto& lane : lanes_) {
+  for (auto& lane : lanes_) {
+    lane.added.notify_all();
     if (lane.watched) {
       lane.watched->abort();
     }

@@ -27,16 +27,29 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // Messages to higher ranks take the connections of `up`, those to lower ranks the ones of `down`,
   // over the same ranks: a connection that carries messages in one direction carries their
   // receiver's words about them in the other, with no message before them. The groups are not kept.
-  // Two Exchanges may have the same, if only one `is_second`: its messages are issued by a thread
-  // of its own, since start() may be called by one of a group's, which must not hold that group.
+  // Two Exchanges may have the same, if only one `is_second`. Its messages are issued by a thread
+  // of its own where start() is called by a thread of Gloo's, which must not hold the group.
   // `names` are what errors call the ranks; none for their places in the groups.
   Exchanges(const Group& up, const Group& down, bool is_second, std::vector<int64_t> names = {});
 
+  // A place in the order of exchanges, for an exchange that is started later. All ranks take theirs
+  // in the same order. What is started in a place may be started in any order, by any thread.
+  int64_t reserve();
+
   // Sends `inputs[r]` to each rank r, and gets `outputs[r]` from it: flat bytes on the CPU. What
   // goes to this rank itself is for the caller to copy. A Future of `result`, or of what has
-  // failed. Called without the GIL.
+  // failed. Each place has two stages, 0 and 1, and each is started once. Called without the GIL.
   c10::intrusive_ptr<c10::ivalue::Future> start(std::vector<at::Tensor> inputs,
-                                                std::vector<at::Tensor> outputs, at::Tensor result);
+                                                std::vector<at::Tensor> outputs, at::Tensor result,
+                                                int64_t place, int64_t stage);
+
+  // From now on messages to lower ranks take the connections of `down`. No exchange is being
+  // started meanwhile, and all ranks call it between the same two.
+  void use_down(const Group& down);
+
+  // Returns when none is under way. At once on a thread that waits for messages, which would wait
+  // for itself. Called without the GIL.
+  void finish();
 
   // Lets those under way fail, and all that come later. Returns when none is under way and nobody
   // runs what waits for one, but for the caller. Called without the GIL.
@@ -51,6 +64,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
     std::vector<at::Tensor> outputs;
     at::Tensor result;
     FuturePtr done;
+    int tag;
   };
   struct Exchange {
     FuturePtr done;
@@ -61,7 +75,9 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // What goes to one other rank and comes from it.
   struct Lane {
     std::deque<std::pair<Works, std::shared_ptr<Exchange>>> under_way;
-    std::thread::id runner;  // that waits for them; none while there are none
+    std::thread::id runner;   // that waits for them; none before the first
+    bool is_telling = false;  // runs what waits for one
+    std::condition_variable added;
     // A message that never comes. Of one that is halfway there Gloo says nothing when the
     // connection is lost, of one that has not begun it does.
     WorkPtr watched;
@@ -91,7 +107,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   std::exception_ptr named(const Lane& lane, const std::exception_ptr& error) const;
 
   const c10::weak_intrusive_ptr<c10d::ProcessGroup> up_;
-  const c10::weak_intrusive_ptr<c10d::ProcessGroup> down_;
+  c10::weak_intrusive_ptr<c10d::ProcessGroup> down_;
   const int size_;
   const int rank_;
   const bool is_second_;
@@ -106,7 +122,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // whose message has lost its memory can carry no other.
   std::vector<Works> failed_;
   bool stopped_ = false;
-  uint32_t count_ = 0;
+  int64_t reserved_ = 0;
 };
 
 }  // namespace commhook

@@ -188,3 +188,42 @@ def _apart(rank: int, fails_in: int | None) -> list[str]:
 @pytest.mark.parametrize("place", ["fsdp-4"])
 def test_replicas_that_are_apart(ranks: RankPool, place: str, fails_in: int | None) -> None:
     assert ranks.run(_apart, fails_in) == [[]] * 4
+
+
+def _in_background(rank: int, fails_in: int | None) -> list[object]:
+    """A fragment of both replicas; one rank fails where its exchange begins."""
+    mesh = device_mesh((2, 1, 2), ("replicas", "shards", "tp"))
+    model = _net()
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh["replicas", "shards"])
+    hook = Failing()
+    handle = attach(model, hooks.local_sgd(4, hook=hook, fragments=2, delay=1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    said = []
+    for number in range(6):
+        hook.fails_in = 0 if number == 1 and rank == fails_in else None
+        optimizer.zero_grad()
+        loss_of(model(batch(rank // 2, number))).backward()
+        try:
+            optimizer.step()
+            said.append("")
+        except (OwnError, PeerError) as error:
+            said.append(type(error).__name__)
+    steps = handle.stats().steps
+    handle.synchronize()
+    reshard(model)
+    handle.remove()
+    every: list[object] = [None] * 4
+    torch.distributed.all_gather_object(every, [whole(p).tolist() for p in model.parameters()])
+    return [*said, steps, every[0] == every[rank]]
+
+
+@pytest.mark.parametrize("fails_in", [None, 0, 3])
+@pytest.mark.parametrize("place", ["fsdp-4"])
+def test_a_fragment_in_the_background(ranks: RankPool, place: str, fails_in: int | None) -> None:
+    """Fragments end after steps 3 and 5, or after 5 and 6 where the first fails."""
+    for rank, said in enumerate(ranks.run(_in_background, fails_in)):
+        kind = "OwnError" if rank == fails_in else "PeerError"
+        third = "" if fails_in is None else kind
+        assert said == ["", "", third, "", "", "", 2, True]

@@ -62,3 +62,13 @@ class ShardedReplica:
 
     def on_any_rank(self, value: bool) -> bool:
         return is_on_any_rank(value, self._step.groups, self._device)
+
+    def share_failure(self, failure: BaseException | None) -> BaseException | None:
+        try:
+            self._step.begin_exchange(in_replica=True)
+            if failure is not None:
+                raise failure
+            self._step.end_exchange()
+        except BaseException as error:
+            return self._step.fail_exchange(error, self._group)
+        return None

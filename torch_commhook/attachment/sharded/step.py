@@ -111,8 +111,11 @@ class ShardedStep:
             except BaseException as error:
                 raise self.fail_with(error, group) from error
 
-    def begin_exchange(self) -> None:
+    def begin_exchange(self, *, in_replica: bool = False) -> None:
         """Begin a step of the whole mesh, outside of a backward.
+
+        Args:
+            in_replica: whether this rank's replica takes it alone.
 
         Raises:
             RuntimeError, PeerError: as :meth:`StepGroup.begin`; or in a backward, which has to end.
@@ -125,7 +128,7 @@ class ShardedStep:
         if self._is_open:
             self.fail(LEFT)
         self._in_exchange = True
-        self._begin(self.groups)
+        self._begin(self._in_replica if in_replica else self.groups)
 
     def end_exchange(self) -> None:
         """End an exchange that went well on this rank, together with all ranks.

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from torch_commhook.process_group import operations
+from torch_commhook.process_group.gloo_messages import Traffic, traffic_of
 from torch_commhook.process_group.simulated.call import Call
 from torch_commhook.process_group.simulated.data import Results, write
 from torch_commhook.process_group.simulated.work import RunScheduler, SimulatedWork
@@ -14,6 +16,23 @@ from torch_commhook.process_group.simulated.work import RunScheduler, SimulatedW
 
 class MismatchedCollectiveError(RuntimeError):
     """Two ranks' collectives on a group do not belong together. The message has both."""
+
+
+@dataclass(frozen=True)
+class Issued:
+    """A call that a rank has made.
+
+    Attributes:
+        group: its name.
+        traffic: what it means for the rank's link.
+    """
+
+    group: str
+    traffic: Traffic
+
+    def scaled(self, factor: float) -> Issued:
+        """The same call on tensors that are so many times as large."""
+        return Issued(self.group, self.traffic.scaled(factor))
 
 
 @dataclass
@@ -65,6 +84,17 @@ class Link:
     def __str__(self) -> str:
         return f"group '{self.name}'"
 
+    def _note(self, rank: int, call: Call) -> None:
+        """Count what a rank issues, and keep it where somebody wants to know."""
+        self.bytes_sent[rank] += call.bytes_sent
+        issued = self.links.issued.get(self.members[rank])
+        if issued is not None:
+            tensors = list(call.inputs), list(call.outputs)
+            made = operations.Call(
+                call.operation, None, *tensors, call.root, splits=call.input_splits
+            )
+            issued.append(Issued(self.name, traffic_of(made, rank, len(self.members))))
+
     # ---- collectives -----------------------------------------------------------------------------
 
     def join(
@@ -77,7 +107,7 @@ class Link:
         """
         me = self.scheduler.enter(self.members[rank], call.operation)
         self.sequence[rank] += 1
-        self.bytes_sent[rank] += call.bytes_sent
+        self._note(rank, call)
         number = self.sequence[rank]
         work = SimulatedWork(self, self.members[rank], call, number)
         current = self._rounds.get(number)
@@ -142,7 +172,7 @@ class Link:
     def send(self, rank: int, call: Call, destination: int, tag: int) -> SimulatedWork:
         """One rank sends; the work is done when the other one receives."""
         me = self.scheduler.enter(self.members[rank], call.operation)
-        self.bytes_sent[rank] += call.bytes_sent
+        self._note(rank, call)
         work = SimulatedWork(self, self.members[rank], call, None)
         message = _Message(work, rank, destination, tag)
         for receive in self._receives:
@@ -158,6 +188,7 @@ class Link:
     def receive(self, rank: int, call: Call, source: int | None, tag: int) -> SimulatedWork:
         """One rank receives, from any rank for None."""
         me = self.scheduler.enter(self.members[rank], call.operation)
+        self._note(rank, call)
         work = SimulatedWork(self, self.members[rank], call, None)
         message = _Message(work, rank, source, tag)
         for send in self._sends:
@@ -186,10 +217,14 @@ class Links:
 
     Args:
         scheduler: of the run.
+
+    Attributes:
+        issued: for each rank of the run that has an entry, what it has issued since.
     """
 
     def __init__(self, scheduler: RunScheduler) -> None:
         self.scheduler = scheduler
+        self.issued: dict[int, list[Issued]] = {}
         self.all: list[Link] = []
         self._links: dict[tuple[str, tuple[int, ...], int], Link] = {}
         self._counts: dict[tuple[str, tuple[int, ...], int], int] = {}

@@ -1,0 +1,234 @@
+"""How many round trips a step takes with each hook: the slope of its time over links' delays.
+
+``python benchmarks/bench_round_trips.py --help`` shows the options; see benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from harness import Against, Job, Report, Samples, parse, parser
+from lab_bench import delay_argument, finish_run, run_ranks, use_one_thread
+from link_rank import LINK, WARM_UP, goes_on, link_file, set_link
+from netlab import Lab
+from netlab.ranks import print_line
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import torch_commhook
+from torch_commhook.cli.hook_expression import NO_HOOK, HookExpressionError, check_hook, parse_hook
+
+#: Fast enough that the bytes of a step do not count.
+RATE = "10gbit"
+BUCKETS = 25
+BASELINE = "DDP"
+#: Round trips that a step may take, by the number of ranks.
+MOST = {
+    "allreduce()": {2: 3, 8: 14},
+    "cast()": {2: 3, 8: 14},
+    "randomk(0.1)": {2: 3, 8: 14},
+    "blockwise()": {2: 4, 8: 7},
+    "error_feedback(blockwise(bits=4))": {2: 4, 8: 7},
+    "topk(0.01)": {2: 3, 8: 6},
+    "powersgd(rank=2)": {2: 6, 8: 20},
+}
+#: Steps in a turn on a link, before those that are timed: TCP learns how much it may send.
+UNTIMED = 2
+LEAST_ROUNDS = 2
+_LIMIT = timedelta(minutes=5)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the ranks are to measure.
+
+    Attributes:
+        hooks: hook expressions, and ``NO_HOOK`` for DDP alone.
+        links: how many there are, of other delays.
+        width: of a layer, which is a bucket.
+        steps: that are timed in a turn.
+        rounds: in each, every hook has a turn on all links.
+        seconds: after which no round begins, once there were a few.
+    """
+
+    hooks: list[str]
+    links: int
+    width: int
+    steps: int
+    rounds: int
+    seconds: float
+
+
+def step_of(text: str, width: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    """A backward of a model whose layers are a bucket each, and what ends its hook."""
+    layers = [nn.Linear(width, width, bias=False) for _ in range(BUCKETS)]
+    capacity = width * width * 4 / (1 << 20)
+    model = DDP(nn.Sequential(*layers), bucket_cap_mb=capacity, gradient_as_bucket_view=True)
+    hook = parse_hook(text)
+    handle = None if hook is None else torch_commhook.attach(model, hook)
+    inputs = torch.randn(1, width)
+
+    def step() -> None:
+        model(inputs).sum().backward()
+
+    for _ in range(3):  # DDP makes its buckets anew after the first
+        step()
+    if handle is not None and len(handle.stats().buckets) != BUCKETS:
+        raise RuntimeError(f"bench_round_trips: {text} has {len(handle.stats().buckets)} buckets")
+    return step, (lambda: None) if handle is None else handle.remove
+
+
+def measure_rank(plan: Plan, folder: Path) -> list[dict[str, list[float]]]:
+    """For each link, hook to the seconds of its steps on the slowest rank."""
+    rank = dist.get_rank()
+    order = list(plan.hooks)
+    shuffle = random.Random(0).shuffle  # the same on all ranks
+    found: list[dict[str, list[float]]] = [{text: [] for text in order} for _ in range(plan.links)]
+    end = time.perf_counter() + plan.seconds
+    for number in range(plan.rounds):
+        if not goes_on(rank, number < LEAST_ROUNDS or time.perf_counter() < end):
+            break
+        shuffle(order)
+        for text in order:
+            set_link(WARM_UP, folder)
+            step, close = step_of(text, plan.width)
+            for link in range(plan.links):
+                set_link(link, folder)
+                took = []
+                for _ in range(UNTIMED + plan.steps):
+                    started = time.perf_counter()
+                    step()
+                    took.append(time.perf_counter() - started)
+                slowest = torch.tensor(took[UNTIMED:])
+                dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+                found[link][text] += slowest.tolist()
+            set_link(WARM_UP, folder)
+            close()
+    return found
+
+
+def run_rank(path: Path) -> None:
+    """A rank on a host."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=_LIMIT)
+    found = measure_rank(Plan(**json.loads(path.read_text())), path.parent)
+    if dist.get_rank() == 0:
+        path.with_name("figures.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(hosts: int, plan: Plan, delays: Sequence[float]) -> list[dict[str, list[float]]]:
+    """What the ranks on so many hosts find: :func:`measure_rank`."""
+    with tempfile.TemporaryDirectory() as name, Lab(hosts, RATE, delay=0.0) as lab:
+        folder = Path(name)
+
+        def take(rank: int, is_error: bool, line: bytes) -> None:
+            if rank == 0 and line.startswith(LINK):
+                number = int(line.removeprefix(LINK))
+                lab.set_delay(0.0 if number == WARM_UP else delays[number])
+                link_file(folder, number).touch()
+            else:
+                print_line(rank, is_error, line)
+
+        found: list[dict[str, list[float]]] = run_ranks(
+            lab, folder, Path(__file__).name, plan, timeout=3600.0, output=take
+        )
+        return found
+
+
+def slope(delays: Sequence[float], seconds: Sequence[float]) -> float:
+    """Round trips in a step: how its seconds grow with the seconds of a round trip."""
+    return statistics.linear_regression([2 * delay for delay in delays], seconds).slope
+
+
+def add_table(report: Report, hosts: int, options: argparse.Namespace) -> tuple[int, int]:
+    """Measure steps of so many ranks; how many hooks are within their limit, and of how many."""
+    names = [NO_HOOK, *options.hooks]
+    plan = Plan(
+        names, len(options.delay), options.width, options.steps, options.rounds, options.seconds
+    )
+    found = measure(hosts, plan, options.delay)
+    jobs, samples, within, limited = [], {}, 0, 0
+    for text in names:
+        job = BASELINE if text == NO_HOOK else text
+        medians = [statistics.median(of_link[text]) for of_link in found]
+        trips = slope(options.delay, medians)
+        details = {"round trips": trips}
+        most = MOST.get(text, {}).get(hosts)
+        if most is not None:
+            details["at most"] = most
+            within += trips <= most
+            limited += 1
+        for delay, seconds in zip(options.delay, medians, strict=True):
+            details[f"{2e3 * delay:g} ms"] = seconds * 1e3
+        against = None if text == NO_HOOK else Against(BASELINE, times=True)
+        jobs.append(Job(job, lambda: None, against=against))
+        samples[job] = Samples(seconds=found[-1][text], details=details)
+    title = (
+        f"step of {BUCKETS} buckets, {hosts} ranks, in ms at each round trip; times and ratios at "
+        f"{2e3 * options.delay[-1]:g} ms"
+    )
+    report.add(f"{hosts} ranks", jobs, samples, title)
+    return within, limited
+
+
+def run(options: argparse.Namespace) -> Report:
+    torch.set_num_threads(1)  # as each rank has, which rows tell
+    report = Report("bench_round_trips", options)
+    counts = [add_table(report, hosts, options) for hosts in options.hosts]
+    within, limited = (sum(column) for column in zip(*counts, strict=True))
+    if limited:
+        report.note(f"{within} of {limited} hooks take no more round trips than they may.")
+    return report
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser(__doc__.splitlines()[0])
+    options.set_defaults(rounds=3, seconds=300.0)
+    add = options.add_argument
+    add("--hosts", type=int, nargs="+", default=[2, 8], help="of the labs (default: 2 8)")
+    add(
+        "--delay",
+        type=delay_argument,
+        nargs="+",
+        default=[0.0005, 0.005, 0.025, 0.05],
+        metavar="MS",
+        help="of the links, each way, two or more (default: 0.5 5 25 50)",
+    )
+    add("--hooks", nargs="+", metavar="HOOK", default=list(MOST), help="as train takes them")
+    add("--width", type=int, default=64, help="of a layer, which is a bucket (default: 64)")
+    add("--steps", type=int, default=2, help="timed in each turn (default: 2)")
+    add("plan", type=Path, nargs="?", help=argparse.SUPPRESS)
+    parsed = parse(options, arguments)
+    if parsed.plan is not None:
+        run_rank(parsed.plan)
+        return 0
+    del parsed.plan
+    use_one_thread(options, parsed)
+    if len(set(parsed.delay)) < 2:
+        options.error("--delay needs two or more")
+    for hook in parsed.hooks:
+        try:
+            check_hook(hook)
+        except HookExpressionError as error:
+            options.error(f"argument --hooks: {error}")
+    if parsed.quick:
+        parsed.steps, parsed.rounds = 1, 1
+    return finish_run("bench_round_trips", lambda: run(parsed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,307 @@
+"""``local_sgd`` with fragments in the background, across replicas of sharded models."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as checkpoint
+from mode_cases import OwnError
+from rank_pool import RankPool
+from sharded_failures import trap_of, with_traps
+from sharded_local import (
+    PLACES,
+    Reference,
+    between_replicas,
+    farthest,
+    one_step,
+    same,
+    sgd,
+    sharded,
+    shards_of,
+    values,
+    whole_values,
+)
+from sharded_models import Mesh, by_layer
+from torch import Tensor
+
+from torch_commhook import PeerError, attach, codecs, hooks, reshard_states
+from torch_commhook.hooks import local_sgd, outer_sgd
+
+INT4 = partial(hooks.blockwise, bits=4, block_size=32)
+_OUTER = outer_sgd(0.7, 0.5)
+
+
+class _Streaming(Reference):
+    """Fragments of layers in turn, of the usual model's three."""
+
+    def __init__(self, place: str, H: int, fragments: int, delay: int, mix: float) -> None:  # noqa: N803
+        super().__init__(place, sgd, 1 << 30, _OUTER)
+        self.settings = H, fragments, delay, mix
+        layers = [number // 2 for number in range(len(self.anchor))]  # of weight and bias each
+        self.fragment_of = [layer % fragments for layer in layers]
+        self.outers = [
+            torch.optim.SGD(
+                [a for a, of in zip(self.anchor, self.fragment_of, strict=True) if of == number],
+                lr=_OUTER.lr,
+                momentum=_OUTER.momentum,
+                nesterov=_OUTER.nesterov,
+            )
+            for number in range(fragments)
+        ]
+        self.in_flight: tuple[int, int] | None = None
+
+    def step(self) -> None:
+        super().step()
+        H, fragments, delay, _ = self.settings  # noqa: N806
+        if self.in_flight is not None and self.steps == self.in_flight[0] + delay:
+            self.apply(self.in_flight[1])
+        for fragment in range(fragments):
+            if (self.steps - (fragment + 1) * H // fragments) % H == 0:
+                self.begin(fragment)
+                if not delay:
+                    self.apply(fragment)
+
+    @torch.no_grad()
+    def begin(self, fragment: int) -> None:
+        self.in_flight = self.steps, fragment
+        own = [list(model.parameters()) for model in self.replicas]
+        for number, anchor in enumerate(self.anchor):
+            if self.fragment_of[number] == fragment:
+                anchor.grad = torch.stack([anchor - each[number] for each in own]).mean(0)
+
+    @torch.no_grad()
+    def apply(self, fragment: int) -> None:
+        self.in_flight = None
+        mix = self.settings[3]
+        self.outers[fragment].step()
+        for model in self.replicas:
+            for number, parameter in enumerate(model.parameters()):
+                if self.fragment_of[number] == fragment:
+                    parameter.copy_(mix * parameter + (1 - mix) * self.anchor[number])
+
+
+def _trained(rank: int, place: str, settings: list[tuple[int, int, float]]) -> list[str]:
+    found = []
+    for fragments, delay, mix in settings:
+        expected = _Streaming(place, 6, fragments, delay, mix)
+        model = sharded(place)
+        start = whole_values(model)
+        hook = local_sgd(6, outer=_OUTER, fragments=fragments, delay=delay, mix=mix)
+        handle = attach(model, hook)
+        optimizer = sgd(model.parameters())
+        for number in range(15):
+            one_step(model, optimizer, rank, number)
+            expected.step()
+        got, wanted = whole_values(model), expected.values(rank)
+        moved = farthest(start, wanted)
+        if not farthest(got, wanted) <= 1e-4 * moved:
+            found.append(f"{fragments}, {delay}, {mix}: {farthest(got, wanted)} of {moved}")
+        handle.synchronize()
+        if not between_replicas(values(model), rank, place):
+            found.append(f"{fragments}, {delay}, {mix}: apart in the end")
+        handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_it_moves_as_plain_pytorch_does(ranks: RankPool, place: str) -> None:
+    settings = [(2, 0, 0.0), (2, 2, 0.5), (3, 1, 0.5), (1, 3, 0.0)]
+    assert ranks.run(_trained, place, settings, timeout=120) == [[]] * ranks.world_size
+
+
+# ---- failures ------------------------------------------------------------------------------------
+
+
+class _Fails(hooks.error_feedback):
+    """Has sent, and remembers what that has lost, when it fails."""
+
+    is_failing = False
+
+    def __init__(self) -> None:
+        super().__init__(INT4())
+
+    def average(self, bucket: Any) -> Any:
+        result = super().average(bucket)
+        if self.is_failing:
+            raise OwnError("boo")
+        return result
+
+
+def _tensors(state: Any, path: str = "") -> dict[str, Tensor]:
+    if isinstance(state, Tensor):
+        return {path: state}
+    items = state.items() if isinstance(state, dict) else ()
+    return {k: v for key, value in items for k, v in _tensors(value, f"{path}/{key}").items()}
+
+
+def _raised(model: Any, optimizer: Any, rank: int, number: int) -> str:
+    try:
+        one_step(model, optimizer, rank, number)
+    except (OwnError, PeerError) as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def _fails_where_one_begins(rank: int, place: str) -> list[str]:
+    """Each rank in turn. All ranks of the mesh raise where it was to end, and nothing has moved."""
+    found = []
+    for fails in range(int(place[-1])):
+        failing = _Fails()
+        model = sharded(place)
+        hook = local_sgd(4, outer=_OUTER, hook=failing, fragments=2, delay=1, mix=0.5)
+        handle = attach(model, hook)
+        optimizer = sgd(model.parameters())
+        said = [_raised(model, optimizer, rank, number) for number in range(5)]
+        before = _tensors(handle.state_dict())
+        failing.is_failing = rank == fails
+        said.append(_raised(model, optimizer, rank, 5))  # one begins
+        own = values(model)
+        optimizer.zero_grad()
+        failing.is_failing = False
+        said.append(_raised(model, optimizer, rank, 6))
+        kind = "OwnError" if rank == fails else "PeerError"
+        if said != ["nothing"] * 6 + [kind]:
+            found.append(f"rank {fails} has failed: {said}")
+        if same(values(model), own):
+            found.append(f"rank {fails} has failed: the step was not its own")
+        now = _tensors(handle.state_dict())
+        found += [
+            f"rank {fails} has failed: {name} has changed"
+            for name, tensor in before.items()
+            if "local_sgd_parameter" not in name and not torch.equal(tensor, now[name])
+        ]
+        steps = handle.stats().steps
+        said = [_raised(model, optimizer, rank, number) for number in (7, 8)]
+        if said != ["nothing"] * 2 or handle.stats().steps != steps + 1:
+            found.append(f"rank {fails} has failed: then {said}, {handle.stats().steps}")
+        handle.synchronize()
+        if not between_replicas(values(model), rank, place):
+            found.append(f"rank {fails} has failed: apart")
+        handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rank_that_fails_where_one_begins(ranks: RankPool, place: str) -> None:
+    found = ranks.run(_fails_where_one_begins, place, timeout=120)
+    assert found == [[]] * ranks.world_size
+
+
+def _fails_in_a_backward(rank: int, place: str) -> list[str]:
+    """It is a replica's own, and ends no exchange that is under way."""
+    model = with_traps()
+    by_layer(model, Mesh.of(place))
+    handle = attach(model, local_sgd(4, outer=_OUTER, delay=3))
+    optimizer = sgd(model.parameters())
+    found = []
+    for number in range(4):
+        one_step(model, optimizer, rank, number)
+    trap_of(model, "middle").raises_in = "backward" if rank == 0 else ""
+    said = _raised(model, optimizer, rank, 4)
+    in_replica = rank // shards_of(place) == 0
+    expected = "OwnError" if rank == 0 else "PeerError" if in_replica else "nothing"
+    if said != expected:
+        found.append(f"{said}, not {expected}")
+    trap_of(model, "middle").raises_in = ""
+    for number in range(5, 8 if in_replica else 7):  # as many steps as the others
+        one_step(model, optimizer, rank, number)
+    if handle.stats().steps != 1:
+        found.append(f"{handle.stats().steps} exchanges")
+    if not between_replicas(values(model), rank, place):  # of one fragment, with no mix
+        found.append("apart")
+    handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_backward_that_fails_meanwhile(ranks: RankPool, place: str) -> None:
+    assert ranks.run(_fails_in_a_backward, place) == [[]] * ranks.world_size
+
+
+# ---- states --------------------------------------------------------------------------------------
+
+
+def _settings(place: str) -> dict[str, Any]:
+    if not place.startswith("hsdp"):
+        return {}
+    return {"shard_hook": hooks.error_feedback(INT4()), "weights": codecs.blockwise()}
+
+
+def _hook() -> Any:
+    return local_sgd(6, hook=hooks.error_feedback(INT4()), fragments=2, delay=2, mix=0.5)
+
+
+def _goes_on(rank: int, place: str, steps: int, folder: str | None) -> list[str]:
+    model = sharded(place)
+    handle = attach(model, _hook(), **_settings(place))
+    optimizer = sgd(model.parameters())
+    for number in range(steps):
+        one_step(model, optimizer, rank, number)
+    state = copy.deepcopy(handle.state_dict())
+    other = sharded(place)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    again = attach(other, _hook(), **_settings(place))
+    if folder is not None:
+        checkpoint.save({"hook": state}, checkpoint_id=folder)
+        into = {"hook": again.state_dict()}
+        checkpoint.load(into, checkpoint_id=folder)
+        state = into["hook"]
+    again.load_state_dict(state)
+    other_optimizer = sgd(other.parameters())
+    found = [] if same(values(model), values(other)) else ["other parameters at once"]
+    for number in range(steps, steps + 5):
+        one_step(model, optimizer, rank, number)
+        one_step(other, other_optimizer, rank, number)
+        if not same(values(model), values(other)):
+            found.append(f"step {number}: other bits")
+    for each in (handle, again):
+        each.synchronize()
+        each.remove()
+    return found if same(values(model), values(other)) else [*found, "other bits in the end"]
+
+
+@pytest.mark.parametrize("steps", [4, 5, 6])
+@pytest.mark.parametrize("place", PLACES)
+def test_training_goes_on(ranks: RankPool, place: str, steps: int) -> None:
+    assert ranks.run(_goes_on, place, steps, None) == [[]] * ranks.world_size
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_distributed_checkpoint(ranks: RankPool, place: str, tmp_path: Path) -> None:
+    found = ranks.run(_goes_on, place, 4, str(tmp_path / "state"))
+    assert found == [[]] * ranks.world_size
+
+
+def _under_way(rank: int, place: str, folder: str, goes_on: bool) -> list[Tensor]:
+    model = sharded(place)
+    handle = attach(model, local_sgd(4, outer=_OUTER, fragments=2, delay=1, mix=0.5))
+    if goes_on:
+        handle.load_state_dict(torch.load(f"{folder}/then{rank}", weights_only=True))
+        assert handle.state_dict()["local_steps"]["steps_in_flight"] == 0
+    else:
+        optimizer = sgd(model.parameters())
+        for number in range(6):
+            one_step(model, optimizer, rank, number)
+        torch.save(handle.state_dict(), f"{folder}/{rank}")
+    handle.synchronize()
+    handle.remove()
+    return whole_values(model)
+
+
+def test_other_shards_come_to_the_same(
+    four_ranks: RankPool, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    """What has come of an exchange is cut as the parameters are."""
+    before = four_ranks.run(_under_way, "hsdp-4", str(tmp_path), False)
+    states = [torch.load(tmp_path / str(rank), weights_only=True) for rank in range(4)]
+    for rank, state in enumerate(reshard_states(states, 2, shards=1)):
+        torch.save(state, tmp_path / f"then{rank}")
+    after = two_ranks.run(_under_way, "replicate-2", str(tmp_path), True)
+    assert farthest(before[0], after[0]) < 1e-6

@@ -1,0 +1,168 @@
+"""How many messages of a step wait for one another, which is what a far link makes a step take."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankPool
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_commhook import attach, codecs, hooks
+from torch_commhook.cli.hook_expression import parse_hook
+from torch_commhook.cli.plan import measure, plan
+from torch_commhook.collectives import exchange
+from torch_commhook.step import step_end
+
+BUCKETS = 25
+#: Of a layer without biases, which fills a bucket: 64 KiB.
+WIDTH = 128
+#: Exchanges one after another in a step, by the number of ranks; the ranks then agree in one more.
+STAGES: dict[str, dict[int, int]] = {
+    "allreduce()": {2: 1, 3: 2, 4: 2, 8: 2},
+    "cast()": {2: 1, 3: 1, 4: 2, 8: 2},
+    "randomk(0.1)": {2: 1, 3: 1, 4: 1, 8: 1},
+    "blockwise()": {2: 2, 3: 2, 4: 2, 8: 2},
+    "error_feedback(blockwise(bits=4))": {2: 2, 3: 2, 4: 2, 8: 2},
+    "topk(0.01)": {2: 1, 3: 1, 4: 1, 8: 1},
+    "powersgd(rank=2)": {2: 2, 3: 2, 4: 2, 8: 2},
+}
+
+
+class RoundTrips:
+    """Holds back what arrives until all buckets' messages are under way, and counts how often.
+
+    Without that they would not be under way at once: a message between processes of one machine
+    arrives before the next one is sent.
+
+    Args:
+        stages: of each bucket. What is sent after those of all buckets is held back no more.
+    """
+
+    def __init__(self, stages: int) -> None:
+        self._stages = stages
+        self._lock = threading.Lock()
+        self._arrived: list[tuple[torch.futures.Future[Any], torch.futures.Future[Any]]] = []
+        self.count = 0
+
+    def follow(self, sent: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
+        """A Future that is complete when the messages of ``sent`` are let through."""
+        let_through: torch.futures.Future[Any] = torch.futures.Future()
+
+        def arrived(done: torch.futures.Future[Any]) -> None:
+            with self._lock:
+                self._arrived.append((done, let_through))
+                if len(self._arrived) < BUCKETS and self.count < self._stages:
+                    return
+                ready, self._arrived = self._arrived, []
+                self.count += 1
+            for found, future in ready:
+                future.set_result(found.value())
+
+        sent.add_done_callback(arrived)
+        return let_through
+
+
+@contextmanager
+def counted(stages: int) -> Iterator[RoundTrips]:
+    """Count the round trips of a step on this rank."""
+    trips = RoundTrips(stages)
+    issued, agreed = exchange.Place.exchange, step_end._any_rank
+
+    def follow(*arguments: Any) -> torch.futures.Future[Any]:
+        return trips.follow(issued(*arguments))
+
+    def agree(group: Any, flag: bool) -> bool:
+        trips.count += len(step_end.rounds_of(group.size()))
+        return agreed(group, flag)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange.Place, "exchange", follow)
+        patch.setattr(step_end, "_any_rank", agree)
+        yield trips
+
+
+class _WithUnused(nn.Sequential):
+    """Uses all layers but the first."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for layer in self[1:]:
+            inputs = layer(inputs)
+        return inputs
+
+
+def _nodes_of_two() -> hooks.Hook:
+    """Of four ranks."""
+    nodes = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    places = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    node, place = divmod(dist.get_rank(), 2)
+    return hooks.hierarchical(
+        codecs.blockwise(), intra_group=nodes[node], inter_group=places[place]
+    )
+
+
+def _step(rank: int, text: str, stages: int, kind: str) -> int:
+    torch.manual_seed(0)
+    hook = _nodes_of_two() if text == "hierarchical" else parse_hook(text)
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BUCKETS)]
+    model: nn.Module = _WithUnused(*layers) if kind == "unused" else nn.Sequential(*layers)
+    capacity = WIDTH * WIDTH * 4 / (1 << 20)
+    if kind == "ddp":
+        model = DistributedDataParallel(model, bucket_cap_mb=capacity)
+        handle = attach(model, hook)
+    else:
+        handle = attach(model, hook, bucket_cap_mb=capacity)
+    inputs = torch.randn(2, WIDTH)
+    for _ in range(2):  # buckets are formed anew after the first
+        model(inputs).sum().backward()
+    with counted(stages) as trips:
+        model(inputs).sum().backward()
+    assert len(handle.stats().buckets) == BUCKETS
+    handle.remove()
+    return trips.count
+
+
+def check(ranks: RankPool, texts: Sequence[str], kind: str = "module", more: int = 0) -> None:
+    size = ranks.world_size
+    for text in texts:
+        stages = STAGES[text][size]
+        assert ranks.run(_step, text, stages, kind) == [stages + 1 + more] * size, text
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_messages_that_wait_for_others(pools: dict[int, RankPool], world_size: int) -> None:
+    check(pools[world_size], list(STAGES))
+
+
+@pytest.mark.parametrize("world_size", [4, 8])
+def test_messages_of_more_ranks(world_size: int) -> None:
+    ranks = RankPool(world_size)
+    try:
+        check(ranks, list(STAGES))
+        if world_size == 4:  # inside of a node, twice between nodes, and inside again
+            assert ranks.run(_step, "hierarchical", 4, "module") == [4 + 1] * 4
+    finally:
+        ranks.stop()
+
+
+def test_ddp_has_as_many(two_ranks: RankPool) -> None:
+    check(two_ranks, ["allreduce()", "blockwise()"], "ddp")
+
+
+def test_maps_of_unused_parameters_take_one_more(three_ranks: RankPool) -> None:
+    check(three_ranks, ["blockwise()"], "unused", 1)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_plan_says_the_same(world_size: int) -> None:
+    found = measure(list(STAGES), elements=BUCKETS * WIDTH * WIDTH, world_size=world_size)
+    costs = plan(found, bits_per_second=1e12, buckets=[1] * BUCKETS)
+    assert {cost.hook: cost.round_trips for cost in costs} == {
+        text: stages[world_size] + 1 for text, stages in STAGES.items()
+    }

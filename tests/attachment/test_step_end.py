@@ -1,0 +1,73 @@
+"""How ranks agree at a step's end: which parameters were used, and who waits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankPool
+
+from torch_commhook.step import step_end
+from torch_commhook.step.step_end import agree_on_used, wait_for_all
+
+
+def _agree(rank: int, used: list[list[int]], most_at_once: int) -> list[int]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_end, "_MOST_AT_ONCE", most_at_once)
+        for _ in range(2):
+            own = torch.tensor(used[rank], dtype=torch.uint8)
+            agree_on_used(dist.group.WORLD, own)
+            wait_for_all(dist.group.WORLD)
+    return own.tolist()
+
+
+@pytest.mark.parametrize("most_at_once", [16, 1])
+@pytest.mark.parametrize(
+    ("used", "want"),
+    [
+        ([[1, 1, 1]] * 3, [1, 1, 1]),
+        ([[1, 0, 0], [1, 1, 1], [0, 0, 0]], [1, 1, 1]),
+        ([[1, 0, 0], [0, 0, 0], [0, 0, 1]], [1, 0, 1]),
+        ([[0, 0, 0]] * 3, [0, 0, 0]),
+    ],
+)
+def test_the_maximum(
+    three_ranks: RankPool, used: list[list[int]], want: list[int], most_at_once: int
+) -> None:
+    assert three_ranks.run(_agree, used, most_at_once) == [want] * 3
+
+
+def _counted(rank: int, used: list[int]) -> int:
+    """How many messages this rank sends."""
+    group = dist.new_group()
+    with pytest.MonkeyPatch.context() as patch:
+        exchanges = []
+        patch.setattr(step_end, "exchange", lambda *args: exchanges.append(args) or _done(*args))
+        agree_on_used(group, torch.tensor(used, dtype=torch.uint8))
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return len(exchanges)
+
+
+def _done(*args: object) -> torch.futures.Future[object]:
+    future: torch.futures.Future[object] = torch.futures.Future()
+    future.set_result(None)
+    args[2].zero_()  # type: ignore[attr-defined]
+    return future
+
+
+def test_maps_travel_only_where_each_rank_left_some_unused(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_counted, [1, 1]) == [0, 0]
+    assert two_ranks.run(_counted, [1, 0]) == [1, 1]
+
+
+@pytest.mark.parametrize("size", range(2, 70))
+def test_each_rank_hears_of_all(size: int) -> None:
+    heard = [{rank} for rank in range(size)]
+    for distances in step_end.rounds_of(size):
+        before = [set(each) for each in heard]
+        for rank in range(size):
+            for distance in distances:
+                heard[rank] |= before[(rank - distance) % size]
+    assert all(each == set(range(size)) for each in heard)
+    assert len(step_end.rounds_of(size)) == (1 if size <= 16 else (size - 1).bit_length())

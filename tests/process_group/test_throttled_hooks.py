@@ -1,0 +1,129 @@
+"""Hooks over a ThrottledProcessGroup issue what they issue over the Gloo group that it wraps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_steps import backward_step, equal, small_model
+from rank_pool import RankPool
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import torch_commhook
+from torch_commhook.cli.hook_expression import parse_hook
+from torch_commhook.collectives.gloo_groups import group_threads, second_group
+from torch_commhook.process_group import ThrottledProcessGroup, register, throttled
+from torch_commhook.process_group.gloo_messages import EXCHANGE, Traffic
+from torch_commhook.process_group.slow_link import GlooGroup
+
+STEPS = 3
+
+
+class _Noting(throttled._ClockedLink):
+    """Notes what is issued, and on which group."""
+
+    def __init__(self) -> None:
+        super().__init__(1e12, 1e-5)
+        self.issued: list[tuple[GlooGroup, str]] = []
+
+    def issue(
+        self, group: GlooGroup, when: float, traffic: Traffic, done: Callable[[], object]
+    ) -> None:
+        self.issued.append((group, traffic.operation))
+        super().issue(group, when, traffic, done)
+
+
+def _step(rank: int, text: str) -> dict[str, Any]:
+    parent = dist.new_group()
+    group = ThrottledProcessGroup(parent, bandwidth=1e12, latency=1e-5)
+    link = _Noting()
+    group._use(link)
+    register(group, "throttled")
+    found: dict[str, Any] = {"gradients": [], "issued": []}
+    for process_group in (group, parent):
+        model = small_model(process_group=process_group)
+        handle = torch_commhook.attach(model, parse_hook(text))
+        for _ in range(STEPS):
+            begun = len(link.issued)
+            gradients = backward_step(model, rank)
+        found["gradients"].append(gradients)
+        if process_group is group:
+            found["issued"] = [
+                (operation, where is not group._model) for where, operation in link.issued[begun:]
+            ]
+            second = second_group(group)
+            found["shares"] = second is None or second._link is link
+            found["threads"] = group._model.threads == group_threads(parent)
+        handle.remove()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "has_seconds"),
+    [
+        ("allreduce()", False),
+        ("topk(0.1)", False),
+        ("blockwise()", True),
+        ("error_feedback(blockwise(bits=4))", True),
+        ("powersgd(rank=1)", True),
+    ],
+)
+def test_stages_have_groups_of_their_own_on_one_link(
+    text: str, has_seconds: bool, two_ranks: RankPool
+) -> None:
+    """Ranks exchange messages as over Gloo, which has a thread for none of them."""
+    for found in two_ranks.run(_step, text):
+        assert equal(*found["gradients"])
+        assert found["shares"] and found["threads"]
+        issued = found["issued"]
+        assert {operation for operation, _ in issued} == {EXCHANGE}
+        *firsts, agreement = [each for each in issued if not each[1]]  # last the ranks agree
+        assert len(firsts) > 1
+        assert issued[-1] == agreement
+        assert len(issued) - len(firsts) - 1 == (len(firsts) if has_seconds else 0)
+
+
+def _large_step(rank: int) -> tuple[bool, list[str]]:
+    parent = dist.new_group()
+    group = ThrottledProcessGroup(parent, bandwidth=1e12, latency=1e-5)
+    link = _Noting()
+    group._use(link)
+    register(group, "throttled")
+    gradients = []
+    for process_group in (group, parent):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(600, 600, bias=False)
+        model = DDP(layer, process_group=process_group)
+        handle = torch_commhook.attach(model, parse_hook("blockwise()"))
+        model(torch.randn(4, 600, generator=torch.Generator().manual_seed(rank))).sum().backward()
+        gradients.append(layer.weight.grad)
+        handle.remove()
+    return torch.equal(*gradients), [operation for _, operation in link.issued[-3:]]
+
+
+def test_large_messages_are_exchanged(two_ranks: RankPool) -> None:
+    for same, issued in two_ranks.run(_large_step):
+        assert same
+        assert issued == [EXCHANGE] * 3
+
+
+def _no_cycle(rank: int) -> bool:
+    import gc
+    import weakref
+
+    gc.collect()
+    group = ThrottledProcessGroup(dist.new_group(), bandwidth=1e12)
+    register(group, "dropped")
+    second_group(group)
+    gone = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    return gone() is None
+
+
+def test_the_second_group_does_not_hold_the_first(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_no_cycle) == [True, True]

@@ -1,0 +1,290 @@
+"""Hosts of netlab that are far apart: round trips, the rate of TCP, lost frames, the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from repository import ROOT
+
+from benchmarks.netlab import Lab, LabError, lab, why_impossible
+from benchmarks.netlab.cli import main
+from benchmarks.netlab.distance import buffer_limit, check_compiler
+from benchmarks.netlab.tools import call
+
+LIMIT_SECONDS = 60.0
+DELAY = 0.02
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--delay", "-1"], "delay must be 0 to 10 seconds, got -0.001"),
+        (["--delay", "nan"], "delay must be 0 to 10 seconds, got nan"),
+        (["--delay", "1e6"], "delay must be 0 to 10 seconds, got 1000"),
+        (["--loss", "100"], "loss must be at least 0 and below 1, got 1"),
+        (["--loss", "-1"], "loss must be at least 0 and below 1, got -0.01"),
+    ],
+)
+def test_wrong_arguments(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "--", "true"])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_it_says_that_it_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler -m64")
+    with pytest.raises(LabError, match=r"needs a C compiler .* there is no no-such-compiler"):
+        check_compiler()
+
+
+def test_buffers_hold_several_round_trips() -> None:
+    assert buffer_limit(200e6, 0.1) == 4 * 2_500_000
+    assert buffer_limit(1e12, 10) == 1 << 28
+
+
+# ---- hosts ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def _possible() -> None:
+    reason = why_impossible()
+    if reason is not None:
+        pytest.skip(reason)
+    try:
+        check_compiler()
+    except LabError as error:
+        pytest.skip(str(error))
+
+
+needs_namespaces = pytest.mark.usefixtures("_possible")
+
+
+def _lines(hosts: Lab, program: str, *arguments: str) -> list[str]:
+    """What the ranks of a Python program print."""
+    lines: list[str] = []
+
+    def keep(rank: int, is_error: bool, line: bytes) -> None:
+        lines.append(line.decode().strip())
+
+    command = [sys.executable, "-c", program, *arguments]
+    assert hosts.run(command, timeout=LIMIT_SECONDS, output=keep) == 0, lines
+    return lines
+
+
+# Each rank pings the next one, as ping(8) does; prints the seconds of each round trip.
+_PING = """
+import os, socket, struct, sys, time
+rank, size, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(sys.argv[1])
+address = sys.argv[2] + str((rank + 1) % size + 1)
+with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as pinging:
+    pinging.settimeout(10)
+    for number in range(-1, count):  # the first also asks for the other's Ethernet address
+        checked = struct.pack("!BBHHh", 8, 0, 0, rank, number)
+        total = sum(struct.unpack("!4H", checked))
+        total = ~(total + (total >> 16)) & 0xFFFF
+        sent = time.perf_counter()
+        pinging.sendto(struct.pack("!BBHHh", 8, 0, total, rank, number), (address, 0))
+        while True:
+            answer = pinging.recv(1000)[20:]
+            if answer[0] == 0 and struct.unpack("!Hh", answer[4:8]) == (rank, number):
+                break
+        if number >= 0:
+            print(time.perf_counter() - sent)
+"""
+
+
+@needs_namespaces
+@pytest.mark.parametrize("hosts", [2, 8])
+def test_a_round_trip_takes_twice_the_delay(hosts: int) -> None:
+    with Lab(hosts, "1gbit", delay=DELAY) as far:
+        for delay in (DELAY, DELAY / 4):
+            far.set_delay(delay)
+            for _ in range(5):  # on a busy machine, who pings is late
+                found = [float(line) for line in _lines(far, _PING, "9", "10.77.0.")]
+                assert len(found) == 9 * hosts
+                assert min(found) >= 2 * delay
+                if statistics.median(found) < 1.05 * 2 * delay:
+                    break
+            assert statistics.quantiles(found)[0] < 1.05 * 2 * delay
+    assert _left() == set()
+
+
+@needs_namespaces
+def test_a_second_network_is_near() -> None:
+    with Lab(3, "1mbit", delay=1.0) as far:
+        assert far.add_near_network() == "eth1"
+        found = [float(line) for line in _lines(far, _PING, "5", "10.78.0.")]
+        assert len(found) == 15
+        assert statistics.median(found) < 0.5
+        assert all(link.sent < 1000 for link in far.link_bytes())
+    assert _left() == set()
+
+
+# Rank 0 takes what rank 1 sends, and prints the bits per second of the second half.
+_TRANSFER = """
+import os, socket, sys, time
+address, count = (os.environ["MASTER_ADDR"], 5000), int(sys.argv[1])
+if os.environ["RANK"] == "0":
+    with socket.create_server(address) as server:
+        connection, _ = server.accept()
+    got, marks = 0, []
+    while part := connection.recv(1 << 20):
+        got += len(part)
+        if got > count // 2:
+            marks.append((time.perf_counter(), got))
+    assert got == count, got
+    print((got - marks[0][1]) * 8 / (marks[-1][0] - marks[0][0]))
+elif os.environ["RANK"] == "1":
+    while True:
+        try:
+            connection = socket.create_connection(address, timeout=10)
+            break
+        except OSError:
+            time.sleep(0.05)
+    connection.sendall(bytes(count))
+    connection.close()
+"""
+
+
+@needs_namespaces
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_tcp_reaches_the_rate_at_a_distance(hosts: int) -> None:
+    with Lab(hosts, "200mbit", delay=DELAY) as far:
+        rates: list[float] = []
+        while not rates or (rates[-1] < 180e6 and len(rates) < 3):  # others may need the machine
+            rates += map(float, _lines(far, _TRANSFER, "16000000"))
+        assert 180e6 <= rates[-1] < 1.05 * 200e6, rates
+
+
+_SEND = """
+import os, socket, sys, time
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sending:
+    if os.environ["RANK"] == "1":
+        for number in range(int(sys.argv[1])):
+            sending.sendto(bytes(1000), (os.environ["MASTER_ADDR"], 5000))
+            if number % 50 == 0:
+                time.sleep(0.005)  # or the link drops some
+    else:
+        sending.bind(("", 5000))
+        time.sleep(1.0)  # unread: nothing is sent back
+"""
+
+
+@needs_namespaces
+def test_frames_are_lost() -> None:
+    with Lab(2, "1gbit", loss=0.1) as lossy:
+        _lines(lossy, _SEND, "4000")
+        first, second = lossy.link_bytes()
+        assert second.sent > 4000 * 1000
+        # Of 4000 the standard deviation is 0.5%.
+        assert first.received / second.sent == pytest.approx(0.9, abs=0.025)
+
+
+@needs_namespaces
+def test_packets_of_tcp_are_lost_one_by_one() -> None:
+    with Lab(2, "200mbit", delay=0.001, loss=0.002) as lossy:
+        _lines(lossy, _TRANSFER, "4000000")
+        sent = lossy._shown(1)["stats64"]["tx"]
+        assert sent["bytes"] > 4_000_000
+        assert sent["bytes"] / sent["packets"] < 1515
+
+
+@needs_namespaces
+def test_buffers_may_grow_on_the_hosts_alone() -> None:
+    setting = Path("/proc/sys/net/ipv4/tcp_wmem")
+    before = setting.read_text()
+    with Lab(2, "1gbit", delay=0.1) as far:
+        for rate, limit in (("1gbit", 125_000_000), ("2gbit", 250_000_000)):
+            far.set_rate(rate)
+            for name in ("tcp_rmem", "tcp_wmem"):
+                path = f"/proc/sys/net/ipv4/{name}"
+                shown = call("ip", "netns", "exec", far.namespace(1), "cat", path)
+                assert int(shown.split()[2]) == limit
+    assert setting.read_text() == before
+
+
+@needs_namespaces
+def test_a_lab_that_is_near_stays_near() -> None:
+    with Lab(2, "1gbit", loss=0.5) as near, pytest.raises(LabError, match="made with a delay"):
+        near.set_delay(0.01)
+
+
+# ---- nothing stays -------------------------------------------------------------------------------
+
+
+def _left(pid: int | None = None) -> set[str]:
+    """The names of hosts that are there, of this process or of another one."""
+    space = os.stat("/proc/self/ns/pid").st_ino
+    return set(lab._namespaces(f"netlab-{space}-{pid or os.getpid()}-"))
+
+
+def _pid_in(namespace: str) -> int:
+    (pid,) = call("ip", "netns", "pids", namespace).split()
+    return int(pid)
+
+
+def _wait_for(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+@needs_namespaces
+def test_a_forwarder_that_has_ended_is_an_error() -> None:
+    with Lab(2, "1gbit", delay=0.0) as far:
+        os.kill(_pid_in(far._switch), signal.SIGKILL)
+        with pytest.raises(LabError, match="the forwarder of frames has ended: exit status -9"):
+            far.run(["true"])
+        with pytest.raises(LabError, match="the forwarder of frames has ended"):
+            far.set_delay(0.1)
+    assert _left() == set()
+
+
+@needs_namespaces
+def test_nothing_stays_where_the_forwarder_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\nprintf "#!/bin/sh\\necho too late >&2" > $3; chmod +x $3\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    refused = Lab(2, "1gbit", delay=0.1)
+    with pytest.raises(LabError, match="the forwarder of frames has ended: too late"), refused:
+        pass
+    assert _left() == set()
+
+
+@needs_namespaces
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_forwarder_ends_with_the_program(number: signal.Signals, tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    command = [sys.executable, "-m", "benchmarks.netlab", "--delay", "1", "--"]
+    command += ["sh", "-c", f"test $RANK = 1 || touch {started}; sleep 60"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as process:
+        try:
+            _wait_for(
+                lambda: started.exists() or process.poll() is not None, "the ranks do not start"
+            )
+            (switch,) = (name for name in _left(process.pid) if name.endswith("-switch"))
+            forwarder = _pid_in(switch)
+            process.send_signal(number)
+            process.wait(LIMIT_SECONDS)
+            _wait_for(lambda: lab._started(forwarder) is None, "the forwarder goes on")
+        finally:
+            process.kill()
+    assert why_impossible() is None  # which removes what the killed one has left
+    assert _left(process.pid) == set()

@@ -1,0 +1,176 @@
+"""What a state of a hook that keeps ranks apart has beside what the hook remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_commhook.attachment.parameter_exchange import BackgroundExchange
+from torch_commhook.attachment.replica import Replica
+from torch_commhook.attachment.rounds import Round
+from torch_commhook.hooks.local_sgd import local_sgd, precise
+from torch_commhook.memory.bucket_memory import BucketMemory
+from torch_commhook.memory.state_values import check_tensor, shown
+from torch_commhook.memory.states import (
+    LOCAL_STEPS,
+    MEANS,
+    PARAMETERS,
+    checked_position,
+    load_error,
+)
+from torch_commhook.step.ranks_apart import CheckedState
+
+
+def taken_apart(
+    state: Any, hook_name: str, own_key: str, by_name: Mapping[str, Tensor]
+) -> CheckedState:
+    """What of a state is what; the rest is not looked at.
+
+    Args:
+        state: to be loaded.
+        hook_name: for errors.
+        own_key: where the state has what is this rank's own.
+        by_name: the parameters, as the hook's memory has them.
+
+    Raises:
+        ValueError: it lacks what such a state has, or has parameters of other names or shapes.
+    """
+    if not isinstance(state, dict) or LOCAL_STEPS not in state:
+        raise load_error(
+            f"the state must be one of a hook that keeps ranks apart, such as '{hook_name}', got "
+            f"one without '{LOCAL_STEPS}'"
+        )
+    position = checked_position(state, "its ", load_error)
+    pieces = state.get(own_key)
+    if not isinstance(pieces, dict):  # of which the memory tells
+        return CheckedState([], position, state)
+    kinds = [kind for kind in pieces if kind not in (PARAMETERS, MEANS)]
+    rest = {**state, own_key: {kind: pieces[kind] for kind in kinds}}
+    values = pieces.get(PARAMETERS, {})
+    is_apart = position["done"] > 0 or position["is_open"]
+    if not isinstance(values, dict) or (not values and is_apart):
+        got = "none" if isinstance(values, dict) else shown(values)
+        raise load_error(f"its '{PARAMETERS}' must have the rank's parameters, by name, got {got}")
+    own = []
+    for name, parameter in by_name.items() if values else ():
+        # Where training has diverged, a state has what became of it.
+        own.append((parameter, _checked(values, PARAMETERS, name, parameter, parameter.dtype)))
+    return CheckedState(own, position, rest)
+
+
+def check_fragment(position: Mapping[str, Any], hook: local_sgd) -> None:
+    """Refuse a position whose next fragment the hook does not have.
+
+    Raises:
+        ValueError: it has fewer.
+    """
+    if position.get("fragment", 0) >= hook.fragments:
+        raise load_error(
+            f"its fragment must be one of {hook.fragments}, as the hook has, got "
+            f"{position['fragment']}"
+        )
+
+
+def checked_means(
+    state: Mapping[str, Any], own_key: str, memories: Sequence[BucketMemory]
+) -> dict[str, Tensor]:
+    """The mean distances of a fragment whose exchange was under way.
+
+    Args:
+        state: to be loaded.
+        own_key: where it has what is this rank's own.
+        memories: of the fragment's buckets.
+
+    Raises:
+        ValueError: the state has others.
+    """
+    parameters: dict[str, Tensor] = {}
+    for memory in memories:
+        parameters.update(zip(memory.names or (), memory.parameters, strict=True))
+    own = state.get(own_key)
+    values = own.get(MEANS) if isinstance(own, dict) else None
+    if not isinstance(values, dict):
+        raise load_error(
+            f"its '{MEANS}' must have the mean distances of the fragment whose exchange was under "
+            f"way, by name, got {shown(values)}"
+        )
+    return {
+        name: _checked(values, MEANS, name, each, precise(each.dtype)).to(each.device, copy=True)
+        for name, each in parameters.items()
+    }
+
+
+def position_of(place: Round, background: BackgroundExchange | None) -> dict[str, Any]:
+    """What a state has of a round. An exchange that has failed counts as not begun.
+
+    Args:
+        place: in the round.
+        background: an exchange under way, which is settled.
+    """
+    if background is None:
+        return place.position(-1)
+    if background.failure is None:
+        return place.position(background.steps)
+    return place.before(background.fragment, background.began_at + background.steps).position(-1)
+
+
+def exchange_of_state(
+    replica: Replica, place: Round, steps: int, means: Mapping[str, Tensor]
+) -> BackgroundExchange:
+    """An exchange under way, of which the means have come.
+
+    Args:
+        replica: whose parameters these are.
+        place: in the round.
+        steps: since it began.
+        means: mean distances by parameter name.
+    """
+    return BackgroundExchange(
+        replica, place.fragment_before, began_at=place.began_at(steps), steps=steps, means=means
+    )
+
+
+def _checked(
+    values: Mapping[str, Any], kind: str, name: str, parameter: Tensor, dtype: torch.dtype
+) -> Tensor:
+    if name not in values:
+        raise load_error(
+            f"the state must have parameter '{name}' of shape {tuple(parameter.shape)}, got none"
+        )
+    return check_tensor(
+        f"'{kind}' of parameter '{name}'",
+        values[name],
+        parameter.shape,
+        dtype,
+        load_error,
+        is_finite=False,
+    )
+
+
+def own_tensors(
+    parameters: Mapping[str, Tensor], means: Mapping[str, Tensor] | None
+) -> dict[str, dict[str, Tensor]]:
+    """Copies of what a state has of this rank's own, which is always the same kinds and names.
+
+    Args:
+        parameters: by name.
+        means: mean distances that have come of an exchange under way, by name; zeros stand for the
+            others. None for a hook that has no exchanges under way.
+    """
+    own = {PARAMETERS: {name: each.detach().clone() for name, each in parameters.items()}}
+    if means is not None:
+        own[MEANS] = {
+            name: torch.zeros_like(each, dtype=precise(each.dtype), requires_grad=False)
+            for name, each in parameters.items()
+            if name not in means
+        }
+        own[MEANS] |= {name: each.detach().clone() for name, each in means.items()}
+    return own
+
+
+def missing_from(state: Mapping[str, Any], kind: str, names: Sequence[str]) -> list[str]:
+    """Those of some names of which a checked state has nothing of a kind that all ranks share."""
+    return sorted(set(names) - set(state["shared"].get(kind, {})))

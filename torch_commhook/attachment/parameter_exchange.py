@@ -1,0 +1,389 @@
+"""Exchanges of how far ranks have come from their anchors, at once or in the background."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_commhook import _C
+from torch_commhook.attachment.replica import Replica
+from torch_commhook.buckets.grad_bucket import GradBucket
+from torch_commhook.buckets.results import checked_result, scaled_result
+from torch_commhook.collectives.futures import set_error, set_outcome
+from torch_commhook.collectives.plain import issue_all_reduce
+from torch_commhook.hooks.base import Hook
+from torch_commhook.hooks.local_sgd import local_sgd
+from torch_commhook.hooks.mean import allreduce
+from torch_commhook.memory.bucket_memory import BucketMemory
+from torch_commhook.memory.bucket_with_memory import BucketWithMemory
+from torch_commhook.metrics import BucketTraffic
+from torch_commhook.native.runtime import hook_on_bucket
+from torch_commhook.step.attached_hook import Attached
+from torch_commhook.step.hook_call import DRAIN_SECONDS, HookCall
+from torch_commhook.step.step_group import StepGroup
+
+
+class ParameterExchange:
+    """The mean of the ranks' distances from the anchor, of some buckets.
+
+    Args:
+        attached: the hook, a :class:`local_sgd`.
+        group: the ranks.
+
+    Attributes:
+        means: by :meth:`receive`, for each bucket a mean distance of each parameter, of the shape
+            of the parameter and the dtype of the anchor.
+    """
+
+    def __init__(self, attached: Attached, group: StepGroup) -> None:
+        hook = attached.hook
+        assert isinstance(hook, local_sgd)
+        self._attached = attached
+        self._hook = hook
+        self._group = group
+        self._averages: Hook = hook.hook
+        self._memories: list[BucketMemory] = []
+        self._calls: list[HookCall] = []
+        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._lock = threading.Lock()
+        self._has_agreed = False
+        self._is_given_up = False
+        self.means: list[list[Tensor]] = []
+
+    def run(
+        self,
+        replica: Replica,
+        memories: Sequence[BucketMemory],
+        is_wanted: Callable[[], bool],
+        *,
+        unsent: bool,
+    ) -> bool:
+        """Average the distances at once, on all ranks or on none.
+
+        Args:
+            replica: whose parameters these are.
+            memories, unsent: as :meth:`send` takes them.
+            is_wanted: asked first, on all ranks: whether there is anything to average.
+
+        Returns:
+            Whether there was.
+
+        Raises:
+            PeerError: it failed on another rank.
+            Exception: what the hook raised.
+        """
+        replica.begin()
+        try:
+            wanted = is_wanted()
+            if wanted:
+                self.send(memories, unsent=unsent)
+                self.receive()
+                replica.drop_copies()
+            replica.end()
+        except BaseException as error:
+            self.undo()
+            raised = replica.fail_with(error)
+            if raised is error:
+                raise
+            raise raised from error
+        return wanted
+
+    def send(self, memories: Sequence[BucketMemory], *, unsent: bool = False) -> None:
+        """Measure distances, and start to average them.
+
+        Args:
+            memories: of the buckets.
+            unsent: send all that the hook has not sent, uncompressed.
+
+        Raises:
+            Exception: what the hook raised.
+        """
+        self._memories = list(memories)
+        for memory in memories:
+            self._kept += self._hook.unsent(memory)
+        self._averages = allreduce() if unsent else self._hook.hook
+        count = len(memories)
+        for index, memory in enumerate(memories):
+            distance = self._hook.distance(memory, unsent=unsent)
+            bucket = _bucket_of(memory, distance, index, count, self._group)
+            where = hook_on_bucket(self._attached.name, index, count)
+            with self._attached.gathering():
+                self._calls.append(HookCall.start_average(self._averages, bucket, where))
+
+    def agree_later(self) -> torch.futures.Future[Tensor] | None:
+        """Have the ranks agree that all went well, as soon as it has on each.
+
+        Returns:
+            A Future that is complete once they have; None where :meth:`StepGroup.end` is to find
+            out, since ranks do not agree on anything or have more to do that may fail.
+        """
+        if not self._group.recovers or self._averages.scales_steps:
+            return None
+        agreed: torch.futures.Future[Tensor] = torch.futures.Future()
+        # Gloo's threads, which run this, must not drop the process group last.
+        itself = weakref.ref(self)
+
+        def agree(done: torch.futures.Future[Any]) -> None:
+            try:
+                done.value()
+                exchange = itself()
+                if exchange is None:
+                    raise RuntimeError("the exchange was left")
+                issued = exchange._agree()
+            except BaseException as error:  # that nobody else would get
+                set_error(agreed, error)
+                return
+            issued.add_done_callback(
+                lambda each: set_outcome(agreed, each.value, caught=BaseException)
+            )
+
+        torch.futures.collect_all([call.future for call in self._calls]).add_done_callback(agree)
+        return agreed
+
+    def _agree(self) -> torch.futures.Future[Tensor]:
+        """Tell the other ranks that all went well here, which has been done."""
+        for call in self._calls:
+            checked_result(call.future.value(), call.bucket, call.dtype, call.where)
+        flag = torch.zeros(1, dtype=torch.float32, device="cpu")
+        with self._lock:
+            if self._is_given_up:
+                raise RuntimeError("the exchange was given up")
+            self._has_agreed = True
+            return issue_all_reduce(flag, self._group.group, is_traced=False)
+
+    def give_up(self) -> bool:
+        """Do not tell the other ranks that all went well. False where this has been done."""
+        with self._lock:
+            self._is_given_up = True
+            return not self._has_agreed
+
+    def receive(self) -> None:
+        """Wait for the means.
+
+        Raises:
+            Exception: what went wrong on this rank.
+        """
+        results = [call.wait(self._group.timeout) for call in self._calls]
+        scale = None
+        if self._averages.scales_steps:
+            scale = self._averages.step_scale(results, self._attached.memory.past)
+        if scale is not None:
+            results = [
+                scaled_result(result, scale, memory.dtype)
+                for memory, result in zip(self._memories, results, strict=True)
+            ]
+        self.means = [
+            self._hook.means(memory, result)
+            for memory, result in zip(self._memories, results, strict=True)
+        ]
+
+    def means_by_name(self) -> dict[str, Tensor]:
+        """:attr:`means` by the parameters' names. Beside these it keeps only what is not sent."""
+        found: dict[str, Tensor] = {}
+        for memory, means in zip(self._memories, self.means, strict=True):
+            names = memory.names
+            assert names is not None
+            found.update(zip(names, means, strict=True))
+        self._calls, self._memories, self.means = [], [], []
+        return found
+
+    def move(self, *, unsent: bool = False, mix: float = 0.0) -> None:
+        """Move the anchors by the means, and the parameters; as :meth:`local_sgd.move`."""
+        for memory, means in zip(self._memories, self.means, strict=True):
+            self._hook.move(memory, means, unsent=unsent, mix=mix)
+
+    @property
+    def traffic(self) -> list[BucketTraffic]:
+        """What the hook has put on the wire for each bucket."""
+        return [call.traffic for call in self._calls]
+
+    def drain(self) -> bool:
+        """Wait for what is in flight, before its buffers go; not for long. Whether all has come."""
+        deadline = time.monotonic() + DRAIN_SECONDS
+        for call in self._calls:
+            call.drain(deadline)
+        return all(call.future.done() for call in self._calls)
+
+    def undo(self) -> None:
+        """Let the hook have sent nothing: the same distance is to be sent again."""
+        self.drain()
+        for tensor, before in self._kept:
+            tensor.copy_(before)
+
+
+class BackgroundExchange:
+    """An exchange of a fragment, while ranks take their next steps on parameters of their own.
+
+    All ranks begin it and end it after the same steps. What fails in between, on whatever rank, all
+    ranks find where they end it.
+
+    Args:
+        replica: whose parameters these are.
+        fragment: their number.
+        began_at: steps of the round when it began.
+        steps: since it began.
+        means: mean distances by parameter name, where these are known: of an exchange of a state.
+
+    Attributes:
+        fragment, began_at, steps, means: as given.
+        failure: what all ranks are to raise when they end it.
+        traffic: of each bucket.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        fragment: int,
+        *,
+        began_at: int,
+        steps: int = 0,
+        means: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self.fragment = fragment
+        self.began_at = began_at
+        self.steps = steps
+        self.means = means
+        self.failure: BaseException | None = None
+        self.traffic: list[BucketTraffic] = []
+        self._replica = replica
+        self._exchange: ParameterExchange | None = None
+        self._agreed: torch.futures.Future[Tensor] | None = None
+        self._has_begun = False
+        self._error: BaseException | None = None  # with which it has begun
+
+    def begin(self, attached: Attached, memories: Sequence[BucketMemory]) -> None:
+        """Send the distances of a fragment's buckets.
+
+        What the hook raises is kept for the end, where the other ranks learn of it.
+        """
+        group = self._replica.group
+        self._exchange = ParameterExchange(attached, group)
+        try:
+            group.begin()
+            self._has_begun = group.in_background = True
+            self._exchange.send(memories)
+            self._agreed = self._exchange.agree_later()
+        except Exception as error:
+            self._error = error
+        except BaseException as error:
+            self._error = _left_by(error)
+            raise
+
+    def settle(self) -> None:
+        """Wait until it is known how it ends: :attr:`means`, or else :attr:`failure`.
+
+        Raises:
+            KeyboardInterrupt: it came when the other ranks had learnt that all went well.
+        """
+        exchange = self._exchange
+        if self.means is not None or self.failure is not None or exchange is None:
+            return
+        try:
+            if self._error is not None:
+                raise self._error
+            exchange.receive()
+            self._end()
+        except BaseException as error:
+            if self._goes_on(exchange):
+                self._take(exchange)
+                if isinstance(error, Exception):  # it has come all the same
+                    return
+                raise
+            exchange.undo()
+            group, raised = self._replica.group, error
+            if self._has_begun:
+                group.in_background = False
+                raised = group.fail_with(error)
+            if raised is not error:
+                raised.__cause__ = error
+            self.failure = raised
+        else:
+            self._take(exchange)
+
+    def _take(self, exchange: ParameterExchange) -> None:
+        self.traffic = exchange.traffic
+        self.means = exchange.means_by_name()
+
+    def _goes_on(self, exchange: ParameterExchange) -> bool:
+        """Whether the other ranks use what has come, so that this rank must not fail alone."""
+        agreed = self._agreed
+        if agreed is None or exchange.give_up() or not _C.wait_for(agreed, DRAIN_SECONDS):
+            return False
+        try:
+            exchange.receive()
+            self._end()
+        except Exception:  # it has failed on another rank
+            return False
+        return True
+
+    def _end(self) -> None:
+        """End the step, together with the ranks that take part."""
+        group, agreed = self._replica.group, self._agreed
+        group.in_background = False
+        if agreed is None:
+            group.end()
+            return
+
+        def wait() -> None:
+            _C.wait_for_result(agreed, "the end of an exchange", group.timeout.total_seconds())
+            agreed.wait()
+
+        group.end_agreed(wait)
+
+    def look(self) -> None:
+        """:meth:`settle` in between, where Ctrl-C is to come through.
+
+        Raises:
+            KeyboardInterrupt: it came meanwhile.
+        """
+        self.settle()
+        failure = self.failure
+        if failure is not None and not isinstance(failure, Exception):
+            self.failure = _left_by(failure)
+            raise failure
+
+    def undo(self) -> None:
+        """Let the hook have sent nothing, where what has come is not to be used."""
+        if self._exchange is not None:
+            self._exchange.undo()
+
+    def leave(self) -> None:
+        """Have nothing under way any more, on all ranks. What has come stays known.
+
+        Where something does not come soon, the exchange has failed.
+        """
+        exchange, agreed = self._exchange, self._agreed
+        if exchange is None:
+            return
+        if self.means is None and self.failure is None:
+            is_done = exchange.drain()
+            if is_done and agreed is not None:
+                is_done = _C.wait_for(agreed, DRAIN_SECONDS)
+            if not is_done and self._error is None:
+                self._error = RuntimeError("an exchange was under way when its hook was taken off")
+            self.settle()
+        self._exchange = None
+
+
+def _left_by(error: BaseException) -> RuntimeError:
+    """What stands for an error that ends the program, where that goes on."""
+    return RuntimeError(f"an exchange was left by {type(error).__name__}")
+
+
+def _bucket_of(
+    memory: BucketMemory, distance: Tensor, index: int, count: int, group: StepGroup
+) -> GradBucket:
+    return BucketWithMemory(
+        memory.parameters,
+        buffer=distance,
+        index=index,
+        bucket_count=count,
+        process_group=group.group_for(memory.device),
+        memory=memory,
+    )

@@ -1,0 +1,130 @@
+"""When the collectives of a step are through, over a link of given rate and delay.
+
+The model is that of :class:`torch_commhook.process_group.ThrottledProcessGroup`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch_commhook.process_group.simulated.link import Issued
+
+#: Messages of a part of a collective that are followed one by one, over all buckets.
+_MOST_FOLLOWED = 50_000
+_LEAST_FOLLOWED = 4
+
+
+def through_seconds(
+    issued: Sequence[Issued],
+    agreement: Sequence[Issued],
+    *,
+    ready: Sequence[float],
+    shares: Sequence[float],
+    computed: float = 0.0,
+    bits_per_second: float,
+    latency: float,
+) -> float:
+    """When a step's last collective has ended.
+
+    Of a bucket each collective waits for the one before. The first one on a group goes to that
+    group; those that follow go to the group beside it, for second stages. At the end ranks agree.
+
+    Args:
+        issued: what a rank issues for all gradients, as if they were one bucket.
+        agreement: what it issues at the end of a step.
+        ready: when each bucket is full, in seconds.
+        shares: of each bucket in the gradients.
+        computed: when all that is computed has been, in seconds.
+        bits_per_second: of the link, each way.
+        latency: of a message, one way, in seconds.
+    """
+    from torch_commhook.collectives.gloo_backend import MOST_UNDER_WAY
+    from torch_commhook.process_group.gloo_messages import has_a_thread, merged, messages_of
+    from torch_commhook.process_group.slow_link import GlooGroup, SlowLink
+
+    link = SlowLink(bits_per_second, latency)
+    most = max(_LEAST_FOLLOWED, _MOST_FOLLOWED // len(ready))
+    groups: dict[tuple[str, bool], GlooGroup] = {}
+    end = computed
+
+    def go_on(when: float, chain: list[Issued], before: frozenset[str]) -> None:
+        nonlocal end
+        if not chain:
+            end = max(end, when)
+            return
+        (name, traffic), rest = (chain[0].group, chain[0].traffic), chain[1:]
+        key = name, name in before
+        group = groups.get(key)
+        if group is None:
+            group = groups[key] = GlooGroup(link, traffic.ranks, MOST_UNDER_WAY)
+        issue = group.issue if has_a_thread(traffic) else group.send
+        parts = merged(messages_of(traffic), most)
+        issue(when, parts, lambda done: go_on(done, rest, before | {name}))
+
+    for when, share in zip(ready, shares, strict=True):
+        chain = _with_exchanges([each.scaled(share) for each in issued])
+        link.at(when, lambda now, chain=chain: go_on(now, chain, frozenset()))  # type: ignore[misc]
+    link.finish()
+    link.at(end, lambda now: go_on(now, list(agreement), frozenset()))
+    link.finish()
+    return end
+
+
+def _with_exchanges(chain: list[Issued]) -> list[Issued]:
+    """The calls as they are over Gloo, where few ranks exchange messages.
+
+    A simulated group has no exchanges: there a hook's sums are all-reduces.
+    """
+    from torch_commhook.collectives.direct_sum import MOST_SUMMED, is_gathered
+    from torch_commhook.collectives.exchange import MOST_RANKS
+    from torch_commhook.process_group.gloo_messages import EXCHANGE, Traffic
+
+    found = []
+    for each in chain:
+        traffic = each.traffic
+        ranks, nbytes = traffic.ranks, traffic.nbytes
+        if not 1 < ranks <= MOST_RANKS:
+            found.append(each)
+        elif traffic.operation in ("all_to_all_single", "all_gather_single"):
+            found.append(replace(each, traffic=replace(traffic, operation=EXCHANGE)))
+        elif traffic.operation == "allreduce" and 0 < nbytes <= MOST_SUMMED:
+            gathered = is_gathered(nbytes, ranks)
+            carried = nbytes * (ranks - 1) if gathered else nbytes * (ranks - 1) / ranks
+            stage = replace(each, traffic=Traffic(EXCHANGE, ranks, nbytes, carried))
+            found += [stage] if gathered else [stage, stage]
+        else:
+            found.append(each)
+    return found
+
+
+def round_trips(issued: Sequence[Issued], agreement: Sequence[Issued], buckets: int) -> float:
+    """How many round trips follow one another in a step whose buckets are full at once.
+
+    Args:
+        issued, agreement: as :func:`through_seconds` takes them.
+        buckets: equal parts of the gradients.
+    """
+    return through_seconds(
+        issued,
+        agreement,
+        ready=[0.0] * buckets,
+        shares=[1 / buckets] * buckets,
+        bits_per_second=float("inf"),
+        latency=0.5,
+    )
+
+
+def agreement_of(world_size: int) -> list[Issued]:
+    """What a rank issues at the end of a step, at which all ranks agree that it went well."""
+    from torch_commhook.process_group.gloo_messages import EXCHANGE, Traffic
+    from torch_commhook.process_group.simulated.link import Issued
+    from torch_commhook.step.step_end import rounds_of
+
+    return [
+        Issued("", Traffic(EXCHANGE, world_size, len(distances), len(distances)))
+        for distances in rounds_of(world_size)
+        if distances
+    ]

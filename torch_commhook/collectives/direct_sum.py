@@ -1,0 +1,97 @@
+"""Sums of small tensors in one round trip or two, where a ring takes one for each of its hops.
+
+Each rank adds up values in the order of the ranks, so that all have the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_commhook.collectives.exchange import exchanges, place_in
+from torch_commhook.collectives.futures import chained
+from torch_commhook.collectives.sum_rows import sum_rows
+from torch_commhook.metrics import tensor_bytes
+from torch_commhook.spans import continued
+
+#: Bytes that a rank gets at once. From more on, a rank adds up a shard, and sends that to all.
+_MOST_GATHERED = 64 * 1024
+#: Bytes of a tensor from which on a ring's hops are worth its even load.
+MOST_SUMMED = 4 << 20
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def sums_directly(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether :func:`start_sum` takes a tensor; the same on all ranks."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and tensor.dtype in _DTYPES
+        and 0 < tensor_bytes(tensor) <= MOST_SUMMED
+        and exchanges(group)
+    )
+
+
+def is_gathered(nbytes: float, ranks: int) -> bool:
+    """Whether each rank gets the whole tensors of all, of so many bytes each."""
+    return ranks == 2 or (ranks - 1) * nbytes <= _MOST_GATHERED
+
+
+def direct_bytes(tensor: Tensor, rank: int, ranks: int) -> tuple[int, int]:
+    """What a rank sends and gets in :func:`start_sum`."""
+    nbytes = tensor_bytes(tensor)
+    if is_gathered(nbytes, ranks):
+        return nbytes * (ranks - 1), nbytes * (ranks - 1)
+    own = tensor.element_size() * _shards(tensor.numel(), ranks)[rank]
+    exchanged = nbytes - own + own * (ranks - 1)
+    return exchanged, exchanged
+
+
+def start_sum(tensor: Tensor, group: dist.ProcessGroup) -> torch.futures.Future[Tensor]:
+    """Sum a tensor over all ranks, on whatever thread.
+
+    Args:
+        tensor: contiguous, as :func:`sums_directly` takes it. Written.
+        group: the process group.
+
+    Returns:
+        A Future of the same tensor.
+    """
+    ranks, rank, place = group.size(), group.rank(), place_in(group)
+    flat = tensor.detach().view(-1)
+    if is_gathered(tensor_bytes(tensor), ranks):
+        rows = flat.new_empty((ranks, flat.numel()))
+        message = flat.view(torch.uint8)
+        gathered = place.exchange(0, [message] * ranks, list(rows.view(torch.uint8)), rows)
+        return gathered.then(continued(lambda done: _add_up(done.value(), flat, tensor)))
+    shards = flat.split(_shards(flat.numel(), ranks))
+    messages = [shard.view(torch.uint8) for shard in shards]
+    own = shards[rank]
+    rows = own.new_empty((ranks, own.numel()))
+    first = place.exchange(0, messages, list(rows.view(torch.uint8)), rows)
+
+    def send_sums(rows: Tensor) -> torch.futures.Future[Tensor]:
+        _add_up(rows, own, own)
+        # What was in the other shards has been sent by now.
+        return place.exchange(1, [messages[rank]] * ranks, messages, tensor)
+
+    return chained(first, send_sums, lambda done: done)
+
+
+def _add_up(rows: Tensor, out: Tensor, result: Tensor) -> Tensor:
+    # Tensors that are made in inference mode can be written in that alone.
+    with torch.inference_mode() if out.is_inference() else torch.no_grad():
+        if rows.dtype == torch.float64:
+            out.copy_(rows[0])
+            for row in rows[1:]:
+                out.add_(row)
+        else:
+            sum_rows(rows, out)
+    return result
+
+
+def _shards(numel: int, ranks: int) -> list[int]:
+    """How many elements each rank adds up."""
+    each, left = divmod(numel, ranks)
+    return [each + (rank < left) for rank in range(ranks)]

@@ -1,0 +1,164 @@
+"""Issuing collectives in eager: unchecked, not counted, on whatever thread.
+
+Over Gloo, tensors on the CPU are exchanged (``exchange.py``) where the ranks are few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
+
+from torch_commhook import _C
+from torch_commhook.collectives.direct_sum import start_sum, sums_directly
+from torch_commhook.collectives.exchange import exchange, exchanges
+from torch_commhook.collectives.group_place import gathers_flat, is_alone
+from torch_commhook.collectives.works import issued, issued_on_device, when_good
+
+# Its name changes with torch; the old one warns.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_ALL_GATHER, _ALL_TO_ALL = (
+    new if hasattr(dist.ProcessGroup, new) else old
+    for new, old in (
+        ("all_gather_single", "_allgather_base"),
+        ("all_to_all_single", "alltoall_base"),
+    )
+)
+
+
+def is_exchanged(tensor: Tensor, group: dist.ProcessGroup, timeout: timedelta | None) -> bool:
+    """Whether collectives that move a tensor's values exchange them; the same on all ranks."""
+    # Exchanges have the group's timeout.
+    return timeout is None and tensor.device.type == "cpu" and exchanges(group)
+
+
+def issue_all_reduce(
+    tensor: Tensor, group: dist.ProcessGroup, timeout: timedelta | None = None
+) -> torch.futures.Future[Tensor]:
+    """Sum a tensor over all ranks, in place.
+
+    Returns:
+        A Future of the same tensor.
+    """
+    if is_alone(group):
+        return _C.as_future(tensor, "all_reduce")
+    if timeout is None and sums_directly(tensor, group):
+        return start_sum(tensor, group)
+    # Sums by default.
+    options = _with_timeout(dist.AllreduceOptions(), timeout)
+    return issued(lambda: group.allreduce([tensor], options), group, "allreduce", tensor)
+
+
+def issue_all_gather(
+    tensor: Tensor, out: Tensor, group: dist.ProcessGroup, timeout: timedelta | None = None
+) -> torch.futures.Future[Tensor]:
+    """Give every rank the tensors of all.
+
+    Args:
+        tensor: contiguous, of the same shape on all ranks.
+        out: written: contiguous, of shape ``(ranks, *tensor.shape)``.
+        group: the process group.
+        timeout: of the operation; None for the group's.
+
+    Returns:
+        A Future of ``out``.
+    """
+    ranks = group.size()
+    if ranks == 1:
+        return _C.as_future(out.copy_(tensor.unsqueeze(0)), "all_gather")
+    if is_exchanged(tensor, group, timeout):
+        outputs = [as_bytes(each) for each in out.unbind()]
+        return exchange([as_bytes(tensor)] * ranks, outputs, out, group)
+    flat = tensor.reshape(-1)
+    options = _with_timeout(AllgatherOptions(), timeout)
+
+    def issue() -> Any:
+        if not gathers_flat(group, (_ALL_GATHER, "_allgather_base")):
+            return group.allgather([list(out.flatten(1).unbind())], [flat], options)
+        if timeout is None:
+            return _all_gather(out.view(-1), flat, group=group, async_op=True)
+        return getattr(group, _ALL_GATHER)(out.view(-1), flat, options)
+
+    # What its Future holds differs between backends: one tensor, or one for each rank.
+    done = issued_on_device(issue, group, "all_gather", out)
+    return done.then(lambda done: when_good(done, out))
+
+
+def issue_gather_of_sizes(
+    message: Tensor, sizes: Sequence[int], out: Tensor, group: dist.ProcessGroup
+) -> torch.futures.Future[Tensor]:
+    """Give every rank the messages of all, as long as each is, by an exchange.
+
+    Args:
+        message: flat bytes, of which the first are sent.
+        sizes: of each rank's message, in bytes, the same on all ranks.
+        out: written: flat, ``sum(sizes)`` bytes.
+        group: whose ranks exchange messages.
+
+    Returns:
+        A Future of ``out``.
+    """
+    own = message[: sizes[group.rank()]]
+    return exchange([own] * group.size(), out.split(list(sizes)), out, group)
+
+
+def issue_all_to_all(
+    tensor: Tensor,
+    sends: Sequence[int],
+    gets: Sequence[int],
+    out: Tensor,
+    group: dist.ProcessGroup,
+    timeout: timedelta | None = None,
+) -> torch.futures.Future[Tensor]:
+    """Send a piece of a tensor to each rank, and get one from each.
+
+    Args:
+        tensor: contiguous; cut along its first dimension.
+        sends: rows that go to each rank.
+        gets: rows that come from each rank.
+        out: written: contiguous, ``sum(gets)`` rows.
+        group: the process group.
+        timeout: of the operation; None for the group's.
+
+    Returns:
+        A Future of ``out``.
+    """
+    if group.size() == 1:
+        return _C.as_future(out.copy_(tensor), "all_to_all")
+    if is_exchanged(tensor, group, timeout):
+        inputs = [as_bytes(piece) for piece in tensor.split(list(sends))]
+        outputs = [as_bytes(piece) for piece in out.split(list(gets))]
+        return exchange(inputs, outputs, out, group)
+
+    def issue() -> Any:
+        tensors = as_real(out), as_real(tensor)
+        if timeout is None:
+            return dist.all_to_all_single(
+                *tensors, list(gets), list(sends), group=group, async_op=True
+            )
+        options = _with_timeout(AllToAllOptions(), timeout)
+        return getattr(group, _ALL_TO_ALL)(*tensors, list(gets), list(sends), options)
+
+    return issued(issue, group, "all_to_all_single", out)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, flat."""
+    return as_real(tensor.detach()).reshape(-1).view(torch.uint8)
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs: not all backends move them."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _with_timeout(options: Any, timeout: timedelta | None) -> Any:
+    if timeout is not None:
+        options.timeout = timeout
+    return options

@@ -1,0 +1,182 @@
+"""Collectives on the CPU as operators, which compiled code calls by the name of a group.
+
+They do what collectives do in eager, so that a rank that runs compiled code and one that does not
+can take the same step. An operator copies what it sends: a compiler gives memory to others as soon
+as the last operator that reads it has returned. Its result is complete once
+``_c10d_functional.wait_tensor`` has waited for it, as that of PyTorch's own functional collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
+    _create_work_from_future,
+    _register_work,
+)
+from torch.distributed import distributed_c10d
+
+from torch_commhook.collectives.futures import TracedFuture, traced
+from torch_commhook.collectives.gloo_groups import second_group
+from torch_commhook.collectives.group_place import is_alone
+from torch_commhook.collectives.issuing import (
+    issue_all_gather,
+    issue_all_reduce,
+    issue_all_to_all,
+    issue_gather_of_sizes,
+)
+
+_functional = torch.ops._c10d_functional
+
+
+def _group(name: str, is_second: bool) -> dist.ProcessGroup:
+    group = distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    return (second_group(group) or group) if is_second else group
+
+
+def _started(future: torch.futures.Future[Tensor], result: Tensor) -> Tensor:
+    _register_work(result, _create_work_from_future(future))
+    return result
+
+
+@torch.library.custom_op("commhook::start_all_reduce", mutates_args=())
+def start_all_reduce(tensor: Tensor, group_name: str, is_second: bool) -> Tensor:
+    """Start the sum of a tensor over all ranks.
+
+    Args:
+        tensor: dense, as the group's backend takes it.
+        group_name: of the process group.
+        is_second: whether it goes over the group for second stages, if there is one.
+
+    Returns:
+        A tensor of the same shape and dtype, for ``wait_tensor``.
+    """
+    result = tensor.clone(memory_format=torch.contiguous_format)
+    return _started(issue_all_reduce(result, _group(group_name, is_second)), result)
+
+
+@torch.library.custom_op("commhook::start_all_gather", mutates_args=())
+def start_all_gather(
+    tensor: Tensor, sizes: Sequence[int] | None, group_name: str, is_second: bool
+) -> Tensor:
+    """Start giving every rank the tensors of all ranks.
+
+    Args:
+        tensor: dense, of the same shape on all ranks.
+        sizes: None, or the bytes of each rank's message that are sent, of ranks that exchange
+            messages; ``tensor`` is flat bytes then.
+        group_name, is_second: as :func:`start_all_reduce`.
+
+    Returns:
+        A tensor for ``wait_tensor``: of shape ``(ranks, *tensor.shape)``, or flat, of
+        ``sum(sizes)`` bytes.
+    """
+    group = _group(group_name, is_second)
+    sent = tensor.clone(memory_format=torch.contiguous_format)
+    if sizes is None:
+        result = tensor.new_empty((group.size(), *tensor.shape))
+        return _started(issue_all_gather(sent, result, group), result)
+    result = tensor.new_empty(sum(sizes))
+    return _started(issue_gather_of_sizes(sent, sizes, result, group), result)
+
+
+@torch.library.custom_op("commhook::start_all_to_all", mutates_args=())
+def start_all_to_all(
+    tensor: Tensor, sends: Sequence[int], gets: Sequence[int], group_name: str
+) -> Tensor:
+    """Start sending a piece of a tensor to each rank, and getting one from each.
+
+    Args:
+        tensor: cut along its first dimension.
+        sends: rows that go to each rank.
+        gets: rows that come from each rank.
+        group_name: of the process group.
+
+    Returns:
+        A tensor of ``sum(gets)`` rows, for ``wait_tensor``.
+    """
+    group = _group(group_name, False)
+    result = tensor.new_empty((sum(gets), *tensor.shape[1:]))
+    sent = tensor.clone(memory_format=torch.contiguous_format)
+    return _started(issue_all_to_all(sent, list(sends), list(gets), result, group), result)
+
+
+@start_all_reduce.register_fake
+def _start_all_reduce_fake(tensor: Tensor, group_name: str, is_second: bool) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+@start_all_gather.register_fake
+def _start_all_gather_fake(
+    tensor: Tensor, sizes: Sequence[int] | None, group_name: str, is_second: bool
+) -> Tensor:
+    if sizes is None:
+        return tensor.new_empty((_group(group_name, False).size(), *tensor.shape))
+    return tensor.new_empty(sum(sizes))
+
+
+@start_all_to_all.register_fake
+def _start_all_to_all_fake(
+    tensor: Tensor, sends: Sequence[int], gets: Sequence[int], group_name: str
+) -> Tensor:
+    return tensor.new_empty((sum(gets), *tensor.shape[1:]))
+
+
+# ---- what is traced ------------------------------------------------------------------------------
+
+
+def traced_all_reduce(
+    tensor: Tensor, group: dist.ProcessGroup, *, is_second: bool = False
+) -> TracedFuture:
+    """Trace the sum of a tensor over all ranks.
+
+    By the group's name: with the group itself a compiler cannot keep the graph.
+    """
+    if is_alone(group):
+        return TracedFuture(lambda: tensor)
+    if _is_dense_on_cpu(tensor):
+        return traced(start_all_reduce(tensor, group.group_name, is_second))
+    return traced(_functional.all_reduce(tensor, "sum", group.group_name))
+
+
+def traced_all_gather(
+    tensor: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    sizes: Sequence[int] | None = None,
+    is_second: bool = False,
+) -> TracedFuture:
+    """Trace a gather of the tensors of all ranks: :func:`start_all_gather`."""
+    if _is_dense_on_cpu(tensor):
+        return traced(start_all_gather(tensor, sizes, group.group_name, is_second))
+    ranks = group.size()
+    shape = (ranks, *tensor.shape)
+    gathered = _functional.all_gather_into_tensor(tensor.reshape(-1), ranks, group.group_name)
+    return traced(gathered).then(lambda done: done.value().view(shape))
+
+
+def traced_all_to_all(
+    tensor: Tensor, sends: Sequence[int], gets: Sequence[int], group: dist.ProcessGroup
+) -> TracedFuture:
+    """Trace an exchange of pieces of a tensor: :func:`start_all_to_all`."""
+    if _is_dense_on_cpu(tensor):
+        return traced(start_all_to_all(tensor, sends, gets, group.group_name))
+    return traced_real(
+        tensor,
+        lambda real: _functional.all_to_all_single(real, gets, sends, group.group_name),
+    )
+
+
+def traced_real(tensor: Tensor, collective: Callable[[Tensor], Tensor]) -> TracedFuture:
+    """Trace a collective of PyTorch's, which not all backends have for complex numbers."""
+    if not tensor.is_complex():
+        return traced(collective(tensor))
+    done = traced(collective(torch.view_as_real(tensor)))
+    return done.then(lambda future: torch.view_as_complex(future.value()))
+
+
+def _is_dense_on_cpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout == torch.strided

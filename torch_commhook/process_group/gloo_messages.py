@@ -1,0 +1,223 @@
+"""The messages of which Gloo's collectives consist, and which of them wait for others.
+
+A receiver of Gloo's asks the sender for each message. Where both come to a message at the same
+time, that takes a round trip: the request, then the message.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torch_commhook.metrics import tensor_bytes
+from torch_commhook.process_group.operations import Call
+
+#: The operation of :func:`torch_commhook.collectives.exchange.exchange`.
+EXCHANGE = "exchange"
+#: Of Gloo's all-reduce and reduce, whose messages are no larger.
+_MOST_SEGMENT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A call of a process group, as far as its link is concerned.
+
+    Attributes:
+        operation: the method, by its newest name.
+        ranks: of the group.
+        nbytes: of the tensors that it reads, or writes where it reads nothing.
+        carried: bytes that the rank's link carries, in the direction that carries more.
+        is_root: whether this rank gathers or scatters.
+    """
+
+    operation: str
+    ranks: int
+    nbytes: float
+    carried: float
+    is_root: bool = False
+
+    def scaled(self, factor: float) -> Traffic:
+        """The same call on tensors that are so many times as large."""
+        return replace(self, nbytes=self.nbytes * factor, carried=self.carried * factor)
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Messages that a rank receives in one part of a collective.
+
+    Attributes:
+        count: how many.
+        nbytes: of each.
+        at_once: so many are under way: each one waits for the one so many places before it.
+        is_requested: whether the receiver asks for each when the collective comes to it, which
+            takes the latency once more. Others have been asked for before.
+        shares_connection: whether between two ranks requests are behind the rank's own messages.
+        latencies: that each takes: 1, or more where one stands for several (:func:`merged`).
+    """
+
+    count: int
+    nbytes: float
+    at_once: int = 1
+    is_requested: bool = True
+    shares_connection: bool = True
+    latencies: float = 1.0
+
+
+def traffic_of(call: Call, rank: int, ranks: int) -> Traffic:
+    """What a call on a group of so many ranks means for the link of one of them."""
+    return Traffic(
+        call.operation,
+        ranks,
+        call.nbytes,
+        link_bytes(call, rank, ranks),
+        call.root == rank,
+    )
+
+
+def link_bytes(call: Call, rank: int, ranks: int) -> int:
+    """Bytes that a rank's link carries for an operation, in the direction that carries more."""
+    if ranks == 1:
+        return 0
+    if call.operation in ("broadcast", "reduce", "recv", "recv_anysource"):
+        return call.nbytes  # which each rank sends or receives at least once
+    if call.operation in ("gather", "gather_single"):
+        return call.nbytes * (ranks - 1 if rank == call.root else 1)
+    if call.operation == "scatter" and rank != call.root:
+        return sum(tensor_bytes(tensor) for tensor in call.outputs)
+    return call.bytes_sent(rank, ranks)
+
+
+def messages_of(traffic: Traffic) -> list[Messages]:
+    """The parts of a collective, one after another; none where nothing travels."""
+    if traffic.ranks < 2:
+        return []
+    parts = _PARTS.get(traffic.operation)
+    return [] if parts is None else parts(traffic)
+
+
+def has_a_thread(traffic: Traffic) -> bool:
+    """Whether the operation takes one of the threads of its group, of which there are few."""
+    return traffic.operation not in _WITHOUT_THREAD
+
+
+_WITHOUT_THREAD = ("send", "recv", "recv_anysource", "monitored_barrier", EXCHANGE)
+
+
+def latencies(parts: Sequence[Messages]) -> float:
+    """How often a collective of small messages waits for the latency: twice in a round trip."""
+    return sum(
+        math.ceil(each.count / each.at_once) * each.latencies * (1 + each.is_requested)
+        for each in parts
+    )
+
+
+def merged(parts: Sequence[Messages], most: int) -> list[Messages]:
+    """The same bytes and latencies in fewer messages, where a part has more than ``most``.
+
+    For collectives of many ranks, of whose messages not each one has to be followed.
+    """
+    found = []
+    for each in parts:
+        rounds = math.ceil(each.count / each.at_once)
+        kept = max(1, most // each.at_once)
+        if rounds > kept:
+            count = kept * each.at_once
+            nbytes = each.nbytes * each.count / count
+            each = replace(each, count=count, nbytes=nbytes, latencies=rounds / kept)
+        found.append(each)
+    return found
+
+
+# ---- by collective -------------------------------------------------------------------------------
+
+
+def _segments(nbytes: float, ranks: int) -> int:
+    """Into how many segments a ring cuts the tensor."""
+    least = max(math.ceil(nbytes / _MOST_SEGMENT_BYTES), 2 * ranks)
+    return math.ceil(least / ranks) * ranks
+
+
+def _around_ring(traffic: Traffic) -> Messages:
+    """A tensor's segments, two under way, each past all ranks."""
+    segments = _segments(traffic.nbytes, traffic.ranks)
+    count = segments // traffic.ranks * (traffic.ranks - 1)
+    return Messages(count, traffic.nbytes / segments, at_once=2)
+
+
+def _all_reduce(traffic: Traffic) -> list[Messages]:
+    if traffic.nbytes <= 2:
+        # All of it belongs to the first rank. The others have asked for it by the time it comes.
+        return [Messages(2 * (traffic.ranks - 1), traffic.nbytes, is_requested=False)]
+    return [_around_ring(traffic)] * 2
+
+
+def _all_gather(traffic: Traffic) -> list[Messages]:
+    return [Messages(2 * (traffic.ranks - 1), traffic.nbytes / 2, at_once=2)]
+
+
+def _to_each_other(traffic: Traffic) -> list[Messages]:
+    others = traffic.ranks - 1
+    return [Messages(others, traffic.carried / others, at_once=others)]
+
+
+def _exchange(traffic: Traffic) -> list[Messages]:
+    return [replace(each, shares_connection=False) for each in _to_each_other(traffic)]
+
+
+def _broadcast(traffic: Traffic) -> list[Messages]:
+    # Down a tree, in which all but the root have asked when the message comes.
+    depth = math.ceil(math.log2(traffic.ranks))
+    first = Messages(1, traffic.nbytes)
+    return [first, Messages(depth - 1, traffic.nbytes, is_requested=False)][: min(depth, 2)]
+
+
+def _reduce(traffic: Traffic) -> list[Messages]:
+    others = traffic.ranks - 1
+    share = traffic.nbytes / traffic.ranks
+    count = others if traffic.is_root else 1
+    return [_around_ring(traffic), Messages(count, share, at_once=count)]
+
+
+def _with_root(traffic: Traffic) -> list[Messages]:
+    count = traffic.ranks - 1 if traffic.is_root else 1
+    return [Messages(count, traffic.carried / count, at_once=count)]
+
+
+def _barrier(traffic: Traffic) -> list[Messages]:
+    return [Messages(math.ceil(math.log2(traffic.ranks)), 0.0)]
+
+
+def _monitored_barrier(traffic: Traffic) -> list[Messages]:
+    return [Messages(traffic.ranks - 1, 0.0)]  # the first rank takes one after another
+
+
+def _one(traffic: Traffic) -> list[Messages]:
+    return [Messages(1, traffic.carried)]
+
+
+_PARTS: dict[str, Callable[[Traffic], list[Messages]]] = {
+    "allgather": _all_gather,
+    "all_gather_single": _all_gather,
+    "all_gather_single_coalesced": _all_gather,
+    "allgather_coalesced": _all_gather,
+    "allreduce": _all_reduce,
+    "allreduce_coalesced": _all_reduce,
+    "all_to_all_single": _to_each_other,
+    "alltoall": _to_each_other,
+    "barrier": _barrier,
+    "broadcast": _broadcast,
+    EXCHANGE: _exchange,
+    "gather": _with_root,
+    "gather_single": _with_root,
+    "monitored_barrier": _monitored_barrier,
+    "recv": _one,
+    "recv_anysource": _one,
+    "reduce": _reduce,
+    # Gloo sums up everything on all ranks.
+    "reduce_scatter": _all_reduce,
+    "reduce_scatter_single": _all_reduce,
+    "reduce_scatter_single_coalesced": _all_reduce,
+    "scatter": _with_root,
+    "send": _one,
+}

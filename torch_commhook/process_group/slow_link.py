@@ -1,0 +1,149 @@
+"""When collectives of Gloo end on a link of given bandwidth and latency."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from torch_commhook.process_group.gloo_messages import Messages
+
+#: Called with the time at which something happens, in seconds.
+Event = Callable[[float], object]
+
+
+class SlowLink:
+    """A rank's link, which carries one message after another.
+
+    Its time is what it is told, in seconds of any clock: all happens in :meth:`advance`.
+
+    Args:
+        bandwidth: each way, in bits per second.
+        latency: of a message, one way, in seconds.
+    """
+
+    def __init__(self, bandwidth: float, latency: float) -> None:
+        self.bandwidth = bandwidth
+        self.latency = latency
+        #: Up to here everything has happened.
+        self.now = 0.0
+        #: When it has carried what has been sent so far.
+        self.is_free = 0.0
+        self._events: list[tuple[float, int, Event]] = []
+        self._numbers = itertools.count()
+
+    def at(self, when: float, event: Event) -> None:
+        """Have ``event(when)`` called by :meth:`advance`."""
+        heapq.heappush(self._events, (when, next(self._numbers), event))
+
+    def next_event(self) -> float | None:
+        """When the next event is; None without one."""
+        return self._events[0][0] if self._events else None
+
+    def advance(self, until: float) -> None:
+        """Let everything happen up to a time, that included."""
+        while self._events and self._events[0][0] <= until:
+            when, _, event = heapq.heappop(self._events)
+            self.now = max(self.now, when)
+            event(when)
+        self.now = max(self.now, until)
+
+    def finish(self) -> None:
+        """Let everything happen, up to the last event."""
+        while self._events:
+            self.advance(self._events[0][0])
+
+    def carry(self, when: float, nbytes: float) -> float:
+        """Send so many bytes behind those that were sent before; when the last one leaves."""
+        self.is_free = max(when, self.is_free) + nbytes * 8 / self.bandwidth
+        return self.is_free
+
+
+class GlooGroup:
+    """A group of ranks over Gloo, as one of them sees it.
+
+    Args:
+        link: this rank's, which other groups may use, too.
+        ranks: of the group.
+        threads: so many collectives are under way at once; others wait, in order.
+    """
+
+    def __init__(self, link: SlowLink, ranks: int, threads: int) -> None:
+        self.link = link
+        self.ranks = ranks
+        self.threads = threads
+        self._running = 0
+        self._waiting: deque[tuple[Sequence[Messages], Event]] = deque()
+
+    def issue(self, when: float, parts: Sequence[Messages], done: Event) -> None:
+        """Begin a collective at a time that :meth:`SlowLink.advance` has not passed.
+
+        Args:
+            when: in seconds.
+            parts: of the collective; it is at its end at once where there are none.
+            done: called with the time of its end.
+        """
+        self._waiting.append((parts, done))
+        self._begin_next(when)
+
+    def send(self, when: float, parts: Sequence[Messages], done: Event) -> None:
+        """As :meth:`issue`, for what takes no thread: messages between two ranks."""
+        _Collective(self, parts, done).begin(when)
+
+    def _begin_next(self, when: float) -> None:
+        while self._waiting and self._running < self.threads:
+            parts, done = self._waiting.popleft()
+            self._running += 1
+            _Collective(self, parts, self._ended(done)).begin(when)
+
+    def _ended(self, done: Event) -> Event:
+        def ended(when: float) -> None:
+            self._running -= 1
+            self._begin_next(when)
+            done(when)
+
+        return ended
+
+
+class _Collective:
+    """The messages of one collective."""
+
+    def __init__(self, group: GlooGroup, parts: Sequence[Messages], done: Event) -> None:
+        self._group, self._link = group, group.link
+        self._parts = deque(parts)
+        self._done = done
+
+    def begin(self, when: float) -> None:
+        """Go on with the next part, or end."""
+        while self._parts and self._parts[0].count == 0:
+            self._parts.popleft()
+        if not self._parts:
+            self._link.at(when, self._done)
+            return
+        self._part = self._parts.popleft()
+        self._latency = self._part.latencies * self._link.latency
+        self._begun = self._ended = 0
+        for _ in range(min(self._part.at_once, self._part.count)):
+            self._request(when)
+
+    def _request(self, when: float) -> None:
+        self._begun += 1
+        if not self._part.is_requested:
+            self._link.at(when, self._send)
+            return
+        leaves = when
+        if self._part.shares_connection and self._group.ranks == 2:
+            leaves = max(when, self._link.is_free)
+        self._link.at(leaves + self._latency, self._send)
+
+    def _send(self, when: float) -> None:
+        leaves = self._link.carry(when, self._part.nbytes)
+        self._link.at(leaves + self._latency, self._arrive)
+
+    def _arrive(self, when: float) -> None:
+        self._ended += 1
+        if self._begun < self._part.count:
+            self._request(when)
+        elif self._ended == self._part.count:
+            self.begin(when)
