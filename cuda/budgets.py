@@ -132,7 +132,9 @@ def budgets_of(codec: Codec) -> Iterator[Budget]:
 
     def loop(name: str, loads: int, stores: int, most: Each) -> Loop:
         wide = {"LDG.128": loads} | ({"STG.128": stores} if stores else {})
-        return Loop(name, VALUES, wide, codec.parameters, most)
+        # Two are moved at once, or one by one where they are not aligned: a predicate chooses.
+        narrow = codec.parameters + (codec.parameters == 2)
+        return Loop(name, VALUES, wide, narrow, most)
 
     def budget(
         kernel: str, registers: int, warps: tuple[int, int, int], *loops: Loop, **anywhere: int
