@@ -155,7 +155,7 @@ class ParameterExchange:
             if self._is_given_up:
                 raise RuntimeError("the exchange was given up")
             self._has_agreed = True
-            return issue_all_reduce(flag, self._group.group, is_traced=False)
+            return issue_all_reduce(flag, self._group.group)
 
     def give_up(self) -> bool:
         """Do not tell the other ranks that all went well. False where this has been done."""
