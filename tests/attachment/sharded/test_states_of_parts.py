@@ -48,7 +48,7 @@ def _halves() -> nn.Module:
 def _settled(rank: int) -> tuple[Any, list[str]]:
     """What shards have settled on, and whether training goes on from it."""
     model = _halves()
-    handle = attach(model, hooks.adaptive(340, every=2))
+    handle = attach(model, hooks.adaptive(180, every=2))
     for number in range(4):
         gradients_of_step(model, rank, number)
     state = copy.deepcopy(handle.state_dict())
@@ -56,7 +56,7 @@ def _settled(rank: int) -> tuple[Any, list[str]]:
     expected = [gradients_of_step(model, rank, number) for number in (4, 5)]
     handle.remove()
     other = _halves()
-    other_handle = attach(other, hooks.adaptive(340, every=2))
+    other_handle = attach(other, hooks.adaptive(180, every=2))
     other_handle.load_state_dict(state)
     got = [gradients_of_step(other, rank, number) for number in (4, 5)]
     other_handle.remove()
@@ -74,7 +74,7 @@ def test_shards_that_have_settled_on_other_bits(ranks: RankPool, place: str) -> 
 def _differing(rank: int) -> str:
     """A replica of the first shard loads another choice than the other has."""
     model = _halves()
-    handle = attach(model, hooks.adaptive(340, every=2))
+    handle = attach(model, hooks.adaptive(180, every=2))
     for number in range(4):
         gradients_of_step(model, rank, number)
     state = copy.deepcopy(handle.state_dict())
