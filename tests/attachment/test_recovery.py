@@ -461,7 +461,9 @@ def _two_models(rank: int, which: int, compiled: bool) -> list[str]:
 def test_two_models_in_one_backward(two_ranks: RankPool, which: int, compiled: bool) -> None:
     first, second = two_ranks.run(_two_models, which, compiled, timeout=60)
     assert first == ["good", "OwnError", "good", "good"]
-    assert second == ["good", "RuntimeError" if compiled else "PeerError", "good", "good"]
+    assert second[:1] + second[2:] == ["good"] * 3
+    # What compiled code waits for may fail with the backend's own error.
+    assert second[1] in ({"PeerError", "RuntimeError"} if compiled else {"PeerError"})
 
 
 def _held_last_by_a_backend(rank: int) -> tuple[bool, bool]:
