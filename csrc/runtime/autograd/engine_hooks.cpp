@@ -100,7 +100,7 @@ Registered add_to_list(const Hooks& hooks, const py::object& hook, const Fits& f
 using NodePtr = std::decay_t<decltype(std::declval<at::Tensor>().grad_fn())>;
 
 // What a Python function holds of its node is weak before torch 2.13.
-NodePtr locked(const NodePtr& node) { return node; }
+[[maybe_unused]] NodePtr locked(const NodePtr& node) { return node; }
 template <typename Weak>
 NodePtr locked(const Weak& node) {
   return node.lock();
