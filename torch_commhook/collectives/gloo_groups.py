@@ -47,9 +47,8 @@ def is_gloo(group: dist.ProcessGroup, device: str = "cpu") -> bool:
 
 def is_or_was_gloo(group: dist.ProcessGroup) -> bool:
     """:func:`is_gloo`, or one of the library's own, whose backend a failed step has dropped."""
-    group = getattr(
-        group, "real_obj", group
-    )  # newer compilers have another object while they trace
+    # Newer compilers have another object while they trace.
+    group = getattr(group, "real_obj", group)
     return group in _made or is_gloo(group)
 
 
@@ -188,7 +187,7 @@ def _make_known(
 ) -> None:
     """Enter a group of Gloo for the CPU where ``torch.distributed`` looks for groups."""
     world: Any = distributed_c10d._world
-    config = dist.distributed_c10d.BackendConfig(dist.Backend("cpu:gloo"))
+    config = distributed_c10d.BackendConfig(dist.Backend("cpu:gloo"))
     tag = f"ptd:{name}"
     world.pg_map[group] = (dist.Backend("cpu:gloo"), store)
     world.pg_names[group] = name

@@ -193,12 +193,14 @@ def _in_background(
     def between_nodes(own: Tensor) -> torch.futures.Future[Tensor]:
         if numel == 0:
             return completed(own)
+
+        def summed(done: torch.futures.Future[Tensor]) -> Tensor:
+            done.value()  # written in place; raises what failed
+            return own
+
         with mode(), counting(WireMeter()):
-            return then(
-                _start_over_nodes(own[:numel], arguments, inter_group),
-                lambda done: (done.value(), own)[1],
-                flat.device,
-            )
+            sums = _start_over_nodes(own[:numel], arguments, inter_group)
+            return then(sums, summed, flat.device)
 
     def in_node(own: Tensor) -> torch.futures.Future[Tensor]:
         if last is None:

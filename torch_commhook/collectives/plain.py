@@ -12,13 +12,9 @@ from torch import Tensor
 
 from torch_commhook import _C
 from torch_commhook.collectives.direct_sum import direct_bytes, sums_directly
-from torch_commhook.collectives.futures import (
-    traced,
-)
+from torch_commhook.collectives.futures import traced
 from torch_commhook.collectives.gloo_groups import group_name, is_destroyed, is_gloo
-from torch_commhook.collectives.group_place import (
-    group_rank,
-)
+from torch_commhook.collectives.group_place import group_rank
 from torch_commhook.collectives.issuing import (
     as_real,
     issue_all_gather,
@@ -148,10 +144,9 @@ def all_gather(
     group = resolve_group(group)
     world_size = group.size()
     note_collective(tensor_bytes(tensor) * (world_size - 1))
-    shape = (world_size, *tensor.shape)
     if torch.compiler.is_compiling():
         return traced_all_gather(tensor, group)
-    out = result_tensor("all_gather", tensor, shape, out)
+    out = result_tensor("all_gather", tensor, (world_size, *tensor.shape), out)
     return issue_all_gather(tensor, out, group, timeout)
 
 

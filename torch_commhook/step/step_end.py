@@ -13,9 +13,9 @@ from torch import Tensor
 
 from torch_commhook.collectives.exchange import exchange, exchanges, has_places
 
-#: From so many ranks on, a message to each of the others takes longer than several round trips.
+#: Among more ranks, a message to each of the others takes longer than several round trips.
 _MOST_AT_ONCE = 16
-# Those of exchanges begin above.
+# The tags of exchanges begin above.
 _TAG = (1 << 30) - 16
 
 

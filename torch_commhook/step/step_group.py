@@ -254,7 +254,8 @@ class StepGroup:
         """End a step that went well on this rank; wait for the others where that finds failures."""
         if self._agrees and self.size > 1:
             self.end_agreed(lambda: wait_for_all(self.group))
-        self._open = False
+        else:
+            self._open = False
 
     def commit(self, used: Tensor) -> None:
         """End a step that went well on this rank, and wait until it has on all, where ranks agree.
@@ -268,7 +269,8 @@ class StepGroup:
         """
         if self.size > 1 and self._agrees:
             self.end_agreed(lambda: agree_on_used(self.group, used))
-        elif self.size > 1 and self.shares_used:
+            return
+        if self.size > 1 and self.shares_used:
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
             self.group.allreduce([used], options).wait()
