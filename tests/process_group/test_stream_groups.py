@@ -16,6 +16,7 @@ from rank_pool import RankPool
 from stream_groups import stream_group
 from stream_training import attached, parameters_of_steps
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from torch_commhook import attach, hooks, load_cpp_hooks
 from torch_commhook.codecs import CODECS
@@ -212,8 +213,10 @@ class _BreaksTheGraph(torch.autograd.Function):
         return gradient
 
 
-def _train_broken(rank: int, path: str, name: str, is_traced: bool) -> list[Tensor]:
+def _train_broken(rank: int, path: str, name: str, is_traced: bool) -> tuple[list[Tensor], int]:
+    """The gradients of each step, and how many graphs the backward was traced into."""
     torch._dynamo.reset()
+    counters.clear()
     torch.manual_seed(0)
     group = stream_group(path)
     layers = nn.ModuleList(nn.Linear(40, 40) for _ in range(6))
@@ -230,7 +233,7 @@ def _train_broken(rank: int, path: str, name: str, is_traced: bool) -> list[Tens
             x.square().sum().backward()
         found += [p.grad.clone() for p in layers.parameters() if p.grad is not None]
     handle.remove()
-    return found
+    return found, counters["stats"]["unique_graphs"]
 
 
 @pytest.mark.parametrize("name", ["blockwise", "feedback", "policy"])
@@ -238,6 +241,6 @@ def test_a_graph_break_between_buckets(two_ranks: RankPool, paths: Paths, name: 
     """Second stages that wait at the break are issued with those of the buckets after it."""
     want = two_ranks.run(_train_broken, paths[0], name, False)
     got = two_ranks.run(_train_broken, paths[0], name, True, timeout=60)
-    for eager, traced in zip(want, got, strict=True):
-        assert len(eager) == 36
+    for (eager, _), (traced, graphs) in zip(want, got, strict=True):
+        assert len(eager) == 36 and graphs >= 2
         assert all(torch.equal(a, b) for a, b in zip(eager, traced, strict=True))
