@@ -34,11 +34,12 @@ COMMHOOK_HOST_DEVICE void rotate_words(uint32_t (&words)[kWords], uint32_t last)
   words[kWords - 1] = last;
 }
 
-// Where a warp keeps vector `index`, of 16 bytes, in its shared memory: among the same eight
-// vectors, which lie in all banks, at a place that each bit above them changes in a way of its own.
-// Eight lanes that follow one another then reach all banks at once with vectors that are a power of
-// two apart, up to 64, and with two or four neighbours, or two at a distance of four, of each of
-// several blocks. So do the halves of a warp at the same four vectors of two neighbouring blocks.
+// The place of vector `index`, of 16 bytes, in a warp's shared memory. Eight vectors fill all banks
+// once. A vector stays among its eight, at a place that each upper bit of its index changes in its
+// own way. So eight neighbouring lanes reach all banks at once in two cases. Either their vectors
+// are a power of two apart, up to 64. Or each of several blocks has two or four neighbouring
+// vectors, or two that are four apart. The same holds for the halves of a warp that read the same
+// four vectors of two neighbouring blocks.
 COMMHOOK_HOST_DEVICE int spread(int index) {
   const int above = (index >> 3 ^ index >> 6) & 7;
   // Of the sum, without carry, of 7, 5 and 6 for the three bits of `above`: a digit for each.
@@ -85,8 +86,6 @@ constexpr int kSumParts = 16;
 struct SumOfMagnitudes {
   float sum = 0.0f;
   bool is_lowered = false;  // see sign_math.h
-
-  COMMHOOK_HOST_DEVICE void add(float) {}  // see sum_of_part
 };
 
 template <bool kLowered>

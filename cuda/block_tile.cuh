@@ -49,6 +49,12 @@ COMMHOOK_HOST_DEVICE BlockLane block_lane(const BlockTile& tile, int lane) {
   return {lane % tile.lanes, tile.lanes};
 }
 
+// The values of a lane's block, of a tile's `values`.
+COMMHOOK_HOST_DEVICE SpreadValues block_values(const BlockTile& tile, int block_size, int lane,
+                                               float* values) {
+  return {values, lane / tile.lanes * (block_size / kQuadValues)};
+}
+
 // Of one launch.
 struct BlockWork {
   int64_t numel;  // of all launches
@@ -132,9 +138,9 @@ __device__ float sum_of_magnitudes(const codecs::BlockLayout& layout, const Bloc
   return sum;
 }
 
-// Moves quad q of a tile from place from(q) to place to(q), which is among the same eight, and
-// calls change(quad, q, used) on its way: so many of its values are the tile's, which has `count`.
-// kStays: whether both places are one. No barrier follows.
+// Moves each quad q of a tile of `count` values from place from(q) to place to(q), which is among
+// the same eight. change(quad, q, used) changes it on the way: its first `used` values are the
+// tile's. kStays: whether both places are one. No barrier follows.
 template <bool kStays, typename From, typename To, typename Change>
 __device__ void move_quads(float* values, int count, int lane, const From& from, const To& to,
                            const Change& change) {
@@ -228,9 +234,9 @@ __device__ void encode_tile(const Codec& codec, const codecs::BlockLayout& layou
                             const DitherKey& key, float* values, float* error, uint8_t* message) {
   const auto size = static_cast<int>(layout.form().block_size);
   const auto among = block_lane(tile, lane);
-  const auto own = place_of<Codec>(layout, first + lane / tile.lanes);
   const int own_block = lane / tile.lanes;
-  const SpreadValues p{values, own_block * (size / kQuadValues)};
+  const auto own = place_of<Codec>(layout, first + own_block);
+  const auto p = block_values(tile, size, lane, values);
   float* const tile_error = error == nullptr ? nullptr : error + first * size;
   auto* const words = reinterpret_cast<uint32_t*>(values) +
                       value_bytes(tile, size) / static_cast<int>(sizeof(uint32_t));
@@ -299,9 +305,9 @@ __device__ void decode_tile(const Codec& codec, const codecs::BlockLayout& layou
                             const Messages& messages, float* values) {
   const auto own = place_of<Codec>(layout, first + lane / tile.lanes);
   if (own.count > 0) {
-    const auto quads = static_cast<int>(layout.form().block_size) / kQuadValues;
+    const auto size = static_cast<int>(layout.form().block_size);
     read_codes(codec, messages, own.codes, own.parameters, own.count,
-               SpreadValues{values, lane / tile.lanes * quads}, block_lane(tile, lane));
+               block_values(tile, size, lane, values), block_lane(tile, lane));
   }
   __syncwarp();
 }
