@@ -140,8 +140,8 @@ def test_hooks_in_turn(ranks: RankPool, place: str) -> None:
 
 
 def _collected(rank: int, place: str, remove: bool) -> list[str]:
-    world = _world()
     model, hook = _new_model(place), hooks.error_feedback(hooks.blockwise())
+    world = _world()  # with the groups of a mesh, which the tests keep
     handle = attach(model, hook, **_settings(place))
     gradients_of_step(model, rank)
     if remove:
