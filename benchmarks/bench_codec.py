@@ -22,7 +22,7 @@ import torch_commhook.native.bucket_ops as ops
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.native.check_ops import check_finite
 
-#: The shapes that the targets are set for, for block quantisation rounded to the nearest.
+#: The shapes that the targets are set for, for blocks whose values are rounded to the nearest.
 TARGETED = ("resnet50", "gpt2")
 AT_LEAST, AT_LEAST_WITH_ERROR = 0.9, 0.85
 MESSAGES = 4  # that are reduced to one
@@ -47,7 +47,7 @@ def bytes_per_element(shards: int) -> int:
 def is_targeted(codec: Codec, shapes: str) -> bool:
     return (
         shapes in (*TARGETED, ONE_BUCKET)
-        and isinstance(codec, CODECS["blockwise"])
+        and isinstance(codec, (CODECS["blockwise"], CODECS["fp8"]))
         and not codec.is_random
     )
 

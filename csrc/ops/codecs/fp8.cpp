@@ -15,6 +15,10 @@
 #include "ops/cpu/capability.h"
 #include "ops/mutation.h"
 
+#ifdef COMMHOOK_X86_KERNELS
+#include <immintrin.h>
+#endif
+
 namespace commhook::fp8 {
 
 Format check_format(const char* op, std::string_view format, int64_t block_size) {

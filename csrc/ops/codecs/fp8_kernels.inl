@@ -1,19 +1,30 @@
 // The kernels of fp8 for one instruction set: see cpu/for_each_instruction_set.h. Plain loops,
-// which compilers turn into vectors.
+// which compilers turn into vectors, beside those of AVX-512.
 #include "ops/codecs/block_codec_kernels.inl"
+
+#if COMMHOOK_VECTOR_BYTES == 64
+#include "ops/codecs/fp8_avx512.inl"
+#else
+// This instruction set writes nothing past the caches.
+template <bool kE5M2>
+bool decode_past_caches(const uint8_t*, const float*, int64_t, int64_t, float*) {
+  return false;
+}
+#endif
 
 template <bool kE5M2, bool kError>
 inline void quantize(const float* __restrict p, int64_t n, const Quantizer& quantizer,
                      float* __restrict error, uint8_t* __restrict codes) {
-  constexpr float kLargest = Traits<kE5M2>::kLargest;
+#if COMMHOOK_VECTOR_BYTES == 64
+  if (quantizer.lift == 1.0f) {
+    return quantize_lanes<kE5M2, kError>(p, n, quantizer, error, codes);
+  }
+#endif
   const float lift = quantizer.lift;
   const float factor = quantizer.factor;
   const float step = quantizer.step;
   for (int64_t i = 0; i < n; ++i) {
-    float scaled = p[i] * lift * factor;
-    scaled = scaled > kLargest ? kLargest : scaled;
-    scaled = scaled < -kLargest ? -kLargest : scaled;
-    codes[i] = round_to<kE5M2>(scaled);
+    codes[i] = round_to<kE5M2>(p[i] * lift * factor);
   }
   if constexpr (kError) {
     for (int64_t i = 0; i < n; ++i) {
@@ -22,40 +33,71 @@ inline void quantize(const float* __restrict p, int64_t n, const Quantizer& quan
   }
 }
 
+// Blocks are encoded in groups, step by step, so that none waits for the division of another.
+constexpr int64_t kGroupValues = 256;
+constexpr int64_t kGroup = kGroupValues / 8;  // blocks
+
 template <bool kE5M2>
-inline void encode_block(const float* values, int64_t n, const Encoding& encoding, float* error,
-                         uint8_t* codes, float* parameters) {
+inline void encode_group(const float* values, int64_t n, int64_t size, const Encoding& encoding,
+                         float* error, uint8_t* codes, float* parameters) {
   alignas(64) float buffer[kMaxBlockSize];
-  const float* const p = compensated(values, n, encoding.scale, error, buffer);
-  const uint32_t largest = largest_magnitude(p, n);
-  if (largest >= kInfinity) {
-    parameters[0] = float_of(kNaN);
-    __builtin_memset(codes, 0, n);
-    return;  // with the error as it was
+  uint32_t largest[kGroup] = {};
+  Quantizer quantizers[kGroup];
+  const int64_t blocks = (n + size - 1) / size;
+  const auto size_of = [&](int64_t block) { return block < blocks - 1 ? size : n - block * size; };
+#if COMMHOOK_VECTOR_BYTES == 64
+  const float* p = values;
+  for (int64_t b = 0; b < blocks; ++b) {
+    const float* const own_error = error == nullptr ? nullptr : error + b * size;
+    if (compensated_lanes(values + b * size, size_of(b), encoding.scale, own_error,
+                          buffer + b * size, largest[b])) {
+      p = buffer;
+    }
   }
-  const Quantizer quantizer =
-      commhook::blockwise::quantizer(float_of(largest), 0.0f, Traits<kE5M2>::kLargest);
-  parameters[0] = quantizer.step;
-  if (error != nullptr) {
-    quantize<kE5M2, true>(p, n, quantizer, error, codes);
-  } else {
-    quantize<kE5M2, false>(p, n, quantizer, error, codes);
+#else
+  const float* const p = compensated(values, n, encoding.scale, error, buffer);
+  for (int64_t b = 0; b < blocks; ++b) {
+    largest[b] = largest_magnitude(p + b * size, size_of(b));
+  }
+#endif
+  for (int64_t b = 0; b < blocks; ++b) {
+    quantizers[b] =
+        commhook::blockwise::quantizer(float_of(largest[b]), 0.0f, Traits<kE5M2>::kLargest);
+  }
+  for (int64_t b = 0; b < blocks; ++b) {
+    const int64_t first = b * size;
+    if (largest[b] >= kInfinity) {
+      parameters[b] = float_of(kNaN);
+      __builtin_memset(codes + first, 0, size_of(b));
+      continue;  // with the error as it was
+    }
+    parameters[b] = quantizers[b].step;
+    if (error != nullptr) {
+      quantize<kE5M2, true>(p + first, size_of(b), quantizers[b], error + first, codes + first);
+    } else {
+      quantize<kE5M2, false>(p + first, size_of(b), quantizers[b], nullptr, codes + first);
+    }
   }
 }
 
 template <bool kE5M2>
 void encode(const float* values, int64_t count, int64_t size, const Encoding& encoding, int64_t,
             float* error, uint8_t* codes, float* parameters) {
-  for (int64_t i = 0; i < count; i += size) {
-    encode_block<kE5M2>(values + i, count - i < size ? count - i : size, encoding,
-                        error == nullptr ? nullptr : error + i, codes + i, parameters);
-    ++parameters;
+  const int64_t group = size < kGroupValues ? kGroupValues / size : 1;
+  for (int64_t i = 0; i < count; i += group * size) {
+    const int64_t n = count - i < group * size ? count - i : group * size;
+    encode_group<kE5M2>(values + i, n, size, encoding, error == nullptr ? nullptr : error + i,
+                        codes + i, parameters);
+    parameters += group;
   }
 }
 
 template <bool kE5M2, bool kAdd>
 inline void decode_block(const uint8_t* __restrict codes, float step, int64_t n,
                          float* __restrict out) {
+#if COMMHOOK_VECTOR_BYTES == 64
+  return decode_lanes<kE5M2, kAdd>(codes, step, n, out);
+#endif
   for (int64_t i = 0; i < n; ++i) {
     const float value = value_of<kE5M2>(codes[i]) * step;
     out[i] = kAdd ? out[i] + value : value;
@@ -72,5 +114,6 @@ void decode(const uint8_t* codes, const float* parameters, int64_t count, int64_
 }
 
 // [e4m3, e5m2]
-constexpr BlockKernels kKernels[2] = {{encode<false>, decode<false, false>, decode<false, true>},
-                                      {encode<true>, decode<true, false>, decode<true, true>}};
+constexpr BlockKernels kKernels[2] = {
+    {encode<false>, decode<false, false>, decode<false, true>, nullptr, decode_past_caches<false>},
+    {encode<true>, decode<true, false>, decode<true, true>, nullptr, decode_past_caches<true>}};

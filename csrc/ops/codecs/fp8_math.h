@@ -28,7 +28,19 @@ struct Traits {
   static constexpr float kRound = kUnit * 0x1p23f;
 };
 
-// The nearest 8-bit float, ties to even. |value| is at most the largest.
+// By bits, not by a branch: GCC would move floating-point arithmetic into the branch, where it may
+// not make vectors of it.
+COMMHOOK_HOST_DEVICE uint32_t choose(bool first, uint32_t one, uint32_t other) {
+#ifdef __CUDA_ARCH__
+  return first ? one : other;
+#else
+  const uint32_t mask = 0u - static_cast<uint32_t>(first);
+  return (one & mask) | (other & ~mask);
+#endif
+}
+
+// The nearest 8-bit float, ties to even. |value| is at most the largest, or more by so little that
+// it is rounded to that.
 template <bool kE5M2>
 COMMHOOK_HOST_DEVICE uint8_t round_to(float value) {
   using T = Traits<kE5M2>;
@@ -38,7 +50,7 @@ COMMHOOK_HOST_DEVICE uint8_t round_to(float value) {
   const uint32_t normal =
       (magnitude + ((1u << (T::kShift - 1)) - 1u) + even - T::kRebias) >> T::kShift;
   const uint32_t subnormal = bits_of(float_of(magnitude) + T::kRound) - bits_of(T::kRound);
-  const uint32_t code = magnitude < T::kLeastNormal ? subnormal : normal;
+  const uint32_t code = choose(magnitude < T::kLeastNormal, subnormal, normal);
   return static_cast<uint8_t>(code | ((bits >> 24) & 0x80u));
 }
 
@@ -48,8 +60,8 @@ COMMHOOK_HOST_DEVICE float value_of(uint8_t code) {
   const uint32_t magnitude = code & 0x7fu;
   const float normal = float_of((magnitude << T::kShift) + T::kRebias);
   const float subnormal = static_cast<float>(static_cast<int32_t>(magnitude)) * T::kUnit;
-  const float value = magnitude < (1u << T::kMantissa) ? subnormal : normal;
-  return float_of(bits_of(value) | (static_cast<uint32_t>(code & 0x80u) << 24));
+  const bool is_subnormal = magnitude < (1u << T::kMantissa);
+  return float_of(choose(is_subnormal, bits_of(subnormal), bits_of(normal)) | (static_cast<uint32_t>(code & 0x80u) << 24));
 }
 
 }  // namespace commhook::fp8
