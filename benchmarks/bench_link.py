@@ -237,8 +237,8 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
             options.error(f"argument --hooks: {error}")
     if parsed.quick:
         parsed.steps, parsed.rounds = 1, 2
-    elif parsed.plot is None and parsed.out is None and len(parsed.rates) > 1:
-        parsed.plot = PICTURE
+    elif parsed.plot is None and parsed.out is None and parsed.delay is None:
+        parsed.plot = PICTURE if len(parsed.rates) > 1 else None
     if parsed.plot is not None and parsed.delay is not None and len(parsed.delay) > 1:
         options.error("--plot draws over rates, for one --delay")
     return parsed

@@ -36,13 +36,13 @@ BUCKETS = 25
 BASELINE = "DDP"
 #: Round trips that a step may take, by the number of ranks.
 MOST = {
-    "allreduce()": {2: 3, 8: 14},
-    "cast()": {2: 3, 8: 14},
-    "randomk(0.1)": {2: 3, 8: 14},
-    "blockwise()": {2: 4, 8: 7},
-    "error_feedback(blockwise(bits=4))": {2: 4, 8: 7},
-    "topk(0.01)": {2: 3, 8: 6},
-    "powersgd(rank=2)": {2: 6, 8: 20},
+    "allreduce()": {2: 3, 8: 3},
+    "cast()": {2: 3, 8: 3},
+    "randomk(0.1)": {2: 3, 8: 3},
+    "blockwise()": {2: 4, 8: 3},
+    "error_feedback(blockwise(bits=4))": {2: 4, 8: 3},
+    "topk(0.01)": {2: 3, 8: 2},
+    "powersgd(rank=2)": {2: 4, 8: 5},
 }
 #: Steps in a turn on a link, before those that are timed: TCP learns how much it may send.
 UNTIMED = 2

@@ -6,9 +6,10 @@ third of its computing is the forward, the rest the backward, which fills the bu
 other, and what hooks compute stands on the same processor. A bucket goes on the wire once it is
 full; how long it is on its way is what Gloo's messages take, which wait for one another.
 
-A hook that changes after some steps is planned as it is then. One that keeps ranks apart for some
-steps sends after the last of them, when there is nothing to hide that behind; what is said of a
-step is the mean.
+A hook that changes after some steps is planned as it is then. A hook that keeps ranks apart for
+some steps is planned as one that sends after the last of them and hides nothing behind computing.
+The figures of its steps are means. ``fragments=`` and ``delay=`` of ``local_sgd`` change nothing in
+the plan, although they hide the exchange behind computing.
 """
 
 from __future__ import annotations

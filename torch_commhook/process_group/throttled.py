@@ -49,7 +49,9 @@ class _ClockedLink:
         self.link = SlowLink(bandwidth, latency)
         self._lock = threading.Lock()
         self._ended: list[Callable[[], object]] = []
-        self._wakes = math.inf
+        #: When the timers that are set will wake this, the next one last: none is set for a later
+        #: time than another, and the earliest one wakes first.
+        self._wakes = [math.inf]
 
     def issue(
         self, group: GlooGroup, when: float, traffic: Traffic, done: Callable[[], object]
@@ -68,8 +70,8 @@ class _ClockedLink:
             self.link.advance(max(_C.steady_seconds(), self.link.now))
             ended, self._ended = self._ended, []
             due = self.link.next_event()
-            if due is not None and due < self._wakes:
-                self._wakes = due
+            if due is not None and due < self._wakes[-1]:
+                self._wakes.append(due)
                 _TIMERS.call_at(due, self._wake)
         for each in ended:  # may issue more
             try:
@@ -79,7 +81,7 @@ class _ClockedLink:
 
     def _wake(self) -> None:
         with self._lock:
-            self._wakes = math.inf
+            self._wakes.pop()
         self._go_on()
 
 
@@ -184,8 +186,10 @@ class _ThrottledPlace(Place):
         self, stage: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor], result: Tensor
     ) -> torch.futures.Future[Tensor]:
         nbytes = sum(tensor_bytes(tensor) for tensor in inputs)
-        carried = nbytes - tensor_bytes(inputs[self._rank])
-        traffic = Traffic(EXCHANGE, len(inputs), nbytes, carried)
+        sent = nbytes - tensor_bytes(inputs[self._rank])
+        received = sum(tensor_bytes(tensor) for tensor in outputs)
+        received -= tensor_bytes(outputs[self._rank])
+        traffic = Traffic(EXCHANGE, len(inputs), nbytes, max(sent, received))
         throttled = _ThrottledWork(self._link, self._model, traffic)
         work: Any = _C.as_work(super().exchange(stage, inputs, outputs, result))
         throttled.follow(work, [result])
