@@ -160,7 +160,7 @@ class Lab:
         for host in range(self.hosts):
             call("ip", "netns", "add", self.namespace(host))
         if self._has_switch:
-            self._make_switch()
+            self._make_switch(self._switch, INTERFACE, has_bridge=not self._is_far)
         else:
             first, second = self.namespace(0), self.namespace(1)
             _add_link(first, INTERFACE, second, INTERFACE)
@@ -179,16 +179,15 @@ class Lab:
             ports = [(_port(host), str(self._shown(host)["address"])) for host in range(self.hosts)]
             self._forwarder = Forwarder(self._switch, ports, self.delay or 0.0, self.loss)
 
-    def _make_switch(self) -> None:
-        """A namespace with one end of each host's link."""
-        switch = self._switch
+    def _make_switch(self, switch: str, device: str, *, has_bridge: bool) -> None:
+        """Make a namespace to which each host's interface ``device`` has a link."""
         call("ip", "netns", "add", switch)
-        if not self._is_far:
+        if has_bridge:
             call("ip", "-n", switch, "link", "add", _BRIDGE, "type", "bridge")
             call("ip", "-n", switch, "link", "set", _BRIDGE, "addrgenmode", "none", "up")
+        master = ["master", _BRIDGE] if has_bridge else []
         for host in range(self.hosts):
-            _add_link(self.namespace(host), INTERFACE, switch, _port(host))
-            master = [] if self._is_far else ["master", _BRIDGE]
+            _add_link(self.namespace(host), device, switch, _port(host))
             call("ip", "-n", switch, "link", "set", _port(host), *master, "up")
 
     def add_near_network(self) -> str:
@@ -197,13 +196,9 @@ class Lab:
         For ranks that compare: they name the interface before they make a process group over it.
         """
         switch = f"{self.namespace(0).rpartition('-')[0]}-near"
-        call("ip", "netns", "add", switch)
-        call("ip", "-n", switch, "link", "add", _BRIDGE, "type", "bridge")
-        call("ip", "-n", switch, "link", "set", _BRIDGE, "addrgenmode", "none", "up")
+        self._make_switch(switch, _NEAR_INTERFACE, has_bridge=True)
         for host in range(self.hosts):
             name, address = self.namespace(host), f"10.78.0.{host + 1}/24"
-            _add_link(name, _NEAR_INTERFACE, switch, _port(host))
-            call("ip", "-n", switch, "link", "set", _port(host), "master", _BRIDGE, "up")
             call("ip", "-n", name, "addr", "add", address, "dev", _NEAR_INTERFACE)
             call("ip", "-n", name, "link", "set", _NEAR_INTERFACE, "up")
         return _NEAR_INTERFACE
