@@ -216,11 +216,11 @@ def measure(plan: Plan, place: Place, folder: Path) -> list[dict[str, Figures]]:
             subject = _Subject(job, config, world, data)
             for _ in range(plan.warm_up):
                 subject.step()
-            for number in range(plan.links):
-                set_link(number, folder)
+            for link in range(plan.links):
+                set_link(link, folder)
                 for _ in range(_STEPS_ON_LINK):
                     subject.step()
-                subject.measure(plan.steps, results[number][job])
+                subject.measure(plan.steps, results[link][job])
             subject.close()
             del subject
             gc.collect()

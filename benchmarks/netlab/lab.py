@@ -112,6 +112,7 @@ class Lab:
         self.queue_seconds = queue_seconds
         self.congestion = congestion
         self._forwarder: Forwarder | None = None
+        self._buffer_limit = 0  # that all hosts have
         self._name = ""
 
     @property
@@ -131,6 +132,7 @@ class Lab:
             check_compiler()
         remove_leftovers()
         self._name = f"{_owner(os.getpid())}-{next(_numbers)}"
+        self._buffer_limit = 0
         try:
             self._make()
         except BaseException:
@@ -268,8 +270,11 @@ class Lab:
         """Let TCP have as much under way as the links hold."""
         if self._is_far:
             limit = buffer_limit(self.rate, 2 * (self.delay or 0.0) + self.queue_seconds)
+            if limit <= self._buffer_limit:
+                return
             for host in range(self.hosts):
                 raise_buffers(self.namespace(host), limit)
+            self._buffer_limit = limit
 
     def link_bytes(self) -> list[Link]:
         """What has passed each host's link since it was made."""

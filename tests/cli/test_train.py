@@ -29,6 +29,11 @@ from torch_commhook.cli.transformer import ByteTransformer
 
 processes = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
+_INT4 = "error_feedback(blockwise(bits=4))"
+_WHOLE = f"local_sgd(4, outer=outer_sgd(1.0, 0.0), hook={_INT4})"
+#: Has a fragment on its way where training is saved.
+_FRAGMENTS = f"local_sgd(10, outer=outer_sgd(1.0, 0.0), hook={_INT4}, fragments=2, delay=3)"
+
 
 # ---- whole runs ----------------------------------------------------------------------------------
 
@@ -116,7 +121,7 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
 @processes
 def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
     """``make kill-and-resume`` does so for each hook."""
-    row = killed_and_resumed("error_feedback(blockwise(bits=4))", 1, tmp_path, steps=60)
+    row = killed_and_resumed(_INT4, 1, tmp_path, steps=60)
     assert row["different"] == []
     assert 0 < row["resumed_from"] < row["steps"]
 
@@ -124,12 +129,6 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
 def _assert_same_weights(expected: Checkpoint, got: Checkpoint) -> None:
     assert different_paths(expected.model, got.model) == []
     assert different_paths(expected.optimizer["state"], got.optimizer["state"]) == []
-
-
-_INT4 = "error_feedback(blockwise(bits=4))"
-_WHOLE = f"local_sgd(4, outer=outer_sgd(1.0, 0.0), hook={_INT4})"
-#: Has a fragment on its way where training is saved.
-_FRAGMENTS = f"local_sgd(10, outer=outer_sgd(1.0, 0.0), hook={_INT4}, fragments=2, delay=3)"
 
 
 @processes
@@ -171,12 +170,8 @@ def test_ranks_that_are_apart_go_on_as_they_were(tmp_path: Path, hook: str) -> N
 @pytest.mark.parametrize(
     ("hook", "to_all"),
     [
-        ("error_feedback(blockwise(bits=4))", True),
-        pytest.param(
-            "local_sgd(4, outer=outer_sgd(1.0, 0.0), hook=error_feedback(blockwise(bits=4)))",
-            False,
-            marks=pytest.mark.long,
-        ),
+        (_INT4, True),
+        pytest.param(_WHOLE, False, marks=pytest.mark.long),
     ],
 )
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(

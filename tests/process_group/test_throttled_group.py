@@ -134,7 +134,7 @@ def test_timers_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(throttled, "_C", SimpleNamespace(steady_seconds=lambda: now))
     monkeypatch.setattr(throttled, "_TIMERS", SimpleNamespace(call_at=call_at))
     link = throttled._ClockedLink(8e3, 0.01)  # 1000 bytes a second
-    group = GlooGroup(link.link, 3, 2)
+    group = GlooGroup(link.link, 2)
     ended: list[int] = []
     for number in range(100):
         now = 0.1 * number

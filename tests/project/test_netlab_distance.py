@@ -137,9 +137,6 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sending:
             sending.sendto(bytes(1000), (os.environ["MASTER_ADDR"], 5000))
             if number % 50 == 0:
                 time.sleep(0.005)  # or the link drops some
-    else:
-        sending.bind(("", 5000))
-        time.sleep(1.0)  # unread: nothing is sent back
 """
 
 
@@ -174,6 +171,20 @@ def test_buffers_may_grow_on_the_hosts_alone() -> None:
                 shown = call("ip", "netns", "exec", far.namespace(1), "cat", path)
                 assert int(shown.split()[2]) == limit
     assert setting.read_text() == before
+
+
+@needs_namespaces
+def test_buffers_are_asked_for_when_they_must_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(lab, "raise_buffers", lambda namespace, limit: asked.append(limit))
+    with Lab(2, "100mbit", delay=0.01) as far:
+        first, second = (buffer_limit(rate, 0.02 + far.queue_seconds) for rate in (100e6, 200e6))
+        far.set_delay(0.0)
+        far.set_rate("50mbit")
+        far.set_delay(0.01)
+        assert asked == [first] * 2
+        far.set_rate("200mbit")
+        assert asked == [first] * 2 + [second] * 2
 
 
 @needs_namespaces

@@ -173,7 +173,7 @@ def plan(
             Cost(
                 **vars(each),
                 wire_seconds=each.bytes_sent * 8 / bits_per_second / PAYLOAD,
-                round_trips=round_trips(_issued(each), each.agreement, len(buckets)) / each.every,
+                round_trips=round_trips(each.issued, each.agreement, len(buckets)) / each.every,
                 step_seconds=step,
                 ratio=step / first if first else 1.0,
             )
@@ -200,17 +200,6 @@ def bucket_sizes(elements: int, bucket_cap_mb: Sequence[float]) -> list[int]:
     return sizes
 
 
-def _issued(measured: Measured) -> Sequence[Issued]:
-    """What a rank issues; where that is not known, one message of the bytes that it sends."""
-    from torch_commhook.process_group.gloo_messages import Traffic
-    from torch_commhook.process_group.simulated.link import Issued
-
-    if measured.issued or not measured.bytes_sent:
-        return measured.issued
-    sent = measured.bytes_sent * measured.every
-    return [Issued("", Traffic("all_to_all_single", 2, 2 * sent, sent))]
-
-
 def _step_seconds(
     measured: Measured,
     compute: float,
@@ -228,7 +217,7 @@ def _step_seconds(
             computed += (in_backward + measured.compute_seconds) * share
             ready[place] = computed
     through = through_seconds(
-        _issued(measured),
+        measured.issued,
         measured.agreement,
         ready=ready,
         shares=shares,

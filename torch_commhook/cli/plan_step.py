@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def through_seconds(
     groups: dict[tuple[str, bool], GlooGroup] = {}
     end = computed
 
-    def go_on(when: float, chain: list[Issued], before: frozenset[str]) -> None:
+    def go_on(chain: list[Issued], before: frozenset[str], when: float) -> None:
         nonlocal end
         if not chain:
             end = max(end, when)
@@ -59,16 +60,16 @@ def through_seconds(
         key = name, name in before
         group = groups.get(key)
         if group is None:
-            group = groups[key] = GlooGroup(link, traffic.ranks, MOST_UNDER_WAY)
+            group = groups[key] = GlooGroup(link, MOST_UNDER_WAY)
         issue = group.issue if has_a_thread(traffic) else group.send
         parts = merged(messages_of(traffic), most)
-        issue(when, parts, lambda done: go_on(done, rest, before | {name}))
+        issue(when, parts, partial(go_on, rest, before | {name}))
 
     for when, share in zip(ready, shares, strict=True):
         chain = _with_exchanges([each.scaled(share) for each in issued])
-        link.at(when, lambda now, chain=chain: go_on(now, chain, frozenset()))  # type: ignore[misc]
+        link.at(when, partial(go_on, chain, frozenset()))
     link.finish()
-    link.at(end, lambda now: go_on(now, list(agreement), frozenset()))
+    link.at(end, partial(go_on, list(agreement), frozenset()))
     link.finish()
     return end
 

@@ -58,7 +58,6 @@ class _ClockedLink:
     ) -> None:
         """Have ``done()`` called once a link has carried what was ready at a time, in seconds."""
         with self._lock:
-            group.ranks = traffic.ranks  # which change in groups like torchft's
             start = max(when, self.link.now)
             self.link.advance(start)
             issue = group.issue if has_a_thread(traffic) else group.send
@@ -151,7 +150,7 @@ class ThrottledProcessGroup(WrapperProcessGroup):
 
     def _use(self, link: _ClockedLink) -> None:
         self._link = link
-        self._model = GlooGroup(link.link, self.size(), self.threads)
+        self._model = GlooGroup(link.link, self.threads)
 
     def run_collective(
         self, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
