@@ -170,7 +170,7 @@ def carried() -> int:
 
 
 def set_link(number: int, folder: Path) -> None:
-    """Have the links changed by the process that has made them."""
+    """Ask the process that has made the links to change them, and wait until it has."""
     dist.barrier()
     if dist.get_rank() == 0:
         done = link_file(folder, number)
@@ -185,7 +185,7 @@ def set_link(number: int, folder: Path) -> None:
 
 
 def link_file(folder: Path, number: int) -> Path:
-    """Appears when the links of that number are there."""
+    """The file that exists once the links are those of a number."""
     return folder / f"link{number}"
 
 

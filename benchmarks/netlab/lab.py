@@ -2,8 +2,8 @@
 
 Two hosts have one link between them; more hang on a bridge in a namespace of its own, each by a
 link. A token bucket stands at both ends of each link, so that either direction has the rate for
-itself, as on Ethernet. Hosts that are far apart, or lose frames, hang on a switch that a process
-works (``distance.py``), however few they are.
+itself, as on Ethernet. If links have a delay or lose frames, even two hosts are on a switch, and a
+process forwards its frames (``distance.py``).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Lab:
         queue_seconds: how long a packet waits for its turn before it is dropped instead.
         congestion: TCP's algorithm on the hosts, ``"reno"`` for example; the system's by default.
         delay: of each frame between two hosts, in seconds, each way: a round trip takes twice that.
-            None for none at all, which :meth:`set_delay` cannot change.
+            None for no delay, which :meth:`set_delay` cannot change then.
         loss: share of the frames between hosts that are dropped, each by chance: 0.01 for 1%. Each
             packet is then a frame of its own: otherwise the kernel hands over bundles of up to 64
             KiB, which would be lost as a whole.

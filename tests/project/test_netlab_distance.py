@@ -129,10 +129,14 @@ def test_tcp_reaches_the_rate_at_a_distance(hosts: int) -> None:
         assert 180e6 <= rates[-1] < 1.05 * 200e6, rates
 
 
+# Rank 1 sends datagrams. Before, it asks for host 0's Ethernet address until an answer arrives.
 _SEND = """
 import os, socket, sys, time
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sending:
     if os.environ["RANK"] == "1":
+        while " 0x2 " not in open("/proc/net/arp").read():
+            sending.sendto(b"", (os.environ["MASTER_ADDR"], 5000))
+            time.sleep(0.05)
         for number in range(int(sys.argv[1])):
             sending.sendto(bytes(1000), (os.environ["MASTER_ADDR"], 5000))
             if number % 50 == 0:
@@ -204,7 +208,9 @@ def _pid_in(namespace: str) -> int:
 @needs_namespaces
 def test_a_forwarder_that_has_ended_is_an_error() -> None:
     with Lab(2, "1gbit", delay=0.0) as far:
-        os.kill(_pid_in(far._switch), signal.SIGKILL)
+        forwarder = _pid_in(far._switch)
+        os.kill(forwarder, signal.SIGKILL)
+        wait_for(lambda: lab._started(forwarder) is None, "the forwarder goes on")
         with pytest.raises(LabError, match="the forwarder of frames has ended: exit status -9"):
             far.run(["true"])
         with pytest.raises(LabError, match="the forwarder of frames has ended"):

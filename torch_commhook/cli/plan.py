@@ -1,10 +1,10 @@
 """``commhook plan``: what each hook would cost over a link, and whether it pays.
 
-What a hook computes is measured here, on a bucket of random gradients in square matrices, as many
-as models have; what it sends is counted, with ranks that are threads. From that a step is timed: a
-third of its computing is the forward, the rest the backward, which fills the buckets one after the
-other, and what hooks compute stands on the same processor. A bucket goes on the wire once it is
-full; how long it is on its way is what Gloo's messages take, which wait for one another.
+The command measures a hook's computing on this machine, on a bucket of random gradients in square
+matrices. It counts the hook's bytes with ranks that are threads. From both it computes a step's
+time. A third of the step's computing is the forward, and the rest is the backward, which fills the
+buckets in turn. Hooks compute on the same processor. A bucket's messages go on the wire once it is
+full, and wait for one another as Gloo's do.
 
 A hook that changes after some steps is planned as it is then. A hook that keeps ranks apart for
 some steps is planned as one that sends after the last of them and hides nothing behind computing.

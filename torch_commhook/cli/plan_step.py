@@ -30,15 +30,15 @@ def through_seconds(
 ) -> float:
     """When a step's last collective has ended.
 
-    Of a bucket each collective waits for the one before. The first one on a group goes to that
-    group; those that follow go to the group beside it, for second stages. At the end ranks agree.
+    Each collective of a bucket waits for the one before it. The first collective on a group uses
+    that group; later ones use its group for second stages. At the end the ranks agree.
 
     Args:
         issued: what a rank issues for all gradients, as if they were one bucket.
         agreement: what it issues at the end of a step.
         ready: when each bucket is full, in seconds.
         shares: of each bucket in the gradients.
-        computed: when all that is computed has been, in seconds.
+        computed: when the step's computing ends, in seconds.
         bits_per_second: of the link, each way.
         latency: of a message, one way, in seconds.
     """

@@ -1,7 +1,7 @@
-"""The messages of which Gloo's collectives consist, and which of them wait for others.
+"""The messages of Gloo's collectives, and their order.
 
-A receiver of Gloo's asks the sender for each message. Where both come to a message at the same
-time, that takes a round trip: the request, then the message.
+In Gloo a receiver asks the sender for each message. If both come to a message at the same time, it
+takes a round trip: the request, then the message.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ _WITHOUT_THREAD = ("send", "recv", "recv_anysource", "monitored_barrier", EXCHAN
 def merged(parts: Sequence[Messages], most: int) -> list[Messages]:
     """The same bytes and latencies in fewer messages, where a part has more than ``most``.
 
-    For collectives of many ranks, of whose messages not each one has to be followed.
+    For collectives of many ranks, which have too many messages to follow each one.
     """
     found = []
     for each in parts:

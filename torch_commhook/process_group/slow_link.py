@@ -16,7 +16,7 @@ Event = Callable[[float], object]
 class SlowLink:
     """A rank's link, which carries one message after another.
 
-    Its time is what it is told, in seconds of any clock: all happens in :meth:`advance`.
+    The caller gives the time, in seconds of any clock. Events happen only in :meth:`advance`.
 
     Args:
         bandwidth: each way, in bits per second.
@@ -26,9 +26,9 @@ class SlowLink:
     def __init__(self, bandwidth: float, latency: float) -> None:
         self.bandwidth = bandwidth
         self.latency = latency
-        #: Up to here everything has happened.
+        #: All events up to this time have happened.
         self.now = 0.0
-        #: When it has carried what has been sent so far.
+        #: When the last byte that was sent so far leaves.
         self.is_free = 0.0
         self._events: list[tuple[float, int, Event]] = []
         self._numbers = itertools.count()
@@ -42,7 +42,7 @@ class SlowLink:
         return self._events[0][0] if self._events else None
 
     def advance(self, until: float) -> None:
-        """Let everything happen up to a time, that included."""
+        """Call the events up to a time, that included."""
         while self._events and self._events[0][0] <= until:
             when, _, event = heapq.heappop(self._events)
             self.now = max(self.now, when)
@@ -50,7 +50,7 @@ class SlowLink:
         self.now = max(self.now, until)
 
     def finish(self) -> None:
-        """Let everything happen, up to the last event."""
+        """Call all events, also those that events add."""
         while self._events:
             self.advance(self._events[0][0])
 

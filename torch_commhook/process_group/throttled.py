@@ -39,7 +39,7 @@ _TIMERS = Timers("commhook-throttle")
 
 
 class _ClockedLink:
-    """A link in the time of a clock, on which a timer tells of what has ended.
+    """A link in real time: a timer wakes it when its next event is due.
 
     Args:
         bandwidth, latency: as of :class:`SlowLink`.
@@ -175,7 +175,7 @@ class ThrottledProcessGroup(WrapperProcessGroup):
 
 
 class _ThrottledPlace(Place):
-    """A place in the order of the parent's exchanges, of which each has its time on the link."""
+    """A place in the order of the parent's exchanges, which also take their time on the link."""
 
     def __init__(self, group: ThrottledProcessGroup) -> None:
         super().__init__(group.parent)
@@ -198,7 +198,10 @@ class _ThrottledPlace(Place):
 def _second_of(
     group: weakref.ref[ThrottledProcessGroup],
 ) -> Callable[[], dist.ProcessGroup | None]:
-    """What makes the group of second stages, which shares the link; it does not hold the group."""
+    """A function that makes the group of second stages, on the same link.
+
+    It holds no reference to ``group``.
+    """
 
     def make() -> dist.ProcessGroup | None:
         first = group()
