@@ -190,7 +190,7 @@ def link_file(folder: Path, number: int) -> Path:
 
 
 def goes_on(rank: int, answer: bool) -> bool:
-    """What rank 0 answers."""
+    """Rank 0's answer, on all ranks."""
     shared = torch.tensor([rank == 0 and answer], dtype=torch.int64)
     dist.broadcast(shared, 0)
     return bool(shared.item())

@@ -19,7 +19,7 @@ PAYLOAD = 1448 / 1514
 
 
 def sending(nbytes: float, compute_seconds: float = 0.0, *, overlaps: bool = True) -> Measured:
-    """A hook whose ranks, of which there are two, send each other so many bytes in a step."""
+    """A hook of two ranks, each of which sends ``nbytes`` to the other in a step."""
     issued = (Issued("", Traffic("all_to_all_single", 2, 2 * nbytes, nbytes)),)
     return Measured("a", nbytes, compute_seconds, overlaps=overlaps, issued=issued)
 
