@@ -14,7 +14,7 @@
 #   make bench-round-trips   steps over links of given delays; root, iproute2, ten minutes
 #   make bench-sharded    sharded models over links of 200 Mbit/s; root, iproute2, 15 minutes
 #   make bench-plan       what plan foretells of these steps, beside them; a minute
-#   make bench-throttle   ThrottledProcessGroup against such links; root, iproute2, two minutes
+#   make bench-throttle   ThrottledProcessGroup against such links; root, iproute2, ten minutes
 #   make cuda-compile     compile and inspect the CUDA kernels; needs nvcc, not a GPU
 #   make gpu              smoke, times, tests, counters, sanitizers and benchmarks on a GPU, with the
 #                         Python, torch and nvcc that are there, and no network; at most nine minutes

@@ -15,20 +15,20 @@ import torch
 from bench_loss import PHASES
 from harness import MIN_ROUNDS, Against, Job, Report, Samples, parse, parser
 from lab_bench import (
+    check_hooks,
     congestion_control,
     delay_argument,
     finish_run,
     format_link,
     rate_argument,
-    run_ranks,
+    run_on_links,
     use_one_thread,
 )
-from link_rank import ALONE, LINK, PYTORCH, WARM_UP, Plan, link_file
+from link_rank import ALONE, PYTORCH, WARM_UP, Plan
 from machine import FOLDER
 from netlab import Lab, parse_rate
-from netlab.ranks import print_line
 
-from torch_commhook.cli.hook_expression import NO_HOOK, HookExpressionError, check_hook
+from torch_commhook.cli.hook_expression import NO_HOOK
 from torch_commhook.cli.train_config import TrainConfig
 
 HOSTS = 2
@@ -75,20 +75,14 @@ def measure(plan: Plan, options: argparse.Namespace) -> dict[Link, dict[str, Sam
     links = links_of(options)
     least = None if links[0][1] is None else 0.0
     with tempfile.TemporaryDirectory() as name, Lab(HOSTS, WARM_UP_RATE, delay=least) as lab:
-        folder = Path(name)
 
-        def take(rank: int, is_error: bool, line: bytes) -> None:
-            if rank == 0 and line.startswith(LINK):
-                number = int(line.removeprefix(LINK))
-                rate, delay = (WARM_UP_RATE, least) if number == WARM_UP else links[number]
-                lab.set_rate(rate)
-                if delay is not None:
-                    lab.set_delay(delay)
-                link_file(folder, number).touch()
-            else:
-                print_line(rank, is_error, line)
+        def change(number: int) -> None:
+            rate, delay = (WARM_UP_RATE, least) if number == WARM_UP else links[number]
+            lab.set_rate(rate)
+            if delay is not None:
+                lab.set_delay(delay)
 
-        figures = run_ranks(lab, folder, "link_rank.py", plan, timeout=options.timeout, output=take)
+        figures = run_on_links(lab, Path(name), "link_rank.py", plan, change, options.timeout)
     return {
         link: {job: _samples(link[0], found) for job, found in jobs.items()}
         for link, jobs in zip(links, figures, strict=True)
@@ -228,17 +222,11 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     least = min(parsed.batch, parsed.steps, parsed.warm_up)
     if least < 1:
         options.error("--batch, --steps and --warm-up must be above 0")
-    for hook in parsed.hooks:
-        if hook in PYTORCH:
-            continue
-        try:
-            check_hook(hook)
-        except HookExpressionError as error:
-            options.error(f"argument --hooks: {error}")
+    check_hooks(options, [hook for hook in parsed.hooks if hook not in PYTORCH])
     if parsed.quick:
         parsed.steps, parsed.rounds = 1, 2
-    elif parsed.plot is None and parsed.out is None and len(parsed.rates) > 1:
-        parsed.plot = PICTURE
+    elif parsed.plot is None and parsed.out is None and parsed.delay is None:
+        parsed.plot = PICTURE if len(parsed.rates) > 1 else None
     if parsed.plot is not None and parsed.delay is not None and len(parsed.delay) > 1:
         options.error("--plot draws over rates, for one --delay")
     return parsed

@@ -29,7 +29,7 @@ AT_MOST = 0.20
 
 
 def compare(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """For each hook and rate of bench_link's results: measured and foretold time of a step."""
+    """The measured and the foretold step time for each link and hook of bench_link's results."""
     config = TrainConfig()
     elements = ByteTransformer(config.layers, config.dim, config.heads).parameter_count()
     caps = results["options"]["bucket_cap_mb"][0]

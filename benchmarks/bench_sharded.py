@@ -163,7 +163,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.error("--batch, --seq, --steps and --warm-up must be above 0")
     if parsed.quick:
         parsed.steps, parsed.rounds = 1, 2
-    elif parsed.plot is None and parsed.out is None:
+    elif parsed.plot is None and parsed.out is None and parsed.delay is None:
         parsed.plot = PICTURE
     return parsed
 

@@ -12,18 +12,26 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from harness import Against, Job, Report, Samples, parse, parser
-from lab_bench import delay_argument, finish_run, format_link, rate_argument
-from netlab import Lab, LabError, parse_rate
-from torch.nn.parallel import DistributedDataParallel as DDP
+from lab_bench import (
+    delay_argument,
+    finish_run,
+    format_link,
+    rate_argument,
+    run_ranks,
+    use_one_thread,
+)
+from layer_buckets import step_of
+from link_rank import goes_on
+from netlab import Lab, parse_rate
 
-import torch_commhook
-from torch_commhook.cli.hook_expression import NO_HOOK, parse_hook
+from torch_commhook.cli.hook_expression import NO_HOOK
 from torch_commhook.process_group import ThrottledProcessGroup, register
 
 MEGABYTES = (1, 8)
@@ -42,11 +50,29 @@ MOST_OFF = 0.15
 UNTIMED, TIMED = 1, 2
 LEAST_ROUNDS = 2
 _LIMIT = timedelta(minutes=5)
-_PLAN = "plan.json"
 
 #: By call: its seconds over the link, and through the group.
 Times = dict[str, tuple[list[float], list[float]]]
 Calls = dict[str, Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the ranks are to measure.
+
+    Attributes:
+        rate: of the link, each way, in bits per second.
+        delay: of the link, each way, in seconds.
+        near: the interface of a network without either.
+        rounds: in each, every call has its turns.
+        seconds: after which no round begins, once there were a few.
+    """
+
+    rate: int
+    delay: float
+    near: str
+    rounds: int
+    seconds: float
 
 
 def operations(group: dist.ProcessGroup, megabytes: int) -> Calls:
@@ -65,28 +91,11 @@ def operations(group: dist.ProcessGroup, megabytes: int) -> Calls:
 
 def steps(group: dist.ProcessGroup, layers: int, width: int) -> Calls:
     """Backwards that are compared, of a model whose layers are a bucket each."""
-
-    def step_of(text: str) -> Callable[[], object]:
-        made = [torch.nn.Linear(width, width, bias=False) for _ in range(layers)]
-        # From the last layer on, as they become ready.
-        megabytes = width * width * 4 / (1 << 20)
-        model = DDP(
-            torch.nn.Sequential(*made),
-            process_group=group,
-            bucket_cap_mb=megabytes,
-            gradient_as_bucket_view=True,
-        )
-        hook = parse_hook(text)
-        if hook is not None:
-            torch_commhook.attach(model, hook)
-        batch = torch.randn(1, width)
-        for _ in range(3):  # DDP makes its buckets anew after the first
-            model(batch).sum().backward()
-        return lambda: model(batch).sum().backward()
-
-    return {
-        f"{layers} buckets, {'DDP' if text == NO_HOOK else text}": step_of(text) for text in HOOKS
-    }
+    calls: Calls = {}
+    for text in HOOKS:
+        step, _ = step_of(text, layers, width, group)
+        calls[f"{layers} buckets, {'DDP' if text == NO_HOOK else text}"] = step
+    return calls
 
 
 def all_calls(group: dist.ProcessGroup, interface: str) -> Calls:
@@ -113,29 +122,27 @@ def time_turn(call: Callable[[], object]) -> list[float]:
     return took.tolist()
 
 
-def link_rank(folder: Path) -> None:
+def run_rank(path: Path) -> None:
     """A rank on a host, which has a link and a network that is near."""
-    plan = json.loads((folder / _PLAN).read_text())
+    plan = Plan(**json.loads(path.read_text()))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=_LIMIT)
     link = all_calls(dist.group.WORLD, os.environ["GLOO_SOCKET_IFNAME"])
-    os.environ["GLOO_SOCKET_IFNAME"] = plan["near"]
+    os.environ["GLOO_SOCKET_IFNAME"] = plan.near
     parent = dist.new_group(timeout=_LIMIT)
-    group = ThrottledProcessGroup(parent, bandwidth=plan["rate"], latency=plan["delay"])
+    group = ThrottledProcessGroup(parent, bandwidth=plan.rate, latency=plan.delay)
     register(group, "throttled")
-    throttled = all_calls(group, plan["near"])
+    throttled = all_calls(group, plan.near)
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in link}
-    end = time.perf_counter() + plan["seconds"]
-    for number in range(plan["rounds"]):
-        late = torch.tensor([number >= LEAST_ROUNDS and time.perf_counter() > end])
-        dist.broadcast(late, 0)
-        if late.item():
+    end = time.perf_counter() + plan.seconds
+    for number in range(plan.rounds):
+        if not goes_on(dist.get_rank(), number < LEAST_ROUNDS or time.perf_counter() < end):
             break
         for name in link:  # one beside the other, whatever else the machine does
             for calls, found in zip((link, throttled), times[name], strict=True):
                 found += time_turn(calls[name])
     if dist.get_rank() == 0:
-        (folder / "times.json").write_text(json.dumps(times))
+        path.with_name("figures.json").write_text(json.dumps(times))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -143,17 +150,9 @@ def link_rank(folder: Path) -> None:
 def measure(hosts: int, rate: int, delay: float, options: argparse.Namespace) -> Times:
     """Call to its seconds over the link, and through the group."""
     with tempfile.TemporaryDirectory() as name, Lab(hosts, rate, delay=delay or None) as lab:
-        folder = Path(name)
-        plan = {"rate": rate, "delay": delay, "near": lab.add_near_network()}
-        plan |= {"rounds": options.rounds, "seconds": options.seconds}
-        (folder / _PLAN).write_text(json.dumps(plan))
-        command = [sys.executable, str(Path(__file__).resolve()), "--as-rank", str(folder)]
-        # The hosts have no names, of which c10d would warn.
-        environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
-        status = lab.run(command, timeout=1800.0, environment=environment)
-        if status != 0:
-            raise LabError(f"bench_throttle: the ranks ended with exit status {status}")
-        return json.loads((folder / "times.json").read_text())
+        plan = Plan(rate, delay, lab.add_near_network(), options.rounds, options.seconds)
+        found: Times = run_ranks(lab, Path(name), Path(__file__).name, plan, timeout=1800.0)
+        return found
 
 
 def compare(report: Report, options: argparse.Namespace, hosts: int, delay: float) -> None:
@@ -202,15 +201,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="MS",
         help="of the links, each way (default: 0 25)",
     )
-    add("--as-rank", type=Path, help=argparse.SUPPRESS)
+    add("plan", type=Path, nargs="?", help=argparse.SUPPRESS)
     parsed = parse(options, arguments)
-    if parsed.device != "cpu":
-        options.error("only --device cpu is there")
-    if parsed.as_rank is not None:
-        link_rank(parsed.as_rank)
+    if parsed.plan is not None:
+        run_rank(parsed.plan)
         return 0
-    del parsed.as_rank
-    parsed.threads = [1]
+    del parsed.plan
+    use_one_thread(options, parsed)
     return finish_run("bench_throttle", lambda: run(parsed))
 
 

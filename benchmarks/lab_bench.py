@@ -6,15 +6,19 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from harness import Report
+from link_rank import LINK, link_file
 from machine import FOLDER
 from netlab import Lab, LabError, Stopped, format_rate, parse_rate, stopped_by_signals
 from netlab.distance import MOST_DELAY, check_distance
+from netlab.ranks import print_line
+
+from torch_commhook.cli.hook_expression import HookExpressionError, check_hook
 
 
 def rate_argument(text: str) -> int:
@@ -54,6 +58,15 @@ def use_one_thread(options: argparse.ArgumentParser, parsed: argparse.Namespace)
     parsed.threads = [1]
 
 
+def check_hooks(options: argparse.ArgumentParser, hooks: Sequence[str]) -> None:
+    """Report an error of argparse at the first text that is no hook expression."""
+    for hook in hooks:
+        try:
+            check_hook(hook)
+        except HookExpressionError as error:
+            options.error(f"argument --hooks: {error}")
+
+
 def congestion_control() -> str:
     """The kernel's algorithm against congestion."""
     return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
@@ -84,6 +97,36 @@ def run_ranks(lab: Lab, folder: Path, program: str, plan: Any, **options: Any) -
     if status != 0:
         raise LabError(f"{program}: the ranks ended with exit status {status}")
     return json.loads((folder / "figures.json").read_text())
+
+
+def run_on_links(
+    lab: Lab,
+    folder: Path,
+    program: str,
+    plan: Any,
+    change: Callable[[int], object],
+    timeout: float,
+) -> Any:
+    """Run a program whose ranks ask for other links by ``link_rank.set_link``.
+
+    Args:
+        lab, folder, program, plan: as :func:`run_ranks` takes them.
+        change: sets the links to those of a number: an index in the plan, or ``WARM_UP``.
+        timeout: of the ranks, in seconds.
+
+    Returns:
+        As :func:`run_ranks`, with its errors.
+    """
+
+    def take(rank: int, is_error: bool, line: bytes) -> None:
+        if rank == 0 and line.startswith(LINK):
+            number = int(line.removeprefix(LINK))
+            change(number)
+            link_file(folder, number).touch()
+        else:
+            print_line(rank, is_error, line)
+
+    return run_ranks(lab, folder, program, plan, timeout=timeout, output=take)
 
 
 def finish_run(

@@ -170,7 +170,7 @@ def carried() -> int:
 
 
 def set_link(number: int, folder: Path) -> None:
-    """Have the links changed by the process that has made them."""
+    """Ask the process that has made the links to change them, and wait until it has."""
     dist.barrier()
     if dist.get_rank() == 0:
         done = link_file(folder, number)
@@ -185,12 +185,12 @@ def set_link(number: int, folder: Path) -> None:
 
 
 def link_file(folder: Path, number: int) -> Path:
-    """Appears when the links of that number are there."""
+    """The file that exists once the links are those of a number."""
     return folder / f"link{number}"
 
 
 def goes_on(rank: int, answer: bool) -> bool:
-    """What rank 0 answers."""
+    """Rank 0's answer, on all ranks."""
     shared = torch.tensor([rank == 0 and answer], dtype=torch.int64)
     dist.broadcast(shared, 0)
     return bool(shared.item())
@@ -216,11 +216,11 @@ def measure(plan: Plan, place: Place, folder: Path) -> list[dict[str, Figures]]:
             subject = _Subject(job, config, world, data)
             for _ in range(plan.warm_up):
                 subject.step()
-            for number in range(plan.links):
-                set_link(number, folder)
+            for link in range(plan.links):
+                set_link(link, folder)
                 for _ in range(_STEPS_ON_LINK):
                     subject.step()
-                subject.measure(plan.steps, results[number][job])
+                subject.measure(plan.steps, results[link][job])
             subject.close()
             del subject
             gc.collect()

@@ -57,7 +57,7 @@ class Forwarder:
                 raise
 
     def set(self, delay: float, loss: float) -> None:
-        """Have frames that come from now on delayed and dropped so.
+        """Change the delay and the loss, for frames that arrive from now on.
 
         Raises:
             LabError: the process has ended.

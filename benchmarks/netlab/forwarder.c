@@ -23,9 +23,9 @@
 
 enum { MOST_PORTS = 256, MOST_BYTES = 1 << 18, MOST_AT_ONCE = 64, BUFFER_BYTES = 256 << 20 };
 
-/* Of linux/virtio_net.h, which not every compiler's system has: the kernel writes it before a
- * frame, and reads it there. So bundles of packets pass as they are, with the checksums they lack.
- */
+/* The size of struct virtio_net_hdr (linux/virtio_net.h, which some systems lack). With
+ * PACKET_VNET_HDR each frame follows this header, in both directions. So bundles of packets pass
+ * unsplit, and without the checksums that the kernel has left for later. */
 enum { BUNDLE_HEADER_BYTES = 10 };
 
 typedef struct {
@@ -80,7 +80,7 @@ static void open_port(const char* name, const char* host) {
     fail(host);
   }
   for (int i = 0; i < ETH_ALEN; i++) port->host[i] = (unsigned char)bytes[i];
-  /* Without a protocol until it is bound: frames of no other port come in before. */
+  /* Protocol 0 until the bind: the socket then gets no frames of other ports before it. */
   port->socket = socket(AF_PACKET, SOCK_RAW | SOCK_NONBLOCK, 0);
   if (port->socket < 0) fail("a packet socket");
   set(port->socket, SOL_PACKET, PACKET_VNET_HDR, 1, "PACKET_VNET_HDR");
@@ -181,7 +181,7 @@ static void deliver_due(void) {
   }
 }
 
-/* Takes lines of settings; ends the program with its input. */
+/* Reads lines of settings from standard input; exits the program at its end. */
 static void read_settings(void) {
   static char line[128];
   static size_t length;

@@ -2,8 +2,8 @@
 
 Two hosts have one link between them; more hang on a bridge in a namespace of its own, each by a
 link. A token bucket stands at both ends of each link, so that either direction has the rate for
-itself, as on Ethernet. Hosts that are far apart, or lose frames, hang on a switch that a process
-works (``distance.py``), however few they are.
+itself, as on Ethernet. If links have a delay or lose frames, even two hosts are on a switch, and a
+process forwards its frames (``distance.py``).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Lab:
         queue_seconds: how long a packet waits for its turn before it is dropped instead.
         congestion: TCP's algorithm on the hosts, ``"reno"`` for example; the system's by default.
         delay: of each frame between two hosts, in seconds, each way: a round trip takes twice that.
-            None for none at all, which :meth:`set_delay` cannot change.
+            None for no delay, which :meth:`set_delay` cannot change then.
         loss: share of the frames between hosts that are dropped, each by chance: 0.01 for 1%. Each
             packet is then a frame of its own: otherwise the kernel hands over bundles of up to 64
             KiB, which would be lost as a whole.
@@ -112,6 +112,7 @@ class Lab:
         self.queue_seconds = queue_seconds
         self.congestion = congestion
         self._forwarder: Forwarder | None = None
+        self._buffer_limit = 0  # that all hosts have
         self._name = ""
 
     @property
@@ -131,6 +132,7 @@ class Lab:
             check_compiler()
         remove_leftovers()
         self._name = f"{_owner(os.getpid())}-{next(_numbers)}"
+        self._buffer_limit = 0
         try:
             self._make()
         except BaseException:
@@ -160,7 +162,7 @@ class Lab:
         for host in range(self.hosts):
             call("ip", "netns", "add", self.namespace(host))
         if self._has_switch:
-            self._make_switch()
+            self._make_switch(self._switch, INTERFACE, has_bridge=not self._is_far)
         else:
             first, second = self.namespace(0), self.namespace(1)
             _add_link(first, INTERFACE, second, INTERFACE)
@@ -179,16 +181,15 @@ class Lab:
             ports = [(_port(host), str(self._shown(host)["address"])) for host in range(self.hosts)]
             self._forwarder = Forwarder(self._switch, ports, self.delay or 0.0, self.loss)
 
-    def _make_switch(self) -> None:
-        """A namespace with one end of each host's link."""
-        switch = self._switch
+    def _make_switch(self, switch: str, device: str, *, has_bridge: bool) -> None:
+        """Make a namespace to which each host's interface ``device`` has a link."""
         call("ip", "netns", "add", switch)
-        if not self._is_far:
+        if has_bridge:
             call("ip", "-n", switch, "link", "add", _BRIDGE, "type", "bridge")
             call("ip", "-n", switch, "link", "set", _BRIDGE, "addrgenmode", "none", "up")
+        master = ["master", _BRIDGE] if has_bridge else []
         for host in range(self.hosts):
-            _add_link(self.namespace(host), INTERFACE, switch, _port(host))
-            master = [] if self._is_far else ["master", _BRIDGE]
+            _add_link(self.namespace(host), device, switch, _port(host))
             call("ip", "-n", switch, "link", "set", _port(host), *master, "up")
 
     def add_near_network(self) -> str:
@@ -197,13 +198,9 @@ class Lab:
         For ranks that compare: they name the interface before they make a process group over it.
         """
         switch = f"{self.namespace(0).rpartition('-')[0]}-near"
-        call("ip", "netns", "add", switch)
-        call("ip", "-n", switch, "link", "add", _BRIDGE, "type", "bridge")
-        call("ip", "-n", switch, "link", "set", _BRIDGE, "addrgenmode", "none", "up")
+        self._make_switch(switch, _NEAR_INTERFACE, has_bridge=True)
         for host in range(self.hosts):
             name, address = self.namespace(host), f"10.78.0.{host + 1}/24"
-            _add_link(name, _NEAR_INTERFACE, switch, _port(host))
-            call("ip", "-n", switch, "link", "set", _port(host), "master", _BRIDGE, "up")
             call("ip", "-n", name, "addr", "add", address, "dev", _NEAR_INTERFACE)
             call("ip", "-n", name, "link", "set", _NEAR_INTERFACE, "up")
         return _NEAR_INTERFACE
@@ -273,8 +270,11 @@ class Lab:
         """Let TCP have as much under way as the links hold."""
         if self._is_far:
             limit = buffer_limit(self.rate, 2 * (self.delay or 0.0) + self.queue_seconds)
+            if limit <= self._buffer_limit:
+                return
             for host in range(self.hosts):
                 raise_buffers(self.namespace(host), limit)
+            self._buffer_limit = limit
 
     def link_bytes(self) -> list[Link]:
         """What has passed each host's link since it was made."""

@@ -11,10 +11,17 @@ import pytest
 from torch_commhook.cli import plan_sharded
 from torch_commhook.cli.main import main
 from torch_commhook.cli.plan import Measured, bucket_sizes, measure, plan
+from torch_commhook.process_group.gloo_messages import Traffic
 from torch_commhook.process_group.simulated.link import Issued
 
 HOOKS = ["allreduce()", "cast()", "blockwise()", "topk(0.01)"]
 PAYLOAD = 1448 / 1514
+
+
+def sending(nbytes: float, compute_seconds: float = 0.0, *, overlaps: bool = True) -> Measured:
+    """A hook of two ranks, each of which sends ``nbytes`` to the other in a step."""
+    issued = (Issued("", Traffic("all_to_all_single", 2, 2 * nbytes, nbytes)),)
+    return Measured("a", nbytes, compute_seconds, overlaps=overlaps, issued=issued)
 
 
 def test_bytes() -> None:
@@ -59,14 +66,14 @@ def test_hooks_are_planned_as_they_are_in_the_long_run() -> None:
 
 
 def test_what_follows_the_optimizer_is_hidden_by_nothing() -> None:
-    measured = [Measured("a", 1e6 * PAYLOAD, 0.5, overlaps=overlaps) for overlaps in (True, False)]
-    hidden, open_ = plan(measured, bits_per_second=8e6, compute_seconds=3.0, buckets=[1] * 100)
+    hooks = [sending(1e6 * PAYLOAD, 0.5, overlaps=overlaps) for overlaps in (True, False)]
+    hidden, open_ = plan(hooks, bits_per_second=8e6, compute_seconds=3.0, buckets=[1] * 100)
     assert hidden.step_seconds == pytest.approx(3.51, rel=0.01)
     assert open_.step_seconds == pytest.approx(4.5)
 
 
 def test_headers_are_on_the_wire_too() -> None:
-    (cost,) = plan([Measured("a", 1_448_000, 0.0)], bits_per_second=8e6)
+    (cost,) = plan([sending(1_448_000)], bits_per_second=8e6)
     assert cost.wire_seconds == pytest.approx(1.514)
     assert cost.step_seconds == pytest.approx(1.514)
     assert cost.ratio == 1.0
@@ -87,21 +94,21 @@ def test_buckets_travel_while_others_are_computed(
     wire: float, hook: float, buckets: int, step: float
 ) -> None:
     """A step of 3 seconds: 1 of forward, 2 of backward."""
-    measured = [Measured("a", 0, 0.0), Measured("b", wire * 1e6 * PAYLOAD, hook)]
-    first, cost = plan(measured, bits_per_second=8e6, compute_seconds=3.0, buckets=[1] * buckets)
+    hooks = [Measured("none", 0, 0.0), sending(wire * 1e6 * PAYLOAD, hook)]
+    first, cost = plan(hooks, bits_per_second=8e6, compute_seconds=3.0, buckets=[1] * buckets)
     assert first.step_seconds == pytest.approx(3.0)
     assert cost.step_seconds == pytest.approx(step)
     assert cost.ratio == pytest.approx(step / 3.0)
 
 
 def test_a_small_first_bucket_is_on_its_way_early() -> None:
-    measured = [Measured("a", 8.0e6 * PAYLOAD, 0.0)]
+    hooks = [sending(8.0e6 * PAYLOAD)]
     # A tenth is computed when the first is full; all is sent after that.
-    (cost,) = plan(measured, bits_per_second=8e6, compute_seconds=3.0, buckets=[1, 9])
+    (cost,) = plan(hooks, bits_per_second=8e6, compute_seconds=3.0, buckets=[1, 9])
     assert cost.step_seconds == pytest.approx(
         1.0 + 2.0 + 0.9 * 8.0
     )  # the wire waits for the second
-    (cost,) = plan(measured, bits_per_second=8e6, compute_seconds=3.0, buckets=[2, 8])
+    (cost,) = plan(hooks, bits_per_second=8e6, compute_seconds=3.0, buckets=[2, 8])
     assert cost.step_seconds == pytest.approx(1.0 + 0.4 + 8.0)
 
 

@@ -16,7 +16,6 @@ from torch_commhook.process_group.gloo_messages import (
     Messages,
     Traffic,
     has_a_thread,
-    latencies,
     merged,
     messages_of,
     traffic_of,
@@ -33,6 +32,14 @@ def call(operation: str, ranks: int, nbytes: float = SMALL, is_root: bool = True
     return Traffic(operation, ranks, nbytes, nbytes * (ranks - 1) / ranks, is_root)
 
 
+def latencies(parts: Sequence[Messages]) -> float:
+    """How often a collective of small messages waits for the latency: twice in a round trip."""
+    return sum(
+        math.ceil(each.count / each.at_once) * each.latencies * (1 + each.is_requested)
+        for each in parts
+    )
+
+
 def elapsed(
     chains: Sequence[Sequence[Traffic]],
     *,
@@ -42,8 +49,7 @@ def elapsed(
 ) -> float:
     """Seconds until all chains are through; in each, calls follow one another."""
     link = SlowLink(bandwidth, latency)
-    ranks = chains[0][0].ranks
-    first, second = (GlooGroup(link, ranks, threads) for _ in range(2))
+    first, second = (GlooGroup(link, threads) for _ in range(2))
     ends: list[float] = []
 
     def go_on(when: float, chain: Sequence[Traffic], group: GlooGroup) -> None:
@@ -170,7 +176,7 @@ def test_messages_of_many_ranks_are_merged() -> None:
         times = []
         for each in (parts, fewer):
             link = SlowLink(1e9, 0.05)
-            GlooGroup(link, 1000, 2).issue(0.0, each, times.append)
+            GlooGroup(link, 2).issue(0.0, each, times.append)
             link.finish()
         assert times[1] == pytest.approx(times[0], rel=0.05)
         assert merged(parts, 10_000) == parts
@@ -178,20 +184,29 @@ def test_messages_of_many_ranks_are_merged() -> None:
 
 def test_messages_follow_their_requests() -> None:
     """Three ranks' requests travel beside their messages; those of two ranks behind them."""
-    parts = [Messages(4, 125.0, at_once=2)]
-    ends = []
-    for ranks in (3, 2):
+    ends: list[float] = []
+    for shares_connection in (False, True):
+        parts = [Messages(4, 125.0, at_once=2, shares_connection=shares_connection)]
         link = SlowLink(1000.0, 0.25)  # a message takes a second
-        GlooGroup(link, ranks, 1).issue(0.0, parts, ends.append)
+        GlooGroup(link, 1).issue(0.0, parts, ends.append)
         link.finish()
     # Messages end at 1.5 and 2.5. The third is asked for at 1.5, and begins at 2.5 at the latest,
     # but where its request is behind the second, which is on the link until then.
     assert ends == [0.5 + 4 + 0.0, 0.5 + 4 + 0.25]
 
 
+def test_collectives_of_two_ranks_share_a_connection() -> None:
+    for ranks in (2, 3):
+        for operation in ("allreduce", "reduce", "broadcast", "all_to_all_single", "send"):
+            parts = messages_of(call(operation, ranks))
+            assert {each.shares_connection for each in parts} == {ranks == 2}
+        (exchanged,) = messages_of(call(EXCHANGE, ranks))
+        assert not exchanged.shares_connection
+
+
 def test_a_collective_begins_when_one_has_ended() -> None:
     link = SlowLink(math.inf, 1.0)
-    group = GlooGroup(link, 2, 1)
+    group = GlooGroup(link, 1)
     ends: list[float] = []
     one = [Messages(1, 0.0)]
     group.issue(0.0, one, ends.append)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from torch_commhook.process_group import ProcessGroup, ThrottledProcessGroup, Work, throttled
-from torch_commhook.process_group.gloo_messages import link_bytes
+from torch_commhook.process_group.gloo_messages import Traffic, link_bytes
 from torch_commhook.process_group.operations import describe
+from torch_commhook.process_group.slow_link import GlooGroup
 
 MEGABYTE = torch.zeros(250_000)  # 8 Mbit
 
@@ -118,6 +122,33 @@ def test_a_wait_beyond_all_limits_stops_no_other() -> None:
     assert not never.is_completed()
     for _, number, _ in list(throttled._TIMERS._pending):  # or the thread would stay
         throttled._TIMERS.cancel(number)
+
+
+def test_timers_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message of a thousand seconds has one timer, however many small ones come meanwhile."""
+    now, timers, numbers = 0.0, [], itertools.count()
+
+    def call_at(when: float, function: Callable[[], object]) -> None:
+        heapq.heappush(timers, (when, next(numbers), function))
+
+    monkeypatch.setattr(throttled, "_C", SimpleNamespace(steady_seconds=lambda: now))
+    monkeypatch.setattr(throttled, "_TIMERS", SimpleNamespace(call_at=call_at))
+    link = throttled._ClockedLink(8e3, 0.01)  # 1000 bytes a second
+    group = GlooGroup(link.link, 2)
+    ended: list[int] = []
+    for number in range(100):
+        now = 0.1 * number
+        nbytes = 1.0 if number else 1e6
+        link.issue(group, now, Traffic("send", 3, nbytes, nbytes), lambda: ended.append(1))
+        while timers and timers[0][0] <= now + 0.05:
+            now, _, function = heapq.heappop(timers)
+            function()
+    assert len(timers) == 1
+    while timers:
+        now, _, function = heapq.heappop(timers)
+        function()
+        assert len(timers) <= 1
+    assert len(ended) == 100
 
 
 def test_no_thread_stays() -> None:

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import torch_commhook
 from torch_commhook.cli.hook_expression import parse_hook
-from torch_commhook.collectives.gloo_groups import group_threads, second_group
+from torch_commhook.collectives.exchange import exchange
+from torch_commhook.collectives.gloo_groups import second_group
 from torch_commhook.process_group import ThrottledProcessGroup, register, throttled
 from torch_commhook.process_group.gloo_messages import EXCHANGE, Traffic
 from torch_commhook.process_group.slow_link import GlooGroup
@@ -27,12 +28,12 @@ class _Noting(throttled._ClockedLink):
 
     def __init__(self) -> None:
         super().__init__(1e12, 1e-5)
-        self.issued: list[tuple[GlooGroup, str]] = []
+        self.issued: list[tuple[GlooGroup, Traffic]] = []
 
     def issue(
         self, group: GlooGroup, when: float, traffic: Traffic, done: Callable[[], object]
     ) -> None:
-        self.issued.append((group, traffic.operation))
+        self.issued.append((group, traffic))
         super().issue(group, when, traffic, done)
 
 
@@ -52,11 +53,12 @@ def _step(rank: int, text: str) -> dict[str, Any]:
         found["gradients"].append(gradients)
         if process_group is group:
             found["issued"] = [
-                (operation, where is not group._model) for where, operation in link.issued[begun:]
+                (traffic.operation, where is not group._model)
+                for where, traffic in link.issued[begun:]
             ]
             second = second_group(group)
-            found["shares"] = second is None or second._link is link
-            found["threads"] = group._model.threads == group_threads(parent)
+            found["shares"] = second is not None and second._link is link
+            found["threads"] = group._model.threads
         handle.remove()
     return found
 
@@ -77,7 +79,8 @@ def test_stages_have_groups_of_their_own_on_one_link(
     """Ranks exchange messages as over Gloo, which has a thread for none of them."""
     for found in two_ranks.run(_step, text):
         assert equal(*found["gradients"])
-        assert found["shares"] and found["threads"]
+        assert found["shares"]
+        assert found["threads"] == 2  # as PyTorch's groups have
         issued = found["issued"]
         assert {operation for operation, _ in issued} == {EXCHANGE}
         *firsts, agreement = [each for each in issued if not each[1]]  # last the ranks agree
@@ -101,13 +104,33 @@ def _large_step(rank: int) -> tuple[bool, list[str]]:
         model(torch.randn(4, 600, generator=torch.Generator().manual_seed(rank))).sum().backward()
         gradients.append(layer.weight.grad)
         handle.remove()
-    return torch.equal(*gradients), [operation for _, operation in link.issued[-3:]]
+    return torch.equal(*gradients), [traffic.operation for _, traffic in link.issued[-3:]]
 
 
 def test_large_messages_are_exchanged(two_ranks: RankPool) -> None:
     for same, issued in two_ranks.run(_large_step):
         assert same
         assert issued == [EXCHANGE] * 3
+
+
+def _uneven_exchange(rank: int) -> tuple[float, float, float]:
+    """Rank 0 sends 10 bytes and gets 1000."""
+    group = ThrottledProcessGroup(dist.new_group(), bandwidth=1e12)
+    link = _Noting()
+    group._use(link)
+    register(group, "throttled")
+    sizes = (10, 1000) if rank == 0 else (1000, 10)
+    sent, received = (torch.zeros(size, dtype=torch.uint8) for size in sizes)
+    kept = torch.zeros(5, dtype=torch.uint8)
+    inputs, outputs = [sent, sent], [received, received]
+    inputs[rank] = outputs[rank] = kept
+    exchange(inputs, outputs, received, group).wait()
+    ((_, traffic),) = link.issued
+    return traffic.ranks, traffic.nbytes, traffic.carried
+
+
+def test_an_uneven_exchange_takes_its_longer_direction(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_uneven_exchange) == [(2, 15, 1000), (2, 1005, 1000)]
 
 
 def _no_cycle(rank: int) -> bool:

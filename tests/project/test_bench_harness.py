@@ -50,3 +50,21 @@ def test_a_run_that_measured_nothing_fails(
         bench_codec.main(["--quick", "--memory-gib", "1e-6", "--out", str(out)])
     assert "not even its first tensor fits into memory" in capsys.readouterr().err
     assert out.read_text() == "earlier"
+
+
+def test_only_links_without_a_delay_are_drawn_unasked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import bench_link
+    import bench_sharded
+
+    for bench, delay in ((bench_link, ["0.5", "5"]), (bench_sharded, ["5"])):
+        assert bench.options_of([]).plot == bench.PICTURE
+        assert bench.options_of(["--delay", *delay]).plot is None
+        assert bench.options_of(["--out", str(tmp_path / "results.json")]).plot is None
+        asked = tmp_path / "picture.png"
+        assert bench.options_of(["--delay", "5", "--plot", str(asked)]).plot == asked
+    with pytest.raises(SystemExit):
+        bench_link.options_of(["--delay", "0.5", "5", "--plot", "picture.png"])
+    assert "--plot draws over rates, for one --delay" in capsys.readouterr().err

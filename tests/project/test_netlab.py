@@ -11,11 +11,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from netlab_hosts import LIMIT_SECONDS, left, transfer, wait_for
 from repository import ROOT
 
 from benchmarks.netlab import (
@@ -35,7 +35,6 @@ from benchmarks.netlab.cli import main
 from benchmarks.netlab.ranks import run_ranks
 from benchmarks.netlab.signals import undisturbed
 
-LIMIT_SECONDS = 60.0
 PROGRAM = [sys.executable, "-m", "benchmarks.netlab"]
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's")
@@ -324,14 +323,7 @@ def test_an_unknown_program_is_an_error(run_here: Callable[..., int]) -> None:
 
 
 def _wait_until_ended(pid: int) -> None:
-    _wait_for(lambda: lab._started(pid) is None, f"process {pid} still runs")
-
-
-def _wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
+    wait_for(lambda: lab._started(pid) is None, f"process {pid} still runs")
 
 
 # ---- hosts and links -----------------------------------------------------------------------------
@@ -346,49 +338,13 @@ def _possible() -> None:
 
 needs_namespaces = pytest.mark.usefixtures("_possible")
 
-# Rank 0 takes what rank 1 sends, and says how many bits a second came once the first had.
-_TRANSFER = """
-import os, socket, sys, time
-address, count = (os.environ["MASTER_ADDR"], 5000), int(sys.argv[1])
-if os.environ["RANK"] == "0":
-    with socket.create_server(address) as server:
-        connection, _ = server.accept()
-    first = len(connection.recv(1 << 16))
-    started, got = time.perf_counter(), first
-    while part := connection.recv(1 << 16):
-        got += len(part)
-    assert got == count, got
-    print((got - first) * 8 / (time.perf_counter() - started))
-elif os.environ["RANK"] == "1":
-    while True:
-        try:
-            connection = socket.create_connection(address, timeout=10)
-            break
-        except OSError:
-            time.sleep(0.05)
-    connection.sendall(bytes(count))
-    connection.close()
-"""
-
-
-def _transfer(hosts: Lab, count: int) -> float:
-    """Send ``count`` bytes from host 1 to host 0; bits per second."""
-    lines: list[bytes] = []
-
-    def keep(rank: int, is_error: bool, line: bytes) -> None:
-        lines.append(line)
-
-    command = [sys.executable, "-c", _TRANSFER, str(count)]
-    assert hosts.run(command, timeout=LIMIT_SECONDS, output=keep) == 0, lines
-    return float(lines[-1])
-
 
 @needs_namespaces
 @pytest.mark.parametrize("hosts", [2, 3])
 def test_links_carry_no_more_than_their_rate_and_count_it(hosts: int) -> None:
     count = 4_000_000
     with Lab(hosts=hosts, rate="40mbit") as made:
-        assert _transfer(made, count) < 1.3 * 40e6
+        assert transfer(made, count)[0] < 1.3 * 40e6
         links = made.link_bytes()
         assert count <= links[1].sent < 1.1 * count
         assert links[0].sent < 0.1 * count
@@ -399,7 +355,7 @@ def test_links_carry_no_more_than_their_rate_and_count_it(hosts: int) -> None:
         if hosts == 3:
             assert links[2].sent + links[2].received < 0.01 * count
         made.set_rate("20mbit")
-        assert _transfer(made, count) < 1.3 * 20e6
+        assert transfer(made, count)[0] < 1.3 * 20e6
         assert made.link_bytes()[1].sent >= 2 * count
 
 
@@ -418,7 +374,7 @@ def test_the_congestion_algorithm_is_the_hosts_alone() -> None:
         refused,
     ):
         pass
-    assert _left() == set()
+    assert left() == set()
 
 
 @needs_namespaces
@@ -442,31 +398,25 @@ def test_gloo_finds_its_ranks() -> None:
 @needs_namespaces
 def test_labs_stand_beside_each_other() -> None:
     with Lab(hosts=2, rate="1gbit") as first, Lab(hosts=3, rate="1gbit") as second:
-        assert _left() == {first.namespace(0), first.namespace(1)} | {
+        assert left() == {first.namespace(0), first.namespace(1)} | {
             *(second.namespace(host) for host in range(3)),
             second._switch,
         }
         run = subprocess.run([*PROGRAM, "--", "true"], cwd=ROOT, timeout=LIMIT_SECONDS)
         assert run.returncode == 0
         assert first.run(["true"]) == second.run(["true"]) == 0
-    assert _left() == set()
+    assert left() == set()
 
 
 # ---- nothing stays -------------------------------------------------------------------------------
 
 
-def _left(pid: int | None = None) -> set[str]:
-    """The names of hosts that are there, of this process or of another one."""
-    space = os.stat("/proc/self/ns/pid").st_ino
-    return set(lab._namespaces(f"netlab-{space}-{pid or os.getpid()}-"))
-
-
 @needs_namespaces
 def test_nothing_stays_after_an_exception() -> None:
     with pytest.raises(ArithmeticError), Lab(hosts=2, rate="1gbit"):
-        assert len(_left()) == 2
+        assert len(left()) == 2
         raise ArithmeticError
-    assert _left() == set()
+    assert left() == set()
 
 
 @needs_namespaces
@@ -477,17 +427,17 @@ def test_nothing_stays_where_making_fails(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Lab, "set_rate", refuse)
     with pytest.raises(KeyboardInterrupt), Lab(hosts=3, rate="1gbit"):
         pass
-    assert _left() == set()
+    assert left() == set()
 
 
 @needs_namespaces
 def test_what_a_rank_leaves_behind_ends_with_its_run(tmp_path: Path) -> None:
-    left = tmp_path / "left"
-    script = f"test $RANK = 0 || exit 0; setsid sleep 60 > /dev/null 2>&1 & echo $! > {left}"
+    file = tmp_path / "left"
+    script = f"test $RANK = 0 || exit 0; setsid sleep 60 > /dev/null 2>&1 & echo $! > {file}"
     with Lab(hosts=2, rate="1gbit") as made:
         assert made.run(["sh", "-c", script], timeout=LIMIT_SECONDS) == 0
-        _wait_until_ended(int(left.read_text()))
-    assert _left() == set()
+        _wait_until_ended(int(file.read_text()))
+    assert left() == set()
 
 
 @pytest.fixture
@@ -498,7 +448,7 @@ def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]
         [*PROGRAM, "--", "sh", "-c", script], cwd=ROOT, text=True, stderr=subprocess.PIPE
     )
     files = [tmp_path / str(rank) for rank in range(2)]
-    _wait_for(
+    wait_for(
         lambda: all(file.exists() for file in files) or process.poll() is not None,
         "the ranks do not start",
     )
@@ -521,22 +471,22 @@ def test_nothing_stays_after_a_signal(number: signal.Signals, running: Running) 
     assert said == f"netlab: stopped by {number.name}, all ranks ended\n"
     for pid in pids:
         assert lab._started(pid) is None
-    assert _left(process.pid) == set()
+    assert left(process.pid) == set()
 
 
 @needs_namespaces
 def test_what_was_killed_leaves_no_ranks_and_is_removed_by_the_next(running: Running) -> None:
     process, pids = running
-    assert len(_left(process.pid)) == 2
+    assert len(left(process.pid)) == 2
     process.kill()
     process.wait(LIMIT_SECONDS)
     for pid in pids:
         _wait_until_ended(pid)
-    assert len(_left(process.pid)) == 2
+    assert len(left(process.pid)) == 2
     ends: list[threading.Thread] = []  # several at once, as when a machine is back
     for _ in range(2):
         ends.append(threading.Thread(target=why_impossible))
         ends[-1].start()
     for end in ends:
         end.join()
-    assert _left(process.pid) == _left() == set()
+    assert left(process.pid) == left() == set()

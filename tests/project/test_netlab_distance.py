@@ -7,11 +7,10 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from netlab_hosts import LIMIT_SECONDS, left, lines_of, transfer, wait_for
 from repository import ROOT
 
 from benchmarks.netlab import Lab, LabError, lab, why_impossible
@@ -19,7 +18,6 @@ from benchmarks.netlab.cli import main
 from benchmarks.netlab.distance import buffer_limit, check_compiler
 from benchmarks.netlab.tools import call
 
-LIMIT_SECONDS = 60.0
 DELAY = 0.02
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's")
@@ -72,18 +70,6 @@ def _possible() -> None:
 needs_namespaces = pytest.mark.usefixtures("_possible")
 
 
-def _lines(hosts: Lab, program: str, *arguments: str) -> list[str]:
-    """What the ranks of a Python program print."""
-    lines: list[str] = []
-
-    def keep(rank: int, is_error: bool, line: bytes) -> None:
-        lines.append(line.decode().strip())
-
-    command = [sys.executable, "-c", program, *arguments]
-    assert hosts.run(command, timeout=LIMIT_SECONDS, output=keep) == 0, lines
-    return lines
-
-
 # Each rank pings the next one, as ping(8) does; prints the seconds of each round trip.
 _PING = """
 import os, socket, struct, sys, time
@@ -113,50 +99,24 @@ def test_a_round_trip_takes_twice_the_delay(hosts: int) -> None:
         for delay in (DELAY, DELAY / 4):
             far.set_delay(delay)
             for _ in range(5):  # on a busy machine, who pings is late
-                found = [float(line) for line in _lines(far, _PING, "9", "10.77.0.")]
+                found = [float(line) for line in lines_of(far, _PING, "9", "10.77.0.")]
                 assert len(found) == 9 * hosts
                 assert min(found) >= 2 * delay
                 if statistics.median(found) < 1.05 * 2 * delay:
                     break
             assert statistics.quantiles(found)[0] < 1.05 * 2 * delay
-    assert _left() == set()
+    assert left() == set()
 
 
 @needs_namespaces
 def test_a_second_network_is_near() -> None:
     with Lab(3, "1mbit", delay=1.0) as far:
         assert far.add_near_network() == "eth1"
-        found = [float(line) for line in _lines(far, _PING, "5", "10.78.0.")]
+        found = [float(line) for line in lines_of(far, _PING, "5", "10.78.0.")]
         assert len(found) == 15
         assert statistics.median(found) < 0.5
         assert all(link.sent < 1000 for link in far.link_bytes())
-    assert _left() == set()
-
-
-# Rank 0 takes what rank 1 sends, and prints the bits per second of the second half.
-_TRANSFER = """
-import os, socket, sys, time
-address, count = (os.environ["MASTER_ADDR"], 5000), int(sys.argv[1])
-if os.environ["RANK"] == "0":
-    with socket.create_server(address) as server:
-        connection, _ = server.accept()
-    got, marks = 0, []
-    while part := connection.recv(1 << 20):
-        got += len(part)
-        if got > count // 2:
-            marks.append((time.perf_counter(), got))
-    assert got == count, got
-    print((got - marks[0][1]) * 8 / (marks[-1][0] - marks[0][0]))
-elif os.environ["RANK"] == "1":
-    while True:
-        try:
-            connection = socket.create_connection(address, timeout=10)
-            break
-        except OSError:
-            time.sleep(0.05)
-    connection.sendall(bytes(count))
-    connection.close()
-"""
+    assert left() == set()
 
 
 @needs_namespaces
@@ -165,28 +125,29 @@ def test_tcp_reaches_the_rate_at_a_distance(hosts: int) -> None:
     with Lab(hosts, "200mbit", delay=DELAY) as far:
         rates: list[float] = []
         while not rates or (rates[-1] < 180e6 and len(rates) < 3):  # others may need the machine
-            rates += map(float, _lines(far, _TRANSFER, "16000000"))
+            rates.append(transfer(far, 16_000_000)[1])
         assert 180e6 <= rates[-1] < 1.05 * 200e6, rates
 
 
+# Rank 1 sends datagrams. Before, it asks for host 0's Ethernet address until an answer arrives.
 _SEND = """
 import os, socket, sys, time
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sending:
     if os.environ["RANK"] == "1":
+        while " 0x2 " not in open("/proc/net/arp").read():
+            sending.sendto(b"", (os.environ["MASTER_ADDR"], 5000))
+            time.sleep(0.05)
         for number in range(int(sys.argv[1])):
             sending.sendto(bytes(1000), (os.environ["MASTER_ADDR"], 5000))
             if number % 50 == 0:
                 time.sleep(0.005)  # or the link drops some
-    else:
-        sending.bind(("", 5000))
-        time.sleep(1.0)  # unread: nothing is sent back
 """
 
 
 @needs_namespaces
 def test_frames_are_lost() -> None:
     with Lab(2, "1gbit", loss=0.1) as lossy:
-        _lines(lossy, _SEND, "4000")
+        lines_of(lossy, _SEND, "4000")
         first, second = lossy.link_bytes()
         assert second.sent > 4000 * 1000
         # Of 4000 the standard deviation is 0.5%.
@@ -196,7 +157,7 @@ def test_frames_are_lost() -> None:
 @needs_namespaces
 def test_packets_of_tcp_are_lost_one_by_one() -> None:
     with Lab(2, "200mbit", delay=0.001, loss=0.002) as lossy:
-        _lines(lossy, _TRANSFER, "4000000")
+        transfer(lossy, 4_000_000)
         sent = lossy._shown(1)["stats64"]["tx"]
         assert sent["bytes"] > 4_000_000
         assert sent["bytes"] / sent["packets"] < 1515
@@ -217,6 +178,20 @@ def test_buffers_may_grow_on_the_hosts_alone() -> None:
 
 
 @needs_namespaces
+def test_buffers_are_asked_for_when_they_must_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(lab, "raise_buffers", lambda namespace, limit: asked.append(limit))
+    with Lab(2, "100mbit", delay=0.01) as far:
+        first, second = (buffer_limit(rate, 0.02 + far.queue_seconds) for rate in (100e6, 200e6))
+        far.set_delay(0.0)
+        far.set_rate("50mbit")
+        far.set_delay(0.01)
+        assert asked == [first] * 2
+        far.set_rate("200mbit")
+        assert asked == [first] * 2 + [second] * 2
+
+
+@needs_namespaces
 def test_a_lab_that_is_near_stays_near() -> None:
     with Lab(2, "1gbit", loss=0.5) as near, pytest.raises(LabError, match="made with a delay"):
         near.set_delay(0.01)
@@ -225,33 +200,22 @@ def test_a_lab_that_is_near_stays_near() -> None:
 # ---- nothing stays -------------------------------------------------------------------------------
 
 
-def _left(pid: int | None = None) -> set[str]:
-    """The names of hosts that are there, of this process or of another one."""
-    space = os.stat("/proc/self/ns/pid").st_ino
-    return set(lab._namespaces(f"netlab-{space}-{pid or os.getpid()}-"))
-
-
 def _pid_in(namespace: str) -> int:
     (pid,) = call("ip", "netns", "pids", namespace).split()
     return int(pid)
 
 
-def _wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
-
-
 @needs_namespaces
 def test_a_forwarder_that_has_ended_is_an_error() -> None:
     with Lab(2, "1gbit", delay=0.0) as far:
-        os.kill(_pid_in(far._switch), signal.SIGKILL)
+        forwarder = _pid_in(far._switch)
+        os.kill(forwarder, signal.SIGKILL)
+        wait_for(lambda: lab._started(forwarder) is None, "the forwarder goes on")
         with pytest.raises(LabError, match="the forwarder of frames has ended: exit status -9"):
             far.run(["true"])
         with pytest.raises(LabError, match="the forwarder of frames has ended"):
             far.set_delay(0.1)
-    assert _left() == set()
+    assert left() == set()
 
 
 @needs_namespaces
@@ -265,7 +229,7 @@ def test_nothing_stays_where_the_forwarder_does_not_start(
     refused = Lab(2, "1gbit", delay=0.1)
     with pytest.raises(LabError, match="the forwarder of frames has ended: too late"), refused:
         pass
-    assert _left() == set()
+    assert left() == set()
 
 
 @needs_namespaces
@@ -276,15 +240,15 @@ def test_the_forwarder_ends_with_the_program(number: signal.Signals, tmp_path: P
     command += ["sh", "-c", f"test $RANK = 1 || touch {started}; sleep 60"]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as process:
         try:
-            _wait_for(
+            wait_for(
                 lambda: started.exists() or process.poll() is not None, "the ranks do not start"
             )
-            (switch,) = (name for name in _left(process.pid) if name.endswith("-switch"))
+            (switch,) = (name for name in left(process.pid) if name.endswith("-switch"))
             forwarder = _pid_in(switch)
             process.send_signal(number)
             process.wait(LIMIT_SECONDS)
-            _wait_for(lambda: lab._started(forwarder) is None, "the forwarder goes on")
+            wait_for(lambda: lab._started(forwarder) is None, "the forwarder goes on")
         finally:
             process.kill()
     assert why_impossible() is None  # which removes what the killed one has left
-    assert _left(process.pid) == set()
+    assert left(process.pid) == set()

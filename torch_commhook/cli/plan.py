@@ -1,14 +1,15 @@
 """``commhook plan``: what each hook would cost over a link, and whether it pays.
 
-What a hook computes is measured here, on a bucket of random gradients in square matrices, as many
-as models have; what it sends is counted, with ranks that are threads. From that a step is timed: a
-third of its computing is the forward, the rest the backward, which fills the buckets one after the
-other, and what hooks compute stands on the same processor. A bucket goes on the wire once it is
-full; how long it is on its way is what Gloo's messages take, which wait for one another.
+The command measures a hook's computing on this machine, on a bucket of random gradients in square
+matrices. It counts the hook's bytes with ranks that are threads. From both it computes a step's
+time. A third of the step's computing is the forward, and the rest is the backward, which fills the
+buckets in turn. Hooks compute on the same processor. A bucket's messages go on the wire once it is
+full, and wait for one another as Gloo's do.
 
-A hook that changes after some steps is planned as it is then. One that keeps ranks apart for some
-steps sends after the last of them, when there is nothing to hide that behind; what is said of a
-step is the mean.
+A hook that changes after some steps is planned as it is then. A hook that keeps ranks apart for
+some steps is planned as one that sends after the last of them and hides nothing behind computing.
+The figures of its steps are means. ``fragments=`` and ``delay=`` of ``local_sgd`` change nothing in
+the plan, although they hide the exchange behind computing.
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ def plan(
             Cost(
                 **vars(each),
                 wire_seconds=each.bytes_sent * 8 / bits_per_second / PAYLOAD,
-                round_trips=round_trips(_issued(each), each.agreement, len(buckets)) / each.every,
+                round_trips=round_trips(each.issued, each.agreement, len(buckets)) / each.every,
                 step_seconds=step,
                 ratio=step / first if first else 1.0,
             )
@@ -199,17 +200,6 @@ def bucket_sizes(elements: int, bucket_cap_mb: Sequence[float]) -> list[int]:
     return sizes
 
 
-def _issued(measured: Measured) -> Sequence[Issued]:
-    """What a rank issues; where that is not known, one message of the bytes that it sends."""
-    from torch_commhook.process_group.gloo_messages import Traffic
-    from torch_commhook.process_group.simulated.link import Issued
-
-    if measured.issued or not measured.bytes_sent:
-        return measured.issued
-    sent = measured.bytes_sent * measured.every
-    return [Issued("", Traffic("all_to_all_single", 2, 2 * sent, sent))]
-
-
 def _step_seconds(
     measured: Measured,
     compute: float,
@@ -227,7 +217,7 @@ def _step_seconds(
             computed += (in_backward + measured.compute_seconds) * share
             ready[place] = computed
     through = through_seconds(
-        _issued(measured),
+        measured.issued,
         measured.agreement,
         ready=ready,
         shares=shares,

@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=_milliseconds,
         default=0.0,
         metavar="MS",
-        help="of ddp: of each message, one way, in ms: a round trip takes twice that (0)",
+        help="of ddp: of each message, one way, in ms; a round trip takes two delays (0)",
     )
     parser.add_argument("--world", type=_ranks, default=2, help="ranks (2)")
     parser.add_argument(

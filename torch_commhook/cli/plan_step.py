@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,15 +30,15 @@ def through_seconds(
 ) -> float:
     """When a step's last collective has ended.
 
-    Of a bucket each collective waits for the one before. The first one on a group goes to that
-    group; those that follow go to the group beside it, for second stages. At the end ranks agree.
+    Each collective of a bucket waits for the one before it. The first collective on a group uses
+    that group; later ones use its group for second stages. At the end the ranks agree.
 
     Args:
         issued: what a rank issues for all gradients, as if they were one bucket.
         agreement: what it issues at the end of a step.
         ready: when each bucket is full, in seconds.
         shares: of each bucket in the gradients.
-        computed: when all that is computed has been, in seconds.
+        computed: when the step's computing ends, in seconds.
         bits_per_second: of the link, each way.
         latency: of a message, one way, in seconds.
     """
@@ -50,7 +51,7 @@ def through_seconds(
     groups: dict[tuple[str, bool], GlooGroup] = {}
     end = computed
 
-    def go_on(when: float, chain: list[Issued], before: frozenset[str]) -> None:
+    def go_on(chain: list[Issued], before: frozenset[str], when: float) -> None:
         nonlocal end
         if not chain:
             end = max(end, when)
@@ -59,16 +60,16 @@ def through_seconds(
         key = name, name in before
         group = groups.get(key)
         if group is None:
-            group = groups[key] = GlooGroup(link, traffic.ranks, MOST_UNDER_WAY)
+            group = groups[key] = GlooGroup(link, MOST_UNDER_WAY)
         issue = group.issue if has_a_thread(traffic) else group.send
         parts = merged(messages_of(traffic), most)
-        issue(when, parts, lambda done: go_on(done, rest, before | {name}))
+        issue(when, parts, partial(go_on, rest, before | {name}))
 
     for when, share in zip(ready, shares, strict=True):
         chain = _with_exchanges([each.scaled(share) for each in issued])
-        link.at(when, lambda now, chain=chain: go_on(now, chain, frozenset()))  # type: ignore[misc]
+        link.at(when, partial(go_on, chain, frozenset()))
     link.finish()
-    link.at(end, lambda now: go_on(now, list(agreement), frozenset()))
+    link.at(end, partial(go_on, list(agreement), frozenset()))
     link.finish()
     return end
 

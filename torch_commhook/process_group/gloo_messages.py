@@ -1,7 +1,7 @@
-"""The messages of which Gloo's collectives consist, and which of them wait for others.
+"""The messages of Gloo's collectives, and their order.
 
-A receiver of Gloo's asks the sender for each message. Where both come to a message at the same
-time, that takes a round trip: the request, then the message.
+In Gloo a receiver asks the sender for each message. If both come to a message at the same time, it
+takes a round trip: the request, then the message.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Messages:
         at_once: so many are under way: each one waits for the one so many places before it.
         is_requested: whether the receiver asks for each when the collective comes to it, which
             takes the latency once more. Others have been asked for before.
-        shares_connection: whether between two ranks requests are behind the rank's own messages.
+        shares_connection: whether requests wait behind the rank's own messages, as those of
+            collectives between two ranks do.
         latencies: that each takes: 1, or more where one stands for several (:func:`merged`).
     """
 
@@ -60,7 +61,7 @@ class Messages:
     nbytes: float
     at_once: int = 1
     is_requested: bool = True
-    shares_connection: bool = True
+    shares_connection: bool = False
     latencies: float = 1.0
 
 
@@ -90,10 +91,11 @@ def link_bytes(call: Call, rank: int, ranks: int) -> int:
 
 def messages_of(traffic: Traffic) -> list[Messages]:
     """The parts of a collective, one after another; none where nothing travels."""
-    if traffic.ranks < 2:
-        return []
     parts = _PARTS.get(traffic.operation)
-    return [] if parts is None else parts(traffic)
+    if traffic.ranks < 2 or parts is None:
+        return []
+    shares = traffic.ranks == 2 and traffic.operation != EXCHANGE
+    return [replace(each, shares_connection=shares) for each in parts(traffic)]
 
 
 def has_a_thread(traffic: Traffic) -> bool:
@@ -104,18 +106,10 @@ def has_a_thread(traffic: Traffic) -> bool:
 _WITHOUT_THREAD = ("send", "recv", "recv_anysource", "monitored_barrier", EXCHANGE)
 
 
-def latencies(parts: Sequence[Messages]) -> float:
-    """How often a collective of small messages waits for the latency: twice in a round trip."""
-    return sum(
-        math.ceil(each.count / each.at_once) * each.latencies * (1 + each.is_requested)
-        for each in parts
-    )
-
-
 def merged(parts: Sequence[Messages], most: int) -> list[Messages]:
     """The same bytes and latencies in fewer messages, where a part has more than ``most``.
 
-    For collectives of many ranks, of whose messages not each one has to be followed.
+    For collectives of many ranks, which have too many messages to follow each one.
     """
     found = []
     for each in parts:
@@ -161,10 +155,6 @@ def _to_each_other(traffic: Traffic) -> list[Messages]:
     return [Messages(others, traffic.carried / others, at_once=others)]
 
 
-def _exchange(traffic: Traffic) -> list[Messages]:
-    return [replace(each, shares_connection=False) for each in _to_each_other(traffic)]
-
-
 def _broadcast(traffic: Traffic) -> list[Messages]:
     # Down a tree, in which all but the root have asked when the message comes.
     depth = math.ceil(math.log2(traffic.ranks))
@@ -207,7 +197,7 @@ _PARTS: dict[str, Callable[[Traffic], list[Messages]]] = {
     "alltoall": _to_each_other,
     "barrier": _barrier,
     "broadcast": _broadcast,
-    EXCHANGE: _exchange,
+    EXCHANGE: _to_each_other,
     "gather": _with_root,
     "gather_single": _with_root,
     "monitored_barrier": _monitored_barrier,

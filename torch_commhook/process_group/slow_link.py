@@ -16,7 +16,7 @@ Event = Callable[[float], object]
 class SlowLink:
     """A rank's link, which carries one message after another.
 
-    Its time is what it is told, in seconds of any clock: all happens in :meth:`advance`.
+    The caller gives the time, in seconds of any clock. Events happen only in :meth:`advance`.
 
     Args:
         bandwidth: each way, in bits per second.
@@ -26,9 +26,9 @@ class SlowLink:
     def __init__(self, bandwidth: float, latency: float) -> None:
         self.bandwidth = bandwidth
         self.latency = latency
-        #: Up to here everything has happened.
+        #: All events up to this time have happened.
         self.now = 0.0
-        #: When it has carried what has been sent so far.
+        #: When the last byte that was sent so far leaves.
         self.is_free = 0.0
         self._events: list[tuple[float, int, Event]] = []
         self._numbers = itertools.count()
@@ -42,7 +42,7 @@ class SlowLink:
         return self._events[0][0] if self._events else None
 
     def advance(self, until: float) -> None:
-        """Let everything happen up to a time, that included."""
+        """Call the events up to a time, that included."""
         while self._events and self._events[0][0] <= until:
             when, _, event = heapq.heappop(self._events)
             self.now = max(self.now, when)
@@ -50,7 +50,7 @@ class SlowLink:
         self.now = max(self.now, until)
 
     def finish(self) -> None:
-        """Let everything happen, up to the last event."""
+        """Call all events, also those that events add."""
         while self._events:
             self.advance(self._events[0][0])
 
@@ -65,13 +65,11 @@ class GlooGroup:
 
     Args:
         link: this rank's, which other groups may use, too.
-        ranks: of the group.
         threads: so many collectives are under way at once; others wait, in order.
     """
 
-    def __init__(self, link: SlowLink, ranks: int, threads: int) -> None:
+    def __init__(self, link: SlowLink, threads: int) -> None:
         self.link = link
-        self.ranks = ranks
         self.threads = threads
         self._running = 0
         self._waiting: deque[tuple[Sequence[Messages], Event]] = deque()
@@ -89,13 +87,13 @@ class GlooGroup:
 
     def send(self, when: float, parts: Sequence[Messages], done: Event) -> None:
         """As :meth:`issue`, for what takes no thread: messages between two ranks."""
-        _Collective(self, parts, done).begin(when)
+        _Collective(self.link, parts, done).begin(when)
 
     def _begin_next(self, when: float) -> None:
         while self._waiting and self._running < self.threads:
             parts, done = self._waiting.popleft()
             self._running += 1
-            _Collective(self, parts, self._ended(done)).begin(when)
+            _Collective(self.link, parts, self._ended(done)).begin(when)
 
     def _ended(self, done: Event) -> Event:
         def ended(when: float) -> None:
@@ -109,8 +107,8 @@ class GlooGroup:
 class _Collective:
     """The messages of one collective."""
 
-    def __init__(self, group: GlooGroup, parts: Sequence[Messages], done: Event) -> None:
-        self._group, self._link = group, group.link
+    def __init__(self, link: SlowLink, parts: Sequence[Messages], done: Event) -> None:
+        self._link = link
         self._parts = deque(parts)
         self._done = done
 
@@ -133,7 +131,7 @@ class _Collective:
             self._link.at(when, self._send)
             return
         leaves = when
-        if self._part.shares_connection and self._group.ranks == 2:
+        if self._part.shares_connection:
             leaves = max(when, self._link.is_free)
         self._link.at(leaves + self._latency, self._send)
 

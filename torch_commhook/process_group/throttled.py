@@ -39,7 +39,7 @@ _TIMERS = Timers("commhook-throttle")
 
 
 class _ClockedLink:
-    """A link in the time of a clock, on which a timer tells of what has ended.
+    """A link in real time: a timer wakes it when its next event is due.
 
     Args:
         bandwidth, latency: as of :class:`SlowLink`.
@@ -49,14 +49,15 @@ class _ClockedLink:
         self.link = SlowLink(bandwidth, latency)
         self._lock = threading.Lock()
         self._ended: list[Callable[[], object]] = []
-        self._wakes = math.inf
+        #: When the timers that are set will wake this, the next one last: none is set for a later
+        #: time than another, and the earliest one wakes first.
+        self._wakes = [math.inf]
 
     def issue(
         self, group: GlooGroup, when: float, traffic: Traffic, done: Callable[[], object]
     ) -> None:
         """Have ``done()`` called once a link has carried what was ready at a time, in seconds."""
         with self._lock:
-            group.ranks = traffic.ranks  # which change in groups like torchft's
             start = max(when, self.link.now)
             self.link.advance(start)
             issue = group.issue if has_a_thread(traffic) else group.send
@@ -68,8 +69,8 @@ class _ClockedLink:
             self.link.advance(max(_C.steady_seconds(), self.link.now))
             ended, self._ended = self._ended, []
             due = self.link.next_event()
-            if due is not None and due < self._wakes:
-                self._wakes = due
+            if due is not None and due < self._wakes[-1]:
+                self._wakes.append(due)
                 _TIMERS.call_at(due, self._wake)
         for each in ended:  # may issue more
             try:
@@ -79,7 +80,7 @@ class _ClockedLink:
 
     def _wake(self) -> None:
         with self._lock:
-            self._wakes = math.inf
+            self._wakes.pop()
         self._go_on()
 
 
@@ -149,7 +150,7 @@ class ThrottledProcessGroup(WrapperProcessGroup):
 
     def _use(self, link: _ClockedLink) -> None:
         self._link = link
-        self._model = GlooGroup(link.link, self.size(), self.threads)
+        self._model = GlooGroup(link.link, self.threads)
 
     def run_collective(
         self, operation: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
@@ -174,7 +175,7 @@ class ThrottledProcessGroup(WrapperProcessGroup):
 
 
 class _ThrottledPlace(Place):
-    """A place in the order of the parent's exchanges, of which each has its time on the link."""
+    """A place in the order of the parent's exchanges, which also take their time on the link."""
 
     def __init__(self, group: ThrottledProcessGroup) -> None:
         super().__init__(group.parent)
@@ -184,8 +185,10 @@ class _ThrottledPlace(Place):
         self, stage: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor], result: Tensor
     ) -> torch.futures.Future[Tensor]:
         nbytes = sum(tensor_bytes(tensor) for tensor in inputs)
-        carried = nbytes - tensor_bytes(inputs[self._rank])
-        traffic = Traffic(EXCHANGE, len(inputs), nbytes, carried)
+        sent = nbytes - tensor_bytes(inputs[self._rank])
+        received = sum(tensor_bytes(tensor) for tensor in outputs)
+        received -= tensor_bytes(outputs[self._rank])
+        traffic = Traffic(EXCHANGE, len(inputs), nbytes, max(sent, received))
         throttled = _ThrottledWork(self._link, self._model, traffic)
         work: Any = _C.as_work(super().exchange(stage, inputs, outputs, result))
         throttled.follow(work, [result])
@@ -195,7 +198,10 @@ class _ThrottledPlace(Place):
 def _second_of(
     group: weakref.ref[ThrottledProcessGroup],
 ) -> Callable[[], dist.ProcessGroup | None]:
-    """What makes the group of second stages, which shares the link; it does not hold the group."""
+    """A function that makes the group of second stages, on the same link.
+
+    It holds no reference to ``group``.
+    """
 
     def make() -> dist.ProcessGroup | None:
         first = group()

@@ -1,0 +1,56 @@
+"""Steps of DDP models with one bucket for each layer, for benchmarks on links."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import torch_commhook
+from torch_commhook.cli.hook_expression import parse_hook
+
+#: DDP makes its buckets anew after the first.
+_FIRST_STEPS = 3
+
+
+def step_of(
+    text: str, layers: int, width: int, group: dist.ProcessGroup | None = None
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Make a DDP model with a hook; a function that does a step, and one that removes the hook.
+
+    A step is a forward and a backward. Three are done already.
+
+    Args:
+        text: a hook expression; ``NO_HOOK`` for DDP alone.
+        layers: how many the model has.
+        width: of each layer, whose bucket has ``width * width`` elements in float32.
+        group: of the model; None for the default one.
+
+    Raises:
+        RuntimeError: the model has another number of buckets.
+    """
+    made = [nn.Linear(width, width, bias=False) for _ in range(layers)]
+    model = DDP(
+        nn.Sequential(*made),
+        process_group=group,
+        bucket_cap_mb=width * width * 4 / (1 << 20),
+        gradient_as_bucket_view=True,
+    )
+    hook = parse_hook(text)
+    handle = None if hook is None else torch_commhook.attach(model, hook)
+    inputs = torch.randn(1, width)
+
+    def step() -> None:
+        model(inputs).sum().backward()
+
+    for _ in range(_FIRST_STEPS):
+        step()
+    if handle is None:
+        return step, lambda: None
+    buckets = len(handle.stats().buckets)
+    if buckets != layers:
+        raise RuntimeError(f"layer_buckets: {text} has {buckets} buckets, not {layers}")
+    return step, handle.remove
