@@ -25,7 +25,7 @@ from torch_commhook.cli.checkpoint import (
 from torch_commhook.cli.parallel import Traffic
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.train_options import parse_options
-from torch_commhook.cli.train_rank import Run, _make_optimizer, _restore, _save
+from torch_commhook.cli.train_rank import Run, _restore, _save, make_optimizer
 from torch_commhook.cli.transformer import ByteTransformer
 from torch_commhook.cli.world import World
 
@@ -35,7 +35,7 @@ _CONFIG = TrainConfig(layers=1, dim=32, heads=2, seq=16, steps=4)
 def _model_and_optimizer() -> tuple[ByteTransformer, torch.optim.Optimizer]:
     """As they are after a step."""
     model = ByteTransformer(_CONFIG.layers, _CONFIG.dim, _CONFIG.heads)
-    optimizer = _make_optimizer(model, _CONFIG)
+    optimizer = make_optimizer(model, _CONFIG)
     windows = torch.arange(17)[None]
     model(windows[:, :-1], windows[:, 1:]).backward()
     optimizer.step()

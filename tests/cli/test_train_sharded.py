@@ -22,7 +22,7 @@ from torch_commhook.cli.hook_expression import HookExpressionError, parse_codec
 from torch_commhook.cli.place import Place
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.train_options import parse_options
-from torch_commhook.cli.train_rank import _make_optimizer
+from torch_commhook.cli.train_rank import make_optimizer
 from torch_commhook.cli.transformer import ByteTransformer
 from torch_commhook.testing import run_ranks
 
@@ -62,7 +62,7 @@ def test_without_a_hook_as_much_is_sent_as_the_plain_mean_sends(config: TrainCon
         model = _model(config)
         parallel.shard(model, config, CPU)
         handle = parallel.attach_hook(model, config)
-        _step(model, rank, _make_optimizer(model, config))
+        _step(model, rank, make_optimizer(model, config))
         return parallel.plain_traffic(model, config), parallel.Traffic.of_hook(handle.stats())
 
     for expected, counted in run_ranks(of_rank, config.ranks):
@@ -85,7 +85,7 @@ def test_states_are_whole_and_go_back_into_shards(config: TrainConfig) -> None:
     def of_rank(rank: int) -> tuple[list[str], list[str], list[str], bool]:
         model = _model(config)
         parallel.shard(model, config, CPU)
-        optimizer = _make_optimizer(model, config)
+        optimizer = make_optimizer(model, config)
         parallel.attach_hook(model, config)
         _step(model, rank, optimizer)
         saved = parallel.whole_state(
@@ -94,7 +94,7 @@ def test_states_are_whole_and_go_back_into_shards(config: TrainConfig) -> None:
         other = _model(config)
         other.load_state_dict(saved["model"])
         parallel.shard(other, config, CPU)
-        again = _make_optimizer(other, config)
+        again = make_optimizer(other, config)
         parallel.load_optimizer(again, saved["optimizer"]["state"])
         is_sharded = all(
             isinstance(values["exp_avg"], DTensor) and values["exp_avg"].placements == p.placements
@@ -116,11 +116,11 @@ def test_states_are_whole_and_go_back_into_shards(config: TrainConfig) -> None:
 def test_an_optimizer_leaves_the_state_that_it_goes_on_from() -> None:
     """``--compare`` trains from the same checkpoint a second time."""
     model = _model(TINY)
-    optimizer = _make_optimizer(model, TINY)
+    optimizer = make_optimizer(model, TINY)
     _step(model, 0, optimizer)
     state = parallel.whole_state(optimizer.state_dict()["state"])
     before = {name: value.clone() for name, value in state[0].items()}
-    again = _make_optimizer(model, TINY)
+    again = make_optimizer(model, TINY)
     parallel.load_optimizer(again, state)
     _step(model, 0, again)
     assert different_paths(before, state[0]) == []
@@ -342,7 +342,7 @@ def test_a_world_that_is_there_is_halved() -> None:
 def _checkpoint(**changes: Any) -> Checkpoint:
     config = replace(HSDP, ranks=4, shards=2, weights="blockwise()", steps=4, **changes)
     model = _model(config)
-    optimizer = _make_optimizer(model, config)
+    optimizer = make_optimizer(model, config)
     _step(model, 0, optimizer)
     return Checkpoint(
         config=config.to_plain(),

@@ -71,7 +71,7 @@ _WARM_UP_STEPS = 20
 _FINAL_STEPS = 20
 _LOWEST_LR = 0.1
 _WEIGHT_DECAY = 0.1
-_GRADIENT_NORM = 1.0
+GRADIENT_NORM = 1.0
 _EVALUATION_BATCH = 8
 
 
@@ -200,17 +200,17 @@ def _train_once(
         if reporter is not None:
             reporter.close()
     is_interrupted = run.step < last_step
-    held_out_loss = None
+    on_held_out = None
     if not is_interrupted:
         if run.handle is not None:  # what is evaluated is one model
             run.handle.synchronize()
-        held_out_loss = _held_out_loss(whole_model(run.model, config), world, data, config.seq)
+        on_held_out = held_out_loss(whole_model(run.model, config), world, data, config.seq)
     result = _result(run, config, records, first_step, fp32_bytes, checkpoint)
     if run.handle is not None and not is_interrupted:  # else the ranks may be apart
         run.handle.remove()
     return replace(
         result,
-        held_out_loss=held_out_loss,
+        held_out_loss=on_held_out,
         is_interrupted=is_interrupted,
         checkpoint=None if saved is None else str(saved),
     )
@@ -230,7 +230,7 @@ def prepare(
     else:
         module = model
         shard(model, config, world.device)
-    run = Run(model, module, _make_optimizer(model, config), attach_hook(module, config))
+    run = Run(model, module, make_optimizer(model, config), attach_hook(module, config))
     if checkpoint is not None:
         _restore(run, config, world, checkpoint, main_run)
     return run
@@ -294,7 +294,8 @@ def _restore(
             ) from error
 
 
-def _make_optimizer(model: ByteTransformer, config: TrainConfig) -> torch.optim.Optimizer:
+def make_optimizer(model: ByteTransformer, config: TrainConfig) -> torch.optim.Optimizer:
+    """The optimizer that ``train`` uses: AdamW, with weight decay for matrices."""
     matrices, vectors = model.parameter_groups()
     groups = [
         {"params": matrices, "weight_decay": _WEIGHT_DECAY},
@@ -331,7 +332,7 @@ def train_step(
     # Before the gradients: their step need not wait for it.
     mean_loss = world.start_mean(loss, flag=is_asked_to_stop())
     loss.backward()
-    nn.utils.clip_grad_norm_(run.model.parameters(), _GRADIENT_NORM)
+    nn.utils.clip_grad_norm_(run.model.parameters(), GRADIENT_NORM)
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
     mean = mean_loss()
@@ -384,7 +385,12 @@ def _save(
 
 
 @torch.no_grad()
-def _held_out_loss(model: nn.Module, world: World, data: TextData, seq: int) -> float | None:
+def held_out_loss(model: nn.Module, world: World, data: TextData, seq: int) -> float | None:
+    """The loss on the held-out text, of which each rank takes a part, by the model that it has.
+
+    Returns:
+        The mean over the text; None where nothing is held out, or a rank is asked to stop.
+    """
     windows = held_out_windows(data, rank=world.rank, world_size=world.size, seq=seq)
     # The sum, its windows, and how many ranks were asked to stop.
     total = torch.zeros(3, dtype=torch.float64, device=world.device)

@@ -1,0 +1,232 @@
+"""Wall-clock time to the loss that plain DDP has after 1,000 steps, over a slow and far link.
+
+``python benchmarks/bench_wan.py --help`` shows the options; see benchmarks/README.md. Each run is
+stored when it ends, and those that are stored are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lab_bench import congestion_control, delay_argument, format_link, rate_argument, run_ranks
+from machine import FOLDER, environment
+from netlab import Lab, LabError, Stopped, parse_rate, stopped_by_signals
+from wan_rank import TORCHFT, Plan
+
+from torch_commhook.cli.hook_expression import NO_HOOK
+
+RESULTS = FOLDER / "results" / "bench_wan.json"
+PICTURE = FOLDER.parent / "docs" / "images" / "wan.png"
+HOSTS = 2
+SYNC_EVERY = 30
+BASELINE = "DDP"
+_CODEC = "error_feedback(blockwise(bits=4))"
+_STREAMED = "local_sgd({every}, fragments=3, delay=5, mix=0.5, hook={codec})"
+STREAMED = _STREAMED.format(every=SYNC_EVERY, codec=_CODEC)
+#: Each way to train, and how many steps it takes for each of DDP's. Ranks that are apart take more
+#: steps to the same loss, and the learning rate falls until the last one.
+WAYS = {
+    NO_HOOK: 1.0,
+    "pytorch-powersgd": 1.0,
+    _CODEC: 1.0,
+    TORCHFT: 1.5,
+    f"local_sgd({SYNC_EVERY}, hook={_CODEC})": 1.5,
+    STREAMED: 1.5,
+}
+#: Of DDP's time.
+AT_MOST = {STREAMED: 0.10}
+_TIMEOUT = 3600.0
+
+
+def plans_of(options: argparse.Namespace) -> list[Plan]:
+    """All runs, seed by seed."""
+    return [
+        Plan(
+            way=way,
+            every=options.every,
+            sync_every=SYNC_EVERY,
+            layers=options.layers,
+            dim=options.dim,
+            seq=128,
+            batch=options.batch,
+            # Whole rounds, so that the last step is one in which ranks come together.
+            steps=round(options.steps * WAYS[way] / SYNC_EVERY) * SYNC_EVERY
+            if WAYS[way] != 1
+            else options.steps,
+            seed=seed,
+        )
+        for seed in options.seeds
+        for way in options.ways
+    ]
+
+
+def run_plan(plan: Plan, rate: int, delay: float) -> dict[str, Any]:
+    """Train over a link; what ``wan_rank.Figures`` holds."""
+    with tempfile.TemporaryDirectory() as name, Lab(HOSTS, rate, delay=delay) as lab:
+        found: dict[str, Any] = run_ranks(
+            lab, Path(name), "wan_rank.py", plan, timeout=_TIMEOUT, grace=30.0
+        )
+        return found
+
+
+def seconds_to(run: dict[str, Any], loss: float) -> float | None:
+    """When a run had this held-out loss first; None if never."""
+    for seconds, own in zip(run["seconds"], run["losses"], strict=True):
+        if own <= loss:
+            return float(seconds)
+    return None
+
+
+def table(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each way the time to DDP's last loss, of the seeds that DDP has had too."""
+    plain = {run["seed"]: run for run in runs if run["way"] == NO_HOOK}
+    rows = []
+    for way in WAYS:
+        own = [run for run in runs if run["way"] == way and run["seed"] in plain]
+        if not own:
+            continue
+        times, ratios = [], []
+        for run in own:
+            beside = plain[run["seed"]]
+            took = seconds_to(run, beside["losses"][-1])
+            if took is not None:
+                times.append(took)
+                ratios.append(took / beside["seconds"][-1])
+        rows.append(
+            {
+                "way": BASELINE if way == NO_HOOK else way,
+                "seeds": len(own),
+                "reached": len(times),
+                "seconds": statistics.median(times) if times else None,
+                "ratio": statistics.median(ratios) if ratios else None,
+                "at_most": AT_MOST.get(way),
+                "last loss": statistics.fmean(run["losses"][-1] for run in own),
+                "step ms": statistics.median(
+                    1e3 * run["seconds"][-1] / run["steps"][-1] for run in own
+                ),
+                "MB a step": statistics.median(
+                    run["link_bytes"] / run["steps"][-1] / 1e6 for run in own
+                ),
+            }
+        )
+    return rows
+
+
+def print_table(rows: Sequence[dict[str, Any]]) -> bool:
+    """Print the table; whether no target is missed."""
+    columns = ["way", "reached", "seconds", "of DDP's", "target", "last loss", "step ms"]
+    print(f"| {' | '.join([*columns, 'MB a step'])} |")
+    print("|---" * (len(columns) + 1) + "|")
+    held = True
+    for row in rows:
+        whole = row["reached"] == row["seeds"]
+        target = ""
+        if row["at_most"] is not None:
+            good = whole and row["ratio"] <= row["at_most"]
+            held = held and good
+            target = f"<= {row['at_most']:.2f} {'ok' if good else 'MISSED'}"
+        took = ["never", ""]
+        if row["seconds"] is not None:
+            took = [f"{row['seconds']:.0f}", f"{row['ratio']:.3f}"]
+        cells = [f"`{row['way']}`", f"{row['reached']} of {row['seeds']}", *took, target]
+        cells += [f"{row['last loss']:.4f}", f"{row['step ms']:.0f}", f"{row['MB a step']:.2f}"]
+        print(f"| {' | '.join(cells)} |")
+    return held
+
+
+def draw(runs: Sequence[dict[str, Any]], link: str, path: Path) -> None:
+    """Held-out loss over time, of the first seed."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)  # no pyplot: that would look for a display
+    axes = figure.subplots()
+    seed = min(run["seed"] for run in runs)
+    for way in WAYS:
+        for run in runs:
+            if (run["way"], run["seed"]) == (way, seed):
+                plain = way == NO_HOOK
+                style = {"color": "black", "linestyle": ":"} if plain else {}
+                label = BASELINE if plain else way
+                axes.plot(run["seconds"], run["losses"], label=label, **style)
+                if plain:
+                    axes.axhline(run["losses"][-1], color="0.7", linewidth=0.8)
+    axes.set(
+        title=f"held-out loss over time, link of {link} each way",
+        xlabel="seconds",
+        ylabel="loss, nats per byte",
+        xscale="log",
+    )
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--rate", type=rate_argument, default=parse_rate("200mbit"), help="default: 200mbit")
+    add("--delay", type=delay_argument, default=0.025, metavar="MS", help="each way; default: 25")
+    add("--steps", type=int, default=1000, help="of DDP (default: 1000)")
+    add("--every", type=int, default=25, metavar="N", help="steps between losses (default: 25)")
+    add("--layers", type=int, default=4, help="of the model (default: 4)")
+    add("--dim", type=int, default=240, help="width of the model (default: 240)")
+    add("--batch", type=int, default=1, help="sequences of each rank in a step (default: 1)")
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    add("--ways", nargs="+", default=list(WAYS), choices=WAYS, metavar="WAY")
+    add("--again", action="store_true", help="forget what is stored")
+    add("--out", type=Path, default=RESULTS, help="where to store the results as JSON")
+    add("--picture", type=Path, default=PICTURE, help="where to draw the picture")
+    return parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run what is not stored yet; all runs with these options."""
+    stored: dict[str, Any] = {"environment": environment("cpu"), "runs": []}
+    stored["environment"]["congestion_control"] = congestion_control()
+    if options.out.exists() and not options.again:
+        stored["runs"] = json.loads(options.out.read_text())["runs"]
+    found = []
+    for plan in plans_of(options):
+        key = {"plan": asdict(plan), "rate": options.rate, "delay": options.delay}
+        same = [run for run in stored["runs"] if all(run[k] == v for k, v in key.items())]
+        if same:
+            found.append(same[0])
+            continue
+        figures = run_plan(plan, options.rate, options.delay)
+        done = {**key, "way": plan.way, "seed": plan.seed, **figures}
+        stored["runs"].append(done)
+        found.append(done)
+        options.out.write_text(json.dumps(stored, indent=1) + "\n")
+        last = f"{figures['losses'][-1]:.4f} after {figures['seconds'][-1]:.0f} s"
+        print(f"{plan.way}, seed {plan.seed}: {last}", flush=True)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = options_of(arguments)
+    try:
+        with stopped_by_signals():
+            runs = run(options)
+    except LabError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except Stopped as stopped:
+        print(f"bench_wan: stopped by {stopped}; what has ended is stored", file=sys.stderr)
+        return 128 + stopped.number
+    draw(runs, format_link(options.rate, options.delay), options.picture)
+    return 0 if print_table(table(runs)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

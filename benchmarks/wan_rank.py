@@ -1,0 +1,234 @@
+"""One rank of bench_wan: trains in one way from beginning to end, and says when it was how good.
+
+``bench_wan`` starts it on each host, with the name of a file that says what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from link_rank import PYTORCH, carried
+from torch import Tensor, nn
+
+from torch_commhook.cli.hook_expression import NO_HOOK
+from torch_commhook.cli.place import Place, read_place
+from torch_commhook.cli.rank_process import finish
+from torch_commhook.cli.text_data import TextData, read_text, split_text, training_batch
+from torch_commhook.cli.train_config import TrainConfig
+from torch_commhook.cli.train_rank import (
+    GRADIENT_NORM,
+    held_out_loss,
+    learning_rate,
+    make_optimizer,
+    prepare,
+)
+from torch_commhook.cli.transformer import ByteTransformer
+from torch_commhook.cli.world import World
+
+#: DiLoCo of the library torchft, with its manager and its server.
+TORCHFT = "torchft DiLoCo"
+_LIGHTHOUSE_PORT = 29510
+_TIMEOUT = timedelta(minutes=5)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run.
+
+    Attributes:
+        way: a hook expression, ``NO_HOOK`` for DDP alone, a name in ``PYTORCH``, or ``TORCHFT``.
+        every: steps from one measurement to the next.
+        sync_every: steps from one exchange of torchft to the next.
+        layers, dim, seq, batch, steps, seed: as ``train`` takes them.
+    """
+
+    way: str
+    every: int
+    sync_every: int
+    layers: int
+    dim: int
+    seq: int
+    batch: int
+    steps: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What has become of a run: at each measurement the steps, the seconds since the run began,
+    and the held-out loss, the mean over the ranks' own models; and the bytes that left rank 0's
+    host meanwhile."""
+
+    steps: list[int]
+    seconds: list[float]
+    losses: list[float]
+    link_bytes: int
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A model that trains.
+
+    Attributes:
+        model: the model.
+        forward: takes inputs and targets, and gives the loss.
+        optimizer: of the parameters.
+        end: called after the last step, within the time.
+    """
+
+    model: nn.Module
+    forward: Callable[[Tensor, Tensor], Tensor]
+    optimizer: torch.optim.Optimizer
+    end: Callable[[], object]
+
+
+def _hooked(plan: Plan, config: TrainConfig, world: World) -> _Way:
+    """DDP with a hook, or with none."""
+    run = prepare(config, world, None, main_run=True)
+    if plan.way in PYTORCH:
+        PYTORCH[plan.way](run.ddp)  # type: ignore[arg-type]
+    end = (lambda: None) if run.handle is None else run.handle.synchronize
+    return _Way(run.model, run.ddp, run.optimizer, end)
+
+
+def _own_address() -> str:
+    """That by which the other host reaches this one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], 1))
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def _torchft(plan: Plan, config: TrainConfig, world: World, stack: ExitStack) -> _Way:
+    """torchft's DiLoCo with the paper's outer optimizer, each rank a replica."""
+    own = _own_address()
+    # torchft tells others the host's name, and the hosts of a lab have none that others know.
+    socket.gethostname = lambda: own
+    os.environ.setdefault("RUST_LOG", "error")
+    logging.getLogger("torchft").setLevel(logging.ERROR)
+
+    from torchft import Manager
+    from torchft.coordination import LighthouseServer
+    from torchft.local_sgd import DiLoCo
+    from torchft.process_group import ProcessGroupGloo
+
+    torch.manual_seed(config.seed)
+    model = ByteTransformer(config.layers, config.dim, config.heads)
+    optimizer = make_optimizer(model, config)
+    if world.rank == 0:
+        server = LighthouseServer(bind=f"0.0.0.0:{_LIGHTHOUSE_PORT}", min_replicas=world.size)
+        stack.callback(server.shutdown)
+    dist.barrier()
+    store = dist.TCPStore(own, 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=_TIMEOUT),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=world.size,
+        use_async_quorum=False,
+        timeout=_TIMEOUT,
+        quorum_timeout=_TIMEOUT,
+        connect_timeout=_TIMEOUT,
+        rank=0,
+        world_size=1,
+        store_addr=own,
+        store_port=store.port,
+        lighthouse_addr=f"http://{os.environ['MASTER_ADDR']}:{_LIGHTHOUSE_PORT}",
+        replica_id=str(world.rank),
+        hostname=own,
+        init_sync=False,  # the models are the same
+    )
+    stack.callback(manager.shutdown, wait=False)
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    stack.enter_context(
+        DiLoCo(manager, [model], optimizer, outer, plan.sync_every, pin_memory=False)
+    )
+    return _Way(model, model, optimizer, lambda: store)
+
+
+def train(way: _Way, plan: Plan, config: TrainConfig, world: World, data: TextData) -> Figures:
+    """Train to the last step; measure what the parameters were on the way once time is over."""
+    parameters = list(way.model.parameters())
+    steps, seconds, copies = [], [], []
+    dist.barrier()
+    sent, started = carried(), time.perf_counter()
+    for step in range(1, plan.steps + 1):
+        for group in way.optimizer.param_groups:
+            group["lr"] = learning_rate(config, step)
+        windows = training_batch(
+            data, seed=plan.seed, step=step, rank=world.rank, batch=plan.batch, seq=plan.seq
+        )
+        way.forward(windows[:, :-1], windows[:, 1:]).backward()
+        nn.utils.clip_grad_norm_(parameters, GRADIENT_NORM)
+        way.optimizer.step()
+        way.optimizer.zero_grad(set_to_none=True)
+        if step == plan.steps:
+            way.end()
+        if step % plan.every == 0 or step == plan.steps:
+            steps.append(step)
+            seconds.append(time.perf_counter() - started)
+            copies.append([parameter.detach().clone() for parameter in parameters])
+    sent = carried() - sent
+    losses = []
+    for copy in copies:
+        with torch.no_grad():
+            for parameter, value in zip(parameters, copy, strict=True):
+                parameter.copy_(value)
+        loss = held_out_loss(way.model, world, data, plan.seq)
+        assert loss is not None
+        losses.append(loss)
+    return Figures(steps, seconds, losses, sent)
+
+
+def main(path: Path, place: Place) -> None:
+    plan = Plan(**json.loads(path.read_text()))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
+    world = World(place.rank, place.size, torch.device("cpu"), "gloo")
+    ours = plan.way not in PYTORCH and plan.way != TORCHFT
+    settings: dict[str, Any] = {}
+    if plan.way == "pytorch-powersgd":
+        settings["bucket_cap_mb"] = (1024.0,)  # see link_rank
+    config = TrainConfig(
+        layers=plan.layers,
+        dim=plan.dim,
+        seq=plan.seq,
+        batch=plan.batch,
+        steps=plan.steps,
+        seed=plan.seed,
+        ranks=place.size,
+        hook=plan.way if ours else NO_HOOK,
+        **settings,
+    )
+    data = split_text(read_text(None, config.cap_bytes, config.seq), config.seq)
+    with ExitStack() as stack:
+        if plan.way == TORCHFT:
+            way = _torchft(plan, config, world, stack)
+        else:
+            way = _hooked(plan, config, world)
+        figures = train(way, plan, config, world, data)
+        if place.rank == 0:
+            path.with_name("figures.json").write_text(json.dumps(asdict(figures)))
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    found = read_place(os.environ)
+    if found is None or len(sys.argv) != 2:
+        sys.exit("wan_rank: bench_wan starts this program")
+    main(Path(sys.argv[1]), found)
+    finish()  # past PyTorch's own threads, which may abort a process that ends
