@@ -12,6 +12,7 @@
 #   make bench-loss-sharded   the same on sharded models, of four ranks; hours, can be interrupted
 #   make bench-link       steps over links of 200 Mbit/s and 1 Gbit/s; root, iproute2, 15 minutes
 #   make bench-round-trips   steps over links of given delays; root, iproute2, ten minutes
+#   make bench-wan        time to a loss over a slow and far link; root, iproute2, two hours
 #   make bench-sharded    sharded models over links of 200 Mbit/s; root, iproute2, 15 minutes
 #   make bench-plan       what plan foretells of these steps, beside them; a minute
 #   make bench-throttle   ThrottledProcessGroup against such links; root, iproute2, ten minutes
@@ -47,7 +48,7 @@ LONG_RUN = PYTHONPATH=$(CURDIR)/tests/support:$(PYTHONPATH) $(VENV)/bin/python t
 PASSED = $(if $(ARGS),,$(LONG_RUN)/called_for.py --passed $@)
 NATIVE = setup.py build_support.py $(shell find csrc cuda -type f)
 
-.PHONY: train test test-long test-integrations long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-loss-sharded bench-link bench-round-trips bench-sharded bench-plan bench-throttle results cuda-compile gpu gpu-carry test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback clean
+.PHONY: train test test-long test-integrations long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-loss-sharded bench-link bench-round-trips bench-wan bench-sharded bench-plan bench-throttle results cuda-compile gpu gpu-carry test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/built
@@ -103,6 +104,9 @@ bench-link: $(VENV)/built
 
 bench-round-trips: $(VENV)/built
 	$(VENV)/bin/python benchmarks/bench_round_trips.py $(ARGS)
+
+bench-wan: $(VENV)/built $(INTEGRATIONS)/installed
+	$(INTEGRATIONS)/bin/python benchmarks/bench_wan.py $(ARGS)
 
 bench-sharded: $(VENV)/built
 	$(VENV)/bin/python benchmarks/bench_sharded.py $(ARGS)
