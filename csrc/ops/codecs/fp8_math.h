@@ -61,7 +61,8 @@ COMMHOOK_HOST_DEVICE float value_of(uint8_t code) {
   const float normal = float_of((magnitude << T::kShift) + T::kRebias);
   const float subnormal = static_cast<float>(static_cast<int32_t>(magnitude)) * T::kUnit;
   const bool is_subnormal = magnitude < (1u << T::kMantissa);
-  return float_of(choose(is_subnormal, bits_of(subnormal), bits_of(normal)) | (static_cast<uint32_t>(code & 0x80u) << 24));
+  return float_of(choose(is_subnormal, bits_of(subnormal), bits_of(normal)) |
+                  (static_cast<uint32_t>(code & 0x80u) << 24));
 }
 
 }  // namespace commhook::fp8

@@ -139,18 +139,30 @@ void convert_double(const From* source, To* destination, int64_t count, double s
 template <bool kStream>
 void copy_bits(const char* source, char* destination, int64_t bytes) {
   int64_t i = 0;
-  if constexpr (kStream && kWidth > 1) {
+  if constexpr (kWidth > 1) {
     constexpr int64_t kVec = kWidth * sizeof(float);
     const auto misaligned = static_cast<int64_t>(reinterpret_cast<uintptr_t>(destination) % 64);
     const int64_t head = misaligned == 0 ? 0 : 64 - misaligned;
     if (head < bytes) {
       __builtin_memcpy(destination, source, head);
       // Loads and stores of vectors move bits: arithmetic alone would change a NaN.
-      for (i = head; i + kVec <= bytes; i += kVec) {
-        store<true>(reinterpret_cast<float*>(destination + i),
-                    load(reinterpret_cast<const float*>(source + i), kWidth), kWidth);
+      const auto step = [&] {
+        store<kStream>(reinterpret_cast<float*>(destination + i),
+                       load(reinterpret_cast<const float*>(source + i), kWidth), kWidth);
+        i += kVec;
+      };
+      for (i = head; i + 4 * kVec <= bytes;) {
+        step();
+        step();
+        step();
+        step();
       }
-      fence();
+      while (i + kVec <= bytes) {
+        step();
+      }
+      if constexpr (kStream) {
+        fence();
+      }
     }
   }
   __builtin_memcpy(destination + i, source + i, bytes - i);

@@ -15,7 +15,7 @@ int64_t cache_bytes() {
 }  // namespace
 
 int64_t streaming_bytes() {
-  static const int64_t bytes = cache_bytes() / 4;
+  static const int64_t bytes = cache_bytes() / 2;
   return bytes;
 }
 

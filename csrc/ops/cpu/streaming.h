@@ -10,10 +10,11 @@
 
 namespace commhook::cpu {
 
-// A destination from this size on is written past the caches. By the time that it is read again the
-// rest of a step has gone through them. Where exactly makes less difference to the backward of
-// benchmarks/bench_hook.py than its noise; for the 51 to 102 MB of ResNet-50 in
-// benchmarks/bench_bucket.py it is faster by a quarter and more.
+// A destination from this size on is written past the caches: it does not fit into the last one
+// together with what is read for it. By the time that it is read again the rest of a step has gone
+// through them. For the 51 to 102 MB of ResNet-50 in benchmarks/bench_bucket.py that is faster by a
+// quarter and more; a bucket of 14 MB that is read again is slower by a third where two threads
+// write it past a cache of 32 MiB.
 int64_t streaming_bytes();
 
 // Of all elements together.
