@@ -107,8 +107,12 @@ class Held(hooks.allreduce):  # type: ignore[name-defined, misc]
         inner = super().average(bucket)
 
         def give() -> None:
-            self.release.wait(30)
-            future.set_result(inner.wait())
+            try:
+                if not self.release.wait(30):
+                    raise TimeoutError("nobody has released the result")
+                future.set_result(inner.wait())
+            except Exception as error:
+                future.set_exception(error)
 
         threading.Thread(target=give, name="held").start()
         return future
