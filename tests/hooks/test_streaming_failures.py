@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -79,7 +78,7 @@ def test_a_rank_that_fails_where_an_exchange_begins(
     results = three_ranks.run(_fails, road, fails)
     wanted = Streaming(3, 4, 2, 1, 0.5, _OUTER)
     wanted.optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in wanted.models]
-    # Fragment 0 after 4 steps in place of 2, and all that follows as much later as it ended.
+    # Fragment 0 begins after step 4, not 2. Fragment 1, due after step 4, waits for its end.
     begins, ends = {4: 0, 5: 1, 7: 0}, {5, 6, 8}
     for step in range(1, 10):
         wanted.train()
@@ -258,7 +257,7 @@ def _interrupted(rank: int) -> tuple[list[str], list[Tensor], list[Tensor]]:
             try:
                 train(model, optimizer, rank, range(step, step + 1))
                 said.append("")
-            except BaseException as error:
+            except KeyboardInterrupt as error:
                 said.append(type(error).__name__)
     train(model, optimizer, rank, 1)
     anchors = handle.state_dict()["shared"]["local_sgd_anchor"]
@@ -275,6 +274,65 @@ def test_ctrl_c_where_an_exchange_ends(two_ranks: RankPool) -> None:
     assert same(first[1], second[1]) and same(first[2], second[2])
 
 
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("way", ["buckets change", "removed"])
+def test_ctrl_c_comes_through(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It raises at once where the outcome is awaited before the exchange's end."""
+    model, handle = attached(local_sgd(2, outer=_OUTER, delay=1, mix=0.5))
+    train(model, torch.optim.SGD(model.parameters(), lr=0.01), 0, 2)
+    steps = handle._attached.local_steps
+
+    def receive() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(steps._background._exchange, "receive", receive)
+    with pytest.raises(KeyboardInterrupt):
+        if way == "removed":
+            handle.remove()
+        else:
+            handle._attached.memory.before_change()
+    assert (steps._background._exchange is None) == (way == "removed")
+    handle.remove()
+
+
+def _outcomes_differ(rank: int, fragments: int, clips: bool) -> tuple[list[str], list[Tensor]]:
+    """Rank 0 alone takes an exchange for one that failed."""
+    averages = hooks.clip(1.0) if clips else hooks.allreduce()
+    hook = local_sgd(4, outer=_OUTER, hook=averages, fragments=fragments, delay=1)
+    model, handle = attached(hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    state = handle.state_dict()
+    replica = type(handle._attached.local_steps._replica)
+    said = []
+    for step in range(9):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 0 and not said:
+                patch.setattr(replica, "share_failure", lambda *_: OwnError("boo"))
+            try:
+                train(model, optimizer, rank, range(step, step + 1))
+            except (OwnError, RuntimeError) as error:
+                said.append(f"{error}")
+                if "different" in said[-1]:
+                    break
+    handle.load_state_dict(state)
+    train(model, optimizer, rank, 6)
+    handle.synchronize()
+    handle.remove()
+    return said, parameters_of(model)
+
+
+@pytest.mark.parametrize(("fragments", "clips"), [(1, False), (2, False), (2, True)])
+def test_ranks_that_exchange_different_fragments(
+    three_ranks: RankPool, fragments: int, clips: bool
+) -> None:
+    """All ranks refuse the sums, and go on from a state."""
+    results = three_ranks.run(_outcomes_differ, fragments, clips)
+    for rank, (said, parameters) in enumerate(results):
+        assert said[:-1] == ([] if rank else ["boo"])
+        assert "local_sgd: ranks exchanged different fragments" in said[-1]
+        assert same(parameters, results[0][1])
+
+
 _ENDS = """
 import os, sys
 import torch, torch.distributed as dist
@@ -286,10 +344,10 @@ model = torch.nn.Linear(64, 64)
 hook = hooks.local_sgd(2, delay=1, hook=hooks.error_feedback(hooks.blockwise(bits=4)))
 handle = attach(model, hook)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-for _ in range(2):
+for step in range(2):
     optimizer.zero_grad()
     model(torch.ones(2, 64)).sum().backward()
-    if not (rank == 1 and _ == 1):  # whose part never comes
+    if not (rank == 1 and step == 1):  # whose part never comes
         optimizer.step()
 print("ends", flush=True)
 """
@@ -307,5 +365,4 @@ def test_a_process_that_ends_meanwhile(tmp_path: Any) -> None:
             assert (process.returncode, out) == (0, b"ends\n"), error.decode()
     finally:
         for process in ranks:
-            with suppress(ProcessLookupError):
-                process.kill()
+            process.kill()

@@ -30,6 +30,8 @@ from sharded_models import Mesh, by_layer
 from torch import Tensor
 
 from torch_commhook import PeerError, attach, codecs, hooks, reshard_states
+from torch_commhook.attachment.sharded import replica
+from torch_commhook.attachment.sharded.step import ShardedStep
 from torch_commhook.hooks import local_sgd, outer_sgd
 
 INT4 = partial(hooks.blockwise, bits=4, block_size=32)
@@ -190,6 +192,83 @@ def _fails_where_one_begins(rank: int, place: str) -> list[str]:
 def test_a_rank_that_fails_where_one_begins(ranks: RankPool, place: str) -> None:
     found = ranks.run(_fails_where_one_begins, place, timeout=120)
     assert found == [[]] * ranks.world_size
+
+
+def _saved_in_between(rank: int, place: str) -> list[str]:
+    """A state that is saved after one shard's exchange has failed, and before that raises."""
+    failing = _Fails()
+    hook = local_sgd(4, outer=_OUTER, hook=failing, fragments=2, delay=1, mix=0.5)
+    model, other = sharded(place), sharded(place)
+    handle = attach(model, hook)
+    again = attach(other, local_sgd(4, outer=_OUTER, hook=_Fails(), fragments=2, delay=1, mix=0.5))
+    optimizer = sgd(model.parameters())
+    failing.is_failing = rank == 1
+    said = [_raised(model, optimizer, rank, number) for number in range(2)]
+    state, here = copy.deepcopy(handle.state_dict()), [each.clone() for each in values(model)]
+    found = [f"{name}: {value}" for name, value in state["local_steps"].items() if "in" in name]
+    failing.is_failing = False
+    said += [_raised(model, optimizer, rank, number) for number in (2, 3)]
+    again.load_state_dict(state)
+    if not same(values(other), here):
+        found.append("other parameters")
+    optimizer = sgd(other.parameters())
+    for number in range(3):
+        one_step(other, optimizer, rank, number)
+    for each, of in ((handle, model), (again, other)):
+        each.synchronize()
+        if not between_replicas(values(of), rank, place):
+            found.append("apart")
+        each.remove()
+    return [*said, *found]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_state_after_one_shards_failure(ranks: RankPool, place: str) -> None:
+    for rank, found in enumerate(ranks.run(_saved_in_between, place)):
+        kind = "OwnError" if rank == 1 else "PeerError"
+        assert found == ["nothing"] * 2 + [kind, "nothing", "steps_in_flight: -1"]
+
+
+def _interrupted(rank: int, place: str, where: str) -> list[Any]:
+    """Ctrl-C on rank 1 where the ranks of its replica agree on an exchange that went well."""
+    model = sharded(place)
+    handle = attach(model, local_sgd(4, outer=_OUTER, fragments=2, delay=1, mix=0.5))
+    optimizer = sgd(model.parameters())
+
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    said = []
+    for number in range(10):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1 and number == 2:
+                patch.setattr(*_AGREEMENTS[where], interrupt)
+            try:
+                one_step(model, optimizer, rank, number)
+            except (KeyboardInterrupt, PeerError) as error:
+                said.append((number, type(error).__name__))
+    exchanges = handle.stats().steps
+    anchors = list(_tensors(handle.state_dict()).items())
+    anchors = [tensor for name, tensor in anchors if "local_sgd_anchor" in name]
+    is_same = between_replicas(anchors, rank, place)
+    handle.synchronize()
+    is_same = is_same and between_replicas(values(model), rank, place)
+    handle.remove()
+    return [said, exchanges, is_same]
+
+
+_AGREEMENTS = {
+    "it tells": (replica, "is_on_any_rank"),
+    "it ends": (ShardedStep, "end_exchange"),
+}
+
+
+@pytest.mark.parametrize("where", _AGREEMENTS)
+def test_ctrl_c_where_a_replica_agrees(four_ranks: RankPool, where: str) -> None:
+    """No rank counts the exchange as failed: the replica's next step ends it."""
+    raised = [[(2, "PeerError")], [(2, "KeyboardInterrupt")], [], []]
+    expected = [[said, 4, True] for said in raised]
+    assert four_ranks.run(_interrupted, "hsdp-4", where) == expected
 
 
 def _fails_in_a_backward(rank: int, place: str) -> list[str]:
