@@ -9,48 +9,19 @@ from typing import Any
 import pytest
 import torch
 from layered_net import batch
+from local_failures import Flaky, FlakyTopk, error_of_step
 from local_training import attached, backward, farthest, net, parameters_of, same, train
+from mode_cases import OwnError
 from rank_pool import RankPool
 from streaming_reference import Held, Streaming
 from torch import Tensor, nn
 
-from torch_commhook import GradBucket, PeerError, attach, hooks
-from torch_commhook.codecs import CODECS
+from torch_commhook import PeerError, attach, hooks
 from torch_commhook.hooks import compressed, error_feedback, local_sgd, outer_sgd
 
 pytestmark = pytest.mark.usefixtures("no_hook_on_optimizers_left")
 
 _OUTER = outer_sgd(0.7, 0.5)
-
-
-class OwnError(Exception):
-    pass
-
-
-class Flaky(hooks.allreduce):  # type: ignore[name-defined, misc]
-    """Averages, and raises on the second bucket when it is told to."""
-
-    fails = False
-
-    def average(self, bucket: GradBucket) -> Any:
-        if self.fails and bucket.index() == 1:
-            raise OwnError("boo")
-        return super().average(bucket)
-
-
-def _one_step(model: Any, optimizer: torch.optim.Optimizer, rank: int, step: int) -> str:
-    """A step; what it raised, after which parameters must be where its own step has left them."""
-    before = parameters_of(model)
-    optimizer.zero_grad()
-    backward(model, rank, step)
-    gradients = [parameter.grad for parameter in model.parameters()]
-    own = [p.add(g, alpha=-0.01) for p, g in zip(before, gradients, strict=True)]
-    try:
-        optimizer.step()
-    except (OwnError, PeerError) as error:
-        assert farthest(parameters_of(model), own) == 0
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def _fails(rank: int, road: str, fails: int) -> Any:
@@ -61,7 +32,7 @@ def _fails(rank: int, road: str, fails: int) -> Any:
     said, exchanges = [], []
     for step in range(9):
         flaky.fails = step == 1 and fails == rank
-        said.append(_one_step(model, optimizer, rank, step))
+        said.append(error_of_step(model, optimizer, rank, step))
         exchanges.append(handle.stats().steps)
     anchors = handle.state_dict()["shared"]["local_sgd_anchor"]
     found = said, exchanges, parameters_of(model), anchors
@@ -99,15 +70,6 @@ def test_a_rank_that_fails_where_an_exchange_begins(
         assert same(list(anchors.values()), list(results[0][3].values()))
 
 
-class FlakyTopk(CODECS["topk"]):  # type: ignore[misc, name-defined]
-    """Fails where messages are added up, in the background, after everything was sent."""
-
-    def decode_sum(self, *args: Any, **kwargs: Any) -> None:
-        if self.__dict__.pop("fails", False):
-            raise OwnError("boo")
-        super().decode_sum(*args, **kwargs)
-
-
 def _tensors(state: dict[str, Any], rank: int) -> dict[str, Tensor]:
     kinds = {**state[f"rank{rank}"], **state["shared"]}
     kinds.pop("local_sgd_parameter")
@@ -122,19 +84,20 @@ def _fails_in_background(rank: int, saves: bool) -> tuple[list[str], list[int]]:
     train(model, optimizer, rank, 7)  # two exchanges, and what they have not sent
     before = _tensors(handle.state_dict(), rank)
     assert any(tensor.any() for name, tensor in before.items() if name.startswith("error"))
-    codec.__dict__["fails"] = rank == 1
-    said = [_one_step(model, optimizer, rank, 7)]  # one begins
+    if rank == 1:
+        codec.fail_once()
+    said = [error_of_step(model, optimizer, rank, 7)]  # one begins
     if saves:  # as not begun, since it has failed
         state = handle.state_dict()
         assert state["local_steps"]["steps_in_flight"] == -1
         now = _tensors(state, rank)
         assert all(torch.equal(tensor, now[name]) for name, tensor in before.items())
-    said.append(_one_step(model, optimizer, rank, 8))
+    said.append(error_of_step(model, optimizer, rank, 8))
     now = _tensors(handle.state_dict(), rank)
     assert all(torch.equal(tensor, now[name]) for name, tensor in before.items())
-    codec.__dict__.pop("fails", None)
+    codec.fail_no_more()
     steps = [handle.stats().steps]
-    said += [_one_step(model, optimizer, rank, step) for step in (9, 10)]
+    said += [error_of_step(model, optimizer, rank, step) for step in (9, 10)]
     steps.append(handle.stats().steps)
     handle.synchronize()
     handle.remove()
@@ -222,7 +185,7 @@ def _parameters_change(rank: int) -> list[str]:
         with pytest.raises(RuntimeError, match="parameter"):
             model(batch(rank))
         model.layers[0].bias = bias
-    said = _one_step(model, optimizer, rank, 2)
+    said = error_of_step(model, optimizer, rank, 2)
     anchors = handle.state_dict()["shared"]["local_sgd_anchor"]
     here = dict(model.named_parameters())
     assert same([here[name].detach() for name in anchors], list(anchors.values()))
