@@ -15,6 +15,7 @@ from torch_commhook.hooks.local_sgd import local_sgd, precise
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.state_values import check_tensor, shown
 from torch_commhook.memory.states import (
+    ANCHOR,
     LOCAL_STEPS,
     MEANS,
     PARAMETERS,
@@ -171,6 +172,18 @@ def own_tensors(
     return own
 
 
-def missing_from(state: Mapping[str, Any], kind: str, names: Sequence[str]) -> list[str]:
-    """Those of some names of which a checked state has nothing of a kind that all ranks share."""
-    return sorted(set(names) - set(state["shared"].get(kind, {})))
+def check_anchors(state: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Check that a state has an anchor of each parameter.
+
+    Without it each rank would take its own parameter for the anchor.
+
+    Args:
+        state: to be loaded, after the memory's check.
+        names: of the parameters.
+
+    Raises:
+        ValueError: it lacks some.
+    """
+    missing = sorted(set(names) - set(state["shared"].get(ANCHOR, {})))
+    if missing:
+        raise load_error(f"its '{ANCHOR}' lacks {missing}")

@@ -15,10 +15,10 @@ from torch_commhook.attachment.anchors import moved_elsewhere
 from torch_commhook.attachment.apart_warning import forget, warn_apart, warn_at_exit
 from torch_commhook.attachment.forward_hook import BeforeForward, register_first
 from torch_commhook.attachment.local_state import (
+    check_anchors,
     check_fragment,
     checked_means,
     exchange_of_state,
-    missing_from,
     own_tensors,
     position_of,
     taken_apart,
@@ -31,7 +31,7 @@ from torch_commhook.attachment.rounds import Round
 from torch_commhook.hooks.local_sgd import local_sgd
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.replays import cannot_be_captured
-from torch_commhook.memory.states import ANCHOR, LOCAL_STEPS, load_error
+from torch_commhook.memory.states import LOCAL_STEPS
 from torch_commhook.metrics import BucketTraffic, count_bucket
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.ranks_apart import CheckedState
@@ -446,14 +446,14 @@ class LocalSteps:
         memory = self._attached.memory
         checked = taken_apart(state, self._attached.name, memory.own_key, self._by_name())
         rest = memory.check_state(checked.rest)
-        missing = missing_from(rest, ANCHOR, self._names)
-        if missing:  # each rank would take its own parameters for it
-            raise load_error(f"its '{ANCHOR}' lacks {missing}")
+        check_anchors(rest, self._names)
         check_fragment(checked.position, self.hook)
         means = None
         if checked.position.get("steps_in_flight", -1) >= 0:
-            fragment = (checked.position["fragment"] - 1) % self.hook.fragments
-            means = checked_means(state, memory.own_key, self._pieces(fragment))
+            place = self._round.before(
+                checked.position["fragment"], checked.position["steps_of_round"]
+            )
+            means = checked_means(state, memory.own_key, self._pieces(place.fragment_before))
         return checked._replace(rest=rest, means=means)
 
     @torch.no_grad()
