@@ -142,12 +142,21 @@ class TestStatesThatDoNotFit:
         here, name = parameters_of(model), "layers.0.weight"  # of the fragment under way
         for wrong, message in [
             ({"local_steps": {**position, "fragment": 2}}, "its fragment must be one of 2, .* 2"),
-            ({"local_steps": {**position, "fragment": -1}}, "of steps, fragment, got -1"),
-            ({"local_steps": {**position, "steps_in_flight": -2}}, "steps_in_flight, got -2"),
-            ({"local_steps": {**position, "steps_of_round": 1 << 60}}, "steps_of_round, got 115"),
+            (
+                {"local_steps": {**position, "fragment": -1}},
+                "an int from 0 to .*, fragment, got -1",
+            ),
+            (
+                {"local_steps": {**position, "steps_in_flight": -2}},
+                "an int from -1 to .*, steps_in_flight, got -2",
+            ),
+            (
+                {"local_steps": {**position, "steps_of_round": 1 << 60}},
+                "an int from 0 to .*, steps_of_round, got 115",
+            ),
             (
                 {"local_steps": {k: v for k, v in position.items() if k != "fragment"}},
-                "of steps, fragment, got None",
+                "an int from 0 to .*, fragment, got None",
             ),
             ({"rank0": {k: v for k, v in own.items() if k != "local_sgd_mean"}}, "got None"),
             ({"rank0": {**own, "local_sgd_mean": [1]}}, "by name, got list"),
