@@ -121,6 +121,14 @@ def three_ranks() -> Iterator[RankPool]:
     pool.stop()
 
 
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[RankPool]:
+    """Four processes with a Gloo group."""
+    pool = RankPool(4)
+    yield pool
+    pool.stop()
+
+
 @pytest.fixture
 def pools(two_ranks: RankPool, three_ranks: RankPool) -> dict[int, RankPool]:
     """The pool of so many ranks."""

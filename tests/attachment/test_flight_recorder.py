@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import pickle
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from launched_ranks import launched
+from staged_steps import point_to_point
 from torch import nn
 
 from torch_commhook import GradBucket, PeerError, attach, collectives, hooks
-from torch_commhook.collectives import exchange
 
 BLOCKWISE = hooks.blockwise()
 
@@ -25,7 +24,7 @@ def recorded(rank: int) -> set[tuple[str, str]]:
     dist.init_process_group("gloo")
     own = dist.new_group(group_desc="a group of mine")
     # Of exchanges the recorder takes no note.
-    with patch.object(exchange, "MOST_RANKS", 1):
+    with point_to_point(False):
         collectives.compressed_all_reduce(torch.ones(500), BLOCKWISE.codec, group=own).wait()
     fails = False
 

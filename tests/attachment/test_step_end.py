@@ -38,7 +38,7 @@ def test_the_maximum(
 
 
 def _counted(rank: int, used: list[int]) -> int:
-    """How many messages this rank sends."""
+    """How often this rank exchanges maps of used parameters."""
     group = dist.new_group()
     with pytest.MonkeyPatch.context() as patch:
         exchanges = []

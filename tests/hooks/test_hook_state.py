@@ -421,7 +421,7 @@ def _from_a_fresh_template(rank: int, hook: str, on_ddp: bool, folder: str) -> b
 
 
 @pytest.mark.parametrize("on_ddp", [False, True])
-@pytest.mark.parametrize("hook", [KINDS[0], KINDS[-2]])
+@pytest.mark.parametrize("hook", [KINDS[0], "local_sgd(3)", KINDS[-1]])
 def test_a_checkpoint_into_a_fresh_template(two_ranks: RankPool, hook: str, on_ddp: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         assert two_ranks.run(_from_a_fresh_template, hook, on_ddp, folder) == [True, True]

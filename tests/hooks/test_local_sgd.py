@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import weakref
 from contextlib import suppress
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from layered_net import BUCKET_CAP_MB, batch
+from layered_net import batch
 from local_training import (
     MEAN,
     ROADS,
@@ -23,28 +22,20 @@ from local_training import (
     net,
     parameters_of,
     same,
+    steps_done,
     train,
 )
-from modes import Mode
 from rank_pool import RankPool
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import optimizer as torch_optimizer
 
-from torch_commhook import GradBucket, PeerError, attach, hooks, reshard_states
-from torch_commhook.attachment.handle import HookHandle
-from torch_commhook.codecs import CODECS
-from torch_commhook.hooks import Hook, compressed, error_feedback, local_sgd, outer_sgd, policy
+from torch_commhook import attach, hooks
+from torch_commhook.hooks import Hook, local_sgd, outer_sgd
 from torch_commhook.process_group import RecordingProcessGroup
 from torch_commhook.testing import run_ranks, simulate
 
 pytestmark = pytest.mark.usefixtures("no_hook_on_optimizers_left")
-
-
-def done(handle: HookHandle) -> int:
-    assert handle._attached.local_steps is not None
-    return handle._attached.local_steps.done
 
 
 # ---- what it computes ----------------------------------------------------------------------------
@@ -268,7 +259,7 @@ class TestSteps:
             backward(model, 0, 1)
             backward(model, 0, 2)
             optimizer.step()
-            assert done(handle) == number + 1
+            assert steps_done(handle) == number + 1
         handle.remove()
 
     @pytest.mark.parametrize("to_none", [False, True])
@@ -278,7 +269,7 @@ class TestSteps:
         for number in range(4):
             optimizer.zero_grad(set_to_none=to_none)
             backward(model, 0, 0)
-            assert done(handle) == number
+            assert steps_done(handle) == number
             if number % 2:
                 optimizer.step()
         handle.remove()
@@ -291,7 +282,7 @@ class TestSteps:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter -= 0.01 * parameter.grad
-        assert (handle.stats().steps, done(handle)) == (2, 0)
+        assert (handle.stats().steps, steps_done(handle)) == (2, 0)
         handle.synchronize()  # of the fifth nobody has told
         handle.synchronize()
         assert handle.stats().steps == 3
@@ -309,7 +300,7 @@ class TestSteps:
 
         for number in range(2):
             optimizer.step(closure)
-            assert done(handle) == number + 1
+            assert steps_done(handle) == number + 1
         handle.remove()
 
     def test_a_forward_without_gradients_ends_nothing(self) -> None:
@@ -319,11 +310,11 @@ class TestSteps:
         optimizer.zero_grad()
         with torch.no_grad():
             model(batch(0))
-        assert done(handle) == 0
+        assert steps_done(handle) == 0
         model(batch(0))
-        assert done(handle) == 1
+        assert steps_done(handle) == 1
         model(batch(0))
-        assert done(handle) == 1
+        assert steps_done(handle) == 1
         handle.remove()
 
     def test_several_optimizers_of_a_model_take_one_step_together(self) -> None:
@@ -335,9 +326,9 @@ class TestSteps:
             model.zero_grad()
             backward(model, 0, number)
             first.step()
-            assert done(handle) == number
+            assert steps_done(handle) == number
             second.step()
-            assert done(handle) == number + 1
+            assert steps_done(handle) == number + 1
         handle.remove()
 
     def test_parameters_that_nobody_steps_hold_nothing_up(self) -> None:
@@ -346,7 +337,7 @@ class TestSteps:
         for number in range(3):
             model.zero_grad()
             backward(model, 0, number)
-            assert done(handle) == number
+            assert steps_done(handle) == number
             optimizer.step()
         handle.remove()
 
@@ -355,7 +346,7 @@ class TestSteps:
         other = net()
         optimizer = torch.optim.SGD(other.parameters(), lr=0.01)
         train(other, optimizer, 0, 2)
-        assert done(handle) == 0
+        assert steps_done(handle) == 0
         handle.remove()
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -375,9 +366,9 @@ class TestSteps:
         copied = copy.deepcopy(model)
         model.zero_grad()
         copied(batch(0))
-        assert done(handle) == 0
+        assert steps_done(handle) == 0
         model(batch(0))
-        assert done(handle) == 1
+        assert steps_done(handle) == 1
         handle.remove()
 
     def test_small_moves_of_16_bits_add_up(self) -> None:
@@ -540,7 +531,7 @@ def _in_container(rank: int, parts: int) -> list[Any]:
         else:
             container.step()
         container.zero_grad()
-        counts.append((done(handle), handle.stats().steps))
+        counts.append((steps_done(handle), handle.stats().steps))
     handle.remove()
     return counts
 
@@ -574,379 +565,6 @@ def test_nothing_keeps_a_model(road: str, removed: bool) -> None:
     assert not torch_optimizer._global_optimizer_post_hooks
     if copied is not None:
         train(copied, torch.optim.SGD(copied.parameters(), lr=0.01), 0, 1)
-
-
-# ---- failures ------------------------------------------------------------------------------------
-
-
-class OwnError(Exception):
-    pass
-
-
-def _fails_on_its_own(rank: int) -> list[Tensor]:
-    """A stage raises on rank 0 where no rank communicates, in a bucket that lacks gradients."""
-    model, handle = attached(local_sgd(4))
-
-    def refuse(gradients: tuple[Tensor, ...]) -> None:
-        raise OwnError("boo")
-
-    if rank == 0:
-        stage = handle.register_prehook(refuse)
-        with pytest.raises(OwnError):
-            model.layers[0](batch(rank)).sum().backward()
-        stage.remove()
-    train(model, torch.optim.SGD(model.parameters(), lr=0.01), rank, 2)
-    handle.synchronize()
-    found = parameters_of(model)
-    handle.remove()
-    return found
-
-
-def test_a_stage_that_fails_in_a_step_of_its_own(two_ranks: RankPool) -> None:
-    """It is nothing to the other ranks, and the next exchange is as ever."""
-    assert all_same(two_ranks.run(_fails_on_its_own))
-
-
-class Flaky(hooks.allreduce):  # type: ignore[name-defined, misc]
-    """Averages, and raises on the second bucket when it is told to."""
-
-    fails = False
-
-    def average(self, bucket: GradBucket) -> Any:
-        if self.fails and bucket.index() == 1:
-            raise OwnError("boo")
-        return super().average(bucket)
-
-
-def _fails(rank: int, road: str) -> Any:
-    flaky = Flaky()
-    model, handle = attached(local_sgd(2, hook=flaky), road)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    errors = []
-    for step in range(8):
-        flaky.fails = step in (1, 2, 5) and step % 2 == rank
-        before = parameters_of(model)
-        optimizer.zero_grad()
-        backward(model, rank, step)
-        gradients = [parameter.grad for parameter in model.parameters()]
-        own = [p.add(g, alpha=-0.01) for p, g in zip(before, gradients, strict=True)]
-        try:
-            optimizer.step()
-        except (OwnError, PeerError) as error:
-            errors.append((step, type(error).__name__, str(error)))
-            assert farthest(parameters_of(model), own) == 0  # as its own step has left them
-    found = errors, handle.stats().steps, parameters_of(model)
-    handle.remove()
-    return found
-
-
-@pytest.mark.parametrize("road", ["module", "ddp"])
-def test_a_rank_that_fails_in_the_exchange(two_ranks: RankPool, road: str) -> None:
-    """All raise, nothing has changed, and the next step tries again."""
-    first, second = two_ranks.run(_fails, road)
-    # Due after steps 1, 2 and 3 (when it is done), and then after 5 and 6.
-    assert [(step, kind) for step, kind, _ in first[0]] == [
-        (1, "PeerError"),
-        (2, "OwnError"),
-        (5, "PeerError"),
-    ]
-    assert [(step, kind) for step, kind, _ in second[0]] == [
-        (1, "OwnError"),
-        (2, "PeerError"),
-        (5, "OwnError"),
-    ]
-    assert "on rank 1: OwnError: boo" in first[0][0][2]
-    assert first[1] == second[1] == 2
-    assert not same(first[2], second[2])  # one step after the last exchange
-
-
-class FlakyTopk(CODECS["topk"]):  # type: ignore[misc, name-defined]
-    """Fails once where messages are added up, after everything was sent."""
-
-    def decode_sum(self, *args: Any, **kwargs: Any) -> None:
-        if self.__dict__.pop("fails", False):
-            raise OwnError("boo")
-        super().decode_sum(*args, **kwargs)
-
-
-def _sent_again(rank: int, fails: bool, in_parts: bool) -> tuple[Tensor, Tensor, Tensor]:
-    codec = FlakyTopk(0.25)
-    model = nn.Linear(16, 16, bias=False)
-    begin = model.weight.detach().clone()
-    hook: Any = error_feedback(compressed(codec))
-    if in_parts:
-        hook = policy([], hook)
-    handle = attach(model, local_sgd(1, outer=MEAN, hook=hook))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    generator = torch.Generator().manual_seed(rank)
-    gradient = torch.randn(16, 16, generator=generator)
-    (model.weight * gradient).sum().backward()
-    codec.__dict__["fails"] = fails and rank == 0
-    try:
-        optimizer.step()
-    except (OwnError, PeerError):
-        assert fails
-        optimizer.zero_grad(set_to_none=False)
-        optimizer.step()  # tries again
-    left = handle.state_dict()[f"rank{rank}"]["error"]["weight"]
-    handle.remove()
-    return begin - model.weight.detach(), left, gradient * 0.1
-
-
-@pytest.mark.parametrize("in_parts", [False, True], ids=["whole", "parts"])
-@pytest.mark.parametrize("fails", [False, True])
-def test_what_a_failed_exchange_has_sent_is_not_remembered_as_lost(
-    two_ranks: RankPool, fails: bool, in_parts: bool
-) -> None:
-    """Neither of whole buckets nor, with a policy, of parts of them."""
-    (moved, *first), (_, *second) = two_ranks.run(_sent_again, fails, in_parts)
-    left, wanted = ((a + b) / 2 for a, b in zip(first, second, strict=True))
-    assert torch.allclose(moved + left, wanted, atol=1e-6)
-
-
-# ---- going on from a state -----------------------------------------------------------------------
-
-_STEPS = 8
-
-
-def _begin(road: str, hook: Any, dtype: torch.dtype) -> Any:
-    model = net(dtype)
-    if road == "ddp":
-        model = DDP(model, bucket_cap_mb=BUCKET_CAP_MB)
-        for _ in range(2):  # DDP orders its buckets now
-            backward(model, 0, 0)
-        handle = attach(model, hook)
-    else:
-        handle = attach(model, hook, bucket_cap_mb=BUCKET_CAP_MB)
-    return model, handle, torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def _resumed(rank: int, road: str, dtype: torch.dtype, error_reset: bool) -> list[int]:
-    """The steps from which training does not go on as if nothing had been."""
-
-    def hook() -> Any:
-        inner = hooks.error_feedback(hooks.blockwise(bits=4))
-        return local_sgd(3, hook=inner, error_reset=error_reset)
-
-    model, handle, optimizer = _begin(road, hook(), dtype)
-    saved = []
-    for step in range(_STEPS):
-        train(model, optimizer, rank, range(step, step + 1))
-        whole = [model.state_dict()]
-        dist.broadcast_object_list(whole, src=0)  # as a checkpoint has the model of rank 0
-        stream = io.BytesIO()
-        torch.save((whole[0], optimizer.state_dict(), handle.state_dict()), stream)
-        saved.append(stream)
-    wanted, bytes_sent = parameters_of(model), handle.stats().bytes_sent
-    assert bytes_sent
-    handle.remove()
-    wrong = []
-    for step, stream in enumerate(saved):
-        model, handle, optimizer = _begin(road, hook(), dtype)
-        stream.seek(0)
-        whole_model, own_optimizer, own_hook = torch.load(stream, weights_only=True)
-        model.load_state_dict(whole_model)
-        optimizer.load_state_dict(own_optimizer)
-        handle.load_state_dict(own_hook)
-        train(model, optimizer, rank, range(step + 1, _STEPS))
-        if not same(parameters_of(model), wanted):
-            wrong.append(step)
-        handle.remove()
-    return wrong
-
-
-@pytest.mark.parametrize("error_reset", [False, True])
-@pytest.mark.parametrize(
-    ("road", "dtype"),
-    [
-        ("module", torch.float32),
-        ("module", torch.float64),
-        ("module", torch.bfloat16),
-        ("ddp", torch.float32),
-    ],
-)
-def test_it_goes_on_from_any_step(
-    two_ranks: RankPool, road: str, dtype: torch.dtype, error_reset: bool
-) -> None:
-    assert two_ranks.run(_resumed, road, dtype, error_reset, timeout=120) == [[], []]
-
-
-def _stopped(rank: int, states: list[Any] | None) -> tuple[dict[str, Any], list[Tensor]]:
-    """A state in the middle of a round, and what it comes to."""
-    model, handle = attached(local_sgd(4))
-    if states is None:
-        train(model, torch.optim.SGD(model.parameters(), lr=0.01), rank, 6)
-    else:
-        handle.load_state_dict(states[rank])
-    state = handle.state_dict()
-    handle.synchronize()
-    handle.remove()
-    return state, parameters_of(model)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_another_number_of_ranks_comes_to_the_same(world_size: int) -> None:
-    before = run_ranks(_stopped, 2, None)
-    states = reshard_states([state for state, _ in before], world_size)
-    after = run_ranks(_stopped, world_size, states)
-    assert all_same([end for _, end in before]) and all_same([end for _, end in after])
-    assert farthest(before[0][1], after[0][1]) < 1e-6
-    anchor = list(before[0][0]["shared"]["local_sgd_anchor"].values())
-    ends = dict(zip(dict(net().named_parameters()), after[0][1], strict=True))
-    assert farthest(anchor, [ends[n] for n in before[0][0]["shared"]["local_sgd_anchor"]]) > 1e-4
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_states_that_do_not_fit() -> None:
-    model, handle = attached(local_sgd(3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    train(model, optimizer, 0, 1)
-    state = handle.state_dict()
-    assert state["local_steps"] == {"done": 1, "is_open": False}
-    own = state["rank0"]["local_sgd_parameter"]
-    names = dict(model.named_parameters())
-    assert all(torch.equal(own[name], parameter) for name, parameter in names.items())
-    after_one = parameters_of(model)
-    train(model, optimizer, 0, 2)
-    here = parameters_of(model)
-    name = next(iter(own))
-    for wrong, message in [
-        ({key: value for key, value in state.items() if key != "local_steps"}, "keeps ranks apart"),
-        (
-            {**state, "rank0": {"local_sgd_parameter": {**own, name: torch.ones(3)}}},
-            rf"parameter '{name}' must be of shape .* got \[3\]",
-        ),
-        (
-            {**state, "rank0": {"local_sgd_parameter": {"other": torch.ones(3)}}},
-            r"must have parameter '.*' of shape .*, got none",
-        ),
-        *(
-            (
-                {**state, "rank0": {"local_sgd_parameter": {**own, name: damaged}}},
-                rf"parameter '{name}' must be a dense tensor of floating-point numbers",
-            )
-            for damaged in (own[name].to("meta"), own[name].to_sparse(), own[name].cfloat())
-        ),
-        ({**state, "shared": {}}, rf"its 'local_sgd_anchor' lacks .*'{name}'"),
-        ({**state, "world_size": 2}, "must be of 1 ranks, got one of 2"),
-        ({**state, "local_steps": None}, "local_steps must be a number of steps"),
-        ({**state, "local_steps": {"is_open": False}}, "local_steps must be a number of steps"),
-        ({**state, "local_steps": {"done": "a", "is_open": False}}, "must be a number of steps"),
-        ({**state, "rank0": {}}, "must have the rank's parameters, by name, got none"),
-        ({**state, "rank0": {"local_sgd_parameter": [1]}}, "by name, got list"),
-        (
-            {**state, "shared": {"local_sgd_anchor": {name: torch.ones(3)}}},
-            r"'local_sgd_anchor' of parameter '.*' must be of shape",
-        ),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            handle.load_state_dict(wrong)
-        assert same(here, parameters_of(model)) and done(handle) == 0
-    handle.load_state_dict(state)
-    assert same(after_one, parameters_of(model)) and done(handle) == 1
-    handle.synchronize()
-    handle.remove()
-
-
-# ---- modes ---------------------------------------------------------------------------------------
-
-
-def _small_net() -> nn.Module:
-    """No biases: their gradients are sums that Inductor adds up in another order than eager."""
-    torch.manual_seed(0)
-    layers = nn.Linear(24, 150, bias=False), nn.ReLU(), nn.Linear(150, 8, bias=False)
-    return nn.Sequential(*layers)
-
-
-def _in_mode(
-    rank: int, mode: Mode, compiles_step: bool = False, hook: Any = None
-) -> dict[str, Any]:
-    torch._dynamo.reset()
-    counters.clear()
-    model = mode.wrap(_small_net())
-    handle = attach(model, local_sgd(2) if hook is None else hook, **mode.attach_options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    take_step = torch.compile(optimizer.step) if compiles_step else optimizer.step
-    captures = []
-    with mode.step_function(model) as step:
-        for number in range(5):
-            optimizer.zero_grad()
-            step(batch(rank, number))
-            take_step()
-            captures.append(counters["stats"]["unique_graphs"])
-    handle.synchronize()
-    found = {
-        "parameters": parameters_of(model),
-        "captures": captures,
-        "breaks": sum(counters["graph_break"].values()),
-        "steps": handle.stats().steps,
-        "bytes": handle.stats().bytes_sent,
-    }
-    handle.remove()
-    return found
-
-
-COMPILED = [
-    Mode("ddp", "context", backend="aot_eager"),
-    Mode("python_reducer", "context", backend="aot_eager"),
-    Mode("module", "compile", backend="aot_eager"),
-    Mode("module", "context", fullgraph=True),
-]
-
-
-_STREAMING = local_sgd(4, fragments=2, delay=1, mix=0.5)
-
-
-@pytest.mark.parametrize(
-    ("mode", "hook"),
-    [(mode, local_sgd(2)) for mode in COMPILED] + [(COMPILED[n], _STREAMING) for n in (0, 2)],
-    ids=str,
-)
-def test_compiled_as_in_eager(two_ranks: RankPool, mode: Mode, hook: Hook) -> None:
-    wanted = two_ranks.run(_in_mode, Mode(mode.model, "eager"), False, hook)
-    results = two_ranks.run(_in_mode, mode, False, hook, timeout=120)
-    for result, want in zip(results, wanted, strict=True):
-        assert (result["steps"], result["bytes"]) == (want["steps"], want["bytes"])
-        assert result["steps"] == 3
-        assert same(result["parameters"], want["parameters"])
-        compiled_once = 1 if mode.model == "ddp" else 0
-        assert result["captures"][compiled_once] == result["captures"][-1], "compiled again"
-        if mode.model != "ddp":  # whose forward has some of PyTorch's own
-            assert result["breaks"] == 0
-
-
-def _by_hand(rank: int, mode: Mode) -> tuple[list[Tensor], int]:
-    torch._dynamo.reset()
-    model = mode.wrap(_small_net())
-    handle = attach(model, local_sgd(2), **mode.attach_options)
-    with mode.step_function(model) as step:
-        for number in range(5):
-            model.zero_grad()
-            step(batch(rank, number))
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter -= 0.01 * parameter.grad
-    found = parameters_of(model), handle.stats().steps
-    handle.synchronize()
-    handle.remove()
-    return found
-
-
-def test_updates_by_hand_are_noticed_under_compilers(two_ranks: RankPool) -> None:
-    wanted = two_ranks.run(_by_hand, Mode("module", "eager"))
-    results = two_ranks.run(_by_hand, Mode("module", "context", backend="aot_eager"), timeout=120)
-    for (parameters, steps), (eager, eager_steps) in zip(results, wanted, strict=True):
-        assert steps == eager_steps == 2
-        assert same(parameters, eager)
-
-
-def test_an_optimizer_that_is_compiled(two_ranks: RankPool) -> None:
-    mode = Mode("module", "eager")
-    wanted = two_ranks.run(_in_mode, mode)
-    results = two_ranks.run(_in_mode, mode, True, timeout=120)
-    for result, want in zip(results, wanted, strict=True):
-        assert result["steps"] == want["steps"] == 3
-        assert farthest(result["parameters"], want["parameters"]) < 1e-4
 
 
 # ---- what it refuses -----------------------------------------------------------------------------

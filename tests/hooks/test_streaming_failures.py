@@ -4,54 +4,24 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from layered_net import batch
+from local_failures import Flaky, FlakyTopk, error_of_step
 from local_training import attached, backward, farthest, net, parameters_of, same, train
+from mode_cases import OwnError
 from rank_pool import RankPool
 from streaming_reference import Held, Streaming
 from torch import Tensor, nn
 
-from torch_commhook import GradBucket, PeerError, attach, hooks
-from torch_commhook.codecs import CODECS
+from torch_commhook import PeerError, attach, hooks
 from torch_commhook.hooks import compressed, error_feedback, local_sgd, outer_sgd
 
 pytestmark = pytest.mark.usefixtures("no_hook_on_optimizers_left")
 
 _OUTER = outer_sgd(0.7, 0.5)
-
-
-class OwnError(Exception):
-    pass
-
-
-class Flaky(hooks.allreduce):  # type: ignore[name-defined, misc]
-    """Averages, and raises on the second bucket when it is told to."""
-
-    fails = False
-
-    def average(self, bucket: GradBucket) -> Any:
-        if self.fails and bucket.index() == 1:
-            raise OwnError("boo")
-        return super().average(bucket)
-
-
-def _one_step(model: Any, optimizer: torch.optim.Optimizer, rank: int, step: int) -> str:
-    """A step; what it raised, after which parameters must be where its own step has left them."""
-    before = parameters_of(model)
-    optimizer.zero_grad()
-    backward(model, rank, step)
-    gradients = [parameter.grad for parameter in model.parameters()]
-    own = [p.add(g, alpha=-0.01) for p, g in zip(before, gradients, strict=True)]
-    try:
-        optimizer.step()
-    except (OwnError, PeerError) as error:
-        assert farthest(parameters_of(model), own) == 0
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def _fails(rank: int, road: str, fails: int) -> Any:
@@ -62,7 +32,7 @@ def _fails(rank: int, road: str, fails: int) -> Any:
     said, exchanges = [], []
     for step in range(9):
         flaky.fails = step == 1 and fails == rank
-        said.append(_one_step(model, optimizer, rank, step))
+        said.append(error_of_step(model, optimizer, rank, step))
         exchanges.append(handle.stats().steps)
     anchors = handle.state_dict()["shared"]["local_sgd_anchor"]
     found = said, exchanges, parameters_of(model), anchors
@@ -79,7 +49,7 @@ def test_a_rank_that_fails_where_an_exchange_begins(
     results = three_ranks.run(_fails, road, fails)
     wanted = Streaming(3, 4, 2, 1, 0.5, _OUTER)
     wanted.optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in wanted.models]
-    # Fragment 0 after 4 steps in place of 2, and all that follows as much later as it ended.
+    # Fragment 0 begins after step 4, not 2. Fragment 1, due after step 4, waits for its end.
     begins, ends = {4: 0, 5: 1, 7: 0}, {5, 6, 8}
     for step in range(1, 10):
         wanted.train()
@@ -100,15 +70,6 @@ def test_a_rank_that_fails_where_an_exchange_begins(
         assert same(list(anchors.values()), list(results[0][3].values()))
 
 
-class FlakyTopk(CODECS["topk"]):  # type: ignore[misc, name-defined]
-    """Fails where messages are added up, in the background, after everything was sent."""
-
-    def decode_sum(self, *args: Any, **kwargs: Any) -> None:
-        if self.__dict__.pop("fails", False):
-            raise OwnError("boo")
-        super().decode_sum(*args, **kwargs)
-
-
 def _tensors(state: dict[str, Any], rank: int) -> dict[str, Tensor]:
     kinds = {**state[f"rank{rank}"], **state["shared"]}
     kinds.pop("local_sgd_parameter")
@@ -123,19 +84,20 @@ def _fails_in_background(rank: int, saves: bool) -> tuple[list[str], list[int]]:
     train(model, optimizer, rank, 7)  # two exchanges, and what they have not sent
     before = _tensors(handle.state_dict(), rank)
     assert any(tensor.any() for name, tensor in before.items() if name.startswith("error"))
-    codec.__dict__["fails"] = rank == 1
-    said = [_one_step(model, optimizer, rank, 7)]  # one begins
+    if rank == 1:
+        codec.fail_once()
+    said = [error_of_step(model, optimizer, rank, 7)]  # one begins
     if saves:  # as not begun, since it has failed
         state = handle.state_dict()
         assert state["local_steps"]["steps_in_flight"] == -1
         now = _tensors(state, rank)
         assert all(torch.equal(tensor, now[name]) for name, tensor in before.items())
-    said.append(_one_step(model, optimizer, rank, 8))
+    said.append(error_of_step(model, optimizer, rank, 8))
     now = _tensors(handle.state_dict(), rank)
     assert all(torch.equal(tensor, now[name]) for name, tensor in before.items())
-    codec.__dict__.pop("fails", None)
+    codec.fail_no_more()
     steps = [handle.stats().steps]
-    said += [_one_step(model, optimizer, rank, step) for step in (9, 10)]
+    said += [error_of_step(model, optimizer, rank, step) for step in (9, 10)]
     steps.append(handle.stats().steps)
     handle.synchronize()
     handle.remove()
@@ -223,7 +185,7 @@ def _parameters_change(rank: int) -> list[str]:
         with pytest.raises(RuntimeError, match="parameter"):
             model(batch(rank))
         model.layers[0].bias = bias
-    said = _one_step(model, optimizer, rank, 2)
+    said = error_of_step(model, optimizer, rank, 2)
     anchors = handle.state_dict()["shared"]["local_sgd_anchor"]
     here = dict(model.named_parameters())
     assert same([here[name].detach() for name in anchors], list(anchors.values()))
@@ -258,7 +220,7 @@ def _interrupted(rank: int) -> tuple[list[str], list[Tensor], list[Tensor]]:
             try:
                 train(model, optimizer, rank, range(step, step + 1))
                 said.append("")
-            except BaseException as error:
+            except KeyboardInterrupt as error:
                 said.append(type(error).__name__)
     train(model, optimizer, rank, 1)
     anchors = handle.state_dict()["shared"]["local_sgd_anchor"]
@@ -275,6 +237,65 @@ def test_ctrl_c_where_an_exchange_ends(two_ranks: RankPool) -> None:
     assert same(first[1], second[1]) and same(first[2], second[2])
 
 
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("way", ["buckets change", "removed"])
+def test_ctrl_c_comes_through(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It raises at once where the outcome is awaited before the exchange's end."""
+    model, handle = attached(local_sgd(2, outer=_OUTER, delay=1, mix=0.5))
+    train(model, torch.optim.SGD(model.parameters(), lr=0.01), 0, 2)
+    steps = handle._attached.local_steps
+
+    def receive() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(steps._background._exchange, "receive", receive)
+    with pytest.raises(KeyboardInterrupt):
+        if way == "removed":
+            handle.remove()
+        else:
+            handle._attached.memory.before_change()
+    assert (steps._background._exchange is None) == (way == "removed")
+    handle.remove()
+
+
+def _outcomes_differ(rank: int, fragments: int, clips: bool) -> tuple[list[str], list[Tensor]]:
+    """Rank 0 alone takes an exchange for one that failed."""
+    averages = hooks.clip(1.0) if clips else hooks.allreduce()
+    hook = local_sgd(4, outer=_OUTER, hook=averages, fragments=fragments, delay=1)
+    model, handle = attached(hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    state = handle.state_dict()
+    replica = type(handle._attached.local_steps._replica)
+    said = []
+    for step in range(9):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 0 and not said:
+                patch.setattr(replica, "share_failure", lambda *_: OwnError("boo"))
+            try:
+                train(model, optimizer, rank, range(step, step + 1))
+            except (OwnError, RuntimeError) as error:
+                said.append(f"{error}")
+                if "different" in said[-1]:
+                    break
+    handle.load_state_dict(state)
+    train(model, optimizer, rank, 6)
+    handle.synchronize()
+    handle.remove()
+    return said, parameters_of(model)
+
+
+@pytest.mark.parametrize(("fragments", "clips"), [(1, False), (2, False), (2, True)])
+def test_ranks_that_exchange_different_fragments(
+    three_ranks: RankPool, fragments: int, clips: bool
+) -> None:
+    """All ranks refuse the sums, and go on from a state."""
+    results = three_ranks.run(_outcomes_differ, fragments, clips)
+    for rank, (said, parameters) in enumerate(results):
+        assert said[:-1] == ([] if rank else ["boo"])
+        assert "local_sgd: ranks exchanged different fragments" in said[-1]
+        assert same(parameters, results[0][1])
+
+
 _ENDS = """
 import os, sys
 import torch, torch.distributed as dist
@@ -286,10 +307,10 @@ model = torch.nn.Linear(64, 64)
 hook = hooks.local_sgd(2, delay=1, hook=hooks.error_feedback(hooks.blockwise(bits=4)))
 handle = attach(model, hook)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-for _ in range(2):
+for step in range(2):
     optimizer.zero_grad()
     model(torch.ones(2, 64)).sum().backward()
-    if not (rank == 1 and _ == 1):  # whose part never comes
+    if not (rank == 1 and step == 1):  # whose part never comes
         optimizer.step()
 print("ends", flush=True)
 """
@@ -307,5 +328,4 @@ def test_a_process_that_ends_meanwhile(tmp_path: Any) -> None:
             assert (process.returncode, out) == (0, b"ends\n"), error.decode()
     finally:
         for process in ranks:
-            with suppress(ProcessLookupError):
-                process.kill()
+            process.kill()

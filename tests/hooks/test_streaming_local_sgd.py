@@ -39,8 +39,8 @@ _STEPS = 16
 
 
 def _all_trained(rank: int, settings: list[dict[str, Any]], road: str) -> list[Any]:
-    hooks = [local_sgd(7, outer=_OUTER, **each) for each in settings]
-    return [trained_as(rank, hook, _STEPS, road) for hook in hooks]
+    made = [local_sgd(7, outer=_OUTER, **each) for each in settings]
+    return [trained_as(rank, hook, _STEPS, road) for hook in made]
 
 
 def _differences(ranks: RankPool, settings: list[dict[str, Any]], road: str) -> list[str]:
@@ -104,15 +104,18 @@ def test_one_fragment_without_delay_is_local_sgd(two_ranks: RankPool) -> None:
 
 
 def _in_16_bits(rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A mixed parameter is rounded once, from float32."""
+    """Parameters and an anchor; a mixed parameter must be rounded once, from float32."""
     model = nn.Linear(16, 16, bias=False).to(torch.bfloat16)
     handle = attach(model, local_sgd(1, outer=MEAN, mix=0.3))
     start = model.weight.detach().float()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gradient = torch.randn(16, 16, generator=torch.Generator().manual_seed(rank))
     (model.weight.float() * gradient).sum().backward()
-    own = (model.weight - 0.1 * model.weight.grad).detach()
+    own = model.weight.detach().add(model.weight.grad, alpha=-0.1)
     optimizer.step()
+    anchor = handle.state_dict()["shared"]["local_sgd_anchor"]["weight"]
+    mixed = (own.float() * 0.3).add(anchor, alpha=1.0 - 0.3)
+    assert torch.equal(model.weight, mixed.to(torch.bfloat16))
     handle.synchronize()
     anchor = handle.state_dict()["shared"]["local_sgd_anchor"]["weight"]
     handle.remove()
@@ -216,7 +219,7 @@ def _synchronized(rank: int, road: str, steps: int, uneven: bool) -> list[Any]:
 @pytest.mark.parametrize(
     ("road", "steps", "uneven", "exchanges"),
     [
-        ("module", 2, True, 1),
+        ("module", 1, True, 1),  # the other rank, a step ahead, has not begun one either
         ("module", 3, True, 2),  # one is under way
         ("module", 5, False, 1),  # one has just ended
         ("ddp", 4, False, 2),
@@ -225,13 +228,29 @@ def _synchronized(rank: int, road: str, steps: int, uneven: bool) -> list[Any]:
 def test_synchronize(
     two_ranks: RankPool, road: str, steps: int, uneven: bool, exchanges: int
 ) -> None:
-    if steps == 2:
-        steps -= 1  # the other rank has not begun one either
     first, second = two_ranks.run(_synchronized, road, steps, uneven)
     assert not same(first[0], second[0])
     assert same(first[1], second[1])
     position = {"done": 0, "is_open": False, "steps_of_round": 0, "fragment": 0}
     assert first[2:] == second[2:] == [exchanges, {**position, "steps_in_flight": -1}]
+
+
+def _new_round(rank: int) -> list[int]:
+    """The exchanges after each step that follows a ``synchronize()`` with nothing to do."""
+    model, handle = attached(local_sgd(4, outer=_OUTER, delay=2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    train(model, optimizer, rank, 6)  # an exchange has just ended, in the middle of a round
+    handle.synchronize()
+    found = [handle.stats().steps]
+    for step in range(6):
+        train(model, optimizer, rank, range(step, step + 1))
+        found.append(handle.stats().steps)
+    handle.remove()
+    return found
+
+
+def test_synchronize_begins_a_round_where_nobody_is_apart(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_new_round) == [[1, 1, 1, 1, 1, 1, 2]] * 2
 
 
 # ---- what becomes of an exchange under way -------------------------------------------------------

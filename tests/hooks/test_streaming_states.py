@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from layered_net import BUCKET_CAP_MB
-from local_training import all_same, attached, backward, farthest, net, parameters_of, same, train
+from local_training import (
+    all_same,
+    attached,
+    farthest,
+    load,
+    parameters_of,
+    resumable,
+    same,
+    saved,
+    train,
+)
 from rank_pool import RankPool
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_commhook import attach, hooks, reshard_states
+from torch_commhook import hooks, reshard_states
 from torch_commhook.hooks import local_sgd
 from torch_commhook.testing import run_ranks
 
@@ -30,15 +36,7 @@ _HOOKS = {
 
 def _begin(road: str, name: str, delay: int, dtype: torch.dtype) -> Any:
     hook = local_sgd(6, hook=_HOOKS[name](), fragments=2, delay=delay, mix=0.5)
-    model = net(dtype)
-    if road == "ddp":
-        model = DDP(model, bucket_cap_mb=BUCKET_CAP_MB)
-        for _ in range(2):  # DDP orders its buckets now
-            backward(model, 0, 0)
-        handle = attach(model, hook)
-    else:
-        handle = attach(model, hook, bucket_cap_mb=BUCKET_CAP_MB)
-    return model, handle, torch.optim.AdamW(model.parameters(), lr=0.01)
+    return resumable(hook, road, dtype)
 
 
 def _resumed(rank: int, road: str, *how: Any) -> tuple[list[int], list[int]]:
@@ -53,26 +51,18 @@ def _resumed(rank: int, road: str, *how: Any) -> tuple[list[int], list[int]]:
     together = parameters_of(model)
     handle.remove()
     model, handle, optimizer = _begin(road, *how)
-    saved, in_flight = [], []
+    streams, in_flight = [], []
     for step in range(_STEPS):
         train(model, optimizer, rank, range(step, step + 1))
-        whole = [model.state_dict()]
-        dist.broadcast_object_list(whole, src=0)  # as a checkpoint has the model of rank 0
-        stream = io.BytesIO()
         state = handle.state_dict()
-        torch.save((whole[0], optimizer.state_dict(), state), stream)
-        saved.append(stream)
+        streams.append(saved(model, optimizer, state))
         in_flight.append(state["local_steps"]["steps_in_flight"])
     wrong = [] if same(parameters_of(model), wanted) else [-1]
     handle.synchronize()
     handle.remove()
-    for step, stream in enumerate(saved):
+    for step, stream in enumerate(streams):
         model, handle, optimizer = _begin(road, *how)
-        stream.seek(0)
-        whole_model, own_optimizer, own_hook = torch.load(stream, weights_only=True)
-        model.load_state_dict(whole_model)
-        optimizer.load_state_dict(own_optimizer)
-        handle.load_state_dict(own_hook)
+        load(stream, model, handle, optimizer)
         train(model, optimizer, rank, range(step + 1, _STEPS))
         is_same = same(parameters_of(model), wanted)
         handle.synchronize()
@@ -152,12 +142,21 @@ class TestStatesThatDoNotFit:
         here, name = parameters_of(model), "layers.0.weight"  # of the fragment under way
         for wrong, message in [
             ({"local_steps": {**position, "fragment": 2}}, "its fragment must be one of 2, .* 2"),
-            ({"local_steps": {**position, "fragment": -1}}, "of steps, fragment, got -1"),
-            ({"local_steps": {**position, "steps_in_flight": -2}}, "steps_in_flight, got -2"),
-            ({"local_steps": {**position, "steps_of_round": 1 << 60}}, "steps_of_round, got 115"),
+            (
+                {"local_steps": {**position, "fragment": -1}},
+                "an int from 0 to .*, fragment, got -1",
+            ),
+            (
+                {"local_steps": {**position, "steps_in_flight": -2}},
+                "an int from -1 to .*, steps_in_flight, got -2",
+            ),
+            (
+                {"local_steps": {**position, "steps_of_round": 1 << 60}},
+                "an int from 0 to .*, steps_of_round, got 115",
+            ),
             (
                 {"local_steps": {k: v for k, v in position.items() if k != "fragment"}},
-                "of steps, fragment, got None",
+                "an int from 0 to .*, fragment, got None",
             ),
             ({"rank0": {k: v for k, v in own.items() if k != "local_sgd_mean"}}, "got None"),
             ({"rank0": {**own, "local_sgd_mean": [1]}}, "by name, got list"),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from layered_net import BUCKET_CAP_MB, Net, batch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import attach
+from torch_commhook.attachment.handle import HookHandle
 from torch_commhook.hooks import outer_sgd
 
 MEAN = outer_sgd(1.0, 0.0)
@@ -30,6 +33,42 @@ def attached(hook: Any, road: str = "module", model: nn.Module | None = None) ->
     with torch._dynamo.config.patch(optimize_ddp=reducer):
         model = DDP(model, bucket_cap_mb=BUCKET_CAP_MB)
     return model, attach(model, hook)
+
+
+def resumable(hook: Any, road: str, dtype: torch.dtype) -> Any:
+    """A model on a road, the handle of a hook on it, and an optimizer with a state.
+
+    Buckets are those of any other such model, so that training can go on from its state.
+    """
+    model: nn.Module = net(dtype)
+    if road == "ddp":
+        model = DDP(model, bucket_cap_mb=BUCKET_CAP_MB)
+        for _ in range(2):  # DDP orders its buckets now
+            backward(model, 0, 0)
+        handle = attach(model, hook)
+    else:
+        handle = attach(model, hook, bucket_cap_mb=BUCKET_CAP_MB)
+    return model, handle, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def saved(model: nn.Module, optimizer: torch.optim.Optimizer, hook_state: Any) -> io.BytesIO:
+    """A checkpoint for this rank, with the model of rank 0. All ranks must save."""
+    whole = [model.state_dict()]
+    dist.broadcast_object_list(whole, src=0)
+    stream = io.BytesIO()
+    torch.save((whole[0], optimizer.state_dict(), hook_state), stream)
+    return stream
+
+
+def load(
+    stream: io.BytesIO, model: nn.Module, handle: HookHandle, optimizer: torch.optim.Optimizer
+) -> None:
+    """Load a checkpoint of :func:`saved`."""
+    stream.seek(0)
+    whole_model, own_optimizer, own_hook = torch.load(stream, weights_only=True)
+    model.load_state_dict(whole_model)
+    optimizer.load_state_dict(own_optimizer)
+    handle.load_state_dict(own_hook)
 
 
 def backward(model: nn.Module, rank: int, step: int) -> None:
@@ -60,3 +99,9 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 def all_same(results: list[list[Tensor]]) -> bool:
     return all(same(results[0], other) for other in results[1:])
+
+
+def steps_done(handle: HookHandle) -> int:
+    """Steps since the ranks were together."""
+    assert handle._attached.local_steps is not None
+    return handle._attached.local_steps.done

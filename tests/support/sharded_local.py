@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
 from sharded_models import Mesh, batch, by_layer, layers, local, loss_of, reshard, whole
 from torch import Tensor, nn
 
+from torch_commhook import attach, codecs, hooks
 from torch_commhook.hooks import outer_sgd
 
 MEAN = outer_sgd(1.0, 0.0)
 PLACES = ["hsdp-4", "replicate-2"]
+INT4 = partial(hooks.blockwise, bits=4, block_size=32)
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
@@ -143,3 +147,68 @@ def between_replicas(mine: list[Tensor], rank: int, place: str) -> bool:
     every: list[Any] = [None] * int(place[-1])
     dist.all_gather_object(every, mine)
     return same(mine, every[(rank + shards_of(place)) % len(every)])
+
+
+def tensors_by_path(state: Any, path: str = "") -> dict[str, Tensor]:
+    """The tensors of nested dicts, by their keys joined with slashes."""
+    if isinstance(state, Tensor):
+        return {path: state}
+    items = state.items() if isinstance(state, dict) else ()
+    return {k: v for key, each in items for k, v in tensors_by_path(each, f"{path}/{key}").items()}
+
+
+def _hooks_within(place: str) -> dict[str, Any]:
+    """Settings of ``attach`` that compress what travels within a replica, if it has shards."""
+    if not place.startswith("hsdp"):
+        return {}
+    return {"shard_hook": hooks.error_feedback(INT4()), "weights": codecs.blockwise()}
+
+
+def goes_on(
+    rank: int,
+    place: str,
+    make_hook: Callable[[], Any],
+    steps: int,
+    more: int,
+    folder: str | None,
+) -> list[str]:
+    """Whether training goes on from a hook's state with the same bits.
+
+    Args:
+        rank, place: of the mesh.
+        make_hook: makes a hook, whose state has the parameters.
+        steps: taken before the state is saved.
+        more: steps taken after it.
+        folder: of a distributed checkpoint of the state; None to load the state as it is.
+
+    Returns:
+        Each difference found, in words.
+    """
+    model = sharded(place)
+    handle = attach(model, make_hook(), **_hooks_within(place))
+    optimizer = sgd(model.parameters())
+    for number in range(steps):
+        one_step(model, optimizer, rank, number)
+    state = copy.deepcopy(handle.state_dict())
+    other = sharded(place)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    again = attach(other, make_hook(), **_hooks_within(place))
+    if folder is not None:
+        checkpoint.save({"hook": state}, checkpoint_id=folder)
+        into = {"hook": again.state_dict()}
+        checkpoint.load(into, checkpoint_id=folder)
+        state = into["hook"]
+    again.load_state_dict(state)
+    other_optimizer = sgd(other.parameters())
+    found = [] if same(values(model), values(other)) else ["other parameters at once"]
+    for number in range(steps, steps + more):
+        one_step(model, optimizer, rank, number)
+        one_step(other, other_optimizer, rank, number)
+        if not same(values(model), values(other)):
+            found.append(f"step {number}: other bits")
+    for each in (handle, again):
+        each.synchronize()
+        each.remove()
+    return found if same(values(model), values(other)) else [*found, "other bits in the end"]

@@ -41,7 +41,7 @@ def gloo_groups() -> int:
 
 
 @contextmanager
-def point_to_point(is_wanted: bool = True) -> Iterator[None]:
+def point_to_point(is_wanted: bool) -> Iterator[None]:
     """Let ranks exchange messages, or go by Gloo's collectives, as many ranks do."""
     with patch.object(exchange, "MOST_RANKS", exchange.MOST_RANKS if is_wanted else 1):
         yield

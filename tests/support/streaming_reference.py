@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -14,7 +15,59 @@ from torch_commhook import GradBucket, hooks
 from torch_commhook.hooks import outer_sgd
 
 
-class Streaming:
+class StreamingTurns(ABC):
+    """The steps at which exchanges of fragments begin and end.
+
+    Attributes:
+        settings: ``H``, ``fragments``, ``delay`` and ``mix``, as ``local_sgd`` takes them.
+        steps: taken so far, by :meth:`train`.
+        in_flight: the step after which an exchange began that has not ended, and its fragment.
+    """
+
+    settings: tuple[int, int, int, float]
+    steps: int
+    in_flight: tuple[int, int] | None = None
+
+    @abstractmethod
+    def train(self) -> None:
+        """One step of all ranks, by themselves."""
+
+    @abstractmethod
+    def take_means(self, fragment: int) -> None:
+        """Take a fragment's mean distances as gradients of its anchor."""
+
+    @abstractmethod
+    def move(self, fragment: int) -> None:
+        """Move a fragment's anchor by the means, and its parameters."""
+
+    def step(self) -> None:
+        """One step of all ranks, and the exchanges after it."""
+        self.train()
+        H, fragments, delay, _ = self.settings  # noqa: N806
+        if self.in_flight is not None and self.steps == self.in_flight[0] + delay:
+            self.apply()
+        for fragment in range(fragments):
+            if (self.steps - (fragment + 1) * H // fragments) % H == 0:
+                self.begin(fragment)
+                if delay == 0:
+                    self.apply()
+
+    @torch.no_grad()
+    def begin(self, fragment: int) -> None:
+        """Begin the exchange of a fragment."""
+        self.in_flight = self.steps, fragment
+        self.take_means(fragment)
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """End the exchange that is under way."""
+        assert self.in_flight is not None
+        _, fragment = self.in_flight
+        self.in_flight = None
+        self.move(fragment)
+
+
+class Streaming(StreamingTurns):
     """Ranks that step by themselves, and fragments of layers that are averaged in turn.
 
     Args:
@@ -45,51 +98,25 @@ class Streaming:
         self.models = [copy.deepcopy(self.anchor) for _ in range(ranks)]
         self.optimizers = [torch.optim.SGD(m.parameters(), 0.01, 0.5) for m in self.models]
         self.steps = 0
-        self.in_flight: tuple[int, int, list[Tensor]] | None = None
 
     def _of(self, model: nn.Module, fragment: int) -> list[Tensor]:
         layers = list(model.layers)[fragment :: self.settings[1]]
         return [parameter for layer in layers for parameter in layer.parameters()]
 
     def train(self) -> None:
-        """One step of all ranks, by themselves."""
         step, self.steps = self.steps, self.steps + 1
         for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
             train(model, optimizer, rank, range(step, step + 1))
 
-    def step(self) -> None:
-        """One step of all ranks, and what comes after it."""
-        self.train()
-        H, fragments, delay, _ = self.settings  # noqa: N806
-        if self.in_flight is not None and self.steps == self.in_flight[0] + delay:
-            self.apply()
-        for fragment in range(fragments):
-            if (self.steps - (fragment + 1) * H // fragments) % H == 0:
-                self.begin(fragment)
-                if delay == 0:
-                    self.apply()
-
-    @torch.no_grad()
-    def begin(self, fragment: int) -> None:
-        """Take the mean distance of this moment."""
+    def take_means(self, fragment: int) -> None:
         own = [self._of(model, fragment) for model in self.models]
-        means = [
-            torch.stack([anchor - parameters[i] for parameters in own]).mean(0)
-            for i, anchor in enumerate(self._of(self.anchor, fragment))
-        ]
-        self.in_flight = self.steps, fragment, means
+        for i, anchor in enumerate(self._of(self.anchor, fragment)):
+            anchor.grad = torch.stack([anchor - parameters[i] for parameters in own]).mean(0)
 
-    @torch.no_grad()
-    def apply(self) -> None:
-        """Move the fragment that is on its way."""
-        assert self.in_flight is not None
-        _, fragment, means = self.in_flight
-        self.in_flight = None
+    def move(self, fragment: int) -> None:
         mix = self.settings[3]
-        anchors = self._of(self.anchor, fragment)
-        for anchor, mean in zip(anchors, means, strict=True):
-            anchor.grad = mean
         self.outer[fragment].step()
+        anchors = self._of(self.anchor, fragment)
         for model in self.models:
             for parameter, anchor in zip(self._of(model, fragment), anchors, strict=True):
                 parameter.copy_(mix * parameter + (1 - mix) * anchor)
@@ -107,8 +134,12 @@ class Held(hooks.allreduce):  # type: ignore[name-defined, misc]
         inner = super().average(bucket)
 
         def give() -> None:
-            self.release.wait(30)
-            future.set_result(inner.wait())
+            try:
+                if not self.release.wait(30):
+                    raise TimeoutError("nobody has released the result")
+                future.set_result(inner.wait())
+            except Exception as error:
+                future.set_exception(error)
 
         threading.Thread(target=give, name="held").start()
         return future

@@ -1,4 +1,4 @@
-"""What a state of a hook that keeps ranks apart has beside what the hook remembers."""
+"""The parts of a local-steps state that the hook's memory does not hold."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch_commhook.hooks.local_sgd import local_sgd, precise
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.state_values import check_tensor, shown
 from torch_commhook.memory.states import (
+    ANCHOR,
     LOCAL_STEPS,
     MEANS,
     PARAMETERS,
@@ -27,16 +28,18 @@ from torch_commhook.step.ranks_apart import CheckedState
 def taken_apart(
     state: Any, hook_name: str, own_key: str, by_name: Mapping[str, Tensor]
 ) -> CheckedState:
-    """What of a state is what; the rest is not looked at.
+    """Split a state into this rank's parameters, the position in the round, and the rest.
+
+    The rest is not checked.
 
     Args:
         state: to be loaded.
         hook_name: for errors.
-        own_key: where the state has what is this rank's own.
+        own_key: the state's key for this rank's tensors.
         by_name: the parameters, as the hook's memory has them.
 
     Raises:
-        ValueError: it lacks what such a state has, or has parameters of other names or shapes.
+        ValueError: it lacks a part of such a state, or has parameters of other names or shapes.
     """
     if not isinstance(state, dict) or LOCAL_STEPS not in state:
         raise load_error(
@@ -45,7 +48,7 @@ def taken_apart(
         )
     position = checked_position(state, "its ", load_error)
     pieces = state.get(own_key)
-    if not isinstance(pieces, dict):  # of which the memory tells
+    if not isinstance(pieces, dict):  # the memory's check raises
         return CheckedState([], position, state)
     kinds = [kind for kind in pieces if kind not in (PARAMETERS, MEANS)]
     rest = {**state, own_key: {kind: pieces[kind] for kind in kinds}}
@@ -56,7 +59,7 @@ def taken_apart(
         raise load_error(f"its '{PARAMETERS}' must have the rank's parameters, by name, got {got}")
     own = []
     for name, parameter in by_name.items() if values else ():
-        # Where training has diverged, a state has what became of it.
+        # Infinite and NaN values pass: training may have diverged.
         own.append((parameter, _checked(values, PARAMETERS, name, parameter, parameter.dtype)))
     return CheckedState(own, position, rest)
 
@@ -81,7 +84,7 @@ def checked_means(
 
     Args:
         state: to be loaded.
-        own_key: where it has what is this rank's own.
+        own_key: its key for this rank's tensors.
         memories: of the fragment's buckets.
 
     Raises:
@@ -104,7 +107,9 @@ def checked_means(
 
 
 def position_of(place: Round, background: BackgroundExchange | None) -> dict[str, Any]:
-    """What a state has of a round. An exchange that has failed counts as not begun.
+    """The position in a round, as a state saves it.
+
+    An exchange that has failed counts as not begun.
 
     Args:
         place: in the round.
@@ -120,7 +125,7 @@ def position_of(place: Round, background: BackgroundExchange | None) -> dict[str
 def exchange_of_state(
     replica: Replica, place: Round, steps: int, means: Mapping[str, Tensor]
 ) -> BackgroundExchange:
-    """An exchange under way, of which the means have come.
+    """An exchange under way whose means are known.
 
     Args:
         replica: whose parameters these are.
@@ -153,7 +158,7 @@ def _checked(
 def own_tensors(
     parameters: Mapping[str, Tensor], means: Mapping[str, Tensor] | None
 ) -> dict[str, dict[str, Tensor]]:
-    """Copies of what a state has of this rank's own, which is always the same kinds and names.
+    """Copies of this rank's tensors for a state. Kinds and names are the same at every step.
 
     Args:
         parameters: by name.
@@ -171,6 +176,18 @@ def own_tensors(
     return own
 
 
-def missing_from(state: Mapping[str, Any], kind: str, names: Sequence[str]) -> list[str]:
-    """Those of some names of which a checked state has nothing of a kind that all ranks share."""
-    return sorted(set(names) - set(state["shared"].get(kind, {})))
+def check_anchors(state: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Check that a state has an anchor of each parameter.
+
+    Without it each rank would take its own parameter for the anchor.
+
+    Args:
+        state: to be loaded, after the memory's check.
+        names: of the parameters.
+
+    Raises:
+        ValueError: it lacks some.
+    """
+    missing = sorted(set(names) - set(state["shared"].get(ANCHOR, {})))
+    if missing:
+        raise load_error(f"its '{ANCHOR}' lacks {missing}")

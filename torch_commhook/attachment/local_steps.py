@@ -15,10 +15,10 @@ from torch_commhook.attachment.anchors import moved_elsewhere
 from torch_commhook.attachment.apart_warning import forget, warn_apart, warn_at_exit
 from torch_commhook.attachment.forward_hook import BeforeForward, register_first
 from torch_commhook.attachment.local_state import (
+    check_anchors,
     check_fragment,
     checked_means,
     exchange_of_state,
-    missing_from,
     own_tensors,
     position_of,
     taken_apart,
@@ -31,7 +31,7 @@ from torch_commhook.attachment.rounds import Round
 from torch_commhook.hooks.local_sgd import local_sgd
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.replays import cannot_be_captured
-from torch_commhook.memory.states import ANCHOR, LOCAL_STEPS, load_error
+from torch_commhook.memory.states import LOCAL_STEPS
 from torch_commhook.metrics import BucketTraffic, count_bucket
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.ranks_apart import CheckedState
@@ -258,7 +258,7 @@ class LocalSteps:
     def _settle_background(self) -> None:
         """Have nothing under way that writes to what the hook remembers."""
         if self._background is not None:
-            self._background.settle()
+            self._background.look()
 
     def _versions_now(self) -> list[int] | None:
         """Numbers that differ after somebody has written to a parameter; None if nobody counts."""
@@ -316,23 +316,24 @@ class LocalSteps:
             self._end_background(self._background)
         if self._is_at_rest:
             self._look_for_anchor()
-        if self._exchange(self._pieces(), at_the_end=True):
-            self._round.reset()
+        self._exchange(self._pieces(), at_the_end=True)
+        self._round.reset()
 
     def _end_background(self, background: BackgroundExchange) -> None:
         """End an exchange of a fragment, and move that: on all ranks, or on none.
 
         Raises:
             PeerError, Exception: as :meth:`_take_turn`.
+            BaseException: the ranks do not know the outcome, and end the exchange after the next
+                step.
         """
         replica = self._replica
         background.settle()
-        failure = replica.share_failure(background.failure)
+        background.fail_if(replica.share_failure(background.failure))
         self._background = None
-        if failure is not None:
-            background.undo()
+        if background.failure is not None:
             self._round.repeat(background.fragment, background.began_at + background.steps)
-            raise failure
+            raise background.failure
         assert background.means is not None
         replica.drop_copies()
         for memory in self._pieces(background.fragment):
@@ -340,7 +341,7 @@ class LocalSteps:
             self.hook.move(memory, means, mix=self.hook.mix)
         self._have_moved(background.traffic)
 
-    def _exchange(self, memories: list[BucketMemory], *, at_the_end: bool = False) -> bool:
+    def _exchange(self, memories: list[BucketMemory], *, at_the_end: bool = False) -> None:
         """Average how far the ranks have come, and move by that.
 
         A step of its own, on which the ranks agree before anything changes.
@@ -349,9 +350,6 @@ class LocalSteps:
             memories: of what is exchanged.
             at_the_end: bring the ranks together: where they go on from places of their own, send
                 all that there is; where they are together, do nothing.
-
-        Returns:
-            Whether anything was exchanged.
 
         Raises:
             PeerError: it failed on another rank.
@@ -365,11 +363,9 @@ class LocalSteps:
             return not at_the_end or self._replica.on_any_rank(self._is_apart())
 
         exchange = ParameterExchange(self._attached, self._replica.group)
-        if not exchange.run(self._replica, memories, is_wanted, unsent=unsent):
-            return False
-        exchange.move(unsent=unsent, mix=0.0 if at_the_end else self.hook.mix)
-        self._have_moved(exchange.traffic, together=at_the_end)
-        return True
+        if exchange.run(self._replica, memories, is_wanted, unsent=unsent):
+            exchange.move(unsent=unsent, mix=0.0 if at_the_end else self.hook.mix)
+            self._have_moved(exchange.traffic, together=at_the_end)
 
     def _have_moved(self, traffic: list[BucketTraffic], *, together: bool = False) -> None:
         """Parameters are where an exchange has put them.
@@ -410,11 +406,12 @@ class LocalSteps:
     def state_dict(self) -> dict[str, Any]:
         """What the hook remembers, with the rank's parameters. Waits for an exchange under way.
 
-        One that has failed counts as not begun: it raises when its time comes.
+        An exchange that has failed counts as not begun; it raises in the step in which it was to
+        end. On a sharded model, all ranks of a replica must call this at the same step.
         """
         background = self._background
         if background is not None:
-            background.look()
+            self._look(background)
         if self._is_at_rest and not self._is_let_go:
             self._look_for_anchor()
         memory = self._attached.memory
@@ -425,6 +422,14 @@ class LocalSteps:
         own = own_tensors(self._by_name(), means if self.hook.delay else None)
         state[memory.own_key].update(own)
         return state
+
+    def _look(self, background: BackgroundExchange) -> None:
+        """Wait for the outcome of an exchange under way, the same on all ranks of a replica."""
+        try:
+            background.look()
+        finally:  # the others wait for this rank
+            if background.is_shared:
+                background.fail_if(self._replica.share_failure(background.failure))
 
     def _position(self, background: BackgroundExchange | None) -> dict[str, Any]:
         position = {"done": self.done, "is_open": self.is_open}
@@ -441,14 +446,14 @@ class LocalSteps:
         memory = self._attached.memory
         checked = taken_apart(state, self._attached.name, memory.own_key, self._by_name())
         rest = memory.check_state(checked.rest)
-        missing = missing_from(rest, ANCHOR, self._names)
-        if missing:  # each rank would take its own parameters for it
-            raise load_error(f"its '{ANCHOR}' lacks {missing}")
+        check_anchors(rest, self._names)
         check_fragment(checked.position, self.hook)
         means = None
         if checked.position.get("steps_in_flight", -1) >= 0:
-            fragment = (checked.position["fragment"] - 1) % self.hook.fragments
-            means = checked_means(state, memory.own_key, self._pieces(fragment))
+            place = self._round.before(
+                checked.position["fragment"], checked.position["steps_of_round"]
+            )
+            means = checked_means(state, memory.own_key, self._pieces(place.fragment_before))
         return checked._replace(rest=rest, means=means)
 
     @torch.no_grad()

@@ -53,6 +53,7 @@ class ParameterExchange:
         self._kept: list[tuple[Tensor, Tensor]] = []
         self._lock = threading.Lock()
         self._has_agreed = False
+        self._number = 0  # of the exchange, the same on all ranks
         self._is_given_up = False
         self.means: list[list[Tensor]] = []
 
@@ -116,12 +117,23 @@ class ParameterExchange:
             with self._attached.gathering():
                 self._calls.append(HookCall.start_average(self._averages, bucket, where))
 
+    def set_fragment(self, fragment: int) -> None:
+        """Number the exchange, so that the ranks can check that they are at the same one.
+
+        Args:
+            fragment: the number of the fragment that is exchanged.
+        """
+        # A rank that counts an earlier exchange as failed has counted one less. Sums of squares of
+        # numbers of 16 bits are exact in float64.
+        exchanges = self._attached.memory.steps
+        self._number = (exchanges * self._hook.fragments + fragment) % (1 << 16)
+
     def agree_later(self) -> torch.futures.Future[Tensor] | None:
         """Have the ranks agree that all went well, as soon as it has on each.
 
         Returns:
-            A Future that is complete once they have; None where :meth:`StepGroup.end` is to find
-            out, since ranks do not agree on anything or have more to do that may fail.
+            A Future of the sums that :meth:`check_agreed` takes. None where the ranks do not agree,
+            or have more to do that may fail.
         """
         if not self._group.recovers or self._averages.scales_steps:
             return None
@@ -135,8 +147,8 @@ class ParameterExchange:
                 exchange = itself()
                 if exchange is None:
                     raise RuntimeError("the exchange was left")
-                issued = exchange._agree()
-            except BaseException as error:  # that nobody else would get
+                issued = exchange.agree()
+            except BaseException as error:  # a callback's error reaches no caller
                 set_error(agreed, error)
                 return
             issued.add_done_callback(
@@ -146,19 +158,44 @@ class ParameterExchange:
         torch.futures.collect_all([call.future for call in self._calls]).add_done_callback(agree)
         return agreed
 
-    def _agree(self) -> torch.futures.Future[Tensor]:
-        """Tell the other ranks that all went well here, which has been done."""
+    def agree(self) -> torch.futures.Future[Tensor]:
+        """Tell the other ranks that all went well here. The means must have come.
+
+        Returns:
+            A Future of the sums that :meth:`check_agreed` takes.
+
+        Raises:
+            RuntimeError: the exchange was given up, or a result does not fit its bucket.
+        """
         for call in self._calls:
             checked_result(call.future.value(), call.bucket, call.dtype, call.where)
-        flag = torch.zeros(1, dtype=torch.float32, device="cpu")
+        numbers = torch.tensor([self._number, self._number**2], dtype=torch.float64, device="cpu")
         with self._lock:
             if self._is_given_up:
                 raise RuntimeError("the exchange was given up")
             self._has_agreed = True
-            return issue_all_reduce(flag, self._group.group)
+            return issue_all_reduce(numbers, self._group.group)
+
+    def check_agreed(self, sums: Tensor) -> None:
+        """Check that all ranks are at the same exchange. All find the same.
+
+        Args:
+            sums: float64, of shape (2,): the sum over the ranks of their numbers of this exchange,
+                and that of the numbers' squares.
+
+        Raises:
+            RuntimeError: the ranks are at different exchanges.
+        """
+        size = self._group.size
+        if sums.tolist() != [size * self._number, size * self._number**2]:
+            raise RuntimeError(
+                "local_sgd: ranks exchanged different fragments, since an earlier exchange failed "
+                "on some of them only. Their anchors differ: load the last checkpoint on all "
+                "ranks, the model's and that of handle.state_dict()"
+            )
 
     def give_up(self) -> bool:
-        """Do not tell the other ranks that all went well. False where this has been done."""
+        """Do not tell the others that all went well. False if the rank has already told them."""
         with self._lock:
             self._is_given_up = True
             return not self._has_agreed
@@ -220,8 +257,8 @@ class ParameterExchange:
 class BackgroundExchange:
     """An exchange of a fragment, while ranks take their next steps on parameters of their own.
 
-    All ranks begin it and end it after the same steps. What fails in between, on whatever rank, all
-    ranks find where they end it.
+    All ranks begin it and end it after the same steps. If one rank fails in between, all ranks
+    raise where they end it.
 
     Args:
         replica: whose parameters these are.
@@ -267,6 +304,7 @@ class BackgroundExchange:
         try:
             group.begin()
             self._has_begun = group.in_background = True
+            self._exchange.set_fragment(self.fragment)
             self._exchange.send(memories)
             self._agreed = self._exchange.agree_later()
         except Exception as error:
@@ -276,7 +314,7 @@ class BackgroundExchange:
             raise
 
     def settle(self) -> None:
-        """Wait until it is known how it ends: :attr:`means`, or else :attr:`failure`.
+        """Wait for the outcome: sets :attr:`means` or :attr:`failure`.
 
         Raises:
             KeyboardInterrupt: it came when the other ranks had learnt that all went well.
@@ -324,20 +362,23 @@ class BackgroundExchange:
 
     def _end(self) -> None:
         """End the step, together with the ranks that take part."""
-        group, agreed = self._replica.group, self._agreed
+        group, exchange = self._replica.group, self._exchange
+        assert exchange is not None
         group.in_background = False
-        if agreed is None:
+        if not group.recovers:
             group.end()
             return
+        agreed = exchange.agree() if self._agreed is None else self._agreed
 
         def wait() -> None:
             _C.wait_for_result(agreed, "the end of an exchange", group.timeout.total_seconds())
             agreed.wait()
 
         group.end_agreed(wait)
+        exchange.check_agreed(agreed.value())
 
     def look(self) -> None:
-        """:meth:`settle` in between, where Ctrl-C is to come through.
+        """:meth:`settle` before the exchange's end, without delaying a Ctrl-C until there.
 
         Raises:
             KeyboardInterrupt: it came meanwhile.
@@ -348,31 +389,53 @@ class BackgroundExchange:
             self.failure = _left_by(failure)
             raise failure
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether it was begun here, so that ranks with other shards may find another outcome."""
+        return self._exchange is not None
+
+    def fail_if(self, failure: BaseException | None) -> None:
+        """Fail because the exchange of another shard has failed. Does nothing after a failure.
+
+        Args:
+            failure: the result of :meth:`Replica.share_failure`.
+        """
+        if failure is not None and self.failure is None:
+            self.undo()
+            self.failure, self.means = failure, None
+
     def undo(self) -> None:
         """Let the hook have sent nothing, where what has come is not to be used."""
         if self._exchange is not None:
             self._exchange.undo()
 
     def leave(self) -> None:
-        """Have nothing under way any more, on all ranks. What has come stays known.
+        """Have nothing under way any more, on all ranks. Means that have come are kept.
 
-        Where something does not come soon, the exchange has failed.
+        The exchange fails if its means do not come soon.
+
+        Raises:
+            KeyboardInterrupt: it came meanwhile.
         """
         exchange, agreed = self._exchange, self._agreed
         if exchange is None:
             return
-        if self.means is None and self.failure is None:
-            is_done = exchange.drain()
-            if is_done and agreed is not None:
-                is_done = _C.wait_for(agreed, DRAIN_SECONDS)
-            if not is_done and self._error is None:
-                self._error = RuntimeError("an exchange was under way when its hook was taken off")
-            self.settle()
-        self._exchange = None
+        try:
+            if self.means is None and self.failure is None:
+                is_done = exchange.drain()
+                if is_done and agreed is not None:
+                    is_done = _C.wait_for(agreed, DRAIN_SECONDS)
+                if not is_done and self._error is None:
+                    self._error = RuntimeError(
+                        "an exchange was under way when its hook was taken off"
+                    )
+            self.look()
+        finally:
+            self._exchange = None
 
 
 def _left_by(error: BaseException) -> RuntimeError:
-    """What stands for an error that ends the program, where that goes on."""
+    """The error to raise later in place of one that ends the program."""
     return RuntimeError(f"an exchange was left by {type(error).__name__}")
 
 

@@ -67,6 +67,9 @@ class Replica(Protocol):
         Returns:
             What this rank is to raise: ``failure``, or a PeerError where another rank's part has
             failed.
+
+        Raises:
+            BaseException: a rank left before all ranks knew the outcome. Ask again.
         """
 
 

@@ -8,8 +8,9 @@ from typing import Any
 class Round:
     """The place in a round of ``H`` steps, in which each fragment has its turn.
 
-    A fragment's turn comes ``H / fragments`` steps after the one before. The last one's ends the
-    round. A turn that failed comes again after the next step, and all later ones move with it.
+    A fragment's turn comes ``H / fragments`` steps after the previous one. The last turn ends the
+    round. A turn that failed comes again after the next step. Later turns keep their steps, but
+    wait while an exchange is under way; the next round is late if the last turn is.
 
     Args:
         H: steps of a round.

@@ -33,7 +33,7 @@ from torch_commhook.memory.states import (
 
 _MOST_RANKS = 1 << 20
 
-#: What new ranks have the mean of.
+#: Kinds of tensors of which each new rank gets the mean.
 _OF_RANKS_APART = (PARAMETERS, MEANS)
 
 

@@ -181,10 +181,11 @@ def check_common(state: dict[Any, Any], which: str, refuse: Refuse) -> None:
 
 
 def checked_position(state: dict[Any, Any], which: str, refuse: Refuse) -> dict[str, Any]:
-    """Where in a round a state of a hook that keeps ranks apart is: ``done`` and ``is_open``.
+    """The position in a round of a state of a hook that keeps ranks apart.
 
-    Where fragments have turns of their own also ``steps_of_round``, ``fragment``, whose turn is
-    next, and ``steps_in_flight``, since an exchange began; -1 where none is under way.
+    It has ``done`` and ``is_open``. With fragments it also has ``steps_of_round``; ``fragment``,
+    the number of the fragment whose turn is next; and ``steps_in_flight``, the number of steps
+    since the exchange under way began, or -1.
 
     Args:
         state: has ``LOCAL_STEPS``.
@@ -209,7 +210,10 @@ def checked_position(state: dict[Any, Any], which: str, refuse: Refuse) -> dict[
     for key, least in _OF_FRAGMENTS.items() if has_fragments else ():
         if not _is_count(position.get(key), least):
             got = shown(position.get(key))
-            raise refuse(f"{which}{LOCAL_STEPS} must have a number of steps, {key}, got {got}")
+            raise refuse(
+                f"{which}{LOCAL_STEPS} must have an int from {least} to {_MOST_STEPS}, {key}, got "
+                f"{got}"
+            )
         found[key] = position[key]
     return found
 

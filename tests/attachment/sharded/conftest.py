@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from rank_pool import RankPool
-
-
-@pytest.fixture(scope="session")
-def four_ranks() -> Iterator[RankPool]:
-    """Four processes with a Gloo group."""
-    pool = RankPool(4)
-    yield pool
-    pool.stop()
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from mode_cases import OwnError
 from rank_pool import RankPool
 from sharded_failures import Failing, trap_of, with_traps
 from sharded_local import (
+    INT4,
     MEAN,
     PLACES,
     between_replicas,
@@ -21,17 +22,14 @@ from sharded_local import (
     sgd,
     sharded,
     shards_of,
+    tensors_by_path,
     values,
 )
 from sharded_models import Mesh, by_layer
-from torch import Tensor
 
 from torch_commhook import PeerError, attach, hooks
 from torch_commhook.collectives.futures import driven
 from torch_commhook.hooks import local_sgd
-
-INT4 = partial(hooks.blockwise, bits=4, block_size=32)
-
 
 # ---- failures ------------------------------------------------------------------------------------
 
@@ -63,13 +61,6 @@ class _FailsBefore(Failing):
         self.fails_in = 0 if value else None
 
 
-def _tensors(state: Any, path: str = "") -> dict[str, Tensor]:
-    if isinstance(state, Tensor):
-        return {path: state}
-    items = state.items() if isinstance(state, dict) else ()
-    return {k: v for key, value in items for k, v in _tensors(value, f"{path}/{key}").items()}
-
-
 def _raised(action: Callable[[], Any]) -> str:
     try:
         action()
@@ -97,11 +88,11 @@ def _fail_at_an_exchange(rank: int, place: str, make_hook: Any, at_the_end: bool
         if not at_the_end:
             said = _raised(partial(one_step, models[0], optimizers[0], rank, 2 * fails + 1))
         else:
-            before, state = values(models[0]), _tensors(handles[0].state_dict())
+            before, state = values(models[0]), tensors_by_path(handles[0].state_dict())
             said = _raised(handles[0].synchronize)
             if not same(values(models[0]), before):
                 found.append(f"rank {fails} has failed: parameters have moved")
-            now = _tensors(handles[0].state_dict())
+            now = tensors_by_path(handles[0].state_dict())
             found += [
                 f"rank {fails} has failed: {name} has changed"
                 for name, tensor in state.items()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from rank_pool import RankPool
 from sharded_local import (
+    INT4,
     MEAN,
     PLACES,
     Reference,
@@ -36,9 +36,6 @@ from torch_commhook import attach, codecs, hooks
 from torch_commhook.hooks import local_sgd, outer_sgd
 from torch_commhook.process_group.recording import RecordingProcessGroup
 from torch_commhook.step.step_group import StepGroup
-
-INT4 = partial(hooks.blockwise, bits=4, block_size=32)
-
 
 # ---- steps ---------------------------------------------------------------------------------------
 

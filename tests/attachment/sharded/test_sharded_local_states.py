@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from rank_pool import RankPool
 from sharded_local import (
+    INT4,
     MEAN,
     PLACES,
     Reference,
     farthest,
+    goes_on,
     one_step,
     same,
     sgd,
@@ -30,10 +31,8 @@ from sharded_models import Mesh, batch, by_layer, layers, loss_of
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from torch_commhook import attach, codecs, hooks, reshard_states
+from torch_commhook import attach, hooks, reshard_states
 from torch_commhook.hooks import local_sgd, outer_sgd
-
-INT4 = partial(hooks.blockwise, bits=4, block_size=32)
 
 _HOOKS: dict[str, Callable[[], Any]] = {
     "uncompressed": lambda: local_sgd(3),
@@ -45,45 +44,11 @@ _HOOKS: dict[str, Callable[[], Any]] = {
 }
 
 
-def _settings(place: str) -> dict[str, Any]:
-    if not place.startswith("hsdp"):
-        return {}
-    return {"shard_hook": hooks.error_feedback(INT4()), "weights": codecs.blockwise()}
-
-
 # ---- saved and loaded ----------------------------------------------------------------------------
 
 
 def _goes_on(rank: int, place: str, name: str, steps: int, folder: str | None) -> list[str]:
-    """From any step of a round, with the same bits: parameters come from the hook's state."""
-    model = sharded(place)
-    handle = attach(model, _HOOKS[name](), **_settings(place))
-    optimizer = sgd(model.parameters())
-    for number in range(steps):
-        one_step(model, optimizer, rank, number)
-    state = copy.deepcopy(handle.state_dict())
-    other = sharded(place)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.zero_()
-    again = attach(other, _HOOKS[name](), **_settings(place))
-    if folder is not None:
-        checkpoint.save({"hook": state}, checkpoint_id=folder)
-        into = {"hook": again.state_dict()}
-        checkpoint.load(into, checkpoint_id=folder)
-        state = into["hook"]
-    again.load_state_dict(state)
-    other_optimizer = sgd(other.parameters())
-    found = [] if same(values(model), values(other)) else ["other parameters at once"]
-    for number in range(steps, steps + 4):
-        one_step(model, optimizer, rank, number)
-        one_step(other, other_optimizer, rank, number)
-        if not same(values(model), values(other)):
-            found.append(f"step {number}: other bits")
-    for each in (handle, again):
-        each.synchronize()
-        each.remove()
-    return found if same(values(model), values(other)) else [*found, "other bits in the end"]
+    return goes_on(rank, place, _HOOKS[name], steps, 4, folder)
 
 
 @pytest.mark.parametrize("steps", [2, 3])

@@ -3,44 +3,48 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as checkpoint
 from mode_cases import OwnError
 from rank_pool import RankPool
 from sharded_failures import trap_of, with_traps
 from sharded_local import (
+    INT4,
     PLACES,
     Reference,
     between_replicas,
     farthest,
+    goes_on,
     one_step,
     same,
     sgd,
     sharded,
     shards_of,
+    tensors_by_path,
     values,
     whole_values,
 )
 from sharded_models import Mesh, by_layer
+from streaming_reference import StreamingTurns
 from torch import Tensor
 
-from torch_commhook import PeerError, attach, codecs, hooks, reshard_states
+from torch_commhook import PeerError, attach, hooks, reshard_states
+from torch_commhook.attachment.sharded import replica
+from torch_commhook.attachment.sharded.step import ShardedStep
+from torch_commhook.collectives.futures import driven
 from torch_commhook.hooks import local_sgd, outer_sgd
 
-INT4 = partial(hooks.blockwise, bits=4, block_size=32)
 _OUTER = outer_sgd(0.7, 0.5)
 
 
-class _Streaming(Reference):
+class _Streaming(StreamingTurns, Reference):
     """Fragments of layers in turn, of the usual model's three."""
 
     def __init__(self, place: str, H: int, fragments: int, delay: int, mix: float) -> None:  # noqa: N803
-        super().__init__(place, sgd, 1 << 30, _OUTER)
+        Reference.__init__(self, place, sgd, 1 << 30, _OUTER)
         self.settings = H, fragments, delay, mix
         layers = [number // 2 for number in range(len(self.anchor))]  # of weight and bias each
         self.fragment_of = [layer % fragments for layer in layers]
@@ -53,30 +57,17 @@ class _Streaming(Reference):
             )
             for number in range(fragments)
         ]
-        self.in_flight: tuple[int, int] | None = None
 
-    def step(self) -> None:
-        super().step()
-        H, fragments, delay, _ = self.settings  # noqa: N806
-        if self.in_flight is not None and self.steps == self.in_flight[0] + delay:
-            self.apply(self.in_flight[1])
-        for fragment in range(fragments):
-            if (self.steps - (fragment + 1) * H // fragments) % H == 0:
-                self.begin(fragment)
-                if not delay:
-                    self.apply(fragment)
+    def train(self) -> None:
+        Reference.step(self)
 
-    @torch.no_grad()
-    def begin(self, fragment: int) -> None:
-        self.in_flight = self.steps, fragment
+    def take_means(self, fragment: int) -> None:
         own = [list(model.parameters()) for model in self.replicas]
         for number, anchor in enumerate(self.anchor):
             if self.fragment_of[number] == fragment:
                 anchor.grad = torch.stack([anchor - each[number] for each in own]).mean(0)
 
-    @torch.no_grad()
-    def apply(self, fragment: int) -> None:
-        self.in_flight = None
+    def move(self, fragment: int) -> None:
         mix = self.settings[3]
         self.outers[fragment].step()
         for model in self.replicas:
@@ -128,15 +119,9 @@ class _Fails(hooks.error_feedback):
     def average(self, bucket: Any) -> Any:
         result = super().average(bucket)
         if self.is_failing:
+            driven(result).wait()  # nothing goes on that writes to what it remembers
             raise OwnError("boo")
         return result
-
-
-def _tensors(state: Any, path: str = "") -> dict[str, Tensor]:
-    if isinstance(state, Tensor):
-        return {path: state}
-    items = state.items() if isinstance(state, dict) else ()
-    return {k: v for key, value in items for k, v in _tensors(value, f"{path}/{key}").items()}
 
 
 def _raised(model: Any, optimizer: Any, rank: int, number: int) -> str:
@@ -157,7 +142,7 @@ def _fails_where_one_begins(rank: int, place: str) -> list[str]:
         handle = attach(model, hook)
         optimizer = sgd(model.parameters())
         said = [_raised(model, optimizer, rank, number) for number in range(5)]
-        before = _tensors(handle.state_dict())
+        before = tensors_by_path(handle.state_dict())
         failing.is_failing = rank == fails
         said.append(_raised(model, optimizer, rank, 5))  # one begins
         own = values(model)
@@ -169,7 +154,7 @@ def _fails_where_one_begins(rank: int, place: str) -> list[str]:
             found.append(f"rank {fails} has failed: {said}")
         if same(values(model), own):
             found.append(f"rank {fails} has failed: the step was not its own")
-        now = _tensors(handle.state_dict())
+        now = tensors_by_path(handle.state_dict())
         found += [
             f"rank {fails} has failed: {name} has changed"
             for name, tensor in before.items()
@@ -190,6 +175,83 @@ def _fails_where_one_begins(rank: int, place: str) -> list[str]:
 def test_a_rank_that_fails_where_one_begins(ranks: RankPool, place: str) -> None:
     found = ranks.run(_fails_where_one_begins, place, timeout=120)
     assert found == [[]] * ranks.world_size
+
+
+def _saved_in_between(rank: int, place: str) -> list[str]:
+    """A state that is saved after one shard's exchange has failed, and before that raises."""
+    failing = _Fails()
+    hook = local_sgd(4, outer=_OUTER, hook=failing, fragments=2, delay=1, mix=0.5)
+    model, other = sharded(place), sharded(place)
+    handle = attach(model, hook)
+    again = attach(other, local_sgd(4, outer=_OUTER, hook=_Fails(), fragments=2, delay=1, mix=0.5))
+    optimizer = sgd(model.parameters())
+    failing.is_failing = rank == 1
+    said = [_raised(model, optimizer, rank, number) for number in range(2)]
+    state, here = copy.deepcopy(handle.state_dict()), [each.clone() for each in values(model)]
+    found = [f"{name}: {value}" for name, value in state["local_steps"].items() if "in" in name]
+    failing.is_failing = False
+    said += [_raised(model, optimizer, rank, number) for number in (2, 3)]
+    again.load_state_dict(state)
+    if not same(values(other), here):
+        found.append("other parameters")
+    optimizer = sgd(other.parameters())
+    for number in range(3):
+        one_step(other, optimizer, rank, number)
+    for each, of in ((handle, model), (again, other)):
+        each.synchronize()
+        if not between_replicas(values(of), rank, place):
+            found.append("apart")
+        each.remove()
+    return [*said, *found]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_state_after_one_shards_failure(ranks: RankPool, place: str) -> None:
+    for rank, found in enumerate(ranks.run(_saved_in_between, place)):
+        kind = "OwnError" if rank == 1 else "PeerError"
+        assert found == ["nothing"] * 2 + [kind, "nothing", "steps_in_flight: -1"]
+
+
+def _interrupted(rank: int, place: str, where: str) -> list[Any]:
+    """Ctrl-C on rank 1 where the ranks of its replica agree on an exchange that went well."""
+    model = sharded(place)
+    handle = attach(model, local_sgd(4, outer=_OUTER, fragments=2, delay=1, mix=0.5))
+    optimizer = sgd(model.parameters())
+
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    said = []
+    for number in range(10):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1 and number == 2:
+                patch.setattr(*_AGREEMENTS[where], interrupt)
+            try:
+                one_step(model, optimizer, rank, number)
+            except (KeyboardInterrupt, PeerError) as error:
+                said.append((number, type(error).__name__))
+    exchanges = handle.stats().steps
+    anchors = list(tensors_by_path(handle.state_dict()).items())
+    anchors = [tensor for name, tensor in anchors if "local_sgd_anchor" in name]
+    is_same = between_replicas(anchors, rank, place)
+    handle.synchronize()
+    is_same = is_same and between_replicas(values(model), rank, place)
+    handle.remove()
+    return [said, exchanges, is_same]
+
+
+_AGREEMENTS = {
+    "it tells": (replica, "is_on_any_rank"),
+    "it ends": (ShardedStep, "end_exchange"),
+}
+
+
+@pytest.mark.parametrize("where", _AGREEMENTS)
+def test_ctrl_c_where_a_replica_agrees(four_ranks: RankPool, where: str) -> None:
+    """No rank counts the exchange as failed: the replica's next step ends it."""
+    raised = [[(2, "PeerError")], [(2, "KeyboardInterrupt")], [], []]
+    expected = [[said, 4, True] for said in raised]
+    assert four_ranks.run(_interrupted, "hsdp-4", where) == expected
 
 
 def _fails_in_a_backward(rank: int, place: str) -> list[str]:
@@ -226,45 +288,12 @@ def test_a_backward_that_fails_meanwhile(ranks: RankPool, place: str) -> None:
 # ---- states --------------------------------------------------------------------------------------
 
 
-def _settings(place: str) -> dict[str, Any]:
-    if not place.startswith("hsdp"):
-        return {}
-    return {"shard_hook": hooks.error_feedback(INT4()), "weights": codecs.blockwise()}
-
-
 def _hook() -> Any:
     return local_sgd(6, hook=hooks.error_feedback(INT4()), fragments=2, delay=2, mix=0.5)
 
 
 def _goes_on(rank: int, place: str, steps: int, folder: str | None) -> list[str]:
-    model = sharded(place)
-    handle = attach(model, _hook(), **_settings(place))
-    optimizer = sgd(model.parameters())
-    for number in range(steps):
-        one_step(model, optimizer, rank, number)
-    state = copy.deepcopy(handle.state_dict())
-    other = sharded(place)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.zero_()
-    again = attach(other, _hook(), **_settings(place))
-    if folder is not None:
-        checkpoint.save({"hook": state}, checkpoint_id=folder)
-        into = {"hook": again.state_dict()}
-        checkpoint.load(into, checkpoint_id=folder)
-        state = into["hook"]
-    again.load_state_dict(state)
-    other_optimizer = sgd(other.parameters())
-    found = [] if same(values(model), values(other)) else ["other parameters at once"]
-    for number in range(steps, steps + 5):
-        one_step(model, optimizer, rank, number)
-        one_step(other, other_optimizer, rank, number)
-        if not same(values(model), values(other)):
-            found.append(f"step {number}: other bits")
-    for each in (handle, again):
-        each.synchronize()
-        each.remove()
-    return found if same(values(model), values(other)) else [*found, "other bits in the end"]
+    return goes_on(rank, place, _hook, steps, 5, folder)
 
 
 @pytest.mark.parametrize("steps", [4, 5, 6])

@@ -64,11 +64,22 @@ class ShardedReplica:
         return is_on_any_rank(value, self._step.groups, self._device)
 
     def share_failure(self, failure: BaseException | None) -> BaseException | None:
+        self._step.begin_exchange(in_replica=True)
+        has_failed, at = failure is not None, self._group
+        all_know = False  # that a part has failed
         try:
-            self._step.begin_exchange(in_replica=True)
+            # A value, since an error here must not pass for the failure of a part.
+            for at in self._step.in_replica:
+                has_failed = is_on_any_rank(has_failed, [at], self._device)
+            all_know = has_failed
             if failure is not None:
                 raise failure
-            self._step.end_exchange()
+            self._step.end_exchange()  # raises the reason that the failed rank gives
         except BaseException as error:
-            return self._step.fail_exchange(error, self._group)
+            raised = self._step.fail_exchange(error, at)
+            if all_know:
+                return raised
+            if raised is error:
+                raise
+            raise raised from error
         return None

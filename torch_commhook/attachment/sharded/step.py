@@ -81,6 +81,11 @@ class ShardedStep:
         return [group for _, group in self._groups]
 
     @property
+    def in_replica(self) -> list[StepGroup]:
+        """The groups within this rank's replica."""
+        return self._in_replica
+
+    @property
     def _of_a_backward(self) -> list[StepGroup]:
         return self._in_replica if self.keeps_apart else self.groups
 
