@@ -183,7 +183,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dim", type=int, default=240, help="width of the model (default: 240)")
     add("--batch", type=int, default=1, help="sequences of each rank in a step (default: 1)")
     add("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    add("--ways", nargs="+", default=list(WAYS), choices=WAYS, metavar="WAY")
+    add("--ways", nargs="+", default=list(WAYS), metavar="WAY", help="or hook expressions")
     add("--again", action="store_true", help="forget what is stored")
     add("--out", type=Path, default=RESULTS, help="where to store the results as JSON")
     add("--picture", type=Path, default=PICTURE, help="where to draw the picture")
