@@ -124,7 +124,8 @@ def test_a_second_network_is_near() -> None:
 def test_tcp_reaches_the_rate_at_a_distance(hosts: int) -> None:
     with Lab(hosts, "200mbit", delay=DELAY) as far:
         rates: list[float] = []
-        while not rates or (rates[-1] < 180e6 and len(rates) < 3):  # others may need the machine
+        # Others may need the machine: a host that waits reads late, and then too fast.
+        while len(rates) < 3 and not (rates and 180e6 <= rates[-1] < 1.05 * 200e6):
             rates.append(transfer(far, 16_000_000)[1])
         assert 180e6 <= rates[-1] < 1.05 * 200e6, rates
 
