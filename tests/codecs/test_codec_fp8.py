@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torch_commhook.codecs import CODECS
+from torch_commhook.native.bucket_ops import cpu_capability
 
 FORMATS = {
     "e4m3": (torch.float8_e4m3fn, 448.0, 2.0**-4, 2.0**-9),
@@ -54,6 +55,29 @@ def test_bounds(format: str, magnitude: float) -> None:
     blocks = x.view(-1, 256).abs()
     step = blocks.amax(1, keepdim=True) / largest
     assert (off <= torch.maximum(blocks * roundoff, step * least / 2) * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_blocks_of_any_range(format: str) -> None:
+    """The largest value of a block comes to the largest float, however a factor is rounded."""
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(1, 0x7F800000, (20_000, 1), generator=generator)
+    largest = bits.to(torch.int32).view(torch.float32)  # of all magnitudes, subnormal ones too
+    others = largest * (2 * torch.rand(len(bits), 6, generator=generator) - 1)
+    x = torch.cat([largest, -largest, others], 1)
+    codec, steps = CODECS["fp8"](format, 8), len(bits) * 4
+    before, messages = cpu_capability(), []
+    for capability in ("reference", "default", "avx2", "avx512"):
+        cpu_capability(capability)
+        messages.append(torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8))
+        codec.encode([x.flatten()], messages[-1])
+    cpu_capability(before)
+    assert all(torch.equal(message, messages[0]) for message in messages)
+    codes = messages[0][: x.numel()].view(-1, 8)
+    most = int(torch.tensor(FORMATS[format][1]).to(FORMATS[format][0]).view(torch.uint8))
+    found = messages[0][-steps:].view(torch.float32)
+    sure = found > 2.0**-120  # of others a step has fewer bits
+    assert (codes[sure, 0] == most).all() and (codes[sure, 1] == most + 128).all()
 
 
 def test_bytes() -> None:
