@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from lab_bench import congestion_control, delay_argument, format_link, rate_argument, run_ranks
+from link_rank import PYTORCH
 from machine import FOLDER, environment
 from netlab import Lab, LabError, Stopped, parse_rate, stopped_by_signals
 from wan_rank import TORCHFT, Plan
 
-from torch_commhook.cli.hook_expression import NO_HOOK
+from torch_commhook.cli.hook_expression import NO_HOOK, parse_hook
 
 RESULTS = FOLDER / "results" / "bench_wan.json"
 PICTURE = FOLDER.parent / "docs" / "images" / "wan.png"
@@ -31,23 +32,29 @@ BASELINE = "DDP"
 _CODEC = "error_feedback(blockwise(bits=4))"
 _STREAMED = "local_sgd({every}, fragments=3, delay=5, mix=0.5, hook={codec})"
 STREAMED = _STREAMED.format(every=SYNC_EVERY, codec=_CODEC)
-#: Each way to train, and how many steps it takes for each of DDP's. Ranks that are apart take more
-#: steps to the same loss, and the learning rate falls until the last one.
-WAYS = {
-    NO_HOOK: 1.0,
-    "pytorch-powersgd": 1.0,
-    _CODEC: 1.0,
-    TORCHFT: 1.5,
-    f"local_sgd({SYNC_EVERY}, hook={_CODEC})": 1.5,
-    STREAMED: 1.5,
-}
+WAYS = (
+    NO_HOOK,
+    "pytorch-powersgd",
+    _CODEC,
+    TORCHFT,
+    f"local_sgd({SYNC_EVERY}, hook={_CODEC})",
+    STREAMED,
+)
 #: Of DDP's time.
 AT_MOST = {STREAMED: 0.10}
 _TIMEOUT = 3600.0
 
 
+def is_apart(way: str) -> bool:
+    """Whether ranks train on parameters of their own."""
+    hook = None if way in PYTORCH or way == TORCHFT else parse_hook(way)
+    return way == TORCHFT or (hook is not None and hook.keeps_ranks_apart)
+
+
 def plans_of(options: argparse.Namespace) -> list[Plan]:
     """All runs, seed by seed."""
+    # Whole rounds, so that the last step is one in which ranks come together.
+    rounds = round(options.steps * options.more_steps / SYNC_EVERY)
     return [
         Plan(
             way=way,
@@ -57,10 +64,7 @@ def plans_of(options: argparse.Namespace) -> list[Plan]:
             dim=options.dim,
             seq=128,
             batch=options.batch,
-            # Whole rounds, so that the last step is one in which ranks come together.
-            steps=round(options.steps * WAYS[way] / SYNC_EVERY) * SYNC_EVERY
-            if WAYS[way] != 1
-            else options.steps,
+            steps=SYNC_EVERY * rounds if is_apart(way) else options.steps,
             seed=seed,
         )
         for seed in options.seeds
@@ -89,7 +93,7 @@ def table(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each way the time to DDP's last loss, of the seeds that DDP has had too."""
     plain = {run["seed"]: run for run in runs if run["way"] == NO_HOOK}
     rows = []
-    for way in WAYS:
+    for way in dict.fromkeys(run["way"] for run in runs):
         own = [run for run in runs if run["way"] == way and run["seed"] in plain]
         if not own:
             continue
@@ -151,15 +155,14 @@ def draw(runs: Sequence[dict[str, Any]], link: str, path: Path) -> None:
     FigureCanvasAgg(figure)  # no pyplot: that would look for a display
     axes = figure.subplots()
     seed = min(run["seed"] for run in runs)
-    for way in WAYS:
-        for run in runs:
-            if (run["way"], run["seed"]) == (way, seed):
-                plain = way == NO_HOOK
-                style = {"color": "black", "linestyle": ":"} if plain else {}
-                label = BASELINE if plain else way
-                axes.plot(run["seconds"], run["losses"], label=label, **style)
-                if plain:
-                    axes.axhline(run["losses"][-1], color="0.7", linewidth=0.8)
+    for run in runs:
+        if run["seed"] == seed:
+            plain = run["way"] == NO_HOOK
+            style = {"color": "black", "linestyle": ":"} if plain else {}
+            label = BASELINE if plain else run["way"]
+            axes.plot(run["seconds"], run["losses"], label=label, **style)
+            if plain:
+                axes.axhline(run["losses"][-1], color="0.7", linewidth=0.8)
     axes.set(
         title=f"held-out loss over time, link of {link} each way",
         xlabel="seconds",
@@ -178,12 +181,19 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rate", type=rate_argument, default=parse_rate("200mbit"), help="default: 200mbit")
     add("--delay", type=delay_argument, default=0.025, metavar="MS", help="each way; default: 25")
     add("--steps", type=int, default=1000, help="of DDP (default: 1000)")
+    add(
+        "--more-steps",
+        type=float,
+        default=1.5,
+        metavar="X",
+        help="where ranks are apart, for each of DDP's (default: 1.5)",
+    )
     add("--every", type=int, default=25, metavar="N", help="steps between losses (default: 25)")
     add("--layers", type=int, default=4, help="of the model (default: 4)")
     add("--dim", type=int, default=240, help="width of the model (default: 240)")
     add("--batch", type=int, default=1, help="sequences of each rank in a step (default: 1)")
     add("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    add("--ways", nargs="+", default=list(WAYS), metavar="WAY", help="or hook expressions")
+    add("--ways", nargs="+", default=list(WAYS), metavar="WAY", help="hook expressions too")
     add("--again", action="store_true", help="forget what is stored")
     add("--out", type=Path, default=RESULTS, help="where to store the results as JSON")
     add("--picture", type=Path, default=PICTURE, help="where to draw the picture")

@@ -30,7 +30,7 @@ def test_time_to_the_loss_of_ddp(bench: Any, capsys: pytest.CaptureFixture[str])
         # A loss that was reached once is reached, wherever it goes then.
         runs.append(_run(bench.STREAMED, seed, [1.0, 6 * speed, 8 * speed], [4.0, 3.0, 3.1]))
         runs.append(_run(bench.TORCHFT, seed, [9 * speed, 18 * speed], [4.0, 2.0 + seed / 2]))
-    plain, torchft, streamed = bench.table(runs)
+    plain, streamed, torchft = bench.table(runs)
     assert (plain["way"], plain["reached"], plain["seconds"], plain["ratio"]) == ("DDP", 3, 200, 1)
     assert (streamed["reached"], streamed["seconds"], streamed["ratio"]) == (3, 12, 0.06)
     assert (torchft["reached"], torchft["seconds"], torchft["ratio"]) == (2, 27, 0.18)
