@@ -27,11 +27,10 @@ from torch_commhook.cli.hook_expression import NO_HOOK, parse_hook
 RESULTS = FOLDER / "results" / "bench_wan.json"
 PICTURE = FOLDER.parent / "docs" / "images" / "wan.png"
 HOSTS = 2
-SYNC_EVERY = 30
+SYNC_EVERY = 10
 BASELINE = "DDP"
 _CODEC = "error_feedback(blockwise(bits=4))"
-_STREAMED = "local_sgd({every}, fragments=3, delay=5, mix=0.5, hook={codec})"
-STREAMED = _STREAMED.format(every=SYNC_EVERY, codec=_CODEC)
+STREAMED = f"local_sgd({SYNC_EVERY}, delay=8, mix=0.5, hook={_CODEC})"
 WAYS = (
     NO_HOOK,
     "pytorch-powersgd",
@@ -184,9 +183,9 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--more-steps",
         type=float,
-        default=1.5,
+        default=1.2,
         metavar="X",
-        help="where ranks are apart, for each of DDP's (default: 1.5)",
+        help="where ranks are apart, for each of DDP's (default: 1.2)",
     )
     add("--every", type=int, default=25, metavar="N", help="steps between losses (default: 25)")
     add("--layers", type=int, default=4, help="of the model (default: 4)")

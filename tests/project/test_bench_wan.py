@@ -53,7 +53,7 @@ def test_runs_with_other_settings_are_run_again(
     monkeypatch.setattr(bench, "run_plan", run_plan)
     arguments = ["--out", str(tmp_path / "wan.json"), "--picture", str(tmp_path / "wan.png")]
     arguments += ["--seeds", "1", "--ways", "none", bench.STREAMED]
-    first = [("none", 1, 1000, 200_000_000, 0.025), (bench.STREAMED, 1, 1500, 200_000_000, 0.025)]
+    first = [("none", 1, 1000, 200_000_000, 0.025), (bench.STREAMED, 1, 1200, 200_000_000, 0.025)]
     for _ in range(2):
         assert bench.main(arguments) == 1  # the target is missed
     assert ran == first and (tmp_path / "wan.png").stat().st_size > 0
