@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -43,14 +44,22 @@ DEFAULT_HOOKS = (
     "error_feedback(powersgd(rank=2))",
     *dict.fromkeys(phase for phases in PHASES.values() for phase in phases),
 )
-#: Of the time with DDP and no hook.
+#: In the background of the steps between two exchanges.
+STREAMED = "local_sgd(30, delay=20, mix=0.5, hook=error_feedback(blockwise(bits=4)))"
+#: For a rate and a delay each way, of the time with DDP and no hook.
 AT_MOST = {
-    (200_000_000, "cast()"): 0.53,
-    (200_000_000, "blockwise()"): 0.33,
-    (200_000_000, "error_feedback(blockwise(bits=4))"): 0.22,
-    (200_000_000, "powersgd(rank=2)"): 0.15,
-    (1_000_000_000, "blockwise()"): 0.60,
+    (200_000_000, None, "cast()"): 0.53,
+    (200_000_000, None, "blockwise()"): 0.33,
+    (200_000_000, None, "error_feedback(blockwise(bits=4))"): 0.22,
+    (200_000_000, None, "powersgd(rank=2)"): 0.15,
+    (1_000_000_000, None, "blockwise()"): 0.60,
+    (200_000_000, 0.025, "blockwise()"): 0.31,
+    (200_000_000, 0.025, "error_feedback(blockwise(bits=4))"): 0.22,
+    (200_000_000, 0.025, "powersgd(rank=2)"): 0.17,
+    (200_000_000, 0.025, "error_feedback(topk(0.01))"): 0.16,
 }
+#: Of the time with no communication.
+AT_MOST_ALONE = {STREAMED: 1.05}
 BASELINE = "DDP"
 #: While nothing is timed.
 WARM_UP_RATE = "10gbit"
@@ -100,24 +109,30 @@ def _samples(rate: int, found: dict[str, object]) -> Samples:
     return Samples(seconds=seconds, details=details)
 
 
+def means(seconds: Sequence[float], steps: int) -> list[float]:
+    """The mean of each turn of so many steps, of which few begin and end an exchange."""
+    return [statistics.fmean(seconds[i : i + steps]) for i in range(0, len(seconds), steps)]
+
+
 def jobs_on(link: Link, names: Sequence[str]) -> list[Job]:
     """The jobs of a table, with the targets that are set for this link."""
     jobs = []
     for name in names:
         against = None
-        if name != NO_HOOK:
-            rate, delay = link
-            at_most = AT_MOST.get((rate, name)) if delay is None else None
-            against = Against(BASELINE, at_most=at_most, times=True)
+        if name in AT_MOST_ALONE:
+            against = Against(ALONE, at_most=AT_MOST_ALONE[name], times=True)
+        elif name != NO_HOOK:
+            against = Against(BASELINE, at_most=AT_MOST.get((*link, name)), times=True)
         jobs.append(Job(BASELINE if name == NO_HOOK else name, lambda: None, against=against))
     return jobs
 
 
 def run(options: argparse.Namespace) -> Report:
     torch.set_num_threads(1)  # as each rank has, which rows tell
-    report = Report("bench_link", options)
+    name = "bench_link" + "_far" * (options.delay is not None) + "_streamed" * options.streamed
+    report = Report(name, options)
     report.environment["congestion_control"] = congestion_control()
-    names = [ALONE, NO_HOOK, *options.hooks]
+    names = [ALONE, *([] if options.streamed else [NO_HOOK]), *options.hooks]
     for caps in options.bucket_cap_mb:
         plan = Plan(
             jobs=names,
@@ -131,7 +146,11 @@ def run(options: argparse.Namespace) -> Report:
             warm_up=options.warm_up,
         )
         for link, samples in measure(plan, options).items():
-            samples[BASELINE] = samples.pop(NO_HOOK)
+            if options.streamed:
+                for of_job in samples.values():
+                    of_job.seconds = means(of_job.seconds, options.steps)
+            else:
+                samples[BASELINE] = samples.pop(NO_HOOK)
             buckets = f"buckets of {format_caps(caps)} MiB"
             where = f"{format_link(*link)}, {buckets}, batches of {options.batch}"
             title = f"step, {HOSTS} ranks with one thread each, {where}"
@@ -214,11 +233,18 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--batch", type=int, default=2, help="sequences of each rank in a step (default: 2)")
     add("--steps", type=int, default=4, help="timed in each hook's turn of a round (default: 4)")
+    add(
+        "--streamed",
+        action="store_true",
+        help=f"{STREAMED} alone, in turns of a round of its steps, beside no communication",
+    )
     add("--warm-up", type=int, default=4, help="steps at the beginning of a turn (default: 4)")
     add("--timeout", type=float, default=3600.0, help="of the ranks, in seconds (default: 3600)")
     add("--plot", type=Path, metavar="FILE", help="where to draw the times, for two rates or more")
     parsed = parse(options, arguments)
     use_one_thread(options, parsed)
+    if parsed.streamed:
+        parsed.hooks, parsed.steps = [STREAMED], 30
     least = min(parsed.batch, parsed.steps, parsed.warm_up)
     if least < 1:
         options.error("--batch, --steps and --warm-up must be above 0")
