@@ -16,54 +16,48 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lab_bench import congestion_control, delay_argument, format_link, rate_argument, run_ranks
+from lab_bench import (
+    check_hooks,
+    congestion_control,
+    delay_argument,
+    format_link,
+    rate_argument,
+    run_ranks,
+)
 from link_rank import PYTORCH
 from machine import FOLDER, environment
 from netlab import Lab, LabError, Stopped, parse_rate, stopped_by_signals
 from wan_rank import TORCHFT, Plan
 
-from torch_commhook.cli.hook_expression import NO_HOOK, parse_hook
+from torch_commhook.cli.hook_expression import NO_HOOK
+from torch_commhook.cli.train_config import TrainConfig
 
 RESULTS = FOLDER / "results" / "bench_wan.json"
 PICTURE = FOLDER.parent / "docs" / "images" / "wan.png"
 HOSTS = 2
-SYNC_EVERY = 10
 BASELINE = "DDP"
 _CODEC = "error_feedback(blockwise(bits=4))"
-STREAMED = f"local_sgd({SYNC_EVERY}, delay=8, mix=0.5, hook={_CODEC})"
-WAYS = (
-    NO_HOOK,
-    "pytorch-powersgd",
-    _CODEC,
-    TORCHFT,
-    f"local_sgd({SYNC_EVERY}, hook={_CODEC})",
-    STREAMED,
-)
-#: Of DDP's time.
+STREAMED = f"local_sgd(10, delay=8, mix=0.5, hook={_CODEC})"
+WAYS = (NO_HOOK, "pytorch-powersgd", _CODEC, *TORCHFT, f"local_sgd(10, hook={_CODEC})", STREAMED)
+#: Steps of a round in which ranks are apart, in all of these ways.
+_ROUND = 30
+#: Of DDP's time to its last loss.
 AT_MOST = {STREAMED: 0.10}
-_TIMEOUT = 3600.0
-
-
-def is_apart(way: str) -> bool:
-    """Whether ranks train on parameters of their own."""
-    hook = None if way in PYTORCH or way == TORCHFT else parse_hook(way)
-    return way == TORCHFT or (hook is not None and hook.keeps_ranks_apart)
+_TIMEOUT = 4 * 3600.0
 
 
 def plans_of(options: argparse.Namespace) -> list[Plan]:
     """All runs, seed by seed."""
-    # Whole rounds, so that the last step is one in which ranks come together.
-    rounds = round(options.steps * options.more_steps / SYNC_EVERY)
+    more = round(options.steps * options.more_steps / _ROUND) * _ROUND
     return [
         Plan(
             way=way,
             every=options.every,
-            sync_every=SYNC_EVERY,
             layers=options.layers,
             dim=options.dim,
             seq=128,
             batch=options.batch,
-            steps=SYNC_EVERY * rounds if is_apart(way) else options.steps,
+            steps=options.steps if way == NO_HOOK else more,
             seed=seed,
         )
         for seed in options.seeds
@@ -99,10 +93,11 @@ def table(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         times, ratios = [], []
         for run in own:
             beside = plain[run["seed"]]
-            took = seconds_to(run, beside["losses"][-1])
-            if took is not None:
+            loss = beside["losses"][-1]
+            took, by_ddp = seconds_to(run, loss), seconds_to(beside, loss)
+            if took is not None and by_ddp is not None:
                 times.append(took)
-                ratios.append(took / beside["seconds"][-1])
+                ratios.append(took / by_ddp)
         rows.append(
             {
                 "way": BASELINE if way == NO_HOOK else way,
@@ -185,7 +180,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         default=1.2,
         metavar="X",
-        help="where ranks are apart, for each of DDP's (default: 1.2)",
+        help="of the other ways, for each of DDP's (default: 1.2)",
     )
     add("--every", type=int, default=25, metavar="N", help="steps between losses (default: 25)")
     add("--layers", type=int, default=4, help="of the model (default: 4)")
@@ -196,27 +191,47 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--again", action="store_true", help="forget what is stored")
     add("--out", type=Path, default=RESULTS, help="where to store the results as JSON")
     add("--picture", type=Path, default=PICTURE, help="where to draw the picture")
-    return parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
+    for name in ("steps", "every", "layers", "dim", "batch"):
+        if getattr(parsed, name) < 1:
+            parser.error(f"argument --{name}: must be above 0")
+    if not 1 <= parsed.more_steps <= 100 or parsed.steps * parsed.more_steps < _ROUND:
+        parser.error(f"argument --more-steps: must be 1 to 100, and give {_ROUND} steps or more")
+    if parsed.dim % (2 * TrainConfig().heads) != 0:
+        parser.error(f"argument --dim: must be a multiple of {2 * TrainConfig().heads}")
+    if NO_HOOK not in parsed.ways:
+        parser.error(f"argument --ways: must have {NO_HOOK}, to compare with")
+    hooks = [way for way in parsed.ways if way not in PYTORCH and way not in TORCHFT]
+    check_hooks(parser, hooks, "--ways")
+    return parsed
+
+
+def store(path: Path, runs: Sequence[dict[str, Any]]) -> None:
+    """Write all runs, or leave the file as it was."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+    part.replace(path)
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Run what is not stored yet; all runs with these options."""
-    stored: dict[str, Any] = {"environment": environment("cpu"), "runs": []}
-    stored["environment"]["congestion_control"] = congestion_control()
+    runs: list[dict[str, Any]] = []
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     if options.out.exists() and not options.again:
-        stored["runs"] = json.loads(options.out.read_text())["runs"]
+        runs = json.loads(options.out.read_text())["runs"]
     found = []
     for plan in plans_of(options):
         key = {"plan": asdict(plan), "rate": options.rate, "delay": options.delay}
-        same = [run for run in stored["runs"] if all(run[k] == v for k, v in key.items())]
+        same = [run for run in runs if all(run[k] == v for k, v in key.items())]
         if same:
             found.append(same[0])
             continue
+        where = {**environment("cpu"), "congestion_control": congestion_control()}
         figures = run_plan(plan, options.rate, options.delay)
-        done = {**key, "way": plan.way, "seed": plan.seed, **figures}
-        stored["runs"].append(done)
-        found.append(done)
-        options.out.write_text(json.dumps(stored, indent=1) + "\n")
+        own = {"way": plan.way, "seed": plan.seed, **key, "environment": where, **figures}
+        runs.append(own)
+        found.append(own)
+        store(options.out, runs)
         last = f"{figures['losses'][-1]:.4f} after {figures['seconds'][-1]:.0f} s"
         print(f"{plan.way}, seed {plan.seed}: {last}", flush=True)
     return found

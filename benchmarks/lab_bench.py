@@ -58,13 +58,15 @@ def use_one_thread(options: argparse.ArgumentParser, parsed: argparse.Namespace)
     parsed.threads = [1]
 
 
-def check_hooks(options: argparse.ArgumentParser, hooks: Sequence[str]) -> None:
-    """Report an error of argparse at the first text that is no hook expression."""
+def check_hooks(
+    options: argparse.ArgumentParser, hooks: Sequence[str], argument: str = "--hooks"
+) -> None:
+    """Report an error of an argument at the first text that is no hook expression."""
     for hook in hooks:
         try:
             check_hook(hook)
         except HookExpressionError as error:
-            options.error(f"argument --hooks: {error}")
+            options.error(f"argument {argument}: {error}")
 
 
 def congestion_control() -> str:

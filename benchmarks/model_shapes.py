@@ -12,8 +12,8 @@ from machine import FOLDER
 MANY_SMALL = "1000x64"
 #: As many tensors as ResNet-50 has, in one bucket of 25 MiB, which is DDP's default.
 ONE_BUCKET = "161x40704"
-#: A bucket of 14 MB, which a processor's last cache may hold together with its tensors. All but the
-#: first begin in the middle of a cache line of the bucket.
+#: A bucket of 14 MB, which a processor's last cache may hold together with its tensors. Every
+#: second tensor begins in the middle of a cache line of the bucket.
 CACHED = "158x22152"
 SHAPES = ("resnet50", "gpt2", "bert_large", "llama3_8b_4layers", ONE_BUCKET, CACHED, MANY_SMALL)
 

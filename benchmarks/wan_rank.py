@@ -38,8 +38,28 @@ from torch_commhook.cli.train_rank import (
 from torch_commhook.cli.transformer import ByteTransformer
 from torch_commhook.cli.world import World
 
+
+@dataclass(frozen=True)
+class DiLoCo:
+    """Settings of torchft's DiLoCo, whose names there are longer.
+
+    Attributes:
+        sync_every: steps from one exchange to the next.
+        delay: steps during which an exchange goes on.
+        mix: weight of a rank's own parameters where it ends.
+    """
+
+    sync_every: int
+    delay: int = 0
+    mix: float = 0.0
+
+
 #: DiLoCo of the library torchft, with its manager and its server.
-TORCHFT = "torchft DiLoCo"
+TORCHFT = {
+    "torchft DiLoCo(10)": DiLoCo(10),
+    "torchft DiLoCo(30)": DiLoCo(30),
+    "torchft DiLoCo(10, delay=8, mix=0.5)": DiLoCo(10, 8, 0.5),
+}
 _LIGHTHOUSE_PORT = 29510
 _TIMEOUT = timedelta(minutes=5)
 
@@ -49,15 +69,13 @@ class Plan:
     """A run.
 
     Attributes:
-        way: a hook expression, ``NO_HOOK`` for DDP alone, a name in ``PYTORCH``, or ``TORCHFT``.
+        way: a hook expression, ``NO_HOOK`` for DDP alone, or a name in ``PYTORCH`` or ``TORCHFT``.
         every: steps from one measurement to the next.
-        sync_every: steps from one exchange of torchft to the next.
         layers, dim, seq, batch, steps, seed: as ``train`` takes them.
     """
 
     way: str
     every: int
-    sync_every: int
     layers: int
     dim: int
     seq: int
@@ -68,14 +86,23 @@ class Plan:
 
 @dataclass(frozen=True)
 class Figures:
-    """What has become of a run: at each measurement the steps, the seconds since the run began,
-    and the held-out loss, the mean over the ranks' own models; and the bytes that left rank 0's
-    host meanwhile."""
+    """What has become of a run.
+
+    Attributes:
+        steps: done at each measurement.
+        seconds: since the run began, on the slowest rank.
+        losses: on held-out text, the mean over the ranks' own models.
+        link_bytes: that left rank 0's host.
+    """
 
     steps: list[int]
     seconds: list[float]
     losses: list[float]
     link_bytes: int
+
+
+def _do_nothing() -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -87,12 +114,14 @@ class _Way:
         forward: takes inputs and targets, and gives the loss.
         optimizer: of the parameters.
         end: called after the last step, within the time.
+        check: called after the time; raises an error where the run does not count.
     """
 
     model: nn.Module
     forward: Callable[[Tensor, Tensor], Tensor]
     optimizer: torch.optim.Optimizer
-    end: Callable[[], object]
+    end: Callable[[], object] = _do_nothing
+    check: Callable[[], object] = _do_nothing
 
 
 def _hooked(plan: Plan, config: TrainConfig, world: World) -> _Way:
@@ -100,7 +129,7 @@ def _hooked(plan: Plan, config: TrainConfig, world: World) -> _Way:
     run = prepare(config, world, None, main_run=True)
     if plan.way in PYTORCH:
         PYTORCH[plan.way](run.ddp)  # type: ignore[arg-type]
-    end = (lambda: None) if run.handle is None else run.handle.synchronize
+    end = _do_nothing if run.handle is None else run.handle.synchronize
     return _Way(run.model, run.ddp, run.optimizer, end)
 
 
@@ -122,7 +151,7 @@ def _torchft(plan: Plan, config: TrainConfig, world: World, stack: ExitStack) ->
 
     from torchft import Manager
     from torchft.coordination import LighthouseServer
-    from torchft.local_sgd import DiLoCo
+    from torchft.local_sgd import DiLoCo as TorchftDiLoCo
     from torchft.process_group import ProcessGroupGloo
 
     torch.manual_seed(config.seed)
@@ -133,6 +162,7 @@ def _torchft(plan: Plan, config: TrainConfig, world: World, stack: ExitStack) ->
         stack.callback(server.shutdown)
     dist.barrier()
     store = dist.TCPStore(own, 0, is_master=True, wait_for_workers=False)
+    stack.callback(lambda: store)  # which lives until the end
     manager = Manager(
         pg=ProcessGroupGloo(timeout=_TIMEOUT),
         load_state_dict=None,
@@ -152,11 +182,28 @@ def _torchft(plan: Plan, config: TrainConfig, world: World, stack: ExitStack) ->
         init_sync=False,  # the models are the same
     )
     stack.callback(manager.shutdown, wait=False)
-    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
-    stack.enter_context(
-        DiLoCo(manager, [model], optimizer, outer, plan.sync_every, pin_memory=False)
+    settings = TORCHFT[plan.way]
+    diloco = TorchftDiLoCo(
+        manager,
+        [model],
+        optimizer,
+        torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True),
+        settings.sync_every,
+        pin_memory=False,
+        use_bucketization=True,
+        fragment_sync_delay=settings.delay,
+        fragment_update_alpha=settings.mix,
     )
-    return _Way(model, model, optimizer, lambda: store)
+    stack.enter_context(diloco)
+    manager.start_quorum()  # connects the ranks before the time begins, as DDP does
+
+    def check() -> None:
+        # torchft goes on after an exchange that has failed.
+        done, wanted = manager.current_step(), plan.steps // settings.sync_every
+        if done != wanted:
+            raise RuntimeError(f"wan_rank: torchft has exchanged {done} times, not {wanted}")
+
+    return _Way(model, model, optimizer, check=check)
 
 
 def train(way: _Way, plan: Plan, config: TrainConfig, world: World, data: TextData) -> Figures:
@@ -182,6 +229,9 @@ def train(way: _Way, plan: Plan, config: TrainConfig, world: World, data: TextDa
             seconds.append(time.perf_counter() - started)
             copies.append([parameter.detach().clone() for parameter in parameters])
     sent = carried() - sent
+    way.check()
+    slowest = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     losses = []
     for copy in copies:
         with torch.no_grad():
@@ -190,7 +240,7 @@ def train(way: _Way, plan: Plan, config: TrainConfig, world: World, data: TextDa
         loss = held_out_loss(way.model, world, data, plan.seq)
         assert loss is not None
         losses.append(loss)
-    return Figures(steps, seconds, losses, sent)
+    return Figures(steps, slowest.tolist(), losses, sent)
 
 
 def main(path: Path, place: Place) -> None:
@@ -198,7 +248,7 @@ def main(path: Path, place: Place) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     world = World(place.rank, place.size, torch.device("cpu"), "gloo")
-    ours = plan.way not in PYTORCH and plan.way != TORCHFT
+    ours = plan.way not in PYTORCH and plan.way not in TORCHFT
     settings: dict[str, Any] = {}
     if plan.way == "pytorch-powersgd":
         settings["bucket_cap_mb"] = (1024.0,)  # see link_rank
@@ -215,7 +265,7 @@ def main(path: Path, place: Place) -> None:
     )
     data = split_text(read_text(None, config.cap_bytes, config.seq), config.seq)
     with ExitStack() as stack:
-        if plan.way == TORCHFT:
+        if plan.way in TORCHFT:
             way = _torchft(plan, config, world, stack)
         else:
             way = _hooked(plan, config, world)

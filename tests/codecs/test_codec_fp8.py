@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from ops_reference import LEVELS, cpu_level
 from torch import Tensor
 
 from torch_commhook.codecs import CODECS
-from torch_commhook.native.bucket_ops import cpu_capability
 
 FORMATS = {
     "e4m3": (torch.float8_e4m3fn, 448.0, 2.0**-4, 2.0**-9),
@@ -65,18 +65,16 @@ def test_blocks_of_any_range(format: str) -> None:
     largest = bits.to(torch.int32).view(torch.float32)  # of all magnitudes, subnormal ones too
     others = largest * (2 * torch.rand(len(bits), 6, generator=generator) - 1)
     x = torch.cat([largest, -largest, others], 1)
-    codec, steps = CODECS["fp8"](format, 8), len(bits) * 4
-    before, messages = cpu_capability(), []
-    for capability in ("reference", "default", "avx2", "avx512"):
-        cpu_capability(capability)
+    codec, messages = CODECS["fp8"](format, 8), []
+    for level in LEVELS:
         messages.append(torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8))
-        codec.encode([x.flatten()], messages[-1])
-    cpu_capability(before)
+        with cpu_level(level):
+            codec.encode([x.flatten()], messages[-1])
     assert all(torch.equal(message, messages[0]) for message in messages)
     codes = messages[0][: x.numel()].view(-1, 8)
     most = int(torch.tensor(FORMATS[format][1]).to(FORMATS[format][0]).view(torch.uint8))
-    found = messages[0][-steps:].view(torch.float32)
-    sure = found > 2.0**-120  # of others a step has fewer bits
+    steps = messages[0][x.numel() :].view(torch.float32)
+    sure = steps > 2.0**-120  # of others a step has fewer bits
     assert (codes[sure, 0] == most).all() and (codes[sure, 1] == most + 128).all()
 
 

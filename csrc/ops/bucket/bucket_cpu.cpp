@@ -63,7 +63,7 @@ void unflatten_range(const Segments& segments, int64_t begin, int64_t end, const
 void run_flatten(at::TensorList tensors, double scale, const at::Tensor& buffer) {
   const Segments segments(tensors);
   const auto& kernels = choose(row_kernels(capability()),
-                               buffer.numel() * buffer.element_size() >= streaming_bytes(), false);
+                               copies_past_caches(bytes_of(tensors), bytes_of(buffer)), false);
   auto* data = static_cast<char*>(buffer.mutable_data_ptr());
   at::parallel_for(0, segments.total(), kGrainElements, [&](int64_t begin, int64_t end) {
     flatten_range(segments, begin, end, data, buffer.scalar_type(), scale, kernels, nullptr);
@@ -98,7 +98,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> flatten_stats(at::TensorList tens
   auto buffer = at::empty({total_numel(tensors)}, tensors[0].options().dtype(to));
   const Segments segments(tensors);
   const auto& kernels = choose(row_kernels(capability()),
-                               buffer.numel() * buffer.element_size() >= streaming_bytes(), true);
+                               copies_past_caches(bytes_of(tensors), bytes_of(buffer)), true);
   auto* data = static_cast<char*>(buffer.mutable_data_ptr());
   const int64_t total = segments.total();
   const int64_t chunks = (total + kChunkElements - 1) / kChunkElements;
@@ -126,7 +126,7 @@ void run_unflatten(const at::Tensor& buffer, at::TensorList tensors, double scal
   }
   const Segments segments(tensors);
   const auto& all = row_kernels(capability());
-  const auto& kernels = choose(all, bytes_of(tensors) >= streaming_bytes(), false);
+  const auto& kernels = choose(all, copies_past_caches(bytes_of(buffer), bytes_of(tensors)), false);
   const auto* data = static_cast<const char*>(buffer.const_data_ptr());
   at::parallel_for(0, segments.total(), kGrainElements, [&](int64_t begin, int64_t end) {
     unflatten_range(segments, begin, end, data, buffer.scalar_type(), scale, kernels, all.plain);

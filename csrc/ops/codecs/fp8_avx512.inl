@@ -1,7 +1,7 @@
 // fp8 with AVX-512: a part of fp8_kernels.inl. 16 values at a time, by the arithmetic of
 // fp8_math.h.
 
-// As round_to() does it, in words.
+// As round_to() does it, in lanes of 32 bits.
 template <bool kE5M2>
 inline __attribute__((always_inline)) __m512i round_lanes(const __m512& values) {
   using T = Traits<kE5M2>;
@@ -21,12 +21,12 @@ inline __attribute__((always_inline)) __m512i round_lanes(const __m512& values) 
                                    kOrAnd);
 }
 
-// The values of codes in words, whose other bits are zero.
+// The values of codes, in lanes of 32 bits whose other bits are zero.
 template <bool kE5M2>
 inline __attribute__((always_inline)) __m512 values_of_lanes(const __m512i& codes) {
   using T = Traits<kE5M2>;
   constexpr int kOrAnd = 0xf8;  // a | (b & c)
-  // Of fewer values than there are lanes; a lane takes that of its code's four low bits.
+  // Subnormal codes are at most 7, so that their low four bits select the lane.
   const __m512 subnormals =
       _mm512_mul_ps(_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
                     _mm512_set1_ps(T::kUnit));
@@ -53,7 +53,8 @@ inline __attribute__((always_inline)) void for_each_lanes(int64_t n, const Visit
   }
 }
 
-// As compensated() and largest_magnitude() do it, in one pass. Whether it has written the buffer.
+// As compensated() and largest_magnitude() do it, in one pass. Returns whether
+// it has written the buffer.
 inline __attribute__((always_inline)) bool compensated_lanes(const float* values, int64_t n,
                                                              float scale, const float* error,
                                                              float* buffer, uint32_t& largest) {
@@ -106,7 +107,7 @@ inline __attribute__((always_inline)) void decode_lanes(const uint8_t* codes, fl
   });
 }
 
-// Whole blocks, of a multiple of 32 values, past the caches to where a cache line begins.
+// Writes whole blocks, of a multiple of 32 values, past the caches, to where a cache line begins.
 template <bool kE5M2>
 bool decode_past_caches(const uint8_t* codes, const float* parameters, int64_t count, int64_t size,
                         float* out) {

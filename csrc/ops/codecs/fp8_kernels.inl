@@ -96,12 +96,13 @@ template <bool kE5M2, bool kAdd>
 inline void decode_block(const uint8_t* __restrict codes, float step, int64_t n,
                          float* __restrict out) {
 #if COMMHOOK_VECTOR_BYTES == 64
-  return decode_lanes<kE5M2, kAdd>(codes, step, n, out);
-#endif
+  decode_lanes<kE5M2, kAdd>(codes, step, n, out);
+#else
   for (int64_t i = 0; i < n; ++i) {
     const float value = value_of<kE5M2>(codes[i]) * step;
     out[i] = kAdd ? out[i] + value : value;
   }
+#endif
 }
 
 template <bool kE5M2, bool kAdd>

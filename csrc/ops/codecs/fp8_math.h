@@ -39,8 +39,8 @@ COMMHOOK_HOST_DEVICE uint32_t choose(bool first, uint32_t one, uint32_t other) {
 #endif
 }
 
-// The nearest 8-bit float, ties to even. |value| is at most the largest, or more by so little that
-// it is rounded to that.
+// The nearest 8-bit float, ties to even. |value| may exceed the largest by a few ulps, which
+// rounding removes.
 template <bool kE5M2>
 COMMHOOK_HOST_DEVICE uint8_t round_to(float value) {
   using T = Traits<kE5M2>;

@@ -7,16 +7,20 @@ namespace {
 
 // The last-level cache that one processor sees. (sysconf adds up the caches of all of them.)
 int64_t cache_bytes() {
-  int64_t kibibytes = 0;
-  std::ifstream("/sys/devices/system/cpu/cpu0/cache/index3/size") >> kibibytes;
-  return kibibytes > 0 ? kibibytes << 10 : int64_t{32} << 20;
+  static const int64_t bytes = [] {
+    int64_t kibibytes = 0;
+    std::ifstream("/sys/devices/system/cpu/cpu0/cache/index3/size") >> kibibytes;
+    return kibibytes > 0 ? kibibytes << 10 : int64_t{32} << 20;
+  }();
+  return bytes;
 }
 
 }  // namespace
 
-int64_t streaming_bytes() {
-  static const int64_t bytes = cache_bytes() / 2;
-  return bytes;
+int64_t streaming_bytes() { return cache_bytes() / 4; }
+
+bool copies_past_caches(int64_t read_bytes, int64_t written_bytes) {
+  return written_bytes >= streaming_bytes() && read_bytes + written_bytes >= cache_bytes();
 }
 
 int64_t bytes_of(at::TensorList tensors) {

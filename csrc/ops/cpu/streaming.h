@@ -10,12 +10,16 @@
 
 namespace commhook::cpu {
 
-// A destination from this size on is written past the caches: it does not fit into the last one
-// together with what is read for it. By the time that it is read again the rest of a step has gone
-// through them. For the 51 to 102 MB of ResNet-50 in benchmarks/bench_bucket.py that is faster by a
-// quarter and more; a bucket of 14 MB that is read again is slower by a third where two threads
-// write it past a cache of 32 MiB.
+// A destination from this size on is written past the caches. By the time that it is read again the
+// rest of a step has gone through them. Where exactly makes less difference to the backward of
+// benchmarks/bench_hook.py than its noise; for the 51 to 102 MB of ResNet-50 in
+// benchmarks/bench_bucket.py it is faster by a quarter and more.
 int64_t streaming_bytes();
+
+// Whether a copy is written past the caches: its destination is that large, and does not fit into
+// the last-level cache together with its source. Of a bucket of 14 MB, read again at once, two
+// threads lose a third by going past a cache of 32 MiB.
+bool copies_past_caches(int64_t read_bytes, int64_t written_bytes);
 
 // Of all elements together.
 int64_t bytes_of(at::TensorList tensors);
