@@ -20,13 +20,14 @@ from lab_bench import (
     check_hooks,
     congestion_control,
     delay_argument,
+    finish,
     format_link,
     rate_argument,
     run_ranks,
 )
 from link_rank import PYTORCH
 from machine import FOLDER, environment
-from netlab import Lab, LabError, Stopped, parse_rate, stopped_by_signals
+from netlab import Lab, parse_rate
 from wan_rank import TORCHFT, Plan
 
 from torch_commhook.cli.hook_expression import NO_HOOK
@@ -39,7 +40,7 @@ BASELINE = "DDP"
 _CODEC = "error_feedback(blockwise(bits=4))"
 STREAMED = f"local_sgd(10, delay=8, mix=0.5, hook={_CODEC})"
 WAYS = (NO_HOOK, "pytorch-powersgd", _CODEC, *TORCHFT, f"local_sgd(10, hook={_CODEC})", STREAMED)
-#: Steps of a round in which ranks are apart, in all of these ways.
+#: Each way's rounds end after a multiple of so many steps.
 _ROUND = 30
 #: Of DDP's time to its last loss.
 AT_MOST = {STREAMED: 0.10}
@@ -239,17 +240,12 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = options_of(arguments)
-    try:
-        with stopped_by_signals():
-            runs = run(options)
-    except LabError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except Stopped as stopped:
-        print(f"bench_wan: stopped by {stopped}; what has ended is stored", file=sys.stderr)
-        return 128 + stopped.number
-    draw(runs, format_link(options.rate, options.delay), options.picture)
-    return 0 if print_table(table(runs)) else 1
+
+    def then(runs: list[dict[str, Any]]) -> int:
+        draw(runs, format_link(options.rate, options.delay), options.picture)
+        return 0 if print_table(table(runs)) else 1
+
+    return finish("bench_wan", lambda: run(options), then)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from harness import Report
 from link_rank import LINK, link_file
@@ -19,6 +19,8 @@ from netlab.distance import MOST_DELAY, check_distance
 from netlab.ranks import print_line
 
 from torch_commhook.cli.hook_expression import HookExpressionError, check_hook
+
+Found = TypeVar("Found")
 
 
 def rate_argument(text: str) -> int:
@@ -131,10 +133,33 @@ def run_on_links(
     return run_ranks(lab, folder, program, plan, timeout=timeout, output=take)
 
 
+def finish(name: str, run: Callable[[], Found], then: Callable[[Found], int]) -> int:
+    """Run what needs links.
+
+    Args:
+        name: of the benchmark.
+        run: does it.
+        then: what to do with its result; gives the exit status.
+
+    Returns:
+        The exit status: that of ``then``, 1 where there can be no links here, or that of a signal.
+    """
+    try:
+        with stopped_by_signals():
+            found = run()
+    except LabError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except Stopped as stopped:
+        print(f"{name}: stopped by {stopped}", file=sys.stderr)
+        return 128 + stopped.number
+    return then(found)
+
+
 def finish_run(
     name: str, run: Callable[[], Report], draw: Callable[[Report], None] | None = None
 ) -> int:
-    """Run a benchmark on links.
+    """Run a benchmark on links that makes a report.
 
     Args:
         name: of the benchmark.
@@ -142,18 +167,13 @@ def finish_run(
         draw: draws a picture of it; None for none.
 
     Returns:
-        The exit status: 0, 1 where there can be no links here, or that of a signal.
+        As :func:`finish`, 0 where all went well.
     """
-    try:
-        with stopped_by_signals():
-            report = run()
-    except LabError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except Stopped as stopped:
-        print(f"{name}: stopped by {stopped}", file=sys.stderr)
-        return 128 + stopped.number
-    if draw is not None:
-        draw(report)
-    report.finish()
-    return 0
+
+    def then(report: Report) -> int:
+        if draw is not None:
+            draw(report)
+        report.finish()
+        return 0
+
+    return finish(name, run, then)

@@ -109,7 +109,7 @@ class Figures:
     hook_bytes: int | None = None
 
 
-class _Alone(World):
+class Alone(World):
     """A world of ranks that do not talk."""
 
     def start_mean(self, value: Tensor, flag: bool = False) -> Callable[[], Mean]:
@@ -133,7 +133,7 @@ class _Subject:
             PYTORCH[job](self.run.ddp)
         elif job == ALONE:
             self.run.ddp = self.run.model  # type: ignore[assignment]
-            self.world = _Alone(**vars(world))
+            self.world = Alone(**vars(world))
 
     def step(self) -> None:
         train_step(self.run, self.config, self.world, self.data)

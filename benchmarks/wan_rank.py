@@ -20,20 +20,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from link_rank import PYTORCH, carried
-from torch import Tensor, nn
+from link_rank import PYTORCH, Alone, carried
 
 from torch_commhook.cli.hook_expression import NO_HOOK
 from torch_commhook.cli.place import Place, read_place
 from torch_commhook.cli.rank_process import finish
-from torch_commhook.cli.text_data import TextData, read_text, split_text, training_batch
+from torch_commhook.cli.text_data import TextData, read_text, split_text
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.train_rank import (
-    GRADIENT_NORM,
+    Run,
     held_out_loss,
-    learning_rate,
     make_optimizer,
     prepare,
+    train_step,
 )
 from torch_commhook.cli.transformer import ByteTransformer
 from torch_commhook.cli.world import World
@@ -110,16 +109,12 @@ class _Way:
     """A model that trains.
 
     Attributes:
-        model: the model.
-        forward: takes inputs and targets, and gives the loss.
-        optimizer: of the parameters.
+        run: its parts.
         end: called after the last step, within the time.
         check: called after the time; raises an error where the run does not count.
     """
 
-    model: nn.Module
-    forward: Callable[[Tensor, Tensor], Tensor]
-    optimizer: torch.optim.Optimizer
+    run: Run
     end: Callable[[], object] = _do_nothing
     check: Callable[[], object] = _do_nothing
 
@@ -130,7 +125,7 @@ def _hooked(plan: Plan, config: TrainConfig, world: World) -> _Way:
     if plan.way in PYTORCH:
         PYTORCH[plan.way](run.ddp)  # type: ignore[arg-type]
     end = _do_nothing if run.handle is None else run.handle.synchronize
-    return _Way(run.model, run.ddp, run.optimizer, end)
+    return _Way(run, end)
 
 
 def _own_address() -> str:
@@ -203,25 +198,18 @@ def _torchft(plan: Plan, config: TrainConfig, world: World, stack: ExitStack) ->
         if done != wanted:
             raise RuntimeError(f"wan_rank: torchft has exchanged {done} times, not {wanted}")
 
-    return _Way(model, model, optimizer, check=check)
+    return _Way(Run(model, model, optimizer, handle=None), check=check)
 
 
 def train(way: _Way, plan: Plan, config: TrainConfig, world: World, data: TextData) -> Figures:
     """Train to the last step; measure what the parameters were on the way once time is over."""
-    parameters = list(way.model.parameters())
+    parameters = list(way.run.model.parameters())
     steps, seconds, copies = [], [], []
+    alone = Alone(**vars(world))  # the mean of the losses would cost each step a round trip
     dist.barrier()
     sent, started = carried(), time.perf_counter()
     for step in range(1, plan.steps + 1):
-        for group in way.optimizer.param_groups:
-            group["lr"] = learning_rate(config, step)
-        windows = training_batch(
-            data, seed=plan.seed, step=step, rank=world.rank, batch=plan.batch, seq=plan.seq
-        )
-        way.forward(windows[:, :-1], windows[:, 1:]).backward()
-        nn.utils.clip_grad_norm_(parameters, GRADIENT_NORM)
-        way.optimizer.step()
-        way.optimizer.zero_grad(set_to_none=True)
+        train_step(way.run, config, alone, data)
         if step == plan.steps:
             way.end()
         if step % plan.every == 0 or step == plan.steps:
@@ -237,7 +225,7 @@ def train(way: _Way, plan: Plan, config: TrainConfig, world: World, data: TextDa
         with torch.no_grad():
             for parameter, value in zip(parameters, copy, strict=True):
                 parameter.copy_(value)
-        loss = held_out_loss(way.model, world, data, plan.seq)
+        loss = held_out_loss(way.run.model, world, data, plan.seq)
         assert loss is not None
         losses.append(loss)
     return Figures(steps, slowest.tolist(), losses, sent)

@@ -71,7 +71,7 @@ _WARM_UP_STEPS = 20
 _FINAL_STEPS = 20
 _LOWEST_LR = 0.1
 _WEIGHT_DECAY = 0.1
-GRADIENT_NORM = 1.0
+_GRADIENT_NORM = 1.0
 _EVALUATION_BATCH = 8
 
 
@@ -332,7 +332,7 @@ def train_step(
     # Before the gradients: their step need not wait for it.
     mean_loss = world.start_mean(loss, flag=is_asked_to_stop())
     loss.backward()
-    nn.utils.clip_grad_norm_(run.model.parameters(), GRADIENT_NORM)
+    nn.utils.clip_grad_norm_(run.model.parameters(), _GRADIENT_NORM)
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
     mean = mean_loss()
