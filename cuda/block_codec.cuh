@@ -163,13 +163,16 @@ RegisterGrid register_grid(Kernel* kernel, const codecs::Chunk& chunk, int64_t f
   while (1 << bits < lanes) {
     ++bits;
   }
-  const int64_t all = (total + kTileValues - 1) / kTileValues;
+  const int64_t whole = total / kTileValues;
+  const int64_t last = (total % kTileValues + size - 1) / size;
   const int64_t wave = warps_of_a_wave(kernel, kRegisterThreads, kRegisterBytes);
-  const int64_t tiles = std::clamp<int64_t>(all / wave, 1, kMostTiles);
-  const int64_t blocks = (all + tiles * kRegisterWarps - 1) / (tiles * kRegisterWarps);
+  const int64_t tiles = std::clamp<int64_t>(whole / wave, 1, kMostTiles);
+  const int64_t warps = last + (whole + tiles - 1) / tiles;
+  const int64_t blocks = (warps + kRegisterWarps - 1) / kRegisterWarps;
   return {{places_of(layout), layout.numel(), chunk.block,
            static_cast<uint32_t>(first * (kTileValues / size)), size, lanes, bits,
-           static_cast<int>(tiles), static_cast<float>(scale), is_aligned_for_quads(error)},
+           static_cast<int>(tiles), static_cast<uint32_t>(last), static_cast<float>(scale),
+           is_aligned_for_quads(error)},
           static_cast<unsigned>(blocks)};
 }
 

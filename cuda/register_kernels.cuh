@@ -63,57 +63,51 @@ struct LanePlace {
   }
 };
 
-// Calls whole(begin, position) for the full tiles of this thread's warp, rest(run, position) for
-// the launch's last values. begin counts from the launch's first value, of `total`, and position
-// from the message's first.
+// The number of this thread's warp in the launch.
+__device__ inline uint32_t warp_of_launch() {
+  return blockIdx.x * (blockDim.x / kWarpSize) + static_cast<uint32_t>(warp_of_block());
+}
+
+COMMHOOK_HOST_DEVICE uint32_t blocks_of_tile(const RegisterWork& work) {
+  return static_cast<uint32_t>(kWarpSize >> work.lane_bits);
+}
+
+// Calls whole(begin, position) for the full tiles of this thread's warp, or rest(block, run,
+// position) for one of the blocks that fill no tile. begin counts from the launch's first value, of
+// `total`, and position from the message's first. Blocks that fill no tile take plain loops, which
+// are slower: the first warps have them, and the tiles of the others hide that time.
 template <typename Whole, typename Rest>
 __device__ void for_each_register_tile(const RegisterWork& work, int64_t total, const Whole& whole,
                                        const Rest& rest) {
-  const int warps = static_cast<int>(blockDim.x) / kWarpSize;
-  int64_t begin = (int64_t{blockIdx.x} * warps + warp_of_block()) * work.tiles * kTileValues;
+  const uint32_t warp = warp_of_launch();
   const int64_t first = int64_t{work.first} * work.block_size;
+  if (warp < work.last_blocks) {
+    const auto before = static_cast<uint32_t>(total / kTileValues) * blocks_of_tile(work) + warp;
+    const int64_t begin = int64_t{before} * work.block_size;
+    rest(work.first + before, Run{begin, min(total, begin + work.block_size)}, first + begin);
+    return;
+  }
+  int64_t begin = int64_t{warp - work.last_blocks} * work.tiles * kTileValues;
 #pragma unroll 1
-  for (int i = 0; i < work.tiles; ++i, begin += kTileValues) {
-    if (begin + kTileValues > total) {
-      if (begin < total) {
-        rest(Run{begin, total}, first + begin);
-      }
-      return;
-    }
+  for (int i = 0; i < work.tiles && begin + kTileValues <= total; ++i, begin += kTileValues) {
     whole(begin, first + begin);
   }
 }
 
+// Where a lane's first tile has its block; of a warp that has tiles.
 template <typename Codec>
-COMMHOOK_HOST_DEVICE LanePlace<Codec> first_place(const RegisterWork& work, int lane) {
-  const int warps = static_cast<int>(blockDim.x) / kWarpSize;
-  const auto warp = blockIdx.x * static_cast<unsigned>(warps) + threadIdx.x / kWarpSize;
-  const auto blocks = static_cast<uint32_t>(kWarpSize >> work.lane_bits);
-  return {work.first + warp * static_cast<uint32_t>(work.tiles) * blocks +
-          static_cast<uint32_t>(lane >> work.lane_bits)};
+__device__ LanePlace<Codec> first_place(const RegisterWork& work, int lane) {
+  const uint32_t tile = (warp_of_launch() - work.last_blocks) * static_cast<uint32_t>(work.tiles);
+  return {work.first + tile * blocks_of_tile(work) + static_cast<uint32_t>(lane >> work.lane_bits)};
 }
 
-// The first block of the tile to which a lane has come.
 template <typename Codec>
-COMMHOOK_HOST_DEVICE uint32_t first_block_of(const LanePlace<Codec>& own, const LaneInTile& at) {
-  return own.block - static_cast<uint32_t>(at.block);
+__device__ PlaceInShard place_of_block(const RegisterWork& work, uint32_t block) {
+  return place_in_shard(work.places, block, LanePlace<Codec>::code_bytes(work),
+                        LanePlace<Codec>::kParameterBytes);
 }
 
 COMMHOOK_HOST_DEVICE int length_of(const Run& run) { return static_cast<int>(run.end - run.begin); }
-
-// Calls visit(block, count, offset, place) for each block of a launch's last values, from `block`
-// on.
-template <typename Codec, typename Visit>
-__device__ void for_each_last_block(const RegisterWork& work, uint32_t block, int count,
-                                    const Visit& visit) {
-  const int size = work.block_size;
-#pragma unroll 1
-  for (int offset = 0; offset < count; offset += size, ++block) {
-    const auto place = place_in_shard(work.places, block, LanePlace<Codec>::code_bytes(work),
-                                      LanePlace<Codec>::kParameterBytes);
-    visit(block, min(size, count - offset), offset, place);
-  }
-}
 
 // Writes zeros where a shard has nothing: behind the codes and behind the parameters of its last
 // block. code_bytes, parameter_bytes: of that block.
@@ -182,37 +176,30 @@ __device__ void encode_full_tile(const RegisterWork& work, const LaneInTile& at,
   own.move_on(work);
 }
 
-// Encodes a launch's last values, which are in shared memory.
+// Encodes a block of `count` values, which are in shared memory. position: of its first value.
 template <typename Codec, bool kRandom, bool kError>
-__device__ void encode_last_blocks(const RegisterWork& work, int lane, const DitherKey& key,
-                                   uint32_t first, int64_t position, int count, float* values,
-                                   float* error, uint8_t* message) {
-  for_each_last_block<Codec>(
-      work, first, count,
-      [&](uint32_t block, int own_count, int offset, const PlaceInShard& place) {
-        encode_block<Codec, kRandom>(Codec(), own_count, work.scale, key, key.block + block,
-                                     values + offset, kError ? error + position + offset : nullptr,
-                                     message + place.codes,
-                                     reinterpret_cast<float*>(message + place.parameters), lane);
-        if (block + 1 == place.end) {
-          const int code_bytes = width_of<Codec>(own_count);
-          fill_shard(work.places, block, place, code_bytes, LanePlace<Codec>::kParameterBytes,
-                     message, lane, kWarpSize);
-        }
-      });
+__device__ void encode_last_block(const RegisterWork& work, int lane, const DitherKey& key,
+                                  uint32_t block, int64_t position, int count, float* values,
+                                  float* error, uint8_t* message) {
+  const auto place = place_of_block<Codec>(work, block);
+  encode_block<Codec, kRandom>(Codec(), count, work.scale, key, key.block + block, values,
+                               kError ? error + position : nullptr, message + place.codes,
+                               reinterpret_cast<float*>(message + place.parameters), lane);
+  if (block + 1 == place.end) {
+    fill_shard(work.places, block, place, width_of<Codec>(count),
+               LanePlace<Codec>::kParameterBytes, message, lane, kWarpSize);
+  }
 }
 
-// Decodes a launch's last values, `length` of them, into shared memory.
+// Decodes a block of `length` values into shared memory.
 template <typename Codec>
-__device__ void decode_last_blocks(const Codec& codec, const RegisterWork& work, uint32_t first,
-                                   int length, const uint8_t* messages, int64_t count,
-                                   int64_t stride, float* values, int lane) {
-  for_each_last_block<Codec>(
-      work, first, length, [&](uint32_t, int own_count, int offset, const PlaceInShard& place) {
-        decode_block(codec, own_count, messages + place.codes,
-                     reinterpret_cast<const float*>(messages + place.parameters), count, stride,
-                     values + offset, lane);
-      });
+__device__ void decode_last_block(const Codec& codec, const RegisterWork& work, uint32_t block,
+                                  int length, const uint8_t* messages, int64_t count,
+                                  int64_t stride, float* values, int lane) {
+  const auto place = place_of_block<Codec>(work, block);
+  decode_block(codec, length, messages + place.codes,
+               reinterpret_cast<const float*>(messages + place.parameters), count, stride, values,
+               lane);
 }
 
 template <typename Codec, bool kRandom, bool kError, int kCapacity>
@@ -242,12 +229,11 @@ __global__ void __launch_bounds__(kRegisterThreads, 4)
         encode_full_tile<Codec, kRandom, kError>(work, at, lane, key, own, position, quads, error,
                                                  message);
       },
-      [&](const Run& run, int64_t position) {
+      [&](uint32_t block, const Run& run, int64_t position) {
         flatten_run(table, shared - run.begin, 1.0, run, lane, meter);
         __syncwarp();
-        encode_last_blocks<Codec, kRandom, kError>(work, lane, key, first_block_of(own, at),
-                                                   position, length_of(run), shared, error,
-                                                   message);
+        encode_last_block<Codec, kRandom, kError>(work, lane, key, block, position, length_of(run),
+                                                  shared, error, message);
       });
 }
 
@@ -289,9 +275,9 @@ __global__ void __launch_bounds__(kRegisterThreads, kMany ? 4 : 6)
           __syncwarp();
         }
       },
-      [&](const Run& run, int64_t position) {
-        decode_last_blocks(codec, work, first_block_of(own, at), length_of(run), messages, count,
-                           stride, shared, lane);
+      [&](uint32_t block, const Run& run, int64_t) {
+        decode_last_block(codec, work, block, length_of(run), messages, count, stride, shared,
+                          lane);
         if (kMany) {
 #pragma unroll 1
           for (int i = lane; i < length_of(run); i += kWarpSize) {
@@ -325,13 +311,12 @@ __global__ void __launch_bounds__(kRegisterThreads, 4)
         encode_full_tile<Codec, kRandom, kError>(work, at, lane, key, own, position, quads, error,
                                                  message);
       },
-      [&](const Run& run, int64_t position) {
-        decode_last_blocks(codec, work, first_block_of(own, at), length_of(run), messages, count,
-                           stride, shared, lane);
+      [&](uint32_t block, const Run& run, int64_t position) {
+        decode_last_block(codec, work, block, length_of(run), messages, count, stride, shared,
+                          lane);
         // No barrier: each lane compensates the values that it has decoded.
-        encode_last_blocks<Codec, kRandom, kError>(work, lane, key, first_block_of(own, at),
-                                                   position, length_of(run), shared, error,
-                                                   message);
+        encode_last_block<Codec, kRandom, kError>(work, lane, key, block, position, length_of(run),
+                                                  shared, error, message);
       });
 }
 

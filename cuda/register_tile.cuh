@@ -35,6 +35,7 @@ struct RegisterWork {
   int lanes;  // of a block, 2^lane_bits
   int lane_bits;
   int tiles;  // of a warp, one after the other
+  uint32_t last_blocks;  // that fill no tile; each has a warp of its own
   float scale;
   bool is_aligned;  // whether the error is, for 16 bytes
 };
@@ -300,7 +301,7 @@ __device__ void decode_quads(const Codec& codec, const LaneInTile& at, int lane,
   }
 }
 
-// ---- a launch's last values, which fill no tile ------------------------------------------------
+// ---- a launch's last blocks, which fill no tile ------------------------------------------------
 
 template <typename Codec>
 COMMHOOK_HOST_DEVICE uint32_t message_byte(const Codec& codec, float* p, int count, int c,
@@ -338,7 +339,7 @@ __device__ void encode_block(const Codec& codec, int count, float scale, const D
                              int64_t block, float* p, float* error, uint8_t* codes,
                              float* parameters, int lane) {
   typename Codec::Measure measured;
-#pragma unroll 1
+#pragma unroll 4
   for (int i = lane; i < count; i += kWarpSize) {
     float value = p[i] * scale;
     if (error != nullptr) {
@@ -381,25 +382,45 @@ __device__ void encode_block(const Codec& codec, int count, float scale, const D
   }
 }
 
+// The sum of the block's values of all messages, in their order.
 template <typename Codec>
 __device__ void decode_block(const Codec& codec, int count, const uint8_t* codes,
                              const float* parameters, int64_t messages, int64_t stride,
                              float* values, int lane) {
+  constexpr int kValues = 8;  // of a lane at once, whose codes are on their way together
   const int width = width_of<Codec>(count);
 #pragma unroll 1
-  for (int i = lane; i < count; i += kWarpSize) {
-    const int k = i / width;
-    float sum = 0.0f;
+  for (int begin = lane; begin < count; begin += kValues * kWarpSize) {
+    int places[kValues];
+    int shifts[kValues];
+    float sums[kValues];
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) {
+      const int i = min(begin + v * kWarpSize, count - 1);
+      places[v] = i % width;
+      shifts[v] = i / width * Codec::kBits;
+      sums[v] = -0.0f;  // to which each value is added as it is
+    }
 #pragma unroll 1
     for (int64_t m = 0; m < messages; ++m) {
-      const auto* own =
-          reinterpret_cast<const float*>(reinterpret_cast<const char*>(parameters) + m * stride);
-      const uint32_t code = uint32_t{codes[m * stride + i % width]} >> (Codec::kBits * k) &
-                            ((1u << Codec::kBits) - 1);
-      const float value = codec.restorer(own)(code);
-      sum = m == 0 ? value : sum + value;
+      const auto restorer = codec.restorer(
+          reinterpret_cast<const float*>(reinterpret_cast<const char*>(parameters) + m * stride));
+      uint32_t own[kValues];
+#pragma unroll
+      for (int v = 0; v < kValues; ++v) {
+        own[v] = codes[m * stride + places[v]];
+      }
+#pragma unroll
+      for (int v = 0; v < kValues; ++v) {
+        sums[v] = sums[v] + restorer(own[v] >> shifts[v] & ((1u << Codec::kBits) - 1));
+      }
     }
-    values[i] = sum;
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) {
+      if (begin + v * kWarpSize < count) {
+        values[begin + v * kWarpSize] = sums[v];
+      }
+    }
   }
 }
 

@@ -26,6 +26,10 @@ from torch.distributed import distributed_c10d
 
 import torch_commhook  # noqa: F401  (registers torch.ops.commhook)
 
+#: Ranks that are threads of one process wait for each other on one GPU. Each stream then needs a
+#: queue of its own, and a GPU has 8 by default. Read when the process first uses CUDA.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
 
 def pytest_collection_finish() -> None:
     collect_less()
@@ -81,6 +85,11 @@ def _threads_of_inductor() -> set[threading.Thread]:
     return set(compiler.AsyncCompile.pool()._threads)
 
 
+def _is_of_autograd(thread: threading.Thread) -> bool:
+    """Autograd has a thread for each GPU, which lives on; Python knows it once it has run a hook."""
+    return torch.cuda.is_available() and isinstance(thread, threading._DummyThread)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_thread_or_process_left() -> Iterator[None]:
     """No test leaves a thread or a process. The first fixture, so that it ends last."""
@@ -89,7 +98,7 @@ def no_thread_or_process_left() -> Iterator[None]:
     deadline = time.monotonic() + 10
     while True:
         new = set(threading.enumerate()) - threads - _threads_of_inductor()
-        left = [f"thread {each.name}" for each in new]
+        left = [f"thread {each.name}" for each in new if not _is_of_autograd(each)]
         left += [f"process {each}" for each in _children() - children]
         left = [each for each in left if not any(name in each for name in KEPT)]
         if not left:

@@ -224,7 +224,7 @@ def run_tests(run: Run, paths: Iterable[Path]) -> None:
         )
         return (task_of(name),) if is_left and run.left() > 5 else ()
 
-    run.each(map(task_of, files), ended, at_once=min(4, run.cores))
+    run.each(map(task_of, files), ended, at_once=max(2, min(8, run.cores // 2)))
 
 
 BAD = ("failed", "error", "crashed")
@@ -318,25 +318,36 @@ TOOLS = {
 }
 
 
+#: The parts of the program, in processes beside each other.
+SANITIZED = ("codecs", "kernels", "buckets")
+
+
 def sanitize(run: Run) -> None:
-    """Small tensors under each tool, one after the other."""
+    """Small tensors under each tool."""
     sanitizer = counters.find_tool("compute-sanitizer")
     if sanitizer is None:
         run.item("sanitizers", None, 0.0, "compute-sanitizer is not installed")
         return
-    program = [sys.executable, "tests/long_runs/cuda_sanitized.py"]
-    for tool, options in TOOLS.items():
-        if run.has(tool):
-            continue
+    names = [f"{tool}, {part}" for part in SANITIZED for tool in TOOLS]
+
+    def task_of(name: str) -> Task:
+        tool, _, part = name.partition(", ")
+        program = [sys.executable, "tests/long_runs/cuda_sanitized.py", part]
         # Without the cache each tensor's bounds are those of its memory.
-        task = Task(
-            tool,
-            [sanitizer, "--tool", tool, *options, *program],
-            90 * run.patience,
+        return Task(
+            file_name(name),
+            [sanitizer, "--tool", tool, *TOOLS[tool], *program],
+            140 * run.patience,
             {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         )
-        how = run.one(task)
-        run.item(tool, *sanitized(how), again=how.is_cut_off)
+
+    tasks = {task_of(name).name: name for name in names if not run.has(name)}
+
+    def ended(task: Task, how: Ended) -> Iterable[Task]:
+        run.item(tasks[task.name], *sanitized(how), again=how.is_cut_off)
+        return ()
+
+    run.each(map(task_of, tasks.values()), ended, at_once=max(1, min(len(names), run.cores // 2)))
 
 
 def sanitized(how: Ended) -> tuple[bool | None, float, str]:
@@ -374,11 +385,11 @@ def rest(run: Run) -> None:
 
 PARTS = (
     Part("build", build, most=330, kept=10, needs_library=False),
-    Part("smoke", smoke, most=45, kept=25),
+    Part("smoke", smoke, most=75, kept=25),
     Part("times", times, most=100, kept=50),
     Part("tests", tests, most=180, kept=60),
     Part("counters", count, most=90, kept=30),
     Part("streams", streams, most=90, kept=25),
-    Part("sanitizers", sanitize, most=150, kept=40),
+    Part("sanitizers", sanitize, most=150, kept=60),
     Part("rest", rest, most=150, kept=15),
 )

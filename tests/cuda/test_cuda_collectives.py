@@ -81,8 +81,9 @@ def test_two_ranks_get_the_sums_of_the_cpu(two_ranks: RankPool, codec: Codec) ->
 def _trained(expression: str, device: str) -> list[Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 20)).to(device)
-    names = {"bfloat16": torch.bfloat16, "CastInTwoStages": CastInTwoStages}
-    hook = eval(expression, {**vars(hooks), **names})
+    names = {name: getattr(hooks, name) for name in dir(hooks)}  # of codecs, too
+    names |= {"bfloat16": torch.bfloat16, "CastInTwoStages": CastInTwoStages}
+    hook = eval(expression, names)
     handle = torch_commhook.attach(model, hook, bucket_cap_mb=0.005)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(4):

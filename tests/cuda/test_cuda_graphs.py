@@ -29,17 +29,22 @@ def one_rank_on_gpu(tmp_path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _captured(own: Training, warm: int) -> torch.cuda.CUDAGraph:
-    """A graph of a step, after eager steps on a stream beside the current one."""
+def _captured(name: str, road: str, warm: int) -> tuple[Training, torch.cuda.CUDAGraph]:
+    """A graph of a step, after eager steps on a stream beside the current one.
+
+    DDP is made there, too: what adds up its gradients keeps the stream on which it was made, and
+    no graph takes in the default stream.
+    """
     beside = torch.cuda.Stream()
     beside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(beside):
+        own = Training(road, CAPTURED[name](), "cuda")
         own.run(0, warm, own.step)
     torch.cuda.current_stream().wait_stream(beside)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         own.step()
-    return graph
+    return own, graph
 
 
 @pytest.mark.parametrize("road", ["module", "ddp"])
@@ -49,8 +54,7 @@ def test_replays_do_what_eager_steps_do(name: str, road: str) -> None:
     eager = Training(road, CAPTURED[name](), "cuda")
     eager.run(0, warm + REPLAYED + 1, eager.step)
 
-    own = Training(road, CAPTURED[name](), "cuda")
-    graph = _captured(own, warm)
+    own, graph = _captured(name, road, warm)
     assert own.handle.state_dict().get("steps", warm) == warm
     own.run(warm, REPLAYED, graph.replay)
     own.run(warm + REPLAYED, 1, own.step)  # and eager goes on

@@ -114,7 +114,9 @@ def test_a_sanitizer_that_crashes(
 esac"""
     plant_tool(tmp_path / "bin", "compute-sanitizer", script, monkeypatch)
     do_parts(gpu_run, [part_of("sanitizers")])
-    assert items(gpu_run, "sanitizers") == {"memcheck": False, "racecheck": True}
+    assert items(gpu_run, "sanitizers") == {
+        f"{tool}, {part}": tool == "racecheck" for tool in parts.TOOLS for part in parts.SANITIZED
+    }
 
 
 def test_counters_leave_the_card_alone() -> None:
