@@ -29,6 +29,8 @@ HOOKS = [
     "hierarchical",
     "error_feedback(policy([('0.*', allreduce()), ('1.*', topk(0.1))], powersgd()))",
     "clip(0.1, error_feedback(sign()))",
+    "momentum(topk(0.1), beta=0.9)",
+    "error_feedback(sign(), decay=0.75, dtype=torch.bfloat16)",
     "after(1, error_feedback(sign()), before=error_feedback(powersgd()))",
     "local_sgd(2, hook=error_feedback(blockwise(bits=4)))",
     "local_sgd(2, hook=error_feedback(topk(0.1)), error_reset=True)",

@@ -73,7 +73,8 @@ def hierarchical_all_reduce(
             many.
         error: what the node's earlier messages have lost: float32 or bfloat16, as many as the share
             has.
-        shard_error, error_decay, rounding, buffers, meter: as in :func:`compressed_all_reduce`, of the share.
+        shard_error, error_decay, rounding, buffers, meter: as in :func:`compressed_all_reduce`, of
+            the share.
 
     Returns:
         A Future of ``out``, or of the first of its tensors where it is a list.

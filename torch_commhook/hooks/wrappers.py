@@ -122,14 +122,14 @@ class error_feedback(Wrapper):  # noqa: N801 (a hook is written as it is called)
     """
 
     _lets_stages_wait = True
-    #: What ``decay`` is called in errors.
-    _decay_name = "decay"
+    #: What it prints as, and what ``decay`` is called there and in errors.
+    _name, _decay_name = "error_feedback", "decay"
 
     def __init__(
         self, hook: Hook, decay: float = 1.0, *, dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__(hook)
-        name = type(self).__name__
+        name = self._name
         check_decay(f"{name}: {self._decay_name}", decay)
         if not isinstance(dtype, torch.dtype) or dtype not in ERROR_DTYPES:
             got = dtype if isinstance(dtype, torch.dtype) else _C.type_name(dtype)
@@ -154,7 +154,7 @@ class error_feedback(Wrapper):  # noqa: N801 (a hook is written as it is called)
 
     def __repr__(self) -> str:
         dtype = "" if self.error_dtype == torch.float32 else f", dtype={self.error_dtype}"
-        return f"{type(self).__name__}({self.hook}{self._settings()}{dtype})"
+        return f"{self._name}({self.hook}{self._settings()}{dtype})"
 
 
 class momentum(error_feedback):  # noqa: N801
@@ -182,7 +182,7 @@ class momentum(error_feedback):  # noqa: N801
     """
 
     _lets_stages_wait = True
-    _decay_name = "beta"
+    _name, _decay_name = "momentum", "beta"
 
     def __init__(self, hook: Hook, beta: float, *, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(hook, beta, dtype=dtype)
