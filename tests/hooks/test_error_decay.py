@@ -427,7 +427,7 @@ def _unused(rank: int, hook: str, mode: Mode) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("mode", [EAGER, ON_DDP, TRACED], ids=str)
-@pytest.mark.parametrize("hook", ["topk(0.05)", "sign()"])
+@pytest.mark.parametrize("hook", ["topk(0.9)", "sign()"])
 def test_that_of_a_parameter_that_no_rank_uses_decays(
     two_ranks: RankPool, hook: str, mode: Mode
 ) -> None:

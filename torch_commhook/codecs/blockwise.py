@@ -18,8 +18,8 @@ from torch_commhook.codecs.block_codec import (
 
 
 def _form(op: str, *, bits: int, block_size: int, symmetric: bool) -> BlockForm:
-    torch._check_value(bits in (4, 8), lambda: f"{op}: bits must be 4 or 8, got {bits}")
-    check_block_size(op, block_size, 8)
+    torch._check_value(bits in (2, 4, 8), lambda: f"{op}: bits must be 2, 4 or 8, got {bits}")
+    check_block_size(op, block_size, 16 if bits == 2 else 8)
     return BlockForm(block_size, bits, 1 if symmetric else 2)
 
 
