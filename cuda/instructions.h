@@ -59,6 +59,16 @@ COMMHOOK_HOST_DEVICE float largest(float a, float b) {
 #endif
 }
 
+// The nearest to a number of the values from -most to most.
+COMMHOOK_HOST_DEVICE float clamped(float value, float most) {
+#ifdef __CUDA_ARCH__
+  return fminf(fmaxf(value, -most), most);
+#else
+  value = value > most ? most : value;
+  return value < -most ? -most : value;
+#endif
+}
+
 // Two 8-bit floats in 16 bits, rounded as fp8::round_to does; values beyond the largest become it.
 template <bool kE5M2>
 COMMHOOK_HOST_DEVICE uint32_t pair_of_fp8(float low, float high) {
