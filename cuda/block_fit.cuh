@@ -22,6 +22,7 @@ class FittedStep {
   __device__ void find_threshold(int lanes, int count) {
     threshold_ = static_cast<int32_t>(blockwise::threshold(add_up(lanes, sum_), count));
     sum_ = 0;
+    forget(fit_.factor);
   }
 
   COMMHOOK_HOST_DEVICE void add_larger(float value) {
