@@ -117,6 +117,7 @@ CODECS = (
         decode_sum=(8, 8, 8),
         reduce_message=(9, 9, 9),
         reduce=all_alike(27, 34, 30, 37),
+        encode_warps=(16, 16, 16),
     ),
     replace(MIN_MAX_8, block="BlockwiseBlock<2, false>", codes=0),
     Codec(
