@@ -59,8 +59,8 @@ COMMHOOK_HOST_DEVICE float largest(float a, float b) {
 #endif
 }
 
-// Hides where a value comes from, so that the compiler computes again what follows from it. It would
-// keep a result for each of a lane's values, for which there are too few registers.
+// Hides where a value comes from, so that the compiler computes again what follows from it. It
+// would keep a result for each of a lane's values, for which there are too few registers.
 COMMHOOK_HOST_DEVICE void forget([[maybe_unused]] float& value) {
 #ifdef __CUDA_ARCH__
   asm volatile("" : "+f"(value));

@@ -80,6 +80,7 @@ COMPRESSING = {
     "error_feedback(powersgd(rank=2), dtype=torch.bfloat16)": 1.0,
     "error_feedback(topk(0.1), dtype=torch.bfloat16)": 2.0,
     "error_feedback(blockwise(bits=4), decay=0.75)": 0.5,
+    "error_feedback(blockwise(bits=2))": 2.0,
     "momentum(topk(0.1), beta=0.9, dtype=torch.bfloat16)": 2.0,
     "clip(0.003, cast())": math.inf,
     "clip(0.003)": math.inf,

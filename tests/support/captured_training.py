@@ -16,6 +16,7 @@ CAPTURED: dict[str, Callable[[], Any]] = {
     "cast": hooks.cast,
     "blockwise": lambda: hooks.error_feedback(hooks.blockwise(8)),
     "stochastic": lambda: hooks.error_feedback(hooks.blockwise(4, rounding="stochastic", seed=3)),
+    "int2": lambda: hooks.error_feedback(hooks.blockwise(2)),
     "fp8": lambda: hooks.error_feedback(hooks.fp8()),
     "sign": lambda: hooks.error_feedback(hooks.sign()),
     "topk": lambda: hooks.error_feedback(hooks.topk(0.1), dtype=torch.bfloat16),

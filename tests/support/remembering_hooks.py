@@ -12,6 +12,7 @@ from torch_commhook.cli.hook_expression import parse_hook
 #: Of each codec.
 WITH_ERROR_FEEDBACK = [
     "error_feedback(blockwise(bits=4))",
+    "error_feedback(blockwise(bits=2))",
     "error_feedback(blockwise(rounding='stochastic'))",
     "error_feedback(fp8())",
     "error_feedback(sign())",

@@ -38,8 +38,8 @@ class blockwise(BlockCodec):  # noqa: N801 (a codec is written as it is called)
     Symmetric codes of 2 bits that are rounded to the nearest have a smaller step: the mean of the
     magnitudes above 0.767 times the mean magnitude, at most ``max|p|``. Of a Gaussian it is 1.224
     sigma, the best of three levels, and a message loses 0.190 of its power. Where a few values are
-    large and alike, and the others zeros, it loses nothing. Larger values come back as one step: use
-    error feedback. (As in Li, Zhang, Liu, "Ternary Weight Networks", 2016.)
+    large and alike, and the others zeros, it loses nothing. Larger values come back as one step:
+    use error feedback. (As in Li, Zhang, Liu, "Ternary Weight Networks", 2016.)
 
     Rounded to the nearest (ties to even), all others are off by at most half a step;
     stochastically by less than a step, and by nothing on average, with numbers that follow from
