@@ -339,7 +339,9 @@ def test_two_bits_on_a_gaussian(block_size: int) -> None:
     """Its step is nearly the best, 1.224 sigma, of three levels: an error of 0.190 of its power."""
     x = torch.randn(block_size * 400 * 256 // block_size)
     lost = restore(x, bits=2, block_size=block_size) - x
-    assert (lost.square().sum() / x.square().sum()).item() == pytest.approx(0.190, rel=0.03)
+    # Of fewer values it is a little less, as their step is their own.
+    error = (lost.square().sum() / x.square().sum()).item()
+    assert error == pytest.approx(0.190, rel=0.03 if block_size > 64 else 0.05)
     steps = fitted_steps(x, block_size)
     assert steps.mean() == pytest.approx(1.224, rel=0.01)
 
