@@ -137,11 +137,10 @@ BlockGrid grid_of(Kernel* kernel, const codecs::Chunk& chunk, int64_t first, int
           shared};
 }
 
-// Whether a layout's whole tiles stay in registers. Codes of a bit do not: their sums of magnitudes
-// are added in an order that other lanes would have to know.
+// Whether a layout's whole tiles stay in registers.
 template <typename Codec>
 bool uses_registers(const codecs::BlockLayout& layout) {
-  return Codec::kBits >= 4 && fits_registers(layout.form().block_size) && has_places(layout);
+  return kStaysInRegisters<Codec> && fits_registers(layout.form().block_size) && has_places(layout);
 }
 
 // The same for these.
@@ -234,7 +233,7 @@ void launch_encode(const codecs::Chunk& chunk, const TensorTable<const void, kCa
                    int64_t first, double scale, const int64_t* rounding, float* error,
                    uint8_t* message) {
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  if constexpr (Codec::kBits >= 4) {
+  if constexpr (kStaysInRegisters<Codec>) {
     if (uses_registers<Codec>(chunk.layout)) {
       return with_flags<Codec>(rounding != nullptr, error != nullptr, [&](auto random, auto has) {
         constexpr bool kRandom = decltype(random)::value;
@@ -283,7 +282,7 @@ void launch_decode(const codecs::Chunk& chunk, const TensorTable<void, kCapacity
                    int64_t first, double scale, const uint8_t* messages, int64_t count,
                    bool is_sum) {
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  if constexpr (Codec::kBits >= 4) {
+  if constexpr (kStaysInRegisters<Codec>) {
     if (uses_registers<Codec>(chunk.layout)) {
       const auto with = [&](auto many) {
         constexpr bool kMany = decltype(many)::value;
@@ -349,7 +348,7 @@ void reduce_blocks(const char* op, const at::Tensor& messages, const at::Tensor&
   auto* const to = message.mutable_data_ptr<uint8_t>();
   const codecs::Chunk whole{layout, 0, 0, 0};
   bool is_done = false;
-  if constexpr (Codec::kBits >= 4) {
+  if constexpr (kStaysInRegisters<Codec>) {
     is_done = uses_registers<Codec>(layout);
     if (is_done) {
       with_flags<Codec>(seed != nullptr, lost.data() != nullptr, [&](auto random, auto has) {

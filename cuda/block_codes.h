@@ -62,20 +62,20 @@ struct SpreadValues {
   }
 };
 
-// Measures a block's values, those of this lane.
-template <typename Measure>
-COMMHOOK_HOST_DEVICE void measure_values(const SpreadValues& p, int count, BlockLane lane,
-                                         Measure& measure) {
+// Calls visit(value) for a block's values, those of this lane.
+template <typename Visit>
+COMMHOOK_HOST_DEVICE void visit_values(const SpreadValues& p, int count, BlockLane lane,
+                                       const Visit& visit) {
   const int quads = count / kQuadValues;
   for (int q = lane.index; q < quads; q += lane.count) {
     const Quad quad = p.load(q);
 #pragma unroll
     for (const float value : quad.values) {
-      measure.add(value);
+      visit(value);
     }
   }
   for (int i = kQuadValues * quads + lane.index; i < count; i += lane.count) {
-    measure.add(p.at(i));
+    visit(p.at(i));
   }
 }
 

@@ -5,7 +5,8 @@
 //   kIsRandom           whether it can round with random numbers
 //   Measure             accumulates a block's values; each word is max-reduced across its lanes
 //   kSums               whether that is a SumOfMagnitudes instead
-//   quantizer(measure, count, parameters, result)
+//   kFits               whether, where it does not round at random, the step is that of
+//   block_fit.cuh quantizer(measure, count, parameters, result)
 //                       gives a Quantizer and the parameters; false where a value is infinite or
 //                       NaN
 //   code(value, dither, is random, quantizer, restored)
@@ -14,6 +15,7 @@
 #pragma once
 
 #include "block_codes.h"
+#include "block_fit.cuh"
 #include "ops/codecs/block_layout.h"
 #include "partition.h"
 #include "warp.cuh"
@@ -260,9 +262,21 @@ __device__ void encode_tile(const Codec& codec, const codecs::BlockLayout& layou
     }
     __syncwarp();  // before what is lost takes the place of values that others have read
   } else {
-    measure_values(p, own.count, among, measure);
-    __syncwarp();  // before what is lost takes the place of values that others have read
-    take_largest(tile.lanes, measure);
+    visit_values(p, own.count, among, [&](float value) { measure.add(value); });
+    if constexpr (Codec::kFits) {
+      take_largest(tile.lanes, measure);
+      if (!is_random) {
+        FittedStep step(measure.words[0]);
+        visit_values(p, own.count, among, [&](float value) { step.add(value); });
+        step.find_threshold(tile.lanes, own.count);
+        visit_values(p, own.count, among, [&](float value) { step.add_larger(value); });
+        step.take(tile.lanes, measure);
+      }
+      __syncwarp();  // as below
+    } else {
+      __syncwarp();  // before what is lost takes the place of values that others have read
+      take_largest(tile.lanes, measure);
+    }
   }
   bool is_sent = true;
   if (own.count > 0) {

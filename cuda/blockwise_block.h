@@ -36,6 +36,7 @@ struct BlockwiseBlock {
   static constexpr int kParameters = kSymmetric ? 1 : 2;
   static constexpr bool kIsRandom = true;
   static constexpr bool kSums = false;
+  static constexpr bool kFits = kBits == 2 && kSymmetric;
   static constexpr float kLevels = kSymmetric ? (1 << (kBits - 1)) - 1 : (1 << kBits) - 1;
 
   using Measure = std::conditional_t<kSymmetric, LargestMagnitude, Extremes>;
@@ -74,6 +75,8 @@ struct BlockwiseBlock {
     if (is_random) {
       t = t + dither;
       t = t > kLevels ? kLevels : t;  // what is added may have been rounded up
+    } else if constexpr (kFits) {
+      t = clamped(t, kLevels);
     }
     const float sum = t + blockwise::kRound;
     restored = (sum - blockwise::kRound) * by.step;

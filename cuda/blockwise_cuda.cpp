@@ -16,8 +16,10 @@ template <typename Call>
 void with_launch(const blockwise::Format& format, const Call& call) {
   if (format.bits == 8) {
     format.is_symmetric ? call(Launch<8, true>{}) : call(Launch<8, false>{});
-  } else {
+  } else if (format.bits == 4) {
     format.is_symmetric ? call(Launch<4, true>{}) : call(Launch<4, false>{});
+  } else {
+    format.is_symmetric ? call(Launch<2, true>{}) : call(Launch<2, false>{});
   }
 }
 

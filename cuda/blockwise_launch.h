@@ -1,5 +1,5 @@
 // What launches the kernels of block quantisation. The codecs of a number of bits are compiled in a
-// file of their own (blockwise_4.cu, blockwise_8.cu).
+// file of their own (blockwise_2.cu, blockwise_4.cu, blockwise_8.cu).
 #pragma once
 
 #include <ATen/core/Tensor.h>

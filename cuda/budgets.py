@@ -68,7 +68,7 @@ class Codec:
     """
 
     block: str  # a regular expression for the class
-    codes: int  # loads or stores of 16 bytes that a lane's codes take for a tile
+    codes: int  # loads or stores of 16 bytes that a lane's codes take for a tile; 0: one of 8
     parameters: int
     encode: tuple[Each, ...]
     decode: Each
@@ -109,6 +109,18 @@ CODECS = (
     replace(SYMMETRIC_8, block="BlockwiseBlock<4, true>", codes=1),
     replace(MIN_MAX_8, block="BlockwiseBlock<4, false>", codes=1),
     Codec(
+        "BlockwiseBlock<2, true>",
+        codes=0,
+        parameters=1,
+        encode=all_alike(27, 34, 29, 36),
+        decode=(10, 10, 10),
+        decode_sum=(8, 8, 8),
+        reduce_message=(9, 9, 9),
+        reduce=all_alike(27, 34, 30, 37),
+        encode_warps=(16, 16, 16),
+    ),
+    replace(MIN_MAX_8, block="BlockwiseBlock<2, false>", codes=0),
+    Codec(
         "Fp8Block<(?:true|false)>",
         codes=2,
         parameters=1,
@@ -130,10 +142,14 @@ FLAGS = ((False, False), (False, True), (True, False), (True, True))
 def budgets_of(codec: Codec) -> Iterator[Budget]:
     """The budgets of a codec's kernels, in blocks of 128 threads with 16 KiB of shared memory."""
 
-    def loop(name: str, loads: int, stores: int, most: Each) -> Loop:
-        wide = {"LDG.128": loads} | ({"STG.128": stores} if stores else {})
+    def loop(name: str, loads: int, stores: int, most: Each, **others: int) -> Loop:
+        wide = {"LDG.128": loads, "STG.128": stores}
         # Two are moved at once, or one by one where they are not aligned: a predicate chooses.
         narrow = codec.parameters + (codec.parameters == 2)
+        if codec.codes == 0:  # no accesses of 16 bytes tell some loops
+            wide |= others
+            narrow += 2
+        wide = {kind: count for kind, count in wide.items() if count}
         return Loop(name, VALUES, wide, narrow, most)
 
     def budget(
@@ -143,18 +159,18 @@ def budgets_of(codec: Codec) -> Iterator[Budget]:
         return Budget(f"register_{kernel}>", registers, 128, 16_384, warps, loops, wide)
 
     codes = codec.codes
-    message = loop("message", codes, 0, codec.reduce_message)
+    message = loop("message", codes, 0, codec.reduce_message, FADD=2 * VALUES)
     for flags, encode, reduce in zip(FLAGS, codec.encode, codec.reduce, strict=False):
         names = f"{codec.block}, {str(flags[0]).lower()}, {str(flags[1]).lower()}"
         error = QUADS * flags[1]
         warps = (16, 16, 16) if any(flags) else codec.encode_warps
-        tile = loop("tile", QUADS + error, codes + error, encode)
+        tile = loop("tile", QUADS + error, codes + error, encode, FADD=VALUES, STG=1)
         yield budget(rf"encode_kernel<{names}, \d+", 128, warps, tile, LDS=QUADS)
-        tile = loop("tile", codes + error, codes + error, reduce)
+        tile = loop("tile", codes + error, codes + error, reduce, FADD=VALUES, STG=1)
         yield budget(f"reduce_kernel<{names}", 128, (16, 16, 16), message, tile)
-    decode = loop("tile", codes, QUADS, codec.decode)
+    decode = loop("tile", codes, QUADS, codec.decode, FADD=VALUES)
     yield budget(rf"decode_kernel<{codec.block}, false, \d+", 80, (24, 24, 24), decode, STS=QUADS)
-    decode_sum = loop("message", codes, 0, codec.decode_sum)
+    decode_sum = loop("message", codes, 0, codec.decode_sum, FADD=2 * VALUES)
     yield budget(
         rf"decode_kernel<{codec.block}, true, \d+",
         128,

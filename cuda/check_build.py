@@ -65,6 +65,15 @@ READING_LITTLE = {
     "decode_kernel<SignBlock>": "reads a bit for each value",
     "reduce_kernel<SignBlock>": "reads a bit for each value",
     "reduce_shards_kernel<SignBlock>": "reads a bit for each value",
+    **{
+        f"{kernel}_kernel<BlockwiseBlock of 2 bits>": "reads two bits for each value"
+        for kernel in ("decode", "reduce", "reduce_shards", "register_decode", "register_reduce")
+    },
+}
+#: Of these, those that write little, too.
+WRITING_LITTLE = {
+    f"register_{kernel}_kernel<BlockwiseBlock of 2 bits>": "writes two bits for each value"
+    for kernel in ("encode", "reduce")
 }
 
 
@@ -200,7 +209,11 @@ def kernel_of(function: str) -> str:
     codec = re.search(
         r"_kernel<[\w:]*?(\w+Block)\b", function.replace("(anonymous namespace)::", "")
     )
-    return f"{kernel.group(1)}<{codec.group(1)}>" if codec else kernel.group(1)
+    if codec is None:
+        return kernel.group(1)
+    # Which have loads and stores of other widths.
+    few = " of 2 bits" if re.search(r"BlockwiseBlock<(?:\(int\))?2,", function) else ""
+    return f"{kernel.group(1)}<{codec.group(1)}{few}>"
 
 
 def check_resources(report: Report, cuobjdump: Path, library: Path) -> None:
@@ -291,6 +304,9 @@ def check_vectors(report: Report, found: dict[tuple[str, str], Counter[str | Non
         if name in READING_LITTLE:
             print(f"ok    {name} ({arch}): no loads asked for, since it {READING_LITTLE[name]}")
             del kinds["LDG.128"]
+        if name in WRITING_LITTLE:
+            print(f"ok    {name} ({arch}): no stores asked for, since it {WRITING_LITTLE[name]}")
+            del kinds["STG.128"]
         for kind, what in kinds.items():
             least = min(counts[kind] for counts in all_counts)
             report.check(least > 0, f"{name} ({arch}): at least {least} {what} of 16 bytes in each")

@@ -12,6 +12,7 @@ struct Fp8Block {
   static constexpr int kParameters = 1;
   static constexpr bool kIsRandom = false;
   static constexpr bool kSums = false;
+  static constexpr bool kFits = false;
   static constexpr float kLargest = fp8::Traits<kE5M2>::kLargest;
 
   using Measure = LargestMagnitude;

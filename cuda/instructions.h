@@ -59,6 +59,24 @@ COMMHOOK_HOST_DEVICE float largest(float a, float b) {
 #endif
 }
 
+// Hides where a value comes from, so that the compiler computes again what follows from it. It
+// would keep a result for each of a lane's values, for which there are too few registers.
+COMMHOOK_HOST_DEVICE void forget([[maybe_unused]] float& value) {
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+f"(value));
+#endif
+}
+
+// The nearest to a number of the values from -most to most.
+COMMHOOK_HOST_DEVICE float clamped(float value, float most) {
+#ifdef __CUDA_ARCH__
+  return fminf(fmaxf(value, -most), most);
+#else
+  value = value > most ? most : value;
+  return value < -most ? -most : value;
+#endif
+}
+
 // Two 8-bit floats in 16 bits, rounded as fp8::round_to does; values beyond the largest become it.
 template <bool kE5M2>
 COMMHOOK_HOST_DEVICE uint32_t pair_of_fp8(float low, float high) {

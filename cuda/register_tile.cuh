@@ -3,10 +3,12 @@
 //
 // Each of a block's lanes has an eighth of its values in four neighbours from each eighth of the
 // block. So the random numbers of one counter are of one lane's values, and so are the codes of one
-// byte. The words of codes of four lanes then change places, so that each has 16 bytes.
+// byte. The words of codes of four lanes then change places, so that each has 16 bytes; of two bits
+// those of two lanes, so that each has 8.
 #pragma once
 
 #include "block_codes.h"
+#include "block_fit.cuh"
 #include "block_places.h"
 #include "instructions.h"
 #include "tensor_table.h"
@@ -19,7 +21,12 @@ constexpr int kEighths = 8;  // of a block, and so quads of a lane
 constexpr int kLeastInRegisters = 128;
 constexpr int kTileBytes = kTileValues * static_cast<int>(sizeof(float));  // of shared memory
 
-// Whether blocks are whole tiles' and their codes 16 bytes for each four lanes.
+// Whether codes of so many bits are kept in registers. Codes of a bit are not: their sums of
+// magnitudes are added in an order that other lanes would have to know.
+template <typename Codec>
+constexpr bool kStaysInRegisters = Codec::kBits >= 2;
+
+// Whether blocks are whole tiles' and their codes whole words of each lane.
 inline bool fits_registers(int64_t block_size) {
   return block_size >= kLeastInRegisters && block_size <= kTileValues &&
          kTileValues % block_size == 0;
@@ -58,6 +65,10 @@ COMMHOOK_HOST_DEVICE LaneInTile lane_in_tile(const RegisterWork& work, int lane)
 template <typename Codec>
 constexpr int kWordsOfLane = kEighths * Codec::kBits / 8;
 
+// Words of codes that a lane moves at once: 16 bytes, or 8 where it has no more.
+template <int kWords>
+constexpr int kWordsAtOnce = kWords < kQuadWords ? kWords : kQuadWords;
+
 // A lane's quads, from aligned memory or from any.
 COMMHOOK_HOST_DEVICE void load_quads(const float* from, int step, bool is_aligned,
                                      Quad (&quads)[kEighths]) {
@@ -93,30 +104,47 @@ COMMHOOK_HOST_DEVICE void store_quads(const Quad (&quads)[kEighths], float* to, 
   }
 }
 
-// Where 16 bytes of codes are, of those that the lane has.
+// Where the words of codes are that the lane moves at once, the vector `index` of those that it
+// has.
 template <int kWords>
-COMMHOOK_HOST_DEVICE int place_of_quad(const LaneInTile& at, int quad) {
-  static_assert(kWords % kQuadWords == 0);
-  return (kQuadWords * quad + at.index % kQuadWords) * at.step + at.index / kQuadWords * kQuadBytes;
+COMMHOOK_HOST_DEVICE int place_of_vector(const LaneInTile& at, int index) {
+  constexpr int kAtOnce = kWordsAtOnce<kWords>;
+  static_assert(kWords % kAtOnce == 0);
+  return (kAtOnce * index + at.index % kAtOnce) * at.step + at.index / kAtOnce * (4 * kAtOnce);
 }
 
-// Moves the codes in words where their memory is not aligned for 16 bytes: in a loop, since what is
+struct alignas(8) TwoWords {
+  uint32_t words[2];
+};
+
+template <int kWords>
+COMMHOOK_HOST_DEVICE bool is_aligned_for_vectors(const uint8_t* codes) {
+  return reinterpret_cast<uintptr_t>(codes) % (4 * kWordsAtOnce<kWords>) == 0;
+}
+
+// Moves the codes in words where their memory is not aligned for vectors: in a loop, since what is
 // merely predicated takes its time from all.
 template <int kWords>
 COMMHOOK_HOST_DEVICE void store_codes(uint32_t (&words)[kWords], const LaneInTile& at,
                                       uint8_t* codes) {
-  if (is_aligned_for_quads(codes)) {
+  constexpr int kAtOnce = kWordsAtOnce<kWords>;
+  if (is_aligned_for_vectors<kWords>(codes)) {
 #pragma unroll
-    for (int q = 0; q < kWords / kQuadWords; ++q) {
-      const uint32_t* w = words + kQuadWords * q;
-      store_vector<false>(codes + place_of_quad<kWords>(at, q), w[0], w[1], w[2], w[3]);
+    for (int q = 0; q < kWords / kAtOnce; ++q) {
+      uint8_t* const to = codes + place_of_vector<kWords>(at, q);
+      const uint32_t* w = words + kAtOnce * q;
+      if constexpr (kAtOnce == kQuadWords) {
+        store_vector<false>(to, w[0], w[1], w[2], w[3]);
+      } else {
+        *reinterpret_cast<TwoWords*>(to) = {{w[0], w[1]}};
+      }
     }
     return;
   }
 #pragma unroll 1
   for (int i = 0; i < kWords; ++i) {
-    uint8_t* const to = codes + place_of_quad<kWords>(at, i / kQuadWords);
-    reinterpret_cast<uint32_t*>(to)[i % kQuadWords] = words[0];
+    uint8_t* const to = codes + place_of_vector<kWords>(at, i / kAtOnce);
+    reinterpret_cast<uint32_t*>(to)[i % kAtOnce] = words[0];
     rotate_words(words, words[0]);
   }
 }
@@ -124,13 +152,15 @@ COMMHOOK_HOST_DEVICE void store_codes(uint32_t (&words)[kWords], const LaneInTil
 template <int kWords>
 COMMHOOK_HOST_DEVICE void load_codes(uint32_t (&words)[kWords], const LaneInTile& at,
                                      const uint8_t* codes) {
-  if (is_aligned_for_quads(codes)) {
+  constexpr int kAtOnce = kWordsAtOnce<kWords>;
+  using Vector = std::conditional_t<kAtOnce == kQuadWords, QuadWords, TwoWords>;
+  if (is_aligned_for_vectors<kWords>(codes)) {
 #pragma unroll
-    for (int q = 0; q < kWords / kQuadWords; ++q) {
-      const auto quad = *reinterpret_cast<const QuadWords*>(codes + place_of_quad<kWords>(at, q));
+    for (int q = 0; q < kWords / kAtOnce; ++q) {
+      const auto vector = *reinterpret_cast<const Vector*>(codes + place_of_vector<kWords>(at, q));
 #pragma unroll
-      for (int j = 0; j < kQuadWords; ++j) {
-        words[kQuadWords * q + j] = quad.words[j];
+      for (int j = 0; j < kAtOnce; ++j) {
+        words[kAtOnce * q + j] = vector.words[j];
       }
     }
     return;
@@ -141,17 +171,17 @@ COMMHOOK_HOST_DEVICE void load_codes(uint32_t (&words)[kWords], const LaneInTile
   }
 #pragma unroll 1
   for (int i = 0; i < kWords; ++i) {
-    const uint8_t* const from = codes + place_of_quad<kWords>(at, i / kQuadWords);
-    rotate_words(words, reinterpret_cast<const uint32_t*>(from)[i % kQuadWords]);
+    const uint8_t* const from = codes + place_of_vector<kWords>(at, i / kAtOnce);
+    rotate_words(words, reinterpret_cast<const uint32_t*>(from)[i % kAtOnce]);
   }
 }
 
-// Of each four words, word i of a lane becomes the word that its neighbour i, of four, had for it.
-// Twice is as not at all.
+// Of the words that lanes move at once, word i of a lane becomes the word that its neighbour i, of
+// as many, had for it. Twice is as not at all.
 template <int kWords>
 __device__ void transpose(uint32_t (&words)[kWords], int lane) {
 #pragma unroll
-  for (int distance = 1; distance < kQuadWords; distance *= 2) {
+  for (int distance = 1; distance < kWordsAtOnce<kWords>; distance *= 2) {
     const bool is_upper = (lane & distance) != 0;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
@@ -195,6 +225,19 @@ __device__ bool encode_quads(const Codec& codec, const RegisterWork& work, const
     }
   }
   take_largest(work.lanes, measured);
+  if constexpr (Codec::kFits && !kRandom) {
+    FittedStep step(measured.words[0]);
+#pragma unroll
+    for (int i = 0; i < kEighths * kQuadValues; ++i) {
+      step.add(quads[i / kQuadValues].values[i % kQuadValues]);
+    }
+    step.find_threshold(work.lanes, work.block_size);
+#pragma unroll
+    for (int i = 0; i < kEighths * kQuadValues; ++i) {
+      step.add_larger(quads[i / kQuadValues].values[i % kQuadValues]);
+    }
+    step.take(work.lanes, measured);
+  }
   float own[Codec::kParameters];
   typename Codec::Quantizer quantizer;
   const bool is_sent = codec.quantizer(measured, work.block_size, own, quantizer);
@@ -216,10 +259,16 @@ __device__ bool encode_quads(const Codec& codec, const RegisterWork& work, const
     const uint32_t word = codec.template codes<kRandom>(quads[k], dithers, quantizer);
     if constexpr (Codec::kBits == 8) {
       words[k] = word;
+    } else if constexpr (Codec::kBits == 4) {
+      if (k < kWords) {
+        words[k] = word;
+      } else {
+        words[k - kWords] = (words[k - kWords] & 0x0f0f0f0fu) | (word << 4 & 0xf0f0f0f0u);
+      }
     } else if (k < kWords) {
-      words[k] = word;
+      words[k] = word & 0x03030303u;
     } else {
-      words[k - kWords] = (words[k - kWords] & 0x0f0f0f0fu) | (word << 4 & 0xf0f0f0f0u);
+      words[k % kWords] |= (word & 0x03030303u) << (Codec::kBits * (k / kWords));
     }
   }
   if (!is_sent) {
@@ -261,8 +310,9 @@ __device__ void add_codes(const Codec& codec, TileCodes<Codec>& tile, int lane,
 #pragma unroll
   for (int k = 0; k < kEighths; ++k) {
     uint32_t word = tile.words[k % kWords];
-    if constexpr (Codec::kBits == 4) {
-      word = (k < kWords ? word : word >> 4) & 0x0f0f0f0fu;
+    if constexpr (Codec::kBits < 8) {
+      constexpr uint32_t kMask = ((1u << Codec::kBits) - 1) * 0x01010101u;
+      word = word >> (Codec::kBits * (k / kWords)) & kMask;
     }
     const Quad values = codec.restored(word, tile.parameters);
 #pragma unroll
@@ -348,12 +398,25 @@ __device__ void encode_block(const Codec& codec, int count, float scale, const D
     p[i] = value;
     measured.add(value);
   }
+  take_largest(kWarpSize, measured);
+  if constexpr (Codec::kFits && !kRandom) {
+    FittedStep step(measured.words[0]);
+#pragma unroll 1
+    for (int i = lane; i < count; i += kWarpSize) {
+      step.add(p[i]);
+    }
+    step.find_threshold(kWarpSize, count);
+#pragma unroll 1
+    for (int i = lane; i < count; i += kWarpSize) {
+      step.add_larger(p[i]);
+    }
+    step.take(kWarpSize, measured);
+  }
   // Otherwise a lane has the same values throughout.
   constexpr bool kIsShared = kValuesPerByte<Codec> > 1;
   if constexpr (kIsShared) {
     __syncwarp();
   }
-  take_largest(kWarpSize, measured);
   float own[Codec::kParameters];
   typename Codec::Quantizer quantizer;
   const bool is_sent = codec.quantizer(measured, count, own, quantizer);

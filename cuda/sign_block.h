@@ -13,6 +13,7 @@ struct SignBlock {
   static constexpr int kParameters = 1;
   static constexpr bool kIsRandom = false;
   static constexpr bool kSums = true;
+  static constexpr bool kFits = false;
 
   using Measure = SumOfMagnitudes;
 

@@ -45,4 +45,15 @@ __device__ void take_largest(int lanes, Measure& measure) {
   }
 }
 
+// The sum over all lanes of a block, of which there are `lanes`, for each of these.
+__device__ inline uint32_t add_up(int lanes, uint32_t own) {
+#pragma unroll
+  for (int distance = 1; distance < kWarpSize; distance *= 2) {
+    const bool is_used = distance < lanes;
+    const uint32_t other = __shfl_xor_sync(kWholeWarp, own, is_used ? distance : 0);
+    own += is_used ? other : 0;
+  }
+  return own;
+}
+
 }  // namespace commhook::cuda

@@ -17,6 +17,7 @@ from torch_commhook.hooks import Hook
 HOOKS: dict[str, Callable[[], Hook]] = {
     "blockwise": lambda: hooks.error_feedback(hooks.blockwise(bits=4)),
     "topk": lambda: hooks.error_feedback(hooks.topk(0.1)),
+    "momentum": lambda: hooks.momentum(hooks.topk(0.1), 0.9),
     "randomk": lambda: hooks.randomk(0.1),
     "powersgd": lambda: hooks.error_feedback(hooks.powersgd(2, min_compression_rate=1.0)),
 }

@@ -348,7 +348,7 @@ def test_registration_is_checked() -> None:
 def test_blockwise_settings() -> None:
     blockwise: Any = CODECS["blockwise"]
     assert repr(blockwise(4, rounding="stochastic")) == "blockwise(bits=4, rounding='stochastic')"
-    with pytest.raises(ValueError, match="blockwise: bits must be 4 or 8, got 3"):
+    with pytest.raises(ValueError, match="blockwise: bits must be 2, 4 or 8, got 3"):
         blockwise(3)
     with pytest.raises(ValueError, match="blockwise: block_size must be a multiple of 8"):
         blockwise(8, 100)

@@ -24,8 +24,7 @@ class Case:
         self.generator = torch.Generator().manual_seed(seed)
         self.operators, settings = FORMS[name]
         sizes = [32, 64, 128, 256, 256, 512, 1024, 4096]
-        if least_block(name) == 8:
-            sizes += [8, 72, 200]
+        sizes += {8: [8, 72, 200], 16: [16, 48, 208], 32: []}[least_block(name)]
         self.block_size = draw.choice(sizes)
         self.settings = {**settings, "block_size": self.block_size}
         self.codec = codecs.CODECS[self.operators](**self.settings)

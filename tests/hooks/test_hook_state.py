@@ -32,6 +32,10 @@ HOOKS = [
     "after(3, error_feedback(topk(0.05)), before=error_feedback(blockwise(8, 64)))",
     "error_feedback(blockwise(bits=4), dtype=torch.bfloat16)",
     "error_feedback(topk(0.05), dtype=torch.bfloat16)",
+    "momentum(topk(0.05), beta=0.9)",
+    "momentum(topk(0.05), beta=0.9, dtype=torch.bfloat16)",
+    "error_feedback(blockwise(bits=4), decay=0.75, dtype=torch.bfloat16)",
+    "error_feedback(powersgd(rank=2), decay=0.75, dtype=torch.bfloat16)",
 ]
 
 

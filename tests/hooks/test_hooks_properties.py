@@ -30,7 +30,7 @@ PLAIN = [hooks.allreduce(), hooks.cast(torch.bfloat16), hooks.cast(torch.float16
 COMPRESSED = [hooks.compressed(codec) for codec in EXAMPLES]
 FEEDBACK = [
     hooks.error_feedback(hooks.compressed(codec)) for codec in EXAMPLES if codec.takes_error
-]
+] + [hooks.momentum(hooks.topk(), 0.9), hooks.momentum(hooks.sign(), 0.9, dtype=torch.bfloat16)]
 
 DTYPES = [torch.float32, torch.float32, torch.float64, torch.float16, torch.bfloat16]
 SPECIAL = [math.nan, math.inf, -math.inf]

@@ -30,6 +30,7 @@ OTHERS = (
     "policy([('dim <= 1', allreduce()), ('0.*', error_feedback(topk(0.1)))])",
     "adaptive(20000, every=2)",
     "after(3, error_feedback(sign()), before=error_feedback(blockwise(4, 64)))",
+    "momentum(topk(0.05), beta=0.9)",
 )
 EAGER = ("module", "views", "ddp")
 

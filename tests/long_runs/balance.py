@@ -70,6 +70,7 @@ def _hierarchical() -> hooks.Hook:
 HOOKS: dict[str, Callable[[], hooks.Hook]] = {
     "int8": lambda: hooks.error_feedback(hooks.blockwise()),
     "int4": lambda: hooks.error_feedback(hooks.blockwise(bits=4)),
+    "int2": lambda: hooks.error_feedback(hooks.blockwise(bits=2)),
     "stochastic": lambda: hooks.error_feedback(hooks.blockwise(bits=4, rounding="stochastic")),
     "fp8": lambda: hooks.error_feedback(hooks.fp8()),
     "sign": lambda: hooks.error_feedback(hooks.sign()),

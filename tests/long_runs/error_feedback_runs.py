@@ -95,6 +95,11 @@ def contraction_of(codec: Any) -> float | None:
         return 1 - roundoff**2 - size * least**2
     if type(codec).__name__ == "blockwise":
         levels = 2 ** settings["bits"] - 1 if not settings["symmetric"] else 127
+        if settings["bits"] == 2:
+            # The values above the threshold have (1 - 0.767) of all magnitudes at least. Of the
+            # square of their sum a part of as many as there are is held. Of the others nothing is
+            # known: between the least and the largest value zeros may come back as a third of it.
+            return 0.05 / size if settings["symmetric"] and not codec.is_random else None
         if settings["symmetric"] and settings["bits"] == 4:
             return 1 / size  # the largest of a block is exact
         off = 1 / levels if not settings["symmetric"] or codec.is_random else 0.5 / levels

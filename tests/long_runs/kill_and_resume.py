@@ -40,6 +40,7 @@ HOOKS = [
     "error_feedback(topk(0.01))",
     "error_feedback(randomk(0.05))",
     "error_feedback(powersgd(rank=2))",
+    "momentum(topk(0.05), beta=0.9, dtype=bfloat16)",
     "after(15, error_feedback(blockwise(bits=4)))",
     "after(15, error_feedback(topk(0.05)), before=error_feedback(blockwise(bits=4)))",
     "policy()",

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch_commhook import attach, hooks
 from torch_commhook.attachment.handle import HookHandle
 from torch_commhook.buckets.layout import BucketLayout
+from torch_commhook.codecs.error_decay import decay_error
 from torch_commhook.collectives.compressed import bytes_of_floats, floats_of_bytes
 from torch_commhook.hooks.low_rank import operators
 from torch_commhook.hooks.low_rank.plan import Plan
@@ -77,6 +78,10 @@ def good_calls() -> dict[str, tuple[Any, Arguments]]:
                 "table": [1, 0, 3, 20, 0, 0],
             },
         ),
+        "decay_error": (
+            decay_error,
+            {"error": torch.randn(20), "decay": 0.5, "rounding": torch.tensor([3, 4])},
+        ),
         "powersgd_left": (
             operators.powersgd_left,
             {"sources": sources, "work": work, "q": q, "plan": plan, "scale": 0.5, "adds": True},
@@ -104,6 +109,7 @@ def good_calls() -> dict[str, tuple[Any, Arguments]]:
 TAKEN = [
     ("bytes_of_floats", "values", "short"),
     ("without_unused", "result", "complex"),
+    ("decay_error", "error", "short"),
     ("total_norm", "results", "complex"),
     ("total_norm", "results", "short"),
 ]
@@ -130,6 +136,11 @@ OTHERS: list[tuple[str, str, Any]] = [
     ("keep_unsent", "table", [0, 0, 3, 20, 0, -2]),
     ("keep_unsent", "results", [torch.randn(4, 1).expand(4, 5)]),
     ("total_norm", "results", []),
+    ("decay_error", "decay", 0.0),
+    ("decay_error", "decay", 1.5),
+    ("decay_error", "decay", float("nan")),
+    ("decay_error", "error", torch.zeros(4, 5)),
+    ("decay_error", "rounding", torch.zeros(2, 2, dtype=torch.int64)),
     ("powersgd_left", "sources", []),
     ("powersgd_left", "sources", [torch.randn(20, 12)]),
     *(

@@ -251,7 +251,7 @@ commhook.topk_encode([ones(64, requires_grad=True)], message)
 commhook.blockwise_encode([x], message, bits=8, block_size=64, symmetric=True)
     ValueError: blockwise_encode: message must hold 80 bytes, got 16
 commhook.blockwise_encode([x], message, bits=3, block_size=64, symmetric=True)
-    ValueError: blockwise_encode: bits must be 4 or 8, got 3
+    ValueError: blockwise_encode: bits must be 2, 4 or 8, got 3
 commhook.blockwise_encode([x], message, bits=8, block_size=0, symmetric=True)
     ValueError: blockwise_encode: block_size must be a multiple of 8 of at most 4096, got 0
 commhook.sign_encode([x], message, block_size=33)

@@ -74,7 +74,7 @@ hooks.cast("float16")
 hooks.compressed(3)
     TypeError: compressed: codec must be a Codec, got int; see torch_commhook.codecs
 hooks.blockwise(bits=3)
-    ValueError: blockwise: bits must be 4 or 8, got 3
+    ValueError: blockwise: bits must be 2, 4 or 8, got 3
 hooks.blockwise(seed="a")
     TypeError: compressed: seed must be an int, got str
 hooks.blockwise(block_size=7)

@@ -46,6 +46,7 @@ commhook::check_hook_result(Tensor result, Tensor value, str hook) -> ()
 commhook::commit_step(Tensor(a0!) used, Tensor[] results, str name) -> ()
 commhook::count_step(Tensor(a0!) token, Tensor[] results, str traffic, str key) -> ()
 commhook::cpu_capability(str? limit=None) -> str
+commhook::decay_error(Tensor(a0!) error, float decay, Tensor? rounding=None) -> ()
 commhook::flatten(Tensor[] tensors, *, float scale=1., ScalarType? dtype=None) -> Tensor
 commhook::flatten.out(Tensor[] tensors, *, float scale=1., Tensor(a!) out) -> Tensor(a!)
 commhook::flatten_stats(Tensor[] tensors, *, float scale=1., ScalarType? dtype=None) -> (Tensor buffer, Tensor sum_of_squares, Tensor nonfinite_count)

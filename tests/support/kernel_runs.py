@@ -24,6 +24,8 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "int8 min-max": ("blockwise", {"bits": 8, "symmetric": False}),
     "int4": ("blockwise", {"bits": 4, "symmetric": True}),
     "int4 min-max": ("blockwise", {"bits": 4, "symmetric": False}),
+    "int2": ("blockwise", {"bits": 2, "symmetric": True}),
+    "int2 min-max": ("blockwise", {"bits": 2, "symmetric": False}),
     "e4m3": ("fp8", {"format": "e4m3"}),
     "e5m2": ("fp8", {"format": "e5m2"}),
     "sign": ("sign", {}),
@@ -36,7 +38,7 @@ ARRIVED = 1 << 40
 
 
 def least_block(form: str) -> int:
-    return 32 if form == "sign" else 8
+    return 32 if form == "sign" else 16 if form.startswith("int2") else 8
 
 
 def block_runs(form: str, block_size: int, shards: int, tensors: list[Tensor]) -> Runs:

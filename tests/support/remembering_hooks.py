@@ -12,6 +12,7 @@ from torch_commhook.cli.hook_expression import parse_hook
 #: Of each codec.
 WITH_ERROR_FEEDBACK = [
     "error_feedback(blockwise(bits=4))",
+    "error_feedback(blockwise(bits=2))",
     "error_feedback(blockwise(rounding='stochastic'))",
     "error_feedback(fp8())",
     "error_feedback(sign())",
@@ -29,6 +30,8 @@ HOOKS = [
     "hierarchical",
     "error_feedback(policy([('0.*', allreduce()), ('1.*', topk(0.1))], powersgd()))",
     "clip(0.1, error_feedback(sign()))",
+    "momentum(topk(0.1), beta=0.9)",
+    "error_feedback(sign(), decay=0.75, dtype=torch.bfloat16)",
     "after(1, error_feedback(sign()), before=error_feedback(powersgd()))",
     "local_sgd(2, hook=error_feedback(blockwise(bits=4)))",
     "local_sgd(2, hook=error_feedback(topk(0.1)), error_reset=True)",

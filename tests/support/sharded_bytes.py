@@ -205,6 +205,7 @@ class Case:
 
 INT8 = Fraction(1) + Fraction(4, BLOCK)
 INT4 = Fraction(1, 2) + Fraction(4, BLOCK)
+INT2 = Fraction(1, 4) + Fraction(4, BLOCK)
 
 
 class OwnHook(hooks.Hook):
@@ -231,6 +232,7 @@ CASES: dict[str, Case] = {
         lambda: hooks.blockwise(rounding="stochastic"), INT8, in_blocks(8, BLOCK)
     ),
     "int4": Case(lambda: hooks.blockwise(bits=4), INT4, in_blocks(4, BLOCK)),
+    "int2": Case(lambda: hooks.blockwise(bits=2), INT2, in_blocks(2, BLOCK)),
     "int4 with feedback": Case(
         lambda: hooks.error_feedback(hooks.blockwise(bits=4)), INT4, in_blocks(4, BLOCK)
     ),

@@ -41,6 +41,7 @@ def compressed_all_reduce(
     out: Tensor | Sequence[Tensor] | None = None,
     error: Tensor | None = None,
     shard_error: Tensor | None = None,
+    error_decay: float = 1.0,
     rounding: Tensor | None = None,
     buffers: MessageBuffers | None = None,
     meter: CallMeter | None = None,
@@ -88,10 +89,11 @@ def compressed_all_reduce(
             many as these. Added to them, and replaced by what this call loses.
         shard_error: the same of the sum that this rank encodes: float32 or bfloat16, as many as
             ``shard_range`` says. Not asked for unless the exchange is ``"all_to_all"``.
+        error_decay: in (0, 1]: both errors are multiplied by it once they are written.
         rounding: for codecs that draw random numbers (``Codec.is_random``): int64, of shape
             (2, 2), rows of seed and step: the first for this rank's values, the second for its sum.
             For the exchange ``"all_reduce"`` the first must be the same on all ranks. ``topk`` and
-            ``randomk`` round a bfloat16 error at random with it.
+            ``randomk`` round a bfloat16 error at random with it, and so does ``error_decay``.
         buffers: memory that is used again in the next call.
         meter: is told how long the stages took, and asks for the error, in eager.
         group: the process group; None for the default one.
@@ -113,7 +115,9 @@ def compressed_all_reduce(
     group = resolve_group(group)
     if isinstance(codec, Codec) and codec.exchange == "all_to_all":  # others are refused below
         check_place("compressed_all_reduce", group)
-    arguments = SumArguments(codec, scale, error, shard_error, rounding, buffers, meter, timeout)
+    arguments = SumArguments(
+        codec, scale, error, shard_error, rounding, buffers, meter, timeout, error_decay
+    )
     check_arguments("compressed_all_reduce", arguments, numel, sources[0].device, group)
     call = _CompressedSum(arguments, destinations, numel, group)
     with torch.no_grad():
@@ -225,6 +229,7 @@ class _CompressedSum(CompressedCall):
             keep_error(error, lost)
         if self.meter is not None:
             self.meter.encoded(self.codec, message, shards, sources, error, self.rounding[0])
+        self.decay_own(error, self.rounding[0])
         return message
 
     def _result(self) -> Tensor:
@@ -330,6 +335,7 @@ class _CompressedSum(CompressedCall):
                     failed=shared.failed,
                 )
                 keep_error(self.shard_error, lost)
+                self.decay(self.shard_error, self.rounding[1])
             with timed(self.meter, "wire"):
                 shared.barrier(timeout)
             with self.later_stage("decode"):
@@ -356,6 +362,7 @@ class _CompressedSum(CompressedCall):
                 rounding=self.rounding[1],
             )
             keep_error(self.shard_error, lost)
+            self.decay(self.shard_error, self.rounding[1])
         return padded
 
     def _decode(self, gathered: Tensor) -> Tensor:

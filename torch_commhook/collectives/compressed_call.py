@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_commhook.codecs.error_decay import decay_error
 from torch_commhook.collectives.exchange import exchanges
 from torch_commhook.collectives.group_place import group_rank
 from torch_commhook.collectives.issuing import issue_all_gather, issue_gather_of_sizes
@@ -36,6 +37,7 @@ class CompressedCall:
         self.buffers = MessageBuffers() if arguments.buffers is None else arguments.buffers
         self.meter = arguments.meter
         self.timeout = arguments.timeout
+        self.error_decay = arguments.error_decay
         self.world_size: int = group.size()
         self.rank: int = group_rank(group)
         # Asked once: later stages are other threads' work, which cannot tell who compiles.
@@ -56,6 +58,22 @@ class CompressedCall:
         mode = torch.inference_mode() if self._is_inference else torch.no_grad()
         with mode, timed(self.meter, name):
             yield
+
+    def decay(self, error: Tensor | None, rounding: Tensor | None) -> None:
+        """Let an error decay that was just written, and has been measured.
+
+        Args:
+            error: as the caller keeps it.
+            rounding: seed and step of what was encoded.
+        """
+        if error is not None and self.error_decay != 1.0:
+            decay_error(error, self.error_decay, rounding)
+
+    def decay_own(self, error: Tensor | None, rounding: Tensor | None) -> None:
+        """:meth:`decay` of this rank's own values, as a part of the stage that has ended."""
+        if self.error_decay != 1.0:
+            with timed(self.meter, "encode"):
+                self.decay(error, rounding)
 
     def buffer(self, name: str, *shape: int) -> Tensor:
         if self.is_traced:  # by a compiler, which plans memory itself

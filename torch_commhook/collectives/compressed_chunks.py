@@ -46,6 +46,7 @@ def compressed_reduce_scatter(
     scale: float = 1.0,
     out: Tensor | Sequence[Tensor] | None = None,
     error: Tensor | None = None,
+    error_decay: float = 1.0,
     rounding: Tensor | None = None,
     buffers: MessageBuffers | None = None,
     meter: CallMeter | None = None,
@@ -78,6 +79,7 @@ def compressed_reduce_scatter(
         error: what earlier calls have lost of this rank's values, of all chunks: float32 or
             bfloat16, flat, as many as the tensors have. Added to them, and replaced by what this
             call loses.
+        error_decay: in (0, 1]: the error is multiplied by it once it is written.
         rounding: for codecs that draw random numbers (``Codec.is_random``): int64, of shape (2,):
             seed and step. For the exchange ``"all_reduce"`` the same on all ranks.
         buffers: memory that is used again in the next call.
@@ -107,7 +109,9 @@ def compressed_reduce_scatter(
     out = sources[0].new_empty(own) if out is None else out
     destinations = listed_tensors(op, "out", out)
     check_out(op, destinations, own, "this rank's chunk")
-    arguments = SumArguments(codec, scale, error, None, rounding, buffers, meter, timeout)
+    arguments = SumArguments(
+        codec, scale, error, None, rounding, buffers, meter, timeout, error_decay
+    )
     check_arguments(op, arguments, numel, sources[0].device, group, encodes_once=True)
     call = _ReduceScatter(arguments, destinations, counts, group)
     with torch.no_grad():
@@ -124,6 +128,7 @@ def compressed_all_gather(
     sizes: Sequence[int] | None = None,
     out: Tensor | Sequence[Tensor] | None = None,
     error: Tensor | None = None,
+    error_decay: float = 1.0,
     rounding: Tensor | None = None,
     buffers: MessageBuffers | None = None,
     meter: CallMeter | None = None,
@@ -147,7 +152,7 @@ def compressed_all_gather(
             tensors.
         error: what earlier calls have lost of this rank's chunk: float32 or bfloat16, flat, as many
             as it has. Added to it, and replaced by what this call loses.
-        rounding, buffers, meter, group, timeout: as :func:`compressed_reduce_scatter`.
+        error_decay, rounding, buffers, meter, group, timeout: as :func:`compressed_reduce_scatter`.
 
     Returns:
         A Future of ``out``, or of the first of its tensors where it is a list.
@@ -171,7 +176,9 @@ def compressed_all_gather(
     out = sources[0].new_empty(sum(counts)) if out is None else out
     destinations = listed_tensors(op, "out", out)
     check_out(op, destinations, sum(counts), "the chunks of all ranks")
-    arguments = SumArguments(codec, 1.0, error, None, rounding, buffers, meter, timeout)
+    arguments = SumArguments(
+        codec, 1.0, error, None, rounding, buffers, meter, timeout, error_decay
+    )
     check_arguments(op, arguments, numel, sources[0].device, group, encodes_once=True)
     call = _AllGather(arguments, destinations, counts, group)
     with torch.no_grad():
@@ -223,6 +230,7 @@ class _ChunkCall(CompressedCall):
                 keep_error(error, lost)
         if self.meter is not None:
             self.meter.encoded(self.codec, message, 1, sources, error, self.rounding, sizes=counts)
+        self.decay_own(error, self.rounding)
 
     @property
     def common_rounding(self) -> Tensor | None:

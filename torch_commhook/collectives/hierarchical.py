@@ -43,6 +43,7 @@ def hierarchical_all_reduce(
     carry: Tensor | None = None,
     error: Tensor | None = None,
     shard_error: Tensor | None = None,
+    error_decay: float = 1.0,
     rounding: Tensor | None = None,
     buffers: MessageBuffers | None = None,
     meter: CallMeter | None = None,
@@ -72,7 +73,8 @@ def hierarchical_all_reduce(
             many.
         error: what the node's earlier messages have lost: float32 or bfloat16, as many as the share
             has.
-        shard_error, rounding, buffers, meter: as in :func:`compressed_all_reduce`, of the share.
+        shard_error, error_decay, rounding, buffers, meter: as in :func:`compressed_all_reduce`, of
+            the share.
 
     Returns:
         A Future of ``out``, or of the first of its tensors where it is a list.
@@ -89,7 +91,9 @@ def hierarchical_all_reduce(
     check_out("hierarchical_all_reduce", destinations, numel)
     begin, end = share_range(numel, rank=group_rank(intra_group), ranks=intra_group.size())
     buffers = MessageBuffers() if buffers is None else buffers
-    arguments = SumArguments(codec, scale, error, shard_error, rounding, buffers, meter)
+    arguments = SumArguments(
+        codec, scale, error, shard_error, rounding, buffers, meter, error_decay=error_decay
+    )
     device = sources[0].device
     check_arguments("hierarchical_all_reduce", arguments, end - begin, device, inter_group)
     _check_carry(carry, numel)
@@ -244,6 +248,7 @@ def _start_over_nodes(
         out=own,
         error=arguments.error,
         shard_error=arguments.shard_error,
+        error_decay=arguments.error_decay,
         rounding=arguments.rounding,
         buffers=arguments.buffers,
         meter=arguments.meter,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torch_commhook.codecs.base import Codec
 from torch_commhook.codecs.checks import ERROR_DTYPES
+from torch_commhook.codecs.error_decay import decays_at_random
 from torch_commhook.collectives.group_place import group_rank
 from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.metrics import CallMeter
@@ -32,6 +33,7 @@ class SumArguments(NamedTuple):
     buffers: MessageBuffers | None
     meter: CallMeter | None
     timeout: timedelta | None = None
+    error_decay: float = 1.0
 
 
 def check_arguments(
@@ -57,6 +59,7 @@ def check_arguments(
         TypeError, ValueError: one does not fit.
     """
     _check_settings(op, arguments)
+    check_decay(f"{op}: error_decay", arguments.error_decay)
     for name, tensor in (("error", arguments.error), ("shard_error", arguments.shard_error)):
         if tensor is not None:
             _check_dtype(op, name, tensor, *ERROR_DTYPES)
@@ -66,7 +69,11 @@ def check_arguments(
         _check_dtype(op, "rounding", rounding, torch.int64)
     shape, content = ((2,), "seed and step") if encodes_once else ((2, 2), "rows of seed and step")
     draws = codec.is_random or (
-        rounding is not None and codec.rounds_error_at_random(arguments.error)
+        rounding is not None
+        and (
+            codec.rounds_error_at_random(arguments.error)
+            or decays_at_random(arguments.error, arguments.error_decay)
+        )
     )
     if draws and (rounding is None or rounding.shape != shape):
         raise ValueError(
@@ -108,6 +115,19 @@ def _check_settings(op: str, arguments: SumArguments) -> None:
             raise TypeError(
                 f"{op}: {name} must be a {kind.__name__} or None, got {type(value).__qualname__}"
             )
+
+
+def check_decay(what: str, decay: object) -> None:
+    """Refuse what is no factor in (0, 1].
+
+    Raises:
+        TypeError: no number.
+        ValueError: another number; NaN is none of these.
+    """
+    if not isinstance(decay, (int, float, torch.SymFloat)) or isinstance(decay, bool):
+        raise TypeError(f"{what} must be a number, got {type(decay).__qualname__}")
+    if not 0 < decay <= 1:
+        raise ValueError(f"{what} must be greater than 0 and at most 1, got {decay}")
 
 
 def _check_dtype(op: str, name: str, tensor: object, *dtypes: torch.dtype) -> None:

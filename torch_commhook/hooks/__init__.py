@@ -18,7 +18,7 @@ from torch_commhook.hooks.local_sgd import local_sgd, outer_sgd
 from torch_commhook.hooks.mean import allreduce, cast
 from torch_commhook.hooks.policy import policy
 from torch_commhook.hooks.powersgd import powersgd
-from torch_commhook.hooks.wrappers import after, clip, error_feedback
+from torch_commhook.hooks.wrappers import after, clip, error_feedback, momentum
 
 __all__ = [
     "Hook",
@@ -32,6 +32,7 @@ __all__ = [
     "error_feedback",
     "hierarchical",
     "local_sgd",
+    "momentum",
     "outer_sgd",
     "policy",
     "powersgd",

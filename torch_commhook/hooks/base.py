@@ -65,6 +65,9 @@ class Hook(ABC):
     #: In what a hook that keeps an error remembers it.
     error_dtype: torch.dtype = torch.float32
 
+    #: What it multiplies that by in each step.
+    error_decay: float = 1.0
+
     #: Whether :meth:`step_scale` takes ``loss_scale``.
     _takes_loss_scale: bool = True
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.base import CODECS, Codec
+from torch_commhook.codecs.error_decay import decays_at_random
 from torch_commhook.collectives.compressed import compressed_all_reduce
 from torch_commhook.collectives.compressed_chunks import compressed_reduce_scatter
 from torch_commhook.collectives.group_place import check_place, group_rank
@@ -133,6 +134,7 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
             scale=average_scale(group),
             out=result_tensor(bucket, memory),
             error=memory.tensors.get("error"),
+            error_decay=memory.error_decay,
             shard_error=memory.tensors.get(memory.plans.get(self._shard_plan, "")),
             rounding=rounding_of(self.codec, self.seed, memory),
             buffers=memory.buffers,
@@ -161,6 +163,7 @@ class compressed(Hook):  # noqa: N801 (a hook is written as it is called)
             scale=bucket.scale,
             out=bucket.shard,
             error=memory.tensors.get("error"),
+            error_decay=memory.error_decay,
             rounding=None if rounding is None else rounding[0],  # nothing is encoded again
             buffers=memory.buffers,
             meter=memory.meter,
@@ -189,7 +192,12 @@ def traits_of_codec(codec: Codec) -> HookTraits:
 
 def rounding_of(codec: Codec, seed: int, memory: BucketMemory) -> Tensor | None:
     """What a codec's random numbers follow from in this bucket and step; None where it has none."""
-    if not (codec.is_random or codec.rounds_error_at_random(memory.tensors.get("error"))):
+    error = memory.tensors.get("error")
+    if not (
+        codec.is_random
+        or codec.rounds_error_at_random(error)
+        or decays_at_random(error, memory.error_decay)
+    ):
         return None
     return memory.rounding_seeds(seed, alike=codec.exchange == "all_reduce")
 

@@ -152,6 +152,7 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
             carry=memory.tensors.get("error"),
             error=memory.tensors.get(memory.plans.get(self._node_plan, "")),
             shard_error=memory.tensors.get(memory.plans.get(self._shard_plan, "")),
+            error_decay=memory.error_decay,
             rounding=rounding_of(self.codec, self.seed, memory),
             buffers=memory.buffers,
             meter=memory.meter,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.buckets.grad_bucket import GradBucket
+from torch_commhook.codecs.error_decay import decay_error, decays_at_random
 from torch_commhook.collectives.issuing import issue_all_reduce
 from torch_commhook.collectives.plain import all_reduce, all_reduce_bytes
 from torch_commhook.collectives.stages import timed, two_stages
@@ -115,6 +116,7 @@ class powersgd(Hook):  # noqa: N801 (a hook is written as it is called)
         plan = Plan.of(memory.layout, self.rank, self.seed, self.min_compression_rate)
         if memory.with_error:
             memory.flat("error")
+        _rounding_of(self, memory)
         # By settings: with ``after`` there may be two.
         memory.plans[self._name] = plan.text
         if not plan.groups:
@@ -171,6 +173,13 @@ def _dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+def _rounding_of(hook: powersgd, memory: BucketMemory) -> Tensor | None:
+    """What random numbers follow from, where an error decays in 16 bits; else None."""
+    if not decays_at_random(memory.tensors.get("error"), memory.error_decay):
+        return None
+    return memory.rounding_seeds(hook.seed)[0]
+
+
 class _LowRankAverage:
     """One bucket's average on its way.
 
@@ -186,6 +195,7 @@ class _LowRankAverage:
         self.q: Any = q
         self.error = self.memory.tensors.get("error")
         self.keeps_error = self.error is not None
+        self.rounding = _rounding_of(hook, self.memory)
         self.lent: Tensor | None = None
         self.scale = average_scale(group)
         self.numel = bucket.numel()
@@ -338,6 +348,8 @@ class _LowRankAverage:
                 del self.work
                 self.memory.scratch.give(self.lent)
                 self.lent = None
+        if self.error is not None and self.memory.error_decay != 1.0:
+            decay_error(self.error, self.memory.error_decay, self.rounding)
         return result
 
     def _result(self, bucket: GradBucket) -> Tensor:

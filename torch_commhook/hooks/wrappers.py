@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.checks import ERROR_DTYPES
+from torch_commhook.collectives.sum_arguments import check_decay
 from torch_commhook.hooks.base import Hook, step_scale_of
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.hooks.traits import HookTraits
@@ -33,7 +34,7 @@ class Wrapper(Hook):
         self._check_inside("hook", hook)
         self.hook = hook
         self.traits = HookTraits.of_any([hook])
-        self.error_dtype = hook.error_dtype
+        self.error_dtype, self.error_decay = hook.error_dtype, hook.error_decay
         self._commhook_traceable = getattr(hook, "_commhook_traceable", False)
 
     def _check_inside(self, name: str, hook: object) -> None:
@@ -94,6 +95,10 @@ class error_feedback(Wrapper):  # noqa: N801 (a hook is written as it is called)
     nothing is lost for good: under SGD of step size lr, parameters less lr times the mean of what
     is remembered follow the path of uncompressed SGD.
 
+    With ``decay=d`` below 1, ``e' = d (p - C(p))``: the memory fades, and the invariant does not
+    hold. What a message has lost weighs ``d^n`` n steps later. :class:`momentum` is the same
+    arithmetic. The decay takes one more pass over the memory; 1 takes none.
+
     Both happen in the pass over memory that encodes. The memory takes 4 bytes for each element, and
     as many for each that this rank adds up: it is float32. With ``dtype=torch.bfloat16`` it takes
     half of that. Errors are then computed in float32 as before, and rounded once when they are
@@ -106,43 +111,84 @@ class error_feedback(Wrapper):  # noqa: N801 (a hook is written as it is called)
 
     Args:
         hook: one that compresses, or has one inside.
-        dtype: of the memory: ``torch.float32`` or ``torch.bfloat16``.
+        decay: of the memory in each step: greater than 0, at most 1.
+        dtype: of the memory: ``torch.float32`` or ``torch.bfloat16``. In bfloat16 what has decayed
+            is rounded at random, right on average.
 
     Raises:
-        TypeError: no hook of the library, or another dtype.
-        ValueError: one that loses nothing, that remembers it already, or that is right on average
-            and scales for it.
+        TypeError: no hook of the library, a decay that is no number, or another dtype.
+        ValueError: a hook that loses nothing, that remembers it already, or that is right on
+            average and scales for it; another decay.
     """
 
     _lets_stages_wait = True
+    #: What it prints as, and what ``decay`` is called there and in errors.
+    _name, _decay_name = "error_feedback", "decay"
 
-    def __init__(self, hook: Hook, *, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, hook: Hook, decay: float = 1.0, *, dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__(hook)
+        name = self._name
+        check_decay(f"{name}: {self._decay_name}", decay)
         if not isinstance(dtype, torch.dtype) or dtype not in ERROR_DTYPES:
             got = dtype if isinstance(dtype, torch.dtype) else _C.type_name(dtype)
-            raise TypeError(
-                f"error_feedback: dtype must be torch.float32 or torch.bfloat16, got {got}"
-            )
+            raise TypeError(f"{name}: dtype must be torch.float32 or torch.bfloat16, got {got}")
         if hook.keeps_error:
             raise ValueError(
-                "error_feedback: hook must be one that does not remember what it loses already, "
-                f"got {hook}"
+                f"{name}: hook must be one that does not remember what it loses already, got {hook}"
             )
         if not hook.takes_error:
-            raise ValueError(
-                f"error_feedback: hook must be one whose messages lose something, got {hook}"
-            )
+            raise ValueError(f"{name}: hook must be one whose messages lose something, got {hook}")
         self.traits = replace(self.traits, takes_error=False, keeps_error=True)
         self.error_dtype = dtype
+        self.error_decay = float(decay)
 
     def prepare(self, memory: BucketMemory) -> None:
         memory.with_error = True
-        memory.error_dtype = self.error_dtype
+        memory.error_dtype, memory.error_decay = self.error_dtype, self.error_decay
         super().prepare(memory)
+
+    def _settings(self) -> str:
+        return "" if self.error_decay == 1.0 else f", decay={number_text(self.error_decay)}"
 
     def __repr__(self) -> str:
         dtype = "" if self.error_dtype == torch.float32 else f", dtype={self.error_dtype}"
-        return f"error_feedback({self.hook}{dtype})"
+        return f"{self._name}({self.hook}{self._settings()}{dtype})"
+
+
+class momentum(error_feedback):  # noqa: N801
+    """Accumulate gradients in a momentum on each rank, and send what a message holds of it.
+
+    With m the momentum and g the gradient of a step, ``m = beta m + g``, ``C(m)`` is sent, and
+    ``m - C(m)`` stays: decoupled momentum, as in Peng et al., "DeMo: Decoupled Momentum
+    Optimization" (2024). This is error feedback whose memory decays by beta::
+
+        momentum(hook, beta)  # takes the steps of error_feedback(hook, decay=beta), bit for bit
+
+    What a message has sent leaves the momentum. So large components arrive at once, and small ones
+    accumulate until a message has room for them. States hold ``beta (m - C(m))`` as the error.
+
+    The result is the update: give it to SGD without a momentum of its own. With ``beta=1`` nothing
+    is forgotten; then alone the invariant of :class:`error_feedback` holds.
+
+    Args:
+        hook: as :class:`error_feedback` takes it.
+        beta: greater than 0, at most 1.
+        dtype: as in :class:`error_feedback`.
+
+    Raises:
+        TypeError, ValueError: as :class:`error_feedback`.
+    """
+
+    _lets_stages_wait = True
+    _name, _decay_name = "momentum", "beta"
+
+    def __init__(self, hook: Hook, beta: float, *, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(hook, beta, dtype=dtype)
+
+    def _settings(self) -> str:
+        return f", beta={number_text(self.error_decay)}"
 
 
 class after(Wrapper):  # noqa: N801
@@ -159,8 +205,8 @@ class after(Wrapper):  # noqa: N801
     Raises:
         TypeError: no int, or no hooks of the library.
         ValueError: a negative number of steps; one of the hooks remembers what it loses and the
-            other, which loses something too or comes later, does not, or in another dtype; both
-            send parts of a bucket.
+            other, which loses something too or comes later, does not, or in another dtype or
+            with another decay; both send parts of a bucket.
     """
 
     _lets_stages_wait = True
@@ -203,6 +249,11 @@ class after(Wrapper):  # noqa: N801
             raise ValueError(
                 f"after: before must remember in the dtype that hook does, {hook.error_dtype}, got "
                 f"{before.error_dtype}"
+            )
+        if before.keeps_error and before.error_decay != hook.error_decay:
+            raise ValueError(
+                "after: before must let its memory decay as hook does, by "
+                f"{number_text(hook.error_decay)}, got {number_text(before.error_decay)}"
             )
         parts = before.splits_buckets + hook.splits_buckets
         if parts > 1 or (parts and before.keeps_error):
@@ -327,9 +378,14 @@ class clip(Wrapper):  # noqa: N801
         )
 
     def __repr__(self) -> str:
-        short = f"{self.max_norm:g}"
-        text = short if float(short) == self.max_norm else repr(self.max_norm)
-        return f"clip({text}{'' if self._is_plain else f', {self.hook}'})"
+        hook = "" if self._is_plain else f", {self.hook}"
+        return f"clip({number_text(self.max_norm)}{hook})"
+
+
+def number_text(number: float) -> str:
+    """The shortest text of a number that is read as the same one."""
+    short = f"{number:g}"
+    return short if float(short) == number else repr(number)
 
 
 #: Elements whose copy stays in a cache of the CPU, and so many that other devices take at a time.

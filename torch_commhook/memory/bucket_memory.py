@@ -63,6 +63,7 @@ class BucketMemory:
         roundings: what :meth:`rounding_seeds` has made, by what it was asked for.
         with_error: whether hooks are to remember what they lose.
         error_dtype: in what; float32 or bfloat16.
+        error_decay: hooks multiply errors by it once they are written.
         parts: memories of some of the parameters each, by name.
         places: for such a part, the numbers of its parameters in the whole.
         buffers: for messages.
@@ -97,6 +98,7 @@ class BucketMemory:
         self.world_size = owner.world_size
         self.with_error = with_error
         self.error_dtype = torch.float32
+        self.error_decay = 1.0
         self.tensors: dict[str, Tensor] = {}
         self.lists: dict[str, list[Tensor | None]] = {}
         self.plans: dict[str, str] = {}
@@ -186,14 +188,14 @@ class BucketMemory:
         for part in self.parts.values():
             part.fold_all_shards()
 
-    def locate_error(self, number: int) -> tuple[Tensor, int] | None:
-        """What is remembered as lost of a parameter: a flat tensor, and where it begins there.
+    def locate_error(self, number: int) -> tuple[Tensor, int, float] | None:
+        """What is remembered as lost of a parameter: a flat tensor, where it begins, its decay.
 
         None where nothing is.
         """
         error = self.tensors.get("error")
         if error is not None:
-            return error, self.layout.offsets[number]
+            return error, self.layout.offsets[number], self.error_decay
         for part in self.parts.values():
             if number in part.places:
                 return part.locate_error(part.places.index(number))
@@ -282,7 +284,7 @@ class BucketMemory:
                 with_error=self.with_error,
             )
             part.places = list(numbers)
-            part.error_dtype = self.error_dtype
+            part.error_dtype, part.error_decay = self.error_dtype, self.error_decay
         return part
 
     def track_step(self, step: int) -> None:

@@ -57,18 +57,23 @@ def make_unsent_table(
         if memory is None or not found:
             continue
         pieces = memory.layout.views(bucket.result.view(-1))
-        for place, error, begin in found:
+        for place, error, begin, decay in found:
             if all(error is not other for other in errors):
                 errors.append(error)
             which = next(i for i, other in enumerate(errors) if other is error)
             gradient, number = bucket.sent[place], _NOTHING
             if gradient is not None:
                 number = len(gradients)
-                gradients.append(gradient)
+                gradients.append(_decayed(gradient, decay))
             length = memory.layout.lengths[place]
             table += [bucket.members[place], which, begin, length, len(results), number]
-            results.append(pieces[place])
+            results.append(_decayed(pieces[place], decay))
     return errors, results, gradients, table
+
+
+def _decayed(tensor: Tensor, decay: float) -> Tensor:
+    """What is added to an error that has decayed in this step, as all that it holds has."""
+    return tensor if decay == 1.0 else tensor.to(torch.float32).mul(decay)
 
 
 def add_unsent_to_errors(

@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <limits>
 #include <vector>
 
@@ -22,8 +23,9 @@
 namespace commhook::blockwise {
 
 Format check_format(const char* op, int64_t bits, int64_t block_size, bool is_symmetric) {
-  TORCH_CHECK_VALUE(bits == 4 || bits == 8, op, ": bits must be 4 or 8, got ", bits);
-  codecs::check_block_size(op, block_size, 8);
+  TORCH_CHECK_VALUE(bits == 2 || bits == 4 || bits == 8, op, ": bits must be 2, 4 or 8, got ",
+                    bits);
+  codecs::check_block_size(op, block_size, bits == 2 ? 16 : 8);
   return {bits, block_size, is_symmetric};
 }
 
@@ -40,36 +42,35 @@ using codecs::Rounding;
 #include "ops/cpu/for_each_instruction_set.h"
 
 const BlockKernels& kernels_for(const Format& format) {
-  return COMMHOOK_CHOOSE(kKernels)[format.bits == 8 ? 1 : 0][format.is_symmetric ? 1 : 0];
+  return COMMHOOK_CHOOSE(kKernels)[format.bits / 4][format.is_symmetric ? 1 : 0];
 }
 
 // ---- kernels in plain ATen ---------------------------------------------------------------------
 
-// [blocks, values] in bytes to [blocks, bytes]
+// [blocks, values] in bytes to [blocks, bytes]. Value k * width + c has its code in byte c, of
+// `width` bytes, at bit k * bits.
 at::Tensor packed(const at::Tensor& codes, const Format& format) {
-  if (format.bits == 8) {
-    return codes;
-  }
   const int64_t n = codes.size(1);
-  const int64_t half = (n + 1) / 2;
-  auto high = at::zeros({codes.size(0), half}, codes.options());
-  high.narrow(1, 0, n - half).copy_(codes.narrow(1, half, n - half));
-  return codes.narrow(1, 0, half)
-      .bitwise_and(15)
-      .bitwise_or(at::bitwise_left_shift(high, at::full_like(high, 4)));
+  const int64_t width = format.form().code_bytes(n);
+  auto bytes = at::zeros({codes.size(0), width}, codes.options());
+  for (int64_t k = 0; k * width < n; ++k) {
+    const int64_t count = std::min(width, n - k * width);
+    auto part = bytes.narrow(1, 0, count);
+    const auto own = codes.narrow(1, k * width, count).bitwise_and((1 << format.bits) - 1);
+    part.bitwise_or_(at::bitwise_left_shift(own, at::full_like(own, k * format.bits)));
+  }
+  return bytes;
 }
 
 at::Tensor unpacked(const at::Tensor& bytes, const Format& format, int64_t n) {
-  auto codes = bytes;
-  if (format.bits == 4) {
-    const int64_t half = (n + 1) / 2;
-    codes = at::cat(
-        {bytes.bitwise_and(15), at::bitwise_right_shift(bytes, at::full_like(bytes, 4))}, 1);
-    codes = n == 2 * half ? codes : codes.narrow(1, 0, n);
+  std::vector<at::Tensor> parts;
+  for (int64_t k = 0; k < 8 / format.bits; ++k) {
+    const auto shifted = at::bitwise_right_shift(bytes, at::full_like(bytes, k * format.bits));
+    parts.push_back(shifted.bitwise_and((1 << format.bits) - 1));
   }
-  auto integers = codes.to(at::kInt);
+  auto integers = at::cat(parts, 1).narrow(1, 0, n).to(at::kInt);
   if (format.is_symmetric) {
-    const int64_t sign = format.bits == 8 ? 128 : 8;
+    const int64_t sign = 1 << (format.bits - 1);
     integers = integers.bitwise_xor(sign) - sign;
   }
   return integers.to(at::kFloat);
@@ -77,6 +78,25 @@ at::Tensor unpacked(const at::Tensor& bytes, const Format& format, int64_t n) {
 
 at::Tensor divided(const at::Tensor& numerator, const at::Tensor& denominator) {
   return at::div(numerator, denominator);  // never by a plain number, which CUDA would invert
+}
+
+// As fitted_step() gives it, of finite p: [blocks, values] and [blocks, 1].
+at::Tensor fitted(const at::Tensor& p, const at::Tensor& range) {
+  const auto whole = static_cast<double>(kWhole);
+  const auto units = [&](const at::Tensor& values) {
+    return (values + whole - whole).to(at::kLong);
+  };
+  const auto largest = range.clamp_min(0x1p-109);
+  const auto factor = divided(at::full_like(range, static_cast<double>(kUnits)), largest);
+  const auto magnitudes = units(p.abs() * factor);
+  const auto mean =
+      divided(magnitudes.sum(1, /*keepdim=*/true).to(at::kFloat) * static_cast<double>(kThreshold),
+              at::full_like(range, static_cast<double>(p.size(1))));
+  const auto is_larger = magnitudes.gt(units(mean));
+  const auto count = is_larger.sum(1, /*keepdim=*/true).to(at::kFloat);
+  const auto sum = (magnitudes * is_larger).sum(1, /*keepdim=*/true).to(at::kFloat);
+  const auto step = largest * (divided(sum, count) * static_cast<double>(1.0f / kUnits));
+  return at::where(count.gt(0).logical_and(step.lt(range)), step, range);
 }
 
 // p: [blocks, values]. Writes what is lost into `error`, of the same shape, if that is defined.
@@ -92,6 +112,10 @@ codecs::reference::Blocks quantized(const at::Tensor& p, const Format& format,
     is_good = is_good.logical_and(range.isfinite());
   }
   range = at::where(is_good, range, 0.0);
+  const bool is_fitted = format.is_fitted(dithers.defined());
+  if (is_fitted) {
+    range = fitted(at::where(is_good, p, 0.0), range);
+  }
   const auto all_levels = at::full_like(range, levels);
   auto step = divided(range, all_levels);
   const auto narrowing = codecs::reference::narrowing(step, low, levels);
@@ -103,6 +127,8 @@ codecs::reference::Blocks quantized(const at::Tensor& p, const Format& format,
   auto t = (p * lift - low * lift) * factor;
   if (dithers.defined()) {
     t = (t + dithers).clamp_max(levels);
+  } else if (is_fitted) {
+    t = t.clamp(-levels, levels);
   }
   const auto q = t.round();
   if (error.defined()) {

@@ -11,6 +11,8 @@ struct Format {
   int64_t block_size;
   bool is_symmetric;
 
+  // Whether a block's step is that of blockwise_math.h's Fit.
+  bool is_fitted(bool is_random) const { return bits == 2 && is_symmetric && !is_random; }
   codecs::BlockForm form() const { return {block_size, bits, is_symmetric ? 1 : 2}; }
 };
 

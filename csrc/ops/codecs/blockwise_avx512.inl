@@ -201,12 +201,189 @@ inline int64_t encode_runs(const float* p, int64_t runs, float scale, bool is_st
   return runs;
 }
 
+// ---- two bits, symmetric, rounded to the nearest ------------------------------------------------
+//
+// A block's step takes three reductions, one after the other. So four blocks take them together.
+
+constexpr int kFour = 4;
+
+template <bool kSum>
+inline __attribute__((always_inline)) __m512i combined(const __m512i& a, const __m512i& b) {
+  return kSum ? _mm512_add_epi32(a, b) : _mm512_max_epi32(a, b);
+}
+
+// Of each of four vectors the sum, or the largest.
+template <bool kSum>
+inline __attribute__((always_inline)) __m128i reduced(const __m512i* rows) {
+  __m512i pairs[2];
+  for (int i = 0; i < 2; ++i) {
+    const __m512i& a = rows[2 * i];
+    const __m512i& b = rows[2 * i + 1];
+    pairs[i] = combined<kSum>(_mm512_shuffle_i32x4(a, b, kLowHalves),
+                              _mm512_shuffle_i32x4(a, b, kHighHalves));
+  }
+  __m512i all = combined<kSum>(_mm512_shuffle_i32x4(pairs[0], pairs[1], kEven),
+                               _mm512_shuffle_i32x4(pairs[0], pairs[1], kOdd));
+  all = combined<kSum>(all, _mm512_shuffle_epi32(all, static_cast<_MM_PERM_ENUM>(kSwapNeighbours)));
+  all = combined<kSum>(all, _mm512_shuffle_epi32(all, static_cast<_MM_PERM_ENUM>(kSwapPairs)));
+  const __m512i ends = _mm512_setr_epi32(0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12);
+  return _mm512_castsi512_si128(_mm512_permutexvar_epi32(ends, all));
+}
+
+inline __attribute__((always_inline)) __m512 magnitudes(const float* p) {
+  return _mm512_abs_ps(_mm512_loadu_ps(p));
+}
+
+// In units, as in_units() counts them.
+inline __attribute__((always_inline)) __m512i units(const float* p, const __m512& factor) {
+  return _mm512_cvtps_epi32(_mm512_mul_ps(magnitudes(p), factor));
+}
+
+// Of four blocks what is sent, and what their values are multiplied by.
+struct FittedSteps {
+  alignas(16) float steps[kFour];
+  alignas(16) float factors[kFour];
+};
+
+// As fitted_step() and quantizer() give it. False where a block needs more care, as its values are
+// infinite, NaN or very small.
+// values: where p comes from; those that follow are asked for.
+template <int kSize>
+inline __attribute__((always_inline)) bool fit_four(const float* p, const float* values,
+                                                    int64_t size_of_block, FittedSteps& fitted) {
+  const int64_t size = kSize > 0 ? kSize : size_of_block;
+  __m512i rows[kFour];
+  for (int b = 0; b < kFour; ++b) {
+    rows[b] = _mm512_setzero_si512();
+    for (int64_t i = 0; i < size; i += 16) {
+      rows[b] = combined<false>(rows[b], _mm512_castps_si512(magnitudes(p + b * size + i)));
+    }
+  }
+  const __m128 range = _mm_castsi128_ps(reduced<false>(rows));
+  const __m128 zero = _mm_setzero_ps();
+  const auto is_zero = _mm_cmp_ps_mask(range, zero, _CMP_EQ_OQ);
+  // A step is at least some thousandth of it.
+  const auto is_wide = _mm_cmp_ps_mask(range, _mm_set1_ps(0x1p-80f), _CMP_GE_OQ) &
+                       _mm_cmp_ps_mask(range, _mm_set1_ps(kLargestFinite), _CMP_LE_OQ);
+  if ((is_zero | is_wide) != 15) {
+    return false;
+  }
+  alignas(16) float scales[kFour];
+  _mm_store_ps(scales, _mm_maskz_div_ps(is_wide, _mm_set1_ps(kUnits), range));
+  for (int b = 0; b < kFour; ++b) {
+    const __m512 scale = _mm512_set1_ps(scales[b]);
+    rows[b] = _mm512_setzero_si512();
+    for (int64_t i = 0; i < size; i += 16) {
+      rows[b] = combined<true>(rows[b], units(p + b * size + i, scale));
+      __builtin_prefetch(values + (kFour + b) * size + i);
+    }
+  }
+  const __m128 sum = _mm_cvtepi32_ps(reduced<true>(rows));
+  const __m128 mean =
+      _mm_div_ps(_mm_mul_ps(sum, _mm_set1_ps(kThreshold)), _mm_set1_ps(static_cast<float>(size)));
+  alignas(16) int32_t limits[kFour];
+  _mm_store_si128(reinterpret_cast<__m128i*>(limits), _mm_cvtps_epi32(mean));
+  __m512i counts[kFour];
+  for (int b = 0; b < kFour; ++b) {
+    const __m512 scale = _mm512_set1_ps(scales[b]);
+    const __m512i limit = _mm512_set1_epi32(limits[b]);
+    rows[b] = _mm512_setzero_si512();
+    counts[b] = _mm512_setzero_si512();
+    for (int64_t i = 0; i < size; i += 16) {
+      const __m512i own = units(p + b * size + i, scale);
+      const __mmask16 is_larger = _mm512_cmpgt_epi32_mask(own, limit);
+      rows[b] = _mm512_mask_add_epi32(rows[b], is_larger, rows[b], own);
+      counts[b] = _mm512_mask_add_epi32(counts[b], is_larger, counts[b], _mm512_set1_epi32(1));
+    }
+  }
+  const __m128 larger = _mm_cvtepi32_ps(reduced<true>(rows));
+  const __m128 count = _mm_cvtepi32_ps(reduced<true>(counts));
+  const __m128 of_range = _mm_mul_ps(_mm_div_ps(larger, count), _mm_set1_ps(1.0f / kUnits));
+  // The range where the other is NaN.
+  const __m128 step = _mm_min_ps(_mm_mul_ps(range, of_range), range);
+  _mm_store_ps(fitted.steps, step);
+  _mm_store_ps(fitted.factors, _mm_maskz_div_ps(is_wide, _mm_set1_ps(1.0f), step));
+  return true;
+}
+
+// As quantize() does it, of 16 values.
+template <bool kError>
+inline __attribute__((always_inline)) __m512i quantize_fitted(const float* p, const __m512& step,
+                                                              const __m512& factor, float* error) {
+  const __m512 values = _mm512_loadu_ps(p);
+  const __m512 t = _mm512_mul_ps(values, factor);
+  const __m512 clamped =
+      _mm512_max_ps(_mm512_min_ps(t, _mm512_set1_ps(1.0f)), _mm512_set1_ps(-1.0f));
+  const __m512i q = _mm512_cvtps_epi32(clamped);
+  if constexpr (kError) {
+    const __m512 restored = _mm512_mul_ps(_mm512_cvtepi32_ps(q), step);
+    _mm512_storeu_ps(error, _mm512_sub_ps(values, restored));
+  }
+  return q;
+}
+
+template <bool kError>
+inline __attribute__((always_inline)) void quantize_fitted_block(const float* p, int64_t size,
+                                                                 float step, float factor,
+                                                                 float* error, uint8_t* codes) {
+  constexpr int kAndOr = 0xea;  // (a & b) | c
+  const int64_t width = size / 4;
+  const __m512i mask = _mm512_set1_epi32(3);
+  const __m512 steps = _mm512_set1_ps(step);
+  const __m512 factors = _mm512_set1_ps(factor);
+  for (int64_t i = 0; i < width; i += 16) {
+    const auto part = [&](int64_t k) __attribute__((always_inline)) {
+      const int64_t first = k * width + i;
+      return quantize_fitted<kError>(p + first, steps, factors, kError ? error + first : nullptr);
+    };
+    const __m512i upper =
+        _mm512_ternarylogic_epi32(part(2), mask, _mm512_slli_epi32(part(3), 2), kAndOr);
+    const __m512i lower = _mm512_ternarylogic_epi32(
+        part(0), mask, _mm512_slli_epi32(_mm512_and_si512(part(1), mask), 2), kAndOr);
+    const __m512i words = _mm512_or_si512(lower, _mm512_slli_epi32(upper, 4));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i), _mm512_cvtepi32_epi8(words));
+  }
+}
+
+// Whether four blocks of this size are encoded together.
+inline bool fits_four(int64_t size) { return size % 64 == 0 && kFour * size <= kMaxBlockSize; }
+
+// Four blocks; false, and nothing done, where one needs more care.
+template <int kSize>
+COMMHOOK_ONCE bool encode_four(const float* values, int64_t size_of_block, float scale,
+                               float* error, uint8_t* codes, float* parameters) {
+  const int64_t size = kSize > 0 ? kSize : size_of_block;
+  alignas(64) float buffer[kMaxBlockSize];
+  const float* const p = compensated(values, kFour * size, scale, error, buffer);
+  FittedSteps fitted;
+  if (!fit_four<kSize>(p, values, size, fitted)) {
+    return false;
+  }
+  for (int b = 0; b < kFour; ++b) {
+    const int64_t first = b * size;
+    uint8_t* const to = codes + first / 4;
+    if (error == nullptr) {
+      quantize_fitted_block<false>(p + first, size, fitted.steps[b], fitted.factors[b], nullptr,
+                                   to);
+    } else {
+      quantize_fitted_block<true>(p + first, size, fitted.steps[b], fitted.factors[b],
+                                  error + first, to);
+    }
+    parameters[b] = fitted.steps[b];
+  }
+  return true;
+}
+
 // Whole blocks, of a multiple of 32 values, past the caches to where a cache line begins.
 template <int kBits, bool kSymmetric>
 bool decode_past_caches(const uint8_t* codes, const float* parameters, int64_t count, int64_t size,
                         float* out) {
   constexpr int64_t kParameters = kSymmetric ? 1 : 2;
-  const __m128i sign = _mm_set1_epi8(kSymmetric ? 8 : 0);
+  constexpr int kParts = 8 / kBits;
+  if (size % (16 * kParts) != 0) {
+    return false;
+  }
+  const __m128i sign = _mm_set1_epi8(kSymmetric ? 1 << (kBits - 1) : 0);
   for (int64_t i = 0; i < count; i += size) {
     const __m512 step = _mm512_set1_ps(parameters[0]);
     const __m512 low = _mm512_set1_ps(kSymmetric ? 0.0f : parameters[1]);
@@ -215,8 +392,8 @@ bool decode_past_caches(const uint8_t* codes, const float* parameters, int64_t c
       const __m512 restored = _mm512_mul_ps(_mm512_cvtepi32_ps(words), step);
       _mm512_stream_ps(to, kSymmetric ? restored : _mm512_add_ps(low, restored));
     };
-    const auto nibbles = [&](const __m128i& bytes) __attribute__((always_inline)) {
-      const __m128i own = _mm_and_si128(bytes, _mm_set1_epi8(15));
+    const auto low_bits = [&](const __m128i& bytes) __attribute__((always_inline)) {
+      const __m128i own = _mm_and_si128(bytes, _mm_set1_epi8((1 << kBits) - 1));
       return kSymmetric ? _mm_sub_epi8(_mm_xor_si128(own, sign), sign) : own;
     };
     const auto* const from = reinterpret_cast<const __m128i*>(codes);
@@ -225,8 +402,9 @@ bool decode_past_caches(const uint8_t* codes, const float* parameters, int64_t c
       if constexpr (kBits == 8) {
         put(out + j, bytes);
       } else {
-        put(out + j, nibbles(bytes));
-        put(out + size / 2 + j, nibbles(_mm_srli_epi16(bytes, 4)));
+        for (int k = 0; k < kParts; ++k) {
+          put(out + size / kParts * k + j, low_bits(_mm_srli_epi16(bytes, k * kBits)));
+        }
       }
     }
     out += size;

@@ -56,8 +56,12 @@ inline void draw_dither(const Rounding& rounding, int64_t block, int64_t n, floa
   }
 }
 
+// Whether a block's step is less than its largest value over the levels: that of Fit.
+template <int kBits, bool kSymmetric, bool kDithered>
+constexpr bool kFitted = kBits == 2 && kSymmetric && !kDithered;
+
 // The integer of the value at i, in its low bits.
-template <bool kSymmetric, bool kDithered, bool kError>
+template <bool kClamped, bool kSymmetric, bool kDithered, bool kError>
 inline __attribute__((always_inline)) uint32_t quantize(const float* __restrict p, int64_t i,
                                                         const Quantizer& quantizer, float low,
                                                         float levels,
@@ -68,6 +72,12 @@ inline __attribute__((always_inline)) uint32_t quantize(const float* __restrict 
     t = t + dithers[i];
     t = t > levels ? levels : t;  // what is added may have been rounded up
   }
+  if constexpr (kClamped) {  // the magnitude: of two comparisons GCC makes branches
+    const uint32_t bits = bits_of(t);
+    float magnitude = float_of(bits & kAbsolute);
+    magnitude = magnitude > levels ? levels : magnitude;
+    t = float_of(bits_of(magnitude) | (bits & ~kAbsolute));
+  }
   const float rounded = t + kRound;
   if constexpr (kError) {
     const float restored = (rounded - kRound) * quantizer.step;
@@ -77,18 +87,33 @@ inline __attribute__((always_inline)) uint32_t quantize(const float* __restrict 
 }
 
 // The codes of n values. Of four bits, two are in a byte: that of the first half of the block in
-// the low bits, that of the second half in the high ones.
+// the low bits, that of the second half in the high ones. Of two bits, those of its quarters.
 template <int kBits, bool kSymmetric, bool kDithered, bool kError>
 inline __attribute__((always_inline)) void quantize_all(
     const float* __restrict p, int64_t n, const Quantizer& all, float low, float levels,
     const float* __restrict dithers, float* __restrict error, uint8_t* __restrict codes) {
   const Quantizer quantizer = all;  // that nothing written here may change
   const auto code = [&](int64_t i) __attribute__((always_inline)) {
-    return quantize<kSymmetric, kDithered, kError>(p, i, quantizer, low, levels, dithers, error);
+    return quantize<kFitted<kBits, kSymmetric, kDithered>, kSymmetric, kDithered, kError>(
+        p, i, quantizer, low, levels, dithers, error);
   };
   if constexpr (kBits == 8) {
     for (int64_t i = 0; i < n; ++i) {
       codes[i] = static_cast<uint8_t>(code(i));
+    }
+  } else if constexpr (kBits == 2) {
+    const int64_t width = (n + 3) / 4;
+    if (n == 4 * width) {
+      for (int64_t i = 0; i < width; ++i) {
+        codes[i] = static_cast<uint8_t>((code(i) & 3u) | (code(width + i) & 3u) << 2 |
+                                        (code(2 * width + i) & 3u) << 4 | code(3 * width + i) << 6);
+      }
+      return;
+    }
+    __builtin_memset(codes, 0, static_cast<size_t>(width));
+    for (int64_t i = 0; i < n; ++i) {
+      uint8_t& byte = codes[i % width];
+      byte = static_cast<uint8_t>(byte | (code(i) & 3u) << (i / width * 2));
     }
   } else {
     const int64_t half = (n + 1) / 2;
@@ -116,22 +141,21 @@ inline __attribute__((always_inline)) void quantize_all(
 template <int kBits, bool kSymmetric>
 inline void quantize_lifted(const float* p, int64_t n, const Quantizer& quantizer, float low,
                             float levels, const float* dithers, float* error, uint8_t* codes) {
-  const int64_t half = (n + 1) / 2;
+  constexpr uint32_t kMask = (1u << kBits) - 1;
+  const int64_t width = (n * kBits + 7) / 8;
+  __builtin_memset(codes, 0, static_cast<size_t>(width));
   for (int64_t i = 0; i < n; ++i) {
     float t = (p[i] * quantizer.lift - quantizer.low) * quantizer.factor;
     if (dithers != nullptr) {
       t = t + dithers[i];
       t = t > levels ? levels : t;
+    } else if (kFitted<kBits, kSymmetric, false>) {
+      t = t > levels ? levels : t;
+      t = t < -levels ? -levels : t;
     }
     const float rounded = t + kRound;
-    const uint32_t code = bits_of(rounded);
-    if (kBits == 8) {
-      codes[i] = static_cast<uint8_t>(code);
-    } else if (i < half) {
-      codes[i] = static_cast<uint8_t>(code & 15u);
-    } else {
-      codes[i - half] = static_cast<uint8_t>(codes[i - half] | (code << 4));
-    }
+    uint8_t& byte = codes[i % width];
+    byte = static_cast<uint8_t>(byte | (bits_of(rounded) & kMask) << (i / width * kBits));
     if (error != nullptr) {
       const float restored = (rounded - kRound) * quantizer.step;
       error[i] = p[i] - (kSymmetric ? restored : low + restored);
@@ -168,6 +192,10 @@ inline __attribute__((always_inline)) void quantize_any(const float* p, int64_t 
 constexpr int64_t kGroupValues = 256;
 constexpr int64_t kGroup = 32;
 
+// Fitted steps take three reductions, for which more blocks at once are faster.
+template <int kBits, bool kSymmetric>
+constexpr int64_t kValuesAtOnce = kBits == 2 && kSymmetric ? 4 * kGroupValues : kGroupValues;
+
 // How far ahead values are asked for. Measured: half and twice that are slower.
 constexpr int64_t kAhead = 512;
 
@@ -175,6 +203,7 @@ struct Workspace {
   alignas(64) float compensated[kMaxBlockSize];
   alignas(64) float dithers[kMaxBlockSize + 8];
   float range[kGroup] = {};
+  float fitted[kGroup] = {};  // the range that the step is made of
   float low[kGroup] = {};
   float step[kGroup];
   float lifted_low[kGroup];
@@ -186,6 +215,13 @@ template <int kBits, bool kSymmetric>
 constexpr float levels() {
   return kSymmetric ? (1 << (kBits - 1)) - 1 : (1 << kBits) - 1;
 }
+
+// Compiled once for all callers: a copy for each of them, as GCC makes, is slower with errors.
+#ifdef __clang__
+#define COMMHOOK_ONCE __attribute__((noinline))
+#else
+#define COMMHOOK_ONCE __attribute__((noinline, noclone))
+#endif
 
 #if COMMHOOK_VECTOR_BYTES == 64
 #include "ops/codecs/blockwise_avx512.inl"
@@ -207,6 +243,27 @@ inline __attribute__((always_inline)) void measure(const float* p, int64_t n, fl
   }
 }
 
+// The step of a block with the largest magnitude `range`, as blockwise_math.h's Fit describes it.
+inline __attribute__((always_inline)) float fitted_step_of(const float* __restrict p, int64_t n,
+                                                           float range) {
+  const Fit fit = fit_to(range);
+  const float factor = fit.factor;
+  uint32_t sum = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    sum += in_units(p[i], factor) - kWholeBits;
+  }
+  const auto limit = static_cast<int32_t>(threshold(sum, static_cast<int32_t>(n)));
+  uint32_t larger = 0;
+  uint32_t count = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t bits = in_units(p[i], factor);
+    const uint32_t mask = static_cast<int32_t>(bits) > limit ? 0xffffffffu : 0u;
+    larger += (bits - kWholeBits) & mask;
+    count -= mask;
+  }
+  return fitted_step(fit, range, larger, count);
+}
+
 // The blocks of n values, at most kGroup of them, all of `size` values but the last of all.
 template <int kBits, bool kSymmetric, int kSize>
 inline __attribute__((always_inline)) void encode_group(const float* values, int64_t n,
@@ -225,11 +282,23 @@ inline __attribute__((always_inline)) void encode_group(const float* values, int
     measure<kSymmetric>(p + whole * size, rest, workspace.low[whole], workspace.range[whole]);
   }
   const int64_t blocks = rest > 0 ? whole + 1 : whole;
+  const float* ranges = workspace.range;
+  if constexpr (kBits == 2 && kSymmetric) {
+    if (!encoding.rounding.is_random) {
+      for (int64_t b = 0; b < blocks; ++b) {
+        const float range = workspace.range[b];
+        workspace.fitted[b] = (bits_of(range) & kAbsolute) >= kInfinity
+                                  ? 0.0f
+                                  : fitted_step_of(p + b * size, b < whole ? size : rest, range);
+      }
+      ranges = workspace.fitted;
+    }
+  }
   // Of all of a group, so that their number is known and their divisions are one.
-  constexpr int64_t kBlocks = kSize > 0 ? kGroupValues / kSize : 0;
+  constexpr int64_t kBlocks = kSize > 0 ? kValuesAtOnce<kBits, kSymmetric> / kSize : 0;
   for (int64_t b = 0; b < (kBlocks > 1 ? kBlocks : blocks); ++b) {
     const Quantizer quantizer =
-        commhook::blockwise::quantizer(workspace.range[b], workspace.low[b], kLevels);
+        commhook::blockwise::quantizer(ranges[b], workspace.low[b], kLevels);
     workspace.step[b] = quantizer.step;
     workspace.lifted_low[b] = quantizer.low;
     workspace.lift[b] = quantizer.lift;
@@ -239,13 +308,13 @@ inline __attribute__((always_inline)) void encode_group(const float* values, int
     if (error == nullptr) {  // else memory is as busy as it can be
       prefetch(values + b * size + kAhead, size);
     }
-    uint8_t* const to = codes + b * (kBits == 8 ? size : size / 2);
+    uint8_t* const to = codes + b * (size * kBits / 8);
     float* const described = parameters + b * kParameters;
     if ((bits_of(workspace.range[b]) & kAbsolute) >= kInfinity) {
       for (int64_t i = 0; i < kParameters; ++i) {
         described[i] = float_of(kNaN);
       }
-      __builtin_memset(to, 0, kBits == 8 ? count : (count + 1) / 2);
+      __builtin_memset(to, 0, (count * kBits + 7) / 8);
       return;  // with the error as it was
     }
     const Quantizer quantizer = {workspace.step[b], workspace.lifted_low[b], workspace.lift[b],
@@ -286,13 +355,16 @@ inline void decode_block(const uint8_t* __restrict codes, const float* __restric
       put(i, kSymmetric ? static_cast<int32_t>(static_cast<int8_t>(codes[i])) : codes[i]);
     }
   } else {
-    constexpr int32_t kSign = kSymmetric ? 8 : 0;
-    const int64_t half = (n + 1) / 2;
-    for (int64_t i = 0; i < half; ++i) {
-      put(i, ((codes[i] & 15) ^ kSign) - kSign);
-    }
-    for (int64_t i = 0; i < n - half; ++i) {
-      put(half + i, ((codes[i] >> 4) ^ kSign) - kSign);
+    constexpr int32_t kMask = (1 << kBits) - 1;
+    constexpr int32_t kSign = kSymmetric ? 1 << (kBits - 1) : 0;
+    constexpr int64_t kParts = 8 / kBits;
+    const int64_t width = (n + kParts - 1) / kParts;
+    for (int64_t k = 0; k < kParts; ++k) {
+      const int64_t first = k * width;
+      const int64_t count = n - first < width ? n - first : width;
+      for (int64_t i = 0; i < count; ++i) {
+        put(first + i, ((codes[i] >> (k * kBits) & kMask) ^ kSign) - kSign);
+      }
     }
   }
 }
@@ -305,12 +377,6 @@ bool decode_past_caches(const uint8_t*, const float*, int64_t, int64_t, float*) 
 }
 #endif
 
-// Compiled once for all callers: a copy for each of them, as GCC makes, is slower with errors.
-#ifdef __clang__
-#define COMMHOOK_ONCE __attribute__((noinline))
-#else
-#define COMMHOOK_ONCE __attribute__((noinline, noclone))
-#endif
 template <int kBits, bool kSymmetric, int kSize>
 COMMHOOK_ONCE void encode_blocks(const float* values, int64_t count, int64_t size_of_block,
                                  const Encoding& encoding, int64_t block, float* error,
@@ -318,11 +384,10 @@ COMMHOOK_ONCE void encode_blocks(const float* values, int64_t count, int64_t siz
   constexpr int64_t kParameters = kSymmetric ? 1 : 2;
   Workspace workspace;
   const int64_t size = kSize > 0 ? kSize : size_of_block;
-  const int64_t group = size > kGroupValues            ? 1
-                        : size * kGroup > kGroupValues ? kGroupValues / size
-                                                       : kGroup;
+  constexpr int64_t kValues = kValuesAtOnce<kBits, kSymmetric>;
+  const int64_t group = size > kValues ? 1 : size * kGroup > kValues ? kValues / size : kGroup;
   const int64_t step = group * size;
-  const int64_t bytes = kBits == 8 ? step : step / 2;
+  const int64_t bytes = step * kBits / 8;
   for (int64_t i = 0; i < count; i += step) {
     encode_group<kBits, kSymmetric, kSize>(values + i, count - i < step ? count - i : step, size,
                                            encoding, block, error == nullptr ? nullptr : error + i,
@@ -343,7 +408,7 @@ template <int kBits, bool kSymmetric, int kSize>
 void encode_any(const float* values, int64_t count, int64_t size, const Encoding& encoding,
                 int64_t block, float* error, uint8_t* codes, float* parameters) {
 #if COMMHOOK_VECTOR_BYTES == 64
-  if constexpr (kSize > 0) {
+  if constexpr (kSize > 0 && kBits >= 4) {
     // Short ones, as of tensors that are converted first, are not worth the beginning.
     if (error == nullptr && streams(size, encoding) && count >= 4 * kRun) {
       const auto encode_plain = encoding.scale == 1.0f
@@ -371,6 +436,22 @@ void encode_any(const float* values, int64_t count, int64_t size, const Encoding
       return;
     }
   }
+  if constexpr (kBits == 2 && kSymmetric) {
+    const int64_t step = kFour * size;
+    if (fits_four(size) && !encoding.rounding.is_random) {
+      for (; count >= step; count -= step) {
+        if (!encode_four<kSize>(values, size, encoding.scale, error, codes, parameters)) {
+          encode_blocks<kBits, kSymmetric, kSize>(values, step, size, encoding, 0, error, codes,
+                                                  parameters);
+        }
+        values += step;
+        error = error == nullptr ? nullptr : error + step;
+        codes += step / 4;
+        parameters += kFour;
+      }
+      block = 0;  // of which only random numbers depend
+    }
+  }
 #endif
   encode_blocks<kBits, kSymmetric, kSize>(values, count, size, encoding, block, error, codes,
                                           parameters);
@@ -390,7 +471,7 @@ template <int kBits, bool kSymmetric, bool kAdd, int kSize>
 void decode_blocks(const uint8_t* codes, const float* parameters, int64_t count, int64_t size,
                    float* out) {
   constexpr int64_t kParameters = kSymmetric ? 1 : 2;
-  const int64_t width = kBits == 8 ? size : size / 2;
+  const int64_t width = size * kBits / 8;
   int64_t i = 0;
   for (; i + size <= count; i += size) {
     decode_block<kBits, kSymmetric, kAdd, kSize>(codes, parameters, size, out + i);
@@ -412,8 +493,12 @@ void decode(const uint8_t* codes, const float* parameters, int64_t count, int64_
   run(codes, parameters, count, size, out);
 }
 
-// [bits: 4, 8][min-max, symmetric]
-constexpr BlockKernels kKernels[2][2] = {
+// [bits: 2, 4, 8][min-max, symmetric]
+constexpr BlockKernels kKernels[3][2] = {
+    {{encode<2, false>, decode<2, false, false>, decode<2, false, true>, nullptr,
+      decode_past_caches<2, false>},
+     {encode<2, true>, decode<2, true, false>, decode<2, true, true>, nullptr,
+      decode_past_caches<2, true>}},
     {{encode<4, false>, decode<4, false, false>, decode<4, false, true>, streams,
       decode_past_caches<4, false>},
      {encode<4, true>, decode<4, true, false>, decode<4, true, true>, streams,

@@ -38,6 +38,7 @@ _HOOKS: dict[str, Callable[[], Any]] = {
     "uncompressed": lambda: local_sgd(3),
     "int4": lambda: local_sgd(3, hook=hooks.error_feedback(INT4())),
     "powersgd": lambda: local_sgd(3, hook=hooks.error_feedback(hooks.powersgd(rank=1))),
+    "momentum": lambda: local_sgd(3, hook=hooks.momentum(INT4(), 0.9)),
     "error reset": lambda: local_sgd(
         3, outer=MEAN, hook=hooks.error_feedback(INT4()), error_reset=True
     ),

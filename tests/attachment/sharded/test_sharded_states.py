@@ -24,6 +24,7 @@ WAYS = ("fsdp", "replicate", "hsdp")
 HOOKS = {
     "sign": lambda: hooks.error_feedback(hooks.sign(32)),
     "int4": lambda: hooks.error_feedback(hooks.blockwise(bits=4, block_size=32)),
+    "momentum": lambda: hooks.momentum(hooks.sign(32), 0.9, dtype=torch.bfloat16),
     "powersgd": lambda: hooks.error_feedback(hooks.powersgd(rank=1)),
 }
 
