@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import site
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .commands import write_whole
+from .commands import ROOT, write_whole
 
 WORDS = {True: "ok", False: "**FAILED**", None: "not run"}
 #: The tensors that the targets of the host's time are for.
@@ -36,13 +37,16 @@ class Store:
 
     def save(self) -> None:
         """Writes the document and its page, each whole. A folder that fails is left out."""
-        text = json.dumps(self.document, indent=1) + "\n"
+        text = without_folders(json.dumps(self.document, indent=1) + "\n")
         if text == self._stored:
             return
         name = name_of(self.document)
         files = {self.state: text}
         for folder in self.folders:
-            files |= {folder / f"{name}.json": text, folder / f"{name}.md": page(self.document)}
+            files |= {
+                folder / f"{name}.json": text,
+                folder / f"{name}.md": without_folders(page(self.document)),
+            }
         for path, content in files.items():
             try:
                 write_whole(path, content)
@@ -60,6 +64,13 @@ class Store:
         out = os.environ.get("OUT")
         if out:
             write_whole(Path(out, f"{name_of(self.document)}-logs.txt"), text)
+
+
+def without_folders(text: str) -> str:
+    """The text without this machine's folders: files are named from the tree, or from packages."""
+    for folder in (str(ROOT), *site.getsitepackages()):
+        text = text.replace(f"{folder}/", "")
+    return text
 
 
 def name_of(document: dict[str, Any]) -> str:
