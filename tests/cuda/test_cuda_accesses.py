@@ -53,6 +53,13 @@ EXEMPTIONS = [
         " it, and the second finds it in the cache.",
         range(512),
     ),
+    Exemption(
+        "int2.*: reduce: .*",
+        "global",
+        1.2,
+        "The same, of codes that take half as many bytes.",
+        range(512, 1025),
+    ),
     # ---- flatten
     Exemption(
         "flatten: .*: flatten_stats_sum_kernel",

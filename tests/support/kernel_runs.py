@@ -164,6 +164,7 @@ def runs_of(kind: str, all_shards: Sequence[int] = (1, 3)) -> list[Runs]:
     """Runs of a form's kernels, or of those of one of OTHERS, which reach all their barriers."""
     if kind in OTHERS:
         return [other_runs(kind, _some_tensors(kind))]
-    sizes = (least_block(kind), 72 if least_block(kind) == 8 else 64, 256, 1024)
+    # The second keeps its values in shared memory, and is no power of two where that may be.
+    sizes = (least_block(kind), {8: 72, 16: 208, 32: 64}[least_block(kind)], 256, 1024)
     tensors = _some_tensors(kind)
     return [block_runs(kind, size, shards, tensors) for size in sizes for shards in all_shards]
