@@ -11,6 +11,10 @@
 #include "ops/cpu/blocks.h"
 #include "ops/cpu/capability.h"
 
+#ifdef COMMHOOK_X86_KERNELS
+#include <immintrin.h>
+#endif
+
 namespace commhook::chunk_topk {
 namespace {
 
@@ -30,6 +34,10 @@ struct Kernels {
 
 #define COMMHOOK_KERNELS "ops/codecs/chunk_topk_kernels.inl"
 #include "ops/cpu/for_each_instruction_set.h"
+
+const Kernels& kernels_of(const Form& form) {
+  return COMMHOOK_CHOOSE(kKernels)[__builtin_ctz(static_cast<unsigned>(form.bits))];
+}
 
 constexpr int64_t kGrainElements = 64 * 1024;  // below this a thread costs more than it saves
 
@@ -54,7 +62,7 @@ void encode_on_cpu(at::TensorList tensors, const at::Tensor& message, const Form
   const int64_t each = form.words(form.k);
   const auto factor = static_cast<float>(scale);
   for_each_part(segments.total(), [&](int64_t begin, int64_t end) {
-    const Kernels& kernels = COMMHOOK_CHOOSE(kKernels);
+    const Kernels& kernels = kernels_of(form);
     alignas(64) float lost[kLargestChunk];
     cpu::for_each_block(
         segments, begin, end, form.chunk, cpu::row_kernels(cpu::capability()),
@@ -92,7 +100,7 @@ void decode_sum_on_cpu(const char* op, const at::Tensor& messages, at::TensorLis
   };
   std::atomic<bool> is_wrong{false};
   for_each_part(total, [&](int64_t begin, int64_t end) {
-    const Kernels& kernels = COMMHOOK_CHOOSE(kKernels);
+    const Kernels& kernels = kernels_of(form);
     for (int64_t message = 0; message < count_of_messages; ++message) {
       for (int64_t at = begin; at < end; at += form.chunk) {
         if (!kernels.are_good(words_at(message, at), form, std::min<int64_t>(form.chunk, end - at))) {
@@ -104,7 +112,7 @@ void decode_sum_on_cpu(const char* op, const at::Tensor& messages, at::TensorLis
   check_places(op, !is_wrong);
   const auto factor = static_cast<float>(scale);
   for_each_part(total, [&](int64_t begin, int64_t end) {
-    const Kernels& kernels = COMMHOOK_CHOOSE(kKernels);
+    const Kernels& kernels = kernels_of(form);
     cpu::write_each_block(
         segments, begin, end, form.chunk, cpu::row_kernels(cpu::capability()),
         [&](float* values, int64_t position, int64_t count, bool) {

@@ -58,22 +58,38 @@ inline int32_t largest_of_groups(const float* __restrict p, int64_t n, int64_t g
   return most;
 }
 
-// Candidates have ascending places.
+// Candidates have ascending places. There is room for a vector past them.
 struct Candidates {
-  alignas(64) int32_t ranks[kLargestChunk];
-  alignas(64) int32_t places[kLargestChunk];
+  alignas(64) int32_t ranks[kLargestChunk + 16];
+  alignas(64) int32_t places[kLargestChunk + 16];
   int32_t count;
 };
 
 // Collects the values of rank `least` or more. next: values that come up.
 inline void collect(const float* __restrict p, int64_t n, int32_t least, const float* next,
                     Candidates& found) {
+  int32_t count = 0;
+#if COMMHOOK_VECTOR_BYTES == 64
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i most = _mm512_set1_epi32(static_cast<int32_t>(kInfinity) + 1);
+  for (int64_t i = 0; i < n; i += 16) {
+    __builtin_prefetch(next + i);
+    const auto used = static_cast<__mmask16>(n - i < 16 ? (1u << (n - i)) - 1u : 0xffffu);
+    const __m512i bits = _mm512_maskz_loadu_epi32(used, p + i);
+    const __m512i ranks = _mm512_min_epi32(
+        _mm512_and_epi32(bits, _mm512_set1_epi32(static_cast<int32_t>(kAbsolute))), most);
+    const auto reach = _mm512_mask_cmpge_epi32_mask(used, ranks, _mm512_set1_epi32(least));
+    const __m512i places = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int32_t>(i)));
+    _mm512_storeu_si512(found.ranks + count, _mm512_maskz_compress_epi32(reach, ranks));
+    _mm512_storeu_si512(found.places + count, _mm512_maskz_compress_epi32(reach, places));
+    count += __builtin_popcount(reach);
+  }
+#else
   alignas(64) uint8_t flags[kLargestChunk + 8];
   for (int64_t i = 0; i < n; ++i) {
     flags[i] = rank_of(p[i]) >= least ? 1 : 0;
   }
   __builtin_memset(flags + n, 0, 8);
-  int32_t count = 0;
   for (int64_t i = 0; i < n; i += 8) {
     if (i % 16 == 0) {
       __builtin_prefetch(next + i);
@@ -87,6 +103,7 @@ inline void collect(const float* __restrict p, int64_t n, int32_t least, const f
       ++count;
     }
   }
+#endif
   found.count = count;
 }
 
@@ -110,7 +127,8 @@ inline void keep_largest(int32_t wanted, int32_t least, int32_t largest, Candida
   found.count = count;
 }
 
-inline uint32_t levels_of(const Candidates& kept, int bits) {
+template <int kBits>
+inline uint32_t levels_of(const Candidates& kept) {
   if (kept.count == 0) {
     return 0;
   }
@@ -123,7 +141,7 @@ inline uint32_t levels_of(const Candidates& kept, int bits) {
   if (largest >= static_cast<int32_t>(kInfinity)) {
     return kNoLevels;
   }
-  if (bits > 2) {
+  if constexpr (kBits > 2) {
     return outer_levels(least, largest);
   }
   alignas(64) int64_t fixed[kLargestChunk];
@@ -210,6 +228,7 @@ inline void select(const float* p, int64_t n, int32_t entries, const float* next
   keep_largest(entries, least, largest, found);
 }
 
+template <int kBits>
 void encode(const float* values, int64_t n, const Form& form, float scale, float* error,
             uint32_t* words) {
   alignas(64) float buffer[kLargestChunk];
@@ -222,24 +241,24 @@ void encode(const float* values, int64_t n, const Form& form, float scale, float
   }
   const int entries = form.entries(n);
   select(p, n, entries, values + n, kept);
-  const uint32_t word = levels_of(kept, form.bits);
+  const uint32_t word = levels_of<kBits>(kept);
   *words = word;
   Packer places(words + 1);
   Packer codes(words + 1 + form.place_words(entries));
   const bool is_finite = word != kNoLevels;
   for (int32_t i = 0; i < kept.count; ++i) {
     const int32_t place = kept.places[i];
-    const uint32_t code = is_finite ? code_of(p[place], word, form.bits) : 0;
+    const uint32_t code = is_finite ? code_of(p[place], word, kBits) : 0;
     places.put(static_cast<uint32_t>(place), form.place_bits);
-    codes.put(code, form.bits);
+    codes.put(code, kBits);
     if (error != nullptr && is_finite) {
-      error[place] = error[place] - value_of(code, word, form.bits);
+      error[place] = error[place] - value_of(code, word, kBits);
     }
   }
   const int32_t last = kept.count > 0 ? kept.places[kept.count - 1] : 0;
   for (int i = kept.count; i < entries; ++i) {
     places.put(static_cast<uint32_t>(last), form.place_bits);
-    codes.put(0, form.bits);
+    codes.put(0, kBits);
   }
   places.finish();
   codes.finish();
@@ -267,22 +286,53 @@ bool are_good(const uint32_t* words, const Form& form, int64_t n) {
   return !is_wrong && last < n;
 }
 
-template <bool kAdds>
+// The values of all codes, where they are few.
+template <int kBits>
+class Values {
+ public:
+  explicit Values(uint32_t word) : word_(word) {
+    if constexpr (kBits <= 4) {
+      for (uint32_t code = 0; code < 1u << kBits; ++code) {
+        all_[code] = value_of(code, word, kBits);
+      }
+    }
+  }
+
+  float of(uint32_t code) const {
+    if constexpr (kBits <= 4) {
+      return all_[code];
+    }
+    return value_of(code, word_, kBits);
+  }
+
+ private:
+  uint32_t word_;
+  float all_[kBits <= 4 ? 1 << kBits : 1];
+};
+
+template <int kBits, bool kAdds>
 void decode(const uint32_t* words, const Form& form, int64_t n, float* values) {
+  constexpr int kEach = 32 / kBits;  // codes of a word
   const int entries = form.entries(n);
   const uint32_t* const codes = words + 1 + form.place_words(entries);
-  const int per_word = 32 / form.bits;
-  const uint32_t mask = (1u << form.bits) - 1u;
+  const Values<kBits> restored(*words);
   int32_t last = -1;
-  for (int i = 0; i < entries; ++i) {
-    const int32_t place = field_at(words + 1, int64_t{i} * form.place_bits, form.place_bits);
-    const uint32_t code = codes[i / per_word] >> (i % per_word * form.bits) & mask;
-    if (place > last) {
-      const float value = value_of(code, *words, form.bits);
-      values[place] = kAdds ? values[place] + value : value;
+  for (int i = 0; i < entries; i += kEach) {
+    uint32_t word = codes[i / kEach];
+    const int end = i + kEach < entries ? i + kEach : entries;
+    for (int j = i; j < end; ++j, word >>= kBits) {
+      const int32_t place = field_at(words + 1, int64_t{j} * form.place_bits, form.place_bits);
+      if (place > last) {
+        const float value = restored.of(word & ((1u << kBits) - 1u));
+        values[place] = kAdds ? values[place] + value : value;
+      }
+      last = place;
     }
-    last = place;
   }
 }
 
-constexpr Kernels kKernels{encode, are_good, decode<false>, decode<true>};
+template <int kBits>
+constexpr Kernels kOfBits{encode<kBits>, are_good, decode<kBits, false>, decode<kBits, true>};
+
+// By the logarithm of the bits.
+constexpr Kernels kKernels[4] = {{}, kOfBits<2>, kOfBits<4>, kOfBits<8>};
