@@ -29,7 +29,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "sign": ("sign", {}),
 }
 #: Beside the block codecs.
-OTHERS = ("flatten", "narrow error", "topk", "randomk", "symmetric")
+OTHERS = ("flatten", "narrow error", "topk", "randomk", "chunk_topk", "symmetric")
 ROUNDING = (1, 2)
 #: A signal past the barriers of all runs.
 ARRIVED = 1 << 40
