@@ -349,9 +349,12 @@ __device__ void write_chunk(Shared& shared, const Form& form, const ChunkPlace& 
   }
 }
 
+// The least blocks of a multiprocessor. Without them the compiler spills to make room for one more.
+constexpr int kEncodeBlocks = 4;
+
 // Encodes the chunks of a block of threads each. first: of all values, the first of the table.
 template <int kCapacity, ErrorKind kKind>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kEncodeBlocks)
     encode_chunks_kernel(const __grid_constant__ TensorTable<const void, kCapacity> table,
                          Compensation all, int64_t first, Form form, uint32_t* message) {
   __shared__ Shared shared;

@@ -125,7 +125,8 @@ def other_runs(kind: str, tensors: list[Tensor]) -> Runs:
     if kind == "narrow error":  # of a codec of blocks
         codec = codecs.CODECS["blockwise"]()
     else:
-        codec = codecs.CODECS[kind](0.1)  # type: ignore[call-arg]
+        # Of chunk_topk, groups of 16 values and the largest chunks.
+        codec = codecs.CODECS[kind](*([] if kind == "chunk_topk" else [0.1]))
     message = torch.zeros(codec.nbytes(numel), dtype=torch.uint8)
     error, narrow = torch.zeros(numel), torch.zeros(numel, dtype=torch.bfloat16)
     rounding = torch.tensor(ROUNDING)
