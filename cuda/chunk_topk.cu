@@ -283,9 +283,8 @@ __device__ void write_chunk(Shared& shared, const Form& form, const ChunkPlace& 
   for (int i = lane; i < count_of_words; i += kWarpSize) {
     words[i] = 0;
   }
-  for_each_sent([&](int32_t, int place) {
-    atomicOr(shared.masks + place / 32, 1u << (place % 32));
-  });
+  for_each_sent(
+      [&](int32_t, int place) { atomicOr(shared.masks + place / 32, 1u << (place % 32)); });
   __syncwarp();
   const int first_mask = chunk.first / 32;
   int sent = 0;
@@ -394,8 +393,7 @@ __global__ void __launch_bounds__(kThreads, kEncodeBlocks)
       shared.largest[(warp * kTileQuads + k) * kWarpSize + lane] = of_quads[k];
     }
   } else if (group > kQuadValues) {
-    shared.largest[threadIdx.x] =
-        max(max(of_quads[0], of_quads[1]), max(of_quads[2], of_quads[3]));
+    shared.largest[threadIdx.x] = max(max(of_quads[0], of_quads[1]), max(of_quads[2], of_quads[3]));
   }
   __syncthreads();
   const int64_t begin = int64_t{blockIdx.x} * kBlockValues;  // of the table
@@ -551,8 +549,8 @@ void encode(at::TensorList tensors, const at::Tensor& message, int64_t k, int64_
         constexpr int kCapacity = std::decay_t<decltype(table)>::kCapacity;
         constexpr ErrorKind kKind = kind;
         encode_chunks_kernel<kCapacity, kKind>
-            <<<blocks_for(table.total, kBlockValues), kThreads, 0, stream>>>(
-                table, memory.work(), first, form, words);
+            <<<blocks_for(table.total, kBlockValues), kThreads, 0, stream>>>(table, memory.work(),
+                                                                             first, form, words);
       },
       kBlockValues);
 }
@@ -565,8 +563,7 @@ void write_sum_of_messages(const char* op, const at::Tensor& messages, at::Tenso
   const c10::cuda::CUDAGuard guard(messages.device());
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const Destinations destinations(op, tensors);
-  const auto* const words =
-      reinterpret_cast<const uint32_t*>(messages.const_data_ptr<uint8_t>());
+  const auto* const words = reinterpret_cast<const uint32_t*>(messages.const_data_ptr<uint8_t>());
   with_tables(destinations.segments(), kBlockValues, messages.options(),
               [&](const auto& table, int64_t first) {
                 constexpr int kCapacity = std::decay_t<decltype(table)>::kCapacity;

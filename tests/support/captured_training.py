@@ -19,6 +19,7 @@ CAPTURED: dict[str, Callable[[], Any]] = {
     "fp8": lambda: hooks.error_feedback(hooks.fp8()),
     "sign": lambda: hooks.error_feedback(hooks.sign()),
     "topk": lambda: hooks.error_feedback(hooks.topk(0.1), dtype=torch.bfloat16),
+    "chunk_topk": lambda: hooks.error_feedback(hooks.chunk_topk(8, 64)),
     "randomk": lambda: hooks.randomk(0.2),
     "powersgd": lambda: hooks.error_feedback(hooks.powersgd(2)),
     "policy": lambda: hooks.policy([("dim <= 1", hooks.allreduce())], hooks.blockwise(8)),

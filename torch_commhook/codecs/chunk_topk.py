@@ -55,9 +55,7 @@ def _check_bytes(
     expected = _bytes(numel, k, chunk, bits)
     torch._check_value(
         nbytes == expected,
-        lambda: (
-            f"{op}: {name} must hold {expected} bytes for {numel} values, got {nbytes} bytes"
-        ),
+        lambda: f"{op}: {name} must hold {expected} bytes for {numel} values, got {nbytes} bytes",
     )
 
 
@@ -117,13 +115,14 @@ class chunk_topk(OneShardCodec):  # noqa: N801 (a codec is written as it is call
     A chunk is ``chunk`` values in the order of ``flatten``, across the tensors' borders; the last
     one may have fewer. Of equal magnitudes those that come first are sent, and no zeros. The method
     is that of SparseLoCo (Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo",
-    2025), which trains with the defaults and :class:`~torch_commhook.hooks.local_sgd`.
+    2025), which sends the updates of local steps so (:class:`~torch_commhook.hooks.local_sgd`).
 
     A value is sent as its place in the chunk, its sign, and the number of the level that stands
     for its magnitude. The lowest and the highest level of each chunk travel in bfloat16. With 2
-    bits they are the only ones: the means of the smaller and of the larger magnitudes that are
-    sent, which two rounds of Lloyd's algorithm part. With 4 or 8 bits, 8 or 128 levels lie between
-    the smallest and the largest of these magnitudes, nearly evenly by their logarithms.
+    bits there are no others: they are the means of the smaller and of the larger magnitudes that
+    are sent. Two rounds of Lloyd's algorithm decide which are smaller. With 4 or 8 bits, 8 or 128
+    levels lie between the smallest and the largest of these magnitudes, nearly evenly by their
+    logarithms.
 
     Of k = 64 of 4,096 values the rounding to levels loses this part of the square of those that are
     sent:
@@ -135,13 +134,12 @@ class chunk_topk(OneShardCodec):  # noqa: N801 (a codec is written as it is call
     Student t, 3 degrees      0.052    0.0039   0.000014
     ========================  =======  =======  ========
 
-    With 2 bits ``|x - C(x)|^2 <= |x|^2``, and with others the part of it that exact values leave,
-    ``1 - k / chunk`` at most, grows by these parts alone. What is not sent, and the rounding of what
-    is, is error.
+    Of the square of all values, those that are not sent are at most the part ``1 - k / chunk``.
+    They and the rounding are error.
 
-    If a chunk has an infinity or a NaN, all that it sends is NaN, also at the place of that value
-    as far as there is room. Its finite values stay in the error whole; those that are not finite
-    leave none.
+    If a chunk has an infinity or a NaN, all that it sends is NaN. Such a value counts as larger
+    than all numbers, so that its place is among those sent, as far as there is room. Finite values
+    of the chunk stay in the error whole; the others leave none.
 
     Bytes for each chunk: 4 for its levels, and ``log2(chunk) + bits`` bits for each value that is
     sent, in whole words of 4 bytes; 0.0283 for each element with the defaults. Each rank gets the

@@ -35,9 +35,9 @@ constexpr const char* kDecode = "chunk_topk_decode";
 constexpr const char* kDecodeSum = "chunk_topk_decode_sum";
 
 Form check_form(const char* op, int64_t k, int64_t chunk, int64_t bits) {
-  TORCH_CHECK_VALUE(
-      chunk >= kLeastChunk && chunk <= kLargestChunk && (chunk & (chunk - 1)) == 0, op,
-      ": chunk must be a power of two from ", kLeastChunk, " to ", kLargestChunk, ", got ", chunk);
+  TORCH_CHECK_VALUE(chunk >= kLeastChunk && chunk <= kLargestChunk && (chunk & (chunk - 1)) == 0,
+                    op, ": chunk must be a power of two from ", kLeastChunk, " to ", kLargestChunk,
+                    ", got ", chunk);
   TORCH_CHECK_VALUE(k >= 1 && k <= chunk, op, ": k must be at least 1 and at most chunk, ", chunk,
                     ", got ", k);
   TORCH_CHECK_VALUE(bits == 2 || bits == 4 || bits == 8, op, ": bits must be 2, 4 or 8, got ",
@@ -239,13 +239,12 @@ at::Tensor encode_rows(const at::Tensor& p, const at::Tensor& message, const For
   const auto is_finite = p.isfinite().all(1, true);
   const auto levels = levels_of(ranks.gather(1, places) * are_there.to(at::kLong), are_there, form);
   const auto word = at::where(is_finite, levels, static_cast<int64_t>(kNoLevels));
-  const auto codes =
-      codes_of(values, word, form) * are_there.logical_and(is_finite).to(at::kLong);
+  const auto codes = codes_of(values, word, form) * are_there.logical_and(is_finite).to(at::kLong);
   const auto words = at::cat({word, packed(places, form.place_bits), packed(codes, form.bits)}, 1);
   const auto bytes = (words - words.ge(0x80000000LL).to(at::kLong) * (1LL << 32)).to(at::kInt);
   message.copy_(bytes.contiguous().view(at::kByte));
-  const auto lost = p.scatter_add(1, places, -values_of(codes, word, form) *
-                                                 are_there.to(at::kFloat));
+  const auto lost =
+      p.scatter_add(1, places, -values_of(codes, word, form) * are_there.to(at::kFloat));
   return at::where(is_finite, lost, at::where(p.isfinite(), p, 0.0)).to(at::kFloat);
 }
 
@@ -286,8 +285,7 @@ void encode_reference(at::TensorList tensors, const at::Tensor& message, const F
 at::Tensor restored(const char* op, const at::Tensor& message, const Form& form, int64_t numel) {
   const auto flat = at::zeros({numel}, message.options().dtype(at::kFloat));
   for_each_length(
-      form, numel,
-      [&](int64_t begin, int64_t chunks, int64_t size, int64_t byte, int64_t bytes) {
+      form, numel, [&](int64_t begin, int64_t chunks, int64_t size, int64_t byte, int64_t bytes) {
         const int64_t entries = form.entries(size);
         const auto words = message.narrow(0, byte, chunks * bytes)
                                .clone()
@@ -297,11 +295,10 @@ at::Tensor restored(const char* op, const at::Tensor& message, const Form& form,
                                .view({chunks, bytes / 4});
         const int64_t place_words = form.place_words(static_cast<int>(entries));
         const auto places = unpacked(words.narrow(1, 1, place_words), entries, form.place_bits);
-        const auto codes = unpacked(words.narrow(1, 1 + place_words, words.size(1) - 1 - place_words),
-                                    entries, form.bits);
+        const auto codes = unpacked(
+            words.narrow(1, 1 + place_words, words.size(1) - 1 - place_words), entries, form.bits);
         const auto differences = places.diff(1, 1);
-        check_places(op,
-                     !places.ge(size).any().logical_or(differences.lt(0).any()).item<bool>());
+        check_places(op, !places.ge(size).any().logical_or(differences.lt(0).any()).item<bool>());
         const auto first = at::ones({chunks, 1}, places.options()).to(at::kBool);
         const auto are_there = at::cat({first, differences.gt(0)}, 1);
         const auto values = values_of(codes, words.narrow(1, 0, 1), form);

@@ -45,10 +45,9 @@ constexpr int64_t kGrainElements = 64 * 1024;  // below this a thread costs more
 template <typename Visit>
 void for_each_part(int64_t total, const Visit& visit) {
   constexpr int64_t kPiece = kLargestChunk;
-  at::parallel_for(0, (total + kPiece - 1) / kPiece, kGrainElements / kPiece,
-                   [&](int64_t first, int64_t last) {
-                     visit(first * kPiece, std::min(total, last * kPiece));
-                   });
+  at::parallel_for(
+      0, (total + kPiece - 1) / kPiece, kGrainElements / kPiece,
+      [&](int64_t first, int64_t last) { visit(first * kPiece, std::min(total, last * kPiece)); });
 }
 
 }  // namespace
@@ -64,23 +63,23 @@ void encode_on_cpu(at::TensorList tensors, const at::Tensor& message, const Form
   for_each_part(segments.total(), [&](int64_t begin, int64_t end) {
     const Kernels& kernels = kernels_of(form);
     alignas(64) float lost[kLargestChunk];
-    cpu::for_each_block(
-        segments, begin, end, form.chunk, cpu::row_kernels(cpu::capability()),
-        [&](const float* values, int64_t position, int64_t count) {
-          for (int64_t at = 0; at < count; at += form.chunk) {
-            const int64_t n = std::min<int64_t>(form.chunk, count - at);
-            const int64_t place = position + at;
-            uint32_t* const words = message_words + place / form.chunk * each;
-            if (!memory.is_narrow()) {
-              float* const own = memory.is_there() ? memory.in_place() + place : nullptr;
-              kernels.encode(values + at, n, form, factor, own, words);
-              continue;
-            }
-            memory.read(place, n, lost);
-            kernels.encode(values + at, n, form, factor, lost, words);
-            memory.write(place, n, lost);
-          }
-        });
+    cpu::for_each_block(segments, begin, end, form.chunk, cpu::row_kernels(cpu::capability()),
+                        [&](const float* values, int64_t position, int64_t count) {
+                          for (int64_t at = 0; at < count; at += form.chunk) {
+                            const int64_t n = std::min<int64_t>(form.chunk, count - at);
+                            const int64_t place = position + at;
+                            uint32_t* const words = message_words + place / form.chunk * each;
+                            if (!memory.is_narrow()) {
+                              float* const own =
+                                  memory.is_there() ? memory.in_place() + place : nullptr;
+                              kernels.encode(values + at, n, form, factor, own, words);
+                              continue;
+                            }
+                            memory.read(place, n, lost);
+                            kernels.encode(values + at, n, form, factor, lost, words);
+                            memory.write(place, n, lost);
+                          }
+                        });
   });
 }
 
@@ -103,7 +102,8 @@ void decode_sum_on_cpu(const char* op, const at::Tensor& messages, at::TensorLis
     const Kernels& kernels = kernels_of(form);
     for (int64_t message = 0; message < count_of_messages; ++message) {
       for (int64_t at = begin; at < end; at += form.chunk) {
-        if (!kernels.are_good(words_at(message, at), form, std::min<int64_t>(form.chunk, end - at))) {
+        if (!kernels.are_good(words_at(message, at), form,
+                              std::min<int64_t>(form.chunk, end - at))) {
           is_wrong = true;
         }
       }
@@ -113,24 +113,23 @@ void decode_sum_on_cpu(const char* op, const at::Tensor& messages, at::TensorLis
   const auto factor = static_cast<float>(scale);
   for_each_part(total, [&](int64_t begin, int64_t end) {
     const Kernels& kernels = kernels_of(form);
-    cpu::write_each_block(
-        segments, begin, end, form.chunk, cpu::row_kernels(cpu::capability()),
-        [&](float* values, int64_t position, int64_t count, bool) {
-          for (int64_t at = 0; at < count; at += form.chunk) {
-            const int64_t n = std::min<int64_t>(form.chunk, count - at);
-            float* const to = values + at;
-            std::fill(to, to + n, 0.0f);
-            kernels.decode(words_at(0, position + at), form, n, to);
-            for (int64_t message = 1; message < count_of_messages; ++message) {
-              kernels.add(words_at(message, position + at), form, n, to);
-            }
-            if (factor != 1.0f) {
-              for (int64_t i = 0; i < n; ++i) {
-                to[i] *= factor;
-              }
-            }
-          }
-        });
+    cpu::write_each_block(segments, begin, end, form.chunk, cpu::row_kernels(cpu::capability()),
+                          [&](float* values, int64_t position, int64_t count, bool) {
+                            for (int64_t at = 0; at < count; at += form.chunk) {
+                              const int64_t n = std::min<int64_t>(form.chunk, count - at);
+                              float* const to = values + at;
+                              std::fill(to, to + n, 0.0f);
+                              kernels.decode(words_at(0, position + at), form, n, to);
+                              for (int64_t message = 1; message < count_of_messages; ++message) {
+                                kernels.add(words_at(message, position + at), form, n, to);
+                              }
+                              if (factor != 1.0f) {
+                                for (int64_t i = 0; i < n; ++i) {
+                                  to[i] *= factor;
+                                }
+                              }
+                            }
+                          });
   });
 }
 

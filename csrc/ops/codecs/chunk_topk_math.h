@@ -96,8 +96,7 @@ COMMHOOK_HOST_DEVICE uint32_t code_of(float value, uint32_t word, int bits) {
 COMMHOOK_HOST_DEVICE float value_of(uint32_t code, uint32_t word, int bits) {
   const uint32_t steps = steps_of(bits);
   const uint32_t number = code & steps;
-  const uint32_t magnitude =
-      low_level(word) + ((span_of(word) * number + steps / 2) / steps << 8);
+  const uint32_t magnitude = low_level(word) + ((span_of(word) * number + steps / 2) / steps << 8);
   return float_of(magnitude == 0 ? 0 : magnitude | (code >> (bits - 1)) << 31);
 }
 
