@@ -41,11 +41,12 @@ struct Shared {
   int32_t before[kMaskWords];         // how many of the chunk are sent before those of a mask
 };
 
-// Values of a group, of which the largest rank is taken: 16 are those of a lane, 4 those of a quad,
-// none is more than that where too few groups would be left.
+// Values of a group, of which the largest rank is taken: those of a lane, or of a quad. 1 where
+// there would be fewer than two groups for each value that is sent: no ranks of groups are taken.
 __device__ int group_values(const Form& form) {
-  if (form.chunk >= kTileValues && form.chunk >= 2 * 16 * form.k) {
-    return 16;
+  constexpr int kLaneValues = kTileQuads * kQuadValues;
+  if (form.chunk >= kTileValues && form.chunk >= 2 * kLaneValues * form.k) {
+    return kLaneValues;
   }
   return form.chunk >= 2 * kQuadValues * form.k ? kQuadValues : 1;
 }

@@ -139,7 +139,12 @@ def other_runs(kind: str, tensors: list[Tensor]) -> Runs:
 
     if kind == "narrow error":
         return {"encode": lambda: encode(tensors, narrow)}
+    sums: Runs = {}
+    if kind == "chunk_topk":
+        received = torch.zeros(2, len(message), dtype=torch.uint8)
+        sums["decode_sum"] = lambda: codec.decode_sum(received, written, scale=0.5)
     return {
+        **sums,
         "encode": lambda: encode(tensors, None),
         "encode, error": lambda: encode(tensors, error),
         "encode, narrow error": lambda: encode(tensors, narrow),

@@ -20,7 +20,7 @@ inline int32_t count_from(const int32_t* __restrict ranks, int64_t n, int32_t le
 }
 
 // The largest rank that at least `wanted` of the ranks reach, to within `tolerance` below it. low,
-// high: bounds of it; more than `wanted` may reach `high` + 1 only if none do.
+// high: bounds of it; as many ranks must reach `low`.
 inline int32_t find_least(const int32_t* ranks, int64_t n, int32_t wanted, int32_t low,
                           int32_t high, int32_t tolerance) {
   while (high - low > tolerance) {
@@ -201,8 +201,8 @@ inline void drop_nonfinite(float* error, int64_t n) {
   }
 }
 
-// As many groups of values as make about a fifth more candidates than are sent; 0 if they would be
-// of fewer than two values.
+// Four groups or more for each value that is sent: of normal values about a fifth more are then
+// candidates. 0 if groups would have fewer than two values.
 inline int64_t groups_of(int64_t n, int64_t entries) {
   int64_t groups = 64;
   while (groups < 4 * entries) {
