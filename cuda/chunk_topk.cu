@@ -514,11 +514,12 @@ __global__ void __launch_bounds__(kThreads)
     // Scaled here, since a run is scaled in float64 where it is of such.
 #pragma unroll
     for (int k = 0; k < kTileQuads; ++k) {
-      Quad& quad = quads[k * kThreads + threadIdx.x];
+      Quad quad = quads[k * kThreads + threadIdx.x];  // at once
 #pragma unroll
       for (float& value : quad.values) {
         value = value * scale;
       }
+      quads[k * kThreads + threadIdx.x] = quad;
     }
     __syncthreads();
   }

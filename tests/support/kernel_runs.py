@@ -141,7 +141,8 @@ def other_runs(kind: str, tensors: list[Tensor]) -> Runs:
         return {"encode": lambda: encode(tensors, narrow)}
     sums: Runs = {}
     if kind == "chunk_topk":
-        received = torch.zeros(2, len(message), dtype=torch.uint8)
+        encode(tensors, None)
+        received = torch.stack([message, message])
         sums["decode_sum"] = lambda: codec.decode_sum(received, written, scale=0.5)
     return {
         **sums,
