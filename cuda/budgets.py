@@ -259,6 +259,18 @@ SPARSE = (
 )
 
 
+def of_chunks(kernel: str, registers: int, shared: int, warps: Each, wide: str) -> Budget:
+    """A kernel of chunk_topk: a block of threads has one piece of 4,096 values, and no loop."""
+    anywhere = {wide: 4}
+    return Budget(rf"{kernel}_chunks_kernel<.*>", registers, 256, shared, warps, (), anywhere)
+
+
+CHUNKS = (
+    of_chunks("encode", 64, 36_368, (32, 32, 32), "LDG.128"),
+    of_chunks("decode", 48, 16_384, (40, 40, 40), "STG.128"),
+)
+
+
 BUDGETS = (
     rows("flatten", "Half|BFloat16", 48, (40, 40, 40), *OF_2_BYTES),
     rows("flatten", "float", 64, (32, 40, 40), *OF_4_BYTES, FROM_2_BYTES),
@@ -266,11 +278,13 @@ BUDGETS = (
     rows("unflatten_into", "float", 64, (32, 32, 40), *OF_4_BYTES, TO_2_BYTES),
     *(budget for codec in CODECS for budget in budgets_of(codec)),
     *SPARSE,
+    *CHUNKS,
 )
 #: Kernels that must have a row: a regular expression.
 HELD = (
     r"register_.*|(?:flatten|unflatten_into)_kernel<(?:float|Half|BFloat16)\b.*"
     r"|compensate_(?:count|finite)_kernel.*|count_low_kernel|write_entries_kernel"
+    r"|(?:encode|decode)_chunks_kernel.*"
 )
 
 

@@ -50,6 +50,7 @@ WRITING = (
     "flatten_stats_kernel",
     "unflatten_into_kernel",
     "decode_kernel",
+    "decode_chunks_kernel",
     "compensate_count_kernel",
     "compensate_finite_kernel",
     "encode_kernel",
@@ -65,6 +66,7 @@ READING_LITTLE = {
     "decode_kernel<SignBlock>": "reads a bit for each value",
     "reduce_kernel<SignBlock>": "reads a bit for each value",
     "reduce_shards_kernel<SignBlock>": "reads a bit for each value",
+    "decode_chunks_kernel": "reads a few entries for each chunk",
     **{
         f"{kernel}_kernel<BlockwiseBlock of 2 bits>": "reads two bits for each value"
         for kernel in ("decode", "reduce", "reduce_shards", "register_decode", "register_reduce")

@@ -55,9 +55,12 @@ struct alignas(8) NarrowQuad {
   uint16_t values[kQuadValues];
 };
 
-// What a warp does with its tiles.
-template <ErrorKind kKind, bool kKeepsNonfinite>
+// What a warp does with its tiles. kWritesP: whether p is needed beside the tile; it is written
+// anyway where it is the error.
+template <ErrorKind kKind, bool kKeepsNonfinite, bool kWritesP>
 class TileWork {
+  static constexpr bool kWrites = kWritesP || kKind == ErrorKind::kFloat;
+
  public:
   __device__ TileWork(const Compensation& all, float* tile)
       : all_(all), tile_(tile), lane_(lane_of_warp()), is_aligned_(is_aligned_for_quads(all.p)) {
@@ -103,7 +106,9 @@ class TileWork {
       p = p + codecs::widened(all_.narrow_error[at]);
       all_.narrow_error[at] = round_(finite_or_zero(p), at);
     }
-    all_.p[at] = kept(p);
+    if constexpr (kWrites) {
+      all_.p[at] = kept(p);
+    }
     return p;
   }
 
@@ -142,7 +147,9 @@ class TileWork {
         }
         written.values[i] = kept(value);
       }
-      to[own] = written;
+      if constexpr (kWrites) {
+        to[own] = written;
+      }
       if constexpr (kKind == ErrorKind::kBFloat16) {
         narrow[own] = narrow_lost[k];
       }
@@ -158,7 +165,8 @@ class TileWork {
 };
 
 // Calls visit(place, p) for each tile of this warp. tiles: shared memory, kBlockTileQuads.
-template <ErrorKind kKind, bool kKeepsNonfinite, typename Table, typename Visit>
+template <ErrorKind kKind, bool kKeepsNonfinite, bool kWritesP = true, typename Table,
+          typename Visit>
 __device__ void for_each_compensated_tile(const Table& table, const CompensationPart& part,
                                           Quad* tiles, const Visit& visit) {
   const int lane = lane_of_warp();
@@ -169,7 +177,7 @@ __device__ void for_each_compensated_tile(const Table& table, const Compensation
     return;
   }
   auto* const tile = reinterpret_cast<float*>(tiles + warp * kTileQuads * kWarpSize);
-  const TileWork<kKind, kKeepsNonfinite> work(part.all, tile);
+  const TileWork<kKind, kKeepsNonfinite, kWritesP> work(part.all, tile);
   Cursor cursor = cursor_at(table, begin);
   NoMeasure meter;
   for (int64_t first = begin; first < end; first += kTileValues) {
@@ -186,10 +194,12 @@ __device__ void for_each_compensated_tile(const Table& table, const Compensation
 // The memory of one encoding: the error of any kind, and p.
 class CompensatedMemory {
  public:
-  // error, rounding: checked, or none. p is a tensor of its own unless the error is of float32.
+  // error, rounding: checked, or none. p is the error, if that is of float32. Else it is a tensor
+  // of its own, or, where it need not be written, none.
   CompensatedMemory(const char* op, int64_t numel, double scale,
                     const std::optional<at::Tensor>& error,
-                    const std::optional<at::Tensor>& rounding, const at::TensorOptions& options) {
+                    const std::optional<at::Tensor>& rounding, const at::TensorOptions& options,
+                    bool writes_p = true) {
     work_ = {nullptr, nullptr, numbers_of(op, "rounding", rounding), numel,
              static_cast<float>(scale)};
     if (codecs::is_there(error)) {
@@ -202,8 +212,10 @@ class CompensatedMemory {
       kind_ = ErrorKind::kBFloat16;
       work_.narrow_error = static_cast<uint16_t*>(error->mutable_data_ptr());
     }
-    flat_ = at::empty({numel}, options.dtype(at::kFloat));
-    work_.p = flat_.mutable_data_ptr<float>();
+    if (writes_p) {
+      flat_ = at::empty({numel}, options.dtype(at::kFloat));
+      work_.p = flat_.mutable_data_ptr<float>();
+    }
   }
 
   const Compensation& work() const { return work_; }
@@ -232,15 +244,16 @@ class CompensatedMemory {
 inline int64_t tiles_of(int64_t numel) { return (numel + kTileValues - 1) / kTileValues; }
 
 // Calls launch(table, kind, first) for the fewest tables that hold the tensors. kind: the error's,
-// a constant for templates; first: the position of the table's first element.
+// a constant for templates; first: the position of the table's first element. unit: values that no
+// table parts, whole tiles.
 template <typename Launch>
 void launch_compensated(const char* op, at::TensorList tensors, const CompensatedMemory& memory,
-                        const Launch& launch) {
+                        const Launch& launch, int64_t unit = kTileValues) {
   const Sources sources(op, tensors);
   memory.with_kind([&](auto kind) {
-    with_tables(sources.segments(), kTileValues, tensors[0].options(),
-                [&](const auto& table, int64_t tile) {
-                  launch(table, kind, tile * kTileValues);
+    with_tables(sources.segments(), unit, tensors[0].options(),
+                [&](const auto& table, int64_t first) {
+                  launch(table, kind, first * unit);
                   C10_CUDA_KERNEL_LAUNCH_CHECK();
                 });
   });

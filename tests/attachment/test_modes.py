@@ -75,6 +75,7 @@ COMPRESSING = {
     "fp8()": 2.0**-3,
     "error_feedback(sign())": 2.0,
     "error_feedback(topk(0.1))": 2.0,
+    "error_feedback(chunk_topk(8, 64))": 2.0,
     "error_feedback(randomk(0.1))": 2.0,
     "error_feedback(blockwise(bits=4), dtype=torch.bfloat16)": 0.5,
     "error_feedback(powersgd(rank=2), dtype=torch.bfloat16)": 1.0,

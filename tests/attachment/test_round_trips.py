@@ -31,6 +31,7 @@ STAGES: dict[str, dict[int, int]] = {
     "blockwise()": {2: 2, 3: 2, 4: 2, 8: 2},
     "error_feedback(blockwise(bits=4))": {2: 2, 3: 2, 4: 2, 8: 2},
     "topk(0.01)": {2: 1, 3: 1, 4: 1, 8: 1},
+    "chunk_topk()": {2: 1, 3: 1, 4: 1, 8: 1},
     "powersgd(rank=2)": {2: 2, 3: 2, 4: 2, 8: 2},
 }
 

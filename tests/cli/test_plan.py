@@ -117,6 +117,7 @@ ROUND_TRIPS = {
     "allreduce()": {2: 2, 8: 3},
     "blockwise()": {2: 3, 8: 3},
     "topk(0.01)": {2: 2, 8: 2},
+    "chunk_topk()": {2: 2, 8: 2},
     "powersgd(rank=2)": {2: 3, 8: 3},
 }
 

@@ -201,6 +201,7 @@ IN_16_BITS = {
     CODECS["sign"](): 2.0**-8,
     CODECS["topk"](0.05): 2.0**-7,
     CODECS["randomk"](0.05): 2.0**-7,
+    CODECS["chunk_topk"](8, 64): 2.0**-7,
 }
 
 
@@ -272,6 +273,7 @@ def _trains(rank: int, hook: hooks.Hook, steps: int, seed: int) -> dict[str, Any
     [
         hooks.error_feedback(hooks.blockwise(bits=4)),
         hooks.error_feedback(hooks.topk(0.05)),
+        hooks.error_feedback(hooks.chunk_topk(8, 64)),
         hooks.after(10, hooks.error_feedback(hooks.sign(64))),
         hooks.policy(
             [
@@ -316,7 +318,14 @@ def test_a_model_follows_sgd(hook: hooks.Hook, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "codec", [CODECS["blockwise"](bits=4), CODECS["sign"](32), CODECS["topk"](0.1)], ids=repr
+    "codec",
+    [
+        CODECS["blockwise"](bits=4),
+        CODECS["sign"](32),
+        CODECS["topk"](0.1),
+        CODECS["chunk_topk"](8, 64),
+    ],
+    ids=repr,
 )
 def test_memory_stays_bounded(codec: Codec) -> None:
     """Of constant gradients that differ between ranks, over 2,000 steps."""
@@ -363,6 +372,7 @@ WIRE: list[tuple[hooks.Hook, list[float]]] = [
     (hooks.blockwise(), [1.02, 1.78, 2.00]),
     (hooks.blockwise(bits=4), [0.52, 0.90, 1.02]),
     (hooks.topk(0.01), [0.08, 0.56, 5.04]),
+    (hooks.chunk_topk(), [0.0283, 0.198, 1.784]),
 ]
 
 

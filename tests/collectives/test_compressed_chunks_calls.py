@@ -146,6 +146,8 @@ def check_bytes(codec: Codec, numel: int, ranks: list[list[tuple[int, int, int]]
     # A chunk's last block has all its parameters. These and its values fill up 16 bytes each. Of
     # few values at least one is sent.
     padding = (world_size - 1) * (bytes_of_value(codec) + 8 + 27)
+    if isinstance(codec, CODECS["chunk_topk"]):  # a short chunk sends as many values as a whole one
+        padding += (world_size - 1) * codec.nbytes(4096)
     sizes = chunk_sizes(numel, world_size)
     for rank, counts in enumerate(ranks):
         others = [codec.nbytes(size) for other, size in enumerate(sizes) if other != rank]

@@ -90,6 +90,12 @@ EXEMPTIONS = [
         "The last block alone reads the bins, each thread its own ones, one after the other.",
     ),
     Exemption("topk: .*: compensate_count_kernel", "shared", 1.3, "Bins follow from the values."),
+    Exemption(
+        "chunk_topk: encode, not finite: .*",
+        "shared",
+        1.2,
+        "A third of the values are candidates, which are read where they lie, again and again.",
+    ),
     # ---- shared memory
     Exemption(
         "symmetric: barrier.*: barrier_kernel",
@@ -201,7 +207,7 @@ def test_flatten(dtype: torch.dtype) -> None:
         check(f"flatten: {name}", 1, f"of {dtype}", requests_of(run))
 
 
-@pytest.mark.parametrize("kind", ["narrow error", "topk", "randomk"])
+@pytest.mark.parametrize("kind", ["narrow error", "topk", "randomk", "chunk_topk"])
 def test_whole_buckets(kind: str) -> None:
     for name, run in other_runs(kind, [torch.randn(40_000)]).items():
         check(f"{kind}: {name}", 1, "of 40,000 values", requests_of(run))

@@ -33,11 +33,10 @@ BARRIER = re.compile(r"\b__sync(?:warp|threads)\(")
 WARPS = (1, 128)
 
 
-def barrier_in(name: str, function: str) -> str:
-    """The first barrier of a function of ``cuda/``."""
+def barrier_in(name: str, function: str, number: int = 0) -> str:
+    """A barrier of a function of ``cuda/``, by its number."""
     text = (ROOT / "cuda" / name).read_text()
-    found = BARRIER.search(text, text.index(f" {function}("))
-    assert found is not None
+    found = [*BARRIER.finditer(text, text.index(f" {function}("))][number]
     return f"cuda/{name}:{text.count(chr(10), 0, found.start()) + 1}"
 
 
@@ -45,6 +44,9 @@ def barrier_in(name: str, function: str) -> str:
 NEEDLESS = {
     ("topk encode", barrier_in("topk_passes.cuh", "is_last_block")): (
         "What other threads did before it is atomic. It is for the fence after it to order them."
+    ),
+    ("chunk_topk encode", barrier_in("compensate.cuh", "for_each_compensated_tile", 1)): (
+        "A warp has one tile, which it does not write anew."
     ),
 }
 

@@ -28,6 +28,7 @@ INSIDE = [
     "blockwise(bits=4)",
     "topk(0.1)",
     "randomk(0.1)",
+    "chunk_topk(8, 64)",
     "powersgd(rank=2)",
     "policy([('0.*', allreduce()), ('2.*', topk(0.1))], sign())",
 ]

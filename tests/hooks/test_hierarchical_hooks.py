@@ -52,7 +52,13 @@ def test_nodes(nodes: int, ranks: int, numel: int) -> None:
         assert float((result - mean).abs().max()) <= 0.02 * float(mean.abs().max() + 1)
 
 
-CODECS = [codecs.blockwise(), codecs.sign(), codecs.topk(0.1), codecs.randomk(0.1)]
+CODECS = [
+    codecs.blockwise(),
+    codecs.sign(),
+    codecs.topk(0.1),
+    codecs.randomk(0.1),
+    codecs.chunk_topk(),
+]
 
 
 def _both_ways(rank: int, nodes: int, ranks: int) -> None:

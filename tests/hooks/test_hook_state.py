@@ -23,6 +23,7 @@ HOOKS = [
     "error_feedback(blockwise(bits=4, rounding='stochastic'))",
     "error_feedback(sign())",
     "error_feedback(topk(0.05))",
+    "error_feedback(chunk_topk(8, 256))",
     "after(4, error_feedback(blockwise(bits=4)))",
     "policy([('dim <= 1', allreduce()), ('0.*', error_feedback(topk(0.1)))])",
     "clip(0.5, error_feedback(fp8()))",

@@ -116,7 +116,7 @@ def test_a_hostile_state_is_refused_or_works(two_ranks: RankPool, hook: str) -> 
         assert wrong == []
 
 
-ADAPTIVE, LOCAL, APART = HOOKS[7], HOOKS[11], HOOKS[13]
+ADAPTIVE, LOCAL, APART = HOOKS[-9], HOOKS[-5], HOOKS[-3]
 POWERSGD = "error_feedback(powersgd(rank=2))"
 
 #: Hook, entry, what becomes of it, and what is said; None where the state can be used.

@@ -23,6 +23,7 @@ SCALES = (65536.0, 65536.0, 4096.0, 4096.0, 8192.0, 8192.0)
 CODECS = (
     "error_feedback(sign())",
     "error_feedback(topk(0.05))",
+    "error_feedback(chunk_topk(8, 256))",
     "error_feedback(powersgd(rank=2))",
     "error_feedback(blockwise(bits=4))",
 )

@@ -30,6 +30,7 @@ _STEPS = 10
 _HOOKS = {
     "int4": lambda: hooks.error_feedback(hooks.blockwise(bits=4)),
     "topk": lambda: hooks.error_feedback(hooks.topk(0.1), dtype=torch.bfloat16),
+    "chunk_topk": lambda: hooks.error_feedback(hooks.chunk_topk(8, 256)),
     "powersgd": lambda: hooks.error_feedback(hooks.powersgd(rank=2)),
     "momentum": lambda: hooks.momentum(hooks.topk(0.1), 0.9),
 }
@@ -78,6 +79,7 @@ def _resumed(rank: int, road: str, *how: Any) -> tuple[list[int], list[int]]:
     [
         ("module", "int4", 2, torch.float32),
         ("module", "topk", 1, torch.float32),
+        ("module", "chunk_topk", 2, torch.float32),
         ("module", "powersgd", 2, torch.float64),
         ("module", "momentum", 2, torch.float32),
         ("module", "int4", 0, torch.bfloat16),

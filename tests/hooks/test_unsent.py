@@ -86,6 +86,7 @@ def _sometimes_unused(rank: int, hook: str, mode: Mode) -> float:
 
 HOOKS = [
     "error_feedback(topk(0.05))",
+    "error_feedback(chunk_topk(8, 256))",
     "error_feedback(blockwise(bits=4))",
     "error_feedback(powersgd(rank=1))",
     "policy([('always*', allreduce())], error_feedback(sign()))",

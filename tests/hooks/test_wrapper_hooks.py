@@ -422,7 +422,15 @@ def _recorded(rank: int, hook: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    "hook", ["blockwise()", "error_feedback(sign())", "topk(0.1)", "randomk(0.1)", POLICY]
+    "hook",
+    [
+        "blockwise()",
+        "error_feedback(sign())",
+        "topk(0.1)",
+        "randomk(0.1)",
+        "chunk_topk()",
+        POLICY,
+    ],
 )
 def test_bytes_are_those_on_the_wire(two_ranks: RankPool, hook: str) -> None:
     for counted, told in two_ranks.run(_recorded, hook):

@@ -75,6 +75,7 @@ HOOKS: dict[str, Callable[[], hooks.Hook]] = {
     "fp8": lambda: hooks.error_feedback(hooks.fp8()),
     "sign": lambda: hooks.error_feedback(hooks.sign()),
     "topk": lambda: hooks.error_feedback(hooks.topk(0.05)),
+    "chunk_topk": lambda: hooks.error_feedback(hooks.chunk_topk(4, 64)),
     "randomk": lambda: hooks.error_feedback(hooks.randomk(0.1)),
     "powersgd": lambda: hooks.error_feedback(hooks.powersgd(rank=2)),
     "adaptive": lambda: hooks.adaptive(6000, every=2),

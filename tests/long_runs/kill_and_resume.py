@@ -38,6 +38,7 @@ HOOKS = [
     "error_feedback(fp8())",
     "error_feedback(sign())",
     "error_feedback(topk(0.01))",
+    "error_feedback(chunk_topk(16, 1024))",
     "error_feedback(randomk(0.05))",
     "error_feedback(powersgd(rank=2))",
     "momentum(topk(0.05), beta=0.9, dtype=bfloat16)",

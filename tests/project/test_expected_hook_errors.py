@@ -46,6 +46,9 @@ class TestHooks(expecttest.TestCase):
             hooks.sign(33)
             hooks.topk(0)
             hooks.topk(1.5)
+            hooks.chunk_topk(0)
+            hooks.chunk_topk(chunk=100)
+            hooks.chunk_topk(bits=3)
             hooks.randomk("half")
             hooks.clip(0)
             hooks.clip("1")
@@ -89,6 +92,12 @@ hooks.topk(0)
     ValueError: topk: density must be more than 0 and at most 1, got 0
 hooks.topk(1.5)
     ValueError: topk: density must be more than 0 and at most 1, got 1.5
+hooks.chunk_topk(0)
+    ValueError: chunk_topk: k must be at least 1 and at most chunk, 4096, got 0
+hooks.chunk_topk(chunk=100)
+    ValueError: chunk_topk: chunk must be a power of two from 64 to 4096, got 100
+hooks.chunk_topk(bits=3)
+    ValueError: chunk_topk: bits must be 2, 4 or 8, got 3
 hooks.randomk("half")
     TypeError: randomk: density must be a number, got 'half'
 hooks.clip(0)

@@ -43,6 +43,9 @@ commhook::built_for_torch() -> str
 commhook::bytes_of_floats(Tensor values) -> Tensor
 commhook::check_finite(Tensor[] tensors, Tensor(a!) count) -> ()
 commhook::check_hook_result(Tensor result, Tensor value, str hook) -> ()
+commhook::chunk_topk_decode(Tensor message, Tensor(a!)[] tensors, *, int k, int chunk, int bits) -> ()
+commhook::chunk_topk_decode_sum(Tensor messages, Tensor(a!)[] tensors, *, int k, int chunk, int bits, float scale=1.) -> ()
+commhook::chunk_topk_encode(Tensor[] tensors, Tensor(a!) message, *, int k, int chunk, int bits, float scale=1., Tensor(b!)? error=None, Tensor? rounding=None) -> ()
 commhook::commit_step(Tensor(a0!) used, Tensor[] results, str name) -> ()
 commhook::count_step(Tensor(a0!) token, Tensor[] results, str traffic, str key) -> ()
 commhook::cpu_capability(str? limit=None) -> str

@@ -22,6 +22,7 @@ CAPTURED: dict[str, Callable[[], Any]] = {
     "topk": lambda: hooks.error_feedback(hooks.topk(0.1), dtype=torch.bfloat16),
     "momentum": lambda: hooks.momentum(hooks.topk(0.1), 0.9, dtype=torch.bfloat16),
     "decay": lambda: hooks.error_feedback(hooks.blockwise(4), 0.75),
+    "chunk_topk": lambda: hooks.error_feedback(hooks.chunk_topk(8, 64)),
     "randomk": lambda: hooks.randomk(0.2),
     "powersgd": lambda: hooks.error_feedback(hooks.powersgd(2)),
     "policy": lambda: hooks.policy([("dim <= 1", hooks.allreduce())], hooks.blockwise(8)),

@@ -31,7 +31,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "sign": ("sign", {}),
 }
 #: Beside the block codecs.
-OTHERS = ("flatten", "narrow error", "topk", "randomk", "symmetric")
+OTHERS = ("flatten", "narrow error", "topk", "randomk", "chunk_topk", "symmetric")
 ROUNDING = (1, 2)
 #: A signal past the barriers of all runs.
 ARRIVED = 1 << 40
@@ -127,7 +127,8 @@ def other_runs(kind: str, tensors: list[Tensor]) -> Runs:
     if kind == "narrow error":  # of a codec of blocks
         codec = codecs.CODECS["blockwise"]()
     else:
-        codec = codecs.CODECS[kind](0.1)  # type: ignore[call-arg]
+        # Of chunk_topk, groups of 16 values and the largest chunks.
+        codec = codecs.CODECS[kind](*([] if kind == "chunk_topk" else [0.1]))
     message = torch.zeros(codec.nbytes(numel), dtype=torch.uint8)
     error, narrow = torch.zeros(numel), torch.zeros(numel, dtype=torch.bfloat16)
     rounding = torch.tensor(ROUNDING)
@@ -140,7 +141,13 @@ def other_runs(kind: str, tensors: list[Tensor]) -> Runs:
 
     if kind == "narrow error":
         return {"encode": lambda: encode(tensors, narrow)}
+    sums: Runs = {}
+    if kind == "chunk_topk":
+        encode(tensors, None)
+        received = torch.stack([message, message])
+        sums["decode_sum"] = lambda: codec.decode_sum(received, written, scale=0.5)
     return {
+        **sums,
         "encode": lambda: encode(tensors, None),
         "encode, error": lambda: encode(tensors, error),
         "encode, narrow error": lambda: encode(tensors, narrow),

@@ -18,6 +18,7 @@ WITH_ERROR_FEEDBACK = [
     "error_feedback(sign())",
     "error_feedback(topk(0.1))",
     "error_feedback(randomk(0.1))",
+    "error_feedback(chunk_topk(8, 64))",
 ]
 
 #: All that remember something, and those that have buffers.

@@ -177,6 +177,15 @@ def eighth(entry: int) -> Callable[[int], int]:
     return lambda numel: entry * -(-numel // 8)
 
 
+def of_chunks(numel: int) -> int:
+    """Bytes of a message of ``chunk_topk(64)``."""
+    found = 0
+    for first in range(0, numel, 4096):
+        entries = min(64, numel - first)
+        found += 4 * (1 + -(-12 * entries // 32) + -(-2 * entries // 32))
+    return found
+
+
 @dataclass(frozen=True)
 class Case:
     """A hook, and what its messages have.

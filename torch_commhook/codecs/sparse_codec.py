@@ -27,43 +27,10 @@ def check_entries(op: str, nbytes: int, bytes_of_entry: int, numel: int) -> None
     )
 
 
-class SparseCodec(Codec):
-    """A codec that sends k of d values: ``k = ceil(density * d)``, at least 1.
-
-    Args:
-        name: of the codec.
-        density: of what is sent, more than 0 and at most 1; taken for the nearest fraction whose
-            denominator is at most 10^9, so that a hundredth of 700 is 7.
-        bytes_of_entry: what a value costs that is sent.
-    """
+class OneShardCodec(Codec):
+    """A codec that sends some of the values in one shard: ranks add up whole messages."""
 
     error_dtypes = ERROR_DTYPES
-
-    def __init__(self, name: str, density: float, bytes_of_entry: int) -> None:
-        check_setting(name, "density", density, "a number")
-        if not 0 < density <= 1:
-            raise ValueError(f"{name}: density must be more than 0 and at most 1, got {density}")
-        self._name = name
-        self._density = density
-        self._fraction = Fraction(density).limit_denominator(10**9).as_integer_ratio()
-        self._bytes_of_entry = bytes_of_entry
-
-    def entries(self, numel: int) -> int:
-        """How many of ``numel`` values are sent.
-
-        Raises:
-            ValueError: there are less than 0 or 2^31 values.
-        """
-        if not 0 <= numel <= _MAX_NUMEL:
-            raise ValueError(
-                f"{self._name}: numel must be at least 0 and less than 2^31, got {numel}"
-            )
-        numerator, denominator = self._fraction
-        return min(numel, max(1, -(-numel * numerator // denominator)))
-
-    def shards(self, numel: int, shards: int = 1) -> list[Shard]:
-        self._check_shards(shards)
-        return [Shard(numel, self.entries(numel) * self._bytes_of_entry)]
 
     def rounds_error_at_random(self, error: Tensor | None) -> bool:
         # Most values wait for many steps, while their errors grow by less than the last bit.
@@ -94,3 +61,40 @@ class SparseCodec(Codec):
         raise ValueError(
             f"{self}.reduce: exchange must be 'all_to_all', got {self.exchange!r}; see decode_sum"
         )
+
+
+class SparseCodec(OneShardCodec):
+    """A codec that sends k of d values: ``k = ceil(density * d)``, at least 1.
+
+    Args:
+        name: of the codec.
+        density: of what is sent, more than 0 and at most 1; taken for the nearest fraction whose
+            denominator is at most 10^9, so that a hundredth of 700 is 7.
+        bytes_of_entry: what a value costs that is sent.
+    """
+
+    def __init__(self, name: str, density: float, bytes_of_entry: int) -> None:
+        check_setting(name, "density", density, "a number")
+        if not 0 < density <= 1:
+            raise ValueError(f"{name}: density must be more than 0 and at most 1, got {density}")
+        self._name = name
+        self._density = density
+        self._fraction = Fraction(density).limit_denominator(10**9).as_integer_ratio()
+        self._bytes_of_entry = bytes_of_entry
+
+    def entries(self, numel: int) -> int:
+        """How many of ``numel`` values are sent.
+
+        Raises:
+            ValueError: there are less than 0 or 2^31 values.
+        """
+        if not 0 <= numel <= _MAX_NUMEL:
+            raise ValueError(
+                f"{self._name}: numel must be at least 0 and less than 2^31, got {numel}"
+            )
+        numerator, denominator = self._fraction
+        return min(numel, max(1, -(-numel * numerator // denominator)))
+
+    def shards(self, numel: int, shards: int = 1) -> list[Shard]:
+        self._check_shards(shards)
+        return [Shard(numel, self.entries(numel) * self._bytes_of_entry)]

@@ -92,8 +92,9 @@ def compressed_all_reduce(
         error_decay: in (0, 1]: both errors are multiplied by it once they are written.
         rounding: for codecs that draw random numbers (``Codec.is_random``): int64, of shape
             (2, 2), rows of seed and step: the first for this rank's values, the second for its sum.
-            For the exchange ``"all_reduce"`` the first must be the same on all ranks. ``topk`` and
-            ``randomk`` round a bfloat16 error at random with it, and so does ``error_decay``.
+            For the exchange ``"all_reduce"`` the first must be the same on all ranks. ``topk``,
+            ``chunk_topk`` and ``randomk`` round a bfloat16 error at random with it, and so does
+            ``error_decay``.
         buffers: memory that is used again in the next call.
         meter: is told how long the stages took, and asks for the error, in eager.
         group: the process group; None for the default one.

@@ -61,7 +61,7 @@ def compressed_reduce_scatter(
     all chunks but its own, about ``(W - 1) / W`` of a message of all values.
 
     Any codec will do. One that sends some of the values (``topk``, ``randomk``) takes its share of
-    each chunk.
+    each chunk; ``chunk_topk`` cuts each into its own, smaller ones.
 
     On the CPU, and on CUDA over NCCL, the call does not wait for the wire. Where ranks give other
     sizes or codecs, the backend decides what happens: Gloo may end the process.

@@ -49,7 +49,8 @@ def check_place(op: str, group: dist.ProcessGroup) -> None:
             f"{op}: the process group must tell its rank, of which each has a shard; class "
             f"{which} has a size() of its own, and no rank(). "
             "register(group, name, ranks=...) of torch_commhook.process_group tells it. Codecs "
-            "whose messages all ranks get (topk, randomk) and hooks such as allreduce() need none"
+            "whose messages all ranks get (topk, chunk_topk, randomk) and hooks such as "
+            "allreduce() need none"
         )
     if not 0 <= rank < group.size():
         raise ValueError(

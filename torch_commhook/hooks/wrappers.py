@@ -102,12 +102,12 @@ class error_feedback(Wrapper):  # noqa: N801 (a hook is written as it is called)
     Both happen in the pass over memory that encodes. The memory takes 4 bytes for each element, and
     as many for each that this rank adds up: it is float32. With ``dtype=torch.bfloat16`` it takes
     half of that. Errors are then computed in float32 as before, and rounded once when they are
-    written: to the nearest value, off by at most 2^-8 of what is remembered. ``topk`` and
-    ``randomk`` round at random, off by less than 2^-7 and right on average, since most of their
-    errors grow for many steps by less than their last bit. A step that fails on some rank may lose
-    what its messages held, and what they did not hold is remembered all the same: a backward that
-    is repeated sends that part twice. Load an earlier state where that matters. Under a
-    ``GradScaler`` the hook must know it: ``attach(model, hook, scaler=scaler)``.
+    written: to the nearest value, off by at most 2^-8 of what is remembered. ``topk``,
+    ``chunk_topk`` and ``randomk`` round at random, off by less than 2^-7 and right on average,
+    since most of their errors grow for many steps by less than their last bit. A step that fails on
+    some rank may lose what its messages held, and what they did not hold is remembered all the
+    same: a backward that is repeated sends that part twice. Load an earlier state where that
+    matters. Under a ``GradScaler`` the hook must know it: ``attach(model, hook, scaler=scaler)``.
 
     Args:
         hook: one that compresses, or has one inside.

@@ -39,6 +39,7 @@ from sharded_bytes import (
     named,
     numels,
     of_cases,
+    of_chunks,
     quiet,
     ring,
     second_step,
@@ -275,6 +276,7 @@ CHUNK_CODECS: dict[str, tuple[Callable[[], Any], Callable[[int], int]]] = {
     "sign": (codecs.sign, in_blocks(1, SIGN_BLOCK)),
     "randomk": (lambda: codecs.randomk(0.125), eighth(4)),
     "topk": (lambda: codecs.topk(0.125), eighth(8)),
+    "chunk_topk": (codecs.chunk_topk, of_chunks),
 }
 
 
