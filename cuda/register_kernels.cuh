@@ -186,8 +186,8 @@ __device__ void encode_last_block(const RegisterWork& work, int lane, const Dith
                                kError ? error + position : nullptr, message + place.codes,
                                reinterpret_cast<float*>(message + place.parameters), lane);
   if (block + 1 == place.end) {
-    fill_shard(work.places, block, place, width_of<Codec>(count),
-               LanePlace<Codec>::kParameterBytes, message, lane, kWarpSize);
+    fill_shard(work.places, block, place, width_of<Codec>(count), LanePlace<Codec>::kParameterBytes,
+               message, lane, kWarpSize);
   }
 }
 

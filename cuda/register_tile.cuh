@@ -41,7 +41,7 @@ struct RegisterWork {
   int block_size;
   int lanes;  // of a block, 2^lane_bits
   int lane_bits;
-  int tiles;  // of a warp, one after the other
+  int tiles;             // of a warp, one after the other
   uint32_t last_blocks;  // that fill no tile; each has a warp of its own
   float scale;
   bool is_aligned;  // whether the error is, for 16 bytes

@@ -86,7 +86,7 @@ def _threads_of_inductor() -> set[threading.Thread]:
 
 
 def _is_of_autograd(thread: threading.Thread) -> bool:
-    """Autograd has a thread for each GPU, which lives on; Python knows it once it has run a hook."""
+    """Autograd has a thread for each GPU, which lives on; Python knows one that has run hooks."""
     return torch.cuda.is_available() and isinstance(thread, threading._DummyThread)
 
 

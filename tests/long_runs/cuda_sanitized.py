@@ -3,10 +3,10 @@
     compute-sanitizer --tool memcheck python tests/long_runs/cuda_sanitized.py [PART ...]
 
 The parts ``buckets`` and ``codecs`` compare with the CPU, so that a run whose kernels do nothing
-fails; ``kernels`` runs each kernel in each way that it has; ``large`` is more than one tile for each
-warp, and takes minutes under racecheck. By default it runs all but ``large``. Prints each step
-before it, so that the log of a run that was cut off shows the last one. ``make gpu`` runs the parts
-beside each other.
+fails. ``kernels`` runs each kernel in each way that it has. ``large`` is more than one tile for
+each warp, and takes minutes under racecheck. By default all parts but ``large`` run. Each step is
+printed before it runs, so that the log of a run that was cut off shows the last one. ``make gpu``
+runs the parts beside each other.
 """
 
 from __future__ import annotations
