@@ -1,5 +1,6 @@
 // The largest values of each chunk, on CUDA: one pass over the tensors, in which a block of threads
 // has the values of whole chunks in shared memory until their message is written.
+#include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
 #include <algorithm>
