@@ -76,6 +76,7 @@ class Codec:
     reduce_message: Each  # for each message
     reduce: tuple[Each, ...]  # for a tile, beside its messages; as encode
     encode_warps: tuple[int, int, int] = (20, 20, 20)  # least, of the first of encode
+    error_warps: tuple[int, int, int] = (16, 16, 16)  # of the second
 
 
 def all_alike(*most: float) -> tuple[Each, ...]:
@@ -118,6 +119,7 @@ CODECS = (
         reduce_message=(9, 9, 9),
         reduce=all_alike(27, 34, 30, 37),
         encode_warps=(16, 16, 16),
+        error_warps=(16, 16, 12),
     ),
     replace(MIN_MAX_8, block="BlockwiseBlock<2, false>", codes=0),
     Codec(
@@ -163,9 +165,12 @@ def budgets_of(codec: Codec) -> Iterator[Budget]:
     for flags, encode, reduce in zip(FLAGS, codec.encode, codec.reduce, strict=False):
         names = f"{codec.block}, {str(flags[0]).lower()}, {str(flags[1]).lower()}"
         error = QUADS * flags[1]
-        warps = (16, 16, 16) if any(flags) else codec.encode_warps
+        warps = {(False, False): codec.encode_warps, (False, True): codec.error_warps}.get(
+            flags, (16, 16, 16)
+        )
+        registers = 65_536 // (32 * min(warps)) if min(warps) < 16 else 128
         tile = loop("tile", QUADS + error, codes + error, encode, FADD=VALUES, STG=1)
-        yield budget(rf"encode_kernel<{names}, \d+", 128, warps, tile, LDS=QUADS)
+        yield budget(rf"encode_kernel<{names}, \d+", registers, warps, tile, LDS=QUADS)
         tile = loop("tile", codes + error, codes + error, reduce, FADD=VALUES, STG=1)
         yield budget(f"reduce_kernel<{names}", 128, (16, 16, 16), message, tile)
     decode = loop("tile", codes, QUADS, codec.decode, FADD=VALUES)

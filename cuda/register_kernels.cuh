@@ -11,6 +11,18 @@ namespace commhook::cuda {
 // Of a block of threads: few, since each has many registers.
 constexpr int kRegisterThreads = 128;
 
+// The least blocks of a multiprocessor for kernels that encode. On sm_100 the compiler takes registers
+// for fewer where it may, and a step that fits the values takes some more beside an error.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+template <typename Codec, bool kRandom, bool kError>
+constexpr int kEncodeBlocks = kRandom           ? 4
+                              : !Codec::kFits   ? (kError ? 4 : 5)
+                                                : (kError ? 3 : 4);
+#else
+template <typename Codec, bool kRandom, bool kError>
+constexpr int kEncodeBlocks = 4;
+#endif
+
 // Where a tile's values are, if they are aligned float32 in a single tensor. Data: of the table.
 template <typename Data>
 struct RowCursor {
@@ -203,7 +215,7 @@ __device__ void decode_last_block(const Codec& codec, const RegisterWork& work, 
 }
 
 template <typename Codec, bool kRandom, bool kError, int kCapacity>
-__global__ void __launch_bounds__(kRegisterThreads, 4)
+__global__ void __launch_bounds__(kRegisterThreads, kEncodeBlocks<Codec, kRandom, kError>)
     register_encode_kernel(const __grid_constant__ TensorTable<const void, kCapacity> table,
                            const __grid_constant__ RegisterWork work, const int64_t* rounding,
                            float* error, uint8_t* message) {

@@ -389,7 +389,7 @@ __device__ void encode_block(const Codec& codec, int count, float scale, const D
                              int64_t block, float* p, float* error, uint8_t* codes,
                              float* parameters, int lane) {
   typename Codec::Measure measured;
-#pragma unroll 4
+#pragma unroll 1
   for (int i = lane; i < count; i += kWarpSize) {
     float value = p[i] * scale;
     if (error != nullptr) {

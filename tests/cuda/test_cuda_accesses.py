@@ -73,14 +73,14 @@ EXEMPTIONS = [
     Exemption(
         "topk: .*: write_entries_kernel",
         "global",
-        4.3,
+        4.5,
         "A lane reads its group of 16 values, 64 bytes from its neighbour's, and writes entries and"
         " errors that become zero where the values have them.",
     ),
     Exemption(
         "topk: .*: count_low_kernel",
         "global",
-        3.0,
+        3.3,
         "Groups are read as in write_entries_kernel, single values again; bins follow from them.",
     ),
     Exemption(
@@ -93,7 +93,7 @@ EXEMPTIONS = [
     Exemption(
         "chunk_topk: encode, not finite: .*",
         "shared",
-        1.2,
+        1.3,
         "A third of the values are candidates, which are read where they lie, again and again.",
     ),
     # ---- shared memory
@@ -209,7 +209,8 @@ def test_flatten(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", ["narrow error", "topk", "randomk", "chunk_topk"])
 def test_whole_buckets(kind: str) -> None:
-    for name, run in other_runs(kind, [torch.randn(40_000)]).items():
+    values = torch.randn(40_000, generator=torch.Generator().manual_seed(0))  # which is sent matters
+    for name, run in other_runs(kind, [values]).items():
         check(f"{kind}: {name}", 1, "of 40,000 values", requests_of(run))
 
 
