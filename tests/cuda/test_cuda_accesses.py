@@ -209,7 +209,7 @@ def test_flatten(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", ["narrow error", "topk", "randomk", "chunk_topk"])
 def test_whole_buckets(kind: str) -> None:
-    values = torch.randn(40_000, generator=torch.Generator().manual_seed(0))  # which is sent matters
+    values = torch.randn(40_000, generator=torch.Generator().manual_seed(0))  # what is sent matters
     for name, run in other_runs(kind, [values]).items():
         check(f"{kind}: {name}", 1, "of 40,000 values", requests_of(run))
 
