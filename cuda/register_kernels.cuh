@@ -11,13 +11,14 @@ namespace commhook::cuda {
 // Of a block of threads: few, since each has many registers.
 constexpr int kRegisterThreads = 128;
 
-// The least blocks of a multiprocessor for kernels that encode. On sm_100 the compiler takes registers
-// for fewer where it may, and a step that fits the values takes some more beside an error.
+// The least blocks of a multiprocessor for kernels that encode. On sm_100 the compiler takes
+// registers for fewer where it may, and a step that fits the values takes some more beside an
+// error.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 template <typename Codec, bool kRandom, bool kError>
-constexpr int kEncodeBlocks = kRandom           ? 4
-                              : !Codec::kFits   ? (kError ? 4 : 5)
-                                                : (kError ? 3 : 4);
+constexpr int kEncodeBlocks = kRandom         ? 4
+                              : !Codec::kFits ? (kError ? 4 : 5)
+                                              : (kError ? 3 : 4);
 #else
 template <typename Codec, bool kRandom, bool kError>
 constexpr int kEncodeBlocks = 4;
