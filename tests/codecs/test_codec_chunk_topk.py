@@ -441,6 +441,13 @@ def test_it_prints_as_it_is_written() -> None:
         chunk_topk(bits=2.0)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("numel", [-1, 1 << 31])
+def test_other_numbers_of_values_are_refused(numel: int) -> None:
+    for method in (chunk_topk().nbytes, chunk_topk().entries, chunk_topk().shards):
+        with pytest.raises(ValueError, match=f"chunk_topk: numel must be .* 2.31, got {numel}"):
+            method(numel)
+
+
 def test_other_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match=r"message must hold 12 bytes for 64 values, got 116 byt"):
         commhook.chunk_topk_encode([torch.ones(64)], torch.zeros(116, dtype=torch.uint8), **FORM)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unittest.mock
 from contextlib import nullcontext
 from typing import Any
@@ -194,6 +195,9 @@ def test_wrong_arguments() -> None:
         local_sgd(1, error_reset=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"got allreduce\(\); use error_feedback"):
         local_sgd(1, error_reset=True)
+    for hook in ("error_feedback(sign(), decay=0.9)", "momentum(sign(), beta=0.9)"):
+        with pytest.raises(ValueError, match=f"must not decay.*got {re.escape(hook)}"):
+            resets(hook)
     with pytest.raises(ValueError, match="must remember what it loses of each bucket"):
         resets("policy()")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torch_commhook.codecs.base import Shard, check_setting, register_codec, text_of
 from torch_commhook.codecs.checks import check_memory, check_message, check_messages, check_values
-from torch_commhook.codecs.sparse_codec import OneShardCodec
+from torch_commhook.codecs.sparse_codec import OneShardCodec, check_numel
 
 _ops = torch.ops.commhook
 
@@ -168,12 +168,18 @@ class chunk_topk(OneShardCodec):  # noqa: N801 (a codec is written as it is call
         return [cls(), cls(20, 64, 4)]
 
     def entries(self, numel: int) -> int:
-        """The most of ``numel`` values that are sent: fewer if they are zeros."""
+        """The most of ``numel`` values that are sent: fewer if they are zeros.
+
+        Raises:
+            ValueError: there are less than 0 or 2^31 values.
+        """
+        check_numel("chunk_topk", numel)
         k, chunk = self._form["k"], self._form["chunk"]
         return numel // chunk * k + min(numel % chunk, k)
 
     def shards(self, numel: int, shards: int = 1) -> list[Shard]:
         self._check_shards(shards)
+        check_numel("chunk_topk", numel)
         return [Shard(numel, _bytes(numel, **self._form))]
 
     def encode(

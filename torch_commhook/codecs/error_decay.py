@@ -10,7 +10,7 @@ from torch_commhook.native.tensor_checks import check_dense, check_flat
 
 #: Elements whose copies stay in a cache of the CPU, and so many that other devices take at a time.
 _CHUNK = 1 << 16
-_DEVICE_CHUNK = 1 << 24
+_DEVICE_CHUNK = 1 << 20
 
 _WORD = (1 << 32) - 1
 #: Sets these random numbers apart from those with which a codec rounds the same element.

@@ -27,6 +27,12 @@ def check_entries(op: str, nbytes: int, bytes_of_entry: int, numel: int) -> None
     )
 
 
+def check_numel(name: str, numel: int) -> None:
+    """Raise ValueError if a codec's messages cannot be of so many values."""
+    if not 0 <= numel <= _MAX_NUMEL:
+        raise ValueError(f"{name}: numel must be at least 0 and less than 2^31, got {numel}")
+
+
 class OneShardCodec(Codec):
     """A codec that sends some of the values in one shard: ranks add up whole messages."""
 
@@ -88,10 +94,7 @@ class SparseCodec(OneShardCodec):
         Raises:
             ValueError: there are less than 0 or 2^31 values.
         """
-        if not 0 <= numel <= _MAX_NUMEL:
-            raise ValueError(
-                f"{self._name}: numel must be at least 0 and less than 2^31, got {numel}"
-            )
+        check_numel(self._name, numel)
         numerator, denominator = self._fraction
         return min(numel, max(1, -(-numel * numerator // denominator)))
 

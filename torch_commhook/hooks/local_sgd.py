@@ -180,6 +180,11 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
                 "local_sgd: with error_reset, hook must remember what it loses of each bucket, and "
                 f"average over the model's ranks, got {hook}; use error_feedback"
             )
+        if error_reset and hook.error_decay != 1.0:
+            raise ValueError(
+                "local_sgd: with error_reset, what hook remembers must not decay, since a rank takes "
+                f"all of it back, got {hook}"
+            )
         self.H = H
         self.outer = outer
         self.hook = hook
