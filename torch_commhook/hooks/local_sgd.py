@@ -182,8 +182,8 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
             )
         if error_reset and hook.error_decay != 1.0:
             raise ValueError(
-                "local_sgd: with error_reset, what hook remembers must not decay, since a rank takes "
-                f"all of it back, got {hook}"
+                "local_sgd: with error_reset, what hook remembers must not decay, since a rank "
+                f"takes all of it back, got {hook}"
             )
         self.H = H
         self.outer = outer
