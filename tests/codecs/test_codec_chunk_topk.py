@@ -106,7 +106,7 @@ class Encoded:
 
 def reference(p: np.ndarray, codec: chunk_topk) -> tuple[bytes, np.ndarray, np.ndarray]:
     """The message of values, what it restores, and the error."""
-    k, chunk, bits = (codec._form[name] for name in ("k", "chunk", "bits"))
+    k, chunk, bits = (codec._settings[name] for name in ("k", "chunk", "bits"))
     message, restored, lost = b"", np.zeros_like(p), p.copy()
     for first in range(0, len(p), chunk):
         own = p[first : first + chunk]
@@ -221,8 +221,8 @@ def lost_of(codec: chunk_topk, x: Tensor) -> tuple[float, float]:
     codec.encode([x], message)
     codec.decode(message, [out])
     left = 0.0
-    for chunk in x.double().split(codec._form["chunk"]):
-        largest = chunk.abs().topk(min(codec._form["k"], len(chunk))).values
+    for chunk in x.double().split(codec._settings["chunk"]):
+        largest = chunk.abs().topk(min(codec._settings["k"], len(chunk))).values
         left += float(chunk.square().sum() - largest.square().sum())
     return float((x - out).double().square().sum()), left
 

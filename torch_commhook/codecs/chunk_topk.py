@@ -14,9 +14,7 @@ from torch import Tensor
 
 from torch_commhook.codecs.base import Shard, check_setting, register_codec, text_of
 from torch_commhook.codecs.checks import check_memory, check_message, check_messages, check_values
-from torch_commhook.codecs.sparse_codec import OneShardCodec, check_numel
-
-_ops = torch.ops.commhook
+from torch_commhook.codecs.sparse_codec import GatheredCodec, check_numel
 
 _CHUNKS = tuple(1 << power for power in range(6, 13))
 _BITS = (2, 4, 8)
@@ -59,6 +57,17 @@ def _check_bytes(
     )
 
 
+def _check_coded(
+    op: str, tensors: Sequence[Tensor], message: Tensor, k: int, chunk: int, bits: int
+) -> int:
+    """Check the values and the message of a call that encodes or decodes; gives their number."""
+    _check_form(op, k, chunk, bits)
+    numel = check_values(op, tensors)
+    check_message(op, "message", message, None)
+    _check_bytes(op, "message", message.numel(), numel, k, chunk, bits)
+    return numel
+
+
 @torch.library.register_fake("commhook::chunk_topk_encode")
 def _encode_fake(
     tensors: Sequence[Tensor],
@@ -72,10 +81,7 @@ def _encode_fake(
     rounding: Tensor | None = None,
 ) -> None:
     op = "chunk_topk_encode"
-    _check_form(op, k, chunk, bits)
-    numel = check_values(op, tensors)
-    check_message(op, "message", message, None)
-    _check_bytes(op, "message", message.numel(), numel, k, chunk, bits)
+    numel = _check_coded(op, tensors, message, k, chunk, bits)
     check_memory(op, error, rounding, numel)
 
 
@@ -83,11 +89,7 @@ def _encode_fake(
 def _decode_fake(
     message: Tensor, tensors: Sequence[Tensor], *, k: int, chunk: int, bits: int
 ) -> None:
-    op = "chunk_topk_decode"
-    _check_form(op, k, chunk, bits)
-    numel = check_values(op, tensors)
-    check_message(op, "message", message, None)
-    _check_bytes(op, "message", message.numel(), numel, k, chunk, bits)
+    _check_coded("chunk_topk_decode", tensors, message, k, chunk, bits)
 
 
 @torch.library.register_fake("commhook::chunk_topk_decode_sum")
@@ -109,7 +111,7 @@ def _decode_sum_fake(
 
 
 @register_codec
-class chunk_topk(OneShardCodec):  # noqa: N801 (a codec is written as it is called)
+class chunk_topk(GatheredCodec):  # noqa: N801 (a codec is written as it is called)
     """The k values of largest magnitude of each chunk, in few bits; the others are 0.
 
     A chunk is ``chunk`` values in the order of ``flatten``, across the tensors' borders; the last
@@ -155,13 +157,12 @@ class chunk_topk(OneShardCodec):  # noqa: N801 (a codec is written as it is call
         ValueError: a setting of another value.
     """
 
-    exchange = "all_gather"
-
     def __init__(self, k: int = 64, chunk: int = 4096, bits: int = 2) -> None:
         for name, value in (("k", k), ("chunk", chunk), ("bits", bits)):
             check_setting("chunk_topk", name, value, "an int")
         _check_form("chunk_topk", k, chunk, bits)
-        self._form = {"k": k, "chunk": chunk, "bits": bits}
+        self._name = "chunk_topk"
+        self._settings = {"k": k, "chunk": chunk, "bits": bits}
 
     @classmethod
     def examples(cls) -> list[chunk_topk]:
@@ -174,49 +175,14 @@ class chunk_topk(OneShardCodec):  # noqa: N801 (a codec is written as it is call
             ValueError: there are less than 0 or 2^31 values.
         """
         check_numel("chunk_topk", numel)
-        k, chunk = self._form["k"], self._form["chunk"]
+        k: int = self._settings["k"]
+        chunk: int = self._settings["chunk"]
         return numel // chunk * k + min(numel % chunk, k)
 
     def shards(self, numel: int, shards: int = 1) -> list[Shard]:
         self._check_shards(shards)
         check_numel("chunk_topk", numel)
-        return [Shard(numel, _bytes(numel, **self._form))]
-
-    def encode(
-        self,
-        tensors: Sequence[Tensor],
-        message: Tensor,
-        *,
-        shards: int = 1,
-        scale: float = 1.0,
-        error: Tensor | None = None,
-        rounding: Tensor | None = None,
-    ) -> None:
-        self._check_shards(shards)
-        _ops.chunk_topk_encode(
-            tensors, message, **self._form, scale=scale, error=error, rounding=rounding
-        )
-
-    def decode(
-        self,
-        message: Tensor,
-        tensors: Sequence[Tensor],
-        *,
-        shards: int = 1,
-        rounding: Tensor | None = None,
-    ) -> None:
-        self._check_shards(shards)
-        _ops.chunk_topk_decode(message, tensors, **self._form)
-
-    def decode_sum(
-        self,
-        messages: Tensor,
-        tensors: Sequence[Tensor],
-        *,
-        scale: float = 1.0,
-        rounding: Tensor | None = None,
-    ) -> None:
-        _ops.chunk_topk_decode_sum(messages, tensors, **self._form, scale=scale)
+        return [Shard(numel, _bytes(numel, **self._settings))]
 
     def __repr__(self) -> str:
-        return text_of(type(self), self._form)
+        return text_of(type(self), self._settings)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,6 +69,55 @@ class OneShardCodec(Codec):
         raise ValueError(
             f"{self}.reduce: exchange must be 'all_to_all', got {self.exchange!r}; see decode_sum"
         )
+
+
+class GatheredCodec(OneShardCodec):
+    """A codec whose messages all ranks get, through three operators.
+
+    ``<name>_encode``, ``<name>_decode`` and ``<name>_decode_sum`` take the codec's settings beside
+    what all of them take.
+    """
+
+    exchange = "all_gather"
+    _name: str
+    _settings: dict[str, Any]
+
+    def _call(self, method: str, *arguments: Any, **more: Any) -> None:
+        getattr(torch.ops.commhook, f"{self._name}_{method}")(*arguments, **self._settings, **more)
+
+    def encode(
+        self,
+        tensors: Sequence[Tensor],
+        message: Tensor,
+        *,
+        shards: int = 1,
+        scale: float = 1.0,
+        error: Tensor | None = None,
+        rounding: Tensor | None = None,
+    ) -> None:
+        self._check_shards(shards)
+        self._call("encode", tensors, message, scale=scale, error=error, rounding=rounding)
+
+    def decode(
+        self,
+        message: Tensor,
+        tensors: Sequence[Tensor],
+        *,
+        shards: int = 1,
+        rounding: Tensor | None = None,
+    ) -> None:
+        self._check_shards(shards)
+        self._call("decode", message, tensors)
+
+    def decode_sum(
+        self,
+        messages: Tensor,
+        tensors: Sequence[Tensor],
+        *,
+        scale: float = 1.0,
+        rounding: Tensor | None = None,
+    ) -> None:
+        self._call("decode_sum", messages, tensors, scale=scale)
 
 
 class SparseCodec(OneShardCodec):

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from torch_commhook.codecs.base import register_codec, text_of
 from torch_commhook.codecs.checks import check_memory, check_message, check_messages, check_values
-from torch_commhook.codecs.sparse_codec import SparseCodec, check_entries
-
-_ops = torch.ops.commhook
+from torch_commhook.codecs.sparse_codec import GatheredCodec, SparseCodec, check_entries
 
 _BYTES_OF_ENTRY = 8
 
@@ -54,7 +52,7 @@ def _decode_sum_fake(messages: Tensor, tensors: Sequence[Tensor], *, scale: floa
 
 
 @register_codec
-class topk(SparseCodec):  # noqa: N801 (a codec is written as it is called)
+class topk(SparseCodec, GatheredCodec):  # noqa: N801 (a codec is written as it is called)
     """The k values of largest magnitude of a bucket, with their indices; the others are 0.
 
     Of d values ``k = ceil(density * d)`` are sent, at least one; of equal magnitudes those that
@@ -76,48 +74,13 @@ class topk(SparseCodec):  # noqa: N801 (a codec is written as it is called)
         ValueError: another density.
     """
 
-    exchange = "all_gather"
-
     def __init__(self, density: float = 0.01) -> None:
         super().__init__("topk", density, _BYTES_OF_ENTRY)
+        self._settings = {}
 
     @classmethod
     def examples(cls) -> list[topk]:
         return [cls(), cls(0.1)]
-
-    def encode(
-        self,
-        tensors: Sequence[Tensor],
-        message: Tensor,
-        *,
-        shards: int = 1,
-        scale: float = 1.0,
-        error: Tensor | None = None,
-        rounding: Tensor | None = None,
-    ) -> None:
-        self._check_shards(shards)
-        _ops.topk_encode(tensors, message, scale=scale, error=error, rounding=rounding)
-
-    def decode(
-        self,
-        message: Tensor,
-        tensors: Sequence[Tensor],
-        *,
-        shards: int = 1,
-        rounding: Tensor | None = None,
-    ) -> None:
-        self._check_shards(shards)
-        _ops.topk_decode(message, tensors)
-
-    def decode_sum(
-        self,
-        messages: Tensor,
-        tensors: Sequence[Tensor],
-        *,
-        scale: float = 1.0,
-        rounding: Tensor | None = None,
-    ) -> None:
-        _ops.topk_decode_sum(messages, tensors, scale=scale)
 
     def __repr__(self) -> str:
         return text_of(type(self), {"density": self._density})
