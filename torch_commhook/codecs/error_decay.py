@@ -17,6 +17,19 @@ _WORD = (1 << 32) - 1
 _SALT = 0x6D6F6D65
 
 
+def check_decay(what: str, decay: object) -> None:
+    """Refuse what is no factor in (0, 1].
+
+    Raises:
+        TypeError: no number.
+        ValueError: another number; NaN is none of these.
+    """
+    if not isinstance(decay, (int, float, torch.SymFloat)) or isinstance(decay, bool):
+        raise TypeError(f"{what} must be a number, got {type(decay).__qualname__}")
+    if not 0 < decay <= 1:
+        raise ValueError(f"{what} must be greater than 0 and at most 1, got {decay}")
+
+
 def decays_at_random(error: Tensor | None, decay: float) -> bool:
     """Whether :func:`decay_error` rounds this error at random, if it is given ``rounding``."""
     return error is not None and error.dtype == torch.bfloat16 and decay != 1.0
@@ -36,8 +49,7 @@ def decay_error(error: Tensor, decay: float, rounding: Tensor | None = None) -> 
         TypeError, ValueError: a tensor of another kind, or another factor.
     """
     check_flat("decay_error", "error", error, ERROR_DTYPES)
-    if not 0.0 < decay <= 1.0:
-        raise ValueError(f"decay_error: decay must be greater than 0 and at most 1, got {decay}")
+    check_decay("decay_error: decay", decay)
     if rounding is not None:
         check_dense("decay_error", "rounding", rounding, (torch.int64,))
         if rounding.shape != (2,) or rounding.device != error.device:

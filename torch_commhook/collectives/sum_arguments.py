@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_commhook.codecs.base import Codec
 from torch_commhook.codecs.checks import ERROR_DTYPES
-from torch_commhook.codecs.error_decay import decays_at_random
+from torch_commhook.codecs.error_decay import check_decay, decays_at_random
 from torch_commhook.collectives.group_place import group_rank
 from torch_commhook.collectives.message_buffers import MessageBuffers
 from torch_commhook.metrics import CallMeter
@@ -115,19 +115,6 @@ def _check_settings(op: str, arguments: SumArguments) -> None:
             raise TypeError(
                 f"{op}: {name} must be a {kind.__name__} or None, got {type(value).__qualname__}"
             )
-
-
-def check_decay(what: str, decay: object) -> None:
-    """Refuse what is no factor in (0, 1].
-
-    Raises:
-        TypeError: no number.
-        ValueError: another number; NaN is none of these.
-    """
-    if not isinstance(decay, (int, float, torch.SymFloat)) or isinstance(decay, bool):
-        raise TypeError(f"{what} must be a number, got {type(decay).__qualname__}")
-    if not 0 < decay <= 1:
-        raise ValueError(f"{what} must be greater than 0 and at most 1, got {decay}")
 
 
 def _check_dtype(op: str, name: str, tensor: object, *dtypes: torch.dtype) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_commhook import _C
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.checks import ERROR_DTYPES
-from torch_commhook.collectives.sum_arguments import check_decay
+from torch_commhook.codecs.error_decay import check_decay
 from torch_commhook.hooks.base import Hook, step_scale_of
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.hooks.traits import HookTraits
