@@ -124,7 +124,7 @@ def _compiled(rank: int, hook: str) -> list[str]:
     return _differing(rank, parse_hook(hook), "compiled")
 
 
-@pytest.mark.parametrize("hook", [*CODECS[:3], "clip(0.5, error_feedback(blockwise(bits=4)))"])
+@pytest.mark.parametrize("hook", [*CODECS[:4], "clip(0.5, error_feedback(blockwise(bits=4)))"])
 def test_nor_in_compiled_autograd(two_ranks: RankPool, hook: str) -> None:
     assert two_ranks.run(_compiled, hook, timeout=120) == [[], []]
 
