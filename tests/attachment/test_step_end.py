@@ -8,7 +8,7 @@ import torch.distributed as dist
 from rank_pool import RankPool
 
 from torch_commhook.step import step_end
-from torch_commhook.step.step_end import agree_on_used, wait_for_all
+from torch_commhook.step.step_end import StepEnd, agree_on_used
 
 
 def _agree(rank: int, used: list[list[int]], most_at_once: int) -> list[int]:
@@ -16,8 +16,8 @@ def _agree(rank: int, used: list[list[int]], most_at_once: int) -> list[int]:
         patch.setattr(step_end, "_MOST_AT_ONCE", most_at_once)
         for _ in range(2):
             own = torch.tensor(used[rank], dtype=torch.uint8)
-            agree_on_used(dist.group.WORLD, own)
-            wait_for_all(dist.group.WORLD)
+            agree_on_used(StepEnd(dist.group.WORLD), own)
+            assert StepEnd(dist.group.WORLD).any_rank()
     return own.tolist()
 
 
@@ -43,7 +43,7 @@ def _counted(rank: int, used: list[int]) -> int:
     with pytest.MonkeyPatch.context() as patch:
         exchanges = []
         patch.setattr(step_end, "exchange", lambda *args: exchanges.append(args) or _done(*args))
-        agree_on_used(group, torch.tensor(used, dtype=torch.uint8))
+        agree_on_used(StepEnd(group), torch.tensor(used, dtype=torch.uint8))
     dist.barrier()
     dist.destroy_process_group(group)
     return len(exchanges)

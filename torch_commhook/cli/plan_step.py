@@ -81,21 +81,26 @@ def _with_exchanges(chain: list[Issued]) -> list[Issued]:
     """
     from torch_commhook.collectives.direct_sum import MOST_SUMMED, is_gathered
     from torch_commhook.collectives.exchange import MOST_RANKS
-    from torch_commhook.process_group.gloo_messages import EXCHANGE, Traffic
+    from torch_commhook.process_group.gloo_messages import EXCHANGE, EXPECTED, Traffic
 
-    found = []
+    found: list[Issued] = []
+    groups: set[str] = set()
     for each in chain:
+        # Ranks ask for the messages of a second stage when they issue the first.
+        operation = EXPECTED if each.group in groups else EXCHANGE
+        groups.add(each.group)
         traffic = each.traffic
         ranks, nbytes = traffic.ranks, traffic.nbytes
         if not 1 < ranks <= MOST_RANKS:
             found.append(each)
         elif traffic.operation in ("all_to_all_single", "all_gather_single"):
-            found.append(replace(each, traffic=replace(traffic, operation=EXCHANGE)))
+            found.append(replace(each, traffic=replace(traffic, operation=operation)))
         elif traffic.operation == "allreduce" and 0 < nbytes <= MOST_SUMMED:
             gathered = is_gathered(nbytes, ranks)
             carried = nbytes * (ranks - 1) if gathered else nbytes * (ranks - 1) / ranks
-            stage = replace(each, traffic=Traffic(EXCHANGE, ranks, nbytes, carried))
-            found += [stage] if gathered else [stage, stage]
+            found.append(replace(each, traffic=Traffic(operation, ranks, nbytes, carried)))
+            if not gathered:
+                found.append(replace(each, traffic=Traffic(EXPECTED, ranks, nbytes, carried)))
         else:
             found.append(each)
     return found
@@ -120,12 +125,12 @@ def round_trips(issued: Sequence[Issued], agreement: Sequence[Issued], buckets: 
 
 def agreement_of(world_size: int) -> list[Issued]:
     """What a rank issues at the end of a step, at which all ranks agree that it went well."""
-    from torch_commhook.process_group.gloo_messages import EXCHANGE, Traffic
+    from torch_commhook.process_group.gloo_messages import EXPECTED, Traffic
     from torch_commhook.process_group.simulated.link import Issued
     from torch_commhook.step.step_end import rounds_of
 
     return [
-        Issued("", Traffic(EXCHANGE, world_size, len(distances), len(distances)))
+        Issued("", Traffic(EXPECTED, world_size, len(distances), len(distances)))
         for distances in rounds_of(world_size)
         if distances
     ]

@@ -294,10 +294,13 @@ class _CompressedSum(CompressedCall):
         return two_stages(
             lambda: self.issue_all_to_all(message, sizes, group),
             self._reduce,
-            lambda padded, second_group: self.issue_gather(
-                "sums", padded, sizes, second_group, is_second=True
+            lambda padded, second_group, place: self.issue_gather(
+                "sums", padded, sizes, second_group, is_second=True, place=place
             ),
             self._decode,
+            expect=lambda place, second_group: self.expect_gather(
+                "sums", sizes, place, second_group
+            ),
             second_bytes=self.gathered_bytes(sizes, group),
             device=self.device,
             group=group,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.codecs.error_decay import decay_error
-from torch_commhook.collectives.exchange import exchanges
+from torch_commhook.collectives.exchange import Place, exchanges
 from torch_commhook.collectives.group_place import group_rank
 from torch_commhook.collectives.issuing import issue_all_gather, issue_gather_of_sizes
 from torch_commhook.collectives.message_buffers import MessageBuffers
@@ -122,6 +122,7 @@ class CompressedCall:
         group: dist.ProcessGroup,
         *,
         is_second: bool = False,
+        place: Place | None = None,
     ) -> torch.futures.Future[Tensor]:
         """Give every rank the messages of all: not counted, on whatever thread.
 
@@ -131,6 +132,7 @@ class CompressedCall:
             sizes: of the messages, in bytes, the same on all ranks.
             group: the process group.
             is_second: whether it is a second stage; asked while a compiler traces.
+            place: in the order of the group's exchanges, where it exchanges; None for the next one.
 
         Returns:
             A Future of the messages: one after another, flat, or of shape ``(ranks, longest)``,
@@ -141,9 +143,17 @@ class CompressedCall:
             exact = list(sizes) if is_exchanged else None
             return traced_all_gather(message, group, sizes=exact, is_second=is_second)
         if is_exchanged:
-            return issue_gather_of_sizes(message, sizes, self.buffer(name, sum(sizes)), group)
+            gathered = self.buffer(name, sum(sizes))
+            return issue_gather_of_sizes(message, sizes, gathered, group, place)
         result = self.buffer(name, self.world_size, len(message))
         return issue_all_gather(message, result, group, self.timeout)
+
+    def expect_gather(
+        self, name: str, sizes: Sequence[int], place: Place, group: dist.ProcessGroup
+    ) -> None:
+        """Ask for what :meth:`issue_gather` will bring to the buffer of that name, on a group."""
+        if self.is_exchanged(group):
+            place.expect(0, self.buffer(name, sum(sizes)).split(list(sizes)))
 
     def without_padding(self, name: str, messages: Tensor, sizes: Sequence[int]) -> Tensor:
         """Messages of several lengths, one after another.

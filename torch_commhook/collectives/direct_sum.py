@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_commhook.collectives.exchange import exchanges, place_in
+from torch_commhook.collectives.exchange import Place, exchanges, place_in
 from torch_commhook.collectives.futures import chained
 from torch_commhook.collectives.sum_rows import sum_rows
 from torch_commhook.metrics import tensor_bytes
@@ -48,32 +48,56 @@ def direct_bytes(tensor: Tensor, rank: int, ranks: int) -> tuple[int, int]:
     return exchanged, exchanged
 
 
-def start_sum(tensor: Tensor, group: dist.ProcessGroup) -> torch.futures.Future[Tensor]:
+def expect_sum(place: Place, like: Tensor, group: dist.ProcessGroup) -> None:
+    """Ask the other ranks for their values, before this rank has its own ones.
+
+    Args:
+        place: in which :func:`start_sum` will exchange them.
+        like: of the dtype and as many elements as the tensor that will be summed.
+        group: the process group.
+    """
+    if sums_directly(like, group):
+        place.memory = rows = _new_rows(like.detach().reshape(-1), group)
+        place.expect(0, list(rows.view(torch.uint8)))
+
+
+def _new_rows(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Memory for what each rank sends in the first stage."""
+    ranks = group.size()
+    if is_gathered(tensor_bytes(flat), ranks):
+        return flat.new_empty((ranks, flat.numel()))
+    return flat.new_empty((ranks, _shards(flat.numel(), ranks)[group.rank()]))
+
+
+def start_sum(
+    tensor: Tensor, group: dist.ProcessGroup, place: Place | None = None
+) -> torch.futures.Future[Tensor]:
     """Sum a tensor over all ranks, on whatever thread.
 
     Args:
         tensor: contiguous, as :func:`sums_directly` takes it. Written.
         group: the process group.
+        place: in the order of its exchanges; None for the next one.
 
     Returns:
         A Future of the same tensor.
     """
-    ranks, rank, place = group.size(), group.rank(), place_in(group)
+    ranks, rank, place = group.size(), group.rank(), place or place_in(group)
     flat = tensor.detach().view(-1)
+    rows = _new_rows(flat, group) if place.memory is None else place.memory
     if is_gathered(tensor_bytes(tensor), ranks):
-        rows = flat.new_empty((ranks, flat.numel()))
         message = flat.view(torch.uint8)
         gathered = place.exchange(0, [message] * ranks, list(rows.view(torch.uint8)), rows)
         return gathered.then(continued(lambda done: _add_up(done.value(), flat, tensor)))
     shards = flat.split(_shards(flat.numel(), ranks))
     messages = [shard.view(torch.uint8) for shard in shards]
     own = shards[rank]
-    rows = own.new_empty((ranks, own.numel()))
+    # A rank sends its sum once it has got this rank's shard, whose memory takes that sum.
+    place.expect(1, messages)
     first = place.exchange(0, messages, list(rows.view(torch.uint8)), rows)
 
     def send_sums(rows: Tensor) -> torch.futures.Future[Tensor]:
         _add_up(rows, own, own)
-        # What was in the other shards has been sent by now.
         return place.exchange(1, [messages[rank]] * ranks, messages, tensor)
 
     return chained(first, send_sums, lambda done: done)

@@ -4,6 +4,9 @@ A collective of Gloo has a thread, which waits for its messages; those that have
 threads of others. An exchange has no thread of its own. So a step with many buckets waits for one
 round trip where it would wait for several.
 
+A message waits until its receiver has asked for it. Where the receiver knows early what will come
+and where to (:meth:`Place.expect`), it has asked by then, and the message takes half a round trip.
+
 Gloo says that it is ready for a message on the connection on which it sends its own, behind that.
 So the two directions of an all-to-all of few large messages take turns, and a link carries half of
 what it could. With a second group, messages to higher ranks have connections of their own, and
@@ -67,6 +70,18 @@ class Place:
         self._exchanges = exchanges_of(group)
         self._number = self._exchanges.reserve()
         self._rank: int = group.rank()
+        #: Where messages are expected, for whoever exchanges them later.
+        self.memory: Tensor | None = None
+
+    def expect(self, stage: int, outputs: Sequence[Tensor]) -> None:
+        """Ask each rank for its message now, before this rank has its own ones.
+
+        Args:
+            stage: of the :meth:`exchange` that follows, unless something fails.
+            outputs: as that one will take them, of the same memory. Nobody else uses it from now
+                on until that one has ended.
+        """
+        self._exchanges.expect(list(outputs), self._number, stage)
 
     def exchange(
         self, stage: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor], result: Tensor
@@ -96,16 +111,16 @@ def place_in(group: dist.ProcessGroup) -> Place:
     return place
 
 
-def prepare_exchanges(group: dist.ProcessGroup) -> None:
-    """Make a group's exchanges, on a thread that may hold the group."""
-    exchanges_of(getattr(group, "parent", group) if has_places(group) else group)
-
-
 def exchange(
-    inputs: Sequence[Tensor], outputs: Sequence[Tensor], result: Tensor, group: dist.ProcessGroup
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    result: Tensor,
+    group: dist.ProcessGroup,
+    place: Place | None = None,
 ) -> torch.futures.Future[Tensor]:
     """Send a message to each rank, and get one from each: :meth:`Place.exchange`.
 
-    All ranks issue the same exchanges on a group, in the same order.
+    All ranks issue the same exchanges on a group, in the same order, except for those that have a
+    place in it already.
     """
-    return place_in(group).exchange(0, inputs, outputs, result)
+    return (place or place_in(group)).exchange(0, inputs, outputs, result)

@@ -189,6 +189,11 @@ def _in_background(
         second_group(inter_group)  # made here, by all ranks at the same point
     first = reduce_scatter(flat, group=intra_group)
     last = place_in(intra_group) if ranks > 1 else None
+    with mode():
+        gathered = flat.new_empty((ranks, flat.numel() // ranks))
+    outputs = [as_bytes(row) for row in gathered]
+    if last is not None:
+        last.expect(0, outputs)
     # Here, since the stages are issued where nobody counts.
     if numel:
         note_collective(*compressed_bytes(arguments.codec, numel, inter_group))
@@ -210,8 +215,6 @@ def _in_background(
         if last is None:
             return completed(own)
         with mode():
-            gathered = own.new_empty((ranks, own.numel()))
-            outputs = [as_bytes(row) for row in gathered]
             return last.exchange(0, [as_bytes(own)] * ranks, outputs, gathered)
 
     # All ranks issue the sums over the nodes in the same order.

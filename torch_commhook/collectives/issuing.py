@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from torch_commhook import _C
 from torch_commhook.collectives.direct_sum import start_sum, sums_directly
-from torch_commhook.collectives.exchange import exchange, exchanges
+from torch_commhook.collectives.exchange import Place, exchange, exchanges
 from torch_commhook.collectives.group_place import gathers_flat, is_alone
 from torch_commhook.collectives.works import issued, issued_on_device, when_good
 
@@ -39,9 +39,19 @@ def is_exchanged(tensor: Tensor, group: dist.ProcessGroup, timeout: timedelta | 
 
 
 def issue_all_reduce(
-    tensor: Tensor, group: dist.ProcessGroup, timeout: timedelta | None = None
+    tensor: Tensor,
+    group: dist.ProcessGroup,
+    timeout: timedelta | None = None,
+    *,
+    place: Place | None = None,
 ) -> torch.futures.Future[Tensor]:
     """Sum a tensor over all ranks, in place.
+
+    Args:
+        tensor: contiguous.
+        group: the process group.
+        timeout: of the operation; None for the group's.
+        place: in the order of the group's exchanges, where it exchanges; None for the next one.
 
     Returns:
         A Future of the same tensor.
@@ -49,14 +59,19 @@ def issue_all_reduce(
     if is_alone(group):
         return _C.as_future(tensor, "all_reduce")
     if timeout is None and sums_directly(tensor, group):
-        return start_sum(tensor, group)
+        return start_sum(tensor, group, place)
     # Sums by default.
     options = _with_timeout(dist.AllreduceOptions(), timeout)
     return issued(lambda: group.allreduce([tensor], options), group, "allreduce", tensor)
 
 
 def issue_all_gather(
-    tensor: Tensor, out: Tensor, group: dist.ProcessGroup, timeout: timedelta | None = None
+    tensor: Tensor,
+    out: Tensor,
+    group: dist.ProcessGroup,
+    timeout: timedelta | None = None,
+    *,
+    place: Place | None = None,
 ) -> torch.futures.Future[Tensor]:
     """Give every rank the tensors of all.
 
@@ -65,6 +80,7 @@ def issue_all_gather(
         out: written: contiguous, of shape ``(ranks, *tensor.shape)``.
         group: the process group.
         timeout: of the operation; None for the group's.
+        place: as :func:`issue_all_reduce`.
 
     Returns:
         A Future of ``out``.
@@ -74,7 +90,7 @@ def issue_all_gather(
         return _C.as_future(out.copy_(tensor.unsqueeze(0)), "all_gather")
     if is_exchanged(tensor, group, timeout):
         outputs = [as_bytes(each) for each in out.unbind()]
-        return exchange([as_bytes(tensor)] * ranks, outputs, out, group)
+        return exchange([as_bytes(tensor)] * ranks, outputs, out, group, place)
     flat = tensor.reshape(-1)
     options = _with_timeout(AllgatherOptions(), timeout)
 
@@ -91,7 +107,11 @@ def issue_all_gather(
 
 
 def issue_gather_of_sizes(
-    message: Tensor, sizes: Sequence[int], out: Tensor, group: dist.ProcessGroup
+    message: Tensor,
+    sizes: Sequence[int],
+    out: Tensor,
+    group: dist.ProcessGroup,
+    place: Place | None = None,
 ) -> torch.futures.Future[Tensor]:
     """Give every rank the messages of all, as long as each is, by an exchange.
 
@@ -100,12 +120,13 @@ def issue_gather_of_sizes(
         sizes: of each rank's message, in bytes, the same on all ranks.
         out: written: flat, ``sum(sizes)`` bytes.
         group: whose ranks exchange messages.
+        place: in the order of its exchanges; None for the next one.
 
     Returns:
         A Future of ``out``.
     """
     own = message[: sizes[group.rank()]]
-    return exchange([own] * group.size(), out.split(list(sizes)), out, group)
+    return exchange([own] * group.size(), out.split(list(sizes)), out, group, place)
 
 
 def issue_all_to_all(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_commhook.collectives.exchange import prepare_exchanges
+from torch_commhook.collectives.exchange import Place, exchanges, place_in
 from torch_commhook.collectives.futures import TracedStages, set_error, set_outcome, then_beside
 from torch_commhook.collectives.gloo_groups import second_group
 from torch_commhook.collectives.pipeline import SecondStages, current_second_stages
@@ -26,9 +26,12 @@ Second = TypeVar("Second")
 def two_stages(
     issue_first: Callable[[], torch.futures.Future[Tensor]],
     between: Callable[[Tensor], Tensor],
-    issue_second: Callable[[Tensor, dist.ProcessGroup], torch.futures.Future[Tensor]],
+    issue_second: Callable[
+        [Tensor, dist.ProcessGroup, Place | None], torch.futures.Future[Tensor]
+    ],
     finish: Callable[[Tensor], Tensor],
     *,
+    expect: Callable[[Place, dist.ProcessGroup], object] | None = None,
     second_bytes: tuple[int, int],
     device: torch.device,
     group: dist.ProcessGroup,
@@ -46,8 +49,11 @@ def two_stages(
         issue_first: starts the first collective; it counts its own bytes.
         between: what the second sends, made of what the first gives. On any thread.
         issue_second: starts the second on a group; counts and checks nothing, since another thread
-            may call it. Called with a group.
+            may call it. Called with the group, and its place in the order of the exchanges there,
+            where the group has exchanges.
         finish: the result, made of what the second gives. On any thread.
+        expect: where the second exchanges messages, asks for them in the place that it will have on
+            a group, before the first is issued.
         second_bytes: what this rank sends and gets in the second.
         device: of the tensors.
         group: the process group of the first.
@@ -59,10 +65,14 @@ def two_stages(
     # Asked once: later stages are other threads' work, which cannot tell who compiles.
     is_traced = torch.compiler.is_compiling()
     own_group: dist.ProcessGroup | None = None
+    place: Place | None = None
     if not is_traced and device.type == "cpu" and group.size() > 1:
         own_group = second_group(group)
-        if own_group is not None:
-            prepare_exchanges(own_group)  # here, on a thread that may hold the first group
+        if own_group is not None and exchanges(own_group):
+            # Here, on a thread that may hold the first group.
+            place = place_in(own_group)
+            if expect is not None:
+                expect(place, own_group)
     first = issue_first()
     note_collective(*second_bytes)  # here, since it may be issued where nobody counts
 
@@ -77,7 +87,7 @@ def two_stages(
     if is_traced:
         return TracedStages(
             first,
-            lambda received: issue_second(send(received), group).then(
+            lambda received: issue_second(send(received), group, None).then(
                 lambda done: end(done.value())
             ),
         )
@@ -85,7 +95,7 @@ def two_stages(
     if own_group is None:
 
         def both() -> torch.futures.Future[Tensor]:
-            second = on_wire(issue_second(send(first.wait()), group), meter, device)
+            second = on_wire(issue_second(send(first.wait()), group, None), meter, device)
             return then_beside(second, lambda done: end(done.value()), device)
 
         waiting = None if group.size() == 1 else current_second_stages()
@@ -94,7 +104,7 @@ def two_stages(
     # Callbacks do not have the first group: a thread of Gloo's that dropped it last would wait for
     # its own end.
     def issue(tensor: Tensor) -> torch.futures.Future[Tensor]:
-        return on_wire(issue_second(tensor, own_group), meter, device)
+        return on_wire(issue_second(tensor, own_group, place), meter, device)
 
     return staged(first, send, issue, end, own_group)
 

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d
 
 from torch_commhook.collectives.futures import TracedFuture, traced
+from torch_commhook.collectives.exchange import Place, exchanges, place_in
 from torch_commhook.collectives.gloo_groups import second_group
 from torch_commhook.collectives.group_place import is_alone
 from torch_commhook.collectives.issuing import (
@@ -32,9 +33,17 @@ from torch_commhook.collectives.issuing import (
 _functional = torch.ops._c10d_functional
 
 
-def _group(name: str, is_second: bool) -> dist.ProcessGroup:
-    group = distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
-    return (second_group(group) or group) if is_second else group
+def _group(name: str) -> dist.ProcessGroup:
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def _group_and_place(name: str, is_second: bool) -> tuple[dist.ProcessGroup, Place | None]:
+    """A group, and the next place in the order of its exchanges where a second stage takes one."""
+    group = _group(name)
+    second = second_group(group) if is_second else None
+    if second is None:
+        return group, None
+    return second, place_in(second) if exchanges(second) else None
 
 
 def _started(future: torch.futures.Future[Tensor], result: Tensor) -> Tensor:
@@ -55,7 +64,8 @@ def start_all_reduce(tensor: Tensor, group_name: str, is_second: bool) -> Tensor
         A tensor of the same shape and dtype, for ``wait_tensor``.
     """
     result = tensor.clone(memory_format=torch.contiguous_format)
-    return _started(issue_all_reduce(result, _group(group_name, is_second)), result)
+    group, place = _group_and_place(group_name, is_second)
+    return _started(issue_all_reduce(result, group, place=place), result)
 
 
 @torch.library.custom_op("commhook::start_all_gather", mutates_args=())
@@ -74,13 +84,13 @@ def start_all_gather(
         A tensor for ``wait_tensor``: of shape ``(ranks, *tensor.shape)``, or flat, of
         ``sum(sizes)`` bytes.
     """
-    group = _group(group_name, is_second)
+    group, place = _group_and_place(group_name, is_second)
     sent = tensor.clone(memory_format=torch.contiguous_format)
     if sizes is None:
         result = tensor.new_empty((group.size(), *tensor.shape))
-        return _started(issue_all_gather(sent, result, group), result)
+        return _started(issue_all_gather(sent, result, group, place=place), result)
     result = tensor.new_empty(sum(sizes))
-    return _started(issue_gather_of_sizes(sent, sizes, result, group), result)
+    return _started(issue_gather_of_sizes(sent, sizes, result, group, place), result)
 
 
 @torch.library.custom_op("commhook::start_all_to_all", mutates_args=())
@@ -98,7 +108,7 @@ def start_all_to_all(
     Returns:
         A tensor of ``sum(gets)`` rows, for ``wait_tensor``.
     """
-    group = _group(group_name, False)
+    group = _group(group_name)
     result = tensor.new_empty((sum(gets), *tensor.shape[1:]))
     sent = tensor.clone(memory_format=torch.contiguous_format)
     return _started(issue_all_to_all(sent, list(sends), list(gets), result, group), result)
@@ -114,7 +124,7 @@ def _start_all_gather_fake(
     tensor: Tensor, sizes: Sequence[int] | None, group_name: str, is_second: bool
 ) -> Tensor:
     if sizes is None:
-        return tensor.new_empty((_group(group_name, False).size(), *tensor.shape))
+        return tensor.new_empty((_group(group_name).size(), *tensor.shape))
     return tensor.new_empty(sum(sizes))
 
 

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_commhook.collectives.issuing import issue_all_gather
+from torch_commhook.collectives.exchange import Place
+from torch_commhook.collectives.issuing import as_bytes, issue_all_gather
 from torch_commhook.collectives.plain import all_to_all
 from torch_commhook.collectives.stages import timed, two_stages
 from torch_commhook.collectives.sum_rows import sum_rows
@@ -58,18 +59,22 @@ def wide_all_reduce(
             return sum_rows(received.view(ranks, shard), sums)
 
     def issue_second(
-        tensor: Tensor, second_group: dist.ProcessGroup
+        tensor: Tensor, second_group: dist.ProcessGroup, place: Place | None
     ) -> torch.futures.Future[Tensor]:
         if is_traced:
             return traced_all_gather(tensor, second_group, is_second=True)
-        # All of what was in `wire` has been sent by now.
-        return issue_all_gather(tensor, wire.view(ranks, shard), second_group)
+        return issue_all_gather(tensor, wire.view(ranks, shard), second_group, place=place)
+
+    def expect(place: Place, _: dist.ProcessGroup) -> None:
+        # A rank sends its sum once it has got this rank's shard, whose memory takes that sum.
+        place.expect(0, [as_bytes(row) for row in wire.view(ranks, shard)])
 
     return two_stages(
         lambda: all_to_all(wire, out=shards, group=group),
         add_up,
         issue_second,
         lambda gathered: gathered.view(-1)[:numel],
+        expect=expect,
         second_bytes=(tensor_bytes(sums) * (ranks - 1),) * 2,
         device=wire.device,
         group=group,

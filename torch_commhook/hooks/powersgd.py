@@ -11,6 +11,8 @@ from torch import Tensor
 
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.error_decay import decay_error, decays_at_random
+from torch_commhook.collectives.direct_sum import expect_sum
+from torch_commhook.collectives.exchange import Place
 from torch_commhook.collectives.issuing import issue_all_reduce
 from torch_commhook.collectives.plain import all_reduce, all_reduce_bytes
 from torch_commhook.collectives.stages import timed, two_stages
@@ -220,6 +222,7 @@ class _LowRankAverage:
             self._right_factors,
             self._issue_second,
             self._restore,
+            expect=lambda place, second_group: expect_sum(place, self.q, second_group),
             second_bytes=second_bytes,
             device=self.device,
             group=group,
@@ -227,11 +230,11 @@ class _LowRankAverage:
         )
 
     def _issue_second(
-        self, tensor: Tensor, group: dist.ProcessGroup
+        self, tensor: Tensor, group: dist.ProcessGroup, place: Place | None
     ) -> torch.futures.Future[Tensor]:
         if self.is_traced:
             return traced_all_reduce(tensor, group, is_second=True)
-        return issue_all_reduce(tensor, group)
+        return issue_all_reduce(tensor, group, place=place)
 
     def _buffer(self, name: str, numel: int) -> Tensor:
         if self.is_traced:  # by a compiler, which plans memory itself

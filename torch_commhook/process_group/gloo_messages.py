@@ -15,6 +15,8 @@ from torch_commhook.process_group.operations import Call
 
 #: The operation of :func:`torch_commhook.collectives.exchange.exchange`.
 EXCHANGE = "exchange"
+#: An exchange for whose messages the ranks have asked before.
+EXPECTED = "expected exchange"
 #: Of Gloo's all-reduce and reduce, whose messages are no larger.
 _MOST_SEGMENT_BYTES = 1 << 20
 
@@ -94,7 +96,7 @@ def messages_of(traffic: Traffic) -> list[Messages]:
     parts = _PARTS.get(traffic.operation)
     if traffic.ranks < 2 or parts is None:
         return []
-    shares = traffic.ranks == 2 and traffic.operation != EXCHANGE
+    shares = traffic.ranks == 2 and traffic.operation not in (EXCHANGE, EXPECTED)
     return [replace(each, shares_connection=shares) for each in parts(traffic)]
 
 
@@ -103,7 +105,7 @@ def has_a_thread(traffic: Traffic) -> bool:
     return traffic.operation not in _WITHOUT_THREAD
 
 
-_WITHOUT_THREAD = ("send", "recv", "recv_anysource", "monitored_barrier", EXCHANGE)
+_WITHOUT_THREAD = ("send", "recv", "recv_anysource", "monitored_barrier", EXCHANGE, EXPECTED)
 
 
 def merged(parts: Sequence[Messages], most: int) -> list[Messages]:
@@ -155,6 +157,10 @@ def _to_each_other(traffic: Traffic) -> list[Messages]:
     return [Messages(others, traffic.carried / others, at_once=others)]
 
 
+def _to_each_other_at_once(traffic: Traffic) -> list[Messages]:
+    return [replace(each, is_requested=False) for each in _to_each_other(traffic)]
+
+
 def _broadcast(traffic: Traffic) -> list[Messages]:
     # Down a tree, in which all but the root have asked when the message comes.
     depth = math.ceil(math.log2(traffic.ranks))
@@ -198,6 +204,7 @@ _PARTS: dict[str, Callable[[Traffic], list[Messages]]] = {
     "barrier": _barrier,
     "broadcast": _broadcast,
     EXCHANGE: _to_each_other,
+    EXPECTED: _to_each_other_at_once,
     "gather": _with_root,
     "gather_single": _with_root,
     "monitored_barrier": _monitored_barrier,

@@ -1,7 +1,8 @@
 """How the ranks of a group agree at the end of a step, over Gloo.
 
-Each rank tells all others that its part went well, in one round trip; many ranks do so in as many
-as their number has bits (dissemination). A rank that failed has closed its connections, which ends
+Each rank tells all others that its part went well. Each has asked for that when the step began, so
+that it takes half a round trip; many ranks tell each other in as many rounds as their number has
+bits (dissemination). A rank that failed has closed its connections, which ends
 the wait of the others. The maps of used parameters follow only if each rank left some unused.
 """
 
@@ -11,7 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_commhook.collectives.exchange import exchange, exchanges, has_places
+from torch_commhook.collectives.exchange import (
+    Place,
+    exchange,
+    exchanges,
+    has_places,
+    place_in,
+)
 
 #: Among more ranks, a message to each of the others takes longer than several round trips.
 _MOST_AT_ONCE = 16
@@ -19,18 +26,87 @@ _MOST_AT_ONCE = 16
 _TAG = (1 << 30) - 16
 
 
-def agree_on_used(group: dist.ProcessGroup, used: Tensor) -> None:
+class StepEnd:
+    """The end of one step, at which each rank tells a flag to all others.
+
+    All ranks make theirs at the same point, and none before the one of the last step is over.
+
+    Args:
+        group: of Gloo, or one that stands around such a group. It has no other messages of the
+            same tag.
+
+    Raises:
+        RuntimeError: a connection was closed.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._rank: int = group.rank()
+        self._place: Place | None = None
+        self._works: list[list[dist.Work]] = []
+        if has_places(group) and exchanges(group):
+            self._place = place_in(group)
+            self._flags = [torch.zeros((group.size(), 1), dtype=torch.uint8, device="cpu")]
+            self._place.expect(0, list(self._flags[0]))
+            return
+        self._rounds = rounds_of(group.size())
+        self._flags = [
+            torch.zeros((len(distances), 1), dtype=torch.uint8, device="cpu")
+            for distances in self._rounds
+        ]
+        for distances, flags in zip(self._rounds, self._flags, strict=True):
+            self._works.append(
+                [
+                    group.recv([flag], self._at(-distance), _TAG)
+                    for distance, flag in zip(distances, flags, strict=True)
+                ]
+            )
+
+    def _at(self, distance: int) -> int:
+        return (self._rank + distance) % self.group.size()
+
+    def any_rank(self, flag: bool = True) -> bool:
+        """Wait until all ranks have come here; whether a flag is set on any of them.
+
+        Raises:
+            RuntimeError: a connection was closed, or the group's timeout is over.
+        """
+        own = torch.tensor([flag], dtype=torch.uint8, device="cpu")
+        if self._place is not None:
+            (flags,) = self._flags
+            every = [own] * self.group.size()
+            return bool(self._place.exchange(0, every, list(flags), flags).wait().any())
+        try:
+            for distances, flags, works in zip(self._rounds, self._flags, self._works, strict=True):
+                own.fill_(flag)
+                for distance in distances:
+                    works.append(self.group.send([own], self._at(distance), _TAG))
+                while works:
+                    works.pop(0).wait()
+                flag = flag or bool(flags.any())
+        finally:
+            self.forget()
+        return flag
+
+    def forget(self) -> None:
+        """Give up what has not come: a Work that somebody has keeps its connection open."""
+        for works in self._works:
+            works.clear()
+
+
+def agree_on_used(step_end: StepEnd, used: Tensor) -> None:
     """Wait until all ranks have come here, and share which parameters they used.
 
     Args:
-        group: a group of Gloo's, with no other messages of these tags.
+        step_end: of the step.
         used: uint8, flat, not 0 for each parameter that this rank has used; of the same shape on
             all ranks. Becomes the maximum over the ranks.
 
     Raises:
         RuntimeError: a connection was closed, or the group's timeout is over.
     """
-    if _any_rank(group, bool(used.all())):
+    group = step_end.group
+    if step_end.any_rank(bool(used.all())):
         used.fill_(1)
     elif exchanges(group):
         rows = used.new_empty((group.size(), used.numel()))
@@ -40,36 +116,6 @@ def agree_on_used(group: dist.ProcessGroup, used: Tensor) -> None:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         group.allreduce([used], options).wait()
-
-
-def wait_for_all(group: dist.ProcessGroup) -> None:
-    """Wait until all ranks have come here.
-
-    Raises:
-        RuntimeError: as :func:`agree_on_used`.
-    """
-    _any_rank(group, True)
-
-
-def _any_rank(group: dist.ProcessGroup, flag: bool) -> bool:
-    """Whether a flag is set on any rank."""
-    rank, size = group.rank(), group.size()
-    if has_places(group) and exchanges(group):
-        own = torch.tensor([flag], dtype=torch.uint8, device="cpu")
-        flags = own.new_empty((size, 1))
-        return bool(exchange([own] * size, list(flags), flags, group).wait().any())
-    for distances in rounds_of(size):
-        own = torch.tensor([flag], dtype=torch.uint8, device="cpu")
-        others = own.new_zeros((len(distances), 1))
-        works = [
-            group.recv([other], (rank - distance) % size, _TAG)
-            for distance, other in zip(distances, others, strict=True)
-        ]
-        works += [group.send([own], (rank + distance) % size, _TAG) for distance in distances]
-        for work in works:
-            work.wait()
-        flag = flag or bool(others.any())
-    return flag
 
 
 def rounds_of(size: int) -> list[list[int]]:

@@ -20,6 +20,7 @@ import logging
 import re
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,7 @@ from torch_commhook.collectives.symmetric import give_up
 from torch_commhook.collectives.turns import renew_turns
 from torch_commhook.step.connected_group import ConnectedGroup, destroy_all
 from torch_commhook.step.rendezvous import Rendezvous
-from torch_commhook.step.step_end import agree_on_used, wait_for_all
+from torch_commhook.step.step_end import StepEnd, agree_on_used
 
 
 class PeerError(RuntimeError):
@@ -96,6 +97,7 @@ class StepGroup:
         self._broken = False
         self.in_background = False
         self._backward: RunningBackward | None = None  # of the last step
+        self._step_end: StepEnd | None = None  # of the step that is open, where ranks agree
         count = _counts.get(self.parent, 0)
         _counts[self.parent] = count + 1
         #: By which compiled code finds the object; the same over its life.
@@ -211,6 +213,9 @@ class StepGroup:
             check_is_free(outside)
         self.connect()
         self._open = self.size > 1
+        if self._open and self._agrees:
+            with suppress(RuntimeError):  # a lost connection, which whoever ends the step meets
+                self._step_end = StepEnd(self.group)
 
     def connect(self) -> None:
         """Connect anew where the last step failed; all ranks do.
@@ -253,7 +258,7 @@ class StepGroup:
     def end(self) -> None:
         """End a step that went well on this rank; wait for the others where that finds failures."""
         if self._agrees and self.size > 1:
-            self.end_agreed(lambda: wait_for_all(self.group))
+            self.end_agreed(lambda: self._end_of_step().any_rank())
         else:
             self._open = False
 
@@ -268,13 +273,22 @@ class StepGroup:
             PeerError: it did not, on another rank.
         """
         if self.size > 1 and self._agrees:
-            self.end_agreed(lambda: agree_on_used(self.group, used))
+            self.end_agreed(lambda: agree_on_used(self._end_of_step(), used))
             return
         if self.size > 1 and self.shares_used:
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
             self.group.allreduce([used], options).wait()
         self._open = False
+
+    def _forget_step_end(self) -> None:
+        if self._step_end is not None:
+            self._step_end.forget()
+            self._step_end = None
+
+    def _end_of_step(self) -> StepEnd:
+        step_end, self._step_end = self._step_end, None
+        return step_end or StepEnd(self.group)
 
     def end_agreed(self, agree: Callable[[], object]) -> None:
         """End a step that went well on this rank, by an agreement of the ranks.
@@ -330,6 +344,7 @@ class StepGroup:
             for outside in list(self._outside):
                 give_up(outside)
         self._open = False
+        self._forget_step_end()
         if self._rendezvous is None or self._broken:
             return
         self._broken = True
@@ -387,6 +402,7 @@ class StepGroup:
     def close(self) -> None:
         """Give the group up. Happens by itself when the object goes, or the interpreter ends."""
         self._broken = True
+        self._forget_step_end()
         self._end()
 
     def _reason(self) -> str | None:

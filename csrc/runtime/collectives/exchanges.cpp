@@ -68,17 +68,56 @@ void Exchanges::use_down(const Group& down) {
   down_ = c10::weak_intrusive_ptr<c10d::ProcessGroup>(down);
 }
 
+int Exchanges::tag_of(int64_t place, int64_t stage) const {
+  TORCH_CHECK_VALUE(place >= 0 && stage >= 0 && stage < kStages,
+                    "exchange: place must be one that reserve() gave, and stage 0 or 1, got ",
+                    place, " and ", stage);
+  const int64_t number = (kStages * place + stage) % (kFirstTag / 2);
+  return static_cast<int>(kFirstTag + 2 * number + (is_second_ ? 1 : 0));
+}
+
+void Exchanges::expect(std::vector<at::Tensor> outputs, int64_t place, int64_t stage) {
+  TORCH_CHECK_VALUE(are_messages(outputs, size_),
+                    "exchange: there must be flat bytes on the CPU for each rank");
+  const int tag = tag_of(place, stage);
+  {
+    const std::lock_guard lock(mutex_);
+    TORCH_CHECK(!stopped_, kStopped);
+    TORCH_CHECK_VALUE(expected_.count(tag) == 0, "exchange: stage ", stage, " of place ", place,
+                      " is expected already");
+    ++issuing_;
+  }
+  Parts parts;
+  std::exception_ptr error;
+  try {
+    ask(outputs, tag, parts);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    --issuing_;
+    if (error) {
+      for (auto& [rank, works] : parts) {
+        failed_.push_back(std::move(works));
+      }
+    } else {
+      expected_.emplace(tag, Expected{std::move(outputs), std::move(parts)});
+    }
+  }
+  ended_.notify_all();
+  if (error) {
+    std::rethrow_exception(error);
+  }
+}
+
 c10::intrusive_ptr<Future> Exchanges::start(std::vector<at::Tensor> inputs,
                                             std::vector<at::Tensor> outputs, at::Tensor result,
                                             int64_t place, int64_t stage) {
   TORCH_CHECK_VALUE(are_messages(inputs, size_) && are_messages(outputs, size_),
                     "exchange: there must be flat bytes on the CPU for each rank");
-  TORCH_CHECK_VALUE(place >= 0 && stage >= 0 && stage < kStages,
-                    "exchange: place must be one that reserve() gave, and stage 0 or 1, got ",
-                    place, " and ", stage);
+  const int tag = tag_of(place, stage);
   auto done = c10::make_intrusive<Future>(c10::TensorType::get());
-  const int64_t number = (kStages * place + stage) % (kFirstTag / 2);
-  const int tag = static_cast<int>(kFirstTag + 2 * number + (is_second_ ? 1 : 0));
   Messages messages{std::move(inputs), std::move(outputs), std::move(result), done, tag};
   {
     const std::lock_guard lock(mutex_);
@@ -143,7 +182,7 @@ Exchanges::WorkPtr Exchanges::with(int rank, const Call& call) const {
   }
 }
 
-bool Exchanges::post(const Messages& messages) {
+std::pair<Exchanges::Group, Exchanges::Group> Exchanges::groups() {
   const Group up = up_.lock();
   Group down;
   {
@@ -152,26 +191,55 @@ bool Exchanges::post(const Messages& messages) {
     down = down_.lock();
   }
   TORCH_CHECK(up && down, kStopped);
-  const int tag = messages.tag;
-  std::vector<std::pair<int, Works>> parts;
+  return {up, down};
+}
+
+void Exchanges::ask(const std::vector<at::Tensor>& outputs, int tag, Parts& parts) {
+  const auto [up, down] = groups();
+  for (int distance = 1; distance < size_; ++distance) {
+    const int from = (rank_ + size_ - distance) % size_;
+    parts.emplace_back(from, Works());
+    const Group& group = from < rank_ ? up : down;
+    watch(from, group);
+    std::vector<at::Tensor> received{outputs[from]};
+    if (received[0].numel() != 0) {
+      parts.back().second.push_back(
+          with(from, [&, from = from] { return group->recv(received, from, tag); }));
+    }
+  }
+}
+
+Exchanges::Parts Exchanges::take_expected(const Messages& messages) {
+  const std::lock_guard lock(mutex_);
+  const auto found = expected_.find(messages.tag);
+  if (found == expected_.end()) {
+    return {};
+  }
+  for (int rank = 0; rank < size_; ++rank) {
+    const auto& wanted = found->second.outputs[rank];
+    const auto& output = messages.outputs[rank];
+    TORCH_CHECK_VALUE(
+        rank == rank_ ||
+            (output.data_ptr() == wanted.data_ptr() && output.numel() == wanted.numel()),
+        "exchange: what comes from rank ", rank, " is expected elsewhere");
+  }
+  return std::move(expected_.extract(found).mapped().parts);
+}
+
+bool Exchanges::post(const Messages& messages) {
+  const auto [up, down] = groups();
+  Parts parts = take_expected(messages);
   const auto exchange = std::make_shared<Exchange>(Exchange{messages.done, messages.result});
   try {
-    // What is to come is asked for first: then no message has to wait for that.
-    for (int distance = 1; distance < size_; ++distance) {
-      const int from = (rank_ + size_ - distance) % size_;
-      parts.emplace_back(from, Works());
-      const Group& group = from < rank_ ? up : down;
-      watch(from, group);
-      std::vector<at::Tensor> received{messages.outputs[from]};
-      if (received[0].numel() != 0) {
-        parts.back().second.push_back(with(from, [&] { return group->recv(received, from, tag); }));
-      }
+    if (parts.empty()) {
+      // What is to come is asked for first: then no message has to wait for that.
+      ask(messages.outputs, messages.tag, parts);
     }
     for (auto& [to, works] : parts) {
       std::vector<at::Tensor> sent{messages.inputs[to]};
       if (sent[0].numel() != 0) {
-        works.push_back(
-            with(to, [&, to = to] { return (rank_ < to ? up : down)->send(sent, to, tag); }));
+        const Group& group = rank_ < to ? up : down;
+        works.push_back(with(to, [&, to = to] { return group->send(sent, to, messages.tag); }));
       }
     }
     parts.erase(std::remove_if(parts.begin(), parts.end(),
@@ -231,7 +299,7 @@ void Exchanges::run_watcher(Lane& lane) {
   ended_.notify_all();
 }
 
-void Exchanges::add(std::vector<std::pair<int, Works>> parts, std::shared_ptr<Exchange> exchange) {
+void Exchanges::add(Parts parts, std::shared_ptr<Exchange> exchange) {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK(!stopped_, kStopped);  // meanwhile
   exchange->missing = parts.size();
@@ -349,6 +417,7 @@ void Exchanges::stop() {
            });
   });
   failed_.clear();
+  expected_.clear();
   for (auto& lane : lanes_) {
     lane.watched.reset();
   }

@@ -7,6 +7,7 @@
 #include <condition_variable>
 #include <deque>
 #include <exception>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -35,6 +36,11 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // A place in the order of exchanges, for an exchange that is started later. All ranks take theirs
   // in the same order. What is started in a place may be started in any order, by any thread.
   int64_t reserve();
+
+  // Asks each rank r for what is to come to `outputs[r]`, so that it need not wait for that when it
+  // has the message. start() is called later, with the same memory, place and stage; or never, if
+  // something fails: what was asked for is kept until stop(). Called without the GIL.
+  void expect(std::vector<at::Tensor> outputs, int64_t place, int64_t stage);
 
   // Sends `inputs[r]` to each rank r, and gets `outputs[r]` from it: flat bytes on the CPU. What
   // goes to this rank itself is for the caller to copy. A Future of `result`, or of what has
@@ -66,6 +72,12 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
     FuturePtr done;
     int tag;
   };
+  // Other ranks, each with what is under way between it and this one.
+  using Parts = std::vector<std::pair<int, Works>>;
+  struct Expected {
+    std::vector<at::Tensor> outputs;
+    Parts parts;
+  };
   struct Exchange {
     FuturePtr done;
     at::Tensor result;
@@ -96,8 +108,14 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   static void tell(c10::ivalue::Future& done, const Outcome& outcome, const at::Tensor& result);
   // Whether there was nothing to send.
   bool post(const Messages& messages);
+  std::pair<Group, Group> groups();  // `up` and `down`
+  // Adds a part for each other rank, which has been asked for its message.
+  void ask(const std::vector<at::Tensor>& outputs, int tag, Parts& parts);
+  // What was asked for already; nothing if nothing was.
+  Parts take_expected(const Messages& messages);
+  int tag_of(int64_t place, int64_t stage) const;
   void watch(int rank, const Group& group);
-  void add(std::vector<std::pair<int, Works>> parts, std::shared_ptr<Exchange> exchange);
+  void add(Parts parts, std::shared_ptr<Exchange> exchange);
   void run(Lane& lane);
   void run_watcher(Lane& lane);
   // What `call` gives, which issues a message to or from a rank. What it throws names the rank.
@@ -121,6 +139,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // Of exchanges that have failed: their other messages may still be on their way, and a connection
   // whose message has lost its memory can carry no other.
   std::vector<Works> failed_;
+  std::map<int, Expected> expected_;  // by tag
   bool stopped_ = false;
   int64_t reserved_ = 0;
 };
