@@ -39,7 +39,7 @@ _ONE_BUCKET_MB = 1024.0
 _WAIT_SECONDS = 60.0
 _COLLECTIVE_SECONDS = 300.0
 #: Before those that are timed: TCP learns the link.
-_STEPS_ON_LINK = 2
+_STEPS_ON_LINK = 8
 
 
 def _fp16(model: DDP) -> None:

@@ -24,9 +24,14 @@ def message(source: int, destination: int, length: int, number: int = 0) -> Tens
 
 
 def _exchange(
-    rank: int, lengths: list[list[int]], two_groups: bool, is_second: bool
+    rank: int,
+    lengths: list[list[int]],
+    two_groups: bool,
+    is_second: bool,
+    more: int = 0,
+    expected: bool = False,
 ) -> list[Tensor]:
-    """``lengths[a][b]`` bytes go from rank a to rank b."""
+    """``lengths[a][b]`` bytes go from rank a to rank b, over so many more connections."""
     size = dist.get_world_size()
     inputs = [message(rank, to, lengths[rank][to]) for to in range(size)]
     outputs = [torch.zeros(lengths[source][rank], dtype=torch.uint8) for source in range(size)]
@@ -34,13 +39,22 @@ def _exchange(
     up = dist.group.WORLD
     down = dist.new_group() if two_groups else up
     exchanges = _C.Exchanges(up, down, is_second)
-    found = exchanges.start(inputs, outputs, result).wait()
+    others = [dist.new_group() for _ in range(2 * more)]
+    exchanges.use_more(others[::2], others[1::2])
+    place = exchanges.reserve()
+    if expected:
+        exchanges.expect(outputs, place)
+        dist.barrier()
+    found = exchanges.start(inputs, outputs, result, place).wait()
     exchanges.stop()
     assert found.data_ptr() == result.data_ptr()
-    if two_groups:
-        dist.barrier()
-        dist.destroy_process_group(down)
+    dist.barrier()
+    for group in [*others, *([down] if two_groups else [])]:
+        dist.destroy_process_group(group)
     return outputs
+
+
+LENGTHS = ([5, 30, 0], [10, 10, 21], [1, 0, 20])
 
 
 @pytest.mark.parametrize(("two_groups", "is_second"), [(False, False), (True, False), (True, True)])
@@ -48,8 +62,21 @@ def _exchange(
 def test_messages_of_all_lengths(
     three_ranks: RankPool, factor: int, two_groups: bool, is_second: bool
 ) -> None:
-    lengths = [[factor * n for n in row] for row in ([5, 30, 0], [10, 10, 21], [1, 0, 20])]
-    found = three_ranks.run(_exchange, lengths, two_groups, is_second)
+    lengths = [[factor * n for n in row] for row in LENGTHS]
+    check(three_ranks.run(_exchange, lengths, two_groups, is_second), lengths)
+
+
+@pytest.mark.parametrize("more", [1, 3])
+@pytest.mark.parametrize("expected", [False, True])
+@pytest.mark.parametrize("factor", [1, 6_553, 100_000])
+def test_messages_over_several_connections(
+    three_ranks: RankPool, factor: int, expected: bool, more: int
+) -> None:
+    lengths = [[factor * n for n in row] for row in LENGTHS]
+    check(three_ranks.run(_exchange, lengths, True, False, more, expected), lengths)
+
+
+def check(found: list[list[Tensor]], lengths: list[list[int]]) -> None:
     for rank, outputs in enumerate(found):
         for source, got in enumerate(outputs):
             if source == rank:
@@ -243,3 +270,73 @@ def test_what_is_refused(one_rank: None) -> None:
     ):
         with pytest.raises(ValueError, match="flat bytes on the CPU for each rank"):
             _C.Exchanges(group, group, False).start(inputs, outputs, result)
+
+
+# ---- what is expected ----------------------------------------------------------------------------
+
+
+def _expected_in_another_order(rank: int) -> bool:
+    """Two places, whose messages rank 0 expects in one order and starts in the other."""
+    exchanges = _C.Exchanges(dist.group.WORLD, dist.group.WORLD, False)
+    places = [exchanges.reserve(), exchanges.reserve()]
+    outputs = [[torch.zeros(40 + place, dtype=torch.uint8) for _ in range(2)] for place in places]
+    for place in places if rank == 0 else places[:1]:
+        exchanges.expect(outputs[place], place)
+    futures = []
+    for place in reversed(places) if rank == 0 else places:
+        inputs = [message(rank, to, 40 + place, place) for to in range(2)]
+        futures.append(exchanges.start(inputs, outputs[place], outputs[place][0], place))
+    for future in futures:
+        future.wait()
+    exchanges.stop()
+    other = 1 - rank
+    return all(
+        torch.equal(outputs[place][other], message(other, rank, 40 + place, place))
+        for place in places
+    )
+
+
+def test_what_is_expected_comes_there(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_expected_in_another_order) == [True, True]
+
+
+def _expected_in_vain(rank: int) -> list[str]:
+    """What is expected and never comes keeps no group open."""
+    group = dist.new_group()
+    exchanges = exchanges_of(group)
+    outputs = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
+    place = exchanges.reserve()
+    exchanges.expect(outputs, place)
+    said = []
+    for call in (
+        lambda: exchanges.expect(outputs, place),
+        lambda: exchanges.start(
+            outputs, [torch.zeros_like(each) for each in outputs], outputs[0], place
+        ).wait(),
+        lambda: exchanges.expect(outputs[:1], place),
+        lambda: exchanges.expect(outputs, -1),
+        lambda: exchanges.use_more([group], []),
+    ):
+        try:
+            call()
+        except (ValueError, RuntimeError) as error:
+            said.append(str(error).splitlines()[0])
+    exchanges.stop()
+    try:
+        exchanges.expect(outputs, exchanges.reserve())
+    except RuntimeError as error:
+        said.append(str(error).splitlines()[0])
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return said
+
+
+def test_what_is_refused_of_expected_messages(two_ranks: RankPool) -> None:
+    for rank, said in enumerate(two_ranks.run(_expected_in_vain)):
+        again, elsewhere, few, place, uneven, closed = said
+        assert again == "exchange: stage 0 of place 0 is expected already"
+        assert elsewhere == f"exchange: what comes from rank {1 - rank} is expected elsewhere"
+        assert few == "exchange: there must be flat bytes on the CPU for each rank"
+        assert place.startswith("exchange: place must be one that reserve() gave")
+        assert uneven == "exchange: ups and downs must be as many, got 1 and 0"
+        assert closed == "exchange: the process group was closed (gloo)"

@@ -13,6 +13,7 @@ import torch
 
 from torch_commhook.process_group.gloo_messages import (
     EXCHANGE,
+    EXPECTED,
     Messages,
     Traffic,
     has_a_thread,
@@ -77,6 +78,7 @@ def elapsed(
         ("allgather", {2: 1, 4: 3}),
         ("all_to_all_single", {2: 1, 4: 1, 8: 1}),
         (EXCHANGE, {2: 1, 4: 1}),
+        (EXPECTED, {2: 0.5, 4: 0.5}),
         ("alltoall", {2: 1, 8: 1}),
         ("broadcast", {2: 1, 3: 1.5, 4: 1.5, 8: 2}),
         ("gather", {2: 1, 4: 1}),
@@ -131,8 +133,8 @@ def test_as_many_collectives_at_once_as_threads(threads: int, round_trips: int) 
 
 
 def test_messages_between_two_ranks_take_no_thread() -> None:
-    for operation in ("send", EXCHANGE):
-        assert elapsed([[call(operation, 4)]] * 25, threads=1) == 1
+    for operation, round_trips in (("send", 1), (EXCHANGE, 1), (EXPECTED, 0.5)):
+        assert elapsed([[call(operation, 4)]] * 25, threads=1) == round_trips
 
 
 @pytest.mark.parametrize("operation", ["allreduce", "all_gather_single", "all_to_all_single"])
@@ -200,8 +202,9 @@ def test_collectives_of_two_ranks_share_a_connection() -> None:
         for operation in ("allreduce", "reduce", "broadcast", "all_to_all_single", "send"):
             parts = messages_of(call(operation, ranks))
             assert {each.shares_connection for each in parts} == {ranks == 2}
-        (exchanged,) = messages_of(call(EXCHANGE, ranks))
-        assert not exchanged.shares_connection
+        for operation in (EXCHANGE, EXPECTED):
+            (exchanged,) = messages_of(call(operation, ranks))
+            assert not exchanged.shares_connection
 
 
 def test_a_collective_begins_when_one_has_ended() -> None:

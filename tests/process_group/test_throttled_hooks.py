@@ -17,7 +17,7 @@ from torch_commhook.cli.hook_expression import parse_hook
 from torch_commhook.collectives.exchange import exchange
 from torch_commhook.collectives.gloo_groups import second_group
 from torch_commhook.process_group import ThrottledProcessGroup, register, throttled
-from torch_commhook.process_group.gloo_messages import EXCHANGE, Traffic
+from torch_commhook.process_group.gloo_messages import EXCHANGE, EXPECTED, Traffic
 from torch_commhook.process_group.slow_link import GlooGroup
 
 STEPS = 3
@@ -82,11 +82,12 @@ def test_stages_have_groups_of_their_own_on_one_link(
         assert found["shares"]
         assert found["threads"] == 2  # as PyTorch's groups have
         issued = found["issued"]
-        assert {operation for operation, _ in issued} == {EXCHANGE}
-        *firsts, agreement = [each for each in issued if not each[1]]  # last the ranks agree
+        assert issued.pop() == (EXPECTED, False)  # last the ranks agree
+        firsts = [each for each in issued if each == (EXCHANGE, False)]
         assert len(firsts) > 1
-        assert issued[-1] == agreement
-        assert len(issued) - len(firsts) - 1 == (len(firsts) if has_seconds else 0)
+        seconds = [each for each in issued if each == (EXPECTED, True)]
+        assert len(seconds) == (len(firsts) if has_seconds else 0)
+        assert len(issued) == len(firsts) + len(seconds)
 
 
 def _large_step(rank: int) -> tuple[bool, list[str]]:

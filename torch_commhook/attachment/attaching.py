@@ -32,6 +32,7 @@ from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.loss_scale import Scaler, checked_scale
 from torch_commhook.native.runtime import hook_name
 from torch_commhook.step.attached_hook import Attached
+from torch_commhook.step.connections import check_connections
 from torch_commhook.step.step_group import StepGroup, check_is_free
 
 _MOST_MEBIBYTES = 1 << 40
@@ -58,6 +59,7 @@ def attach(
     gradient_as_bucket_view: bool | None = None,
     broadcast_buffers: bool | None = None,
     init_sync: bool | None = None,
+    connections: int | None = None,
     shard_hook: Callable[..., Any] | None = None,
     weights: Codec | None = None,
 ) -> HookHandle:
@@ -90,6 +92,10 @@ def attach(
         broadcast_buffers: for a module: rank 0's buffers (running statistics) go to all ranks
             before each forward that trains and synchronises. On by default.
         init_sync: for a module: rank 0's parameters and buffers go to all ranks now. On by default.
+        connections: that large messages take between two ranks over Gloo, on the CPU, 1 to 64: for
+            a long way, over which one TCP connection cannot fill the link. By default four where
+            these are found to be faster, else one: ranks of several machines whose round trip takes
+            5 ms or more send each other some MiB now to find out.
         shard_hook: for a sharded model on a mesh of two dimensions: the hook of its
             reduce-scatters. None leaves them as they are.
         weights: for a sharded model: the codec through which its parameters are gathered, in
@@ -109,11 +115,11 @@ def attach(
     divide by all ranks, as with ``divide_by_initial_world_size=True``.
 
     Raises:
-        TypeError: no module, no scaler, or :func:`torch_commhook.check_hook` refuses the hook; a
+        TypeError: no module, no scaler, connections that are no int, or :func:`torch_commhook.check_hook` refuses the hook; a
             parameter is a DTensor that ``fully_shard()`` has not made, or FullyShardedDataParallel
             has flattened it; on a sharded model, a hook that needs more than a rank has there.
         ValueError: an annotation of the hook says that it is none; a scale that is not positive and
-            finite (in a later ``backward()`` too); a setting that DDP has itself;
+            finite (in a later ``backward()`` too); connections out of range; a setting that DDP has itself;
             no parameter requires grad; a parameter is on the meta device, or has an optimizer in
             backward.
         RuntimeError: a hook is attached already, or to another model with one of the parameters, or
@@ -122,6 +128,7 @@ def attach(
             under way; torch.distributed is not initialized.
     """
     model = _checked_module(model)
+    check_connections(connections)
     given = {
         "bucket_cap_mb": bucket_cap_mb,
         "gradient_as_bucket_view": gradient_as_bucket_view,
@@ -136,6 +143,7 @@ def attach(
             hook,
             state=state,
             scaler=scaler,
+            connections=connections,
             shard_hook=shard_hook,
             weights=weights,
             attached_to=partial(_attached_to, weakref.ref(model)),
@@ -149,6 +157,7 @@ def attach(
     memory = HookMemory()
     memory.scaler = scaler
     attached = Attached.checked(hook, state, memory)
+    attached.connections = connections
     return _attach(model, attached, scale, process_group, given)
 
 
@@ -186,6 +195,7 @@ def _attach(
     check_is_free(group)
     shared = _shared(model, attached.hook, settings)
     shared["the scaler's scale"] = scale
+    shared["connections"] = attached.connections
     check_agreement(group, parameters, shared)
     prefix = "module." if is_ddp else ""  # a model's states and patterns are the same in DDP
     names = [(name.removeprefix(prefix), parameter) for name, parameter in parameters]

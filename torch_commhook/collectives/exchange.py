@@ -53,7 +53,12 @@ def takes_turns(group: dist.ProcessGroup, longest: int) -> bool:
         group: over which they go.
         longest: bytes of the longest message, the same on all ranks.
     """
-    return longest > _LARGE_BYTES and group.size() <= _FEW_RANKS
+    return longest > _LARGE_BYTES and has_few_ranks(group)
+
+
+def has_few_ranks(group: dist.ProcessGroup) -> bool:
+    """Whether a connection for each direction makes exchanges of large messages faster."""
+    return group.size() <= _FEW_RANKS
 
 
 class Place:

@@ -15,7 +15,11 @@ _INTERFACES = "GLOO_SOCKET_IFNAME"
 
 
 def gloo_backend(
-    store: dist.Store, rank: int, size: int, timeout: timedelta
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    threads: int = MOST_UNDER_WAY,
 ) -> dist.ProcessGroupGloo:
     """Connect to the other ranks; all make theirs at the same point.
 
@@ -24,13 +28,14 @@ def gloo_backend(
         rank: this process's.
         size: the number of ranks.
         timeout: of its collectives.
+        threads: so many of these are under way at once.
 
     Raises:
         RuntimeError: a rank does not come within ``timeout``.
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
-    options._threads = MOST_UNDER_WAY
+    options._threads = threads
     # As PyTorch reads it.
     interfaces = [name for name in os.environ.get(_INTERFACES, "").split(",") if name]
     options._devices = [

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from torch_commhook import _C
-from torch_commhook.collectives.gloo_backend import gloo_backend
+from torch_commhook.collectives.gloo_backend import MOST_UNDER_WAY, gloo_backend
 from torch_commhook.native.dynamo import left_to_python
 
 _CPU = torch.device("cpu")
@@ -29,6 +29,10 @@ _firsts: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGr
 )
 _exchanges: weakref.WeakKeyDictionary[
     dist.ProcessGroup, tuple[_C.Exchanges, weakref.finalize[..., Any]]
+] = weakref.WeakKeyDictionary()
+#: Groups whose connections large messages take, too: in each direction.
+_more: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, list[tuple[dist.ProcessGroup, dist.ProcessGroup]]
 ] = weakref.WeakKeyDictionary()
 _made: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _providers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Provider] = weakref.WeakKeyDictionary()
@@ -154,6 +158,7 @@ def make_group(
     timeout: timedelta,
     *,
     description: str,
+    threads: int = MOST_UNDER_WAY,
 ) -> dist.ProcessGroup:
     """A process group over Gloo, known to ``torch.distributed``. All of its ranks must make it.
 
@@ -164,6 +169,7 @@ def make_group(
         name: that no other group has.
         timeout: of its collectives.
         description: what the group is for, as PyTorch's flight recorder and logs show it.
+        threads: so many collectives are under way at once.
     """
     # Not new_group(), which all ranks of the default group would have to call, and which gives a
     # backend two threads.
@@ -172,7 +178,8 @@ def make_group(
     own_store = dist.PrefixStore(f"{name}/", store)
     group = dist.ProcessGroup(own_store, rank, len(ranks))
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    backend = gloo_backend(dist.PrefixStore("cpu/", own_store), rank, len(ranks), timeout)
+    cpu_store = dist.PrefixStore("cpu/", own_store)
+    backend = gloo_backend(cpu_store, rank, len(ranks), timeout, threads)
     backend._set_sequence_number_for_group()
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     group._set_group_name(name)  # type: ignore[arg-type]
@@ -303,9 +310,35 @@ def exchanges_of(group: dist.ProcessGroup) -> _C.Exchanges:
         down = _seconds.get(up, up)  # the same where it is alone
         names = list(distributed_c10d._world.pg_group_ranks.get(group, ()))
         exchanges = _C.Exchanges(up, down, is_second, names)
+        _use_more(exchanges, _more.get(up, ()))
         # The threads that wait for them must end before the interpreter does.
         found = _exchanges[group] = exchanges, weakref.finalize(group, exchanges.stop)
     return found[0]
+
+
+def use_more_connections(
+    group: dist.ProcessGroup, more: Sequence[tuple[dist.ProcessGroup, dist.ProcessGroup]]
+) -> None:
+    """Have large messages of a group, and of its second stages, take more connections.
+
+    All ranks call this between the same two exchanges, with none under way.
+
+    Args:
+        group: of which the messages are.
+        more: groups of Gloo over the same ranks, in pairs: of messages to higher ranks, and of
+            those to lower ranks. Instead of those that were given before.
+    """
+    _more[group] = list(more)
+    for each in (group, _seconds.get(group)):
+        found = None if each is None else _exchanges.get(each)
+        if found is not None:
+            _use_more(found[0], more)
+
+
+def _use_more(
+    exchanges: _C.Exchanges, more: Sequence[tuple[dist.ProcessGroup, dist.ProcessGroup]]
+) -> None:
+    exchanges.use_more([up for up, _ in more], [down for _, down in more])
 
 
 def finish_exchanges(group: dist.ProcessGroup) -> None:

@@ -26,9 +26,7 @@ Second = TypeVar("Second")
 def two_stages(
     issue_first: Callable[[], torch.futures.Future[Tensor]],
     between: Callable[[Tensor], Tensor],
-    issue_second: Callable[
-        [Tensor, dist.ProcessGroup, Place | None], torch.futures.Future[Tensor]
-    ],
+    issue_second: Callable[[Tensor, dist.ProcessGroup, Place | None], torch.futures.Future[Tensor]],
     finish: Callable[[Tensor], Tensor],
     *,
     expect: Callable[[Place, dist.ProcessGroup], object] | None = None,

@@ -54,6 +54,8 @@ class Attached:
     Attributes:
         local_steps: brings the ranks together, where the hook keeps them apart.
         second_stages: of collectives, which wait for the next bucket.
+        connections: that large messages take between two ranks; None for as many as make these
+            faster.
         captured_traffic: of the buckets of the step that a CUDA graph has captured last.
         counted_replays: steps that graphs have run, as far as :attr:`stats` has them.
     """
@@ -68,6 +70,7 @@ class Attached:
     traced_steps: TracedSteps = field(default_factory=TracedSteps)
     local_steps: RanksApart | None = None
     second_stages: SecondStages = field(default_factory=SecondStages)
+    connections: int | None = None
     captured_traffic: list[BucketTraffic] = field(default_factory=list)
     counted_replays: int = 0
     _capturing: list[BucketTraffic] = field(default_factory=list)
@@ -117,6 +120,8 @@ class Attached:
         self._step_group = weakref.ref(group)
         self.memory.replays.prepare(device)
         self.memory.group = group.group_for(device)
+        if device.type == "cpu":
+            group.use_connections(self.connections)
         if not isinstance(self.hook, Hook):
             return
         self.memory.on_step = self.hook.step_counted

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_commhook.collectives.gloo_backend import gloo_backend
+from torch_commhook.collectives.gloo_backend import MOST_UNDER_WAY, gloo_backend
 from torch_commhook.collectives.gloo_groups import (
     close_connections,
     destroy_group,
@@ -27,19 +27,32 @@ class ConnectedGroup:
         name: the same on its ranks, and of no other group.
         like: a group over the same ranks, as which it times out too.
         description: what it is for, as PyTorch's flight recorder shows it.
+        threads: so many collectives are under way at once.
     """
 
     def __init__(
-        self, store: dist.Store, name: str, like: dist.ProcessGroup, description: str
+        self,
+        store: dist.Store,
+        name: str,
+        like: dist.ProcessGroup,
+        description: str,
+        threads: int = MOST_UNDER_WAY,
     ) -> None:
         self.name = name
+        self.threads = threads
         self.description = description
         self.rank: int = like.rank()
         self.ranks = dist.get_process_group_ranks(like)
         self.timeout: timedelta = group_timeout(like)
         own_store = dist.PrefixStore(f"{self.place}/1", store)
         self.group = make_group(
-            own_store, self.rank, self.ranks, name, self.timeout, description=description
+            own_store,
+            self.rank,
+            self.ranks,
+            name,
+            self.timeout,
+            description=description,
+            threads=threads,
         )
         _wait_for_all(self.group)
 
@@ -52,7 +65,7 @@ class ConnectedGroup:
         """New connections."""
         own_store = dist.PrefixStore(self.place, store)
         size = len(self.ranks)
-        backend = gloo_backend(own_store, self.rank, size, self.timeout)
+        backend = gloo_backend(own_store, self.rank, size, self.timeout, self.threads)
         _wait_for_all(backend)
         return backend
 

@@ -63,6 +63,8 @@ void bind_collectives(py::module_& m) {
       .def("reserve", &Exchanges::reserve, py::call_guard<py::gil_scoped_release>())
       .def("use_down", &Exchanges::use_down, py::arg("down"),
            py::call_guard<py::gil_scoped_release>())
+      .def("use_more", &Exchanges::use_more, py::arg("ups"), py::arg("downs"),
+           py::call_guard<py::gil_scoped_release>())
       .def("finish", &Exchanges::finish, py::call_guard<py::gil_scoped_release>())
       .def("stop", &Exchanges::stop, py::call_guard<py::gil_scoped_release>());
 }

@@ -14,6 +14,11 @@ namespace {
 constexpr int64_t kFirstTag = int64_t{1} << 30;
 constexpr int64_t kStages = 2;
 
+// A piece of a message is no smaller, where there are several connections; it begins at a multiple
+// of kAligned.
+constexpr int64_t kLeastPiece = 64 * 1024;
+constexpr int64_t kAligned = 64;
+
 constexpr const char* kStopped = "exchange: the process group was closed (gloo)";
 
 constexpr std::chrono::hours kEver{24 * 365 * 10};
@@ -42,8 +47,7 @@ const Exchanges::Group& checked(const Exchanges::Group& group) {
 }  // namespace
 
 Exchanges::Exchanges(const Group& up, const Group& down, bool is_second, std::vector<int64_t> names)
-    : up_(checked(up)),
-      down_(checked(down)),
+    : connections_{Connection(checked(up), checked(down))},
       size_(up->getSize()),
       rank_(up->getRank()),
       is_second_(is_second),
@@ -65,7 +69,41 @@ void Exchanges::use_down(const Group& down) {
   TORCH_CHECK_VALUE(down && down->getSize() == size_ && down->getRank() == rank_,
                     "exchange: both process groups must have the same ranks");
   const std::lock_guard lock(mutex_);
-  down_ = c10::weak_intrusive_ptr<c10d::ProcessGroup>(down);
+  connections_[0].down = Connection(down, down).down;
+}
+
+void Exchanges::use_more(const std::vector<Group>& ups, const std::vector<Group>& downs) {
+  TORCH_CHECK_VALUE(ups.size() == downs.size(), "exchange: ups and downs must be as many, got ",
+                    ups.size(), " and ", downs.size());
+  for (const auto* groups : {&ups, &downs}) {
+    for (const auto& group : *groups) {
+      TORCH_CHECK_VALUE(group && group->getSize() == size_ && group->getRank() == rank_,
+                        "exchange: all process groups must have the same ranks");
+    }
+  }
+  std::unique_lock lock(mutex_);
+  // Those that there were may end now, which is no loss.
+  for (auto& lane : lanes_) {
+    for (size_t i = 1; i < lane.watched.size(); ++i) {
+      if (lane.watched[i].work) {
+        lane.watched[i].work->abort();
+      }
+    }
+  }
+  ended_.wait(lock, [&] {
+    return std::all_of(lanes_.begin(), lanes_.end(), [](const Lane& lane) {
+      return std::all_of(
+          lane.watched.begin() + std::min<size_t>(1, lane.watched.size()), lane.watched.end(),
+          [](const Watched& watched) { return watched.watcher == std::thread::id(); });
+    });
+  });
+  for (auto& lane : lanes_) {
+    lane.watched.resize(std::min<size_t>(1, lane.watched.size()));
+  }
+  connections_.resize(1, connections_[0]);
+  for (size_t i = 0; i < ups.size(); ++i) {
+    connections_.emplace_back(ups[i], downs[i]);
+  }
 }
 
 int Exchanges::tag_of(int64_t place, int64_t stage) const {
@@ -182,29 +220,43 @@ Exchanges::WorkPtr Exchanges::with(int rank, const Call& call) const {
   }
 }
 
-std::pair<Exchanges::Group, Exchanges::Group> Exchanges::groups() {
-  const Group up = up_.lock();
-  Group down;
-  {
-    const std::lock_guard lock(mutex_);
-    TORCH_CHECK(!stopped_, kStopped);
-    down = down_.lock();
+std::vector<std::pair<Exchanges::Group, Exchanges::Group>> Exchanges::groups() {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(!stopped_, kStopped);
+  std::vector<std::pair<Group, Group>> found;
+  for (const auto& [up, down] : connections_) {
+    found.emplace_back(up.lock(), down.lock());
+    TORCH_CHECK(found.back().first && found.back().second, kStopped);
   }
-  TORCH_CHECK(up && down, kStopped);
-  return {up, down};
+  return found;
+}
+
+std::vector<at::Tensor> Exchanges::pieces(const at::Tensor& message, size_t connections) {
+  const int64_t bytes = message.numel();
+  const auto most = static_cast<int64_t>(connections);
+  const int64_t count = std::clamp(bytes / kLeastPiece, int64_t{1}, most);
+  const int64_t each = ((bytes + count - 1) / count + kAligned - 1) / kAligned * kAligned;
+  std::vector<at::Tensor> found;
+  for (int64_t begin = 0; begin < bytes; begin += each) {
+    found.push_back(message.narrow(0, begin, std::min(each, bytes - begin)));
+  }
+  return found;
 }
 
 void Exchanges::ask(const std::vector<at::Tensor>& outputs, int tag, Parts& parts) {
-  const auto [up, down] = groups();
+  const auto connections = groups();
   for (int distance = 1; distance < size_; ++distance) {
     const int from = (rank_ + size_ - distance) % size_;
     parts.emplace_back(from, Works());
-    const Group& group = from < rank_ ? up : down;
-    watch(from, group);
-    std::vector<at::Tensor> received{outputs[from]};
-    if (received[0].numel() != 0) {
-      parts.back().second.push_back(
-          with(from, [&, from = from] { return group->recv(received, from, tag); }));
+    const auto asked = pieces(outputs[from], connections.size());
+    for (size_t i = 0; i < std::max(asked.size(), size_t{1}); ++i) {
+      const Group& group = from < rank_ ? connections[i].first : connections[i].second;
+      watch(from, i, group);
+      if (i < asked.size()) {
+        std::vector<at::Tensor> received{asked[i]};
+        parts.back().second.push_back(
+            with(from, [&, from = from] { return group->recv(received, from, tag); }));
+      }
     }
   }
 }
@@ -227,7 +279,7 @@ Exchanges::Parts Exchanges::take_expected(const Messages& messages) {
 }
 
 bool Exchanges::post(const Messages& messages) {
-  const auto [up, down] = groups();
+  const auto connections = groups();
   Parts parts = take_expected(messages);
   const auto exchange = std::make_shared<Exchange>(Exchange{messages.done, messages.result});
   try {
@@ -236,9 +288,10 @@ bool Exchanges::post(const Messages& messages) {
       ask(messages.outputs, messages.tag, parts);
     }
     for (auto& [to, works] : parts) {
-      std::vector<at::Tensor> sent{messages.inputs[to]};
-      if (sent[0].numel() != 0) {
-        const Group& group = rank_ < to ? up : down;
+      const auto told = pieces(messages.inputs[to], connections.size());
+      for (size_t i = 0; i < told.size(); ++i) {
+        const Group& group = rank_ < to ? connections[i].first : connections[i].second;
+        std::vector<at::Tensor> sent{told[i]};
         works.push_back(with(to, [&, to = to] { return group->send(sent, to, messages.tag); }));
       }
     }
@@ -259,43 +312,49 @@ bool Exchanges::post(const Messages& messages) {
   }
 }
 
-void Exchanges::watch(int rank, const Group& group) {
+void Exchanges::watch(int rank, size_t connection, const Group& group) {
   Lane& lane = lanes_[rank];
+  Watched* watched = nullptr;
   {
     const std::lock_guard lock(mutex_);
-    if (std::exchange(lane.is_watched, true)) {
+    while (lane.watched.size() <= connection) {
+      lane.watched.emplace_back();
+    }
+    watched = &lane.watched[connection];
+    if (std::exchange(watched->is_there, true)) {
       return;
     }
   }
   std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
   const int tag = static_cast<int>(kFirstTag - 1 - (is_second_ ? 1 : 0));
-  auto watched = with(rank, [&] { return group->recv(nothing, rank, tag); });
+  auto work = with(rank, [&] { return group->recv(nothing, rank, tag); });
   const std::lock_guard lock(mutex_);
   TORCH_CHECK(!stopped_, kStopped);  // meanwhile
-  lane.watched = std::move(watched);
-  std::thread watcher([self = shared_from_this(), &lane] { self->run_watcher(lane); });
-  lane.watcher = watcher.get_id();
+  watched->work = std::move(work);
+  std::thread watcher(
+      [self = shared_from_this(), &lane, watched] { self->run_watcher(lane, *watched); });
+  watched->watcher = watcher.get_id();
   watcher.detach();  // who waits for its end calls stop()
 }
 
-void Exchanges::run_watcher(Lane& lane) {
+void Exchanges::run_watcher(Lane& lane, Watched& watched) {
   std::unique_lock lock(mutex_);
-  const WorkPtr watched = lane.watched;
+  const WorkPtr work = watched.work;
   lock.unlock();
   std::exception_ptr lost;
   try {
-    watched->wait(std::chrono::duration_cast<std::chrono::milliseconds>(kEver));
+    work->wait(std::chrono::duration_cast<std::chrono::milliseconds>(kEver));
   } catch (...) {
     lost = named(lane, std::current_exception());
   }
   lock.lock();
-  lane.lost = lost;
+  lane.lost = lane.lost ? lane.lost : lost;
   for (const auto& [works, exchange] : lane.under_way) {
-    for (const auto& work : works) {
-      work->abort();
+    for (const auto& other : works) {
+      other->abort();
     }
   }
-  lane.watcher = {};
+  watched.watcher = {};
   ended_.notify_all();
 }
 
@@ -398,8 +457,10 @@ void Exchanges::stop() {
   stopped_ = true;
   for (auto& lane : lanes_) {
     lane.added.notify_all();
-    if (lane.watched) {
-      lane.watched->abort();
+    for (auto& watched : lane.watched) {
+      if (watched.work) {
+        watched.work->abort();
+      }
     }
     for (const auto& [works, exchange] : lane.under_way) {
       for (const auto& work : works) {
@@ -413,13 +474,18 @@ void Exchanges::stop() {
   ended_.wait(lock, [&] {
     return issuing_ == 0 && is_over(issuer_) &&
            std::all_of(lanes_.begin(), lanes_.end(), [&](const Lane& lane) {
-             return is_over(lane.runner) && is_over(lane.watcher);
+             return is_over(lane.runner) &&
+                    std::all_of(
+                        lane.watched.begin(), lane.watched.end(),
+                        [&](const Watched& watched) { return is_over(watched.watcher); });
            });
   });
   failed_.clear();
   expected_.clear();
   for (auto& lane : lanes_) {
-    lane.watched.reset();
+    for (auto& watched : lane.watched) {
+      watched.work.reset();
+    }
   }
 }
 

@@ -53,6 +53,11 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // started meanwhile, and all ranks call it between the same two.
   void use_down(const Group& down);
 
+  // From now on large messages are cut into as many pieces as there are connections: those that
+  // there were from the start, and more, of groups over the same ranks: each of `ups` with the one
+  // of `downs` in its place. Called as use_down().
+  void use_more(const std::vector<Group>& ups, const std::vector<Group>& downs);
+
   // Returns when none is under way. At once on a thread that waits for messages, which would wait
   // for itself. Called without the GIL.
   void finish();
@@ -84,18 +89,28 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
     size_t missing = 0;  // ranks with which it is not over
     bool ended = false;
   };
+  // A message that never comes, on one connection. Of a message that is halfway there Gloo says
+  // nothing when the connection is lost, of one that has not begun it does.
+  struct Watched {
+    WorkPtr work;
+    bool is_there = false;
+    std::thread::id watcher;  // that waits for it
+  };
+  // Two groups, of the messages in each direction.
+  struct Connection {
+    c10::weak_intrusive_ptr<c10d::ProcessGroup> up;
+    c10::weak_intrusive_ptr<c10d::ProcessGroup> down;
+
+    Connection(const Group& up, const Group& down) : up(up), down(down) {}
+  };
   // What goes to one other rank and comes from it.
   struct Lane {
     std::deque<std::pair<Works, std::shared_ptr<Exchange>>> under_way;
     std::thread::id runner;   // that waits for them; none before the first
     bool is_telling = false;  // runs what waits for one
     std::condition_variable added;
-    // A message that never comes. Of one that is halfway there Gloo says nothing when the
-    // connection is lost, of one that has not begun it does.
-    WorkPtr watched;
-    bool is_watched = false;
-    std::thread::id watcher;  // that waits for it
-    std::exception_ptr lost;  // what it has been told
+    std::deque<Watched> watched;  // connections, which do not move
+    std::exception_ptr lost;      // what a watcher has been told
   };
   // Of what has been issued.
   struct Outcome {
@@ -108,24 +123,25 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   static void tell(c10::ivalue::Future& done, const Outcome& outcome, const at::Tensor& result);
   // Whether there was nothing to send.
   bool post(const Messages& messages);
-  std::pair<Group, Group> groups();  // `up` and `down`
+  std::vector<std::pair<Group, Group>> groups();  // `up` and `down` of each connection
+  // Pieces of a message, of which each takes a connection of its own.
+  static std::vector<at::Tensor> pieces(const at::Tensor& message, size_t connections);
   // Adds a part for each other rank, which has been asked for its message.
   void ask(const std::vector<at::Tensor>& outputs, int tag, Parts& parts);
   // What was asked for already; nothing if nothing was.
   Parts take_expected(const Messages& messages);
   int tag_of(int64_t place, int64_t stage) const;
-  void watch(int rank, const Group& group);
+  void watch(int rank, size_t connection, const Group& group);
   void add(Parts parts, std::shared_ptr<Exchange> exchange);
   void run(Lane& lane);
-  void run_watcher(Lane& lane);
+  void run_watcher(Lane& lane, Watched& watched);
   // What `call` gives, which issues a message to or from a rank. What it throws names the rank.
   template <typename Call>
   WorkPtr with(int rank, const Call& call) const;
   // An error of messages with the rank of a lane, which it names.
   std::exception_ptr named(const Lane& lane, const std::exception_ptr& error) const;
 
-  const c10::weak_intrusive_ptr<c10d::ProcessGroup> up_;
-  c10::weak_intrusive_ptr<c10d::ProcessGroup> down_;
+  std::vector<Connection> connections_;  // at least one
   const int size_;
   const int rank_;
   const bool is_second_;

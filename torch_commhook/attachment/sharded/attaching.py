@@ -34,6 +34,7 @@ def attach_sharded(
     *,
     state: object,
     scaler: Scaler | None,
+    connections: int | None,
     shard_hook: Callable[..., Any] | None,
     weights: Codec | None,
     attached_to: Callable[[], str | None],
@@ -42,7 +43,7 @@ def attach_sharded(
 
     Args:
         model: the model, which no hook is attached to, and of which shards are trained.
-        hook, state, scaler, shard_hook, weights: as there.
+        hook, state, scaler, connections, shard_hook, weights: as there.
         attached_to: gives the name of the hook that is attached to the model.
 
     Raises:
@@ -55,12 +56,16 @@ def attach_sharded(
         _check_units(model, units)
         checked = _checked_hooks(units, hook, state, scaler, shard_hook, weights)
         settings = _shared(units, *checked, weights)
+        settings["connections"] = connections
         settings["the scaler's scale"] = None if scaler is None else checked_scale(scaler)
     except Exception as refused:
         error = refused
     # Before anything is made that ranks must make together.
     agree_across(_axes(units), "attach", error, settings)
     attached, beside = checked
+    for each in checked:
+        if each is not None:
+            each.connections = connections
     parameters = _parameters(model, units)
     claim(parameters, model, attached_to)
     part = fsdp.part_of(unit.group for unit in units)

@@ -1,0 +1,202 @@
+"""Several connections between two ranks: the same gradients, and what happens when one is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankPool
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_commhook import PeerError, attach, hooks
+from torch_commhook.cli.hook_expression import parse_hook
+from torch_commhook.collectives import gloo_groups
+from torch_commhook.step import connections
+from torch_commhook.step.connections import MANY, Link, measure_link
+
+WIDTH = 600  # 1.4 MiB of gradients
+HOOKS = (
+    "allreduce()",
+    "error_feedback(blockwise(bits=8))",
+    "error_feedback(topk(0.2))",
+    "powersgd(rank=8)",
+    "local_sgd(2, hook=blockwise())",
+)
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+
+def _step(model: nn.Module, rank: int, number: int = 0) -> list[Tensor]:
+    model.zero_grad()
+    generator = torch.Generator().manual_seed(10 * number + rank)
+    model(torch.randn(4, WIDTH, generator=generator)).sum().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def _groups() -> list[str]:
+    """The names of connections that the library has made."""
+    names = distributed_c10d._world.pg_names.values()
+    return sorted(name.rpartition("/")[2] for name in names if "/up" in name or "/down" in name)
+
+
+def _run(rank: int, hook: str, count: int | None, kind: str) -> tuple[list[Any], list[str]]:
+    model: nn.Module = _net()
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+    handle = attach(model, parse_hook(hook), connections=count)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    forward = torch.compile(model, backend="aot_eager") if kind == "compiled" else model
+    found = []
+    for number in range(2):
+        found += [grad.clone() for grad in _step(forward, rank, number)]
+        optimizer.step()
+    made = _groups()
+    handle.remove()
+    return [*found, *(parameter.detach().clone() for parameter in model.parameters())], made
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_the_same_gradients(two_ranks: RankPool, hook: str) -> None:
+    one = two_ranks.run(_run, hook, 1, "module")
+    several = two_ranks.run(_run, hook, 3, "module")
+    for (wanted, none), (found, made) in zip(one, several, strict=True):
+        assert none == [] and made == ["down2", "down3", "up2", "up3"]
+        assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "compiled"])
+def test_the_same_gradients_in_other_modes(two_ranks: RankPool, kind: str) -> None:
+    one = two_ranks.run(_run, "blockwise()", 1, kind)
+    several = two_ranks.run(_run, "blockwise()", 2, kind)
+    for (wanted, _), (found, _) in zip(one, several, strict=True):
+        assert all(map(torch.equal, found, wanted))
+
+
+def test_ranks_of_one_machine_have_one(two_ranks: RankPool) -> None:
+    assert [made for _, made in two_ranks.run(_run, "blockwise()", None, "module")] == [[], []]
+
+
+def _in_turn(rank: int) -> list[list[str]]:
+    """Which connections a model has with one attachment after another."""
+    model, made = _net(), []
+    for count in (2, None, 3):
+        handle = attach(model, hooks.allreduce(), connections=count)
+        _step(model, rank)
+        made.append(_groups())
+        handle.replace(hooks.blockwise())
+        _step(model, rank)
+        assert _groups() == made[-1]
+        handle.remove()
+    return made
+
+
+def test_each_attachment_has_its_own(two_ranks: RankPool) -> None:
+    made = [["down2", "up2"], [], ["down2", "down3", "up2", "up3"]]
+    assert two_ranks.run(_in_turn) == [made, made]
+
+
+def _lost(rank: int) -> list[Any]:
+    """Rank 1 loses one of two connections before the second of three steps."""
+    model, found = _net(), []
+    attach(model, hooks.allreduce(), connections=2)
+    for number in range(3):
+        if rank == 1 and number == 1:
+            groups = distributed_c10d._world.pg_names.items()
+            (lost,) = [group for group, name in groups if name.endswith("/down2")]
+            gloo_groups.close_connections(lost)
+        try:
+            found.append(_step(model, rank)[0].clone())
+        except (PeerError, RuntimeError) as error:
+            found.append(type(error).__name__)
+    return found
+
+
+def test_a_connection_that_is_lost_ends_the_step_of_all(two_ranks: RankPool) -> None:
+    for first, second, third in two_ranks.run(_lost, timeout=60):
+        assert isinstance(second, str)
+        assert torch.equal(first, third)
+
+
+def _differing(rank: int) -> str:
+    with pytest.raises(RuntimeError) as raised:
+        attach(_net(), hooks.allreduce(), connections=1 + rank)
+    return str(raised.value)
+
+
+def test_ranks_must_have_the_same(two_ranks: RankPool) -> None:
+    first, _ = two_ranks.run(_differing)
+    assert first == (
+        "attach: connections must be the same on all ranks: rank 0 has 1, rank 1 has 2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "error", "message"),
+    [
+        (0, ValueError, "attach: connections must be 1 to 64, got 0"),
+        (65, ValueError, "attach: connections must be 1 to 64, got 65"),
+        (2.0, TypeError, "attach: connections must be an int or None, got float"),
+        (True, TypeError, "attach: connections must be an int or None, got bool"),
+    ],
+)
+def test_what_is_refused(one_rank: None, count: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{message}$"):
+        attach(nn.Linear(2, 2), hooks.allreduce(), connections=count)
+
+
+def test_a_gpu_or_another_group_has_its_own(one_rank: None) -> None:
+    model = nn.Linear(2, 2)
+    attach(model, hooks.allreduce(), connections=4)
+    model(torch.ones(1, 2)).sum().backward()
+    assert _groups() == []
+
+
+# ---- how many ------------------------------------------------------------------------------------
+
+
+def _measured(rank: int, seconds: float, several: float) -> tuple[Link, int]:
+    """A link of 10 ms and 1 Gbit/s, on which connections have so many seconds for a message."""
+    made = []
+
+    def seconds_of(group: dist.ProcessGroup, nbytes: int) -> float:
+        if nbytes == 1:
+            return 0.01
+        return several if made else seconds * nbytes / (1 << 20)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connections, "_is_local", lambda group: False)
+        patch.setattr(connections, "_seconds_of", seconds_of)
+        return measure_link(dist.group.WORLD, lambda: made.append(True)), len(made)
+
+
+def test_the_rates_of_a_long_link(two_ranks: RankPool) -> None:
+    # 4 MiB take 60 ms and more, which is six round trips.
+    for link, made in two_ranks.run(_measured, 0.0175, 0.04):
+        assert made == 1
+        assert link.round_trip == pytest.approx(0.01)
+        assert link.rate == pytest.approx(8 * (4 << 20) / 0.06)
+        assert link.rate_of_many == pytest.approx(8 * (4 << 20) / 0.03)
+        assert link.connections == MANY
+    for link, _ in two_ranks.run(_measured, 0.0175, 0.06):
+        assert link.connections == 1
+
+
+def _near(rank: int) -> tuple[float | None, int]:
+    made: list[bool] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connections, "_is_local", lambda group: False)
+        patch.setattr(connections, "_FAR_SECONDS", 3600.0)
+        link = measure_link(dist.group.WORLD, lambda: made.append(True))
+    assert 0 < link.round_trip < 60
+    return link.rate, link.connections
+
+
+def test_no_rate_is_measured_of_a_near_link(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_near) == [(None, 1)] * 2
