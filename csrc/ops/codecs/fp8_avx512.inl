@@ -116,10 +116,6 @@ inline __attribute__((always_inline)) void quantize_lanes(const float* p, int64_
 constexpr int kRun = 256;
 constexpr int kPart = kRun / 4;
 
-// How far ahead of those that are measured values are asked for: half of a first-level cache. A
-// processor by itself looks ahead within a page, and is slower by a third.
-constexpr int64_t kAhead = 4096;
-
 // What a shuffle of four elements takes, two bits for each: of one vector, or the first two of one
 // and the last two of another.
 constexpr int kLowHalves = 0x44;       // 0 1 | 0 1
@@ -237,7 +233,7 @@ inline int64_t encode_runs(const float* p, int64_t runs, float scale, bool is_st
     }
     ahead += run + 2 < runs ? kRun : 0;  // the last is measured again, to no end
     for (int part = 0; part < 4; ++part) {
-      prefetch(ahead + part * kPart + kAhead, kPart);
+      prefetch(ahead + part * kPart + kAheadOfRuns, kPart);
       largest[part] = measure_part<kScaled>(ahead + part * kPart, scale);
       quantize_part<kE5M2, kScaled>(p + part * kPart, scale, own.factors[part], is_streamed,
                                     codes + part * kPart);
