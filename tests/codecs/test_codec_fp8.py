@@ -91,7 +91,7 @@ def test_same_bits_where_blocks_need_care(
 ) -> None:
     """Blocks of every kind follow each other, the last of them shorter; zeros of both signs."""
     generator = torch.Generator().manual_seed(block_size)
-    magnitudes = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1e-38, 1e-32, 1e-20, 7e37, 8.5e37])
+    magnitudes = torch.tensor([1.0] * 6 + [0.0, 1e-38, 1e-32, 1e-20, 7e37, 8.5e37])
     of_block = magnitudes[torch.randint(0, len(magnitudes), (150,), generator=generator)]
     x = torch.randn(150, block_size, generator=generator).clamp(-4, 4) * of_block.view(-1, 1)
     x[torch.rand(x.shape, generator=generator) < 0.1] = -0.0
