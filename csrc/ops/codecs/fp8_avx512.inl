@@ -8,8 +8,8 @@ struct Rounded {
 };
 
 // As round_to() and value_of() do it. A magnitude is a number of units of 2^(its exponent -
-// kMantissa), or of kUnit if that is more. Added to 2^23 units, it is rounded to whole ones, ties to
-// even, which the sum then has in its low bits.
+// kMantissa), or of kUnit if that is more. Added to 2^23 units, it is rounded to whole ones, ties
+// to even, which the sum then has in its low bits.
 template <bool kE5M2>
 inline __attribute__((always_inline)) Rounded round_lanes(const __m512& values) {
   using T = Traits<kE5M2>;
@@ -157,8 +157,8 @@ inline __attribute__((always_inline)) __m128i largest_of_blocks(const __m512i* p
   }
   __m512i all = _mm512_max_epu32(_mm512_shuffle_i32x4(pairs[0], pairs[1], kEven),
                                  _mm512_shuffle_i32x4(pairs[0], pairs[1], kOdd));
-  all = _mm512_max_epu32(
-      all, _mm512_shuffle_epi32(all, static_cast<_MM_PERM_ENUM>(kSwapNeighbours)));
+  all =
+      _mm512_max_epu32(all, _mm512_shuffle_epi32(all, static_cast<_MM_PERM_ENUM>(kSwapNeighbours)));
   all = _mm512_max_epu32(all, _mm512_shuffle_epi32(all, static_cast<_MM_PERM_ENUM>(kSwapPairs)));
   if constexpr (kSize >= 2 * kPart) {
     all = _mm512_max_epu32(all, _mm512_shuffle_i32x4(all, all, kSwapNeighbours));

@@ -112,11 +112,10 @@ void encode(const float* values, int64_t count, int64_t size, const Encoding& en
       return size == 64 ? run64 : size == 128 ? run128 : run256;
     };
     const auto encode_plain =
-        encoding.scale == 1.0f
-            ? pick(encode_runs<kE5M2, false, 64>, encode_runs<kE5M2, false, 128>,
-                   encode_runs<kE5M2, false, 256>)
-            : pick(encode_runs<kE5M2, true, 64>, encode_runs<kE5M2, true, 128>,
-                   encode_runs<kE5M2, true, 256>);
+        encoding.scale == 1.0f ? pick(encode_runs<kE5M2, false, 64>, encode_runs<kE5M2, false, 128>,
+                                      encode_runs<kE5M2, false, 256>)
+                               : pick(encode_runs<kE5M2, true, 64>, encode_runs<kE5M2, true, 128>,
+                                      encode_runs<kE5M2, true, 256>);
     while (count > 0) {
       const int64_t runs = count / kRun;
       const auto advance = [&](int64_t n) {
