@@ -78,6 +78,39 @@ def test_blocks_of_any_range(format: str) -> None:
     assert (codes[sure, 0] == most).all() and (codes[sure, 1] == most + 128).all()
 
 
+def signed_bits(x: Tensor) -> Tensor:
+    return x.view(torch.int32)
+
+
+@pytest.mark.parametrize("has_error", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+@pytest.mark.parametrize("block_size", [24, 64, 128, 256, 512])
+@pytest.mark.parametrize("format", FORMATS)
+def test_same_bits_where_blocks_need_care(
+    format: str, block_size: int, scale: float, has_error: bool
+) -> None:
+    """Blocks of every kind follow each other, the last of them shorter; zeros of both signs."""
+    generator = torch.Generator().manual_seed(block_size)
+    magnitudes = torch.tensor([1.0] * 6 + [0.0, 1e-38, 1e-32, 1e-20, 7e37, 8.5e37])
+    of_block = magnitudes[torch.randint(0, len(magnitudes), (150,), generator=generator)]
+    x = torch.randn(150, block_size, generator=generator).clamp(-4, 4) * of_block.view(-1, 1)
+    x[torch.rand(x.shape, generator=generator) < 0.1] = -0.0
+    most = torch.finfo(torch.float32).max
+    for block, value in ((10, torch.nan), (11, torch.inf), (80, most), (97, -torch.inf)):
+        x[block, block % block_size] = value
+    x = x.flatten()[: 150 * block_size - 17]
+    codec, found = CODECS["fp8"](format, block_size), []
+    for level in LEVELS:
+        message = torch.empty(codec.nbytes(len(x)), dtype=torch.uint8)
+        error = torch.full_like(x, -0.0) if has_error else None
+        with cpu_level(level):
+            codec.encode([x], message, scale=scale, error=error)
+        found.append((message, torch.zeros(0) if error is None else error))
+    for level, (message, error) in zip(LEVELS, found, strict=True):
+        assert torch.equal(message, found[0][0]), level
+        assert torch.equal(signed_bits(error), signed_bits(found[0][1])), level
+
+
 def test_bytes() -> None:
     assert CODECS["fp8"]().nbytes(1 << 20) == (1 << 20) * (1 + 4 / 256)
 

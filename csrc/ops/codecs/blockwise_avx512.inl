@@ -187,6 +187,7 @@ inline int64_t encode_runs(const float* p, int64_t runs, float scale, bool is_st
     }
     ahead += run + 2 < runs ? kRun : 0;  // the last is measured again, to no end
     for (int part = 0; part < 4; ++part) {
+      prefetch(ahead + part * kPart + kAheadOfRuns, kPart);
       measure_at(ahead, part);
       quantize_part<kBits, kSymmetric, kScaled, kSize>(
           p, scale, part, _mm512_set1_ps(own.lows[part]), _mm512_set1_ps(own.factors[part]),

@@ -1,24 +1,37 @@
 // fp8 with AVX-512: a part of fp8_kernels.inl. 16 values at a time, by the arithmetic of
 // fp8_math.h.
 
-// As round_to() does it, in lanes of 32 bits.
+// Values that have become 8-bit floats, in lanes of 32 bits.
+struct Rounded {
+  __m512i codes;    // in the low 8 bits; the others are arbitrary
+  __m512 restored;  // what the codes stand for
+};
+
+// As round_to() and value_of() do it. A magnitude is a number of units of 2^(its exponent -
+// kMantissa), or of kUnit if that is more. Added to 2^23 units, it is rounded to whole ones, ties
+// to even, which the sum then has in its low bits.
 template <bool kE5M2>
-inline __attribute__((always_inline)) __m512i round_lanes(const __m512& values) {
+inline __attribute__((always_inline)) Rounded round_lanes(const __m512& values) {
   using T = Traits<kE5M2>;
-  constexpr uint32_t kHalf = (1u << (T::kShift - 1)) - 1u;
-  constexpr int kOrAnd = 0xf8;  // a | (b & c)
+  constexpr int kLargerMagnitude = 3;  // of the two, with the sign of the first
+  constexpr int kOrAnd = 0xf8;         // a | (b & c)
+  // Exponents are then counted from the least one, by 8 bits.
+  constexpr uint32_t kOffset = -(T::kLeastNormal >> T::kShift) & 0xffu;
+  const __m512i sign = _mm512_set1_epi32(static_cast<int32_t>(0x80000000u));
+  const __m512 least = _mm512_castsi512_ps(_mm512_set1_epi32(T::kLeastNormal));
+  const __m512i exponents =
+      _mm512_and_epi32(_mm512_castps_si512(_mm512_range_ps(values, least, kLargerMagnitude)),
+                       _mm512_set1_epi32(static_cast<int32_t>(0xff800000u)));
+  const __m512 whole = _mm512_castsi512_ps(
+      _mm512_add_epi32(exponents, _mm512_set1_epi32((T::kShift << 23) + kOffset)));
+  const __m512 sum = _mm512_add_ps(values, whole);
+  const __m512i magnitudes =
+      _mm512_add_epi32(_mm512_castps_si512(sum), _mm512_srli_epi32(exponents, T::kShift));
   const __m512i bits = _mm512_castps_si512(values);
-  const __m512i magnitude = _mm512_and_epi32(bits, _mm512_set1_epi32(kAbsolute));
-  const __m512i even = _mm512_and_epi32(_mm512_srli_epi32(bits, T::kShift), _mm512_set1_epi32(1));
-  const __m512i rounded =
-      _mm512_add_epi32(_mm512_add_epi32(magnitude, _mm512_set1_epi32(kHalf - T::kRebias)), even);
-  const __m512i normal = _mm512_srli_epi32(rounded, T::kShift);
-  const __m512 units = _mm512_add_ps(_mm512_castsi512_ps(magnitude), _mm512_set1_ps(T::kRound));
-  const auto is_subnormal = _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(T::kLeastNormal));
-  const __m512i code = _mm512_mask_sub_epi32(normal, is_subnormal, _mm512_castps_si512(units),
-                                             _mm512_castps_si512(_mm512_set1_ps(T::kRound)));
-  return _mm512_ternarylogic_epi32(code, _mm512_srli_epi32(bits, 24), _mm512_set1_epi32(0x80),
-                                   kOrAnd);
+  return {_mm512_ternarylogic_epi32(magnitudes, _mm512_srli_epi32(bits, 24),
+                                    _mm512_set1_epi32(0x80), kOrAnd),
+          _mm512_castsi512_ps(_mm512_ternarylogic_epi32(
+              _mm512_castps_si512(_mm512_sub_ps(sum, whole)), bits, sign, kOrAnd))};
 }
 
 // The values of codes, in lanes of 32 bits whose other bits are zero.
@@ -85,13 +98,153 @@ inline __attribute__((always_inline)) void quantize_lanes(const float* p, int64_
   const __m512 step = _mm512_set1_ps(quantizer.step);
   for_each_lanes(n, [&](int64_t i, __mmask16 lanes) __attribute__((always_inline)) {
     const __m512 values = _mm512_maskz_loadu_ps(lanes, p + i);
-    const __m512i code = round_lanes<kE5M2>(_mm512_mul_ps(values, factor));
-    _mm512_mask_cvtepi32_storeu_epi8(codes + i, lanes, code);
+    const Rounded rounded = round_lanes<kE5M2>(_mm512_mul_ps(values, factor));
+    _mm512_mask_cvtepi32_storeu_epi8(codes + i, lanes, rounded.codes);
     if constexpr (kError) {
-      const __m512 restored = _mm512_mul_ps(values_of_lanes<kE5M2>(code), step);
+      const __m512 restored = _mm512_mul_ps(rounded.restored, step);
       _mm512_mask_storeu_ps(error + i, lanes, _mm512_sub_ps(values, restored));
     }
   });
+}
+
+// ---- runs ---------------------------------------------------------------------------------------
+//
+// Blocks of 64, 128 and 256 values, without errors, are encoded in runs of 256. While one is
+// quantised, the next is described and the one after that is measured. So memory is read without a
+// pause, and nothing waits for the reductions and divisions.
+
+constexpr int kRun = 256;
+constexpr int kPart = kRun / 4;
+
+// What a shuffle of four elements takes, two bits for each: of one vector, or the first two of one
+// and the last two of another.
+constexpr int kLowHalves = 0x44;       // 0 1 | 0 1
+constexpr int kHighHalves = 0xee;      // 2 3 | 2 3
+constexpr int kEven = 0x88;            // 0 2 | 0 2
+constexpr int kOdd = 0xdd;             // 1 3 | 1 3
+constexpr int kSwapNeighbours = 0xb1;  // 1 0 3 2
+constexpr int kSwapPairs = 0x4e;       // 2 3 0 1
+
+inline bool fits_runs(int64_t size) { return size == 64 || size == 128 || size == 256; }
+
+template <bool kScaled>
+inline __attribute__((always_inline)) __m512 load_lanes(const float* p, float scale) {
+  const __m512 lanes = _mm512_loadu_ps(p);
+  return kScaled ? _mm512_mul_ps(lanes, _mm512_set1_ps(scale)) : lanes;
+}
+
+// The bits of the largest magnitudes of a part, in lanes.
+template <bool kScaled>
+inline __attribute__((always_inline)) __m512i measure_part(const float* p, float scale) {
+  __m512i v[4];
+  for (int i = 0; i < 4; ++i) {
+    v[i] = _mm512_and_epi32(_mm512_castps_si512(load_lanes<kScaled>(p + 16 * i, scale)),
+                            _mm512_set1_epi32(kAbsolute));
+  }
+  return _mm512_max_epu32(_mm512_max_epu32(v[0], v[1]), _mm512_max_epu32(v[2], v[3]));
+}
+
+// The largest of the block that each of four parts is in.
+template <int kSize>
+inline __attribute__((always_inline)) __m128i largest_of_blocks(const __m512i* parts) {
+  // Of the 16 lanes of a part 8 are left, then 4, 2 and one.
+  __m512i pairs[2];
+  for (int i = 0; i < 2; ++i) {
+    const __m512i& a = parts[2 * i];
+    const __m512i& b = parts[2 * i + 1];
+    pairs[i] = _mm512_max_epu32(_mm512_shuffle_i32x4(a, b, kLowHalves),
+                                _mm512_shuffle_i32x4(a, b, kHighHalves));
+  }
+  __m512i all = _mm512_max_epu32(_mm512_shuffle_i32x4(pairs[0], pairs[1], kEven),
+                                 _mm512_shuffle_i32x4(pairs[0], pairs[1], kOdd));
+  all =
+      _mm512_max_epu32(all, _mm512_shuffle_epi32(all, static_cast<_MM_PERM_ENUM>(kSwapNeighbours)));
+  all = _mm512_max_epu32(all, _mm512_shuffle_epi32(all, static_cast<_MM_PERM_ENUM>(kSwapPairs)));
+  if constexpr (kSize >= 2 * kPart) {
+    all = _mm512_max_epu32(all, _mm512_shuffle_i32x4(all, all, kSwapNeighbours));
+  }
+  if constexpr (kSize >= 4 * kPart) {
+    all = _mm512_max_epu32(all, _mm512_shuffle_i32x4(all, all, kSwapPairs));
+  }
+  const __m512i ends = _mm512_setr_epi32(0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12);
+  return _mm512_castsi512_si128(_mm512_permutexvar_epi32(ends, all));
+}
+
+// Of a run's parts, each what is sent of the block that it is in, and its factor.
+struct Described {
+  alignas(16) float steps[4];
+  alignas(16) float factors[4];
+};
+
+// As quantizer() does it. False where a block needs more care, as its values are infinite, NaN,
+// very large or very small.
+template <bool kE5M2, int kSize>
+inline __attribute__((always_inline)) bool describe(const __m512i* parts, Described& described) {
+  const __m128 most = _mm_set1_ps(Traits<kE5M2>::kLargest);
+  const __m128 range = _mm_castsi128_ps(largest_of_blocks<kSize>(parts));
+  const auto is_wide = _mm_cmp_ps_mask(range, _mm_set1_ps(0x1p-100f), _CMP_GE_OQ);
+  // Below this, no value comes back as an infinity.
+  const auto is_moderate = _mm_cmp_ps_mask(range, _mm_set1_ps(0x1p127f), _CMP_LT_OQ);
+  const auto is_zero = _mm_cmp_ps_mask(range, _mm_setzero_ps(), _CMP_EQ_OQ);
+  _mm_store_ps(described.steps, _mm_div_ps(range, most));
+  _mm_store_ps(described.factors, _mm_maskz_div_ps(is_wide, most, range));
+  return ((is_wide | is_zero) & is_moderate) == 15;
+}
+
+// A quarter of a run's codes.
+template <bool kE5M2, bool kScaled>
+inline __attribute__((always_inline)) void quantize_part(const float* p, float scale, float factor,
+                                                         bool is_streamed, uint8_t* codes) {
+  const __m512 factors = _mm512_set1_ps(factor);
+  for (int i = 0; i < kPart; i += 16) {
+    const __m512 values = load_lanes<kScaled>(p + i, scale);
+    const __m128i bytes =
+        _mm512_cvtepi32_epi8(round_lanes<kE5M2>(_mm512_mul_ps(values, factors)).codes);
+    auto* const to = reinterpret_cast<__m128i*>(codes + i);
+    if (is_streamed) {
+      _mm_stream_si128(to, bytes);
+    } else {
+      _mm_storeu_si128(to, bytes);
+    }
+  }
+}
+
+// Runs up to the first with a block that needs more care. Returns how many.
+template <bool kE5M2, bool kScaled, int kSize>
+inline int64_t encode_runs(const float* p, int64_t runs, float scale, bool is_streamed,
+                           uint8_t* codes, float* parameters) {
+  __m512i largest[4];
+  Described described[2];
+  for (int part = 0; part < 4; ++part) {
+    largest[part] = measure_part<kScaled>(p + part * kPart, scale);
+  }
+  if (!describe<kE5M2, kSize>(largest, described[0])) {
+    return 0;
+  }
+  const float* ahead = p + (runs > 1 ? kRun : 0);
+  for (int part = 0; part < 4; ++part) {
+    largest[part] = measure_part<kScaled>(ahead + part * kPart, scale);
+  }
+  for (int64_t run = 0; run < runs; ++run) {
+    const Described& own = described[run % 2];
+    const bool goes_on = describe<kE5M2, kSize>(largest, described[(run + 1) % 2]);
+    for (int part = 0; part < 4; part += kSize / kPart) {
+      *parameters++ = own.steps[part];
+    }
+    ahead += run + 2 < runs ? kRun : 0;  // the last is measured again, to no end
+    for (int part = 0; part < 4; ++part) {
+      prefetch(ahead + part * kPart + kAheadOfRuns, kPart);
+      largest[part] = measure_part<kScaled>(ahead + part * kPart, scale);
+      quantize_part<kE5M2, kScaled>(p + part * kPart, scale, own.factors[part], is_streamed,
+                                    codes + part * kPart);
+    }
+    if (!goes_on) {
+      return run + 1;
+    }
+    p += kRun;
+    codes += kRun;
+  }
+  return runs;
 }
 
 template <bool kE5M2, bool kAdd>

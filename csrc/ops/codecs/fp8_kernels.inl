@@ -81,8 +81,9 @@ inline void encode_group(const float* values, int64_t n, int64_t size, const Enc
 }
 
 template <bool kE5M2>
-void encode(const float* values, int64_t count, int64_t size, const Encoding& encoding, int64_t,
-            float* error, uint8_t* codes, float* parameters) {
+inline void encode_groups(const float* values, int64_t count, int64_t size,
+                          const Encoding& encoding, float* error, uint8_t* codes,
+                          float* parameters) {
   const int64_t group = size < kGroupValues ? kGroupValues / size : 1;
   for (int64_t i = 0; i < count; i += group * size) {
     const int64_t n = count - i < group * size ? count - i : group * size;
@@ -90,6 +91,53 @@ void encode(const float* values, int64_t count, int64_t size, const Encoding& en
                         codes + i, parameters);
     parameters += group;
   }
+}
+
+// Whether blocks without errors are encoded in runs.
+bool streams(int64_t size, const Encoding&) {
+#if COMMHOOK_VECTOR_BYTES == 64
+  return fits_runs(size);
+#else
+  return false;
+#endif
+}
+
+template <bool kE5M2>
+void encode(const float* values, int64_t count, int64_t size, const Encoding& encoding, int64_t,
+            float* error, uint8_t* codes, float* parameters) {
+#if COMMHOOK_VECTOR_BYTES == 64
+  // Short ones, as of tensors that are converted first, are not worth the beginning.
+  if (error == nullptr && fits_runs(size) && count >= 4 * kRun) {
+    const auto pick = [&](auto run64, auto run128, auto run256) {
+      return size == 64 ? run64 : size == 128 ? run128 : run256;
+    };
+    const auto encode_plain =
+        encoding.scale == 1.0f ? pick(encode_runs<kE5M2, false, 64>, encode_runs<kE5M2, false, 128>,
+                                      encode_runs<kE5M2, false, 256>)
+                               : pick(encode_runs<kE5M2, true, 64>, encode_runs<kE5M2, true, 128>,
+                                      encode_runs<kE5M2, true, 256>);
+    while (count > 0) {
+      const int64_t runs = count / kRun;
+      const auto advance = [&](int64_t n) {
+        values += n;
+        codes += n;
+        parameters += n / size;
+        count -= n;
+      };
+      if (runs > 0) {
+        advance(kRun * encode_plain(values, runs, encoding.scale, encoding.is_streamed, codes,
+                                    parameters));
+      }
+      if (count > 0) {  // a run with a block that needs care, or part of one
+        const int64_t n = count < kRun ? count : kRun;
+        encode_groups<kE5M2>(values, n, size, encoding, nullptr, codes, parameters);
+        advance(n);
+      }
+    }
+    return;
+  }
+#endif
+  encode_groups<kE5M2>(values, count, size, encoding, error, codes, parameters);
 }
 
 template <bool kE5M2, bool kAdd>
@@ -116,5 +164,5 @@ void decode(const uint8_t* codes, const float* parameters, int64_t count, int64_
 
 // [e4m3, e5m2]
 constexpr BlockKernels kKernels[2] = {
-    {encode<false>, decode<false, false>, decode<false, true>, nullptr, decode_past_caches<false>},
-    {encode<true>, decode<true, false>, decode<true, true>, nullptr, decode_past_caches<true>}};
+    {encode<false>, decode<false, false>, decode<false, true>, streams, decode_past_caches<false>},
+    {encode<true>, decode<true, false>, decode<true, true>, streams, decode_past_caches<true>}};
