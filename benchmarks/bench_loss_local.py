@@ -51,10 +51,11 @@ def _with(hook: str, more: str = "") -> str:
 PLAIN = Job(_MEAN)
 JOBS = (
     PLAIN,
-    Job(_with("error_feedback(blockwise(bits=2))"), 1.01),
+    Job(_with("error_feedback(blockwise(bits=2))")),
     Job(_with("error_feedback(chunk_topk(256))")),
     Job(_with("error_feedback(chunk_topk(64))")),
     Job(_with("error_feedback(chunk_topk(64), decay=0.95)")),
+    Job(_with("error_feedback(blockwise(bits=2))", ", error_reset=True"), 1.01),
     Job(_with("error_feedback(chunk_topk(64))", ", error_reset=True"), 1.01),
     Job(_MEAN, only_at_the_end=True),
 )
