@@ -56,7 +56,8 @@ JOBS = (
     Job(_with("error_feedback(chunk_topk(64))")),
     Job(_with("error_feedback(chunk_topk(64), decay=0.95)")),
     Job(_with("error_feedback(blockwise(bits=2))", ", error_reset=True"), 1.01),
-    Job(_with("error_feedback(chunk_topk(64))", ", error_reset=True"), 1.01),
+    Job(_with("error_feedback(chunk_topk(256))", ", error_reset=True"), 1.01),
+    Job(_with("error_feedback(chunk_topk(64))", ", error_reset=True")),
     Job(_MEAN, only_at_the_end=True),
 )
 
