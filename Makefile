@@ -10,6 +10,7 @@
 #   make bench            the benchmarks; results go to benchmarks/results
 #   make bench-loss       loss after 1,000 steps with each hook, three seeds; hours, can be interrupted
 #   make bench-loss-sharded   the same on sharded models, of four ranks; hours, can be interrupted
+#   make bench-loss-local   the same with an exchange once in 15 or 30 steps; an hour, can be interrupted
 #   make bench-link       steps over links of 200 Mbit/s and 1 Gbit/s; root, iproute2, 15 minutes
 #   make bench-far        the same at 200 Mbit/s and 50 ms; root, iproute2, half an hour
 #   make bench-round-trips   steps over links of given delays; root, iproute2, ten minutes
@@ -49,7 +50,7 @@ LONG_RUN = PYTHONPATH=$(CURDIR)/tests/support:$(PYTHONPATH) $(VENV)/bin/python t
 PASSED = $(if $(ARGS),,$(LONG_RUN)/called_for.py --passed $@)
 NATIVE = setup.py build_support.py $(shell find csrc cuda -type f)
 
-.PHONY: train test test-long test-integrations long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-loss-sharded bench-link bench-far bench-round-trips bench-wan bench-sharded bench-plan bench-throttle results cuda-compile gpu gpu-carry test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback clean
+.PHONY: train test test-long test-integrations long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-loss-sharded bench-loss-local bench-link bench-far bench-round-trips bench-wan bench-sharded bench-plan bench-throttle results cuda-compile gpu gpu-carry test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/built
@@ -99,6 +100,9 @@ bench-loss: $(VENV)/built
 
 bench-loss-sharded: $(VENV)/built
 	$(VENV)/bin/python benchmarks/bench_loss_sharded.py $(ARGS)
+
+bench-loss-local: $(VENV)/built
+	$(VENV)/bin/python benchmarks/bench_loss_local.py $(ARGS)
 
 bench-link: $(VENV)/built
 	$(VENV)/bin/python benchmarks/bench_link.py $(ARGS)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import bench_loss_local
 import bench_loss_sharded
 from bench_link import BASELINE, format_caps
 from bench_loss import has_buckets_of_train, table
@@ -169,6 +170,24 @@ def sharded_losses() -> Iterator[str]:
     yield from loss_table("job", bench_loss_sharded.table(runs))
 
 
+def local_losses() -> Iterator[str]:
+    """A table for each number of steps."""
+    runs = load(RESULTS / "bench_loss_local.json")["runs"]
+    batch, model = runs[0]["batch"], runs[0]["model"]
+    yield (
+        f"`train` with a model of {model['layers']} layers, {model['dim']} values wide, on 2 "
+        f"ranks, each with {batch} sequences of {model['seq']} bytes in each step. `to plain` "
+        "compares held-out losses with those of uncompressed exchanges after as many steps; `of "
+        "seeds` has the least and the most of single seeds."
+    )
+    for steps in sorted({run["steps"] for run in runs}):
+        found = bench_loss_local.table([run for run in runs if run["steps"] == steps], steps)
+        yield ""
+        yield f"After {steps:,} steps:"
+        yield ""
+        yield from rows(bench_loss_local.HEADER, [bench_loss_local.cells(row) for row in found])
+
+
 # ---- long tests ----------------------------------------------------------------------------------
 
 
@@ -271,6 +290,10 @@ def page() -> str:
         "`make bench-loss-sharded`:",
         "",
         *sharded_losses(),
+        "",
+        "`make bench-loss-local`:",
+        "",
+        *local_losses(),
         "",
         "## Long runs",
         "",

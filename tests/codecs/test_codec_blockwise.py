@@ -1,78 +1,26 @@
-"""Block quantisation: bounds and exact values, operators, errors."""
+"""Block quantisation: bounds and exact values."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from blockwise_messages import codec_for, encode, restore, steps_of
 from ops_reference import LEVELS as KERNELS
 from ops_reference import cpu_level
 from torch import Tensor
 
 from torch_commhook.codecs.blockwise import blockwise
 
-commhook = torch.ops.commhook
-
 FORMATS = [(bits, symmetric) for bits in (8, 4, 2) for symmetric in (True, False)]
+
 of_each_format = pytest.mark.parametrize(("bits", "symmetric"), FORMATS)
+
 #: Of two bits, symmetric, only random rounding has the largest magnitude for a step.
 of_even_steps = pytest.mark.parametrize(
     ("bits", "symmetric"), [f for f in FORMATS if f != (2, True)]
 )
-LEVELS = {
-    (8, True): 127,
-    (4, True): 7,
-    (2, True): 1,
-    (8, False): 255,
-    (4, False): 15,
-    (2, False): 3,
-}
-
-
-def codec_for(rounding: Tensor | None = None, **form: Any) -> blockwise:
-    return blockwise(rounding="nearest" if rounding is None else "stochastic", **form)
-
-
-def encode(
-    tensors: list[Tensor],
-    *,
-    shards: int = 1,
-    scale: float = 1.0,
-    error: Tensor | None = None,
-    rounding: Tensor | None = None,
-    **form: Any,
-) -> Tensor:
-    codec = codec_for(rounding, **form)
-    numel = sum(tensor.numel() for tensor in tensors)
-    message = torch.full((codec.nbytes(numel, shards),), 77, dtype=torch.uint8)
-    codec.encode(tensors, message, shards=shards, scale=scale, error=error, rounding=rounding)
-    return message
-
-
-def restore(
-    x: Tensor,
-    *,
-    shards: int = 1,
-    scale: float = 1.0,
-    error: Tensor | None = None,
-    rounding: Tensor | None = None,
-    **form: Any,
-) -> Tensor:
-    message = encode([x], shards=shards, scale=scale, error=error, rounding=rounding, **form)
-    out = torch.empty_like(x)
-    blockwise(**form).decode(message, [out], shards=shards)
-    return out
-
-
-def steps_of(x: Tensor, bits: int, symmetric: bool, block_size: int) -> Tensor:
-    blocks = x.view(-1, block_size)
-    span = blocks.abs().amax(1) if symmetric else blocks.amax(1) - blocks.amin(1)
-    return (span / LEVELS[bits, symmetric])[:, None]
-
-
-# ---- bounds and exact values ---------------------------------------------------------------------
 
 
 @of_even_steps
@@ -278,234 +226,8 @@ def test_reduce(bits: int, symmetric: bool, messages: int) -> None:
     assert torch.equal(error, own_error)
 
 
-# ---- two bits, symmetric, to the nearest ---------------------------------------------------------
-
-
-def fitted_steps(x: Tensor, block_size: int) -> np.ndarray:
-    """The steps of blocks as ``blockwise_math.h`` describes them, in NumPy."""
-    steps = []
-    for first in range(0, len(x), block_size):
-        magnitudes = np.abs(x[first : first + block_size].numpy())
-        one = np.float32
-        most = magnitudes.max()
-        largest = max(most, one(2.0**-109))
-        units = np.rint(magnitudes * (one(2.0**18) / largest)).astype(np.int64)
-        limit = np.rint(one(units.sum()) * one(0.767) / one(len(units)))
-        larger = units[units > limit]
-        step = most
-        if len(larger):
-            step = min(largest * (one(larger.sum()) / one(len(larger)) * one(2.0**-18)), most)
-        steps.append(step)
-    return np.array(steps, dtype=np.float32)
-
-
-def of_reference(x: Tensor, block_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """A message's codes and steps, and what they mean."""
-    steps = fitted_steps(x, block_size)
-    codes, values = [], []
-    with np.errstate(divide="ignore", invalid="ignore"):
-        for number, first in enumerate(range(0, len(x), block_size)):
-            p, step = x[first : first + block_size].numpy(), steps[number]
-            factor = np.float32(1) / step if step > 0 else np.float32(0)
-            q = np.rint(np.clip(p * factor, -1, 1)).astype(np.int64)
-            width = -(-len(q) // 4)
-            padded = np.concatenate([q, np.zeros(4 * width - len(q), dtype=np.int64)]) & 3
-            codes.append(sum(padded.reshape(4, width) << 2 * np.arange(4)[:, None]))
-            values.append(q.astype(np.float32) * step)
-    return np.concatenate(codes).astype(np.uint8), np.concatenate(values)
-
-
-@pytest.mark.parametrize("level", KERNELS)
-@pytest.mark.parametrize("block_size", [16, 48, 64, 128, 256, 320, 1024, 4096])
-@pytest.mark.parametrize("numel", [1, 3, 16, 17, 255, 4 * 256, 20 * 256 + 77, 4 * 4096 + 5])
-def test_bits_of_two_bits(level: str, block_size: int, numel: int) -> None:
-    generator = torch.Generator().manual_seed(numel + block_size)
-    x = torch.randn(numel, generator=generator)
-    x *= 10.0 ** torch.randint(-20, 20, (numel,), generator=generator)  # none too small to lift
-    if numel > 600:
-        x[200:500] = torch.randn(300, generator=generator)
-        x[500:560] = 0.0
-    with cpu_level(level):
-        message = encode([x], bits=2, block_size=block_size)
-        out = torch.empty_like(x)
-        blockwise(bits=2, block_size=block_size).decode(message, [out])
-    codes, values = of_reference(x, block_size)
-    assert np.array_equal(message[: len(codes)].numpy(), codes)
-    assert np.array_equal(out.numpy(), values)
-
-
-@pytest.mark.parametrize("block_size", [64, 256, 1024])
-def test_two_bits_on_a_gaussian(block_size: int) -> None:
-    """Its step is nearly the best, 1.224 sigma, of three levels: an error of 0.190 of its power."""
-    x = torch.randn(block_size * 400 * 256 // block_size)
-    lost = restore(x, bits=2, block_size=block_size) - x
-    # Of fewer values it is a little less, as their step is their own.
-    error = (lost.square().sum() / x.square().sum()).item()
-    assert error == pytest.approx(0.190, rel=0.03 if block_size > 64 else 0.05)
-    steps = fitted_steps(x, block_size)
-    assert steps.mean() == pytest.approx(1.224, rel=0.01)
-
-
-@pytest.mark.parametrize("level", KERNELS)
-def test_few_large_values_are_not_lost(level: str) -> None:
-    x = torch.zeros(512)
-    x[[3, 77, 200]] = torch.tensor([2.5, -2.5, 2.5])
-    x[300] = -1e-6
-    with cpu_level(level):
-        assert torch.equal(restore(x, bits=2), x)
-    x[5:50] = 1e-4
-    with cpu_level(level):
-        got = restore(x, bits=2)
-    assert (got - x).square().sum() < 1e-6 * x.square().sum()
-
-
-def test_random_two_bits_are_the_largest_magnitude_zero_or_its_negative() -> None:
-    x = torch.randn(256)
-    got = restore(x, bits=2, rounding=torch.tensor([1, 2]))
-    most = x.abs().max()
-    assert set(got.unique().tolist()) == {-most.item(), 0.0, most.item()}
-
-
-@pytest.mark.parametrize("level", KERNELS)
-@pytest.mark.parametrize("power", [-149, -148, -140, -127, -126, -110, -109, -101, -100, -81, -80])
-def test_two_bits_of_the_smallest_numbers(level: str, power: int) -> None:
-    x = torch.randn(1024, generator=torch.Generator().manual_seed(power + 200)) * 2.0**power
-    error = torch.zeros_like(x)
-    with cpu_level(level):
-        got = restore(x, error=error, bits=2)
-    assert torch.equal(error, x - got)
-    assert (got.abs() <= x.abs().max()).all()
-    if power > -126:  # below, units are few
-        assert error.double().square().sum() < 0.25 * x.double().square().sum()
-    with cpu_level("reference"):
-        assert torch.equal(got, restore(x, bits=2))
-
-
 def test_random_numbers_follow_from_seed_and_step() -> None:
     x = torch.randn(1000)
     draws = [encode([x], rounding=torch.tensor([seed, step])) for seed in (1, 2) for step in (1, 2)]
     assert torch.equal(draws[0], encode([x], rounding=torch.tensor([1, 1])))
     assert not any(torch.equal(a, b) for i, a in enumerate(draws) for b in draws[:i])
-
-
-# ---- what PyTorch asks of operators --------------------------------------------------------------
-
-FORMAT = {"bits": 8, "block_size": 64, "symmetric": True}
-
-
-def _samples() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    tensors = [torch.randn(5, 30), torch.randn(70)]
-    message = torch.zeros(blockwise(block_size=64).nbytes(220), dtype=torch.uint8)
-    more = {"error": torch.zeros(220), "rounding": torch.tensor([1, 2]), **FORMAT}
-    stacked = torch.stack([message, message])
-    return {
-        "encode": (commhook.blockwise_encode.default, (tensors, message), more),
-        "decode": (commhook.blockwise_decode.default, (message, tensors), FORMAT),
-        "reduce": (commhook.blockwise_reduce.default, (stacked, message, 220), more),
-    }
-
-
-@pytest.mark.parametrize("name", ["encode", "decode", "reduce"])
-def test_opcheck(name: str) -> None:
-    op, arguments, keywords = _samples()[name]
-    torch.library.opcheck(op, arguments, keywords)
-
-
-def test_versions_move() -> None:
-    x, message, error = torch.randn(64), torch.zeros(80, dtype=torch.uint8), torch.zeros(64)
-    before = [tensor._version for tensor in (x, message, error)]
-    commhook.blockwise_encode([x], message, error=error, **FORMAT)
-    assert [tensor._version for tensor in (x, message, error)] == [
-        before[0],
-        before[1] + 1,
-        before[2] + 1,
-    ]
-    commhook.blockwise_decode(message, [x], **FORMAT)
-    assert x._version == before[0] + 1
-
-
-MESSAGE = torch.zeros(80, dtype=torch.uint8)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "keywords", "error", "match"),
-    [
-        (([], MESSAGE), {}, ValueError, "tensors must hold at least one tensor"),
-        (([torch.ones(64).long()], MESSAGE), {}, TypeError, r"tensors\[0\] must be of dtype"),
-        (([torch.ones(64)], MESSAGE), {"bits": 5}, ValueError, "bits must be 2, 4 or 8, got 5"),
-        (([torch.ones(64)], MESSAGE), {"block_size": 12}, ValueError, "block_size must be a mult"),
-        (([torch.ones(64)], MESSAGE), {"bits": 2, "block_size": 24}, ValueError, "multiple of 16"),
-        (([torch.ones(64)], MESSAGE), {"block_size": 0}, ValueError, "block_size must be a mult"),
-        (([torch.ones(64)], MESSAGE), {"shards": 0}, ValueError, "shards must be at least 1"),
-        (([torch.ones(65)], MESSAGE), {}, ValueError, "message must hold 96 bytes, got 80"),
-        (([torch.ones(64)], MESSAGE.float()), {}, TypeError, "message must be of dtype uint8"),
-        (
-            ([torch.ones(64)], torch.zeros(160, dtype=torch.uint8)[::2]),
-            {},
-            ValueError,
-            "message must be contiguous",
-        ),
-        (
-            ([torch.ones(64)], torch.zeros(81, dtype=torch.uint8)[1:]),
-            {},
-            ValueError,
-            "multiple of 4",
-        ),
-        (
-            ([torch.ones(64)], MESSAGE),
-            {"error": torch.ones(63)},
-            ValueError,
-            "error must be contiguous and hold 64",
-        ),
-        (([torch.ones(64)], MESSAGE), {"error": torch.ones(64).half()}, TypeError, "error must be"),
-        (
-            ([torch.ones(64)], MESSAGE),
-            {"rounding": torch.ones(3).long()},
-            ValueError,
-            "rounding must hold two numbers",
-        ),
-        (
-            ([torch.ones(64)], MESSAGE),
-            {"rounding": torch.ones(2)},
-            TypeError,
-            "rounding must be a dense tensor of dtype int64",
-        ),
-        (
-            ([torch.ones(64, requires_grad=True)], MESSAGE),
-            {},
-            RuntimeError,
-            r"tensors\[0\] must not require grad",
-        ),
-    ],
-)
-def test_encode_refuses(
-    arguments: tuple[Any, ...], keywords: dict[str, Any], error: type[Exception], match: str
-) -> None:
-    with pytest.raises(error, match=rf"blockwise_encode: .*{match}"):
-        commhook.blockwise_encode(*arguments, **{**FORMAT, **keywords})
-
-
-def test_memory_must_be_apart() -> None:
-    memory = torch.zeros(100)
-    message = memory.view(torch.uint8)[:80]
-    with pytest.raises(ValueError, match=r"message must share no memory with tensors\[0\]"):
-        commhook.blockwise_encode([memory[10:74]], message, **FORMAT)
-    with pytest.raises(ValueError, match=r"tensors\[0\] must share no memory with message"):
-        commhook.blockwise_decode(message, [memory[10:74]], **FORMAT)
-    with pytest.raises(ValueError, match=r"error must share no memory with tensors\[0\]"):
-        commhook.blockwise_encode([memory[:64]], MESSAGE.clone(), error=memory[36:], **FORMAT)
-    with pytest.raises(ValueError, match="must reach each of its elements once"):
-        commhook.blockwise_decode(MESSAGE, [torch.ones(1).expand(64)], **FORMAT)
-    with pytest.raises(ValueError, match="messages must have two dimensions"):
-        commhook.blockwise_reduce(MESSAGE, MESSAGE.clone(), 64, **FORMAT)
-
-
-def test_rows_without_bytes_are_refused() -> None:
-    """Of these there may be so many that all their bytes are a multiple of 2^64."""
-    rows = torch.empty(2**60, 0, dtype=torch.uint8)
-    with pytest.raises(ValueError, match=r"messages must hold 80 bytes in each row, got sizes"):
-        commhook.blockwise_reduce(rows, MESSAGE.clone(), 64, **FORMAT)
-    with pytest.raises(ValueError, match=r"messages must hold 80 bytes in each row, got sizes"):
-        commhook.blockwise_decode_sum(rows, [torch.zeros(64)], **FORMAT)
-    with pytest.raises(ValueError, match=r"numel must be at least 0 and at most 2\^60, got"):
-        commhook.blockwise_reduce(MESSAGE[None], MESSAGE.clone(), 2**63 - 1, **FORMAT)

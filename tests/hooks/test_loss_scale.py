@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -11,15 +10,13 @@ import torch
 import torch.distributed as dist
 from nested_values import different_paths
 from rank_pool import RankPool
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
+from scaled_training import SCALES, Counted, Steps, attached, batch, gradients, net
+from torch import Tensor
 
-from torch_commhook import attach, codecs, hooks, reshard_states
+from torch_commhook import codecs, hooks, reshard_states
 from torch_commhook.cli.hook_expression import parse_hook
-from torch_commhook.memory import scaler_watch
 from torch_commhook.testing import run_ranks
 
-SCALES = (65536.0, 65536.0, 4096.0, 4096.0, 8192.0, 8192.0)
 CODECS = (
     "error_feedback(sign())",
     "error_feedback(topk(0.05))",
@@ -27,63 +24,15 @@ CODECS = (
     "error_feedback(powersgd(rank=2))",
     "error_feedback(blockwise(bits=4))",
 )
+
 OTHERS = (
     "policy([('dim <= 1', allreduce()), ('0.*', error_feedback(topk(0.1)))])",
     "adaptive(20000, every=2)",
     "after(3, error_feedback(sign()), before=error_feedback(blockwise(4, 64)))",
     "momentum(topk(0.05), beta=0.9)",
 )
+
 EAGER = ("module", "views", "ddp")
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 48), nn.Tanh())
-
-
-def attached(road: str, hook: Any, **options: Any) -> tuple[nn.Module, Any]:
-    if road == "ddp":
-        model = DDP(net(), bucket_cap_mb=0.01)
-        return model, attach(model, hook, **options)
-    options |= {"gradient_as_bucket_view": road == "views", "bucket_cap_mb": 0.01}
-    model = net()
-    return model, attach(model, hook, **options)
-
-
-def batch(rank: int, number: int) -> Tensor:
-    return torch.randn(4, 48, generator=torch.Generator().manual_seed(100 * number + rank))
-
-
-def backward_of(road: str) -> AbstractContextManager[Any]:
-    if road != "compiled":
-        return nullcontext()
-    compiler = torch.compile(fullgraph=True, backend="aot_eager")
-    return torch._dynamo.compiled_autograd._enable(compiler)
-
-
-def gradients(model: nn.Module, scale: float) -> list[Tensor]:
-    return [parameter.grad / scale for parameter in model.parameters()]
-
-
-class Steps:
-    """Backward passes whose loss is scaled."""
-
-    def __init__(self, road: str, hook: Any, rank: int, *, scaled: bool, told: bool) -> None:
-        self.road, self.rank, self.number = road, rank, 0
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALES[0], enabled=scaled)
-        self.model, self.handle = attached(road, hook, scaler=self.scaler if told else None)
-
-    def __call__(self, scale: float) -> list[Tensor]:
-        """The next one's gradients, in their true size."""
-        self.model.zero_grad(set_to_none=False)  # as views have it
-        loss = self.model(batch(self.rank, self.number)).square().sum()
-        if self.number:
-            self.scaler.update(scale)  # between the forward and the backward
-        scaled = self.scaler.scale(loss)
-        self.number += 1
-        with backward_of(self.road):
-            scaled.backward()
-        return gradients(self.model, self.scaler.get_scale())
 
 
 def _same(found: Any, wanted: Any) -> bool:
@@ -104,9 +53,6 @@ def _differing(rank: int, hook: Any, road: str, told: bool = True) -> list[str]:
     run.handle.remove()
     plain.handle.remove()
     return found
-
-
-# ---- what is remembered --------------------------------------------------------------------------
 
 
 def _eager(rank: int, hook: str, road: str) -> list[str]:
@@ -307,9 +253,6 @@ def test_a_rank_that_has_joined_takes_the_others_scale(two_ranks: RankPool, road
     assert two_ranks.run(_joined, road) == [True, True]
 
 
-# ---- norms ---------------------------------------------------------------------------------------
-
-
 def _clipped(rank: int, hook: str, road: str) -> tuple[list[str], bool]:
     torch._dynamo.reset()
     bites = Steps("module", parse_hook(hook), rank, scaled=False, told=False)
@@ -320,240 +263,3 @@ def _clipped(rank: int, hook: str, road: str) -> tuple[list[str], bool]:
 @pytest.mark.parametrize("road", [*EAGER, "compiled"])
 def test_clip_takes_the_norm_of_unscaled_gradients(two_ranks: RankPool, road: str) -> None:
     assert two_ranks.run(_clipped, "clip(0.5)", road) == [([], True)] * 2
-
-
-# ---- the scaler ----------------------------------------------------------------------------------
-
-
-class Counted:
-    """A scaler of one's own."""
-
-    def __init__(self, scale: Any) -> None:
-        self.scale, self.asked = scale, 0
-
-    def get_scale(self) -> Any:
-        self.asked += 1
-        return self.scale
-
-
-def _counted(road: str, scale: float) -> tuple[Counted, nn.Module, Any]:
-    torch._dynamo.reset()
-    scaler = Counted(scale)
-    return scaler, *attached(road, parse_hook("error_feedback(sign())"), scaler=scaler)
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("road", ["module", "ddp", "compiled"])
-def test_it_is_asked_once_in_each_backward(road: str) -> None:
-    scaler, model, handle = _counted(road, 4.0)
-    found = []
-    for number in range(3):
-        scaler.asked = 0
-        with backward_of(road):
-            model(batch(0, number)).sum().backward()
-        found.append(scaler.asked)
-    handle.remove()
-    assert found == [1, 1, 1]
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_it_is_not_asked_for_hooks_that_remember_nothing() -> None:
-    scaler = Counted(4.0)
-    model, handle = attached("module", hooks.cast(), scaler=scaler)
-    scaler.asked = 0
-    model(batch(0, 0)).sum().backward()
-    handle.remove()
-    assert scaler.asked == 0
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("road", ["module", "ddp", "compiled"])
-def test_a_scale_that_is_none_ends_the_backward(road: str) -> None:
-    scaler, model, handle = _counted(road, 1.0)
-    for scale in (math.nan, 4.0):
-        scaler.scale = scale
-        refused = pytest.raises(
-            ValueError, match=r"hook '.*: scaler must have a positive, .* got nan"
-        )
-        with refused if scale != scale else nullcontext(), backward_of(road):
-            model(batch(0, 0)).sum().backward()
-    handle.remove()
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(
-    ("scaler", "error", "said"),
-    [
-        (2.0, TypeError, r"scaler must be a torch.amp.GradScaler, .*, got float"),
-        (torch.amp.GradScaler, TypeError, r"scaler must be a torch.amp.GradScaler, .*, got type"),
-        (Counted("x"), TypeError, r"scaler must give a number as its scale, got str"),
-        (Counted(0.0), ValueError, r"scaler must have a positive, finite scale, got 0.0"),
-        (Counted(-1.0), ValueError, r"scaler must have a positive, finite scale, got -1.0"),
-        (Counted(math.inf), ValueError, r"scaler must have a positive, finite scale, got inf"),
-        (Counted(1e300), ValueError, r"scaler must have a positive, finite scale, got 1e\+300"),
-    ],
-    ids=["number", "class", "text", "zero", "negative", "infinite", "beyond float32"],
-)
-def test_what_is_no_scaler_is_refused(scaler: Any, error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said):
-        attached("module", hooks.allreduce(), scaler=scaler)
-
-
-def _unlike(rank: int, scales: tuple[float | None, float | None]) -> str:
-    scaler = None if scales[rank] is None else Counted(scales[rank])
-    with pytest.raises(RuntimeError) as raised:
-        attached("module", hooks.allreduce(), scaler=scaler)
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("scales", [(4.0, 2.0), (4.0, None)], ids=str)
-def test_ranks_must_have_one_scale(
-    two_ranks: RankPool, scales: tuple[float | None, float | None]
-) -> None:
-    said = "the scaler's scale must be the same on all ranks: rank 0 has 4.0, rank 1 has"
-    assert all(said in text for text in two_ranks.run(_unlike, scales))
-
-
-# ---- scalers that a hook was not told of ---------------------------------------------------------
-
-
-def trained(road: str, hook: str, *, scaled: bool, told: bool, steps: int = 3) -> None:
-    """Training, with a schedule, which wraps the optimizer's step."""
-    run = Steps(road, parse_hook(hook), 0, scaled=scaled, told=told)
-    optimizer = torch.optim.AdamW(run.model.parameters(), lr=0.01)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    for number in range(steps):
-        optimizer.zero_grad()
-        run.scaler.scale(run.model(batch(0, number)).square().sum()).backward()
-        run.scaler.step(optimizer)
-        run.scaler.update()
-        schedule.step()
-    run.handle.remove()
-
-
-def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.message for r in caplog.records if "attach(model, hook, scaler=scaler)" in r.message]
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("road", ["module", "ddp"])
-@pytest.mark.parametrize("hook", ["error_feedback(sign())", "clip(0.5)"])
-def test_a_scaler_that_nobody_told_of_is_said_once(
-    caplog: pytest.LogCaptureFixture, hook: str, road: str
-) -> None:
-    trained(road, hook, scaled=True, told=False)
-    (said,) = warnings(caplog)
-    assert f"'{hook}' was not told of the GradScaler" in said
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(
-    ("hook", "scaled", "told", "steps"),
-    [
-        ("error_feedback(sign())", True, True, 3),
-        ("error_feedback(sign())", False, False, 100),  # whose sizes vary as they will
-        ("blockwise()", True, False, 3),
-    ],
-    ids=["told", "no scaler", "nothing to follow"],
-)
-def test_else_nothing_is_said(
-    caplog: pytest.LogCaptureFixture, hook: str, scaled: bool, told: bool, steps: int
-) -> None:
-    trained("module", hook, scaled=scaled, told=told, steps=steps)
-    assert warnings(caplog) == []
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_nothing_is_said_of_another_models_scaler(caplog: pytest.LogCaptureFixture) -> None:
-    _model, handle = attached("module", parse_hook("error_feedback(sign())"))
-    trained("module", "allreduce()", scaled=True, told=False)
-    handle.remove()
-    assert warnings(caplog) == []
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_nobody_looks_for_scalers_once_hooks_are_gone() -> None:
-    _, handle = attached("module", parse_hook("error_feedback(sign())"))
-    assert scaler_watch._handles
-    handle.remove()
-    assert not scaler_watch._handles
-
-
-def _graphs_of_step(hook: str) -> int:
-    """How many graphs an optimizer's step becomes."""
-    torch._dynamo.reset()
-    found = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        found.append(graph)
-        return graph
-
-    model, handle = attached("module", parse_hook(hook))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    model(batch(0, 0)).sum().backward()
-    torch.compile(optimizer.step, backend=backend)()
-    handle.remove()
-    return len(found)
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_who_looks_for_scalers_breaks_no_graph() -> None:
-    assert _graphs_of_step("error_feedback(sign())") == _graphs_of_step("sign()") > 0
-
-
-@pytest.mark.usefixtures("one_rank", "no_hook_on_optimizers_left")
-def test_a_model_that_goes_away_leaves_no_hook_on_optimizers() -> None:
-    model = nn.Linear(2, 2)
-    handle = attach(model, parse_hook("error_feedback(sign())"))
-    model(torch.ones(1, 2)).sum().backward()
-    del model, handle
-
-
-def _a_scale_of_one_rank(rank: int, road: str) -> list[str]:
-    torch._dynamo.reset()
-    scaler = Counted(1.0)
-    model, handle = attached(road, parse_hook("error_feedback(sign())"), scaler=scaler)
-    said = []
-    for scale in (math.inf if rank == 1 else 1.0, 1.0):
-        scaler.scale = scale
-        try:
-            with backward_of(road):
-                model(batch(rank, 0)).sum().backward()
-        except (RuntimeError, ValueError) as error:
-            said.append("failed" if rank == 0 else str(error))
-    handle.remove()
-    return said
-
-
-@pytest.mark.parametrize("road", ["module", "ddp", "compiled"])
-def test_a_scale_that_is_none_on_one_rank_ends_the_step_on_all(
-    two_ranks: RankPool, road: str
-) -> None:
-    first, second = two_ranks.run(_a_scale_of_one_rank, road)
-    assert first == ["failed"]
-    assert len(second) == 1 and "positive, finite scale, got inf" in second[0]
-
-
-class Halved(hooks.Hook):
-    """One of a user's own, which knows nothing of scalers."""
-
-    scales_steps = True
-
-    def average(self, bucket: Any) -> Any:
-        return hooks.allreduce().average(bucket)
-
-    def step_scale(self, results: Any, past: Any) -> Tensor:
-        return torch.tensor(0.5)
-
-
-@pytest.mark.parametrize("inside", [False, True], ids=["itself", "in clip"])
-@pytest.mark.usefixtures("one_rank")
-def test_a_hook_of_ones_own_need_not_take_the_scale(inside: bool) -> None:
-    hook = hooks.clip(1e9, Halved()) if inside else Halved()
-    model, handle = attached("module", hook, scaler=Counted(4.0))
-    model(batch(0, 0)).sum().backward()
-    halved = gradients(model, 1.0)
-    handle.remove()
-    model.zero_grad()
-    model(batch(0, 0)).sum().backward()
-    torch.testing.assert_close(halved, gradients(model, 2.0))

@@ -1,8 +1,8 @@
 # ruff: noqa: E501
 """What is refused and what is said about it, as texts: a call, and below it the error.
 
-``EXPECTTEST_ACCEPT=1`` writes the new text into this file. Hooks and their results stand in
-``test_expected_hook_errors.py``.
+``EXPECTTEST_ACCEPT=1`` writes the new text into this file. Those of hooks, of their results and of
+their expressions stand in ``test_expected_hook_*.py``.
 """
 
 from __future__ import annotations

@@ -1,0 +1,144 @@
+"""The scaler that ``attach`` is given: what it must be, and when hooks ask it."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+from scaled_training import Counted, attached, backward_of, batch, gradients
+from torch import Tensor, nn
+
+from torch_commhook import hooks
+from torch_commhook.cli.hook_expression import parse_hook
+
+
+def _counted(road: str, scale: float) -> tuple[Counted, nn.Module, Any]:
+    torch._dynamo.reset()
+    scaler = Counted(scale)
+    return scaler, *attached(road, parse_hook("error_feedback(sign())"), scaler=scaler)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("road", ["module", "ddp", "compiled"])
+def test_it_is_asked_once_in_each_backward(road: str) -> None:
+    scaler, model, handle = _counted(road, 4.0)
+    found = []
+    for number in range(3):
+        scaler.asked = 0
+        with backward_of(road):
+            model(batch(0, number)).sum().backward()
+        found.append(scaler.asked)
+    handle.remove()
+    assert found == [1, 1, 1]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_it_is_not_asked_for_hooks_that_remember_nothing() -> None:
+    scaler = Counted(4.0)
+    model, handle = attached("module", hooks.cast(), scaler=scaler)
+    scaler.asked = 0
+    model(batch(0, 0)).sum().backward()
+    handle.remove()
+    assert scaler.asked == 0
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("road", ["module", "ddp", "compiled"])
+def test_a_scale_that_is_none_ends_the_backward(road: str) -> None:
+    scaler, model, handle = _counted(road, 1.0)
+    for scale in (math.nan, 4.0):
+        scaler.scale = scale
+        refused = pytest.raises(
+            ValueError, match=r"hook '.*: scaler must have a positive, .* got nan"
+        )
+        with refused if scale != scale else nullcontext(), backward_of(road):
+            model(batch(0, 0)).sum().backward()
+    handle.remove()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("scaler", "error", "said"),
+    [
+        (2.0, TypeError, r"scaler must be a torch.amp.GradScaler, .*, got float"),
+        (torch.amp.GradScaler, TypeError, r"scaler must be a torch.amp.GradScaler, .*, got type"),
+        (Counted("x"), TypeError, r"scaler must give a number as its scale, got str"),
+        (Counted(0.0), ValueError, r"scaler must have a positive, finite scale, got 0.0"),
+        (Counted(-1.0), ValueError, r"scaler must have a positive, finite scale, got -1.0"),
+        (Counted(math.inf), ValueError, r"scaler must have a positive, finite scale, got inf"),
+        (Counted(1e300), ValueError, r"scaler must have a positive, finite scale, got 1e\+300"),
+    ],
+    ids=["number", "class", "text", "zero", "negative", "infinite", "beyond float32"],
+)
+def test_what_is_no_scaler_is_refused(scaler: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        attached("module", hooks.allreduce(), scaler=scaler)
+
+
+def _unlike(rank: int, scales: tuple[float | None, float | None]) -> str:
+    scaler = None if scales[rank] is None else Counted(scales[rank])
+    with pytest.raises(RuntimeError) as raised:
+        attached("module", hooks.allreduce(), scaler=scaler)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("scales", [(4.0, 2.0), (4.0, None)], ids=str)
+def test_ranks_must_have_one_scale(
+    two_ranks: RankPool, scales: tuple[float | None, float | None]
+) -> None:
+    said = "the scaler's scale must be the same on all ranks: rank 0 has 4.0, rank 1 has"
+    assert all(said in text for text in two_ranks.run(_unlike, scales))
+
+
+def _a_scale_of_one_rank(rank: int, road: str) -> list[str]:
+    torch._dynamo.reset()
+    scaler = Counted(1.0)
+    model, handle = attached(road, parse_hook("error_feedback(sign())"), scaler=scaler)
+    said = []
+    for scale in (math.inf if rank == 1 else 1.0, 1.0):
+        scaler.scale = scale
+        try:
+            with backward_of(road):
+                model(batch(rank, 0)).sum().backward()
+        except (RuntimeError, ValueError) as error:
+            said.append("failed" if rank == 0 else str(error))
+    handle.remove()
+    return said
+
+
+@pytest.mark.parametrize("road", ["module", "ddp", "compiled"])
+def test_a_scale_that_is_none_on_one_rank_ends_the_step_on_all(
+    two_ranks: RankPool, road: str
+) -> None:
+    first, second = two_ranks.run(_a_scale_of_one_rank, road)
+    assert first == ["failed"]
+    assert len(second) == 1 and "positive, finite scale, got inf" in second[0]
+
+
+class Halved(hooks.Hook):
+    """One of a user's own, which knows nothing of scalers."""
+
+    scales_steps = True
+
+    def average(self, bucket: Any) -> Any:
+        return hooks.allreduce().average(bucket)
+
+    def step_scale(self, results: Any, past: Any) -> Tensor:
+        return torch.tensor(0.5)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["itself", "in clip"])
+@pytest.mark.usefixtures("one_rank")
+def test_a_hook_of_ones_own_need_not_take_the_scale(inside: bool) -> None:
+    hook = hooks.clip(1e9, Halved()) if inside else Halved()
+    model, handle = attached("module", hook, scaler=Counted(4.0))
+    model(batch(0, 0)).sum().backward()
+    halved = gradients(model, 1.0)
+    handle.remove()
+    model.zero_grad()
+    model(batch(0, 0)).sum().backward()
+    torch.testing.assert_close(halved, gradients(model, 2.0))

@@ -1,0 +1,91 @@
+# ruff: noqa: E501
+"""What is refused as an expression of a hook, as in test_expected_errors.py."""
+
+from __future__ import annotations
+
+import expecttest
+import named_hooks
+from refusals import refusals
+
+from torch_commhook.cli.hook_expression import HookExpressionError, parse_hook
+
+
+class TestExpressions(expecttest.TestCase):
+    def test_wrong_expressions(self) -> None:
+        """Of a module of few hooks, whose names end each message."""
+
+        def parse(text: str) -> None:
+            try:
+                parse_hook(text, named_hooks.HOOKS)
+            except HookExpressionError as error:
+                assert "\n" not in str(error)
+                raise
+
+        names = {"parse": parse}
+        calls = """
+            parse("casst(bfloat16)")
+            parse("secret()")
+            parse("__import__('os').system('true')")
+            parse("hooks.cast(bfloat16)")
+            parse("cast(bfloat17)")
+            parse("cast(torch.load)")
+            parse("cast(8)")
+            parse("cast()")
+            parse("blockwise(process_group=1)")
+            parse("blockwise(4, (1, 2))")
+            parse("error_feedback(blockwise(4, 'x'))")
+            parse("cast(**{})")
+            parse("blockwise(1 + 1)")
+            parse("blockwise([x for x in y])")
+            parse("cast(bfloat16")
+            parse("")
+            parse("3")
+            parse("part()")
+            parse("part")
+            parse("cast(bfloat16); 1")
+        """
+        self.assertExpectedInline(
+            refusals(calls, names),
+            """\
+parse("casst(bfloat16)")
+    HookExpressionError: hook 'casst(bfloat16)' names the unknown hook 'casst' (did you mean 'cast'?); a hook is one of allreduce, blockwise, cast, error_feedback, part, as in cast(bfloat16), or none, or FILE.py:NAME
+parse("secret()")
+    HookExpressionError: hook 'secret()' names the unknown hook 'secret'; a hook is one of allreduce, blockwise, cast, error_feedback, part, as in cast(bfloat16), or none, or FILE.py:NAME
+parse("__import__('os').system('true')")
+    HookExpressionError: hook "__import__('os').system('true')" names the unknown hook "__import__('os').system"; a hook is one of allreduce, blockwise, cast, error_feedback, part, as in cast(bfloat16), or none, or FILE.py:NAME
+parse("hooks.cast(bfloat16)")
+    HookExpressionError: hook 'hooks.cast(bfloat16)' names the unknown hook 'hooks.cast'; a hook is one of allreduce, blockwise, cast, error_feedback, part, as in cast(bfloat16), or none, or FILE.py:NAME
+parse("cast(bfloat17)")
+    HookExpressionError: hook 'cast(bfloat17)' has the argument 'bfloat17', which is neither a dtype nor a hook; a hook is one of allreduce, blockwise, cast, error_feedback, part, as in cast(bfloat16), or none, or FILE.py:NAME
+parse("cast(torch.load)")
+    HookExpressionError: hook 'cast(torch.load)' has the argument 'torch.load', which is neither a dtype nor a hook; a hook is one of allreduce, blockwise, cast, error_feedback, part, as in cast(bfloat16), or none, or FILE.py:NAME
+parse("cast(8)")
+    HookExpressionError: hook 'cast(8)' is refused by cast: TypeError: cast: dtype must be a torch.dtype; a hook is one of allreduce, blockwise, cast, error_feedback, part, as in cast(bfloat16), or none, or FILE.py:NAME
+parse("cast()")
+    HookExpressionError: hook 'cast()' is refused by cast: TypeError: hooks_module.<locals>.cast() missing 1 required positional argument: 'dtype'; a hook is one of allreduce, blockwise, cast, error_feedback, part, as in cast(bfloat16), or none, or FILE.py:NAME
+parse("blockwise(process_group=1)")
+    HookExpressionError: hook 'blockwise(process_group=1)' gives blockwise a process_group, which can't be written on a command line; a hook is one of allreduce, blockwise, cast, error_feedback, part, as in cast(bfloat16), or none, or FILE.py:NAME
+parse("blockwise(4, (1, 2))")
+    HookExpressionError: hook 'blockwise(4, (1, 2))' gives blockwise a process_group, which can't be written on a command line; a hook is one of allreduce, blockwise, cast, error_feedback, part, as in cast(bfloat16), or none, or FILE.py:NAME
+parse("error_feedback(blockwise(4, 'x'))")
+    HookExpressionError: hook "error_feedback(blockwise(4, 'x'))" gives blockwise a process_group, which can't be written on a command line; a hook is one of allreduce, blockwise, cast, error_feedback, part, as in cast(bfloat16), or none, or FILE.py:NAME
+parse("cast(**{})")
+    HookExpressionError: hook 'cast(**{})' must not unpack a mapping (**); a hook is one of allreduce, blockwise, cast, error_feedback, part, as in cast(bfloat16), or none, or FILE.py:NAME
+parse("blockwise(1 + 1)")
+    HookExpressionError: hook 'blockwise(1 + 1)' must not contain '1 + 1'; a hook is one of allreduce, blockwise, cast, error_feedback, part, as in cast(bfloat16), or none, or FILE.py:NAME
+parse("blockwise([x for x in y])")
+    HookExpressionError: hook 'blockwise([x for x in y])' must not contain '[x for x in y]'; a hook is one of allreduce, blockwise, cast, error_feedback, part, as in cast(bfloat16), or none, or FILE.py:NAME
+parse("cast(bfloat16")
+    HookExpressionError: hook 'cast(bfloat16' is not a hook expression; a hook is one of allreduce, blockwise, cast, error_feedback, part, as in cast(bfloat16), or none, or FILE.py:NAME
+parse("")
+    HookExpressionError: hook '' is not a hook expression; a hook is one of allreduce, blockwise, cast, error_feedback, part, as in cast(bfloat16), or none, or FILE.py:NAME
+parse("3")
+    HookExpressionError: hook '3' is not a hook expression; a hook is one of allreduce, blockwise, cast, error_feedback, part, as in cast(bfloat16), or none, or FILE.py:NAME
+parse("part()")
+    HookExpressionError: hook 'part()' is only a part of a hook; a hook is one of allreduce, blockwise, cast, error_feedback, part, as in cast(bfloat16), or none, or FILE.py:NAME
+parse("part")
+    HookExpressionError: hook 'part' is only a part of a hook; a hook is one of allreduce, blockwise, cast, error_feedback, part, as in cast(bfloat16), or none, or FILE.py:NAME
+parse("cast(bfloat16); 1")
+    HookExpressionError: hook 'cast(bfloat16); 1' is not a hook expression; a hook is one of allreduce, blockwise, cast, error_feedback, part, as in cast(bfloat16), or none, or FILE.py:NAME
+""",
+        )

@@ -1,0 +1,69 @@
+"""A model with a hook whose state is saved and read, steps of it, and its error memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from torch_commhook import HookHandle, attach
+from torch_commhook.cli.hook_expression import parse_hook
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(48, 48) for _ in range(4)]
+    return nn.Sequential(
+        nn.Conv2d(3, 48, 3).to(memory_format=torch.channels_last), nn.Flatten(2), Mean(), *layers
+    )
+
+
+class Mean(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean(2)
+
+
+def attached(model: nn.Module, hook: str, on_ddp: bool) -> tuple[nn.Module, HookHandle]:
+    if not on_ddp:
+        return model, attach(model, parse_hook(hook), bucket_cap_mb=0.02)
+    ddp = DDP(model, bucket_cap_mb=0.02)
+    ddp(torch.zeros(1, 3, 6, 6)).sum().backward()  # which has DDP order its buckets
+    ddp.zero_grad()
+    return ddp, attach(ddp, parse_hook(hook))
+
+
+def train(model: nn.Module, rank: int, steps: range) -> None:
+    for step in steps:
+        model.zero_grad()
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        model(torch.randn(4, 3, 6, 6, generator=generator)).square().sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.01 * parameter.grad
+
+
+def mean_error(state: dict[str, Any], rank: int) -> torch.Tensor:
+    """What all ranks together have yet to send, per parameter and element."""
+    own = state[f"rank{rank}"]
+    names = sorted(own["error"])
+    total = torch.cat(
+        [
+            own["error"][name].permute(*range(own["error"][name].dim())).reshape(-1) / 2
+            + in_rows(own["shard_error"].get(name), own["error"][name])
+            for name in names
+        ]
+    )
+    dist.all_reduce(total)
+    return total
+
+
+def in_rows(flat: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    if flat is None:
+        return torch.zeros(like.numel())
+    as_it_lies = torch.empty_like(like)
+    order = sorted(range(like.dim()), key=lambda d: like.stride(d), reverse=True)
+    as_it_lies.permute(order).view(-1).copy_(flat)
+    return as_it_lies.reshape(-1)
