@@ -38,7 +38,7 @@ STAGES: dict[str, dict[int, int]] = {
 
 
 class RoundTrips:
-    """Holds back what arrives until all buckets' messages are under way, and counts what that takes.
+    """Holds back what arrives until all buckets' messages are under way, and counts round trips.
 
     Without that they would not be under way at once: a message between processes of one machine
     arrives before the next one is sent.

@@ -115,13 +115,14 @@ def attach(
     divide by all ranks, as with ``divide_by_initial_world_size=True``.
 
     Raises:
-        TypeError: no module, no scaler, connections that are no int, or :func:`torch_commhook.check_hook` refuses the hook; a
-            parameter is a DTensor that ``fully_shard()`` has not made, or FullyShardedDataParallel
-            has flattened it; on a sharded model, a hook that needs more than a rank has there.
+        TypeError: no module, no scaler, connections that are no int, or
+            :func:`torch_commhook.check_hook` refuses the hook; a parameter is a DTensor that
+            ``fully_shard()`` has not made, or FullyShardedDataParallel has flattened it; on a
+            sharded model, a hook that needs more than a rank has there.
         ValueError: an annotation of the hook says that it is none; a scale that is not positive and
-            finite (in a later ``backward()`` too); connections out of range; a setting that DDP has itself;
-            no parameter requires grad; a parameter is on the meta device, or has an optimizer in
-            backward.
+            finite (in a later ``backward()`` too); connections out of range; a setting that DDP has
+            itself; no parameter requires grad; a parameter is on the meta device, or has an
+            optimizer in backward.
         RuntimeError: a hook is attached already, or to another model with one of the parameters, or
             was registered with DDP itself; replicate() was applied to a module; the ranks'
             parameters differ; a step over the group has failed, whose collectives may still be

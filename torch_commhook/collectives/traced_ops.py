@@ -19,8 +19,8 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
 )
 from torch.distributed import distributed_c10d
 
-from torch_commhook.collectives.futures import TracedFuture, traced
 from torch_commhook.collectives.exchange import Place, exchanges, place_in
+from torch_commhook.collectives.futures import TracedFuture, traced
 from torch_commhook.collectives.gloo_groups import second_group
 from torch_commhook.collectives.group_place import is_alone
 from torch_commhook.collectives.issuing import (
