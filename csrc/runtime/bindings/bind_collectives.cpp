@@ -58,8 +58,8 @@ void bind_collectives(py::module_& m) {
           },
           py::arg("inputs"), py::arg("outputs"), py::arg("result"), py::arg("place") = py::none(),
           py::arg("stage") = 0, py::call_guard<py::gil_scoped_release>())
-      .def("expect", &Exchanges::expect, py::arg("outputs"), py::arg("place"),
-           py::arg("stage") = 0, py::call_guard<py::gil_scoped_release>())
+      .def("expect", &Exchanges::expect, py::arg("outputs"), py::arg("place"), py::arg("stage") = 0,
+           py::call_guard<py::gil_scoped_release>())
       .def("reserve", &Exchanges::reserve, py::call_guard<py::gil_scoped_release>())
       .def("use_down", &Exchanges::use_down, py::arg("down"),
            py::call_guard<py::gil_scoped_release>())

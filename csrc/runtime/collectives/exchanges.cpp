@@ -270,10 +270,9 @@ Exchanges::Parts Exchanges::take_expected(const Messages& messages) {
   for (int rank = 0; rank < size_; ++rank) {
     const auto& wanted = found->second.outputs[rank];
     const auto& output = messages.outputs[rank];
-    TORCH_CHECK_VALUE(
-        rank == rank_ ||
-            (output.data_ptr() == wanted.data_ptr() && output.numel() == wanted.numel()),
-        "exchange: what comes from rank ", rank, " is expected elsewhere");
+    TORCH_CHECK_VALUE(rank == rank_ || (output.data_ptr() == wanted.data_ptr() &&
+                                        output.numel() == wanted.numel()),
+                      "exchange: what comes from rank ", rank, " is expected elsewhere");
   }
   return std::move(expected_.extract(found).mapped().parts);
 }
@@ -475,9 +474,8 @@ void Exchanges::stop() {
     return issuing_ == 0 && is_over(issuer_) &&
            std::all_of(lanes_.begin(), lanes_.end(), [&](const Lane& lane) {
              return is_over(lane.runner) &&
-                    std::all_of(
-                        lane.watched.begin(), lane.watched.end(),
-                        [&](const Watched& watched) { return is_over(watched.watcher); });
+                    std::all_of(lane.watched.begin(), lane.watched.end(),
+                                [&](const Watched& watched) { return is_over(watched.watcher); });
            });
   });
   failed_.clear();
