@@ -47,7 +47,7 @@ const Exchanges::Group& checked(const Exchanges::Group& group) {
 }  // namespace
 
 Exchanges::Exchanges(const Group& up, const Group& down, bool is_second, std::vector<int64_t> names)
-    : connections_{Connection(checked(up), checked(down))},
+    : connections_{{0, {Connection(checked(up), checked(down))}}},
       size_(up->getSize()),
       rank_(up->getRank()),
       is_second_(is_second),
@@ -69,7 +69,16 @@ void Exchanges::use_down(const Group& down) {
   TORCH_CHECK_VALUE(down && down->getSize() == size_ && down->getRank() == rank_,
                     "exchange: both process groups must have the same ranks");
   const std::lock_guard lock(mutex_);
-  connections_[0].down = Connection(down, down).down;
+  auto connections = connections_.back().second;
+  connections[0].down = Connection(down, down).down;
+  use(std::move(connections));
+}
+
+void Exchanges::use(std::vector<Connection> connections) {
+  if (connections_.back().first == reserved_) {
+    connections_.pop_back();
+  }
+  connections_.emplace_back(reserved_, std::move(connections));
 }
 
 void Exchanges::use_more(const std::vector<Group>& ups, const std::vector<Group>& downs) {
@@ -100,10 +109,11 @@ void Exchanges::use_more(const std::vector<Group>& ups, const std::vector<Group>
   for (auto& lane : lanes_) {
     lane.watched.resize(std::min<size_t>(1, lane.watched.size()));
   }
-  connections_.resize(1, connections_[0]);
+  std::vector<Connection> connections{connections_.back().second[0]};
   for (size_t i = 0; i < ups.size(); ++i) {
-    connections_.emplace_back(ups[i], downs[i]);
+    connections.emplace_back(ups[i], downs[i]);
   }
+  use(std::move(connections));
 }
 
 int Exchanges::tag_of(int64_t place, int64_t stage) const {
@@ -128,7 +138,7 @@ void Exchanges::expect(std::vector<at::Tensor> outputs, int64_t place, int64_t s
   Parts parts;
   std::exception_ptr error;
   try {
-    ask(outputs, tag, parts);
+    ask(outputs, place, tag, parts);
   } catch (...) {
     error = std::current_exception();
   }
@@ -156,7 +166,7 @@ c10::intrusive_ptr<Future> Exchanges::start(std::vector<at::Tensor> inputs,
                     "exchange: there must be flat bytes on the CPU for each rank");
   const int tag = tag_of(place, stage);
   auto done = c10::make_intrusive<Future>(c10::TensorType::get());
-  Messages messages{std::move(inputs), std::move(outputs), std::move(result), done, tag};
+  Messages messages{std::move(inputs), std::move(outputs), std::move(result), done, place, tag};
   {
     const std::lock_guard lock(mutex_);
     TORCH_CHECK(!stopped_, kStopped);
@@ -220,11 +230,13 @@ Exchanges::WorkPtr Exchanges::with(int rank, const Call& call) const {
   }
 }
 
-std::vector<std::pair<Exchanges::Group, Exchanges::Group>> Exchanges::groups() {
+std::vector<std::pair<Exchanges::Group, Exchanges::Group>> Exchanges::groups(int64_t place) {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK(!stopped_, kStopped);
   std::vector<std::pair<Group, Group>> found;
-  for (const auto& [up, down] : connections_) {
+  const auto of_place = std::find_if(connections_.rbegin(), connections_.rend(),
+                                     [&](const auto& each) { return each.first <= place; });
+  for (const auto& [up, down] : of_place->second) {
     found.emplace_back(up.lock(), down.lock());
     TORCH_CHECK(found.back().first && found.back().second, kStopped);
   }
@@ -243,8 +255,8 @@ std::vector<at::Tensor> Exchanges::pieces(const at::Tensor& message, size_t conn
   return found;
 }
 
-void Exchanges::ask(const std::vector<at::Tensor>& outputs, int tag, Parts& parts) {
-  const auto connections = groups();
+void Exchanges::ask(const std::vector<at::Tensor>& outputs, int64_t place, int tag, Parts& parts) {
+  const auto connections = groups(place);
   for (int distance = 1; distance < size_; ++distance) {
     const int from = (rank_ + size_ - distance) % size_;
     parts.emplace_back(from, Works());
@@ -278,13 +290,13 @@ Exchanges::Parts Exchanges::take_expected(const Messages& messages) {
 }
 
 bool Exchanges::post(const Messages& messages) {
-  const auto connections = groups();
+  const auto connections = groups(messages.place);
   Parts parts = take_expected(messages);
   const auto exchange = std::make_shared<Exchange>(Exchange{messages.done, messages.result});
   try {
     if (parts.empty()) {
       // What is to come is asked for first: then no message has to wait for that.
-      ask(messages.outputs, messages.tag, parts);
+      ask(messages.outputs, messages.place, messages.tag, parts);
     }
     for (auto& [to, works] : parts) {
       const auto told = pieces(messages.inputs[to], connections.size());

@@ -49,13 +49,14 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
                                                 std::vector<at::Tensor> outputs, at::Tensor result,
                                                 int64_t place, int64_t stage);
 
-  // From now on messages to lower ranks take the connections of `down`. No exchange is being
-  // started meanwhile, and all ranks call it between the same two.
+  // In places that are reserved from now on, messages to lower ranks take the connections of
+  // `down`. All ranks call it between the same two places.
   void use_down(const Group& down);
 
-  // From now on large messages are cut into as many pieces as there are connections: those that
-  // there were from the start, and more, of groups over the same ranks: each of `ups` with the one
-  // of `downs` in its place. Called as use_down().
+  // In places that are reserved from now on, large messages are cut into as many pieces as there
+  // are connections: those that there were from the start, and more, of groups over the same ranks:
+  // each of `ups` with the one of `downs` in its place. All ranks call it between the same two
+  // places, with none under way.
   void use_more(const std::vector<Group>& ups, const std::vector<Group>& downs);
 
   // Returns when none is under way. At once on a thread that waits for messages, which would wait
@@ -75,6 +76,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
     std::vector<at::Tensor> outputs;
     at::Tensor result;
     FuturePtr done;
+    int64_t place;
     int tag;
   };
   // Other ranks, each with what is under way between it and this one.
@@ -123,11 +125,13 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   static void tell(c10::ivalue::Future& done, const Outcome& outcome, const at::Tensor& result);
   // Whether there was nothing to send.
   bool post(const Messages& messages);
-  std::vector<std::pair<Group, Group>> groups();  // `up` and `down` of each connection
+  std::vector<std::pair<Group, Group>> groups(int64_t place);  // `up` and `down` of connections
+  // Changes what places have that are reserved from now on.
+  void use(std::vector<Connection> connections);
   // Pieces of a message, of which each takes a connection of its own.
   static std::vector<at::Tensor> pieces(const at::Tensor& message, size_t connections);
   // Adds a part for each other rank, which has been asked for its message.
-  void ask(const std::vector<at::Tensor>& outputs, int tag, Parts& parts);
+  void ask(const std::vector<at::Tensor>& outputs, int64_t place, int tag, Parts& parts);
   // What was asked for already; nothing if nothing was.
   Parts take_expected(const Messages& messages);
   int tag_of(int64_t place, int64_t stage) const;
@@ -141,7 +145,8 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // An error of messages with the rank of a lane, which it names.
   std::exception_ptr named(const Lane& lane, const std::exception_ptr& error) const;
 
-  std::vector<Connection> connections_;  // at least one
+  // From which place on which connections: a message is asked for and sent on the same ones.
+  std::vector<std::pair<int64_t, std::vector<Connection>>> connections_;
   const int size_;
   const int rank_;
   const bool is_second_;
