@@ -159,6 +159,10 @@ def broadcast_cut(sizes: list[int], element_size: int) -> tuple[int, int] | None
 def broadcast_buckets(bytes: list[int], kinds: list[int], buffer_size: int) -> list[list[int]]: ...
 def held_work(work: torch.distributed.Work) -> torch.distributed.Work: ...
 
+def ask_early(
+    group: torch.distributed.ProcessGroup, output: Tensor, rank: int, tag: int
+) -> torch.distributed.Work: ...
+
 class Exchanges:
     def __init__(
         self,

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_commhook import _C
 from torch_commhook.collectives.exchange import (
     Place,
     exchange,
@@ -57,7 +58,7 @@ class StepEnd:
         for distances, flags in zip(self._rounds, self._flags, strict=True):
             self._works.append(
                 [
-                    group.recv([flag], self._at(-distance), _TAG)
+                    _C.ask_early(group, flag, self._at(-distance), _TAG)
                     for distance, flag in zip(distances, flags, strict=True)
                 ]
             )

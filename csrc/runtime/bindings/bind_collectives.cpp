@@ -44,6 +44,13 @@ void bind_collectives(py::module_& m) {
         return indices;
       },
       py::arg("bytes"), py::arg("kinds"), py::arg("buffer_size"));
+  m.def(
+      "ask_early",
+      [](const Exchanges::Group& group, const at::Tensor& output, int rank, int tag) {
+        return ask_early(group, output, rank, tag);
+      },
+      py::arg("group"), py::arg("output"), py::arg("rank"), py::arg("tag"),
+      py::call_guard<py::gil_scoped_release>());
   py::class_<Exchanges, std::shared_ptr<Exchanges>>(m, "Exchanges")
       .def(py::init<const Exchanges::Group&, const Exchanges::Group&, bool, std::vector<int64_t>>(),
            py::arg("up"), py::arg("down"), py::arg("is_second"),

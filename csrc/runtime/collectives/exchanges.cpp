@@ -1,5 +1,7 @@
 #include "runtime/collectives/exchanges.h"
 
+#include <ATen/record_function.h>
+
 #include <algorithm>
 #include <chrono>
 #include <stdexcept>
@@ -45,6 +47,14 @@ const Exchanges::Group& checked(const Exchanges::Group& group) {
 }
 
 }  // namespace
+
+c10::intrusive_ptr<c10d::Work> ask_early(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                         const at::Tensor& output, int rank, int tag) {
+  TORCH_CHECK_VALUE(group, "exchange: there must be process groups");
+  const at::DisableRecordFunctionGuard unseen;
+  std::vector<at::Tensor> outputs{output};
+  return group->recv(outputs, rank, tag);
+}
 
 Exchanges::Exchanges(const Group& up, const Group& down, bool is_second, std::vector<int64_t> names)
     : connections_{{0, {Connection(checked(up), checked(down))}}},
@@ -265,9 +275,8 @@ void Exchanges::ask(const std::vector<at::Tensor>& outputs, int64_t place, int t
       const Group& group = from < rank_ ? connections[i].first : connections[i].second;
       watch(from, i, group);
       if (i < asked.size()) {
-        std::vector<at::Tensor> received{asked[i]};
         parts.back().second.push_back(
-            with(from, [&, from = from] { return group->recv(received, from, tag); }));
+            with(from, [&, from = from] { return ask_early(group, asked[i], from, tag); }));
       }
     }
   }
@@ -336,9 +345,8 @@ void Exchanges::watch(int rank, size_t connection, const Group& group) {
       return;
     }
   }
-  std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
   const int tag = static_cast<int>(kFirstTag - 1 - (is_second_ ? 1 : 0));
-  auto work = with(rank, [&] { return group->recv(nothing, rank, tag); });
+  auto work = with(rank, [&] { return ask_early(group, at::empty({1}, at::kByte), rank, tag); });
   const std::lock_guard lock(mutex_);
   TORCH_CHECK(!stopped_, kStopped);  // meanwhile
   watched->work = std::move(work);

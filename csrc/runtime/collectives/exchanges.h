@@ -17,6 +17,12 @@
 
 namespace commhook {
 
+// Asks a rank for a message that comes later. PyTorch's profiler does not see it: the message may
+// come, or be given up, when another profile is taken than when it was asked for. An event that a
+// Work ends then is memory of the first profile, which is gone.
+c10::intrusive_ptr<c10d::Work> ask_early(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                         const at::Tensor& output, int rank, int tag);
+
 // Those that are issued one after another, in the same order on all ranks. For each other rank a
 // thread waits for what goes there and comes from there, while there is anything; so that an
 // exchange fails as soon as one rank is lost. The last of them completes the exchange's Future, and
