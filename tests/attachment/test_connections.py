@@ -140,8 +140,8 @@ def test_ranks_must_have_the_same(two_ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("count", "error", "message"),
     [
-        (0, ValueError, "attach: connections must be 1 to 64, got 0"),
-        (65, ValueError, "attach: connections must be 1 to 64, got 65"),
+        (0, ValueError, "attach: connections must be 1 to 16, got 0"),
+        (17, ValueError, "attach: connections must be 1 to 16, got 17"),
         (2.0, TypeError, "attach: connections must be an int or None, got float"),
         (True, TypeError, "attach: connections must be an int or None, got bool"),
     ],

@@ -92,7 +92,7 @@ def attach(
         broadcast_buffers: for a module: rank 0's buffers (running statistics) go to all ranks
             before each forward that trains and synchronises. On by default.
         init_sync: for a module: rank 0's parameters and buffers go to all ranks now. On by default.
-        connections: that large messages take between two ranks over Gloo, on the CPU, 1 to 64: for
+        connections: that large messages take between two ranks over Gloo, on the CPU, 1 to 16: for
             a long way, over which one TCP connection cannot fill the link. By default four where
             these are found to be faster, else one: ranks of several machines whose round trip takes
             5 ms or more send each other some MiB now to find out.

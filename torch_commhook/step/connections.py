@@ -23,7 +23,7 @@ from torch_commhook.collectives.exchange import exchange
 
 #: That a link is tried with, and that it has if that is faster.
 MANY = 4
-MOST = 64
+MOST = 16
 #: Ranks that are nearer have one connection, and no rate is measured.
 _FAR_SECONDS = 5e-3
 #: By how much several connections must be faster.
