@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_commhook import PeerError, attach, hooks
 from torch_commhook.cli.hook_expression import parse_hook
 from torch_commhook.collectives import gloo_groups
-from torch_commhook.step import connections
-from torch_commhook.step.connections import MANY, Link, measure_link
+from torch_commhook.step import link as links
+from torch_commhook.step.link import MANY, Link, measure_link
 
 WIDTH = 600  # 1.4 MiB of gradients
 HOOKS = (
@@ -171,8 +171,8 @@ def _measured(rank: int, seconds: float, several: float) -> tuple[Link, int]:
         return several if made else seconds * nbytes / (1 << 20)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(connections, "_is_local", lambda group: False)
-        patch.setattr(connections, "_seconds_of", seconds_of)
+        patch.setattr(links, "_is_local", lambda group: False)
+        patch.setattr(links, "_seconds_of", seconds_of)
         return measure_link(dist.group.WORLD, lambda: made.append(True)), len(made)
 
 
@@ -191,8 +191,8 @@ def test_the_rates_of_a_long_link(two_ranks: RankPool) -> None:
 def _near(rank: int) -> tuple[float | None, int]:
     made: list[bool] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(connections, "_is_local", lambda group: False)
-        patch.setattr(connections, "_FAR_SECONDS", 3600.0)
+        patch.setattr(links, "_is_local", lambda group: False)
+        patch.setattr(links, "_FAR_SECONDS", 3600.0)
         link = measure_link(dist.group.WORLD, lambda: made.append(True))
     assert 0 < link.round_trip < 60
     return link.rate, link.connections

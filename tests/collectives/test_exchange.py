@@ -335,7 +335,10 @@ def test_what_is_refused_of_expected_messages(two_ranks: RankPool) -> None:
     for rank, said in enumerate(two_ranks.run(_expected_in_vain)):
         again, elsewhere, few, place, uneven, closed = said
         assert again == "exchange: stage 0 of place 0 is expected already"
-        assert elsewhere == f"exchange: what comes from rank {1 - rank} is expected elsewhere"
+        assert elsewhere == (
+            "exchange: outputs must be those that expect() had in this place, and that of rank "
+            f"{1 - rank} is another"
+        )
         assert few == "exchange: there must be flat bytes on the CPU for each rank"
         assert place.startswith("exchange: place must be one that reserve() gave")
         assert uneven == "exchange: ups and downs must be as many, got 1 and 0"

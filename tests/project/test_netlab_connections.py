@@ -1,14 +1,13 @@
-"""A hook's connections over a long link: several where one cannot fill it."""
+"""A hook's connections over a far link: several where one cannot fill it."""
 
 from __future__ import annotations
 
 import sys
 
 import pytest
-from netlab_hosts import lines_of
+from netlab_hosts import lines_of, skip_without_far_hosts
 
-from benchmarks.netlab import Lab, LabError, why_impossible
-from benchmarks.netlab.distance import check_compiler
+from benchmarks.netlab import Lab
 from benchmarks.netlab.tools import call
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's")
@@ -23,7 +22,7 @@ model = torch.nn.Linear(4, 4)
 attach(model, hooks.blockwise())
 model(torch.ones(1, 4)).sum().backward()
 (group,) = groups_by_name.values()
-(link,) = group.links.values()
+link = group.connections.link(group.group)
 print("link", link.connections, link.round_trip, link.rate / 1e6, link.rate_of_many / 1e6)
 dist.barrier()
 dist.destroy_process_group()
@@ -32,13 +31,7 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def _possible() -> None:
-    reason = why_impossible()
-    if reason is not None:
-        pytest.skip(reason)
-    try:
-        check_compiler()
-    except LabError as error:
-        pytest.skip(str(error))
+    skip_without_far_hosts()
 
 
 def _attached(buffers: str | None) -> list[tuple[float, ...]]:

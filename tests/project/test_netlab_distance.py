@@ -10,7 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from netlab_hosts import LIMIT_SECONDS, left, lines_of, transfer, wait_for
+from netlab_hosts import (
+    LIMIT_SECONDS,
+    left,
+    lines_of,
+    skip_without_far_hosts,
+    transfer,
+    wait_for,
+)
 from repository import ROOT
 
 from benchmarks.netlab import Lab, LabError, lab, why_impossible
@@ -58,13 +65,7 @@ def test_buffers_hold_several_round_trips() -> None:
 
 @pytest.fixture(scope="module")
 def _possible() -> None:
-    reason = why_impossible()
-    if reason is not None:
-        pytest.skip(reason)
-    try:
-        check_compiler()
-    except LabError as error:
-        pytest.skip(str(error))
+    skip_without_far_hosts()
 
 
 needs_namespaces = pytest.mark.usefixtures("_possible")

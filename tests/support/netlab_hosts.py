@@ -7,7 +7,10 @@ import sys
 import time
 from collections.abc import Callable
 
-from benchmarks.netlab import Lab, lab
+import pytest
+
+from benchmarks.netlab import Lab, LabError, lab, why_impossible
+from benchmarks.netlab.distance import check_compiler
 
 LIMIT_SECONDS = 60.0
 
@@ -56,6 +59,17 @@ def transfer(hosts: Lab, count: int) -> tuple[float, float]:
     """Send ``count`` bytes from host 1 to host 0; bits per second, and in the second half."""
     of_all, of_half = map(float, lines_of(hosts, _TRANSFER, str(count)))
     return of_all, of_half
+
+
+def skip_without_far_hosts() -> None:
+    """Skip the test, with the reason, where no hosts can be made that are far apart."""
+    reason = why_impossible()
+    if reason is not None:
+        pytest.skip(reason)
+    try:
+        check_compiler()
+    except LabError as error:
+        pytest.skip(str(error))
 
 
 def left(pid: int | None = None) -> set[str]:

@@ -92,10 +92,10 @@ def attach(
         broadcast_buffers: for a module: rank 0's buffers (running statistics) go to all ranks
             before each forward that trains and synchronises. On by default.
         init_sync: for a module: rank 0's parameters and buffers go to all ranks now. On by default.
-        connections: that large messages take between two ranks over Gloo, on the CPU, 1 to 16: for
-            a long way, over which one TCP connection cannot fill the link. By default four where
-            these are found to be faster, else one: ranks of several machines whose round trip takes
-            5 ms or more send each other some MiB now to find out.
+        connections: how many connections between two ranks a large message takes over Gloo, on the
+            CPU, 1 to 16. Several serve a far link, which one TCP connection cannot fill. By default
+            ``attach`` takes four if it finds that they are faster, else one. To find out, ranks of
+            several machines whose round trip takes 5 ms or more send each other some MiB.
         shard_hook: for a sharded model on a mesh of two dimensions: the hook of its
             reduce-scatters. None leaves them as they are.
         weights: for a sharded model: the codec through which its parameters are gathered, in

@@ -54,8 +54,8 @@ class Attached:
     Attributes:
         local_steps: brings the ranks together, where the hook keeps them apart.
         second_stages: of collectives, which wait for the next bucket.
-        connections: that large messages take between two ranks; None for as many as make these
-            faster.
+        connections: how many a large message takes between two ranks; None to keep them, or to
+            find out.
         captured_traffic: of the buckets of the step that a CUDA graph has captured last.
         counted_replays: steps that graphs have run, as far as :attr:`stats` has them.
     """

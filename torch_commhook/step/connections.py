@@ -1,39 +1,23 @@
-"""How many connections a large message takes from one rank to another.
-
-A TCP connection carries no more in a round trip than its buffers hold, and slows down with each
-packet that is lost. Over a long way several connections then carry more than one.
-"""
+"""More connections between two ranks, for large messages of a step's groups."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-import platform
-import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple
+import logging
+import weakref
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from torch_commhook import _C
-from torch_commhook.collectives.exchange import exchange
+from torch_commhook.collectives.exchange import exchanges, has_few_ranks
+from torch_commhook.collectives.gloo_groups import group_name, use_more_connections
+from torch_commhook.step.link import MANY, Link, measure_link
 
-#: That a link is tried with, and that it has if that is faster.
-MANY = 4
+#: Each is two groups of Gloo, with their threads and files.
 MOST = 16
-#: Ranks that are nearer have one connection, and no rate is measured.
-_FAR_SECONDS = 5e-3
-#: By how much several connections must be faster.
-_LEAST_GAIN = 1.3
-_FIRST_BYTES, _MOST_BYTES = 1 << 20, 1 << 26
-#: A message that takes so many round trips shows the rate.
-_ROUND_TRIPS = 6
-_REPEATS = 3
-#: Of the measurement of a round trip, until two differ by no more than a share.
-_TRIES, _STEADY = 4, 0.1
+
+_log = logging.getLogger(__name__)
 
 
 def check_connections(count: object) -> None:
@@ -53,107 +37,78 @@ def check_connections(count: object) -> None:
         raise ValueError(f"attach: connections must be 1 to {MOST}, got {count}")
 
 
-class Link(NamedTuple):
-    """What was measured between the ranks of a group; the same on all of them.
+@dataclass
+class _OfGroup:
+    """What one group has.
 
     Attributes:
-        round_trip: in seconds, of the slowest two; 0 between ranks of one machine.
-        rate: that one connection carries, in bits per second; None where nobody has asked.
-        rate_of_many: that :data:`MANY` carry; None where nobody has asked.
+        pairs: groups for messages to higher ranks and to lower ranks, beside the group's own.
+        made: how many there were ever: a store still has the addresses of those that are gone.
+        link: None where it was not measured.
     """
 
-    round_trip: float
-    rate: float | None = None
-    rate_of_many: float | None = None
-
-    @property
-    def connections(self) -> int:
-        """How many large messages should take."""
-        if self.rate is None or self.rate_of_many is None:
-            return 1
-        return MANY if self.rate_of_many >= _LEAST_GAIN * self.rate else 1
+    pairs: list[tuple[dist.ProcessGroup, dist.ProcessGroup]] = field(default_factory=list)
+    made: int = 0
+    link: Link | None = None
 
 
-def measure_link(group: dist.ProcessGroup, connect: Callable[[], object]) -> Link:
-    """Measure a group's link. All ranks do at the same point.
+class MoreConnections:
+    """The connections of some groups, beside those that each has.
 
-    Ranks of one machine have no link. Where it is long, messages of 1 MiB, 2 MiB and so on travel
-    until one takes six round trips, then as large ones over several connections.
-
-    Args:
-        group: whose ranks exchange messages, over one connection each way.
-        connect: lets large messages take :data:`MANY` connections from then on.
+    Attributes:
+        count: that large messages take; None for as many as are found to make these faster.
     """
-    if _is_local(group):
-        return Link(0.0)
-    round_trip = _round_trip(group)
-    if round_trip < _FAR_SECONDS:
-        return Link(round_trip)
-    nbytes, seconds = _FIRST_BYTES, 0.0
-    while True:
-        seconds = _slowest(group, _seconds_of(group, nbytes))
-        if seconds >= _ROUND_TRIPS * round_trip or nbytes >= _MOST_BYTES:
-            break
-        nbytes *= 2
-    seconds = min(seconds, _least_seconds(group, nbytes))
-    connect()
-    many = _least_seconds(group, nbytes)
-    carried = 8.0 * nbytes * (group.size() - 1)
-    # The first byte comes after a round trip.
-    one, several = (carried / max(each - round_trip, each * 1e-3) for each in (seconds, many))
-    return Link(round_trip, one, several)
+
+    def __init__(self) -> None:
+        self.count: int | None = None
+        self._of_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _OfGroup] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def link(self, group: dist.ProcessGroup) -> Link | None:
+        """What was measured of a group; None where nothing was."""
+        found = self._of_groups.get(group)
+        return None if found is None else found.link
+
+    def connect(
+        self,
+        group: dist.ProcessGroup,
+        make: Callable[[str], dist.ProcessGroup],
+        drop: Callable[[Collection[dist.ProcessGroup]], object],
+    ) -> None:
+        """Have large messages of a group take :attr:`count` connections; all of its ranks do so.
+
+        Args:
+            group: of Gloo, or one whose ranks exchange no messages, to which nothing is done.
+            make: makes a group over the same ranks, with a name that is added to this one's.
+            drop: destroys groups that it has made.
+        """
+        if not exchanges(group):
+            return
+        found = self._of_groups.setdefault(group, _OfGroup())
+        if self.count is not None:
+            _take(group, found, self.count, make)
+        elif found.link is None:
+            found.link = link = measure_link(group, lambda: _take(group, found, MANY, make))
+            if link.rate is not None:
+                _log.info("%s: %s", group_name(group), link)
+            _take(group, found, link.connections, make)
+            unused = found.pairs[link.connections - 1 :]
+            if unused:
+                del found.pairs[link.connections - 1 :]
+                group.barrier().wait()  # a rank that still watches them would think they are lost
+                drop([each for pair in unused for each in pair])
 
 
-def _is_local(group: dist.ProcessGroup) -> bool:
-    """Whether all ranks are on one machine, and see the same network."""
-    digest = hashlib.sha256(_machine().encode()).digest()
-    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-    every = own.new_empty((group.size(), own.numel()))
-    exchange([own] * group.size(), list(every), every, group).wait()
-    return bool((every == own).all())
-
-
-def _machine() -> str:
-    """A text that processes have in common if they are on one machine and see the same network."""
-    try:
-        booted = Path("/proc/sys/kernel/random/boot_id").read_text()
-        network = os.stat("/proc/self/ns/net")
-    except OSError:  # another system than Linux
-        return platform.node()
-    return f"{booted} {network.st_dev} {network.st_ino}"
-
-
-def _round_trip(group: dist.ProcessGroup) -> float:
-    """In seconds; no more than is needed to know a short one, which a busy machine makes long."""
-    least = _slowest(group, _seconds_of(group, 1))
-    for _ in range(_TRIES):
-        if least < _FAR_SECONDS:
-            break
-        another = _slowest(group, _seconds_of(group, 1))
-        is_steady = abs(another - least) < _STEADY * least
-        least = min(least, another)
-        if is_steady:
-            break
-    return least
-
-
-def _seconds_of(group: dist.ProcessGroup, nbytes: int) -> float:
-    """How long messages of so many bytes take, to each rank and from each."""
-    sent = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
-    received = list(sent.new_empty((group.size(), nbytes)))
-    begun = time.perf_counter()
-    exchange([sent] * group.size(), received, sent, group).wait()
-    return time.perf_counter() - begun
-
-
-def _least_seconds(group: dist.ProcessGroup, nbytes: int) -> float:
-    return min(_slowest(group, _seconds_of(group, nbytes)) for _ in range(_REPEATS))
-
-
-def _slowest(group: dist.ProcessGroup, seconds: float) -> float:
-    """The most of what ranks have measured."""
-    own = torch.tensor([seconds], dtype=torch.float64, device="cpu")
-    every = own.new_empty((group.size(), 1))
-    outputs: list[Tensor] = [row.view(torch.uint8) for row in every]
-    exchange([own.view(torch.uint8)] * group.size(), outputs, every, group).wait()
-    return float(every.max())
+def _take(
+    group: dist.ProcessGroup,
+    found: _OfGroup,
+    count: int,
+    make: Callable[[str], dist.ProcessGroup],
+) -> None:
+    while len(found.pairs) < count - 1:
+        found.made += 1
+        ups = make(f"up{found.made + 1}")
+        downs = make(f"down{found.made + 1}") if has_few_ranks(group) else ups
+        found.pairs.append((ups, downs))
+    use_more_connections(group, found.pairs[: count - 1])

@@ -55,13 +55,14 @@ class StepEnd:
             torch.zeros((len(distances), 1), dtype=torch.uint8, device="cpu")
             for distances in self._rounds
         ]
-        for distances, flags in zip(self._rounds, self._flags, strict=True):
-            self._works.append(
-                [
-                    _C.ask_early(group, flag, self._at(-distance), _TAG)
-                    for distance, flag in zip(distances, flags, strict=True)
-                ]
-            )
+        try:
+            for distances, flags in zip(self._rounds, self._flags, strict=True):
+                self._works.append([])
+                for distance, flag in zip(distances, flags, strict=True):
+                    self._works[-1].append(_C.ask_early(group, flag, self._at(-distance), _TAG))
+        except RuntimeError:
+            self.forget()
+            raise
 
     def _at(self, distance: int) -> int:
         return (self._rank + distance) % self.group.size()

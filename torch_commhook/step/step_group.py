@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 import torch
@@ -29,7 +29,6 @@ from torch._C._distributed_c10d import FakeProcessGroup
 
 from torch_commhook.autograd.running_backward import RunningBackward
 from torch_commhook.collectives import resolve_group
-from torch_commhook.collectives.exchange import exchanges, has_few_ranks
 from torch_commhook.collectives.gloo_backend import MOST_UNDER_WAY
 from torch_commhook.collectives.gloo_groups import (
     close_connections,
@@ -43,13 +42,12 @@ from torch_commhook.collectives.gloo_groups import (
     provide_second_group,
     second_group,
     second_stages,
-    use_more_connections,
 )
 from torch_commhook.collectives.group_place import group_rank
 from torch_commhook.collectives.symmetric import give_up
 from torch_commhook.collectives.turns import renew_turns
 from torch_commhook.step.connected_group import ConnectedGroup, destroy_all
-from torch_commhook.step.connections import MANY, Link, measure_link
+from torch_commhook.step.connections import MoreConnections
 from torch_commhook.step.rendezvous import Rendezvous
 from torch_commhook.step.step_end import StepEnd, agree_on_used
 
@@ -121,14 +119,9 @@ class StepGroup:
         #: Whether ranks agree on each step.
         self._agrees = self.recovers or hasattr(self.parent, "_commhook_agrees")
         self._own: list[ConnectedGroup] = []
-        #: Of large messages, for each group; None for as many as make these faster.
-        self._connections: int | None = None
-        #: More connections of groups, and the links that were measured.
-        self._more: weakref.WeakKeyDictionary[
-            dist.ProcessGroup, list[tuple[dist.ProcessGroup, dist.ProcessGroup]]
-        ] = weakref.WeakKeyDictionary()
-        self._links_are_known = False  # of the groups that there are
-        self.links: weakref.WeakKeyDictionary[dist.ProcessGroup, Link] = weakref.WeakKeyDictionary()
+        #: Of large messages.
+        self.connections = MoreConnections()
+        self._has_connected_more = False  # the groups that there are
         self._stand_ins: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
             weakref.WeakKeyDictionary()
         )
@@ -201,64 +194,31 @@ class StepGroup:
     def use_connections(self, count: int | None) -> None:
         """Have large messages between two ranks take several connections; all ranks do so.
 
-        Those of other groups than Gloo's have their own.
+        Groups of other backends than Gloo keep their own.
 
         Args:
             count: of connections. None keeps what was said last; at first it has the link
                 measured, here and when :meth:`stand_in` makes a group.
         """
-        if count is None:
-            is_known = self._connections is not None or self._links_are_known
-        else:
-            is_known = count == self._connections
-        if not self.recovers or is_known:
+        is_new = count is not None and count != self.connections.count
+        if not self.recovers or (self._has_connected_more and not is_new):
             return
-        self._connections = count
-        self._links_are_known = True
+        self.connections.count = self.connections.count if count is None else count
         self.connect()
         for group in [self.group, *self._stand_ins.values()]:
             self._connect_more(group)
+        self._has_connected_more = True
 
     def _connect_more(self, group: dist.ProcessGroup) -> None:
-        if not exchanges(group):
-            return
-        if self._connections is not None:
-            self._take_connections(group, self._connections)
-        elif group not in self.links:
-            link = measure_link(group, lambda: self._take_connections(group, MANY))
-            self.links[group] = link
-            if link.rate is not None:
-                _log.info("%s: %s", group_name(group), link)
-            self._take_connections(group, link.connections)
-            self._drop_connections(group, link.connections)
+        def make(name: str) -> dist.ProcessGroup:
+            description = f"{group_description(group)}, {name}"
+            return self._make(f"{group_name(group)}/{name}", group, description, threads=1)
 
-    def _take_connections(self, group: dist.ProcessGroup, count: int) -> None:
-        more = self._more.setdefault(group, [])
-        while len(more) < count - 1:
-            number = len(more) + 2
-            ups, downs = (
-                self._make(
-                    f"{group_name(group)}/{direction}{number}",
-                    group,
-                    f"{group_description(group)}, connection {number}",
-                    threads=1,
-                )
-                if direction == "up" or has_few_ranks(group)
-                else None
-                for direction in ("up", "down")
-            )
-            assert ups is not None
-            more.append((ups, ups if downs is None else downs))
-        use_more_connections(group, more[: count - 1])
+        self.connections.connect(group, make, self._drop)
 
-    def _drop_connections(self, group: dist.ProcessGroup, count: int) -> None:
-        """Close those above ``count``, which nobody uses."""
-        more = self._more.get(group, [])
-        dropped = {id(each) for pair in more[count - 1 :] for each in pair}
-        del more[count - 1 :]
-        if dropped:
-            group.barrier().wait()  # a rank that still watches them would think they are lost
-        for own in [own for own in self._own if id(own.group) in dropped]:
+    def _drop(self, groups: Collection[dist.ProcessGroup]) -> None:
+        """Give up groups that :meth:`_make` has made, which nobody uses."""
+        for own in [own for own in self._own if own.group in groups]:
             self._own.remove(own)
             destroy_group(own.group)
 

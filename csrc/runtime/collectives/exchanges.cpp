@@ -101,7 +101,7 @@ void Exchanges::use_more(const std::vector<Group>& ups, const std::vector<Group>
     }
   }
   std::unique_lock lock(mutex_);
-  // Those that there were may end now, which is no loss.
+  // The connections that there were before may close now: nobody is to take that for a lost rank.
   for (auto& lane : lanes_) {
     for (size_t i = 1; i < lane.watched.size(); ++i) {
       if (lane.watched[i].work) {
@@ -291,9 +291,11 @@ Exchanges::Parts Exchanges::take_expected(const Messages& messages) {
   for (int rank = 0; rank < size_; ++rank) {
     const auto& wanted = found->second.outputs[rank];
     const auto& output = messages.outputs[rank];
-    TORCH_CHECK_VALUE(rank == rank_ || (output.data_ptr() == wanted.data_ptr() &&
-                                        output.numel() == wanted.numel()),
-                      "exchange: what comes from rank ", rank, " is expected elsewhere");
+    TORCH_CHECK_VALUE(
+        rank == rank_ ||
+            (output.data_ptr() == wanted.data_ptr() && output.numel() == wanted.numel()),
+        "exchange: outputs must be those that expect() had in this place, and that of rank ", rank,
+        " is another");
   }
   return std::move(expected_.extract(found).mapped().parts);
 }

@@ -1,0 +1,142 @@
+"""The link between a group's ranks, as messages over one connection and over several show it.
+
+A TCP connection carries no more in a round trip than its buffers hold, and slows down with each
+packet that is lost. Over a far link several connections then carry more than one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_commhook.collectives.exchange import exchange
+
+#: That a link is tried with, and that it has if that is faster.
+MANY = 4
+#: No rate is measured of a link with a shorter round trip.
+_FAR_SECONDS = 5e-3
+#: By how much several connections must be faster.
+_LEAST_GAIN = 1.3
+#: Of a message, and of what a rank sends to all others at once.
+_FIRST_BYTES, _MOST_BYTES = 1 << 18, 1 << 26
+#: A message that takes so many round trips shows the rate.
+_ROUND_TRIPS = 6
+_REPEATS = 3
+#: Of the measurement of a round trip, until two differ by no more than a share.
+_TRIES, _STEADY = 4, 0.1
+
+
+class Link(NamedTuple):
+    """What was measured between the ranks of a group; the same on all of them.
+
+    Attributes:
+        round_trip: in seconds, of the slowest two; 0 between ranks of one machine.
+        rate: that one connection carries, in bits per second; None where nobody has asked.
+        rate_of_many: that :data:`MANY` carry; None where nobody has asked.
+    """
+
+    round_trip: float
+    rate: float | None = None
+    rate_of_many: float | None = None
+
+    @property
+    def connections(self) -> int:
+        """How many large messages should take."""
+        if self.rate is None or self.rate_of_many is None:
+            return 1
+        return MANY if self.rate_of_many >= _LEAST_GAIN * self.rate else 1
+
+
+def measure_link(group: dist.ProcessGroup, connect: Callable[[], object]) -> Link:
+    """Measure a group's link. All ranks do at the same point.
+
+    Ranks of one machine have no link. On a far one messages of 256 KiB, 512 KiB and so on
+    travel until one takes six round trips or all of a rank's have 64 MiB. As large ones then travel
+    over several connections.
+
+    Args:
+        group: whose ranks exchange messages, over one connection each way.
+        connect: lets large messages take :data:`MANY` connections from then on.
+    """
+    if _is_local(group):
+        return Link(0.0)
+    round_trip = _round_trip(group)
+    if round_trip < _FAR_SECONDS:
+        return Link(round_trip)
+    nbytes, others = _FIRST_BYTES, group.size() - 1
+    while True:
+        seconds = _slowest(group, _seconds_of(group, nbytes))
+        if seconds >= _ROUND_TRIPS * round_trip or 2 * nbytes * others > _MOST_BYTES:
+            break
+        nbytes *= 2
+    seconds = min(seconds, _least_seconds(group, nbytes))
+    connect()
+    many = _least_seconds(group, nbytes)
+    carried = 8.0 * nbytes * others
+    # The first byte comes after a round trip.
+    one, several = (carried / max(each - round_trip, each * 1e-3) for each in (seconds, many))
+    return Link(round_trip, one, several)
+
+
+def _is_local(group: dist.ProcessGroup) -> bool:
+    """Whether all ranks are on one machine, and see the same network."""
+    digest = hashlib.sha256(_machine().encode()).digest()
+    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    every = own.new_empty((group.size(), own.numel()))
+    exchange([own] * group.size(), list(every), every, group).wait()
+    return bool((every == own).all())
+
+
+def _machine() -> str:
+    """A text that processes have in common if they are on one machine and see the same network."""
+    try:
+        booted = Path("/proc/sys/kernel/random/boot_id").read_text()
+        network = os.stat("/proc/self/ns/net")
+    except OSError:  # another system than Linux
+        return platform.node()
+    return f"{booted} {network.st_dev} {network.st_ino}"
+
+
+def _round_trip(group: dist.ProcessGroup) -> float:
+    """In seconds; no more than is needed to know a short one, which a busy machine makes long."""
+    least = _slowest(group, _seconds_of(group, 1))
+    for _ in range(_TRIES):
+        if least < _FAR_SECONDS:
+            break
+        another = _slowest(group, _seconds_of(group, 1))
+        is_steady = abs(another - least) < _STEADY * least
+        least = min(least, another)
+        if is_steady:
+            break
+    return least
+
+
+def _seconds_of(group: dist.ProcessGroup, nbytes: int) -> float:
+    """How long messages of so many bytes take, to each rank and from each."""
+    sent = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+    received = list(sent.new_empty((group.size(), nbytes)))
+    begun = time.perf_counter()
+    exchange([sent] * group.size(), received, sent, group).wait()
+    return time.perf_counter() - begun
+
+
+def _least_seconds(group: dist.ProcessGroup, nbytes: int) -> float:
+    return min(_slowest(group, _seconds_of(group, nbytes)) for _ in range(_REPEATS))
+
+
+def _slowest(group: dist.ProcessGroup, seconds: float) -> float:
+    """The most of what ranks have measured."""
+    own = torch.tensor([seconds], dtype=torch.float64, device="cpu")
+    every = own.new_empty((group.size(), 1))
+    outputs: list[Tensor] = [row.view(torch.uint8) for row in every]
+    exchange([own.view(torch.uint8)] * group.size(), outputs, every, group).wait()
+    return float(every.max())
