@@ -108,6 +108,27 @@ def test_other_groups_have_no_second() -> None:
     assert run_ranks(run, 2) == [True, True]
 
 
+def _comes_late(rank: int) -> str:
+    """The second of two calls, before which rank 0 has closed its connections."""
+    group = dist.new_group([0, 1])
+    compressed_all_reduce(X, BLOCKWISE, group=group).wait()
+    if rank == 0:
+        dist.destroy_process_group(group)
+    dist.barrier()
+    time.sleep(0.2)  # until the connections have ended here, too
+    if rank == 0:
+        return "gloo"
+    future = compressed_all_reduce(X, BLOCKWISE, group=group)
+    with pytest.raises(RuntimeError) as raised:
+        future.wait()
+    dist.destroy_process_group(group)
+    return str(raised.value)
+
+
+def test_the_future_tells_of_a_closed_connection(two_ranks: RankPool) -> None:
+    assert all("gloo" in said for said in two_ranks.run(_comes_late))
+
+
 def _group_goes_first(rank: int, inner: Codec) -> int:
     """Callbacks, on threads of the group's own, are the last who could keep it."""
     done = 0

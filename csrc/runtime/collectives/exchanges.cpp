@@ -140,33 +140,32 @@ void Exchanges::expect(std::vector<at::Tensor> outputs, int64_t place, int64_t s
   const int tag = tag_of(place, stage);
   {
     const std::lock_guard lock(mutex_);
-    TORCH_CHECK(!stopped_, kStopped);
+    if (stopped_) {
+      return;
+    }
     TORCH_CHECK_VALUE(expected_.count(tag) == 0, "exchange: stage ", stage, " of place ", place,
                       " is expected already");
     ++issuing_;
   }
   Parts parts;
-  std::exception_ptr error;
+  bool is_asked = true;
   try {
     ask(outputs, place, tag, parts);
-  } catch (...) {
-    error = std::current_exception();
+  } catch (const std::exception&) {
+    is_asked = false;
   }
   {
     const std::lock_guard lock(mutex_);
     --issuing_;
-    if (error) {
+    if (is_asked) {
+      expected_.emplace(tag, Expected{std::move(outputs), std::move(parts)});
+    } else {
       for (auto& [rank, works] : parts) {
         failed_.push_back(std::move(works));
       }
-    } else {
-      expected_.emplace(tag, Expected{std::move(outputs), std::move(parts)});
     }
   }
   ended_.notify_all();
-  if (error) {
-    std::rethrow_exception(error);
-  }
 }
 
 c10::intrusive_ptr<Future> Exchanges::start(std::vector<at::Tensor> inputs,

@@ -45,7 +45,8 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
 
   // Asks each rank r for what is to come to `outputs[r]`, so that it need not wait for that when it
   // has the message. start() is called later, with the same memory, place and stage; or never, if
-  // something fails: what was asked for is kept until stop(). Called without the GIL.
+  // something fails: what was asked for is kept until stop(). A connection that has failed is left
+  // to start(), whose Future tells. Called without the GIL.
   void expect(std::vector<at::Tensor> outputs, int64_t place, int64_t stage);
 
   // Sends `inputs[r]` to each rank r, and gets `outputs[r]` from it: flat bytes on the CPU. What
