@@ -121,7 +121,7 @@ def jobs_on(link: Link, names: Sequence[str]) -> list[Job]:
         against = None
         if name in AT_MOST_ALONE:
             against = Against(ALONE, at_most=AT_MOST_ALONE[name], times=True)
-        elif name != NO_HOOK:
+        elif name != NO_HOOK and NO_HOOK in names:
             against = Against(BASELINE, at_most=AT_MOST.get((*link, name)), times=True)
         jobs.append(Job(BASELINE if name == NO_HOOK else name, lambda: None, against=against))
     return jobs

@@ -68,3 +68,17 @@ def test_only_links_without_a_delay_are_drawn_unasked(
     with pytest.raises(SystemExit):
         bench_link.options_of(["--delay", "0.5", "5", "--plot", "picture.png"])
     assert "--plot draws over rates, for one --delay" in capsys.readouterr().err
+
+
+def test_background_exchanges_are_compared_with_no_communication(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import bench_link
+
+    alone, streamed = bench_link.jobs_on(
+        (200_000_000, 0.025), [bench_link.ALONE, bench_link.STREAMED]
+    )
+    assert alone.against is None  # DDP is not there
+    assert streamed.against is not None
+    assert (streamed.against.baseline, streamed.against.at_most) == (bench_link.ALONE, 1.05)
