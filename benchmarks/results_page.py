@@ -10,6 +10,7 @@ from typing import Any
 
 import bench_loss_local
 import bench_loss_sharded
+import bench_wan
 from bench_link import BASELINE, format_caps
 from bench_loss import has_buckets_of_train, table
 from link_rank import ALONE
@@ -116,6 +117,23 @@ def plans() -> Iterator[str]:
 
 
 # ---- loss ----------------------------------------------------------------------------------------
+
+
+def times_to_loss() -> Iterator[str]:
+    """The table of bench_wan."""
+    body = []
+    for row in bench_wan.table(load(RESULTS / "bench_wan.json")["runs"]):
+        took = ["never", ""]
+        if row["seconds"] is not None:
+            took = [f"{row['seconds']:.0f} s", f"{row['ratio']:.3f}"]
+        if row["at_most"] is not None:
+            missed = row["reached"] < row["seeds"] or row["ratio"] > row["at_most"]
+            took[1] += f" (at most {row['at_most']:.2f}{', **missed**' if missed else ''})"
+        reached = f"{row['reached']} of {row['seeds']}"
+        numbers = f"{row['last loss']:.4f}", f"{row['step ms']:.0f} ms", f"{row['MB a step']:.2f}"
+        body.append([f"`{row['way']}`", reached, *took, *numbers])
+    header = ["", "seeds that reach it", "time", "of DDP's", "last loss", "step", "MB sent a step"]
+    yield from rows(header, body)
 
 
 def loss_table(what: str, found: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -266,6 +284,17 @@ def page() -> str:
         "A step of `local_sgd` that exchanges in the background, beside one without communication:",
         "",
         *links("bench_link_far_streamed.json"),
+        "",
+        "## Time to a loss over a far link",
+        "",
+        "`make bench-wan`: how long two ranks train until they have the held-out loss that DDP has",
+        "after 1,000 steps, over 200 Mbit/s and a round trip of 50 ms. Those that send all",
+        "gradients take 1,200 steps, those that exchange parameters 1,500; some end before they",
+        "reach it. Medians of the seeds that do.",
+        "",
+        *times_to_loss(),
+        "",
+        "![Loss over time on a far link](images/wan.png)",
         "",
         "## Steps of sharded models over slow links",
         "",

@@ -57,7 +57,7 @@ def test_runs_with_other_settings_are_run_again(
     monkeypatch.setattr(bench, "run_plan", run_plan)
     arguments = ["--out", str(tmp_path / "wan.json"), "--picture", str(tmp_path / "wan.png")]
     arguments += ["--seeds", "1", "--ways", "none", bench.STREAMED]
-    first = [("none", 1, 1000, 200_000_000, 0.025), (bench.STREAMED, 1, 1200, 200_000_000, 0.025)]
+    first = [("none", 1, 1000, 200_000_000, 0.025), (bench.STREAMED, 1, 1500, 200_000_000, 0.025)]
     for _ in range(2):
         assert bench.main(arguments) == 1  # the target is missed
     assert ran == first and (tmp_path / "wan.png").stat().st_size > 0
@@ -71,6 +71,7 @@ def test_runs_with_other_settings_are_run_again(
         (["--ways", "none", "bogus"], "argument --ways: .*bogus"),
         (["--ways", "allreduce"], "--ways: must have none"),
         (["--more-steps", "nan"], "--more-steps: must be 1 to 100"),
+        (["--more-local-steps", "0"], "--more-local-steps: must be 1 to 100"),
         (["--steps", "4"], "give 30 steps or more"),
         (["--batch", "0"], "--batch: must be above 0"),
         (["--dim", "241"], "--dim: must be a multiple of 12"),
