@@ -154,7 +154,7 @@ def draw(runs: Sequence[dict[str, Any]], link: str, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(8, 6), layout="constrained")
     FigureCanvasAgg(figure)  # no pyplot: that would look for a display
     axes = figure.subplots()
     seed = min(run["seed"] for run in runs)
@@ -173,7 +173,7 @@ def draw(runs: Sequence[dict[str, Any]], link: str, path: Path) -> None:
         xscale="log",
     )
     axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize="small")
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 

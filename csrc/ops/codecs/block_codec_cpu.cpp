@@ -257,7 +257,7 @@ void decode_on_cpu(const BlockKernels& kernels, const at::Tensor& message, at::T
   const cpu::Segments segments(tensors);
   const auto* const all = message.const_data_ptr<uint8_t>();
   const auto& rows = cpu::row_kernels(cpu::capability());
-  const bool streamed = cpu::bytes_of(tensors) >= cpu::streaming_bytes();
+  const bool streamed = cpu::copies_past_caches(cpu::bytes_of(message), cpu::bytes_of(tensors));
   for_each_range(chunks, [&](const Chunk& chunk, int64_t block, int64_t begin, int64_t end) {
     BlockCursor cursor(chunk.layout, block);
     cpu::Stream stream(rows, cpu::Stream::kMost);
