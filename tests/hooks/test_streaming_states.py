@@ -139,13 +139,22 @@ class TestStatesThatDoNotFit:
             "done": 3,
             "is_open": False,
             "steps_of_round": 3,
+            "fragments": 2,
             "fragment": 1,
             "steps_in_flight": 0,
         }
         means = own["local_sgd_mean"]
         here, name = parameters_of(model), "layers.0.weight"  # of the fragment under way
         for wrong, message in [
-            ({"local_steps": {**position, "fragment": 2}}, "its fragment must be one of 2, .* 2"),
+            ({"local_steps": {**position, "fragment": 2}}, "fragment 2 of 2 is next"),
+            (
+                {"local_steps": {**position, "fragments": 3}},
+                "one of 3 fragments was under way, which the hook with fragments=2 cannot go on",
+            ),
+            (
+                {"local_steps": {**position, "fragments": 0}},
+                "an int from 1 to .*, fragments, got 0",
+            ),
             (
                 {"local_steps": {**position, "fragment": -1}},
                 "an int from 0 to .*, fragment, got -1",
@@ -181,11 +190,22 @@ class TestStatesThatDoNotFit:
         handle.remove()
 
     def test_of_other_settings(self) -> None:
-        """Fewer fragments than the next one's number are refused; what fits goes on."""
+        """Other fragments while one is under way are refused, and fewer than the next one's number.
+
+        What fits goes on.
+        """
         _, handle, state = self._state(fragments=2, delay=1)
         model, other = attached(local_sgd(6))
-        with pytest.raises(ValueError, match="its fragment must be one of 1"):
+        with pytest.raises(ValueError, match="one of 2 fragments was under way"):
             other.load_state_dict(state)
+        third, finer = attached(local_sgd(6, fragments=3, delay=1))
+        with pytest.raises(ValueError, match="the hook with fragments=3 cannot go on"):
+            finer.load_state_dict(state)
+        finer.remove()
+        del third
+        settled = {**state, "local_steps": {**state["local_steps"], "steps_in_flight": -1}}
+        with pytest.raises(ValueError, match=r"fragment 1 of 2 is next .* fragments=1"):
+            other.load_state_dict(settled)
         handle.synchronize()
         other.load_state_dict(handle.state_dict())
         train(model, torch.optim.SGD(model.parameters(), lr=0.01), 0, 6)

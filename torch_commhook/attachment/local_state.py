@@ -65,15 +65,24 @@ def taken_apart(
 
 
 def check_fragment(position: Mapping[str, Any], hook: local_sgd) -> None:
-    """Refuse a position whose next fragment the hook does not have.
+    """Refuse a position that a hook with other fragments cannot go on from.
 
     Raises:
-        ValueError: it has fewer.
+        ValueError: an exchange was under way, and the fragment has other parameters in the hook; or
+            the hook has no fragment of the number whose turn is next.
     """
+    there = position.get("fragments", hook.fragments)
+    if position.get("steps_in_flight", -1) >= 0 and there != hook.fragments:
+        raise load_error(
+            f"an exchange of one of {there} fragments was under way, which the hook with fragments="
+            f"{hook.fragments} cannot go on with; load it with fragments={there}, and call "
+            "synchronize()"
+        )
     if position.get("fragment", 0) >= hook.fragments:
         raise load_error(
-            f"its fragment must be one of {hook.fragments}, as the hook has, got "
-            f"{position['fragment']}"
+            f"fragment {position['fragment']} of {there} is next (counted from 0), and the hook "
+            f"has fragments={hook.fragments}; load it with fragments={there}, and call "
+            "synchronize()"
         )
 
 

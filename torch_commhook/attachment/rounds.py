@@ -72,4 +72,9 @@ class Round:
         Args:
             in_flight: steps since an exchange began that has not ended; -1 where none is under way.
         """
-        return {"steps_of_round": self.steps, "fragment": self.turn, "steps_in_flight": in_flight}
+        return {
+            "steps_of_round": self.steps,
+            "fragments": self._fragments,
+            "fragment": self.turn,
+            "steps_in_flight": in_flight,
+        }

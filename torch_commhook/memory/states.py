@@ -39,7 +39,7 @@ ERROR = "error"
 FOLDED_INTO = {"shard_error": ERROR, "node_error": ERROR, "node_shard_error": ERROR}
 
 #: The numbers of a position where fragments have turns of their own, and the least of each.
-_OF_FRAGMENTS = {"steps_of_round": 0, "fragment": 0, "steps_in_flight": -1}
+_OF_FRAGMENTS = {"steps_of_round": 0, "fragments": 1, "fragment": 0, "steps_in_flight": -1}
 
 #: More steps than anybody takes, and few enough to count on.
 _MOST_STEPS = 1 << 48
@@ -183,9 +183,9 @@ def check_common(state: dict[Any, Any], which: str, refuse: Refuse) -> None:
 def checked_position(state: dict[Any, Any], which: str, refuse: Refuse) -> dict[str, Any]:
     """The position in a round of a state of a hook that keeps ranks apart.
 
-    It has ``done`` and ``is_open``. With fragments it also has ``steps_of_round``; ``fragment``,
-    the number of the fragment whose turn is next; and ``steps_in_flight``, the number of steps
-    since the exchange under way began, or -1.
+    It has ``done`` and ``is_open``. With fragments it also has ``steps_of_round``; ``fragments``,
+    how many there are; ``fragment``, the number of the fragment whose turn is next; and
+    ``steps_in_flight``, the number of steps since the exchange under way began, or -1.
 
     Args:
         state: has ``LOCAL_STEPS``.
