@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import torch_commhook
 from torch_commhook import attach, codecs, metrics
+from torch_commhook.collectives.message_error import begin_measuring
 from torch_commhook.native import bucket_ops
 from torch_commhook.testing import run_ranks
 
@@ -131,8 +132,10 @@ def _through(codec: Any, values: Tensor) -> list[Tensor]:
     message = torch.empty(codec.nbytes(1000), dtype=torch.uint8)
     error = torch.zeros(1000, dtype=torch.float32) if codec.takes_error else None
     meter = metrics.CallMeter()
+    measured = begin_measuring(meter, [values], error)
+    assert measured is not None
     codec.encode([values], message, error=error, rounding=rounding)
-    meter.encoded(codec, message, 1, [values], error, rounding)
+    measured.note(meter, codec, error, rounding)
     total = torch.empty(1000, dtype=torch.float32)
     codec.decode_sum(torch.stack([message, message]), [total], rounding=rounding)
     squares = torch.tensor(meter.squares, dtype=torch.float64)

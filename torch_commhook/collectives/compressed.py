@@ -17,6 +17,7 @@ from torch_commhook.collectives.futures import completed, then_beside
 from torch_commhook.collectives.gloo_groups import group_timeout
 from torch_commhook.collectives.group_place import check_place, group_rank
 from torch_commhook.collectives.message_buffers import MessageBuffers
+from torch_commhook.collectives.message_error import begin_measuring
 from torch_commhook.collectives.plain import all_reduce, all_reduce_bytes, resolve_group
 from torch_commhook.collectives.stages import on_wire, timed, two_stages
 from torch_commhook.collectives.streams import beside
@@ -222,14 +223,15 @@ class _CompressedSum(CompressedCall):
     ) -> Tensor:
         if message is None:
             message = self.buffer("message", self.codec.nbytes(self.numel, shards))
+        measured = begin_measuring(self.meter, sources, error)
         with timed(self.meter, "encode"):
             lost = error_for(self.codec, error)
             self.codec.encode(
                 sources, message, shards=shards, error=lost, rounding=self.rounding[0]
             )
             keep_error(error, lost)
-        if self.meter is not None:
-            self.meter.encoded(self.codec, message, shards, sources, error, self.rounding[0])
+        if self.meter is not None and measured is not None:
+            measured.note(self.meter, self.codec, error, self.rounding[0])
         self.decay_own(error, self.rounding[0])
         return message
 

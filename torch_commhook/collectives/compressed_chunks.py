@@ -16,6 +16,7 @@ from torch_commhook.collectives.futures import then_beside
 from torch_commhook.collectives.gloo_groups import second_group
 from torch_commhook.collectives.group_place import check_place, group_rank
 from torch_commhook.collectives.message_buffers import MessageBuffers
+from torch_commhook.collectives.message_error import begin_measuring
 from torch_commhook.collectives.plain import resolve_group
 from torch_commhook.collectives.stages import on_wire, timed
 from torch_commhook.collectives.streams import beside
@@ -221,6 +222,7 @@ class _ChunkCall(CompressedCall):
     def encode(
         self, sources: list[Tensor], message: Tensor, counts: list[int], error: Tensor | None
     ) -> None:
+        measured = begin_measuring(self.meter, sources, error)
         with timed(self.meter, "encode"):
             if len(message):
                 lost = error_for(self.codec, error)
@@ -228,8 +230,8 @@ class _ChunkCall(CompressedCall):
                     sources, message, counts, error=lost, rounding=self.rounding
                 )
                 keep_error(error, lost)
-        if self.meter is not None:
-            self.meter.encoded(self.codec, message, 1, sources, error, self.rounding, sizes=counts)
+        if self.meter is not None and measured is not None:
+            measured.note(self.meter, self.codec, error, self.rounding)
         self.decay_own(error, self.rounding)
 
     @property
