@@ -15,6 +15,8 @@ from torch_commhook.attachment.attaching import attach
 from torch_commhook.attachment.handle import HookHandle
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.buckets.layout import BucketLayout
+from torch_commhook.elastic.membership import LeftOutError, TooFewRanksError
+from torch_commhook.elastic.settings import Elastic
 from torch_commhook.hooks.traceable import traceable
 from torch_commhook.memory.resharding import reshard_states
 from torch_commhook.metrics import BucketStats, HookStats
@@ -27,12 +29,15 @@ from torch_commhook.step.step_group import PeerError
 __all__ = [
     "BucketLayout",
     "BucketStats",
+    "Elastic",
     "GradBucket",
     "HookHandle",
     "HookStats",
+    "LeftOutError",
     "NativeLibraryError",
     "PeerError",
     "ProcessGroup",
+    "TooFewRanksError",
     "Work",
     "attach",
     "autograd",

@@ -42,6 +42,10 @@ ELSEWHERE |= {
     f"docs/integrations.md {number}": "tests/integrations runs the like with the frameworks"
     for number in range(1, 9)
 }
+ELSEWHERE |= {
+    f"docs/elastic.md {number}": "tests/elastic/test_elastic_training.py runs the like"
+    for number in (1, 2)
+}
 ELSEWHERE["docs/process_groups.md 7"] = "for torchft; tests/integrations/test_torchft.py"
 
 

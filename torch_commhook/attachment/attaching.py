@@ -28,6 +28,7 @@ from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives import resolve_group
 from torch_commhook.collectives.agreement import check_agreement
 from torch_commhook.collectives.group_place import check_not_managed, group_rank
+from torch_commhook.elastic.settings import Elastic
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.loss_scale import Scaler, checked_scale
 from torch_commhook.native.runtime import hook_name
@@ -60,6 +61,7 @@ def attach(
     broadcast_buffers: bool | None = None,
     init_sync: bool | None = None,
     connections: int | None = None,
+    elastic: Elastic | None = None,
     shard_hook: Callable[..., Any] | None = None,
     weights: Codec | None = None,
 ) -> HookHandle:
@@ -96,6 +98,8 @@ def attach(
             CPU, 1 to 16. Several serve a far link, which one TCP connection cannot fill. By default
             ``attach`` takes four if it finds that they are faster, else one. To find out, ranks of
             several machines whose round trip takes 5 ms or more send each other some MiB.
+        elastic: for a module on the CPU: how the training goes on when ranks are lost, and lets new
+            ones in, over connections of its own; see :class:`torch_commhook.Elastic`.
         shard_hook: for a sharded model on a mesh of two dimensions: the hook of its
             reduce-scatters. None leaves them as they are.
         weights: for a sharded model: the codec through which its parameters are gathered, in
@@ -159,6 +163,13 @@ def attach(
     memory.scaler = scaler
     attached = Attached.checked(hook, state, memory)
     attached.connections = connections
+    if elastic is not None:
+        if process_group is not None or connections is not None:
+            raise ValueError(
+                "attach: with elastic, process_group and connections must be None: the ranks have "
+                "connections of the library's own"
+            )
+        return _attach_elastic(model, attached, given, elastic)
     return _attach(model, attached, scale, process_group, given)
 
 
@@ -197,13 +208,19 @@ def _attach(
     shared = _shared(model, attached.hook, settings)
     shared["the scaler's scale"] = scale
     shared["connections"] = attached.connections
-    check_agreement(group, parameters, shared)
+    is_new = road is None
+    step_group = StepGroup(group) if road is None else road.group
+    try:
+        check_agreement(group, parameters, shared, step_group.all_alike)
+        if road is None:
+            road = roads[model] = _new_road(model, parameters, step_group, settings)
+    except BaseException:
+        if is_new:
+            step_group.close()
+        raise
     prefix = "module." if is_ddp else ""  # a model's states and patterns are the same in DDP
     names = [(name.removeprefix(prefix), parameter) for name, parameter in parameters]
     attached.memory.set_parameters(names, rank=group_rank(group), world_size=group.size())
-    is_new = road is None
-    if road is None:
-        road = roads[model] = _new_road(model, parameters, group, settings)
     handle = HookHandle(road, attached)
     try:
         begin_hook(road, attached, "attach")
@@ -214,6 +231,63 @@ def _attach(
             release(model)
             if not road.is_alive:
                 roads.pop(model, None)
+        raise
+    return handle
+
+
+def _attach_elastic(
+    model: torch.nn.Module, attached: Attached, given: dict[str, Any], elastic: Elastic
+) -> HookHandle:
+    """:func:`attach` among ranks that come and go."""
+    # Imports torch's compiler, which takes seconds, and which DDP alone does not need.
+    from torch_commhook.attachment.elastic import ElasticTraining, check_fits
+    from torch_commhook.attachment.reducer_road import ReducerRoad
+
+    if not isinstance(elastic, Elastic):
+        raise TypeError(
+            f"attach: elastic must be a torch_commhook.Elastic, got {_C.type_name(elastic)}"
+        )
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError("attach: with elastic, model must be the module itself, got one in DDP")
+    if given["gradient_as_bucket_view"]:
+        raise ValueError(
+            "attach: with elastic, gradient_as_bucket_view must be False: a step that is taken "
+            "again needs the gradients"
+        )
+    _unoccupied_road(model)
+    settings = {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
+    parameters = trainable(model)
+    check_not_in_ddp(parameters)
+    _check_capacity(settings["bucket_cap_mb"])
+    check_fits(attached, parameters)
+    claim(parameters, model, partial(_attached_to, weakref.ref(model)))
+    attached.connections = 1
+    training = None
+    try:
+        shared = _shared(model, attached.hook, settings)
+        training = ElasticTraining(
+            model,
+            attached,
+            elastic,
+            parameters,
+            shared,
+            broadcast_buffers=settings["broadcast_buffers"],
+        )
+        group = training.group
+        road = roads[model] = ReducerRoad(
+            model, parameters, group=group, elastic=training, **settings
+        )
+        attached.memory.set_parameters(parameters, rank=group.rank, world_size=group.size)
+        handle = HookHandle(road, attached)
+        begin_hook(road, attached, "attach")
+        training.begin(road.reducer)
+    except BaseException:
+        if training is not None:
+            training.leave()
+        road_there = roads.pop(model, None)
+        if road_there is not None:
+            road_there.attached = None
+        release(model)
         raise
     return handle
 
@@ -294,7 +368,7 @@ def _shared(
 def _new_road(
     model: torch.nn.Module,
     parameters: list[tuple[str, Tensor]],
-    group: dist.ProcessGroup,
+    group: StepGroup,
     settings: dict[str, Any],
 ) -> Road:
     if isinstance(model, DistributedDataParallel):
@@ -306,13 +380,13 @@ def _new_road(
                 "module in a new DistributedDataParallel"
             )
         if not model._use_python_reducer:
-            return DdpRoad(model, _successor)
+            return DdpRoad(model, group, _successor)
     # Imports torch's compiler, which takes seconds, and which DDP alone does not need.
     from torch_commhook.attachment.reducer_road import ReducerRoad
 
     if isinstance(model, DistributedDataParallel):
-        return ReducerRoad.of_ddp(model, parameters, StepGroup(group))
-    return ReducerRoad(model, parameters, group=StepGroup(group), **settings)
+        return ReducerRoad.of_ddp(model, parameters, group)
+    return ReducerRoad(model, parameters, group=group, **settings)
 
 
 def _successor(

@@ -76,14 +76,17 @@ class DdpRoad:
 
     Args:
         model: the DDP.
+        group: its ranks.
         make_successor: makes the road that takes this one's place, of the model, the names and
             parameters that are averaged, the ranks, and which parameters backward passes under
             ``no_sync()`` have used since a step.
     """
 
-    def __init__(self, model: DistributedDataParallel, make_successor: _MakeSuccessor) -> None:
+    def __init__(
+        self, model: DistributedDataParallel, group: StepGroup, make_successor: _MakeSuccessor
+    ) -> None:
         self._make_successor = make_successor
-        self._group = StepGroup(model.process_group)
+        self._group = group
         named = trainable(model)
         self._device = named[0][1].device
         self._used: list[UsedTensors | None] = []  # by the buckets of this backward
@@ -145,7 +148,7 @@ class DdpRoad:
 
     def agree(self, what: str, error: Exception | None, settings: dict[str, object]) -> None:
         """Go on together with all ranks, or not at all; see :func:`agree`."""
-        agree(self.group.parent, what, error, settings)
+        agree(self.group.parent, what, error, settings, self.group.all_alike)
 
     def parameter_buckets(self) -> list[list[Tensor]]:
         """The parameters of each bucket, in order.

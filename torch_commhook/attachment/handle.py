@@ -19,6 +19,7 @@ from torch_commhook.attachment.road import Road, road_in_use, roads
 from torch_commhook.attachment.writers import write
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives.agreement import gather_along
+from torch_commhook.elastic.membership import View
 from torch_commhook.hooks import __name__ as hooks_module
 from torch_commhook.hooks.base import Hook
 from torch_commhook.memory.merging import merged_states, on_the_host
@@ -250,6 +251,30 @@ class HookHandle:
         values = stats.scalars(self._logged)
         write(writer, {f"{prefix}{name}": value for name, value in values.items()}, step)
         self._logged = stats
+
+    @property
+    def steps(self) -> int:
+        """Steps of the training that have counted: on a new rank those before it came, too.
+
+        Without ``elastic``, those that the hook has taken since it was attached.
+        """
+        elastic = getattr(self._road, "elastic", None)
+        return self._attached.memory.steps if elastic is None else elastic.ranks.steps
+
+    def on_membership(self, callback: Callable[[View], object]) -> None:
+        """Call a function with each change of the ranks that take part; see :class:`Elastic`.
+
+        It is called between two steps, or where a step is taken again, on the thread that trains.
+        A data sampler is told its rank and their number so: ``view.members.index(rank)`` and
+        ``len(view.members)``.
+
+        Raises:
+            RuntimeError: the hook was not attached with ``elastic``.
+        """
+        elastic = getattr(self._road, "elastic", None)
+        if elastic is None:
+            raise RuntimeError("HookHandle.on_membership: the hook was attached without elastic")
+        elastic.ranks.on_membership(callback)
 
     # ---- what the hook remembers -----------------------------------------------------------------
 

@@ -14,6 +14,8 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_commhook import collectives
+from torch_commhook.attachment.buffers import buffers_of, packed, unpack
+from torch_commhook.attachment.elastic import ElasticTraining
 from torch_commhook.attachment.forward_hook import BeforeForward
 from torch_commhook.attachment.join import ReducerJoinable
 from torch_commhook.attachment.parameters import check_not_in_ddp
@@ -41,6 +43,10 @@ class ReducerRoad:
         gradient_as_bucket_view: gradients stay in the buckets' memory.
         broadcast_buffers: rank 0's buffers go to all ranks before each training step.
         init_sync: rank 0's parameters and buffers go to all ranks now.
+        elastic: the ranks, where they come and go.
+
+    Attributes:
+        elastic: as given.
     """
 
     #: None takes this one's place.
@@ -56,9 +62,12 @@ class ReducerRoad:
         gradient_as_bucket_view: bool,
         broadcast_buffers: bool,
         init_sync: bool,
+        elastic: ElasticTraining | None = None,
     ) -> None:
         self.model = weakref.ref(model)
         self._group = group
+        self.elastic = elastic
+        init_sync = init_sync and elastic is None  # new ranks get more than parameters
         if init_sync and self._group.size > 1:
             self.broadcast_from(0)
         self._watched = WatchedParameters(model, parameters, in_ddp=False)
@@ -68,7 +77,8 @@ class ReducerRoad:
         self._to_check = parameters  # whether DDP has them; the first alone after one step
         self._then: list[Callable[[], None]] = []
         self._buffers_changed = True
-        self._broadcast_buffers = broadcast_buffers and self._group.size > 1
+        # Ranks that come and go send theirs at the end of a step, which is taken again as a whole.
+        self._broadcast_buffers = broadcast_buffers and self._group.size > 1 and elastic is None
         self._joinable = ReducerJoinable(self)
         self.reducer = Reducer(
             parameters,
@@ -83,6 +93,9 @@ class ReducerRoad:
             on_captured=self._on_captured,
             on_closed=self._reducer_closed,
         )
+        if elastic is not None:
+            self.reducer.survivors = elastic
+            self.reducer.keep_buckets()  # new ranks do not know the order of others' gradients
         self._forward_handle = model.register_forward_pre_hook(BeforeForward(self))
         if isinstance(model, DistributedDataParallel):
             for handle in model._accum_grad_hooks:  # DDP's own, which would average again
@@ -159,12 +172,17 @@ class ReducerRoad:
             self._sync = before
 
     def join(self) -> Join:
+        if self.elastic is not None:
+            raise RuntimeError(
+                "HookHandle.join: the hook was attached with elastic, where a rank without more "
+                "inputs leaves: remove() it"
+            )
         return Join([self._joinable])
 
     @property
     def group(self) -> StepGroup:
         """The group through which the hook communicates."""
-        return self._group
+        return self._group if self.elastic is None else self.elastic.group
 
     def check_fits(self, attached: Attached) -> None:
         """Nothing: any hook averages whole gradients."""
@@ -176,7 +194,11 @@ class ReducerRoad:
 
     def agree(self, what: str, error: Exception | None, settings: dict[str, object]) -> None:
         """Go on together with all ranks, or not at all; see :func:`agree`."""
-        agree(self.group.parent, what, error, settings)
+        if self.elastic is not None:  # the others are in their steps
+            if error is not None:
+                raise error
+            return
+        agree(self.group.parent, what, error, settings, self.group.all_alike)
 
     def parameter_buckets(self) -> list[list[Tensor]]:
         """The parameters of each bucket, in order."""
@@ -233,6 +255,8 @@ class ReducerRoad:
         self._closed = True
         self._forward_handle.remove()
         self.reducer.close()
+        if self.elastic is not None:
+            self.elastic.leave()
 
     @property
     def is_closing(self) -> bool:
@@ -292,6 +316,8 @@ class ReducerRoad:
                 return
             _notify(self._joinable)
             send = True
+        if self.elastic is not None:
+            self.elastic.give_state()
         if send and module.training and self._broadcast_buffers:
             self._send_buffers(module)
 
@@ -328,22 +354,13 @@ class ReducerRoad:
         if self._joinable.enabled:  # rank 0 may have no more steps of its own
             source = self._joinable.common_rank(not joined)
         by_device: dict[torch.device, list[Tensor]] = {}
-        for buffer in module.buffers():
-            if buffer.layout is torch.strided and buffer.numel():
-                by_device.setdefault(buffer.device, []).append(buffer.detach())
+        for buffer in buffers_of(module):
+            by_device.setdefault(buffer.device, []).append(buffer)
         for buffers in by_device.values():
-            check_is_free(self._group.parent)
-            # The bytes of all dtypes, in one broadcast; the largest elements first, for which each
-            # piece is then aligned.
-            buffers.sort(key=lambda buffer: -buffer.element_size())
-            with torch.no_grad():
-                whole = [buffer.resolve_conj().resolve_neg().reshape(-1) for buffer in buffers]
-                pieces = [each.view(torch.uint8) for each in whole]
-                flat = torch.cat(pieces)
-                sent = collectives.broadcast(flat, src=source, group=self._group.parent).wait()
-                sizes = [piece.numel() for piece in pieces]
-                for buffer, piece in zip(buffers, sent.split(sizes), strict=True):
-                    buffer.copy_(piece.view(buffer.dtype).view(buffer.shape))
+            group = self._group.parent
+            check_is_free(group)
+            sent = collectives.broadcast(packed(buffers), src=source, group=group).wait()
+            unpack(sent, buffers)
 
 
 # DDP with the Python reducer has Inductor put all-reduces together, in the whole process, since its

@@ -21,6 +21,10 @@ COMMANDS = {
         "torch_commhook.cli.plan",
         "what each hook would cost over a link, and whether it pays",
     ),
+    "store": (
+        "torch_commhook.cli.store",
+        "run the store in which the ranks of an elastic training meet",
+    ),
     "train": (
         "torch_commhook.cli.train",
         "train a byte-level transformer on real text with a communication hook",

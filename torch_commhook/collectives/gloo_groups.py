@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -35,6 +36,10 @@ _more: weakref.WeakKeyDictionary[
     dist.ProcessGroup, list[tuple[dist.ProcessGroup, dist.ProcessGroup]]
 ] = weakref.WeakKeyDictionary()
 _made: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+#: Where the ranks of groups of the library's own have left their addresses.
+_addresses: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.AddressStore] = (
+    weakref.WeakKeyDictionary()
+)
 _providers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Provider] = weakref.WeakKeyDictionary()
 
 
@@ -159,6 +164,7 @@ def make_group(
     *,
     description: str,
     threads: int = MOST_UNDER_WAY,
+    lazily: bool = False,
 ) -> dist.ProcessGroup:
     """A process group over Gloo, known to ``torch.distributed``. All of its ranks must make it.
 
@@ -170,21 +176,23 @@ def make_group(
         timeout: of its collectives.
         description: what the group is for, as PyTorch's flight recorder and logs show it.
         threads: so many collectives are under way at once.
+        lazily: as :func:`gloo_backend`.
     """
     # Not new_group(), which all ranks of the default group would have to call, and which gives a
     # backend two threads.
     if name in distributed_c10d._world.pg_names.values():
         raise ValueError(f"torch_commhook: there is a process group {name!r} already")
-    own_store = dist.PrefixStore(f"{name}/", store)
-    group = dist.ProcessGroup(own_store, rank, len(ranks))
+    group = dist.ProcessGroup(store, rank, len(ranks))
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    cpu_store = dist.PrefixStore("cpu/", own_store)
-    backend = gloo_backend(cpu_store, rank, len(ranks), timeout, threads)
+    cpu_store = dist.PrefixStore("cpu/", store)
+    backend, _addresses[group] = gloo_backend(
+        cpu_store, rank, len(ranks), timeout, threads, lazily=lazily
+    )
     backend._set_sequence_number_for_group()
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     group._set_group_name(name)  # type: ignore[arg-type]
     group._set_group_desc(description)
-    _make_known(group, own_store, name, ranks)
+    _make_known(group, store, name, ranks)
     _made.add(group)
     return group
 
@@ -204,6 +212,17 @@ def _make_known(
     world.tags_to_pg.setdefault("", []).append(group)
     world.tags_to_pg.setdefault(tag, []).append(group)
     torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]
+
+
+def use_addresses(group: dist.ProcessGroup, addresses: _C.AddressStore) -> None:
+    """Note where a group's new backend has left its address, and take that of the last one away.
+
+    The other ranks must have connected to the new backend.
+    """
+    before, _addresses[group] = _addresses.get(group), addresses
+    if before is not None:
+        with suppress(RuntimeError):  # the store may have gone with its process
+            before.remove_own()
 
 
 @left_to_python

@@ -120,6 +120,28 @@ class HookMemory:
                 del self._buckets[first]
         self.store.replace_parameter(before, now)
 
+    def change_ranks(self, rank: int, world_size: int) -> None:
+        """Go on among other ranks. The mean of what all ranks have yet to send stays what it was.
+
+        What shards remember is this rank's to send. Buckets are to be asked for anew.
+        """
+        self._buckets_change(list(self._buckets.values()))
+        for memory in self._buckets.values():
+            memory.return_shards()
+        self._buckets = WeakIdKeyDictionary()
+        # The mean is over other ranks: as in reshard_states.
+        self.store.rescale_errors(world_size / self.world_size)
+        self.rank, self.world_size = rank, world_size
+
+    def changing_tensors(self) -> list[Tensor]:
+        """All that a step changes of what is remembered of the buckets that there are."""
+        found: list[Tensor] = []
+        for memory in self._memories_and_parts():
+            found += memory.tensors.values()
+            for tensors in memory.lists.values():
+                found += [tensor for tensor in tensors if tensor is not None]
+        return found
+
     def _buckets_change(self, replaced: Sequence[BucketMemory]) -> None:
         self.replays.memory_replaced(replaced)
         if self.before_change is not None:

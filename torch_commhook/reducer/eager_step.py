@@ -18,6 +18,7 @@ from torch_commhook.memory.unsent import (
     make_unsent_table,
     without_unused,
 )
+from torch_commhook.metrics import BucketTraffic
 from torch_commhook.native.runtime import hook_on_bucket
 from torch_commhook.reducer.buckets import BucketState, ReducerBucket
 from torch_commhook.reducer.cpp_run import CppRun
@@ -62,6 +63,9 @@ class EagerStep:
         cpp: the hook, where that runs in C++.
         has_begun: whether the ranks have been told of the step.
     """
+
+    #: Whether all gradients stay as they are until the ranks have agreed.
+    _writes_late = False
 
     def __init__(
         self,
@@ -157,7 +161,6 @@ class EagerStep:
 
     def finish(self) -> None:
         """All gradients are there: wait for the hook, agree with the other ranks, and write."""
-        attached, count = self.attached, len(self._buckets)
         if self.cpp is None:
             late = self._results()
             traffic = [started.call.traffic for started in self._started]
@@ -166,6 +169,22 @@ class EagerStep:
             traffic = self.cpp.traffic()
         used = self._use.locally_used(self._buckets, self.agreement)
         self.agreement.commit(used)
+        self._apply(late, used, traffic)
+
+    def _apply(
+        self,
+        late: Sequence[tuple[BucketState, Tensor]],
+        used: Tensor,
+        traffic: Sequence[BucketTraffic],
+    ) -> None:
+        """Let the step count, which has gone well on all ranks.
+
+        Args:
+            late: results that are to be written, each with its bucket.
+            used: whether a rank has used each parameter: uint8, on the CPU.
+            traffic: of each bucket.
+        """
+        attached, count = self.attached, len(self._buckets)
         scale = self._factor(late, used) if attached.scales_steps else 1.0
         together = not attached.keeps_ranks_apart
         if together:
@@ -189,7 +208,7 @@ class EagerStep:
         for started in self._started:
             result = self._result(started)
             state = started.state
-            if state.pending or self.attached.scales_steps:
+            if self._writes_late or state.pending or self.attached.scales_steps:
                 late.append((state, result))
             else:
                 state.native.write(result, 1.0)  # while others are on their way

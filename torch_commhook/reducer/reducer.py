@@ -32,6 +32,7 @@ from torch_commhook.reducer.formed_buckets import FormedBuckets
 from torch_commhook.reducer.parameter_hooks import ParameterHooks
 from torch_commhook.reducer.parameter_use import ParameterUse
 from torch_commhook.reducer.parameters import ReducerParameters
+from torch_commhook.reducer.repeatable_step import RepeatableStep, Survivors
 from torch_commhook.reducer.tracing import expected_hooks, note_backward, reducers
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.step_group import StepGroup
@@ -60,6 +61,8 @@ class Reducer:
     Attributes:
         attached: the hook; with none, gradients stay as they are.
         group: the ranks.
+        survivors: the same, where the training goes on when some are lost; given before the first
+            step.
         device: of the first parameter.
         parameters: those whose gradients are averaged.
         use: which of these have got gradients.
@@ -83,6 +86,7 @@ class Reducer:
     ) -> None:
         self._attached: Attached | None = None
         self.group = group
+        self.survivors: Survivors | None = None
         self.parameters = ReducerParameters(named_parameters, sparse)
         self.device = self.parameters.tensors[0].device
         self._should_sync = should_sync
@@ -371,6 +375,11 @@ class Reducer:
 
         The last that Python sees of it: the compiler knows what is remembered as tensors alone.
         """
+        if self.survivors is not None:
+            raise RuntimeError(
+                "torch_commhook: with elastic, backward must be eager: compiled autograd was on "
+                "where the hook is attached to ranks that come and go"
+            )
         if self._eager is not None or self._compiled is not None:  # left by an exception
             self._abandon()
         try:
@@ -402,7 +411,12 @@ class Reducer:
         return None
 
     def _step(self, attached: Attached) -> EagerStep:
-        return EagerStep(attached, self._buckets.all, self.parameters, self.use, self.group)
+        parts = attached, self._buckets.all, self.parameters, self.use, self.group
+        if self.survivors is None:
+            return EagerStep(*parts)
+        step = RepeatableStep(*parts)
+        step.survives_with(self.survivors)
+        return step
 
     def _begin_step(self, step: EagerStep) -> None:
         try:
@@ -421,12 +435,16 @@ class Reducer:
             step.finish()
             self._agree_on_order(step.attached)
         except BaseException as error:
-            self._abort(step, error)
+            if not isinstance(step, RepeatableStep):
+                self._abort(step, error)
+            self._go_on(step, error)
         # The step has been agreed on: what is raised from here on is this rank's own affair.
         try:
             step.run_post_accumulate_hooks()
         finally:
             self._step_ended()
+            if isinstance(step, RepeatableStep):
+                self._let_in(step)
 
     def _agree_on_order(self, attached: Attached) -> None:
         """Agree on the order in which buckets are to be formed anew, where they are to be.
@@ -451,6 +469,76 @@ class Reducer:
         if order is not None and not self.is_closed:
             self._order.settle()
             self._fill_buckets(order)
+
+    # ---- ranks that are lost ---------------------------------------------------------------------
+
+    def _go_on(self, step: RepeatableStep, error: BaseException) -> None:
+        """Take a step again among the ranks that are left, or let it count.
+
+        Raises:
+            BaseException: this rank does not go on.
+        """
+        assert self.survivors is not None
+        while True:
+            error = step.agreement.fail_with(error)  # else the ranks would wait for each other
+            step.drain(error)
+            try:
+                if self.survivors.go_on(error, has_results=step.has_results):
+                    step.apply()
+                    step.wants_change = False  # whoever it was is in by now
+                    self._go_on_between_steps(None)
+                    return
+                step.put_memory_back()
+            except BaseException:
+                step.drop()
+                self._reset()
+                raise
+            try:
+                self._use_group()
+            except RuntimeError as again:
+                error = self.survivors.unreachable(again)
+                continue
+            try:
+                self.survivors.give_state()
+                step.repeat(self.group)
+                return
+            except BaseException as again:
+                error = again
+
+    def _let_in(self, step: RepeatableStep) -> None:
+        """Count a step, and let in those that want to take part."""
+        assert self.survivors is not None
+        if self.survivors.step_ended(step.wants_change):
+            self._go_on_between_steps(None)
+
+    def go_on_between_steps(self, error: BaseException) -> None:
+        """Go on among the ranks that are left, where no step is under way on this rank.
+
+        Raises:
+            BaseException: this rank does not go on.
+        """
+        self._go_on_between_steps(error)
+
+    def _go_on_between_steps(self, error: BaseException | None) -> None:
+        assert self.survivors is not None
+        while True:
+            if error is not None:
+                self.survivors.go_on(error, has_results=False)
+            try:
+                self._use_group()
+                return
+            except RuntimeError as again:
+                error = self.survivors.unreachable(again)
+
+    def _use_group(self) -> None:
+        """Go on among other ranks, of which the buckets' memory has other shards."""
+        assert self.survivors is not None
+        group = self.group = self.survivors.group
+        attached = self._attached
+        if attached is not None:
+            attached.memory.change_ranks(group.rank, group.size)
+            attached.use_group(group, self.device)
+        self._buckets.prepare_memory(attached)
 
     # ---- failure ---------------------------------------------------------------------------------
 

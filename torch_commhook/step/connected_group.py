@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,12 @@ from torch_commhook.collectives.gloo_groups import (
     finish_exchanges,
     group_timeout,
     make_group,
+    use_addresses,
 )
+from torch_commhook.collectives.lost_hosts import cut, noticing_lost_hosts
+from torch_commhook.step.rendezvous import hashed
+
+_CPU = torch.device("cpu")
 
 
 class ConnectedGroup:
@@ -28,6 +34,8 @@ class ConnectedGroup:
         like: a group over the same ranks, as which it times out too.
         description: what it is for, as PyTorch's flight recorder shows it.
         threads: so many collectives are under way at once.
+        connect_within: for how long ranks wait for each other to connect; None for as long as
+            collectives may take.
     """
 
     def __init__(
@@ -37,6 +45,7 @@ class ConnectedGroup:
         like: dist.ProcessGroup,
         description: str,
         threads: int = MOST_UNDER_WAY,
+        connect_within: timedelta | None = None,
     ) -> None:
         self.name = name
         self.threads = threads
@@ -45,38 +54,87 @@ class ConnectedGroup:
         self.ranks = dist.get_process_group_ranks(like)
         self.timeout: timedelta = group_timeout(like)
         own_store = dist.PrefixStore(f"{self.place}/1", store)
-        self.group = make_group(
-            own_store,
-            self.rank,
-            self.ranks,
-            name,
-            self.timeout,
-            description=description,
-            threads=threads,
-        )
-        _wait_for_all(self.group)
+
+        def make() -> dist.ProcessGroup:
+            with noticing_lost_hosts() as self._sockets:
+                group = make_group(
+                    own_store,
+                    self.rank,
+                    self.ranks,
+                    name,
+                    self.timeout,
+                    description=description,
+                    threads=threads,
+                )
+                _wait_for_all(group)
+            return group
+
+        self.group = make() if connect_within is None else _within(connect_within, make)
 
     @property
     def place(self) -> str:
         """Where in a store the ranks meet; groups of a name may have ranks of their own."""
-        return f"{self.name}/{'-'.join(map(str, self.ranks))}"
+        return hashed(self.name, self.ranks)
 
     def backend(self, store: dist.Store) -> dist.ProcessGroupGloo:
         """New connections."""
         own_store = dist.PrefixStore(self.place, store)
         size = len(self.ranks)
-        backend = gloo_backend(own_store, self.rank, size, self.timeout, self.threads)
-        _wait_for_all(backend)
+        with noticing_lost_hosts() as sockets:
+            backend, addresses = gloo_backend(
+                own_store, self.rank, size, self.timeout, self.threads
+            )
+            _wait_for_all(backend)
+        self._sockets = sockets
+        use_addresses(self.group, addresses)
         return backend
+
+    def cut(self) -> None:
+        """End the connections, so that collectives under way fail that wait for a silent rank."""
+        cut(self._sockets)
 
     def take(
         self, kind: dist.ProcessGroup.BackendType, backend: torch._C._distributed_c10d.Backend
     ) -> None:
         """Communicate through a backend from here on."""
         close_connections(self.group)
-        self.group._register_backend(torch.device("cpu"), kind, backend)
+        self.group._register_backend(_CPU, kind, backend)
         self.group._set_group_name(self.name)  # type: ignore[arg-type]
         self.group._set_group_desc(self.description)
+
+
+def _within(most: timedelta, make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
+    """Make a group within a time. If that takes longer, the group is destroyed once it is made.
+
+    Gloo waits for ranks that do not come as long as for a collective.
+
+    Raises:
+        RuntimeError: the time is over.
+    """
+    lock = threading.Lock()
+    made: list[dist.ProcessGroup | BaseException] = []
+    is_late = False
+
+    def run() -> None:
+        try:
+            found: dist.ProcessGroup | BaseException = make()
+        except BaseException as error:
+            found = error
+        with lock:
+            made.append(found)
+        if is_late and isinstance(found, dist.ProcessGroup):
+            destroy_group(found)
+
+    thread = threading.Thread(target=run, name="commhook-connect", daemon=True)
+    thread.start()
+    thread.join(most.total_seconds())
+    with lock:
+        is_late = not made
+    if is_late:
+        raise RuntimeError(f"ranks did not connect within {most.total_seconds():g} s")
+    if isinstance(made[0], BaseException):
+        raise made[0]
+    return made[0]
 
 
 def destroy_all(groups: Sequence[ConnectedGroup]) -> None:

@@ -25,6 +25,7 @@ from torch_commhook.collectives.exchange import (
 _MOST_AT_ONCE = 16
 # The tags of exchanges begin above.
 _TAG = (1 << 30) - 16
+_COMPARISON_TAG = _TAG + 1
 
 
 class StepEnd:
@@ -118,6 +119,35 @@ def agree_on_used(step_end: StepEnd, used: Tensor) -> None:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         group.allreduce([used], options).wait()
+
+
+def all_alike(group: dist.ProcessGroup, own: bytes) -> bool:
+    """Whether all ranks give the same. All call this between the same two steps, and find the same.
+
+    It has messages of its own, since an exchange in the background may be under way.
+
+    Args:
+        group: of Gloo.
+        own: what this rank gives, as long as what the others give.
+
+    Raises:
+        RuntimeError: a connection was closed, or the group's timeout is over.
+    """
+    size, rank = group.size(), group.rank()
+    are_alike = True
+    for distances in rounds_of(size):
+        flag = b"\1" if are_alike else b"\0"
+        sent = torch.frombuffer(bytearray(own + flag), dtype=torch.uint8)
+        received = [torch.empty_like(sent) for _ in distances]
+        works = []
+        for distance, output in zip(distances, received, strict=True):
+            works.append(group.recv([output], (rank - distance) % size, _COMPARISON_TAG))
+            works.append(group.send([sent], (rank + distance) % size, _COMPARISON_TAG))
+        for work in works:
+            work.wait()
+        # A flag that is not set says that the ranks before it differ.
+        are_alike = are_alike and all(torch.equal(output, sent) for output in received)
+    return are_alike
 
 
 def rounds_of(size: int) -> list[list[int]]:

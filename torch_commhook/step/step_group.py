@@ -21,14 +21,17 @@ import re
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup
+from torch.distributed import distributed_c10d
 
 from torch_commhook.autograd.running_backward import RunningBackward
 from torch_commhook.collectives import resolve_group
+from torch_commhook.collectives.exchange import exchange, exchanges
 from torch_commhook.collectives.gloo_backend import MOST_UNDER_WAY
 from torch_commhook.collectives.gloo_groups import (
     close_connections,
@@ -48,20 +51,26 @@ from torch_commhook.collectives.symmetric import give_up
 from torch_commhook.collectives.turns import renew_turns
 from torch_commhook.step.connected_group import ConnectedGroup, destroy_all
 from torch_commhook.step.connections import MoreConnections
-from torch_commhook.step.rendezvous import Rendezvous
-from torch_commhook.step.step_end import StepEnd, agree_on_used
+from torch_commhook.step.rendezvous import Reason, Rendezvous
+from torch_commhook.step.step_end import StepEnd, agree_on_used, all_alike
 
 
 class PeerError(RuntimeError):
-    """Another rank's hook failed, or its process ended, so that this step counts on no rank."""
+    """Another rank's hook failed, or its process ended, so that this step counts on no rank.
 
-    #: The reason as ranks tell it to each other; None for an error that a user has made.
-    _reason: str | None = None
+    Attributes:
+        rank: at fault, a rank of the default group; None where nobody knows.
+    """
+
+    rank: int | None = None
+    #: As ranks tell it to each other; None for an error that a user has made.
+    _reason: Reason | None = None
 
 
 #: What Gloo says of a connection that another rank has closed, or that was lost with its process.
 _CONNECTION_LOST = re.compile(
     r"closed by peer|reset by peer|Broken pipe|Socket closed|pair closure"
+    r"|Connection timed out|No route to host|Network is unreachable"
 )
 _EXCHANGE_WITH = re.compile(r"exchange: with rank (\d+): ")
 
@@ -82,6 +91,9 @@ class StepGroup:
 
     Args:
         parent: the ranks that take part; None for the default group.
+        meets_again: whether the same ranks go on after a step that failed. Else whoever has made
+            the group makes another one, over the ranks that are left.
+        connect_within: for how long ranks wait for each other to connect; None for ``timeout``.
 
     Attributes:
         group: what hooks communicate through. After a step that failed its connections are others.
@@ -91,8 +103,16 @@ class StepGroup:
             ends it finds what has failed: nobody else lets it fail, and it lets no others fail.
     """
 
-    def __init__(self, parent: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        parent: dist.ProcessGroup | None = None,
+        *,
+        meets_again: bool = True,
+        connect_within: timedelta | None = None,
+    ) -> None:
         self.parent = resolve_group(parent)
+        self._meets_again = meets_again
+        self._connect_within = connect_within
         self.size: int = self.parent.size()
         self.rank: int = group_rank(self.parent)
         self.timeout = group_timeout(self.parent)
@@ -104,7 +124,7 @@ class StepGroup:
         count = _counts.get(self.parent, 0)
         _counts[self.parent] = count + 1
         #: By which compiled code finds the object; the same over its life.
-        self.name = f"{group_name(self.parent)}/commhook{count}"
+        self.name = _name_of(self.parent, count)
         #: Of the ranks, where their connections can be made anew.
         self._rendezvous: Rendezvous | None = None
         self._ranks = list(range(self.size))  # as messages name them
@@ -264,6 +284,8 @@ class StepGroup:
         """
         if not self._broken:
             return
+        if not self._meets_again:
+            raise self.explain("the step has failed already")
         assert self._rendezvous is not None
         backends: list[dist.ProcessGroupGloo] = []
         try:
@@ -300,6 +322,30 @@ class StepGroup:
             self.end_agreed(lambda: self._end_of_step().any_rank())
         else:
             self._open = False
+
+    def maximum(self, own: Tensor) -> Callable[[], Tensor]:
+        """Begin to tell all ranks some numbers. All ranks do so at the same point of a step.
+
+        Args:
+            own: of this rank: uint8, flat, on the CPU, of the same size on all ranks.
+
+        Returns:
+            Waits for the greatest of what the ranks have given, element by element.
+        """
+        if exchanges(self.group):
+            rows = own.new_empty((self.size, own.numel()))
+            shared = exchange([own] * self.size, list(rows), rows, self.group)
+            return lambda: torch.amax(shared.wait(), dim=0)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        greatest = own.clone()
+        work = self.group.allreduce([greatest], options)
+
+        def wait() -> Tensor:
+            work.wait()
+            return greatest
+
+        return wait
 
     def commit(self, used: Tensor) -> None:
         """End a step that went well on this rank, and wait until it has on all, where ranks agree.
@@ -350,6 +396,15 @@ class StepGroup:
             raise explained from error
         self._open = False
 
+    def lose(self, rank: int | None, why: str) -> None:
+        """:meth:`fail` because of another rank.
+
+        Args:
+            rank: of the default group; None where nobody knows.
+            why: as errors go on after "this step failed".
+        """
+        self._fail_all(Reason(why, rank, has_ended=False))
+
     def fail(self, reason: BaseException | str) -> None:
         """Let the other ranks' collectives of this step end, and tell them why.
 
@@ -365,9 +420,10 @@ class StepGroup:
             return
         if isinstance(reason, BaseException):
             reason = f"{type(reason).__name__}: {reason}"
-        self._fail_all(f"on rank {self._global_rank}: {reason}")
+        text = f"on rank {self._global_rank}: {reason}"
+        self._fail_all(Reason(text, self._global_rank))
 
-    def _fail_all(self, reason: str) -> None:
+    def _fail_all(self, reason: Reason) -> None:
         if not self._broken and not self.in_background:
             self._fail(reason)
             for sibling in self._others():
@@ -377,7 +433,7 @@ class StepGroup:
         siblings = _siblings.get(self.parent, ())
         return [each for each in siblings if each is not self and not each.in_background]
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: Reason) -> None:
         if self._open:
             _lost.update(self._outside)
             for outside in list(self._outside):
@@ -388,6 +444,9 @@ class StepGroup:
             return
         self._broken = True
         self._rendezvous.tell(reason)
+        if not reason.has_ended:  # nobody else ends what waits for that rank
+            for own in self._own:
+                own.cut()
         close_connections(*(own.group for own in self._own))
 
     def fail_with(self, error: BaseException) -> BaseException:
@@ -419,10 +478,11 @@ class StepGroup:
         if found is not None and int(found[1]) in self._ranks:
             lost = int(found[1])
         who = "another rank" if lost is None else f"rank {lost}"
-        reason = (
+        text = (
             f"since the process of {who} ended, or left the others without saying why, as rank "
             f"{self._global_rank} saw: {error}"
         )
+        reason = Reason(text, lost)
         self._fail_all(reason)  # the first reason that a rank has given stays
         explained = _peer_error(self._reason() or reason)
         explained.__cause__ = error
@@ -433,10 +493,11 @@ class StepGroup:
         reason = self._reason()
         if reason is not None:
             return _peer_error(reason)
-        return _peer_error(
+        text = (
             "since another rank left it, or its connection failed, as rank "
             f"{self._global_rank} saw: {error}"
         )
+        return _peer_error(Reason(text, None))
 
     def close(self) -> None:
         """Give the group up. Happens by itself when the object goes, or the interpreter ends."""
@@ -444,8 +505,31 @@ class StepGroup:
         self._forget_step_end()
         self._end()
 
-    def _reason(self) -> str | None:
+    def _reason(self) -> Reason | None:
         return None if self._rendezvous is None else self._rendezvous.reason()
+
+    @property
+    def all_alike(self) -> Callable[[bytes], bool] | None:
+        """Whether all ranks give the same bytes. All call it between the same two steps.
+
+        None where nobody knows what the group can do.
+        """
+        if self.recovers:
+            return self._all_alike
+        is_plain = type(self.parent) is dist.ProcessGroup or self.shares_used
+        return self._all_alike_by_maximum if is_plain else None
+
+    def _all_alike(self, own: bytes) -> bool:
+        self.connect()
+        return all_alike(self.group, own)
+
+    def _all_alike_by_maximum(self, own: bytes) -> bool:
+        device = distributed_c10d._get_object_coll_device(self.parent)
+        digest = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
+        both = torch.cat([digest, 255 - digest])
+        greatest = both.clone()
+        dist.all_reduce(greatest, dist.ReduceOp.MAX, group=self.parent)
+        return torch.equal(greatest, both)
 
     def prepare_second_stage(self) -> None:
         """Make the group for hooks whose collectives follow one another; all ranks do."""
@@ -466,10 +550,17 @@ class StepGroup:
         """
         assert self._rendezvous is not None
         if self._open:
-            reason = self._rendezvous.wait_for_all(name, like.rank(), like.size())
+            reason = self._rendezvous.wait_for_all(name, like.size())
             if reason is not None:
                 raise _peer_error(reason)
-        own = ConnectedGroup(self._rendezvous.store, name, like, description, threads)
+        own = ConnectedGroup(
+            self._rendezvous.store,
+            name,
+            like,
+            description,
+            threads,
+            connect_within=self._connect_within,
+        )
         self._own.append(own)
         itself = weakref.ref(self)
         # The group itself has no backend after a failed step.
@@ -485,15 +576,35 @@ class StepGroup:
         return own.group
 
 
+def tell_unreachable(parent: dist.ProcessGroup, error: BaseException) -> None:
+    """Tell the other ranks that this one could not make a group of theirs.
+
+    Args:
+        parent: of the group, of which it is the first.
+        error: why not.
+    """
+    store = group_store(parent)
+    assert store is not None
+    name, timeout = _name_of(parent, 0), group_timeout(parent)
+    rendezvous = Rendezvous(store, name, parent.rank(), parent.size(), timeout)
+    text = f"since ranks could not connect, as rank {parent.rank()} of them saw: {error}"
+    rendezvous.tell(Reason(text, None, has_ended=False))
+
+
+def _name_of(parent: dist.ProcessGroup, number: int) -> str:
+    """The name of one of the groups over the ranks of another."""
+    return f"{group_name(parent)}/commhook{number}"
+
+
 def _described(group: dist.ProcessGroup) -> str:
     """The description of the group through which a hook communicates in place of another."""
     return f"commhook: gradients over {group_description(group)}"
 
 
-def _peer_error(reason: str) -> PeerError:
+def _peer_error(reason: Reason) -> PeerError:
     """The error of a step, with the reason as ranks tell it to each other."""
-    error = PeerError(f"torch_commhook: this step failed {reason}")
-    error._reason = reason
+    error = PeerError(f"torch_commhook: this step failed {reason.text}")
+    error.rank, error._reason = reason.rank, reason
     return error
 
 

@@ -9,6 +9,7 @@ void bind_autograd_hooks(pybind11::module_& m);
 void bind_bucket(pybind11::module_& m);
 void bind_collectives(pybind11::module_& m);
 void bind_cpp_hooks(pybind11::module_& m);
+void bind_membership(pybind11::module_& m);
 void bind_process_group(pybind11::module_& m);
 void bind_profiling(pybind11::module_& m);
 void bind_reducer(pybind11::module_& m);

@@ -62,6 +62,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   commhook::bind_bucket(m);
   commhook::bind_collectives(m);
   commhook::bind_cpp_hooks(m);
+  commhook::bind_membership(m);
   commhook::bind_process_group(m);
   commhook::bind_profiling(m);
   commhook::bind_reducer(m);

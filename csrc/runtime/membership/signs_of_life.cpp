@@ -1,0 +1,118 @@
+#include "runtime/membership/signs_of_life.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/thread_name.h>
+
+#include <algorithm>
+#include <exception>
+#include <optional>
+
+namespace commhook {
+namespace {
+
+double seconds_of(SignsOfLife::Clock::duration duration) {
+  return std::chrono::duration<double>(duration).count();
+}
+
+}  // namespace
+
+SignsOfLife::SignsOfLife(c10::intrusive_ptr<c10d::Store> store, std::string own, double interval)
+    : store_(std::move(store)),
+      own_(std::move(own)),
+      interval_(
+          std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(interval))),
+      answered_(Clock::now()) {
+  TORCH_CHECK_VALUE(interval > 0 && interval <= 3600,
+                    "SignsOfLife: interval must be from 0 to 3600 s, got ", interval);
+  thread_ = std::thread([this] { run(); });
+}
+
+SignsOfLife::~SignsOfLife() { stop(); }
+
+void SignsOfLife::watch(const std::vector<std::string>& keys) {
+  const std::lock_guard lock(mutex_);
+  std::map<std::string, Seen> kept;
+  for (const auto& key : keys) {
+    const auto found = seen_.find(key);
+    kept[key] = found == seen_.end() ? Seen{} : found->second;
+  }
+  seen_ = std::move(kept);
+}
+
+std::map<std::string, SignsOfLife::Sign> SignsOfLife::signs() const {
+  const std::lock_guard lock(mutex_);
+  std::map<std::string, Sign> found;
+  for (const auto& [key, seen] : seen_) {
+    if (seen.is_there) {
+      found[key] = {seen.number, seconds_of(seen.unchanged)};
+    }
+  }
+  return found;
+}
+
+double SignsOfLife::seconds_without_store() const {
+  const std::lock_guard lock(mutex_);
+  return seconds_of(Clock::now() - answered_);
+}
+
+void SignsOfLife::stop() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopped_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.joinable() && thread_.get_id() != std::this_thread::get_id()) {
+    thread_.join();
+  }
+}
+
+void SignsOfLife::run() {
+  c10::setThreadName("commhook_signs");
+  auto next = Clock::now();
+  while (true) {
+    const auto begun = Clock::now();
+    std::optional<std::map<std::string, int64_t>> numbers;
+    try {
+      std::vector<std::string> keys;
+      {
+        const std::lock_guard lock(mutex_);
+        for (const auto& [key, seen] : seen_) {
+          keys.push_back(key);
+        }
+      }
+      store_->add(own_, 1);
+      // Not multiGet, which waits for keys that are not there.
+      numbers.emplace();
+      for (const auto& key : keys) {
+        (*numbers)[key] = store_->add(key, 0);
+      }
+    } catch (const std::exception&) {  // out of reach; again in a while
+      numbers.reset();
+    }
+    std::unique_lock lock(mutex_);
+    if (numbers) {
+      const auto now = Clock::now();
+      // What had not changed by then was so for as long as the store could be read.
+      const auto since = std::min(now - answered_, 2 * interval_ + (now - begun));
+      answered_ = now;
+      for (const auto& [key, number] : *numbers) {
+        const auto found = seen_.find(key);
+        if (found == seen_.end()) {
+          continue;  // it is watched no longer
+        }
+        auto& seen = found->second;
+        const bool is_new = !seen.is_there || seen.number != number;
+        seen.unchanged = is_new ? Clock::duration::zero() : seen.unchanged + since;
+        seen.number = number;
+        seen.is_there = true;
+      }
+    }
+    next = std::max(next + interval_, Clock::now());
+    changed_.wait_until(lock, next, [this] { return stopped_; });
+    if (stopped_) {
+      return;
+    }
+  }
+}
+
+}  // namespace commhook

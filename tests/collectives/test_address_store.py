@@ -1,0 +1,142 @@
+"""The store in which Gloo finds the addresses of a group's ranks."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torch_commhook import _C
+from torch_commhook.collectives.gloo_backend import (
+    MOST_IN_FULL_MESH,
+    gloo_backend,
+    neighbours,
+)
+
+
+class CountingStore(dist.Store):
+    """Counts the requests that a rank makes."""
+
+    def __init__(self, store: dist.Store, extended: bool = True) -> None:
+        super().__init__()
+        self.store = store
+        self.extended = extended
+        self.requests: list[str] = []
+
+    def set(self, key: str, value: Any) -> None:
+        self.requests.append("set")
+        self.store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.requests.append("get")
+        return self.store.get(key)
+
+    def wait(self, keys: Any, timeout: Any = None) -> None:
+        self.requests.append("wait")
+        self.store.wait(keys, timedelta(seconds=20))
+
+    def check(self, keys: Any) -> bool:
+        self.requests.append("check")
+        return self.store.check(keys)
+
+    def multi_get(self, keys: Any) -> Any:
+        self.requests.append("multi_get")
+        return [self.store.get(key) for key in keys]
+
+    def has_extended_api(self) -> bool:
+        return self.extended
+
+    def delete_key(self, key: str) -> bool:
+        self.requests.append("delete")
+        return self.store.delete_key(key)
+
+    def set_timeout(self, timeout: Any) -> None:
+        pass
+
+    deleteKey = delete_key  # noqa: N815
+
+
+def _connected(size: int, extended: bool = True) -> tuple[list[Any], list[CountingStore]]:
+    """Backends of so many ranks in this process, and the stores that they have asked."""
+    base = dist.HashStore()
+    stores = [CountingStore(base, extended) for _ in range(size)]
+    made: list[Any] = [None] * size
+
+    def make(rank: int) -> None:
+        made[rank] = gloo_backend(stores[rank], rank, size, timedelta(seconds=30), 1)
+        made[rank][0].barrier().wait()
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return made, stores
+
+
+@pytest.mark.parametrize("size", [2, 5, MOST_IN_FULL_MESH])
+def test_addresses_are_read_in_one_request(size: int) -> None:
+    made, stores = _connected(size)
+    for store in stores:
+        assert store.requests == ["set", "wait", "multi_get"]
+    assert stores[0].store.num_keys() == size
+    for _, addresses in made:
+        addresses.remove_own()
+    assert stores[0].store.num_keys() == 0
+
+
+def test_a_store_that_gives_one_key_at_a_time() -> None:
+    _, stores = _connected(3, extended=False)
+    assert stores[0].requests == ["set", "wait", "get", "get"]
+
+
+def test_many_ranks_connect_to_their_neighbours_alone() -> None:
+    size = MOST_IN_FULL_MESH + 4
+    made, stores = _connected(size)
+    for store in stores:
+        assert store.requests == ["set", "wait", "multi_get"]
+    # An all-reduce in a ring needs nobody else.
+    tensors = [torch.full((1000,), float(rank)) for rank in range(size)]
+
+    def reduce(rank: int) -> None:
+        made[rank][0].allreduce([tensors[rank]]).wait()
+
+    threads = [threading.Thread(target=reduce, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for store, tensor in zip(stores, tensors, strict=True):
+        assert store.requests == ["set", "wait", "multi_get"]
+        assert tensor.tolist() == [size * (size - 1) / 2] * 1000
+
+
+def test_neighbours() -> None:
+    assert neighbours(0, 2) == [1]
+    assert neighbours(0, 8) == [1, 2, 4, 6, 7]
+    for size in (17, 100, 1000):
+        for rank in (0, size // 2, size - 1):
+            near = neighbours(rank, size)
+            assert len(near) <= 2 * (size - 1).bit_length()
+            assert rank not in near
+            assert all(rank in neighbours(other, size) for other in near)
+
+
+def test_keys_of_others_go_to_the_store() -> None:
+    base = dist.HashStore()
+    store = _C.AddressStore(base, [0, 1])
+    store.set("0/0", "a")
+    base.set("0/7", "b")
+    base.set("name", "c")
+    assert [store.get(key) for key in ("0/0", "0/7", "name")] == [b"a", b"b", b"c"]
+    assert store.add("count", 2) == 2 and base.add("count", 0) == 2
+    assert store.check(["name"]) and not store.check(["another"])
+    with pytest.raises(Exception, match=r"(?i)time"):
+        store.wait(["0/1"], timedelta(milliseconds=10))
+    base.set("0/1", "d")
+    assert store.get("0/1") == b"d"
+    assert store.delete_key("name") and not base.check(["name"])

@@ -1,0 +1,134 @@
+"""Training goes on when ranks are lost, and lets new ones in: all members hold the same bits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from repository import SUPPORT
+
+CASES: dict[str, dict[str, Any]] = {
+    "a rank is killed in its backward": {
+        "ranks": 4,
+        "steps": 12,
+        "hook": "allreduce",
+        "events": [{"rank": 1, "step": 5, "do": "kill"}],
+    },
+    "the first rank is killed": {
+        "ranks": 3,
+        "steps": 10,
+        "hook": "with error",
+        "events": [{"rank": 0, "step": 5, "do": "kill"}],
+    },
+    "a rank is killed at the end of a step": {
+        "ranks": 4,
+        "steps": 10,
+        "hook": "topk",
+        "events": [{"rank": 2, "step": 5, "do": "kill at the end"}],
+    },
+    "two ranks are killed, one after the other, until one is left": {
+        "ranks": 3,
+        "steps": 12,
+        "hook": "blockwise",
+        "events": [
+            {"rank": 1, "step": 4, "do": "kill"},
+            {"rank": 2, "step": 8, "do": "kill"},
+        ],
+    },
+    "a rank is stopped, and goes on when the others have done without it": {
+        "ranks": 3,
+        "steps": 10,
+        "hook": "powersgd",
+        "events": [{"rank": 1, "step": 5, "do": "stop"}],
+    },
+    "a rank's hook raises": {
+        "ranks": 3,
+        "steps": 10,
+        "hook": "allreduce",
+        "events": [{"rank": 2, "step": 5, "do": "raise"}],
+    },
+    "a rank leaves": {
+        "ranks": 3,
+        "steps": 10,
+        "hook": "with error",
+        "events": [{"rank": 0, "step": 5, "do": "leave"}],
+    },
+    "a new rank is let in": {
+        "ranks": 2,
+        "steps": 60,
+        "hook": "powersgd",
+        "events": [],
+        "late": [5],
+        "pause": 0.02,
+    },
+    "a killed rank's process starts anew": {
+        "ranks": 3,
+        "steps": 60,
+        "hook": "with error",
+        "events": [{"rank": 1, "step": 5, "do": "kill"}],
+        "late": [8],
+        "pause": 0.02,
+    },
+    "the rank that gives a new one its state is killed while it does": {
+        "ranks": 3,
+        "steps": 60,
+        "hook": "allreduce",
+        "events": [{"rank": 0, "step": 2, "do": "kill while sending"}],
+        "late": [5],
+        "pause": 0.02,
+    },
+}
+#: By case: who ends how, where not with "done".
+SAID: dict[str, dict[int, str]] = {
+    "a rank is killed in its backward": {1: "killed"},
+    "the first rank is killed": {0: "killed"},
+    "a rank is killed at the end of a step": {2: "killed"},
+    "two ranks are killed, one after the other, until one is left": {1: "killed", 2: "killed"},
+    "a rank is stopped, and goes on when the others have done without it": {1: "LeftOutError"},
+    "a rank's hook raises": {2: "ZeroDivisionError"},
+    "a rank leaves": {0: "left"},
+    "a new rank is let in": {},
+    "a killed rank's process starts anew": {1: "killed"},
+    "the rank that gives a new one its state is killed while it does": {0: "killed"},
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What the ranks of each case have seen."""
+    folder = tmp_path_factory.mktemp("elastic")
+    script = SUPPORT / "elastic_ranks.py"
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder), json.dumps(list(CASES.values()))],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return dict(zip(CASES, lines, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_that_go_on_hold_the_same(outcomes: dict[str, dict[str, Any]], name: str) -> None:
+    case, found = CASES[name], outcomes[name]
+    for number, said in enumerate(found["said"]):
+        expected = SAID[name].get(number, "done")
+        assert said == expected or said.startswith(f"{expected}:"), (number, said)
+    of_step: dict[int, list[Any]] = {}
+    for number, steps in enumerate(found["steps"]):
+        for step, *values, _ in steps:
+            assert of_step.setdefault(step, values) == values, (number, step)
+    # Each step counts once, on each rank that is there to its end.
+    assert sorted(of_step) == list(range(1, case["steps"] + 1))
+    for said, steps in zip(found["said"], found["steps"], strict=True):
+        numbers = [step for step, *_ in steps]
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers))) if numbers else True
+        if said == "done":
+            assert numbers[-1] == case["steps"]
+    if case.get("late"):
+        late = found["steps"][case["ranks"]]
+        assert 1 < late[0][0] < case["steps"], "the new rank was let in in between"

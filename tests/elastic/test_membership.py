@@ -1,0 +1,244 @@
+"""Who takes part, as ranks agree through a store: they are threads of one process."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from torch_commhook.elastic.membership import (
+    LeftOutError,
+    Lost,
+    Membership,
+    TooFewRanksError,
+    View,
+)
+
+GRACE = 0.4
+
+
+class Signs:
+    """Knows who is dead, as the test says."""
+
+    def __init__(self) -> None:
+        self.dead: set[int] = set()
+
+    def silent(self, ranks: Collection[int]) -> set[int]:
+        return self.dead & set(ranks)
+
+
+def _members(store: dist.Store, count: int, signs: Signs, **settings: Any) -> list[Membership]:
+    options: dict[str, Any] = {"min_ranks": 2, "grace": GRACE, "first_ranks": count, **settings}
+    return [Membership(store, signs, **options) for _ in range(count)]
+
+
+def _together(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """What each gives or raises, called at the same time."""
+    found: list[Any] = [None] * len(calls)
+
+    def run(number: int) -> None:
+        try:
+            found[number] = calls[number]()
+        except Exception as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+def _started(count: int, **settings: Any) -> tuple[dist.Store, Signs, list[Membership]]:
+    store, signs = dist.HashStore(), Signs()
+    members = _members(store, count, signs, **settings)
+    views = _together([lambda m=m: m.enter(10.0) for m in members])
+    assert len(set(views)) == 1 and views[0].members == tuple(m.own for m in members)
+    for member in members:
+        member.is_new = False
+    return store, signs, members
+
+
+def test_those_that_come_first_begin() -> None:
+    _, _, members = _started(4)
+    view = members[0].view
+    assert view is not None
+    assert (view.number, view.steps) == (1, 0)
+    # The first one's parameters are everybody's.
+    assert view.trained == (members[0].own,)
+
+
+def test_those_that_come_within_grace_begin_where_their_number_is_not_known() -> None:
+    _, _, members = _started(3, first_ranks=None)
+    assert members[0].view is not None and len(members[0].view.members) == 3
+
+
+def test_too_few_wait_and_raise() -> None:
+    (member,) = _members(dist.HashStore(), 1, Signs())
+    with pytest.raises(TooFewRanksError, match="1 ranks want to, 2 are needed"):
+        member.enter(0.1)
+
+
+def test_the_others_go_on_without_a_rank_that_has_ended() -> None:
+    _, _, members = _started(4)
+    left = members[:2] + members[3:]
+    lost = Lost(ended=frozenset([members[2].own]))
+    begun = time.monotonic()
+    # One has seen it. That the others need not wait for it they learn from that one.
+    views = _together(
+        [lambda m=m, n=n: m.change(7, lost if n == 0 else Lost()) for n, m in enumerate(left)]
+    )
+    assert time.monotonic() - begun < GRACE
+    assert len(set(views)) == 1
+    assert views[0].members == tuple(m.own for m in left)
+    assert (views[0].number, views[0].steps, views[0].new) == (2, 7, ())
+
+
+def test_a_rank_that_nobody_knows_to_be_lost_has_its_time() -> None:
+    _, _, members = _started(3)
+    begun = time.monotonic()
+    views = _together([lambda m=m: m.change(0) for m in members[:2]])
+    assert time.monotonic() - begun >= GRACE
+    assert {view.members for view in views} == {(members[0].own, members[1].own)}
+    # It comes late, and learns that the others have gone on.
+    with pytest.raises(LeftOutError, match="go on without this one"):
+        members[2].change(0)
+
+
+def test_a_rank_that_shows_no_sign_of_life_is_not_waited_for() -> None:
+    _, signs, members = _started(3)
+    signs.dead.add(members[1].own)
+    begun = time.monotonic()
+    views = _together([lambda m=m: m.change(0) for m in (members[0], members[2])])
+    assert time.monotonic() - begun < GRACE
+    assert {view.members for view in views} == {(members[0].own, members[2].own)}
+
+
+def test_half_of_the_ranks_do_not_go_on_unless_the_others_have_ended() -> None:
+    _, signs, members = _started(4)
+    signs.dead.update(m.own for m in members[2:])
+    errors = _together([lambda m=m: m.change(0) for m in members[:2]])
+    assert all(isinstance(error, TooFewRanksError) for error in errors)
+    assert "more than half" in str(errors[0])
+    _, _, members = _started(4)
+    lost = Lost(ended=frozenset(m.own for m in members[2:]))
+    views = _together([lambda m=m: m.change(0, lost) for m in members[:2]])
+    assert {view.members for view in views} == {tuple(m.own for m in members[:2])}
+
+
+def test_of_a_split_network_the_larger_side_goes_on() -> None:
+    _, _, members = _started(5)
+    sides = members[:2], members[2:]
+    owns = [frozenset(m.own for m in side) for side in sides]
+    found = _together(
+        [lambda m=m: m.change(3, Lost(unreachable=owns[1])) for m in sides[0]]
+        + [lambda m=m: m.change(3, Lost(unreachable=owns[0])) for m in sides[1]]
+    )
+    assert all(isinstance(error, LeftOutError) for error in found[:2])
+    assert {view.members for view in found[2:]} == {tuple(sorted(owns[1]))}
+
+
+def test_a_rank_that_is_here_is_alive() -> None:
+    _, _, members = _started(3)
+    thought = [Lost(ended=frozenset([members[1].own]), silent=frozenset([members[2].own]))]
+    views = _together([lambda m=m: m.change(3, *thought) for m in members])
+    assert {view.members for view in views} == {tuple(m.own for m in members)}
+
+
+def test_too_few_ranks_do_not_go_on() -> None:
+    _, _, members = _started(3, min_ranks=3)
+    lost = Lost(ended=frozenset([members[0].own]))
+    errors = _together([lambda m=m: m.change(0, lost) for m in members[1:]])
+    assert all(isinstance(error, TooFewRanksError) for error in errors)
+    assert "2 ranks are left and 0 want to take part, of at least 3" in str(errors[0])
+
+
+def test_a_new_rank_is_let_in_where_the_others_change() -> None:
+    store, signs, members = _started(2)
+    (late,) = _members(store, 1, signs)
+    entered: list[View] = []
+    thread = threading.Thread(target=lambda: entered.append(late.enter(10.0)))
+    thread.start()
+    while not members[0].wanting():
+        time.sleep(0.01)
+    views = _together([lambda m=m: m.change(5) for m in members])
+    thread.join(10)
+    assert {*views, *entered} == {views[0]}
+    assert views[0].members == (*(m.own for m in members), late.own)
+    assert views[0].new == (late.own,) and views[0].steps == 5
+    assert late.is_new and not members[0].wanting()
+
+
+def test_a_new_rank_that_was_lost_again_is_not_let_in() -> None:
+    store, signs, members = _started(2)
+    (late,) = _members(store, 1, signs)
+    store.append("wanting", f"{late.own} ")
+    signs.dead.add(late.own)
+    views = _together([lambda m=m: m.change(5) for m in members])
+    assert views[0].members == tuple(m.own for m in members)
+
+
+def test_nobody_that_has_trained_is_left() -> None:
+    store, signs, members = _started(2)
+    (late,) = _members(store, 1, signs)
+    late.view, late.is_new = members[0].view, True
+    view = members[0].view
+    assert view is not None
+    late.view = View(view.number, (*view.members, late.own), (late.own,))
+    late._store.set("view", late.view.as_text())
+    signs.dead.update(view.members)
+    lost = Lost(ended=frozenset(view.members))
+    with pytest.raises(TooFewRanksError, match="no rank is left that has trained"):
+        late.change(0, lost)
+
+
+def test_new_ranks_begin_anew_where_all_members_have_gone() -> None:
+    store, signs, members = _started(2)
+    signs.dead.update(m.own for m in members)
+    late = _members(store, 2, signs, first_ranks=None)
+    views = _together([lambda m=m: m.enter(10.0) for m in late])
+    assert len(set(views)) == 1
+    assert views[0].members == tuple(m.own for m in late) and views[0].number == 2
+
+
+def _changed(member: Membership, steps: int, ended: frozenset[int], after: float) -> View:
+    time.sleep(after)
+    return member.change(steps, Lost(ended=ended))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_histories(seed: int) -> None:
+    chosen = random.Random(seed)
+    store, signs, members = _started(5, grace=0.15, min_ranks=1)
+    for steps in range(1, 6):
+        gone = [m for m in members if len(members) > 2 and chosen.random() < 0.25]
+        gone = gone[: (len(members) - 1) // 2]
+        silent = frozenset(m.own for m in gone if chosen.random() < 0.5)
+        ended = frozenset(m.own for m in gone) - silent
+        signs.dead |= silent
+        members = [m for m in members if m not in gone]
+        late = _members(store, chosen.randrange(3), signs, grace=0.15, min_ranks=1)
+        for each in late:
+            store.append("wanting", f"{each.own} ")
+        known_by = [ended if chosen.random() < 0.5 else frozenset() for _ in members]
+        views = _together(
+            [
+                partial(_changed, m, steps, known, chosen.random() * 0.02)
+                for m, known in zip(members, known_by, strict=True)
+            ]
+        )
+        assert len(set(views)) == 1, views
+        view = views[0]
+        assert view.members == (*(m.own for m in members), *(m.own for m in late))
+        assert view.steps == steps
+        for each in late:
+            assert each.enter(5.0) == view
+            each.is_new = False
+        members += late

@@ -1,0 +1,1 @@
+"""Training that goes on when ranks are lost, and lets new ones in."""

@@ -1,0 +1,386 @@
+"""Who takes part in a training, as its ranks agree through a store.
+
+The store has one text, the view: who the members are. It changes by ``compare_set`` alone, from one
+view to the next. So whatever ranks see of each other, no two sides of a split network both go on.
+
+A member that wants the next view writes to the store that it is here, and what it knows of the
+others: whose processes have ended, and who shows no sign of life. Any member may then write the
+next view. It waits until all are here that are not known to be lost, or until a time is over.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, Protocol
+
+#: The most that a rank waits before it looks into the store again, in seconds.
+_LONGEST_PAUSE = 0.05
+#: By so much each member waits longer than the one before it, so that one alone writes a view.
+_TURN = 0.02
+
+
+class LeftOutError(RuntimeError):
+    """The others go on without this rank."""
+
+
+class TooFewRanksError(RuntimeError):
+    """Too few ranks are left to go on."""
+
+
+@dataclass(frozen=True)
+class View:
+    """Who takes part from a step on.
+
+    Attributes:
+        number: counts the views from 1.
+        members: each by a number that it has for life, in order of rank.
+        new: those members that have not trained yet. The others have what they need.
+        steps: that have been done.
+        entries: of the list of those who want to take part, which have been dealt with.
+    """
+
+    number: int
+    members: tuple[int, ...]
+    new: tuple[int, ...] = ()
+    steps: int = 0
+    entries: int = 0
+
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """The members that have what new ones need."""
+        return tuple(member for member in self.members if member not in self.new)
+
+    def as_text(self) -> str:
+        """For a store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> View:
+        """What :meth:`as_text` was called on."""
+        found = json.loads(text)
+        for name in ("members", "new"):
+            found[name] = tuple(found[name])
+        return cls(**found)
+
+
+class Lost(NamedTuple):
+    """Whom a rank has lost.
+
+    Attributes:
+        ended: whose processes have ended, or who have said that they leave.
+        silent: who shows no sign of life. They may be alive, behind a network that has failed.
+        unreachable: to whom this rank cannot connect. They may be alive, and reach others.
+    """
+
+    ended: frozenset[int] = frozenset()
+    silent: frozenset[int] = frozenset()
+    unreachable: frozenset[int] = frozenset()
+
+    def with_those_of(self, other: Lost) -> Lost:
+        """All of both."""
+        return Lost(*(own | others for own, others in zip(self, other, strict=True)))
+
+    @property
+    def all(self) -> frozenset[int]:
+        """Of any kind."""
+        return self.ended | self.silent | self.unreachable
+
+
+@dataclass(frozen=True)
+class _Here:
+    """What a member has written: that it is here.
+
+    Attributes:
+        steps: that it has done.
+        is_new: whether it has not trained yet.
+        lost: whom it cannot reach.
+    """
+
+    steps: int
+    is_new: bool
+    lost: Lost
+
+
+class SignsOfLife(Protocol):
+    """Knows which processes are alive."""
+
+    def silent(self, ranks: Collection[int]) -> set[int]:
+        """Those of some ranks that have shown no sign of life for too long."""
+
+
+class Membership:
+    """This process's part in a training whose ranks come and go.
+
+    Args:
+        store: of ``torch.distributed``, that all ranks reach, for this training alone. It must have
+            ``append``.
+        signs: of the other ranks' life.
+        min_ranks: fewer do not go on.
+        first_ranks: so many begin; None for those that come within ``grace`` of each other.
+        grace: for how long ranks wait for others that may be lost, in seconds.
+        patience: for how long they wait for those that show signs of life, in seconds.
+        now: a clock, in seconds.
+        sleep: waits for so many seconds.
+
+    Attributes:
+        own: this process's number, which no other process of the training ever has.
+        view: who takes part; None before :meth:`enter`.
+        is_new: whether this process has yet to get what it needs, from a member that has trained.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        signs: SignsOfLife,
+        *,
+        min_ranks: int,
+        grace: float,
+        patience: float | None = None,
+        first_ranks: int | None = None,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._store = store
+        self._signs = signs
+        self._min_ranks = min_ranks
+        self._first_ranks = first_ranks
+        self._grace = grace
+        self._patience = grace if patience is None else patience
+        self._now = now
+        self._sleep = sleep
+        self.own: int = store.add("ranks", 1)
+        self.view: View | None = None
+        self.is_new = True
+
+    # ---- coming ----------------------------------------------------------------------------------
+
+    def enter(self, timeout: float) -> View:
+        """Wait until this process takes part: from the beginning, or as a new member.
+
+        Args:
+            timeout: for how long, in seconds.
+
+        Returns:
+            The first view that has it.
+
+        Raises:
+            TooFewRanksError: the time is over.
+        """
+        self._store.append("wanting", f"{self.own} ")
+        self._store.add("wanted", 1)
+        begun = self._now()
+        seen, seen_at = 0, begun
+        for _ in self._pauses():
+            view = self.current()
+            if view is not None and self.own in view.members:
+                self.view = view
+                self.is_new = self.own in view.new
+                return view
+            wanting = self._wanting(view)
+            if len(wanting) != seen:
+                seen, seen_at = len(wanting), self._now()
+            waited = self._now() - seen_at
+            if self._may_begin(view, wanting, waited):
+                if waited >= wanting.index(self.own) * _TURN:
+                    self._begin(view, wanting)
+            elif self._now() - begun > timeout:
+                raise TooFewRanksError(
+                    f"torch_commhook: rank {self.own} has waited for {timeout:g} s to take part; "
+                    f"{len(wanting)} ranks want to, {self._min_ranks} are needed"
+                )
+        raise AssertionError
+
+    def _may_begin(self, view: View | None, wanting: list[int], waited: float) -> bool:
+        """Whether those that want to take part are to begin, since nobody trains."""
+        if len(wanting) < self._min_ranks or self.own not in wanting:
+            return False
+        if view is not None and self._signs.silent(view.members) != set(view.members):
+            return False  # the members will let this rank in
+        if view is None and self._first_ranks is not None:
+            return len(wanting) >= self._first_ranks or waited >= self._grace
+        return waited >= self._grace
+
+    def _begin(self, view: View | None, wanting: list[int]) -> None:
+        number = 1 if view is None else view.number + 1
+        # The first one's parameters are everybody's.
+        self._propose(view, View(number, tuple(wanting), tuple(wanting[1:]), 0, self._entries()))
+
+    def wanting(self) -> list[int]:
+        """Those that want to take part and do not, in order of their numbers."""
+        return self._wanting(self.current())
+
+    def _wanting(self, view: View | None) -> list[int]:
+        entries = self._list("wanting")
+        known = set() if view is None else set(view.members)
+        new = [int(entry) for entry in entries[0 if view is None else view.entries :]]
+        silent = self._signs.silent([each for each in new if each != self.own])
+        return sorted(each for each in new if each not in known and each not in silent)
+
+    def _entries(self) -> int:
+        return len(self._list("wanting"))
+
+    # ---- changing --------------------------------------------------------------------------------
+
+    def change(self, steps: int, lost: Lost = Lost()) -> View:  # noqa: B008
+        """Agree with the others on who goes on, after a loss or to let new members in.
+
+        Args:
+            steps: that this rank has done.
+            lost: whom it cannot reach.
+
+        Returns:
+            The next view, with this rank in it. Its ``steps`` are the most that a member has done.
+
+        Raises:
+            LeftOutError: the others go on without this rank.
+            TooFewRanksError: fewer than ``min_ranks`` are left, or no more than half of those that
+                may be alive.
+        """
+        view = self.view
+        assert view is not None
+        place = f"here/{view.number + 1}"
+        self._store.append(place, self._entry(steps, lost))
+        begun = since = self._now()
+        for _ in self._pauses():
+            current = self.current()
+            assert current is not None
+            if current.number > view.number:
+                return self._take(view, current)
+            now = self._now()
+            found = self._next(view, self._here(place), is_late=now - begun >= self._patience)
+            if found is None:
+                since = now
+            elif isinstance(found, str):
+                if now - since >= self._grace:
+                    raise TooFewRanksError(f"torch_commhook: {found}")
+            elif self.own in found.members:
+                if now - since >= found.members.index(self.own) * _TURN:
+                    self._propose(view, found)
+        raise AssertionError
+
+    def _take(self, before: View, current: View) -> View:
+        """Go on with a view that others have agreed on.
+
+        Raises:
+            LeftOutError: without this rank.
+        """
+        if current.number > before.number + 1 or self.own not in current.members:
+            raise LeftOutError(
+                f"torch_commhook: the other ranks go on without this one (rank {self.own}), of "
+                "which they had no sign of life; start its process anew, and it is let in"
+            )
+        self.view = current
+        with suppress(RuntimeError):
+            if current.members[0] == self.own:  # nobody reads these any more
+                self._store.delete_key(f"here/{before.number}")
+        return current
+
+    def _next(self, view: View, here: Mapping[int, _Here], *, is_late: bool) -> View | str | None:
+        """The view that follows; why there is none; or None while ranks are waited for.
+
+        Args:
+            view: the last one.
+            here: its members that want another.
+            is_late: whether those that are not here have had all their time.
+        """
+        missing = set(view.members) - here.keys()
+        lost = Lost(silent=frozenset(self._signs.silent(missing)))
+        for each in here.values():
+            lost = lost.with_those_of(each.lost)
+        if not is_late and not missing <= lost.all:
+            return None
+        # Whoever is here is alive, whatever others have thought.
+        reachable = _without_conflicts({rank: each.lost.unreachable for rank, each in here.items()})
+        left = [rank for rank in view.members if rank in reachable]
+        ended = lost.ended - here.keys()
+        may_live = [rank for rank in view.members if rank not in ended]
+        if 2 * len(left) <= len(may_live):
+            return (
+                f"{len(left)} of the last {len(may_live)} ranks can reach each other, and go on "
+                "only if they are more than half: the others may be alive, too"
+            )
+        if all(here[rank].is_new for rank in left):
+            return "no rank is left that has trained"
+        wanting = self._wanting(view)
+        if len(left) + len(wanting) < self._min_ranks:
+            return (
+                f"{len(left)} ranks are left and {len(wanting)} want to take part, "
+                f"of at least {self._min_ranks}"
+            )
+        new = [rank for rank in left if here[rank].is_new] + wanting
+        steps = max(here[rank].steps for rank in left)
+        members = (*left, *wanting)
+        return View(view.number + 1, members, tuple(new), steps, self._entries())
+
+    # ---- the store -------------------------------------------------------------------------------
+
+    def current(self) -> View | None:
+        """The last view; None where there is none yet."""
+        text = self._read("view")
+        return None if text is None else View.from_text(text)
+
+    def _propose(self, before: View | None, after: View) -> None:
+        """Write a view, unless another rank has written one."""
+        expected = "" if before is None else self._read("view") or ""
+        if before is not None and View.from_text(expected).number != before.number:
+            return
+        self._store.compare_set("view", expected, after.as_text())
+
+    def _entry(self, steps: int, lost: Lost) -> str:
+        fields = self.own, steps, int(self.is_new), *map(_numbers, lost)
+        return f"{':'.join(map(str, fields))} "
+
+    def _here(self, place: str) -> dict[int, _Here]:
+        """Who has written that it is here; of several entries of a rank the last counts."""
+        found = {}
+        for entry in self._list(place):
+            rank, steps, is_new, *lost = entry.split(":")
+            kinds = (frozenset(_parsed(kind)) for kind in lost)
+            found[int(rank)] = _Here(int(steps), is_new == "1", Lost(*kinds))
+        return found
+
+    def _list(self, key: str) -> list[str]:
+        return (self._read(key) or "").split()
+
+    def _read(self, key: str) -> str | None:
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def _pauses(self) -> Iterator[None]:
+        """Each time a little later, without an end."""
+        pause = 0.0005
+        while True:
+            yield
+            self._sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _numbers(ranks: Collection[int]) -> str:
+    return ",".join(map(str, sorted(ranks)))
+
+
+def _parsed(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
+
+
+def _without_conflicts(lost: Mapping[int, Collection[int]]) -> set[int]:
+    """Ranks that all reach each other: the most of them, or nearly.
+
+    Args:
+        lost: for each rank those that it cannot reach.
+    """
+    left = set(lost)
+    while True:
+        conflicts = dict.fromkeys(left, 0)
+        for rank in left:
+            for other in set(lost[rank]) & left:
+                if other != rank:
+                    conflicts[rank] += 1
+                    conflicts[other] += 1
+        worst = max(left, key=lambda rank: (conflicts[rank], rank), default=None)
+        if worst is None or conflicts[worst] == 0:
+            return left
+        left.remove(worst)

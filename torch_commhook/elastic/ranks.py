@@ -1,0 +1,296 @@
+"""The ranks of a training that goes on when some are lost, as one of them sees them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from torch_commhook.collectives.gloo_groups import destroy_group, make_group
+from torch_commhook.elastic.door import Door
+from torch_commhook.elastic.membership import LeftOutError, Lost, Membership, View
+from torch_commhook.elastic.settings import Elastic
+from torch_commhook.elastic.signs import StoreSigns
+from torch_commhook.step.rendezvous import can_append, hashed
+from torch_commhook.step.step_group import PeerError, StepGroup, tell_unreachable
+
+_log = logging.getLogger("torch_commhook.elastic")
+
+
+class ElasticRanks:
+    """This process's place among the ranks of a training.
+
+    Args:
+        settings: as a user gives them.
+
+    Attributes:
+        settings: as given.
+        membership: who takes part.
+        steps: that count, on this rank; of a new rank those of the training.
+        group: the ranks that take part at the moment.
+    """
+
+    group: StepGroup
+
+    def __init__(self, settings: Elastic) -> None:
+        self.settings = settings
+        self.steps = 0
+        prefix = f"commhook-elastic/{hashed(settings.name)}"
+        self._store: Any = dist.PrefixStore(prefix, _store_of(settings))
+        if not can_append(self._store):
+            raise ValueError(
+                "Elastic: store must be one that can append, such as a TCPStore, got "
+                f"{type(settings.store).__name__}"
+            )
+        half = settings.grace / 2
+        self._callbacks: list[Callable[[View], object]] = []
+        self._stopped = threading.Event()
+        self._signs: StoreSigns | None = None
+        self.membership = Membership(
+            self._store,
+            self,
+            min_ranks=settings.min_ranks,
+            grace=half,
+            patience=settings.timeout,
+            first_ranks=settings.ranks,
+        )
+        self._signs = StoreSigns(self._store, self.membership.own, half)
+        self._door = Door(self._store, self.membership.own, half)
+        self._base: dist.ProcessGroup | None = None
+
+    def silent(self, ranks: Any) -> set[int]:
+        """Those that show no sign of life."""
+        return set() if self._signs is None else self._signs.silent(ranks)
+
+    @property
+    def view(self) -> View:
+        """Who takes part."""
+        view = self.membership.view
+        assert view is not None
+        return view
+
+    @property
+    def rank(self) -> int:
+        """This process's place among those that take part."""
+        return self.view.members.index(self.membership.own)
+
+    def on_membership(self, callback: Callable[[View], object]) -> None:
+        """Call a function with each view from the next one on."""
+        self._callbacks.append(callback)
+
+    # ---- coming and going ------------------------------------------------------------------------
+
+    def check_same(self, settings: dict[str, object]) -> None:
+        """Compare with what the first rank of the training has.
+
+        Raises:
+            RuntimeError: something differs. Says what.
+        """
+        own = json.dumps({name: repr(value) for name, value in settings.items()})
+        first = json.loads(self._store.compare_set("settings", "", own).decode())
+        for name, value in json.loads(own).items():
+            if first.get(name) != value:
+                raise RuntimeError(
+                    f"attach: {name} must be the same on all ranks: this one has {value}, the "
+                    f"first rank of training {self.settings.name!r} has {first.get(name)}"
+                )
+
+    def enter(self) -> None:
+        """Take part: from the beginning, or as a new rank."""
+        view = self.membership.enter(self.settings.timeout)
+        self.steps = view.steps
+        threading.Thread(target=self._look_after, name="commhook-elastic", daemon=True).start()
+        self._connect()
+
+    def leave(self) -> None:
+        """Take part no longer. The others go on without this rank."""
+        if self._stopped.is_set():
+            return
+        self._stopped.set()
+        if self._base is not None:
+            self.group.fail("it has left the training")
+        self._give_up_group()
+        if self._signs is not None:
+            self._signs.stop()
+        self._door.close()
+
+    def wants_change(self) -> bool:
+        """Whether this rank knows of somebody who is to be let in."""
+        return self._signs is not None and self._signs.wanted() > self.view.entries
+
+    # ---- going on --------------------------------------------------------------------------------
+
+    def go_on(self, error: BaseException, *, has_results: bool) -> bool:
+        """Agree with the other ranks on who goes on after a failure; :attr:`group` is new then.
+
+        Args:
+            error: what this rank has seen.
+            has_results: whether it has all results of the step that is open.
+
+        Returns:
+            Whether that step counts: it has gone well on all ranks, and some know that already.
+
+        Raises:
+            BaseException: ``error``, where this rank is at fault, or the others go on without it.
+        """
+        raised = self.group.fail_with(error)
+        if not isinstance(raised, PeerError) or not isinstance(error, Exception):
+            self.leave()
+            raise error
+        _log.warning("rank %d: %s", self.membership.own, raised)
+        self._change(_lost(raised), raised)
+        self._connect()
+        counts = self.view.steps > self.steps
+        if counts and not has_results:
+            self.leave()
+            raise LeftOutError(
+                "torch_commhook: the other ranks have done a step of which this one has no results"
+            )
+        return counts
+
+    def step_ended(self, wants_change: bool) -> bool:
+        """Count a step. Where somebody is to be let in, :attr:`group` is new then.
+
+        Args:
+            wants_change: whether some rank knows of somebody.
+
+        Returns:
+            Whether it is new.
+        """
+        self.steps += 1
+        if not wants_change:
+            return False
+        self._change(Lost(), None)
+        self._connect()
+        return True
+
+    def unreachable(self, error: RuntimeError) -> PeerError:
+        """Let the step fail, since this rank could not connect to all others; gives why."""
+        self.group.lose(None, f"since ranks could not connect: {error}")
+        return self.group.explain(error)
+
+    def _others(self) -> list[int]:
+        return [rank for rank in self.view.members if rank != self.membership.own]
+
+    def _change(self, lost: Lost, cause: BaseException | None) -> None:
+        try:
+            self.membership.change(self.steps, lost)
+        except BaseException as error:
+            self.leave()
+            raise error from cause
+
+    def _connect(self) -> None:
+        """Connect to the members of the view, or of the next one if some cannot be reached."""
+        while True:
+            view = self.view
+            self._watch()
+            self._give_up_group()
+            try:
+                self._make_group(view)
+            except RuntimeError as error:
+                _log.warning("rank %d: view %d: %s", self.membership.own, view.number, error)
+                if self._base is not None:
+                    tell_unreachable(self._base, error)
+                self._change(Lost(unreachable=self._door.unreachable(self._others())), error)
+                continue
+            _log.info(
+                "rank %d: view %d, rank %d of %d after %d steps",
+                self.membership.own,
+                view.number,
+                self.rank,
+                len(view.members),
+                view.steps,
+            )
+            for callback in self._callbacks:
+                callback(view)
+            return
+
+    def _make_group(self, view: View) -> None:
+        store = dist.PrefixStore(f"view{view.number}", self._store)
+        name = f"{self.settings.name}, view {view.number}"
+        self._base = make_group(
+            dist.PrefixStore("base", store),
+            self.rank,
+            view.members,
+            name,
+            timedelta(seconds=self.settings.timeout),
+            description=name,
+            threads=1,
+            lazily=True,
+        )
+        self.group = StepGroup(
+            self._base, meets_again=False, connect_within=timedelta(seconds=self.settings.grace)
+        )
+
+    def _give_up_group(self) -> None:
+        group: StepGroup | None = getattr(self, "group", None)
+        if group is not None:
+            group.close()
+        if self._base is not None:
+            destroy_group(self._base)
+            self._base = None
+
+    # ---- signs of life ---------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        if self._signs is not None:
+            self._signs.watch(self._others())
+
+    def _look_after(self) -> None:
+        """Let the step fail in which a rank shows no more signs of life."""
+        half = self.settings.grace / 2
+        while not self._stopped.wait(half / 10):
+            view, group = self.view, getattr(self, "group", None)
+            silent = self.silent(self._others())
+            if silent and group is not None and self.view is view:
+                lost = min(silent)
+                group.lose(lost, f"since rank {lost} has shown no sign of life for {half:g} s")
+
+
+def _lost(error: PeerError) -> Lost:
+    reason = error._reason
+    if reason is None or reason.rank is None:
+        return Lost()
+    ranks = frozenset([reason.rank])
+    return Lost(ended=ranks) if reason.has_ended else Lost(silent=ranks)
+
+
+def _store_of(settings: Elastic) -> dist.Store:
+    """The store where the ranks meet.
+
+    Raises:
+        ValueError: there is none.
+    """
+    store = settings.store
+    if isinstance(store, dist.Store):
+        return store
+    if store is None:
+        host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        if not host or not port:
+            raise ValueError(
+                "Elastic: store must be given, 'host:port', where MASTER_ADDR and MASTER_PORT are "
+                "not set; python -m torch_commhook store runs one"
+            )
+    else:
+        host, _, port = store.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"Elastic: store must be 'host:port', got {store!r}")
+    return dist.TCPStore(
+        host,
+        int(port),
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=settings.timeout),
+    )
+
+
+def donors_of(view: View) -> dict[int, int]:
+    """For each new member the one that gives it what it needs."""
+    trained: Sequence[int] = view.trained
+    return {new: trained[i % len(trained)] for i, new in enumerate(view.new)}

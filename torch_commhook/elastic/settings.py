@@ -1,0 +1,79 @@
+"""How a training goes on when ranks are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from torch_commhook import _C
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elastic:
+    """Let a training go on when ranks are lost, and let new ones in: for :func:`attach`.
+
+    See ``docs/elastic.md``.
+
+    Attributes:
+        min_ranks: the training needs so many. Fewer wait for ``grace``, and raise then.
+        grace: seconds within which the ranks agree on who is left. A rank is lost when its process
+            ends, or when it shows no sign of life for half of that time.
+        state: what a new rank gets from another one, beside the model's parameters and buffers and
+            what the hook shares: optimizers, schedulers, anything that has ``state_dict()`` and
+            ``load_state_dict()``. The same on all ranks, in the same order.
+        store: where the ranks meet, ``"host:port"``, as of ``python -m torch_commhook store``; or
+            a store of ``torch.distributed``. It must live as long as the training. None for
+            ``MASTER_ADDR`` and ``MASTER_PORT``, where ``torchrun`` has one.
+        ranks: how many begin; None for those that come within ``grace`` of one another.
+        name: of the training, in the store.
+        timeout: seconds that a new rank waits to be let in, and that a collective may take.
+
+    Raises:
+        TypeError, ValueError: an attribute has a wrong type or value.
+    """
+
+    min_ranks: int
+    grace: float = 10.0
+    state: Sequence[Any] = ()
+    store: str | dist.Store | None = None
+    ranks: int | None = None
+    name: str = "training"
+    timeout: float = 1800.0
+
+    def __post_init__(self) -> None:
+        for name in ("min_ranks", "ranks"):
+            value = getattr(self, name)
+            if name == "ranks" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"Elastic: {name} must be an int, got {_C.type_name(value)}")
+            if value < 1:
+                raise ValueError(f"Elastic: {name} must be at least 1, got {value}")
+        if self.ranks is not None and self.ranks < self.min_ranks:
+            raise ValueError(
+                f"Elastic: ranks must be at least min_ranks, {self.min_ranks}, got {self.ranks}"
+            )
+        for name in ("grace", "timeout"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"Elastic: {name} must be a number of s, got {_C.type_name(value)}")
+            if not 0 < value <= 1e6:
+                raise ValueError(f"Elastic: {name} must be a positive number of s, got {value}")
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"Elastic: name must be a text, got {self.name!r}")
+        if self.store is not None and not isinstance(self.store, (str, dist.Store)):
+            raise TypeError(
+                "Elastic: store must be 'host:port', a store of torch.distributed or None, got "
+                f"{_C.type_name(self.store)}"
+            )
+        if isinstance(self.state, (str, bytes)) or not isinstance(self.state, Sequence):
+            raise TypeError(f"Elastic: state must be a list, got {_C.type_name(self.state)}")
+        for number, each in enumerate(self.state):
+            for method in ("state_dict", "load_state_dict"):
+                if not callable(getattr(each, method, None)):
+                    raise TypeError(
+                        f"Elastic: state[{number}] must have {method}(), got {_C.type_name(each)}"
+                    )

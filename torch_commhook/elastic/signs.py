@@ -1,0 +1,62 @@
+"""Which members of a training are alive, by signs that they leave in its store."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch_commhook import _C
+
+#: So many signs in the time after which a rank is taken for lost.
+_SIGNS = 5
+
+
+class StoreSigns:
+    """This process's signs of life, and those of others.
+
+    Args:
+        store: of ``torch.distributed``; asked through a connection of its own.
+        own: this process's number.
+        silent_after: seconds without a sign after which a process is taken for lost.
+    """
+
+    #: How often somebody has asked to take part.
+    WANTED = "wanted"
+
+    def __init__(self, store: Any, own: int, silent_after: float) -> None:
+        self._silent_after = silent_after
+        self._signs = _C.SignsOfLife(store.clone(), _key(own), silent_after / _SIGNS)
+        self._watched: set[int] = set()
+        self.watch(())
+
+    def watch(self, ranks: Collection[int]) -> None:
+        """Look after these processes, and no others."""
+        self._watched = set(ranks)
+        self._signs.watch([self.WANTED, *map(_key, sorted(self._watched))])
+
+    def silent(self, ranks: Collection[int]) -> set[int]:
+        """Those that show no sign of life. They are looked after from now on."""
+        if not set(ranks) <= self._watched:
+            self.watch(self._watched | set(ranks))
+        signs = self._signs.signs()
+        return {
+            rank
+            for rank in ranks
+            if _key(rank) in signs and signs[_key(rank)][1] > self._silent_after
+        }
+
+    def wanted(self) -> int:
+        """How often somebody has asked to take part, as far as this process has seen."""
+        return self._signs.signs().get(self.WANTED, (0, 0.0))[0]
+
+    def seconds_without_store(self) -> float:
+        """Since the store has answered last."""
+        return self._signs.seconds_without_store()
+
+    def stop(self) -> None:
+        """Show no more signs."""
+        self._signs.stop()
+
+
+def _key(rank: int) -> str:
+    return f"alive/{rank}"

@@ -1,0 +1,81 @@
+"""What a new rank of a training gets from one that has trained."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+#: Bytes of a message.
+_PIECE = 4 << 20
+# The tags of a step's end and of exchanges are above.
+_TAG = (1 << 30) - 64
+
+
+def packed(state: Any) -> Tensor:
+    """A state as flat bytes, on the CPU.
+
+    Args:
+        state: tensors and plain values, as ``state_dict()`` gives them. On the CPU when it comes
+            back.
+    """
+    file = io.BytesIO()
+    torch.save(state, file)
+    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+
+
+def unpacked(data: Tensor) -> Any:
+    """What :func:`packed` was given."""
+    # Among the ranks of a training, which trust each other as in all_gather_object.
+    file = io.BytesIO(data.numpy().tobytes())
+    return torch.load(file, map_location="cpu", weights_only=False)
+
+
+def send(data: Tensor, group: dist.ProcessGroup, rank: int) -> None:
+    """Send bytes to a rank of a group, in pieces. Returns when they have been taken.
+
+    Raises:
+        RuntimeError: the connection was closed.
+    """
+    length = torch.tensor([data.numel()], dtype=torch.int64, device="cpu")
+    group.send([length], rank, _TAG).wait()
+    for piece in data.split(_PIECE):
+        group.send([piece], rank, _TAG).wait()
+
+
+def receive(group: dist.ProcessGroup, rank: int) -> Tensor:
+    """What a rank of a group sends by :func:`send`.
+
+    Raises:
+        RuntimeError: the connection was closed.
+    """
+    length = torch.zeros(1, dtype=torch.int64, device="cpu")
+    group.recv([length], rank, _TAG).wait()
+    data = torch.empty(int(length), dtype=torch.uint8, device="cpu")
+    for piece in data.split(_PIECE):
+        group.recv([piece], rank, _TAG).wait()
+    return data
+
+
+def states_of(objects: Sequence[Any]) -> list[Any]:
+    """The state of each."""
+    return [each.state_dict() for each in objects]
+
+
+def load_states(objects: Sequence[Any], states: Sequence[Any]) -> None:
+    """Load what :func:`states_of` gave.
+
+    Raises:
+        ValueError: the ranks have other numbers of objects.
+    """
+    if len(objects) != len(states):
+        raise ValueError(
+            f"Elastic: state must be the same on all ranks: another rank has {len(states)} "
+            f"objects, this one {len(objects)}"
+        )
+    for each, state in zip(objects, states, strict=True):
+        each.load_state_dict(state)

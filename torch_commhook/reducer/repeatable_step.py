@@ -1,0 +1,161 @@
+"""A step that is taken again, among other ranks, where a rank is lost in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torch_commhook.collectives.plain import broadcast
+from torch_commhook.memory.kept_memory import KeptMemory
+from torch_commhook.metrics import BucketTraffic
+from torch_commhook.reducer.buckets import BucketState
+from torch_commhook.reducer.eager_step import EagerStep
+from torch_commhook.step.step_group import StepGroup
+
+
+class Survivors(Protocol):
+    """The ranks of a training, which may be others in its next step."""
+
+    @property
+    def group(self) -> StepGroup:
+        """Those that take part at the moment."""
+
+    def give_state(self) -> None:
+        """Let new ranks have what they need, where this one is to give it to them.
+
+        Called where the parameters are what the last step has made of them.
+        """
+
+    def wants_change(self) -> bool:
+        """Whether this rank knows of somebody who is to be let in."""
+
+    def packed_buffers(self) -> Tensor | None:
+        """The bytes of the model's buffers, of which all ranks take the first one's; or None."""
+
+    def unpack_buffers(self, sent: Tensor) -> None:
+        """Write the buffers of the first rank."""
+
+    def go_on(self, error: BaseException, *, has_results: bool) -> bool:
+        """Agree with the other ranks on who goes on after a failure.
+
+        Args:
+            error: what this rank has seen.
+            has_results: whether it has all results of the step that is open.
+
+        Returns:
+            Whether that step counts: then it has gone well on all ranks, and some know it already.
+
+        Raises:
+            BaseException: this rank does not go on.
+        """
+
+    def unreachable(self, error: RuntimeError) -> Exception:
+        """Let the step fail, since this rank could not connect to all others; gives why."""
+
+    def step_ended(self, wants_change: bool) -> bool:
+        """A step counts on all ranks, and on this one its results are written.
+
+        Args:
+            wants_change: whether some rank knows of somebody who is to be let in.
+
+        Returns:
+            Whether the ranks are others now.
+        """
+
+
+class RepeatableStep(EagerStep):
+    """An eager step whose gradients stay as they are until all ranks have all results.
+
+    Attributes:
+        failure: what has ended it early, until it is taken again.
+        has_results: whether this rank has all results, and knows which parameters ranks have used.
+        wants_change: whether some rank knows of somebody who is to be let in.
+    """
+
+    _writes_late = True
+
+    failure: BaseException | None = None
+    has_results = False
+    wants_change = False
+    _survivors: Survivors
+    _kept: KeptMemory
+    _buffers: Tensor | None = None
+    _outcome: tuple[list[tuple[BucketState, Tensor]], Tensor, list[BucketTraffic]]
+
+    def survives_with(self, survivors: Survivors) -> None:
+        """Be told of the ranks; before the step begins."""
+        self._survivors = survivors
+        self._kept = KeptMemory(self.attached.memory)
+
+    def begin(self, on_step: Callable[[bool], None]) -> None:
+        if self.has_begun:
+            return
+        try:
+            self._survivors.give_state()  # where the model's own forward was not called
+            super().begin(on_step)
+        except Exception as error:
+            self.failure = error
+
+    def start_full(self) -> None:
+        if self.failure is None:
+            try:
+                super().start_full()
+            except Exception as error:
+                self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Start the hook on no more buckets, until the step is taken again."""
+        self._starting = False
+        self.failure = error
+
+    def finish(self) -> None:
+        """As there.
+
+        Raises:
+            BaseException: a rank was lost, or something else has failed. See :attr:`has_results`.
+        """
+        if self.failure is not None:
+            raise self.failure
+        self._start_all()
+        used = self._use.locally_used(self._buckets, self.agreement)
+        note = torch.tensor([self._survivors.wants_change()], dtype=torch.uint8, device="cpu")
+        # Before this rank says that it has all results: others may have to know what was used.
+        greatest = self._group.maximum(torch.cat([note, used]))
+        buffers = self._survivors.packed_buffers()
+        sent = None if buffers is None else broadcast(buffers, src=0, group=self._group.group)
+        late = self._results()
+        notes = greatest()
+        self._buffers = None if sent is None else sent.wait()
+        self.wants_change, used = bool(notes[0]), notes[1:]
+        self._outcome = late, used, [started.call.traffic for started in self._started]
+        self.has_results = True
+        self.agreement.end()
+        self.apply()
+
+    def apply(self) -> None:
+        """Let the step count: all ranks have all results."""
+        self._apply(*self._outcome)
+        if self._buffers is not None:
+            self._survivors.unpack_buffers(self._buffers)
+
+    def repeat(self, group: StepGroup) -> None:
+        """Take the step again from the gradients that are there.
+
+        Args:
+            group: the ranks that are left.
+
+        Raises:
+            BaseException: as :meth:`finish`.
+        """
+        self.drop()
+        self._next, self.failure, self.has_results = 0, None, False
+        self._group = self.agreement = group
+        group.begin()
+        self.finish()
+
+    def put_memory_back(self) -> None:
+        """Let the hook remember what it did before the step."""
+        self._kept.put_back()
