@@ -76,7 +76,9 @@ CASES: dict[str, dict[str, Any]] = {
         "ranks": 3,
         "steps": 60,
         "hook": "allreduce",
-        "events": [{"rank": 0, "step": 2, "do": "kill while sending"}],
+        "events": [
+            {"rank": rank, "step": 2, "do": "kill the first that sends"} for rank in range(3)
+        ],
         "late": [5],
         "pause": 0.02,
     },
@@ -92,7 +94,7 @@ SAID: dict[str, dict[int, str]] = {
     "a rank leaves": {0: "left"},
     "a new rank is let in": {},
     "a killed rank's process starts anew": {1: "killed"},
-    "the rank that gives a new one its state is killed while it does": {0: "killed"},
+    "the rank that gives a new one its state is killed while it does": {},
 }
 
 
@@ -115,6 +117,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 @pytest.mark.parametrize("name", CASES)
 def test_all_that_go_on_hold_the_same(outcomes: dict[str, dict[str, Any]], name: str) -> None:
     case, found = CASES[name], outcomes[name]
+    if name.startswith("the rank that gives"):  # whichever of them that is
+        found["said"].remove("killed")
+        found["steps"].remove(min(found["steps"][: case["ranks"]], key=len))
+        case = {**case, "ranks": case["ranks"] - 1}
     for number, said in enumerate(found["said"]):
         expected = SAID[name].get(number, "done")
         assert said == expected or said.startswith(f"{expected}:"), (number, said)

@@ -5,8 +5,8 @@ from this one, which has imported what takes time and runs the store. A case has
 
 ``ranks``: how many begin. ``steps``: in all. ``hook``: a key of ``HOOKS``.
 ``events``: what happens to a rank, by its number in the order of starting, in the step of a
-number: ``kill``, ``stop`` (and go on much later), ``raise`` (in the hook), ``leave``, ``kill while
-sending``.
+number: ``kill``, ``stop`` (and go on much later), ``raise`` (in the hook), ``leave``, ``kill the
+first that sends`` a new rank its state.
 ``late``: ranks that start when the first one has done so many steps.
 """
 
@@ -20,6 +20,7 @@ import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,16 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _happens(event: dict[str, Any], handle: commhook.HookHandle, model: nn.Module) -> None:
+def _send_or_die(mark: Path, send: Any, *args: Any) -> None:
+    with suppress(FileExistsError):
+        mark.touch(exist_ok=False)
+        _die()
+    send(*args)
+
+
+def _happens(
+    event: dict[str, Any], handle: commhook.HookHandle, model: nn.Module, folder: Path
+) -> None:
     """What an event makes of the step that begins."""
     if event["do"] == "kill":
         model[0].weight.register_hook(lambda gradient: _die())
@@ -70,8 +80,8 @@ def _happens(event: dict[str, Any], handle: commhook.HookHandle, model: nn.Modul
     elif event["do"] == "leave":
         handle.remove()
         raise SystemExit
-    elif event["do"] == "kill while sending":
-        elastic_module.send = lambda *_: _die()
+    elif event["do"] == "kill the first that sends":
+        elastic_module.send = partial(_send_or_die, folder / "died", elastic_module.send)
 
 
 def _train(number: int, case: dict[str, Any], folder: Path, port: int) -> str:
@@ -95,7 +105,7 @@ def _train(number: int, case: dict[str, Any], folder: Path, port: int) -> str:
         while handle.steps < case["steps"]:
             event = events.pop(handle.steps + 1, None)
             if event is not None:
-                _happens(event, handle, model)
+                _happens(event, handle, model, folder)
             inputs = torch.randn(8, 16)
             optimizer.zero_grad()
             model(inputs).square().mean().backward()
