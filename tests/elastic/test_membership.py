@@ -166,7 +166,9 @@ def test_a_new_rank_is_let_in_where_the_others_change() -> None:
     entered: list[View] = []
     thread = threading.Thread(target=lambda: entered.append(late.enter(10.0)))
     thread.start()
+    deadline = time.monotonic() + 20
     while not members[0].wanting():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     views = _together([lambda m=m: m.change(5) for m in members])
     thread.join(10)

@@ -101,7 +101,7 @@ def _train(number: int, case: dict[str, Any], folder: Path, port: int) -> str:
     with (folder / f"steps{number}").open("w", buffering=1) as log:
         handle = commhook.attach(model, HOOKS[case["hook"]](), elastic=settings)
         views: list[int] = []
-        handle.on_membership(lambda view: views.append(len(view.members)))
+        handle.on_membership(lambda rank, size: views.append(size))
         while handle.steps < case["steps"]:
             event = events.pop(handle.steps + 1, None)
             if event is not None:

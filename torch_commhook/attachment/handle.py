@@ -19,7 +19,6 @@ from torch_commhook.attachment.road import Road, road_in_use, roads
 from torch_commhook.attachment.writers import write
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives.agreement import gather_along
-from torch_commhook.elastic.membership import View
 from torch_commhook.hooks import __name__ as hooks_module
 from torch_commhook.hooks.base import Hook
 from torch_commhook.memory.merging import merged_states, on_the_host
@@ -261,12 +260,11 @@ class HookHandle:
         elastic = getattr(self._road, "elastic", None)
         return self._attached.memory.steps if elastic is None else elastic.ranks.steps
 
-    def on_membership(self, callback: Callable[[View], object]) -> None:
-        """Call a function with each change of the ranks that take part; see :class:`Elastic`.
+    def on_membership(self, callback: Callable[[int, int], object]) -> None:
+        """Call ``callback(rank, size)`` whenever ranks are lost or join; see :class:`Elastic`.
 
-        It is called between two steps, or where a step is taken again, on the thread that trains.
-        A data sampler is told its rank and their number so: ``view.members.index(rank)`` and
-        ``len(view.members)``.
+        The thread that trains calls it, between two steps or before it repeats a step. For data
+        samplers.
 
         Raises:
             RuntimeError: the hook was not attached with ``elastic``.

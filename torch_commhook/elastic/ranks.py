@@ -49,7 +49,7 @@ class ElasticRanks:
                 f"{type(settings.store).__name__}"
             )
         half = settings.grace / 2
-        self._callbacks: list[Callable[[View], object]] = []
+        self._callbacks: list[Callable[[int, int], object]] = []
         self._stopped = threading.Event()
         self._signs: StoreSigns | None = None
         self.membership = Membership(
@@ -80,8 +80,8 @@ class ElasticRanks:
         """This process's place among those that take part."""
         return self.view.members.index(self.membership.own)
 
-    def on_membership(self, callback: Callable[[View], object]) -> None:
-        """Call a function with each view from the next one on."""
+    def on_membership(self, callback: Callable[[int, int], object]) -> None:
+        """Call a function with this process's rank and the number of ranks when these change."""
         self._callbacks.append(callback)
 
     # ---- coming and going ------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class ElasticRanks:
                 view.steps,
             )
             for callback in self._callbacks:
-                callback(view)
+                callback(self.rank, len(view.members))
             return
 
     def _make_group(self, view: View) -> None:

@@ -486,7 +486,7 @@ class Reducer:
                 if self.survivors.go_on(error, has_results=step.has_results):
                     step.apply()
                     step.wants_change = False  # whoever it was is in by now
-                    self._go_on_between_steps(None)
+                    self.go_on_between_steps()
                     return
                 step.put_memory_back()
             except BaseException:
@@ -509,17 +509,17 @@ class Reducer:
         """Count a step, and let in those that want to take part."""
         assert self.survivors is not None
         if self.survivors.step_ended(step.wants_change):
-            self._go_on_between_steps(None)
+            self.go_on_between_steps()
 
-    def go_on_between_steps(self, error: BaseException) -> None:
-        """Go on among the ranks that are left, where no step is under way on this rank.
+    def go_on_between_steps(self, error: BaseException | None = None) -> None:
+        """Use the group of the ranks that are left. No step is under way on this rank.
+
+        Args:
+            error: after which they are to agree first on who is left; None if they have.
 
         Raises:
             BaseException: this rank does not go on.
         """
-        self._go_on_between_steps(error)
-
-    def _go_on_between_steps(self, error: BaseException | None) -> None:
         assert self.survivors is not None
         while True:
             if error is not None:

@@ -13,6 +13,7 @@ from torch_commhook.memory.kept_memory import KeptMemory
 from torch_commhook.metrics import BucketTraffic
 from torch_commhook.reducer.buckets import BucketState
 from torch_commhook.reducer.eager_step import EagerStep
+from torch_commhook.step.step_end import begin_maximum
 from torch_commhook.step.step_group import StepGroup
 
 
@@ -123,11 +124,11 @@ class RepeatableStep(EagerStep):
         used = self._use.locally_used(self._buckets, self.agreement)
         note = torch.tensor([self._survivors.wants_change()], dtype=torch.uint8, device="cpu")
         # Before this rank says that it has all results: others may have to know what was used.
-        greatest = self._group.maximum(torch.cat([note, used]))
+        maximum = begin_maximum(self._group.group, torch.cat([note, used]))
         buffers = self._survivors.packed_buffers()
         sent = None if buffers is None else broadcast(buffers, src=0, group=self._group.group)
         late = self._results()
-        notes = greatest()
+        notes = maximum()
         self._buffers = None if sent is None else sent.wait()
         self.wants_change, used = bool(notes[0]), notes[1:]
         self._outcome = late, used, [started.call.traffic for started in self._started]

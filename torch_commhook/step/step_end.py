@@ -8,6 +8,8 @@ the wait of the others. The maps of used parameters follow only if each rank lef
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,7 +27,6 @@ from torch_commhook.collectives.exchange import (
 _MOST_AT_ONCE = 16
 # The tags of exchanges begin above.
 _TAG = (1 << 30) - 16
-_COMPARISON_TAG = _TAG + 1
 
 
 class StepEnd:
@@ -111,43 +112,37 @@ def agree_on_used(step_end: StepEnd, used: Tensor) -> None:
     group = step_end.group
     if step_end.any_rank(bool(used.all())):
         used.fill_(1)
-    elif exchanges(group):
-        rows = used.new_empty((group.size(), used.numel()))
-        exchange([used] * group.size(), list(rows), rows, group).wait()
-        torch.amax(rows, dim=0, out=used)
     else:
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        group.allreduce([used], options).wait()
+        used.copy_(begin_maximum(group, used)())
 
 
-def all_alike(group: dist.ProcessGroup, own: bytes) -> bool:
-    """Whether all ranks give the same. All call this between the same two steps, and find the same.
+def begin_maximum(group: dist.ProcessGroup, own: Tensor) -> Callable[[], Tensor]:
+    """Begin to take the maximum over the ranks, element by element.
 
-    It has messages of its own, since an exchange in the background may be under way.
+    All ranks call this at the same point of a step.
 
     Args:
-        group: of Gloo.
-        own: what this rank gives, as long as what the others give.
+        group: the ranks.
+        own: this rank's numbers: uint8, flat, on the CPU, of the same size on all ranks.
 
-    Raises:
-        RuntimeError: a connection was closed, or the group's timeout is over.
+    Returns:
+        Waits for the maximum, and returns it. Raises RuntimeError if a connection was closed or the
+        group's timeout is over.
     """
-    size, rank = group.size(), group.rank()
-    are_alike = True
-    for distances in rounds_of(size):
-        flag = b"\1" if are_alike else b"\0"
-        sent = torch.frombuffer(bytearray(own + flag), dtype=torch.uint8)
-        received = [torch.empty_like(sent) for _ in distances]
-        works = []
-        for distance, output in zip(distances, received, strict=True):
-            works.append(group.recv([output], (rank - distance) % size, _COMPARISON_TAG))
-            works.append(group.send([sent], (rank + distance) % size, _COMPARISON_TAG))
-        for work in works:
-            work.wait()
-        # A flag that is not set says that the ranks before it differ.
-        are_alike = are_alike and all(torch.equal(output, sent) for output in received)
-    return are_alike
+    if exchanges(group):
+        rows = own.new_empty((group.size(), own.numel()))
+        exchanged = exchange([own] * group.size(), list(rows), rows, group)
+        return lambda: torch.amax(exchanged.wait(), dim=0)
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+    maximum = own.clone()
+    work = group.allreduce([maximum], options)
+
+    def wait() -> Tensor:
+        work.wait()
+        return maximum
+
+    return wait
 
 
 def rounds_of(size: int) -> list[list[int]]:

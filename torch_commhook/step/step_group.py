@@ -22,16 +22,15 @@ import weakref
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup
-from torch.distributed import distributed_c10d
 
 from torch_commhook.autograd.running_backward import RunningBackward
 from torch_commhook.collectives import resolve_group
-from torch_commhook.collectives.exchange import exchange, exchanges
 from torch_commhook.collectives.gloo_backend import MOST_UNDER_WAY
 from torch_commhook.collectives.gloo_groups import (
     close_connections,
@@ -49,10 +48,11 @@ from torch_commhook.collectives.gloo_groups import (
 from torch_commhook.collectives.group_place import group_rank
 from torch_commhook.collectives.symmetric import give_up
 from torch_commhook.collectives.turns import renew_turns
+from torch_commhook.step.comparison import all_alike, all_alike_by_maximum
 from torch_commhook.step.connected_group import ConnectedGroup, destroy_all
 from torch_commhook.step.connections import MoreConnections
 from torch_commhook.step.rendezvous import Reason, Rendezvous
-from torch_commhook.step.step_end import StepEnd, agree_on_used, all_alike
+from torch_commhook.step.step_end import StepEnd, agree_on_used, begin_maximum
 
 
 class PeerError(RuntimeError):
@@ -323,30 +323,6 @@ class StepGroup:
         else:
             self._open = False
 
-    def maximum(self, own: Tensor) -> Callable[[], Tensor]:
-        """Begin to tell all ranks some numbers. All ranks do so at the same point of a step.
-
-        Args:
-            own: of this rank: uint8, flat, on the CPU, of the same size on all ranks.
-
-        Returns:
-            Waits for the greatest of what the ranks have given, element by element.
-        """
-        if exchanges(self.group):
-            rows = own.new_empty((self.size, own.numel()))
-            shared = exchange([own] * self.size, list(rows), rows, self.group)
-            return lambda: torch.amax(shared.wait(), dim=0)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        greatest = own.clone()
-        work = self.group.allreduce([greatest], options)
-
-        def wait() -> Tensor:
-            work.wait()
-            return greatest
-
-        return wait
-
     def commit(self, used: Tensor) -> None:
         """End a step that went well on this rank, and wait until it has on all, where ranks agree.
 
@@ -361,9 +337,7 @@ class StepGroup:
             self.end_agreed(lambda: agree_on_used(self._end_of_step(), used))
             return
         if self.size > 1 and self.shares_used:
-            options = dist.AllreduceOptions()
-            options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-            self.group.allreduce([used], options).wait()
+            used.copy_(begin_maximum(self.group, used)())
         self._open = False
 
     def _forget_step_end(self) -> None:
@@ -510,26 +484,18 @@ class StepGroup:
 
     @property
     def all_alike(self) -> Callable[[bytes], bool] | None:
-        """Whether all ranks give the same bytes. All call it between the same two steps.
+        """Returns whether all ranks give the same bytes. All call it between the same two steps.
 
-        None where nobody knows what the group can do.
+        None for a group of another class, which may have no all-reduce of the maximum.
         """
         if self.recovers:
             return self._all_alike
         is_plain = type(self.parent) is dist.ProcessGroup or self.shares_used
-        return self._all_alike_by_maximum if is_plain else None
+        return partial(all_alike_by_maximum, self.parent) if is_plain else None
 
     def _all_alike(self, own: bytes) -> bool:
         self.connect()
         return all_alike(self.group, own)
-
-    def _all_alike_by_maximum(self, own: bytes) -> bool:
-        device = distributed_c10d._get_object_coll_device(self.parent)
-        digest = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
-        both = torch.cat([digest, 255 - digest])
-        greatest = both.clone()
-        dist.all_reduce(greatest, dist.ReduceOp.MAX, group=self.parent)
-        return torch.equal(greatest, both)
 
     def prepare_second_stage(self) -> None:
         """Make the group for hooks whose collectives follow one another; all ranks do."""
