@@ -13,7 +13,7 @@ from repository import SUPPORT
 
 pytestmark = pytest.mark.skipif(
     "COMMHOOK_ELASTIC" not in os.environ,
-    reason="one run in ten waits without end, for a cause that is not known yet: "
+    reason="one of about twenty runs did not end in time, for a cause that is not known yet: "
     "COMMHOOK_ELASTIC=1 runs it",
 )
 
