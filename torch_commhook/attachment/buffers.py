@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def buffers_of(module: nn.Module) -> list[Tensor]:
-    """Those that ranks send each other."""
+    """Returns the buffers that ranks send to each other."""
     return [
         buffer.detach()
         for buffer in module.buffers()
@@ -19,7 +19,7 @@ def buffers_of(module: nn.Module) -> list[Tensor]:
 
 @torch.no_grad()
 def packed(buffers: Sequence[Tensor]) -> Tensor:
-    """The bytes of buffers of any dtypes, on one device: flat, for one broadcast."""
+    """Returns the bytes of all buffers, flat, for one broadcast. They are on one device."""
     pieces = [
         buffer.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
         for buffer in _in_order(buffers)
@@ -29,7 +29,7 @@ def packed(buffers: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def unpack(sent: Tensor, buffers: Sequence[Tensor]) -> None:
-    """Write what :func:`packed` has given, of the same buffers of another rank."""
+    """Writes the bytes that :func:`packed` returned on another rank into the buffers."""
     ordered = _in_order(buffers)
     sizes = [buffer.numel() * buffer.element_size() for buffer in ordered]
     for buffer, piece in zip(ordered, sent.split(sizes), strict=True):
@@ -37,5 +37,5 @@ def unpack(sent: Tensor, buffers: Sequence[Tensor]) -> None:
 
 
 def _in_order(buffers: Sequence[Tensor]) -> list[Tensor]:
-    """The largest elements first, for which each piece is then aligned."""
+    """Sorts by element size, the largest first, so that each piece is aligned."""
     return sorted(buffers, key=lambda buffer: -buffer.element_size())

@@ -72,7 +72,7 @@ class ElasticTraining:
 
     @property
     def group(self) -> StepGroup:
-        """Those that take part at the moment."""
+        """The members' group at the moment."""
         return self.ranks.group
 
     def wants_change(self) -> bool:
@@ -98,13 +98,13 @@ class ElasticTraining:
         return self.ranks.step_ended(wants_change)
 
     def leave(self) -> None:
-        """Take part no longer."""
+        """Leaves the training."""
         self.ranks.leave()
 
     # ---- what new ranks get ----------------------------------------------------------------------
 
     def give_state(self) -> None:
-        """Let new ranks have what they need, where this one is to give it to them.
+        """Sends new ranks their state, if this rank is their donor.
 
         Called where the parameters are what the last step has made of them.
         """
@@ -127,7 +127,7 @@ class ElasticTraining:
             threading.Thread(target=give, name="commhook-state", daemon=True).start()
 
     def begin(self, reducer: Reducer) -> None:
-        """Wait for what this rank needs, where it is a new one; give it to those that begin too."""
+        """Waits for the state if this rank is new; sends it to the ranks that begin if not."""
         ranks = self.ranks
         if not ranks.membership.is_new:
             self.give_state()
@@ -169,7 +169,7 @@ class ElasticTraining:
 
 
 def _of_new_rank(state: dict[str, Any], memory: HookMemory) -> dict[str, Any]:
-    """What a hook remembers on a rank that has not trained, from what it does on another one."""
+    """Turns another rank's state of the hook into that of a new rank, with empty error memory."""
     (other,) = [key for key in state if key.startswith("rank")]
     zeros = {
         kind: {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
@@ -180,7 +180,7 @@ def _of_new_rank(state: dict[str, Any], memory: HookMemory) -> dict[str, Any]:
 
 
 def check_fits(attached: Attached, parameters: list[tuple[str, Tensor]]) -> None:
-    """Refuse a hook or a model that cannot go on among other ranks.
+    """Refuses a hook or a model that ``elastic`` does not support.
 
     Raises:
         ValueError: it cannot.

@@ -1,4 +1,4 @@
-"""What a message has lost of the values that it was to hold, measured on a sample of them.
+"""The error of a message, measured on a sample of its values.
 
 Measuring takes a few passes over the values. On all of them it would cost more than the rest of a
 step, in time and in memory; so a large message is measured on some of its values.

@@ -65,7 +65,7 @@ class ElasticRanks:
         self._base: dist.ProcessGroup | None = None
 
     def silent(self, ranks: Any) -> set[int]:
-        """Those that show no sign of life."""
+        """Returns the ranks that show no sign of life."""
         return set() if self._signs is None else self._signs.silent(ranks)
 
     @property
@@ -102,14 +102,14 @@ class ElasticRanks:
                 )
 
     def enter(self) -> None:
-        """Take part: from the beginning, or as a new rank."""
+        """Joins the training, at its beginning or later."""
         view = self.membership.enter(self.settings.timeout)
         self.steps = view.steps
         threading.Thread(target=self._look_after, name="commhook-elastic", daemon=True).start()
         self._connect()
 
     def leave(self) -> None:
-        """Take part no longer. The others go on without this rank."""
+        """Leaves the training. The others go on without this rank."""
         if self._stopped.is_set():
             return
         self._stopped.set()
@@ -171,7 +171,7 @@ class ElasticRanks:
         return True
 
     def unreachable(self, error: RuntimeError) -> PeerError:
-        """Let the step fail, since this rank could not connect to all others; gives why."""
+        """Fails the step because this rank could not connect to all others. Returns the error."""
         self.group.lose(None, f"since ranks could not connect: {error}")
         return self.group.explain(error)
 
@@ -243,7 +243,7 @@ class ElasticRanks:
             self._signs.watch(self._others())
 
     def _look_after(self) -> None:
-        """Let the step fail in which a rank shows no more signs of life."""
+        """Fails the step when a member shows no sign of life any more."""
         half = self.settings.grace / 2
         while not self._stopped.wait(half / 10):
             view, group = self.view, getattr(self, "group", None)
@@ -291,6 +291,6 @@ def _store_of(settings: Elastic) -> dist.Store:
 
 
 def donors_of(view: View) -> dict[int, int]:
-    """For each new member the one that gives it what it needs."""
+    """Maps each new member to the trained member that sends it the state."""
     trained: Sequence[int] = view.trained
     return {new: trained[i % len(trained)] for i, new in enumerate(view.new)}

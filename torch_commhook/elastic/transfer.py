@@ -1,4 +1,4 @@
-"""What a new rank of a training gets from one that has trained."""
+"""Sends the state of a training to a new rank."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def receive(group: dist.ProcessGroup, rank: int) -> Tensor:
 
 
 def states_of(objects: Sequence[Any]) -> list[Any]:
-    """The state of each."""
+    """Returns the state of each object."""
     return [each.state_dict() for each in objects]
 
 

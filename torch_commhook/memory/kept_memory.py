@@ -1,4 +1,4 @@
-"""What a hook remembers, as it was before a step that may have to be taken again."""
+"""Copies of a hook's memory, for a step that ranks may have to repeat."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch_commhook.memory.hook_memory import HookMemory
 
 
 class KeptMemory:
-    """Copies of what a hook remembers.
+    """Copies of a hook's memory.
 
     Args:
         memory: of the hook, at the moment.
@@ -23,6 +23,6 @@ class KeptMemory:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Let the hook remember what it did then."""
+        """Restores the memory."""
         for tensor, copy in self._copies:
             tensor.copy_(copy)

@@ -1,4 +1,4 @@
-"""A step that is taken again, among other ranks, where a rank is lost in it."""
+"""A step that the remaining ranks repeat when a rank is lost."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Survivors(Protocol):
 
 
 class RepeatableStep(EagerStep):
-    """An eager step whose gradients stay as they are until all ranks have all results.
+    """An eager step that writes no gradient until all ranks have all results.
 
     Attributes:
         failure: what has ended it early, until it is taken again.
@@ -108,7 +108,7 @@ class RepeatableStep(EagerStep):
                 self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Start the hook on no more buckets, until the step is taken again."""
+        """Starts the hook on no further bucket until the step is repeated."""
         self._starting = False
         self.failure = error
 
@@ -143,7 +143,7 @@ class RepeatableStep(EagerStep):
             self._survivors.unpack_buffers(self._buffers)
 
     def repeat(self, group: StepGroup) -> None:
-        """Take the step again from the gradients that are there.
+        """Repeats the step with this rank's own gradients.
 
         Args:
             group: the ranks that are left.
@@ -158,5 +158,5 @@ class RepeatableStep(EagerStep):
         self.finish()
 
     def put_memory_back(self) -> None:
-        """Let the hook remember what it did before the step."""
+        """Restores the hook's memory of before the step."""
         self._kept.put_back()
