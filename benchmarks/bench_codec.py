@@ -33,14 +33,15 @@ READ, WRITE = "plain read", "plain write"
 EXAMPLES = [codec for cls in CODECS.values() for codec in cls.examples()]
 
 
-def bytes_per_element(shards: int) -> int:
+def bytes_per_element(codecs: Sequence[Codec], shards: int) -> int:
     """Of all that one shape needs: five times its values, and each codec's messages.
 
     Args:
+        codecs: that are measured.
         shards: how many numbers of shards are tried.
     """
     numel = 1 << 20
-    messages = sum((MESSAGES + 1 + shards) * codec.nbytes(numel) for codec in EXAMPLES)
+    messages = sum((MESSAGES + 1 + shards) * codec.nbytes(numel) for codec in codecs)
     return 4 * 5 + -(-messages // numel)
 
 
@@ -142,13 +143,14 @@ class PlainQuantizer:
 
 
 def all_jobs(
+    codecs: Sequence[Codec],
     tensors: list[Tensor],
     into: list[Tensor],
     name: str,
     shards: Sequence[int],
     quantizer: PlainQuantizer | None,
 ) -> list[Job]:
-    """The jobs of all codecs on these tensors, with what memory gives before them."""
+    """The jobs of codecs on these tensors, with what memory gives before them."""
     device = tensors[0].device
     numel = sum(tensor.numel() for tensor in tensors)
     error = torch.zeros(numel, device=device)
@@ -159,7 +161,7 @@ def all_jobs(
         Job(COPY, partial(flat.copy_, other), 8 * numel),
         Job(READ, partial(check_finite, [other], bad), 4 * numel),
         Job(WRITE, flat.zero_, 4 * numel),
-        *(job for codec in EXAMPLES for job in jobs_of(codec, tensors, into, error, name, shards)),
+        *(job for codec in codecs for job in jobs_of(codec, tensors, into, error, name, shards)),
         *([] if quantizer is None else quantizer.jobs(tensors, into)),
     ]
 
@@ -174,6 +176,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=list(SHARDS),
         metavar="N",
         help="of messages, for codecs in shards (default: 1 2 8)",
+    )
+    options.add_argument(
+        "--codecs", nargs="+", choices=CODECS, default=list(CODECS), help="default: all"
     )
     options.add_argument("--memory-gib", type=float, metavar="N", help="that may be used")
     options.add_argument(
@@ -194,8 +199,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run_in_processes(report, arguments, parsed.processes)
         report.finish()
         return 0
+    codecs = [codec for codec in EXAMPLES if type(codec).__name__ in parsed.codecs]
     for name in parsed.shapes:
-        shapes = fitting_shapes(name, bytes_per_element(len(parsed.shards)), report)
+        shapes = fitting_shapes(name, bytes_per_element(codecs, len(parsed.shards)), report)
         if not shapes:
             continue
         numel = sum(torch.Size(shape).numel() for shape in shapes)
@@ -207,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         quantizer = None
         if parsed.device == "cuda" and not parsed.quick and name == ONE_BUCKET:
             quantizer = PlainQuantizer(*copies[0], report)
-        jobs = rotated([all_jobs(*copy, name, parsed.shards, quantizer) for copy in copies])
+        jobs = rotated([all_jobs(codecs, *copy, name, parsed.shards, quantizer) for copy in copies])
         for threads in parsed.threads:
             torch.set_num_threads(threads)
             plural = "s" if threads > 1 else ""

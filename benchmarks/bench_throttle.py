@@ -63,6 +63,7 @@ class Plan:
     Attributes:
         rate: of the link, each way, in bits per second.
         delay: of the link, each way, in seconds.
+        burst: of the link after a pause, in bytes.
         near: the interface of a network without either.
         rounds: in each, every call has its turns.
         seconds: after which no round begins, once there were a few.
@@ -70,6 +71,7 @@ class Plan:
 
     rate: int
     delay: float
+    burst: int
     near: str
     rounds: int
     seconds: float
@@ -130,7 +132,7 @@ def run_rank(path: Path) -> None:
     link = all_calls(dist.group.WORLD, os.environ["GLOO_SOCKET_IFNAME"])
     os.environ["GLOO_SOCKET_IFNAME"] = plan.near
     parent = dist.new_group(timeout=_LIMIT)
-    group = ThrottledProcessGroup(parent, bandwidth=plan.rate, latency=plan.delay)
+    group = ThrottledProcessGroup(parent, bandwidth=plan.rate, latency=plan.delay, burst=plan.burst)
     register(group, "throttled")
     throttled = all_calls(group, plan.near)
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in link}
@@ -150,7 +152,8 @@ def run_rank(path: Path) -> None:
 def measure(hosts: int, rate: int, delay: float, options: argparse.Namespace) -> Times:
     """Call to its seconds over the link, and through the group."""
     with tempfile.TemporaryDirectory() as name, Lab(hosts, rate, delay=delay or None) as lab:
-        plan = Plan(rate, delay, lab.add_near_network(), options.rounds, options.seconds)
+        near, burst = lab.add_near_network(), lab.burst_at(rate)
+        plan = Plan(rate, delay, burst, near, options.rounds, options.seconds)
         found: Times = run_ranks(lab, Path(name), Path(__file__).name, plan, timeout=1800.0)
         return found
 

@@ -241,7 +241,7 @@ class Lab:
     def set_rate(self, rate: str | float) -> None:
         """Let all links carry ``rate`` each way from now on."""
         bits = parse_rate(rate)
-        burst = self.burst or max(_LEAST_BURST, int(bits / 8 * _BURST_SECONDS))
+        burst = self.burst_at(bits)
         ends = [(self.namespace(host), INTERFACE) for host in range(self.hosts)]
         if self._has_switch:
             ends += [(self._switch, _port(host)) for host in range(self.hosts)]
@@ -251,6 +251,10 @@ class Lab:
             call("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *bucket)
         self.rate = bits
         self._raise_buffers()
+
+    def burst_at(self, rate: str | float) -> int:
+        """Bytes that may follow one another at once after a pause, on links of a rate."""
+        return self.burst or max(_LEAST_BURST, int(parse_rate(rate) / 8 * _BURST_SECONDS))
 
     def set_delay(self, seconds: float) -> None:
         """Let frames take ``seconds`` from a host to another from now on.

@@ -207,6 +207,15 @@ def test_collectives_of_two_ranks_share_a_connection() -> None:
             assert not exchanged.shares_connection
 
 
+def test_a_pause_lets_a_burst_follow() -> None:
+    link = SlowLink(8.0, 0.0, burst=3.0)  # a byte takes a second
+    assert link.carry(10.0, 2.0) == 10.0
+    assert link.carry(10.0, 2.0) == 11.0  # three of four bytes were the burst
+    assert link.carry(12.0, 4.0) == 15.0  # since when one more has come together
+    assert link.carry(100.0, 5.0) == 102.0
+    assert SlowLink(8.0, 0.0).carry(100.0, 5.0) == 105.0
+
+
 def test_a_collective_begins_when_one_has_ended() -> None:
     link = SlowLink(math.inf, 1.0)
     group = GlooGroup(link, 1)

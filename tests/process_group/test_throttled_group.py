@@ -133,7 +133,7 @@ def test_timers_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(throttled, "_C", SimpleNamespace(steady_seconds=lambda: now))
     monkeypatch.setattr(throttled, "_TIMERS", SimpleNamespace(call_at=call_at))
-    link = throttled._ClockedLink(8e3, 0.01)  # 1000 bytes a second
+    link = throttled._ClockedLink(8e3, 0.01, 0.0)  # 1000 bytes a second
     group = GlooGroup(link.link, 2)
     ended: list[int] = []
     for number in range(100):
@@ -189,6 +189,7 @@ def test_bytes_on_the_link(size: int) -> None:
         ({"bandwidth": float("nan")}, "bandwidth must be above 0"),
         ({"bandwidth": "1"}, "bandwidth must be a number, got str"),
         ({"bandwidth": 1, "latency": -1}, "latency must be at least 0 seconds, got -1"),
+        ({"bandwidth": 1, "burst": -1}, "burst must be at least 0 bytes, got -1"),
         ({"bandwidth": 1, "threads": 0}, "threads must be at least 1, got 0"),
         ({"bandwidth": 1, "threads": 2.0}, "threads must be an int or None, got float"),
     ],

@@ -21,15 +21,18 @@ class SlowLink:
     Args:
         bandwidth: each way, in bits per second.
         latency: of a message, one way, in seconds.
+        burst: bytes that it carries at once after a pause that is long enough for them.
     """
 
-    def __init__(self, bandwidth: float, latency: float) -> None:
+    def __init__(self, bandwidth: float, latency: float, burst: float = 0.0) -> None:
         self.bandwidth = bandwidth
         self.latency = latency
+        self.burst = burst
         #: All events up to this time have happened.
         self.now = 0.0
         #: When the last byte that was sent so far leaves.
         self.is_free = 0.0
+        self._would_be_free = 0.0  # without bursts
         self._events: list[tuple[float, int, Event]] = []
         self._numbers = itertools.count()
 
@@ -56,7 +59,8 @@ class SlowLink:
 
     def carry(self, when: float, nbytes: float) -> float:
         """Send so many bytes behind those that were sent before; when the last one leaves."""
-        self.is_free = max(when, self.is_free) + nbytes * 8 / self.bandwidth
+        self._would_be_free = max(when, self._would_be_free) + nbytes * 8 / self.bandwidth
+        self.is_free = max(when, self._would_be_free - self.burst * 8 / self.bandwidth)
         return self.is_free
 
 

@@ -43,11 +43,11 @@ class _ClockedLink:
     """A link in real time: a timer wakes it when its next event is due.
 
     Args:
-        bandwidth, latency: as of :class:`SlowLink`.
+        bandwidth, latency, burst: as of :class:`SlowLink`.
     """
 
-    def __init__(self, bandwidth: float, latency: float) -> None:
-        self.link = SlowLink(bandwidth, latency)
+    def __init__(self, bandwidth: float, latency: float, burst: float) -> None:
+        self.link = SlowLink(bandwidth, latency, burst)
         self._lock = threading.Lock()
         self._ended: list[Callable[[], object]] = []
         #: When the timers that are set will wake this, the next one last: none is set for a later
@@ -102,12 +102,15 @@ class ThrottledProcessGroup(WrapperProcessGroup):
         parent: the process group that does the work.
         bandwidth: of the link, each way, in bits per second: ``200e6`` for 200 Mbit/s.
         latency: of one message, one way, in seconds: half of a round trip.
+        burst: bytes that the link carries at once after a pause, as links do whose rate a token
+            bucket limits. 0 for a wire.
         threads: so many collectives are under way at once; None for as many as a Gloo group
             has, or for two around others.
 
     Raises:
         TypeError: no process group; no numbers.
-        ValueError: a bandwidth or a number of threads that is not positive, or a negative latency.
+        ValueError: a bandwidth or a number of threads that is not positive, or a negative latency
+            or burst.
     """
 
     def __init__(
@@ -116,10 +119,11 @@ class ThrottledProcessGroup(WrapperProcessGroup):
         *,
         bandwidth: float,
         latency: float = 0.0,
+        burst: float = 0.0,
         threads: int | None = None,
     ) -> None:
         super().__init__(parent)
-        for name, value in (("bandwidth", bandwidth), ("latency", latency)):
+        for name, value in (("bandwidth", bandwidth), ("latency", latency), ("burst", burst)):
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(
                     f"{type(self).__name__}: {name} must be a number, got {_C.type_name(value)}"
@@ -128,10 +132,11 @@ class ThrottledProcessGroup(WrapperProcessGroup):
             raise ValueError(
                 f"{type(self).__name__}: bandwidth must be above 0 bits per second, got {bandwidth}"
             )
-        if not 0 <= latency < math.inf:
-            raise ValueError(
-                f"{type(self).__name__}: latency must be at least 0 seconds, got {latency}"
-            )
+        for name, value, unit in (("latency", latency, "seconds"), ("burst", burst, "bytes")):
+            if not 0 <= value < math.inf:
+                raise ValueError(
+                    f"{type(self).__name__}: {name} must be at least 0 {unit}, got {value}"
+                )
         if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int)):
             raise TypeError(
                 f"{type(self).__name__}: threads must be an int or None, got "
@@ -141,8 +146,9 @@ class ThrottledProcessGroup(WrapperProcessGroup):
             raise ValueError(f"{type(self).__name__}: threads must be at least 1, got {threads}")
         self.bandwidth = float(bandwidth)
         self.latency = float(latency)
+        self.burst = float(burst)
         self.threads = group_threads(parent) if threads is None else threads
-        self._use(_ClockedLink(self.bandwidth, self.latency))
+        self._use(_ClockedLink(self.bandwidth, self.latency, self.burst))
         if is_gloo(parent):
             # As for the parent itself; see StepGroup.
             self._commhook_agrees = self._commhook_shares_used = True
@@ -216,7 +222,11 @@ def _second_of(
         if first is None or beside is None:
             return None
         found = ThrottledProcessGroup(
-            beside, bandwidth=first.bandwidth, latency=first.latency, threads=first.threads
+            beside,
+            bandwidth=first.bandwidth,
+            latency=first.latency,
+            burst=first.burst,
+            threads=first.threads,
         )
         found._use(first._link)
         return found

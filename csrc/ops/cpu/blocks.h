@@ -56,13 +56,17 @@ void for_each_block(const Segments& segments, int64_t begin, int64_t end, int64_
             position += n;
             count -= n;
           }
-          const int64_t whole = count / size * size;
-          if (whole > 0) {
-            blocks(reinterpret_cast<const float*>(data), position, whole);
-            data += whole * static_cast<int64_t>(sizeof(float));
-            position += whole;
-            count -= whole;
-          }
+          const auto pass = [&](int64_t n) {
+            if (n > 0) {
+              blocks(reinterpret_cast<const float*>(data), position, n);
+              data += n * static_cast<int64_t>(sizeof(float));
+              position += n;
+              count -= n;
+            }
+          };
+          pass(std::max<int64_t>(0, count - kMaxBlock) / size * size);
+          segments.prefetch_after(segment);
+          pass(count / size * size);
         }
         append(segment, data, position, count);
       },

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -42,6 +43,21 @@ class Segments {
   // elements lie apart. position counts from the start of the bucket.
   template <typename Row, typename Strided>
   void walk(int64_t begin, int64_t end, const Row& row, const Strided& strided) const;
+
+  // Asks for the first bytes of the tensors that follow one, which processors do not look ahead to.
+  void prefetch_after(const Segment& segment) const {
+    constexpr int64_t kBytes = 8 * 1024;
+    constexpr int64_t kLine = 64;
+    int64_t left = kBytes;
+    for (const Segment* next = &segment + 1;
+         next != segments_.data() + segments_.size() && left > 0; ++next) {
+      const int64_t bytes = std::min(left, (next->end - next->begin) * next->element_size);
+      for (int64_t i = 0; i < bytes; i += kLine) {
+        __builtin_prefetch(next->data + i);
+      }
+      left -= bytes;
+    }
+  }
 
   static constexpr int64_t kPieceElements = 512;
 
