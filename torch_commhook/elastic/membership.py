@@ -223,6 +223,22 @@ class Membership:
     def _entries(self) -> int:
         return len(self._list("wanting"))
 
+    # ---- leaving ---------------------------------------------------------------------------------
+
+    def leave(self, steps: int) -> None:
+        """Say that this process takes part no longer.
+
+        Args:
+            steps: that it has done. The others count them, too: it has left when all ranks had what
+                the last one needs.
+        """
+        self._store.append("left", f"{self.own}:{steps} ")
+
+    def _left(self, view: View) -> dict[int, int]:
+        """The members that have said that they take part no longer, with the steps of each."""
+        entries = (entry.split(":") for entry in self._list("left"))
+        return {int(own): int(steps) for own, steps in entries if int(own) in view.members}
+
     # ---- changing --------------------------------------------------------------------------------
 
     def change(self, steps: int, lost: Lost = Lost()) -> View:  # noqa: B008
@@ -287,8 +303,10 @@ class Membership:
             here: its members that want another.
             is_late: whether those that are not here have had all their time.
         """
+        left_before = self._left(view)
+        here = {rank: each for rank, each in here.items() if rank not in left_before}
         missing = set(view.members) - here.keys()
-        lost = Lost(silent=frozenset(self._signs.silent(missing)))
+        lost = Lost(frozenset(left_before), frozenset(self._signs.silent(missing)))
         for each in here.values():
             lost = lost.with_those_of(each.lost)
         if not is_late and not missing <= lost.all:
@@ -312,7 +330,7 @@ class Membership:
                 f"of at least {self._min_ranks}"
             )
         new = [rank for rank in left if here[rank].is_new] + wanting
-        steps = max(here[rank].steps for rank in left)
+        steps = max([*(here[rank].steps for rank in left), *left_before.values()])
         members = (*left, *wanting)
         return View(view.number + 1, members, tuple(new), steps, self._entries())
 

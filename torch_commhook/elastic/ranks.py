@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -17,6 +20,7 @@ from torch_commhook.elastic.door import Door
 from torch_commhook.elastic.membership import LeftOutError, Lost, Membership, View
 from torch_commhook.elastic.settings import Elastic
 from torch_commhook.elastic.signs import StoreSigns
+from torch_commhook.step.connected_group import make_within
 from torch_commhook.step.rendezvous import can_append, hashed
 from torch_commhook.step.step_group import PeerError, StepGroup, tell_unreachable
 
@@ -63,6 +67,7 @@ class ElasticRanks:
         self._signs = StoreSigns(self._store, self.membership.own, half)
         self._door = Door(self._store, self.membership.own, half)
         self._base: dist.ProcessGroup | None = None
+        atexit.register(self.leave)
 
     def silent(self, ranks: Any) -> set[int]:
         """Returns the ranks that show no sign of life."""
@@ -113,6 +118,9 @@ class ElasticRanks:
         if self._stopped.is_set():
             return
         self._stopped.set()
+        atexit.unregister(self.leave)
+        with suppress(RuntimeError):  # the store may have gone
+            self.membership.leave(self.steps)
         if self._base is not None:
             self.group.fail("it has left the training")
         self._give_up_group()
@@ -212,9 +220,13 @@ class ElasticRanks:
             return
 
     def _make_group(self, view: View) -> None:
-        store = dist.PrefixStore(f"view{view.number}", self._store)
+        # Through a connection of its own: one that waits for a rank does nothing else meanwhile.
+        store = dist.PrefixStore(f"view{view.number}", self._store.clone())
+        within = timedelta(seconds=self.settings.grace)
+        store.set_timeout(within)
         name = f"{self.settings.name}, view {view.number}"
-        self._base = make_group(
+        make = partial(
+            make_group,
             dist.PrefixStore("base", store),
             self.rank,
             view.members,
@@ -224,9 +236,8 @@ class ElasticRanks:
             threads=1,
             lazily=True,
         )
-        self.group = StepGroup(
-            self._base, meets_again=False, connect_within=timedelta(seconds=self.settings.grace)
-        )
+        self._base = make_within(within, make)
+        self.group = StepGroup(self._base, meets_again=False, connect_within=within)
 
     def _give_up_group(self) -> None:
         group: StepGroup | None = getattr(self, "group", None)

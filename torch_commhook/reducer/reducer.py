@@ -128,7 +128,9 @@ class Reducer:
         before, self._attached = self._attached, attached
         if before is not None and before.keeps_ranks_apart:
             self.use.all_are_own()
-        if attached is not None:
+        if attached is not None and self.survivors is not None:
+            self.go_on_between_steps()
+        elif attached is not None:
             attached.use_group(self.group, self.device)
         if self._is_under_way():  # that backward goes on with what its own hook remembers
             self._memory_is_old = True

@@ -66,10 +66,14 @@ class ConnectedGroup:
                     description=description,
                     threads=threads,
                 )
-                _wait_for_all(group)
+                try:
+                    _wait_for_all(group)
+                except BaseException:
+                    destroy_group(group)  # else others would wait for this rank's messages
+                    raise
             return group
 
-        self.group = make() if connect_within is None else _within(connect_within, make)
+        self.group = make() if connect_within is None else make_within(connect_within, make)
 
     @property
     def place(self) -> str:
@@ -103,7 +107,7 @@ class ConnectedGroup:
         self.group._set_group_desc(self.description)
 
 
-def _within(most: timedelta, make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
+def make_within(most: timedelta, make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
     """Make a group within a time. If that takes longer, the group is destroyed once it is made.
 
     Gloo waits for ranks that do not come as long as for a collective.
