@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -14,10 +15,18 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from torch_commhook import _C
-from torch_commhook.collectives.gloo_backend import MOST_UNDER_WAY, gloo_backend
+from torch_commhook.collectives.gloo_backend import (
+    MOST_IN_FULL_MESH,
+    MOST_UNDER_WAY,
+    gloo_backend,
+)
 from torch_commhook.native.dynamo import left_to_python
 
 _CPU = torch.device("cpu")
+#: Seconds after which nobody waits for connections that do not close.
+_MOST_TO_CLOSE = 2.0
+
+_log = logging.getLogger(__name__)
 
 #: Makes the group of second stages for another.
 _Provider = Callable[[], dist.ProcessGroup | None]
@@ -253,17 +262,30 @@ def close_connections(*groups: dist.ProcessGroup) -> None:
     for group in groups:  # of all first, since they take the connections of two
         stop_exchanges(group)
     taken = [_C.TakenBackends(group) for group in groups]
+    # What has connected lazily never ends where a message has come whose receiver has given up.
+    in_time = all(group.size() <= MOST_IN_FULL_MESH for group in groups)
     if isinstance(threading.current_thread(), threading._DummyThread):
         # A thread that Python has not started may be a backend's own, which drops what its callback
         # has kept, and must not wait for its own end. The interpreter's end waits for this one.
-        threading.Thread(target=_close, args=(taken,), name="commhook-close").start()
+        arguments = taken, in_time
+        threading.Thread(target=_close, args=arguments, name="commhook-close").start()
     else:
-        _close(taken)
+        _close(taken, in_time)
 
 
-def _close(taken: Sequence[_C.TakenBackends]) -> None:
-    for backends in taken:
-        backends.close()
+def _close(taken: Sequence[_C.TakenBackends], in_time: bool) -> None:
+    def close() -> None:
+        for backends in taken:
+            backends.close()
+
+    if in_time:
+        close()
+        return
+    thread = threading.Thread(target=close, name="commhook-close", daemon=True)
+    thread.start()
+    thread.join(_MOST_TO_CLOSE)
+    if thread.is_alive():
+        _log.warning("connections could not be closed within %g s", _MOST_TO_CLOSE)
 
 
 # ---- for second stages ---------------------------------------------------------------------------

@@ -12,13 +12,14 @@ from torch_commhook.step.step_end import rounds_of
 _TAG = (1 << 30) - 15
 
 
-def all_alike(group: dist.ProcessGroup, own: bytes) -> bool:
+def all_alike(group: dist.ProcessGroup | dist.ProcessGroupGloo, own: bytes) -> bool:
     """Returns whether all ranks give the same bytes. All call this between the same two steps.
 
-    It sends messages of its own, because an exchange in the background may be under way.
+    It sends messages of its own, because an exchange in the background may be under way. Each rank
+    asks for all messages at once, so that those of later rounds take half a round trip.
 
     Args:
-        group: of Gloo.
+        group: of Gloo, or a backend of such a group.
         own: this rank's bytes, equally many on all ranks.
 
     Raises:
@@ -26,18 +27,26 @@ def all_alike(group: dist.ProcessGroup, own: bytes) -> bool:
     """
     size, rank = group.size(), group.rank()
     are_alike = True
-    for distances in rounds_of(size):
-        flag = b"\1" if are_alike else b"\0"
-        sent = torch.frombuffer(bytearray(own + flag), dtype=torch.uint8)
-        received = [torch.empty_like(sent) for _ in distances]
-        works = []
-        for distance, output in zip(distances, received, strict=True):
-            works.append(group.recv([output], (rank - distance) % size, _TAG))
-            works.append(group.send([sent], (rank + distance) % size, _TAG))
-        for work in works:
-            work.wait()
-        # A rank clears its flag if a rank that it has heard of differs.
-        are_alike = are_alike and all(torch.equal(output, sent) for output in received)
+    rounds = rounds_of(size)
+    received = [[torch.empty(len(own) + 1, dtype=torch.uint8) for _ in each] for each in rounds]
+    works: list[list[dist.Work]] = []
+    try:
+        for distances, outputs in zip(rounds, received, strict=True):
+            works.append([])
+            for distance, output in zip(distances, outputs, strict=True):
+                works[-1].append(group.recv([output], (rank - distance) % size, _TAG))
+        for distances, outputs, under_way in zip(rounds, received, works, strict=True):
+            flag = b"\1" if are_alike else b"\0"
+            sent = torch.frombuffer(bytearray(own + flag), dtype=torch.uint8)
+            for distance in distances:
+                under_way.append(group.send([sent], (rank + distance) % size, _TAG))
+            while under_way:
+                under_way.pop(0).wait()
+            # A rank clears its flag if a rank that it has heard of differs.
+            are_alike = are_alike and all(torch.equal(output, sent) for output in outputs)
+    finally:
+        for under_way in works:  # a Work that somebody has keeps its connection open
+            under_way.clear()
     return are_alike
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from torch_commhook.collectives.gloo_groups import (
     use_addresses,
 )
 from torch_commhook.collectives.lost_hosts import cut, noticing_lost_hosts
+from torch_commhook.step.comparison import all_alike
 from torch_commhook.step.rendezvous import hashed
 
 _CPU = torch.device("cpu")
@@ -27,6 +27,9 @@ _CPU = torch.device("cpu")
 
 class ConnectedGroup:
     """A Gloo group of the library's own, whose connections can be made anew.
+
+    All ranks are connected when it is made: one that closes its connections before another has seen
+    all of them would make that one's connecting fail, as if its process had ended.
 
     Args:
         store: in which nobody else meets under ``name``.
@@ -67,7 +70,7 @@ class ConnectedGroup:
                     threads=threads,
                 )
                 try:
-                    _wait_for_all(group)
+                    all_alike(group, b"")
                 except BaseException:
                     destroy_group(group)  # else others would wait for this rank's messages
                     raise
@@ -88,7 +91,7 @@ class ConnectedGroup:
             backend, addresses = gloo_backend(
                 own_store, self.rank, size, self.timeout, self.threads
             )
-            _wait_for_all(backend)
+            all_alike(backend, b"")
         self._sockets = sockets
         use_addresses(self.group, addresses)
         return backend
@@ -147,12 +150,3 @@ def destroy_all(groups: Sequence[ConnectedGroup]) -> None:
         finish_exchanges(each.group)
     for each in groups:
         destroy_group(each.group)
-
-
-def _wait_for_all(connected: Any) -> None:
-    """Return once all ranks are connected.
-
-    One that closes its connections before another has seen all of them makes that one's connecting
-    fail, as if its process had ended.
-    """
-    connected.barrier().wait()

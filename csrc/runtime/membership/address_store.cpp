@@ -69,9 +69,12 @@ bool AddressStore::read_with_others(const std::string& key,
       }
     }
   }
-  store_->wait(keys, timeout);  // multiGet knows the store's own timeout alone
+  const bool reads_at_once = store_->hasExtendedApi();
+  if (!reads_at_once || timeout != timeout_) {
+    store_->wait(keys, timeout);  // multiGet waits by itself, for the store's own timeout
+  }
   std::vector<std::vector<uint8_t>> values;
-  if (store_->hasExtendedApi()) {
+  if (reads_at_once) {
     values = store_->multiGet(keys);
   } else {
     for (const auto& each : keys) {
