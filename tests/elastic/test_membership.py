@@ -193,12 +193,25 @@ def test_nobody_that_has_trained_is_left() -> None:
     late.view, late.is_new = members[0].view, True
     view = members[0].view
     assert view is not None
-    late.view = View(view.number, (*view.members, late.own), (late.own,))
+    late.view = View(view.number, (*view.members, late.own), (late.own,), 3)
     late._store.set("view", late.view.as_text())
     signs.dead.update(view.members)
     lost = Lost(ended=frozenset(view.members))
     with pytest.raises(TooFewRanksError, match="no rank is left that has trained"):
-        late.change(0, lost)
+        late.change(3, lost)
+
+
+def test_another_rank_is_the_first_where_that_is_lost_before_the_first_step() -> None:
+    _, _, members = _started(3)
+    first, *others = members
+    for each in others:
+        each.is_new = True  # it has not got the first one's parameters yet
+    lost = Lost(ended=frozenset([first.own]))
+    views = _together([lambda m=m: m.change(0, lost) for m in others])
+    assert len(set(views)) == 1
+    assert views[0].members == (others[0].own, others[1].own)
+    assert views[0].new == (others[1].own,)
+    assert not others[0].is_new and others[1].is_new
 
 
 def test_new_ranks_begin_anew_where_all_members_have_gone() -> None:

@@ -698,7 +698,7 @@ class Run:
         self.world = World(seed)
         self.store = WorldStore(self.world)
         self.doors: dict[int, Process] = {}
-        self.trainers: list[Trainer] = []
+        self._started: dict[int, Trainer] = {}
         self.views: list[View] = []
         self.faults: Counter[str] = Counter()
         self.problems: list[str] = []
@@ -723,8 +723,8 @@ class Run:
             if chance.random() < 0.1:
                 each.slowness = chance.choice([3.0, 10.0])
                 self.faults["a slow rank"] += 1
-            self.world.after(0.05 * chance.random(), partial(self._start, number, each))
-        self.to_come = ranks
+            self.world.after(0.05 * chance.random(), partial(self._start, number, number, each))
+        self.to_come = self._numbers = ranks
         self._plans = plans
         self._length = 0.05 * plan.steps + 0.3
         for _ in range(chance.choice([0, 1, 1, 2, 2, 3, 4])):
@@ -744,9 +744,10 @@ class Run:
         """Let something happen to a process at some time, if it is still there."""
 
         def happen() -> None:
-            if number < len(self.trainers) and not self.trainers[number].process.is_dead:
+            trainer = self._started.get(number)
+            if trainer is not None and not trainer.process.is_dead:
                 self.faults[fault] += 1
-                act(self.trainers[number].process)
+                act(trainer.process)
 
         self.world.after(self._sometime(), happen)
 
@@ -836,15 +837,21 @@ class Run:
 
     def _comes(self, seconds: float, host: int) -> None:
         self.to_come += 1
-        self.world.after(seconds, lambda: self._start(host, Plan(is_touched=True)))
+        number, self._numbers = self._numbers, self._numbers + 1
+        plan = Plan(is_touched=True)
+        self.world.after(seconds, lambda: self._start(number, host, plan))
 
-    def _start(self, host: int, plan: Plan) -> None:
+    def _start(self, number: int, host: int, plan: Plan) -> None:
         self.to_come -= 1
-        process = Process(self.world, len(self.trainers), host)
+        process = Process(self.world, number, host)
         self.world.processes.append(process)
-        trainer = Trainer(self, process, plan)
-        self.trainers.append(trainer)
+        trainer = self._started[number] = Trainer(self, process, plan)
         process.start(trainer.main)
+
+    @property
+    def trainers(self) -> list[Trainer]:
+        """Those of all processes that have started."""
+        return list(self._started.values())
 
     # ---- running -----------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ class Task(Baton):
         except BaseException as error:
             world.failure = world.failure or error
         self.has_ended = True
-        world.hand_over(self)
+        world.pass_on(self)
 
 
 class Process:
@@ -177,7 +177,7 @@ class World:
     def run(self, is_over: Callable[[], bool]) -> None:
         """Let all run until a condition holds, or nothing happens any more. Ends all processes."""
         self._is_over = is_over
-        self._hand_over(self._main)
+        self.pass_on(self._main)
         for process in self.processes:
             process.is_dead = True
         self._is_over = lambda: True
@@ -190,10 +190,11 @@ class World:
 
     def hand_over(self, task: Task) -> None:
         """Let others run until an event resumes this task."""
-        self._hand_over(task)
+        self.pass_on(task)
         self.current = task
 
-    def _hand_over(self, own: Any) -> None:
+    def pass_on(self, own: Any) -> None:
+        """:meth:`hand_over`; for good where the task has ended."""
         next_one = self._next()
         if next_one is own:
             return
@@ -580,7 +581,11 @@ class Endpoint:
         if self in self.process.endpoints:
             self.process.endpoints.remove(self)
         for other in self.others:
-            if self.world.random.random() < 0.5:
+            # A socket that is closed with unread data forgets what is still to be sent.
+            unread = self.process.is_dead or any(
+                values for (sender, _), values in self._came.items() if sender == other
+            )
+            if unread and self.world.random.random() < 0.5:
                 self._drops.add(other)
             if silently:
                 self._drops.add(other)

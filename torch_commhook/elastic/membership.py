@@ -290,6 +290,7 @@ class Membership:
                 "which they had no sign of life; start its process anew, and it is let in"
             )
         self.view = current
+        self.is_new = self.own in current.new
         with suppress(RuntimeError):
             if current.members[0] == self.own:  # nobody reads these any more
                 self._store.delete_key(f"here/{before.number}")
@@ -321,18 +322,20 @@ class Membership:
                 f"{len(left)} of the last {len(may_live)} ranks can reach each other, and go on "
                 "only if they are more than half: the others may be alive, too"
             )
-        if all(here[rank].is_new for rank in left):
-            return "no rank is left that has trained"
+        steps = max([*(here[rank].steps for rank in left), *left_before.values()])
+        new = [rank for rank in left if here[rank].is_new]
+        if new == left:
+            if steps:
+                return "no rank is left that has trained"
+            new = left[1:]  # as at the beginning, the first one's parameters are everybody's
         wanting = self._wanting(view)
         if len(left) + len(wanting) < self._min_ranks:
             return (
                 f"{len(left)} ranks are left and {len(wanting)} want to take part, "
                 f"of at least {self._min_ranks}"
             )
-        new = [rank for rank in left if here[rank].is_new] + wanting
-        steps = max([*(here[rank].steps for rank in left), *left_before.values()])
         members = (*left, *wanting)
-        return View(view.number + 1, members, tuple(new), steps, self._entries())
+        return View(view.number + 1, members, (*new, *wanting), steps, self._entries())
 
     # ---- the store -------------------------------------------------------------------------------
 
