@@ -61,7 +61,6 @@ POINTS = {
     "between": "between two steps",
 }
 _ELEMENTS = 5
-_BUCKETS = 2
 
 
 class StepError(RuntimeError):
@@ -329,8 +328,8 @@ class Memory:
 
     remembers_nothing = True
 
-    def __init__(self) -> None:
-        self.errors = [torch.zeros(_ELEMENTS) for _ in range(_BUCKETS)]
+    def __init__(self, buckets: int) -> None:
+        self.errors = [torch.zeros(_ELEMENTS) for _ in range(buckets)]
         self.steps = 0
         self.size = 0
 
@@ -349,8 +348,8 @@ class Memory:
 class AttachedDouble:
     """The hook on a rank."""
 
-    def __init__(self) -> None:
-        self.memory = Memory()
+    def __init__(self, buckets: int) -> None:
+        self.memory = Memory(buckets)
         self.group: Any = None
 
     def use_group(self, group: StepGroup, device: object) -> None:
@@ -468,12 +467,12 @@ class VirtualReducer:
 
 
 class Model(nn.Module):
-    """Two parameters, and a buffer that each rank changes for itself."""
+    """A parameter for each bucket, and a buffer that each rank changes for itself."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, buckets: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        for index in range(_BUCKETS):
+        for index in range(buckets):
             first = torch.randn(_ELEMENTS, generator=generator)
             self.register_parameter(f"weight{index}", nn.Parameter(first))
         self.register_buffer("statistic", torch.zeros(3))
@@ -482,8 +481,8 @@ class Model(nn.Module):
 class Optimizer:
     """Momentum, and a count of steps."""
 
-    def __init__(self) -> None:
-        self.momentum = [torch.zeros(_ELEMENTS) for _ in range(_BUCKETS)]
+    def __init__(self, buckets: int) -> None:
+        self.momentum = [torch.zeros(_ELEMENTS) for _ in range(buckets)]
         self.count = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -529,7 +528,7 @@ class Trainer:
         self.counted: list[Counted] = []
         self.said: BaseException | str | None = None
         self.written: dict[int, tuple[Tensor, frozenset[int], bool]] = {}
-        self.used = torch.ones(_BUCKETS, dtype=torch.uint8)
+        self.used = torch.ones(run.plan.buckets, dtype=torch.uint8)
         self.repeated = 0
         self._random = random.Random(f"{run.seed} {process.number}")
         self._fails = False
@@ -550,9 +549,9 @@ class Trainer:
 
     def train(self) -> None:
         world, plan = self.run.world, self.run.plan
-        self.model = Model(self.process.number)
-        self.optimizer = Optimizer()
-        self.attached = AttachedDouble()
+        self.model = Model(self.process.number, plan.buckets)
+        self.optimizer = Optimizer(plan.buckets)
+        self.attached = AttachedDouble(plan.buckets)
         settings = Elastic(
             min_ranks=plan.min_ranks,
             grace=GRACE,
@@ -585,12 +584,14 @@ class Trainer:
         training.leave()
 
     def one_step(self, reducer: Any) -> None:
-        world, chance = self.run.world, self._random
+        world, chance, buckets = self.run.world, self._random, self.run.plan.buckets
         with torch.no_grad():
             self.model.statistic += chance.random()
-        self.used = torch.tensor([1, chance.random() < 0.3], dtype=torch.uint8)
+        self.used = torch.tensor(
+            [chance.random() < 0.8 for _ in range(buckets)], dtype=torch.uint8
+        )
         gradients = [
-            torch.tensor([chance.gauss(0, 1) for _ in range(_ELEMENTS)]) for _ in range(_BUCKETS)
+            torch.tensor([chance.gauss(0, 1) for _ in range(_ELEMENTS)]) for _ in range(buckets)
         ]
         world.sleep(0.02 * (0.5 + chance.random()) * self.plan.slowness)
         step = VirtualStep(self, reducer.group, gradients)
@@ -649,14 +650,14 @@ class HistoryPlan:
         ranks: how many begin.
         knows_ranks: whether they know how many.
         steps: of the training.
-        faults: by kind.
+        buckets: of the hook.
     """
 
     ranks: int
     knows_ranks: bool
     min_ranks: int
     steps: int
-    faults: list[str] = field(default_factory=list)
+    buckets: int
 
 
 @dataclass
@@ -702,7 +703,6 @@ class Run:
         self.views: list[View] = []
         self.faults: Counter[str] = Counter()
         self.problems: list[str] = []
-        self.to_come = 0  # processes that are still to start
         self.splits = False
         self._armed: list[dict[str, Any]] = []
         self._restarts = 2
@@ -716,7 +716,11 @@ class Run:
         chance = self.chance
         ranks = chance.randint(2, 6)
         plan = HistoryPlan(
-            ranks, chance.random() < 0.7, chance.randint(1, max(1, ranks - 1)), chance.randint(5, 9)
+            ranks,
+            knows_ranks=chance.random() < 0.7,
+            min_ranks=chance.randint(1, max(1, ranks - 1)),
+            steps=chance.randint(4, 8),
+            buckets=chance.choice([1, 1, 2]),
         )
         plans = [Plan() for _ in range(ranks)]
         for number, each in enumerate(plans):
@@ -724,7 +728,7 @@ class Run:
                 each.slowness = chance.choice([3.0, 10.0])
                 self.faults["a slow rank"] += 1
             self.world.after(0.05 * chance.random(), partial(self._start, number, number, each))
-        self.to_come = self._numbers = ranks
+        self.world.live = self._numbers = ranks
         self._plans = plans
         self._length = 0.05 * plan.steps + 0.3
         for _ in range(chance.choice([0, 1, 1, 2, 2, 3, 4])):
@@ -836,13 +840,12 @@ class Run:
         self.faults["a hook raises"] += 1
 
     def _comes(self, seconds: float, host: int) -> None:
-        self.to_come += 1
+        self.world.live += 1
         number, self._numbers = self._numbers, self._numbers + 1
         plan = Plan(is_touched=True)
         self.world.after(seconds, lambda: self._start(number, host, plan))
 
     def _start(self, number: int, host: int, plan: Plan) -> None:
-        self.to_come -= 1
         process = Process(self.world, number, host)
         self.world.processes.append(process)
         trainer = self._started[number] = Trainer(self, process, plan)
@@ -859,14 +862,9 @@ class Run:
         if key.endswith("/view"):
             self.views.append(View.from_text(value.decode()))
 
-    def _is_over(self) -> bool:
-        if self.world.now > LONGEST:
-            return True
-        return not self.to_come and all(each.process.is_dead for each in self.trainers)
-
     def history(self) -> History:
         """Let it happen, and check it."""
-        self.world.run(self._is_over)
+        self.world.run(LONGEST)
         if self.world.failure is not None:
             raise self.world.failure
         for trainer in self.trainers:
@@ -921,7 +919,7 @@ def _problems(run: Run) -> Iterator[str]:
 
 
 def _hangs(run: Run) -> Iterator[str]:
-    if run.world.now > LONGEST:
+    if run.world.now >= LONGEST:
         yield f"it has not ended after {LONGEST:g} s"
 
 

@@ -76,7 +76,7 @@ class Process:
         self.exits: list[Callable[[], object]] = []
         self.endpoints: list[Endpoint] = []
         self.on_tick: Callable[[], None] | None = None
-        self._waiting: dict[Task, None] = {}
+        self._waiting: dict[Task, Callable[[], bool]] = {}
         self._held: list[tuple[Task, int]] = []  # to go on when the process does
 
     def start(self, run: Callable[[], object]) -> None:
@@ -92,14 +92,15 @@ class Process:
 
     def notify(self) -> None:
         """Let its threads look again at what they wait for."""
-        for task in self._waiting:
-            self.world.resume(task, 0.0)
+        for task, is_so in self._waiting.items():
+            if is_so():
+                self.world.resume(task, 0.0)
 
     def hold(self, task: Task, pause: int) -> None:
         self._held.append((task, pause))
 
-    def wait(self, task: Task) -> None:
-        self._waiting[task] = None
+    def wait(self, task: Task, is_so: Callable[[], bool]) -> None:
+        self._waiting[task] = is_so
         try:
             self.world.hand_over(task)
         finally:
@@ -122,6 +123,7 @@ class Process:
         if self.is_dead:
             return
         self.is_dead = True
+        self.world.live -= 1
         for endpoint in list(self.endpoints):
             endpoint.close(silently=silently)
         for task in list(self._waiting):
@@ -140,6 +142,7 @@ class World:
         failure: of the simulation itself.
         reach: called with a process and the name of a point that it has reached.
         written: called with a key of the store and its new value.
+        live: how many processes run, or are still to start.
     """
 
     def __init__(self, seed: int) -> None:
@@ -156,7 +159,8 @@ class World:
         self._events: list[tuple[float, int, Any, Any, int]] = []
         self._count = 0
         self._main = Baton()
-        self._is_over: Callable[[], bool] = lambda: False
+        self._latest = 0.0
+        self.live = 0
         self._cut: dict[tuple[int, int], int] = {}  # how many faults keep two hosts apart
         self._storeless: dict[int, int] = {}
         self._delayed: list[Callable[[], None]] = []
@@ -174,13 +178,13 @@ class World:
         which = task.pause if pause is None else pause
         heappush(self._events, (self.now + seconds, self._count, None, task, which))
 
-    def run(self, is_over: Callable[[], bool]) -> None:
-        """Let all run until a condition holds, or nothing happens any more. Ends all processes."""
-        self._is_over = is_over
+    def run(self, latest: float) -> None:
+        """Let all run until no process lives, or a time has come. Ends all processes."""
+        self._latest = latest
         self.pass_on(self._main)
         for process in self.processes:
             process.is_dead = True
-        self._is_over = lambda: True
+        self.live = 0
         for task in self.tasks:
             if not task.has_ended:
                 self.current = task
@@ -205,7 +209,7 @@ class World:
 
     def _next(self) -> Any:
         """Who is to run."""
-        while self._events and not self.failure and not self._is_over():
+        while self._events and self.live > 0 and self.now < self._latest and not self.failure:
             self.now, _, call, task, pause = heappop(self._events)
             if task is None:
                 try:
@@ -245,7 +249,7 @@ class World:
                 return False
             task.pause += 1
             self.resume(task, deadline - self.now)
-            process.wait(task)
+            process.wait(task, is_so)
             process.check()
         return True
 
@@ -510,7 +514,7 @@ class Endpoint:
         if other in self._lost:
             raise RuntimeError(self._lost[other])
 
-    def receive(self, other: int, tag: object, seconds: float | None = None) -> Any:
+    def receive(self, other: int, tag: object) -> Any:
         """What a member has sent.
 
         Raises:
@@ -521,9 +525,8 @@ class Endpoint:
         def is_there() -> bool:
             return bool(self._came.get(key)) or self._is_closed or other in self._lost
 
-        seconds = self._timeout if seconds is None else seconds
-        if not self.world.wait_until(is_there, seconds):
-            raise RuntimeError(f"gloo: Timed out waiting {seconds:g} s for a message")
+        if not self.world.wait_until(is_there, self._timeout):
+            raise RuntimeError(f"gloo: Timed out waiting {self._timeout:g} s for a message")
         if self._came.get(key):
             return self._came[key].popleft()
         self._check(other)
@@ -560,12 +563,23 @@ class Endpoint:
         self, tag: Any, values: Sequence[Any], seconds: float | None = None
     ) -> list[Any]:
         """The rest of it."""
+        keys = {other: (other, tag[1]) for other in self.others}
+        missing = list(self.others)
+
+        def is_there() -> bool:
+            missing[:] = [other for other in missing if keys[other] not in self._came]
+            return not missing or self._is_closed or any(each in self._lost for each in missing)
+
+        seconds = self._timeout if seconds is None else seconds
+        if not self.world.wait_until(is_there, seconds):
+            raise RuntimeError(f"gloo: Timed out waiting {seconds:g} s for a message")
+        for other in missing:
+            self._check(other)
         found = []
         for member, value in zip(self.members, values, strict=True):
-            if member == self.own:
-                found.append(value)
-                continue
-            point, theirs = self.receive(member, tag[1], seconds)
+            point, theirs = (tag[0], value)
+            if member != self.own:
+                ((point, theirs),) = self._came.pop(keys[member])
             if point != tag[0]:
                 raise AssertionError(f"{self.own} is at {tag[0]}, {member} at {point}")
             found.append(theirs)
