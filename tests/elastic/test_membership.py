@@ -160,6 +160,22 @@ def test_too_few_ranks_do_not_go_on() -> None:
     assert "2 ranks are left and 0 want to take part, of at least 3" in str(errors[0])
 
 
+def test_ranks_count_the_step_after_which_the_others_have_left() -> None:
+    _, _, members = _started(3, min_ranks=3)
+    for member in members[:2]:
+        member.leave(5)
+    view = members[2].change(4)
+    assert (view.members, view.steps) == ((members[2].own,), 5)
+
+
+def test_ranks_that_leave_before_the_step_do_not_count_among_min_ranks() -> None:
+    _, _, members = _started(3, min_ranks=3)
+    for member in members[:2]:
+        member.leave(4)
+    with pytest.raises(TooFewRanksError, match="1 ranks are left"):
+        members[2].change(4)
+
+
 def test_a_new_rank_is_let_in_where_the_others_change() -> None:
     store, signs, members = _started(2)
     (late,) = _members(store, 1, signs)

@@ -19,7 +19,7 @@ LOST_HOST = 1.5
 STORE_TIMEOUT = 4.0
 
 
-class Killed(BaseException):  # noqa: N818
+class Killed(BaseException):
     """The process has ended: its threads run no further."""
 
 
@@ -131,6 +131,15 @@ class Process:
         self.world.notify_all()
 
 
+#: Those that are under way; the last one counts.
+worlds: list[World] = []
+
+
+def the_world() -> World:
+    """The one that is under way."""
+    return worlds[-1]
+
+
 class World:
     """Processes, events and the clock.
 
@@ -138,6 +147,7 @@ class World:
         now: the time, in seconds.
         random: decides what is left to chance.
         values: of the store.
+        doors: the process of each number in the training that lets others connect.
         current: the task that runs.
         failure: of the simulation itself.
         reach: called with a process and the name of a point that it has reached.
@@ -151,6 +161,7 @@ class World:
         self.values: dict[str, bytes] = {}
         self.processes: list[Process] = []
         self.tasks: list[Task] = []
+        self.doors: dict[int, Process] = {}
         self.endpoints: dict[tuple[str, int], Endpoint] = {}
         self.current: Any = None
         self.failure: BaseException | None = None
@@ -408,10 +419,6 @@ class WorldStore:
 
         found: bytes = self._ask(key, act)
         self._world.point("compare_set")
-        return found
-
-    def delete_key(self, key: str) -> bool:
-        found: bool = self._ask(key, lambda key: self._world.values.pop(key, None) is not None)
         return found
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -291,9 +290,6 @@ class Membership:
             )
         self.view = current
         self.is_new = self.own in current.new
-        with suppress(RuntimeError):
-            if current.members[0] == self.own:  # nobody reads these any more
-                self._store.delete_key(f"here/{before.number}")
         return current
 
     def _next(self, view: View, here: Mapping[int, _Here], *, is_late: bool) -> View | str | None:
@@ -329,7 +325,11 @@ class Membership:
                 return "no rank is left that has trained"
             new = left[1:]  # as at the beginning, the first one's parameters are everybody's
         wanting = self._wanting(view)
-        if len(left) + len(wanting) < self._min_ranks:
+        # Ranks that have counted the open step and left: those that are here are to count it, too.
+        ahead = [rank for rank, done in left_before.items() if done == steps]
+        if any(here[rank].steps == steps for rank in left):
+            ahead = []
+        if len(left) + len(wanting) + len(ahead) < self._min_ranks:
             return (
                 f"{len(left)} ranks are left and {len(wanting)} want to take part, "
                 f"of at least {self._min_ranks}"
@@ -368,6 +368,7 @@ class Membership:
         return (self._read(key) or "").split()
 
     def _read(self, key: str) -> str | None:
+        # No key is ever deleted: between the two calls get() would wait for it, for a long time.
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def _pauses(self) -> Iterator[None]:

@@ -130,7 +130,9 @@ class ElasticRanks:
         self._door.close()
 
     def wants_change(self) -> bool:
-        """Whether this rank knows of somebody who is to be let in."""
+        """Whether this rank knows of somebody who is to be let in, or of too few members."""
+        if len(self.view.members) < self.settings.min_ranks:
+            return True
         return self._signs is not None and self._signs.wanted() > self.view.entries
 
     # ---- going on --------------------------------------------------------------------------------
