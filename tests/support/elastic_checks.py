@@ -104,10 +104,11 @@ def _steps_of_training(run: Outcome, views: Sequence[View]) -> Iterator[str]:
     """The steps of a training: each has one result, among the members of one view."""
     by_own = {each.own: each for each in run.trainers}
     # The view with which each rank's part has ended.
-    last = {own: view for view in views for own in view.members}
+    last = {own: view for view in run.views for own in view.members}
     results: dict[int, dict[tuple[str, frozenset[int]], list[int]]] = {}
     for own, view in last.items():
-        if own not in by_own:  # it ended before it knew its number
+        # It ended before it knew its number; or it has not seen this training, but another one.
+        if own not in by_own or view not in views:
             continue
         after = views[view.number - views[0].number + 1 :][:1]
         is_done = by_own[own].said == "done"
@@ -140,7 +141,11 @@ def _end(run: Outcome) -> Iterator[str]:
     enough = 2 * len(untouched) > len(run.trainers) and len(untouched) >= run.training.min_ranks
     if run.splits or not enough:
         return
+    is_over = any(each.said == "done" and not each.plan.leaves_at for each in run.trainers)
     for each in untouched:
+        steps = each.counted[-1].step if each.counted else 0
+        if is_over and isinstance(each.said, TooFewRanksError) and steps == run.training.steps - 1:
+            continue  # in the last step, after which others have left, it has lost a further one
         if each.said != "done":
             yield (
                 f"process {each.process.number}, to which nothing has happened, has counted "
