@@ -111,10 +111,10 @@ def _steps_of_training(run: Outcome, views: Sequence[View]) -> Iterator[str]:
         if own not in by_own or view not in views:
             continue
         after = views[view.number - views[0].number + 1 :][:1]
-        is_done = by_own[own].said == "done"
+        is_sure = not run.splits and not by_own[own].plan.is_touched
         for each in by_own[own].counted:
             # A lost rank may count one step that the others then repeat.
-            if after and not is_done and each.step == after[0].steps + 1:
+            if after and not is_sure and each.step == after[0].steps + 1:
                 continue
             if after and each.step > after[0].steps + 1:
                 yield f"rank {own} has counted step {each.step} after {after[0]} without it"
