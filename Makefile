@@ -29,6 +29,7 @@
 #   make kill-and-resume  train with each hook that remembers something, kill it, go on; eight minutes
 #   make soak             memory over a million cycles of each kind of autograd hook; five minutes
 #   make soak-hooks       200 runs of each hook in stages, with delays and failures; half an hour
+#   make elastic-histories   10,000 random histories of elastic training, in virtual time; five minutes
 #   make error-feedback   what error feedback is for, in runs of 20,000 steps; ten minutes
 #   make balance          1,000 random histories with error feedback, which loses nothing; an hour
 #   make long-runs        long runs whose files have changed since they last passed, up to 20 minutes
@@ -50,7 +51,7 @@ LONG_RUN = PYTHONPATH=$(CURDIR)/tests/support:$(PYTHONPATH) $(VENV)/bin/python t
 PASSED = $(if $(ARGS),,$(LONG_RUN)/called_for.py --passed $@)
 NATIVE = setup.py build_support.py $(shell find csrc cuda -type f)
 
-.PHONY: train test test-long test-integrations long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-loss-sharded bench-loss-local bench-link bench-far bench-round-trips bench-wan bench-sharded bench-plan bench-throttle results cuda-compile gpu gpu-carry test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback clean
+.PHONY: train test test-long test-integrations long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-loss-sharded bench-loss-local bench-link bench-far bench-round-trips bench-wan bench-sharded bench-plan bench-throttle results cuda-compile gpu gpu-carry test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback elastic-histories clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/built
@@ -197,7 +198,8 @@ soak: SCRIPT = soak_autograd_hooks
 soak-hooks: SCRIPT = soak_hooks
 balance: SCRIPT = balance
 error-feedback: SCRIPT = error_feedback_runs
-modes kill-and-resume soak soak-hooks balance error-feedback: $(VENV)/built
+elastic-histories: SCRIPT = elastic_histories
+modes kill-and-resume soak soak-hooks balance error-feedback elastic-histories: $(VENV)/built
 	$(LONG_RUN)/$(SCRIPT).py $(ARGS)
 	$(PASSED)
 

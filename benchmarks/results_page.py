@@ -216,6 +216,7 @@ def long_tests() -> Iterator[str]:
     soaked = load(LONG_RUNS / "soak_hooks.json")["rows"]
     feedback = load(LONG_RUNS / "error_feedback_runs.json")
     modes = load(LONG_RUNS / "all_modes.json")["outcomes"]
+    elastic = load(LONG_RUNS / "elastic_histories.json")
     same = sum(not row["different"] for row in killed)
     runs = sum(row["runs"] for row in soaked)
     wrong = sum(len(row["wrong"]) for row in soaked)
@@ -239,6 +240,12 @@ def long_tests() -> Iterator[str]:
                 f"`make soak-hooks`: {hooks} hooks whose collectives follow one another, with "
                 "delays in every stage, on 2 and 3 ranks",
                 f"{runs:,} runs, {failures:,} of them with a failure, {wrong} wrong",
+            ],
+            [
+                f"`make elastic-histories`: {elastic['histories']:,} random histories of elastic "
+                "training in virtual time, after which all members hold the same bits",
+                f"{sum(elastic['faults'].values()):,} faults, {elastic['views']:,} views, "
+                f"{elastic['steps_repeated']:,} steps repeated, {len(elastic['wrong'])} wrong",
             ],
             [
                 "`make error-feedback`: what is remembered stays bounded over "

@@ -146,8 +146,10 @@ def test_of_a_split_network_the_larger_side_goes_on() -> None:
 
 
 def test_a_rank_that_is_here_is_alive() -> None:
-    _, _, members = _started(3)
+    store, _, members = _started(3)
     thought = [Lost(ended=frozenset([members[1].own]), silent=frozenset([members[2].own]))]
+    for member in members[1:]:  # else the first may not wait until they are here
+        store.append("here/2", member._entry(3, *thought))
     views = _together([lambda m=m: m.change(3, *thought) for m in members])
     assert {view.members for view in views} == {tuple(m.own for m in members)}
 
@@ -158,6 +160,22 @@ def test_too_few_ranks_do_not_go_on() -> None:
     errors = _together([lambda m=m: m.change(0, lost) for m in members[1:]])
     assert all(isinstance(error, TooFewRanksError) for error in errors)
     assert "2 ranks are left and 0 want to take part, of at least 3" in str(errors[0])
+
+
+def test_ranks_count_the_step_after_which_the_others_have_left() -> None:
+    _, _, members = _started(3, min_ranks=3)
+    for member in members[:2]:
+        member.leave(5)
+    view = members[2].change(4)
+    assert (view.members, view.steps) == ((members[2].own,), 5)
+
+
+def test_ranks_that_leave_before_the_step_do_not_count_among_min_ranks() -> None:
+    _, _, members = _started(3, min_ranks=3)
+    for member in members[:2]:
+        member.leave(4)
+    with pytest.raises(TooFewRanksError, match="1 ranks are left"):
+        members[2].change(4)
 
 
 def test_a_new_rank_is_let_in_where_the_others_change() -> None:
@@ -187,18 +205,79 @@ def test_a_new_rank_that_was_lost_again_is_not_let_in() -> None:
     assert views[0].members == tuple(m.own for m in members)
 
 
+def test_a_rank_that_was_overlooked_asks_again() -> None:
+    store, signs, members = _started(2)
+    (late,) = _members(store, 1, signs)
+    signs.dead.add(late.own)  # it has just stood still
+    entered: list[View] = []
+    thread = threading.Thread(target=lambda: entered.append(late.enter(10.0)))
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not store.check(["wanted"]) or store.add("wanted", 0) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (view, _) = _together([lambda m=m: m.change(5) for m in members])
+    assert late.own not in view.members
+    signs.dead.clear()
+    while not members[0].wanting():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    views = _together([lambda m=m: m.change(5) for m in members])
+    thread.join(10)
+    assert entered == [views[0]] and views[0].new == (late.own,)
+
+
+class _BusyStore:
+    """A store in which somebody asks to take part after each look at who does."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def get(self, key: str) -> bytes:
+        found = self._store.get(key)
+        if key == "wanting":
+            self._store.append("wanting", f"{self._store.add('ranks', 1)} ")
+        return found
+
+
+def test_a_rank_that_asks_while_the_others_look_is_not_overlooked() -> None:
+    store, _, members = _started(1, min_ranks=1)
+    members[0]._store = _BusyStore(store)
+    late = store.add("ranks", 1)
+    store.append("wanting", f"{late} ")
+    assert members[0].change(5).members == (members[0].own, late)
+    members[0]._store = store
+    assert members[0].wanting()[0] == late + 1
+
+
 def test_nobody_that_has_trained_is_left() -> None:
     store, signs, members = _started(2)
     (late,) = _members(store, 1, signs)
     late.view, late.is_new = members[0].view, True
     view = members[0].view
     assert view is not None
-    late.view = View(view.number, (*view.members, late.own), (late.own,))
+    late.view = View(view.number, (*view.members, late.own), (late.own,), 3)
     late._store.set("view", late.view.as_text())
     signs.dead.update(view.members)
     lost = Lost(ended=frozenset(view.members))
     with pytest.raises(TooFewRanksError, match="no rank is left that has trained"):
-        late.change(0, lost)
+        late.change(3, lost)
+
+
+def test_another_rank_is_the_first_where_that_is_lost_before_the_first_step() -> None:
+    _, _, members = _started(3)
+    first, *others = members
+    for each in others:
+        each.is_new = True  # it has not got the first one's parameters yet
+    lost = Lost(ended=frozenset([first.own]))
+    views = _together([lambda m=m: m.change(0, lost) for m in others])
+    assert len(set(views)) == 1
+    assert views[0].members == (others[0].own, others[1].own)
+    assert views[0].new == (others[1].own,)
+    assert not others[0].is_new and others[1].is_new
 
 
 def test_new_ranks_begin_anew_where_all_members_have_gone() -> None:

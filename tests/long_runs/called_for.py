@@ -91,6 +91,21 @@ RUNS = {
             "tests/long_runs/kill_and_resume.py",
         ),
     ),
+    "elastic-histories": LongRun(
+        5,
+        (
+            "torch_commhook/attachment/elastic.py",
+            "torch_commhook/elastic",
+            "torch_commhook/reducer",
+            "torch_commhook/step",
+            "tests/long_runs/elastic_histories.py",
+            "tests/support/elastic_checks.py",
+            "tests/support/elastic_history.py",
+            "tests/support/virtual_elastic.py",
+            "tests/support/virtual_training.py",
+            "tests/support/virtual_world.py",
+        ),
+    ),
     "error-feedback": LongRun(
         6,
         (

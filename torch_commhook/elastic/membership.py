@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -170,8 +169,7 @@ class Membership:
         Raises:
             TooFewRanksError: the time is over.
         """
-        self._store.append("wanting", f"{self.own} ")
-        self._store.add("wanted", 1)
+        self._ask()
         begun = self._now()
         seen, seen_at = 0, begun
         for _ in self._pauses():
@@ -180,13 +178,16 @@ class Membership:
                 self.view = view
                 self.is_new = self.own in view.new
                 return view
-            wanting = self._wanting(view)
+            wanting, entries = self._asking(view)
+            if self.own not in wanting:  # the others had no sign of life when they read that
+                self._ask()
+                continue
             if len(wanting) != seen:
                 seen, seen_at = len(wanting), self._now()
             waited = self._now() - seen_at
             if self._may_begin(view, wanting, waited):
                 if waited >= wanting.index(self.own) * _TURN:
-                    self._begin(view, wanting)
+                    self._begin(view, wanting, entries)
             elif self._now() - begun > timeout:
                 raise TooFewRanksError(
                     f"torch_commhook: rank {self.own} has waited for {timeout:g} s to take part; "
@@ -194,9 +195,13 @@ class Membership:
                 )
         raise AssertionError
 
+    def _ask(self) -> None:
+        self._store.append("wanting", f"{self.own} ")
+        self._store.add("wanted", 1)
+
     def _may_begin(self, view: View | None, wanting: list[int], waited: float) -> bool:
         """Whether those that want to take part are to begin, since nobody trains."""
-        if len(wanting) < self._min_ranks or self.own not in wanting:
+        if len(wanting) < self._min_ranks:
             return False
         if view is not None and self._signs.silent(view.members) != set(view.members):
             return False  # the members will let this rank in
@@ -204,24 +209,22 @@ class Membership:
             return len(wanting) >= self._first_ranks or waited >= self._grace
         return waited >= self._grace
 
-    def _begin(self, view: View | None, wanting: list[int]) -> None:
+    def _begin(self, view: View | None, wanting: list[int], entries: int) -> None:
         number = 1 if view is None else view.number + 1
         # The first one's parameters are everybody's.
-        self._propose(view, View(number, tuple(wanting), tuple(wanting[1:]), 0, self._entries()))
+        self._propose(view, View(number, tuple(wanting), tuple(wanting[1:]), 0, entries))
 
     def wanting(self) -> list[int]:
         """Those that want to take part and do not, in order of their numbers."""
-        return self._wanting(self.current())
+        return self._asking(self.current())[0]
 
-    def _wanting(self, view: View | None) -> list[int]:
+    def _asking(self, view: View | None) -> tuple[list[int], int]:
+        """:meth:`wanting` after a view, and the length of the list of which they are."""
         entries = self._list("wanting")
         known = set() if view is None else set(view.members)
         new = [int(entry) for entry in entries[0 if view is None else view.entries :]]
         silent = self._signs.silent([each for each in new if each != self.own])
-        return sorted(each for each in new if each not in known and each not in silent)
-
-    def _entries(self) -> int:
-        return len(self._list("wanting"))
+        return sorted({*new} - known - silent), len(entries)
 
     # ---- leaving ---------------------------------------------------------------------------------
 
@@ -290,9 +293,7 @@ class Membership:
                 "which they had no sign of life; start its process anew, and it is let in"
             )
         self.view = current
-        with suppress(RuntimeError):
-            if current.members[0] == self.own:  # nobody reads these any more
-                self._store.delete_key(f"here/{before.number}")
+        self.is_new = self.own in current.new
         return current
 
     def _next(self, view: View, here: Mapping[int, _Here], *, is_late: bool) -> View | str | None:
@@ -321,18 +322,24 @@ class Membership:
                 f"{len(left)} of the last {len(may_live)} ranks can reach each other, and go on "
                 "only if they are more than half: the others may be alive, too"
             )
-        if all(here[rank].is_new for rank in left):
-            return "no rank is left that has trained"
-        wanting = self._wanting(view)
-        if len(left) + len(wanting) < self._min_ranks:
+        steps = max([*(here[rank].steps for rank in left), *left_before.values()])
+        new = [rank for rank in left if here[rank].is_new]
+        if new == left:
+            if steps:
+                return "no rank is left that has trained"
+            new = left[1:]  # as at the beginning, the first one's parameters are everybody's
+        wanting, entries = self._asking(view)
+        # Ranks that have counted the open step and left: those that are here are to count it, too.
+        ahead = [rank for rank, done in left_before.items() if done == steps]
+        if any(here[rank].steps == steps for rank in left):
+            ahead = []
+        if len(left) + len(wanting) + len(ahead) < self._min_ranks:
             return (
                 f"{len(left)} ranks are left and {len(wanting)} want to take part, "
                 f"of at least {self._min_ranks}"
             )
-        new = [rank for rank in left if here[rank].is_new] + wanting
-        steps = max([*(here[rank].steps for rank in left), *left_before.values()])
         members = (*left, *wanting)
-        return View(view.number + 1, members, tuple(new), steps, self._entries())
+        return View(view.number + 1, members, (*new, *wanting), steps, entries)
 
     # ---- the store -------------------------------------------------------------------------------
 
@@ -365,6 +372,7 @@ class Membership:
         return (self._read(key) or "").split()
 
     def _read(self, key: str) -> str | None:
+        # No key is ever deleted: between the two calls get() would wait for it, for a long time.
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def _pauses(self) -> Iterator[None]:

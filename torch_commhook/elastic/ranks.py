@@ -121,15 +121,18 @@ class ElasticRanks:
         atexit.unregister(self.leave)
         with suppress(RuntimeError):  # the store may have gone
             self.membership.leave(self.steps)
-        if self._base is not None:
-            self.group.fail("it has left the training")
+        group: StepGroup | None = getattr(self, "group", None)  # None: it has never connected
+        if group is not None and self._base is not None:
+            group.fail("it has left the training")
         self._give_up_group()
         if self._signs is not None:
             self._signs.stop()
         self._door.close()
 
     def wants_change(self) -> bool:
-        """Whether this rank knows of somebody who is to be let in."""
+        """Whether this rank knows of somebody who is to be let in, or of too few members."""
+        if len(self.view.members) < self.settings.min_ranks:
+            return True
         return self._signs is not None and self._signs.wanted() > self.view.entries
 
     # ---- going on --------------------------------------------------------------------------------

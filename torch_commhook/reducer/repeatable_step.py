@@ -31,7 +31,7 @@ class Survivors(Protocol):
         """
 
     def wants_change(self) -> bool:
-        """Whether this rank knows of somebody who is to be let in."""
+        """Whether this rank knows of somebody who is to be let in, or of too few members."""
 
     def packed_buffers(self) -> Tensor | None:
         """The bytes of the model's buffers, of which all ranks take the first one's; or None."""

@@ -1,0 +1,153 @@
+"""What must hold after a history of a training whose ranks come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from virtual_training import StepError, Trainer, TrainingPlan
+
+from torch_commhook.elastic.membership import LeftOutError, TooFewRanksError, View
+from torch_commhook.step.step_group import PeerError
+
+#: A history that takes longer, in virtual seconds, hangs.
+LONGEST = 90.0
+
+
+@dataclass
+class Outcome:
+    """What there is to check.
+
+    Attributes:
+        training: what the ranks were given.
+        trainers: all that have started.
+        views: that they have agreed on, in order.
+        seconds: of virtual time.
+        splits: whether a network was split.
+        loses_store: whether a rank was cut off from the store.
+    """
+
+    training: TrainingPlan
+    trainers: Sequence[Trainer]
+    views: Sequence[View]
+    seconds: float
+    splits: bool
+    loses_store: bool
+
+
+def problems(run: Outcome) -> Iterator[str]:
+    """What must not be, in words."""
+    yield from _hangs(run)
+    yield from _strange_errors(run)
+    yield from _order_of_views(run.views)
+    for trainer in run.trainers:
+        yield from _own_steps(trainer)
+    for views in _trainings(run.views):
+        yield from _steps_of_training(run, views)
+    yield from _end(run)
+
+
+def _hangs(run: Outcome) -> Iterator[str]:
+    if run.seconds >= LONGEST:
+        yield f"it has not ended after {LONGEST:g} s"
+
+
+_DOCUMENTED = (LeftOutError, TooFewRanksError, PeerError, StepError)
+
+
+def _strange_errors(run: Outcome) -> Iterator[str]:
+    for trainer in run.trainers:
+        said = trainer.said
+        if not isinstance(said, BaseException) or isinstance(said, _DOCUMENTED):
+            if isinstance(said, LeftOutError) and "no results" in str(said):
+                yield f"process {trainer.process.number}: {said}"
+            continue
+        if "store: no answer" not in str(said) or not run.loses_store:
+            yield f"process {trainer.process.number}: {type(said).__name__}: {said}"
+
+
+def _order_of_views(views: Sequence[View]) -> Iterator[str]:
+    for number, view in enumerate(views, 1):
+        if view.number != number:
+            yield f"view {view.number} is the {number}th"
+        if len(set(view.members)) != len(view.members) or not view.trained:
+            yield f"{view} has a member twice, or nobody that has trained"
+    for before, after in pairwise(views):
+        again = set(after.members) - set(before.members) - set(after.new)
+        if again and after.steps:
+            yield f"{sorted(again)} are in {after} as if they had trained in {before}"
+
+
+def _own_steps(trainer: Trainer) -> Iterator[str]:
+    number = trainer.process.number
+    steps = [each.step for each in trainer.counted]
+    if steps != list(range(steps[0], steps[0] + len(steps))) if steps else False:
+        yield f"process {number} has counted the steps {steps}"
+    for each in trainer.counted:
+        if each.count != each.step:
+            yield f"process {number}: its optimizer has done {each.count} of {each.step} steps"
+            return
+
+
+def _trainings(views: Sequence[View]) -> list[list[View]]:
+    """The views of each training: one that begins anew has no member of the last one."""
+    found: list[list[View]] = []
+    for view in views:
+        if not found or not set(view.members) & set(found[-1][-1].members):
+            found.append([])
+        found[-1].append(view)
+    return found
+
+
+def _steps_of_training(run: Outcome, views: Sequence[View]) -> Iterator[str]:
+    """The steps of a training: each has one result, among the members of one view."""
+    by_own = {each.own: each for each in run.trainers}
+    # The view with which each rank's part has ended.
+    last = {own: view for view in run.views for own in view.members}
+    results: dict[int, dict[tuple[str, frozenset[int]], list[int]]] = {}
+    for own, view in last.items():
+        # It ended before it knew its number; or it has not seen this training, but another one.
+        if own not in by_own or view not in views:
+            continue
+        after = views[view.number - views[0].number + 1 :][:1]
+        is_sure = not run.splits and not by_own[own].plan.is_touched
+        for each in by_own[own].counted:
+            # A lost rank may count one step that the others then repeat.
+            if after and not is_sure and each.step == after[0].steps + 1:
+                continue
+            if after and each.step > after[0].steps + 1:
+                yield f"rank {own} has counted step {each.step} after {after[0]} without it"
+            key = each.digest, each.senders
+            results.setdefault(each.step, {}).setdefault(key, []).append(own)
+    for step, found in sorted(results.items()):
+        if len(found) > 1:
+            who = sorted(found.values())
+            yield f"step {step} has {len(found)} results: of ranks {who}"
+            return
+        ((_, senders),) = found
+        of_step = [view for view in views if set(view.members) == senders and view.steps < step]
+        if not of_step:
+            yield f"step {step} has the gradients of {sorted(senders)}, which are no view"
+        elif any(v.number > of_step[-1].number and v.steps < step for v in views):
+            yield f"step {step} has the gradients of {sorted(senders)}, which were a view before"
+    if results and sorted(results) != list(range(1, max(results) + 1)):
+        yield f"the steps {sorted(results)} have been counted"
+
+
+def _end(run: Outcome) -> Iterator[str]:
+    """Ranks that nothing has happened to train to the end, where they are enough."""
+    untouched = [each for each in run.trainers if not each.plan.is_touched]
+    enough = 2 * len(untouched) > len(run.trainers) and len(untouched) >= run.training.min_ranks
+    if run.splits or not enough:
+        return
+    is_over = any(each.said == "done" and not each.plan.leaves_at for each in run.trainers)
+    for each in untouched:
+        steps = each.counted[-1].step if each.counted else 0
+        if is_over and isinstance(each.said, TooFewRanksError) and steps == run.training.steps - 1:
+            continue  # in the last step, after which others have left, it has lost a further one
+        if each.said != "done":
+            yield (
+                f"process {each.process.number}, to which nothing has happened, has counted "
+                f"{len(each.counted)} of {run.training.steps} steps: {each.said}"
+            )

@@ -1,0 +1,382 @@
+"""The library's code for ranks that come and go, over doubles in virtual time.
+
+What decides is the library's own code: ``Membership``, ``ElasticRanks``, ``ElasticTraining``,
+``StepGroup``'s failures, ``RepeatableStep``, and how ``Reducer`` goes on after a failure. Doubles
+stand for what they decide about: the store, signs of life, ports and connections. The end of a step
+is an exchange of flags, as ``StepEnd`` makes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from virtual_world import Endpoint, Process, World, WorldStore, the_world
+
+from torch_commhook.attachment import elastic as attachment_module
+from torch_commhook.elastic import ranks as ranks_module
+from torch_commhook.elastic import transfer as transfer_module
+from torch_commhook.elastic.membership import Membership
+from torch_commhook.elastic.ranks import ElasticRanks
+from torch_commhook.elastic.signs import _SIGNS
+from torch_commhook.reducer import repeatable_step as repeatable_module
+from torch_commhook.step import step_group as step_group_module
+from torch_commhook.step.rendezvous import Reason, Rendezvous
+from torch_commhook.step.step_group import StepGroup
+
+#: How long the collectives of a training may take, in seconds.
+TIMEOUT = 8.0
+
+
+class Signs:
+    """As ``SignsOfLife`` and ``StoreSigns`` count signs of life."""
+
+    def __init__(self, world: World, store: WorldStore, own: int, silent_after: float) -> None:
+        self._world = world
+        self._process = world.process
+        self._prefix = store._prefix
+        self._own = own
+        self._silent_after = silent_after
+        self._interval = silent_after / _SIGNS
+        self._seen: dict[str, list[float]] = {"wanted": []}
+        self._answered = world.now
+        self._has_stopped = False
+        self.looks: Callable[[], None] | None = None
+        world.after(world.random.random() * 0.01, self._tick)
+
+    def _tick(self) -> None:
+        process, world = self._process, self._world
+        if self._has_stopped or process.is_dead:
+            return
+        world.after(self._interval, self._tick)
+        if process.is_stopped or world.has_no_store(process.host):
+            return
+        self._number(f"alive/{self._own}", 1)
+        since = min(world.now - self._answered, 2 * self._interval)
+        self._answered = world.now
+        for key, seen in self._seen.items():
+            number = self._number(key, 0)
+            is_new = not seen or seen[0] != number
+            seen[:] = [number, 0.0 if is_new else seen[1] + since]
+        if self.looks is not None and any(
+            seen and seen[1] > self._silent_after
+            for key, seen in self._seen.items()
+            if key != "wanted"
+        ):
+            self.looks()
+
+    def _number(self, key: str, amount: int) -> int:
+        values = self._world.values
+        number = int(values.get(self._prefix + key, b"0")) + amount
+        values[self._prefix + key] = str(number).encode()
+        return number
+
+    def watch(self, ranks: Collection[int]) -> None:
+        keys = ["wanted", *(f"alive/{rank}" for rank in ranks)]
+        self._seen = {key: self._seen.get(key, []) for key in keys}
+
+    def silent(self, ranks: Collection[int]) -> set[int]:
+        for rank in ranks:
+            self._seen.setdefault(f"alive/{rank}", [])
+        seen = {rank: self._seen[f"alive/{rank}"] for rank in ranks}
+        return {rank for rank, each in seen.items() if each and each[1] > self._silent_after}
+
+    def wanted(self) -> int:
+        return int(self._seen["wanted"][0]) if self._seen["wanted"] else 0
+
+    def stop(self) -> None:
+        self._has_stopped = True
+
+
+class Door:
+    """As ``Door`` finds who can be reached."""
+
+    def __init__(self, world: World, doors: dict[int, Process], own: int, timeout: float) -> None:
+        self._world = world
+        self._doors = doors
+        self._own = own
+        self._timeout = timeout
+        doors[own] = world.process
+
+    def unreachable(self, ranks: Collection[int]) -> frozenset[int]:
+        if not self._answering(ranks) >= set(ranks):
+            self._world.sleep(self._timeout)
+        return frozenset(ranks) - self._answering(ranks)
+
+    def _answering(self, ranks: Collection[int]) -> set[int]:
+        own = self._world.process.host
+        return {
+            rank
+            for rank in ranks
+            if rank in self._doors
+            and not self._doors[rank].is_dead
+            and not self._world.are_apart(own, self._doors[rank].host)
+        }
+
+    def close(self) -> None:
+        self._doors.pop(self._own, None)
+
+
+class Event:
+    """A thread that waits for it looks after signs of life, and is woken where one is missing."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._is_set = False
+        self._must_look = False
+        self._process: Process | None = None
+
+    def set(self) -> None:
+        self._is_set = True
+        if self._process is not None:
+            self._process.notify()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def look(self) -> None:
+        self._must_look = True
+        if self._process is not None:
+            self._process.notify()
+
+    def wait(self, seconds: float) -> bool:
+        self._must_look = False
+        self._process = self._world.process
+        self._world.wait_until(lambda: self._is_set or self._must_look, 1e9)
+        return self._is_set
+
+
+class Base:
+    """The group of which a StepGroup is made."""
+
+    def __init__(self, store: WorldStore, rank: int, members: Sequence[int]) -> None:
+        self.store = store
+        self.own_rank = rank
+        self.members = tuple(members)
+
+    def rendezvous(self) -> StoreRendezvous:
+        return StoreRendezvous(self.store.under("commhook0"), self.own_rank, len(self.members))
+
+
+class StoreRendezvous(Rendezvous):
+    """Reasons of failures, in a store of virtual time."""
+
+    def __init__(self, store: WorldStore, rank: int, size: int) -> None:
+        self.store: Any = store
+        self.epoch = 1
+        self._rank = rank
+        self._size = size
+
+
+class ConnectedDouble:
+    """Stands for a ConnectedGroup."""
+
+    def __init__(self, group: Endpoint) -> None:
+        self.group = group
+
+    def cut(self) -> None:
+        self.group.close()
+
+
+class Work:
+    """Of a message to or from another rank."""
+
+    def __init__(self, wait: Callable[[], object]) -> None:
+        self._wait = wait
+
+    def wait(self) -> None:
+        self._wait()
+
+
+class Group(Endpoint):
+    """The connections as hooks and :mod:`transfer` use them, by ranks."""
+
+    def send_tensor(self, tensors: list[Tensor], rank: int, tag: int) -> Work:
+        self.world.point("give")
+        self.send(self.members[rank], ("tensor", tag), tensors[0].clone())
+        self.world.sleep(self.world.random.random() * 0.004)  # until it is taken
+        return Work(self.process.check)
+
+    def receive_tensor(self, tensors: list[Tensor], rank: int, tag: int) -> Work:
+        def wait() -> None:
+            tensors[0].copy_(self.receive(self.members[rank], ("tensor", tag)))
+
+        return Work(wait)
+
+
+class Transferred:
+    """A Group with the names that :mod:`transfer` calls."""
+
+    def __init__(self, group: Group) -> None:
+        self.send = group.send_tensor
+        self.recv = group.receive_tensor
+
+
+class Flags:
+    """As ``StepEnd`` agrees."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def any_rank(self, flag: bool = True) -> bool:
+        return any(self._group.exchange("end", flag))
+
+
+class VirtualStepGroup(StepGroup):
+    """A StepGroup over connections of virtual time. It fails as the real one does."""
+
+    def __init__(self, base: Base, *, meets_again: bool, connect_within: Any) -> None:
+        world = the_world()
+        self.parent: Any = base
+        self._meets_again = meets_again
+        self.size, self.rank = len(base.members), base.own_rank
+        self.timeout = SimpleNamespace(total_seconds=lambda: TIMEOUT)  # type: ignore[assignment]
+        self._open = self._broken = self.in_background = False
+        self._step_end = None
+        self._ranks = list(base.members)
+        self._rendezvous = base.rendezvous() if self.size > 1 else None
+        self._agrees = self.shares_used = self.size > 1
+        self._outside = set()  # type: ignore[assignment]
+        own = base.members[base.own_rank]
+        name = base.store._prefix
+        self.group: Any = Group(world, name, own, base.members, TIMEOUT)
+        self._own = [ConnectedDouble(self.group)]  # type: ignore[list-item]
+        self._end = self.group.close
+        if self.size > 1:
+            self.group.connect(connect_within.total_seconds())
+
+    def begin(self) -> None:
+        if self._open:
+            self.fail("backward() was left by an exception")
+        self.connect()
+        self._open = self.size > 1
+
+    def _others(self) -> list[StepGroup]:
+        return []
+
+    def _end_of_step(self) -> Any:
+        return Flags(self.group)
+
+
+# ---- what stands for functions -------------------------------------------------------------------
+
+
+def _tell_unreachable(base: Base, error: BaseException) -> None:
+    base.rendezvous().tell(Reason(f"since ranks could not connect: {error}", None, False))
+
+
+def _begin_maximum(group: Group, own: Tensor) -> Callable[[], Tensor]:
+    values = [own] * group.size()
+    tag = group.begin_exchange("used", values)
+    return lambda: torch.stack(group.end_exchange(tag, values)).amax(0)
+
+
+def _broadcast(tensor: Tensor, *, src: int, group: Group) -> Work:
+    values = [tensor] * group.size()
+    tag = group.begin_exchange("buffers", values)
+    return SimpleNamespace(wait=lambda: group.end_exchange(tag, values)[src])  # type: ignore
+
+
+class _Thread:
+    """A thread of the process that starts it."""
+
+    def __init__(self, target: Callable[[], object], name: str, daemon: bool) -> None:
+        self._target = target
+
+    def start(self) -> None:
+        the_world().process.start(self._target)
+
+
+def _event() -> Event:
+    return Event(the_world())
+
+
+def _signs(store: WorldStore, own: int, silent_after: float) -> Signs:
+    return Signs(the_world(), store, own, silent_after)
+
+
+def _door(store: WorldStore, own: int, timeout: float) -> Door:
+    return Door(the_world(), the_world().doors, own, timeout)
+
+
+def _membership(*args: Any, **options: Any) -> Membership:
+    world = the_world()
+    return Membership(*args, now=lambda: world.now, sleep=world.sleep, **options)
+
+
+def _make_group(
+    store: WorldStore, rank: int, members: Sequence[int], *args: object, **options: object
+) -> Base:
+    return Base(store, rank, members)
+
+
+def _close_connections(*groups: Group) -> None:
+    for group in groups:
+        group.close()
+
+
+def _watch(ranks: ElasticRanks) -> None:
+    """As the real one; has its signs wake the thread that looks after them."""
+    signs: Any = ranks._signs
+    if signs is not None:
+        signs.looks = ranks._stopped.look  # type: ignore[attr-defined]
+        signs.watch(ranks._others())
+
+
+def _send(data: Tensor, group: Group, rank: int) -> None:
+    _real_send(data, Transferred(group), rank)  # type: ignore[arg-type]
+
+
+def _receive(group: Group, rank: int) -> Tensor:
+    return _real_receive(Transferred(group), rank)  # type: ignore[arg-type]
+
+
+_real_send, _real_receive = transfer_module.send, transfer_module.receive
+
+
+@contextmanager
+def virtual_time() -> Iterator[None]:
+    """Let the library's code meet the doubles."""
+    atexit = SimpleNamespace(
+        register=lambda call: the_world().process.exits.append(call),
+        unregister=lambda call: the_world().process.exits.remove(call),
+    )
+    dist = SimpleNamespace(PrefixStore=lambda prefix, store: store.under(prefix))
+    quiet = SimpleNamespace(warning=lambda *args: None, info=lambda *args: None)
+    places: dict[Any, dict[str, Any]] = {
+        ranks_module: {
+            "Door": _door,
+            "Membership": _membership,
+            "StepGroup": VirtualStepGroup,
+            "StoreSigns": _signs,
+            "_log": quiet,
+            "_store_of": lambda settings: WorldStore(the_world()),
+            "atexit": atexit,
+            "destroy_group": lambda group: None,
+            "dist": dist,
+            "make_group": _make_group,
+            "make_within": lambda within, make: make(),
+            "tell_unreachable": _tell_unreachable,
+            "threading": SimpleNamespace(Thread=_Thread, Event=_event),
+        },
+        attachment_module: {
+            "_log": quiet,
+            "receive": _receive,
+            "send": _send,
+            "threading": SimpleNamespace(Thread=_Thread),
+        },
+        transfer_module: {"_PIECE": 1024},
+        repeatable_module: {"begin_maximum": _begin_maximum, "broadcast": _broadcast},
+        step_group_module: {"close_connections": _close_connections},
+        ElasticRanks: {"_watch": _watch},
+    }
+    with ExitStack() as stack:
+        for place, doubles in places.items():
+            for name, double in doubles.items():
+                stack.enter_context(mock.patch.object(place, name, double))
+        yield

@@ -1,0 +1,371 @@
+"""The program of a rank whose training is elastic, in virtual time.
+
+The hook quantizes with error feedback, in two exchanges as a reduce-scatter and an all-gather. The
+steps are the library's, and so is what it does about failures.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from virtual_elastic import TIMEOUT
+from virtual_world import Killed, Process
+
+from torch_commhook.attachment.elastic import ElasticTraining
+from torch_commhook.elastic.settings import Elastic
+from torch_commhook.reducer.reducer import Reducer
+from torch_commhook.reducer.repeatable_step import RepeatableStep
+from torch_commhook.step.step_group import StepGroup
+
+GRACE = 1.0
+_ELEMENTS = 5
+
+
+class StepError(RuntimeError):
+    """A rank's own hook has failed."""
+
+
+@dataclass
+class ProcessPlan:
+    """What happens to a process.
+
+    Attributes:
+        slowness: how much longer it computes.
+        raises_at: the step in which its hook raises.
+        leaves_at: the step before which it leaves.
+        is_touched: whether a fault may end its part in the training.
+    """
+
+    slowness: float = 1.0
+    raises_at: int | None = None
+    leaves_at: int | None = None
+    is_touched: bool = False
+
+
+@dataclass
+class TrainingPlan:
+    """What the ranks of a training are given.
+
+    Attributes:
+        ranks: how many begin.
+        knows_ranks: whether they know how many.
+        steps: of the training.
+        buckets: of the hook.
+    """
+
+    ranks: int
+    knows_ranks: bool
+    min_ranks: int
+    steps: int
+    buckets: int
+
+
+class Memory:
+    """The hook's: an error for each bucket, of this rank alone."""
+
+    remembers_nothing = True
+
+    def __init__(self, buckets: int) -> None:
+        self.errors = [torch.zeros(_ELEMENTS) for _ in range(buckets)]
+        self.steps = 0
+        self.size = 0
+
+    def changing_tensors(self) -> Iterator[Tensor]:
+        yield from self.errors
+
+    def change_ranks(self, rank: int, size: int) -> None:
+        for error in self.errors:
+            error.mul_(size / (self.size or size))
+        self.size = size
+
+    def count_step(self) -> None:
+        self.steps += 1
+
+
+class AttachedDouble:
+    """The hook on a rank."""
+
+    def __init__(self, buckets: int) -> None:
+        self.memory = Memory(buckets)
+        self.group: Any = None
+
+    def use_group(self, group: StepGroup, device: object) -> None:
+        """Connect as a second group would."""
+        self.group = group
+        if group.size > 1:
+            group.group.exchange("connect", None)
+
+
+@dataclass
+class Bucket:
+    """A bucket that is full."""
+
+    index: int
+    gradient: Tensor
+    pending: int = 0
+
+
+@dataclass
+class Started:
+    """A bucket whose first exchange has begun."""
+
+    bucket: Bucket
+    values: list[Any]
+    tag: object
+    call: Any = field(default_factory=lambda: SimpleNamespace(traffic=None))
+
+
+class VirtualStep(RepeatableStep):
+    """The real step, with a hook over connections of virtual time."""
+
+    def __init__(self, trainer: Trainer, group: Any, gradients: list[Tensor]) -> None:
+        self.attached: Any = trainer.attached
+        self.agreement = self._group = group
+        self.has_begun = False
+        self.trainer = trainer
+        self._buckets: Any = [Bucket(index, gradient) for index, gradient in enumerate(gradients)]
+        self._use: Any = self
+        self._next = 0
+        self._starting = False
+        self._started: Any = []
+        self._averaged = []
+        self.survives_with(trainer.training)
+
+    def locally_used(self, buckets: object, agreement: object) -> Tensor:
+        return self.trainer.used
+
+    def _start(self, state: Any, gradients: list[Tensor] | None = None) -> None:
+        self._next += 1
+        self.trainer.fail_where_planned()
+        size, own = self._group.size, self._group.group.own
+        error = self.attached.memory.errors[state.index]
+        wanted = state.gradient + error
+        sent = (wanted * 4).round() / 4
+        error.copy_(wanted - sent)
+        values = [(sent[rank::size].clone(), frozenset([own])) for rank in range(size)]
+        tag = self._group.group.begin_exchange("bucket", values)
+        self._started.append(Started(state, values, tag))
+
+    def _results(self) -> Any:
+        late = []
+        group = self._group.group
+        for started in self._started:
+            shards = group.end_exchange(started.tag, started.values)
+            total = torch.stack([shard for shard, _ in shards]).sum(0) / group.size()
+            senders = frozenset().union(*(who for _, who in shards))
+            result = torch.empty(_ELEMENTS)
+            for rank, (mean, theirs) in enumerate(group.exchange("results", (total, senders))):
+                result[rank :: group.size()] = mean
+                senders |= theirs
+            late.append((started.bucket, (result, senders)))
+        return late
+
+    def _apply(self, late: Any, used: Tensor, traffic: Any) -> None:
+        self.attached.memory.count_step()
+        for bucket, (result, senders) in late:
+            self.trainer.world.point("apply")
+            self.trainer.written[bucket.index] = result, senders, bool(used[bucket.index])
+
+    def repeat(self, group: StepGroup) -> None:
+        self.trainer.repeated += 1
+        super().repeat(group)
+
+    def drain(self, error: BaseException) -> None:
+        """Closed connections end all exchanges at once."""
+
+    def run_post_accumulate_hooks(self) -> None:
+        """There are none."""
+
+
+class VirtualReducer:
+    """Begins, ends and repeats steps as the real one does."""
+
+    _begin_step = Reducer._begin_step
+    _finish = Reducer._finish
+    _go_on = Reducer._go_on
+    _let_in = Reducer._let_in
+    go_on_between_steps = Reducer.go_on_between_steps
+    _use_group = Reducer._use_group
+
+    def __init__(self, attached: AttachedDouble, survivors: ElasticTraining) -> None:
+        self._attached = attached
+        self.survivors = survivors
+        self.group = survivors.group
+        self.device = torch.device("cpu")
+        self._buckets = SimpleNamespace(prepare_memory=lambda attached: None)
+
+    def _on_step(self, begins: bool) -> None:
+        """Nothing looks at it."""
+
+    def _agree_on_order(self, attached: object) -> None:
+        """The order of buckets stays, as with elastic."""
+
+    def _reset(self) -> None:
+        """A step is an object of its own."""
+
+    def _step_ended(self) -> None:
+        """A step is an object of its own."""
+
+
+class Model(nn.Module):
+    """A parameter for each bucket, and a buffer that each rank changes for itself."""
+
+    def __init__(self, seed: int, buckets: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        for index in range(buckets):
+            first = torch.randn(_ELEMENTS, generator=generator)
+            self.register_parameter(f"weight{index}", nn.Parameter(first))
+        self.register_buffer("statistic", torch.zeros(3))
+
+
+class Optimizer:
+    """Momentum, and a count of steps."""
+
+    def __init__(self, buckets: int) -> None:
+        self.momentum = [torch.zeros(_ELEMENTS) for _ in range(buckets)]
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"momentum": self.momentum, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.momentum, self.count = state["momentum"], state["count"]
+
+
+@dataclass
+class Counted:
+    """A step that a rank has counted.
+
+    Attributes:
+        step: its number.
+        digest: of parameters, buffers and the optimizer's state after it.
+        senders: whose gradients are in it.
+        count: of the optimizer.
+    """
+
+    step: int
+    digest: str
+    senders: frozenset[int]
+    count: int
+
+
+class Trainer:
+    """The program of a rank.
+
+    Attributes:
+        own: its number in the training; None before it has one.
+        counted: the steps that it has counted.
+        said: how it ended; None while it runs.
+        written: the gradients that the step has written.
+        repeated: how often it has repeated a step.
+    """
+
+    def __init__(
+        self, process: Process, training: TrainingPlan, plan: ProcessPlan, seed: str
+    ) -> None:
+        self.process = process
+        self.world = process.world
+        self.whole = training
+        self.plan = plan
+        self.own: int | None = None
+        self.counted: list[Counted] = []
+        self.said: BaseException | str | None = None
+        self.written: dict[int, tuple[Tensor, frozenset[int], bool]] = {}
+        self.used = torch.ones(training.buckets, dtype=torch.uint8)
+        self.repeated = 0
+        self._random = random.Random(seed)
+        self._fails = False
+
+    def main(self) -> None:
+        """Train to the end; note how that ended."""
+        try:
+            self.train()
+            self.said = "done"
+        except Killed:
+            self.said = "killed"
+            raise
+        except Exception as error:
+            self.said = error
+        for leave in list(self.process.exits):
+            leave()
+        self.process.end()
+
+    def train(self) -> None:
+        world, plan = self.world, self.whole
+        self.model = Model(self.process.number, plan.buckets)
+        self.optimizer = Optimizer(plan.buckets)
+        self.attached = AttachedDouble(plan.buckets)
+        settings = Elastic(
+            min_ranks=plan.min_ranks,
+            grace=GRACE,
+            state=[self.optimizer],
+            store="virtual:1",
+            ranks=plan.ranks if plan.knows_ranks else None,
+            timeout=TIMEOUT,
+        )
+        attached: Any = self.attached
+        named = list(self.model.named_parameters())
+        self.training = training = ElasticTraining(
+            self.model, attached, settings, named, {}, broadcast_buffers=True
+        )
+        self.ranks = ranks = training.ranks
+        self.own = ranks.membership.own
+        reducer: Any = VirtualReducer(self.attached, training)
+        try:
+            reducer.go_on_between_steps()
+            training.begin(reducer)
+        except BaseException:
+            training.leave()
+            raise
+        while ranks.steps < plan.steps:
+            world.point("between")
+            training.give_state()
+            self._fails = self.plan.raises_at == ranks.steps + 1
+            if self.plan.leaves_at == ranks.steps + 1:
+                break
+            self.one_step(reducer)
+        training.leave()
+
+    def one_step(self, reducer: Any) -> None:
+        world, chance, buckets = self.world, self._random, self.whole.buckets
+        with torch.no_grad():
+            self.model.statistic += chance.random()
+        self.used = torch.tensor([chance.random() < 0.8 for _ in range(buckets)], dtype=torch.uint8)
+        gradients = [
+            torch.tensor([chance.gauss(0, 1) for _ in range(_ELEMENTS)]) for _ in range(buckets)
+        ]
+        world.sleep(0.02 * (0.5 + chance.random()) * self.plan.slowness)
+        step = VirtualStep(self, reducer.group, gradients)
+        reducer._begin_step(step)
+        step.start_full()
+        world.sleep(0.01 * chance.random() * self.plan.slowness)
+        reducer._finish(step)
+        self.optimize()
+        digest = hashlib.sha256()
+        for tensor in (*self.model.state_dict().values(), *self.optimizer.momentum):
+            digest.update(tensor.numpy().tobytes())
+        (senders,) = {senders for _, senders, _ in self.written.values()}
+        self.counted.append(
+            Counted(self.ranks.steps, digest.hexdigest(), senders, self.optimizer.count)
+        )
+
+    @torch.no_grad()
+    def optimize(self) -> None:
+        self.optimizer.count += 1
+        for index, parameter in enumerate(self.model.parameters()):
+            result, _, is_used = self.written[index]
+            if is_used:
+                self.optimizer.momentum[index] = self.optimizer.momentum[index] * 0.9 + result
+                parameter -= 0.1 * self.optimizer.momentum[index]
+
+    def fail_where_planned(self) -> None:
+        if self._fails:
+            raise StepError("the hook fails")
