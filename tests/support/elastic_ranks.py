@@ -5,8 +5,8 @@ from this one, which has imported what takes time and runs the store. A case has
 
 ``ranks``: how many begin. ``steps``: in all. ``hook``: a key of ``HOOKS``.
 ``events``: what happens to a rank, by its number in the order of starting, in the step of a
-number: ``kill``, ``stop`` (and go on much later), ``raise`` (in the hook), ``leave``, ``kill the
-first that sends`` a new rank its state.
+number: ``kill``, ``kill in its exchange`` of local steps, ``kill at the end``, ``stop`` (and go on
+much later), ``raise`` (in the hook), ``leave``, ``kill the first that sends`` a new rank its state.
 ``late``: ranks that start when the first one has done so many steps.
 """
 
@@ -31,6 +31,7 @@ from torch import nn
 import torch_commhook as commhook
 from torch_commhook import hooks
 from torch_commhook.attachment import elastic as elastic_module
+from torch_commhook.attachment import repeatable_exchange as exchange_module
 from torch_commhook.reducer import reducer  # noqa: F401  (now, not in each fork)
 
 GRACE = 2.0
@@ -41,11 +42,19 @@ HOOKS: dict[str, Any] = {
     "with error": lambda: hooks.error_feedback(hooks.blockwise(bits=4)),
     "topk": lambda: hooks.error_feedback(hooks.topk(0.1)),
     "powersgd": lambda: hooks.error_feedback(hooks.powersgd(1)),
+    "local": lambda: hooks.local_sgd(4),
+    "local with error": lambda: hooks.local_sgd(
+        3, hook=hooks.error_feedback(hooks.blockwise(bits=4)), outer=hooks.outer_sgd(1.0, 0.0)
+    ),
+    "local powersgd": lambda: hooks.local_sgd(2, hook=hooks.error_feedback(hooks.powersgd(1))),
+    "local with error reset": lambda: hooks.local_sgd(
+        3, hook=hooks.error_feedback(hooks.topk(0.1)), error_reset=True
+    ),
 }
 
 
 def _digest(model: nn.Module) -> str:
-    values = [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
+    values = [each.detach().numpy().tobytes() for each in model.state_dict().values()]
     return hashlib.sha256(b"".join(values)).hexdigest()[:12]
 
 
@@ -73,6 +82,8 @@ def _happens(
         model[0].weight.register_hook(lambda gradient: _die())
     elif event["do"] == "kill at the end":
         commhook.step.step_group.StepGroup.end = lambda self: _die()  # type: ignore[attr-defined]
+    elif event["do"] == "kill in its exchange":
+        exchange_module.broadcast = lambda *args, **kwargs: _die()  # type: ignore[attr-defined]
     elif event["do"] == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif event["do"] == "raise":
@@ -112,7 +123,10 @@ def _train(number: int, case: dict[str, Any], folder: Path, port: int) -> str:
             optimizer.step()
             scheduler.step()
             rate = optimizer.param_groups[0]["lr"]
-            print(json.dumps([handle.steps, _digest(model), rate, views]), file=log)
+            # Between exchanges of local steps each rank has parameters of its own.
+            is_together = handle.steps % getattr(handle.hook, "H", 1) == 0
+            digest = _digest(model) if is_together else None
+            print(json.dumps([handle.steps, digest, rate, views]), file=log)
             time.sleep(case.get("pause", 0.0))
         handle.remove()
     return "done"

@@ -25,6 +25,7 @@ from torch_commhook.attachment.local_state import (
 )
 from torch_commhook.attachment.optimizer_steps import add_step_counter, remove_step_counter
 from torch_commhook.attachment.parameter_exchange import BackgroundExchange, ParameterExchange
+from torch_commhook.attachment.repeatable_exchange import ExchangeSurvivors, RepeatableExchange
 from torch_commhook.attachment.replica import Replica
 from torch_commhook.attachment.road import Road
 from torch_commhook.attachment.rounds import Round
@@ -129,6 +130,11 @@ class LocalSteps:
     def _replica(self) -> Replica:
         return self._road().replica
 
+    @property
+    def _survivors(self) -> ExchangeSurvivors | None:
+        """The ranks, where they come and go."""
+        return getattr(self._road(), "elastic", None)
+
     def _by_name(self) -> dict[str, Tensor]:
         """The parameters that there are, as the hook's memory has them."""
         return self._replica.find(self._names)
@@ -161,6 +167,7 @@ class LocalSteps:
             )
         if self._is_at_rest:
             self._look_for_anchor()
+        self._give_state()  # where the model's own forward was not called
         if not self._replica.counts_writes:
             gradients = [parameter.grad for parameter in self._living()]
             self._gradient_versions = {
@@ -172,6 +179,13 @@ class LocalSteps:
         """An optimizer is about to step parameters of these ids."""
         if not self._ids().isdisjoint(parameters):
             self._in_step = True
+            self._give_state()
+
+    def _give_state(self) -> None:
+        """Give new ranks what they need, before the first step after an exchange."""
+        survivors = self._survivors
+        if survivors is not None:
+            survivors.give_state()
 
     def count_optimizer_step(self, parameters: frozenset[int]) -> None:
         """An optimizer has stepped parameters of these ids."""
@@ -207,6 +221,9 @@ class LocalSteps:
         self._round.steps += 1
         if self._background is not None:
             self._background.steps += 1
+        survivors = self._survivors
+        if survivors is not None:
+            survivors.count_local_step()
         self._is_counted = True
         self.is_open = False
         self._stepped.clear()
@@ -362,10 +379,19 @@ class LocalSteps:
                 self._agree_on_anchors()
             return not at_the_end or self._replica.on_any_rank(self._is_apart())
 
-        exchange = ParameterExchange(self._attached, self._replica.group)
-        if exchange.run(self._replica, memories, is_wanted, unsent=unsent):
-            exchange.move(unsent=unsent, mix=0.0 if at_the_end else self.hook.mix)
-            self._have_moved(exchange.traffic, together=at_the_end)
+        survivors = self._survivors
+        if survivors is None:
+            exchange = ParameterExchange(self._attached, self._replica.group)
+            if exchange.run(self._replica, memories, is_wanted, unsent=unsent):
+                exchange.move(unsent=unsent, mix=0.0 if at_the_end else self.hook.mix)
+                self._have_moved(exchange.traffic, together=at_the_end)
+            return
+        repeatable = RepeatableExchange(self._attached, survivors, lambda: self._replica.group)
+        exchanged = repeatable.run(self._pieces, is_wanted, unsent=unsent)
+        if exchanged is not None:
+            exchanged.move(unsent=unsent)
+            self._have_moved(exchanged.traffic, together=at_the_end)
+        repeatable.end()
 
     def _have_moved(self, traffic: list[BucketTraffic], *, together: bool = False) -> None:
         """Parameters are where an exchange has put them.
@@ -400,6 +426,22 @@ class LocalSteps:
         if versions is None:
             return any(map(self.hook.has_moved, self._memories()))
         return versions != self._versions
+
+    # ---- a new rank ------------------------------------------------------------------------------
+
+    def place(self) -> tuple[int, int, int]:
+        """The place in a round, for :meth:`begin_at` on a new rank."""
+        return self.done, self._round.turn, self._round.steps
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def begin_at(self, place: tuple[int, int, int]) -> None:
+        """Begin where another rank is. The hook's memory is loaded. Writes the parameters."""
+        self.done, turn, steps = place
+        self._round.repeat(turn, steps)
+        for memory in self._memories():
+            self.hook.return_to_start(memory)  # the other rank may be ahead of it
+        self._versions = self._versions_now()
 
     # ---- state -----------------------------------------------------------------------------------
 
