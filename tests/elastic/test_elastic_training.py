@@ -152,6 +152,49 @@ CASES: dict[str, dict[str, Any]] = {
         "late": [5],
         "pause": 0.02,
     },
+    "local steps are counted": {
+        "said": {1: "killed"},
+        "ranks": 4,
+        "steps": 13,
+        "hook": "local mean",
+        "counts": [3.0, 2.0, 6.0, 0.0],
+        "events": [{"rank": 1, "step": 6, "do": "kill"}],
+    },
+    "a slow rank is named": {
+        "ranks": 3,
+        "steps": 12,
+        "hook": "allreduce",
+        "events": [{"rank": 1, "step": 3, "do": "slow"}],
+        "pause": 0.03,
+        "straggler": {"straggler": 3.0, "straggler_steps": 4},
+    },
+    "a slow rank is left out": {
+        "said": {1: "LeftOutError"},
+        "ranks": 3,
+        "steps": 20,
+        "hook": "with error",
+        "events": [{"rank": 1, "step": 3, "do": "slow"}],
+        "pause": 0.03,
+        "straggler": {"straggler": 3.0, "straggler_steps": 4, "leave_out_stragglers": True},
+    },
+    "local steps: a slow rank is left out": {
+        "said": {2: "LeftOutError"},
+        "ranks": 3,
+        "steps": 20,
+        "hook": "local powersgd",
+        "events": [{"rank": 2, "step": 2, "do": "slow"}],
+        "pause": 0.03,
+        "straggler": {"straggler": 3.0, "straggler_steps": 2, "leave_out_stragglers": True},
+    },
+    "too few would be left without the slow rank": {
+        "ranks": 2,
+        "min_ranks": 2,
+        "steps": 12,
+        "hook": "allreduce",
+        "events": [{"rank": 0, "step": 2, "do": "slow"}],
+        "pause": 0.03,
+        "straggler": {"straggler": 3.0, "straggler_steps": 3, "leave_out_stragglers": True},
+    },
 }
 
 
@@ -195,3 +238,69 @@ def test_all_that_go_on_hold_the_same(outcomes: dict[str, dict[str, Any]], name:
     if case.get("late"):
         late = found["steps"][case["ranks"]]
         assert 1 < late[0][0] < case["steps"], "the new rank was let in in between"
+
+
+def test_a_lost_rank_costs_its_round_only(outcomes: dict[str, dict[str, Any]]) -> None:
+    found = outcomes["local steps are counted"]
+    values = {step: value for step, value, *_ in found["steps"][0] if value is not None}
+    # A round of four steps by (3 + 2 + 6 + 0) / 4, then two by (3 + 6 + 0) / 3.
+    assert values == {4: -11.0, 8: -23.0, 12: -35.0}
+    # The rank's steps on its own in between, and no more.
+    assert [step for step, *_ in found["steps"][3]] == list(range(1, 14))
+
+
+@pytest.mark.parametrize(
+    ("name", "error_lost"),
+    [("a rank is killed in its backward", False), ("the first rank is killed", True)],
+)
+def test_stats_tell_who_was_lost(
+    outcomes: dict[str, dict[str, Any]], name: str, error_lost: bool
+) -> None:
+    case, found = CASES[name], outcomes[name]
+    (killed,) = case["events"]
+    for said, stats in zip(found["said"], found["stats"], strict=True):
+        if said == "done":
+            (event,) = stats["membership"]
+            assert event.pop("reason")
+            assert event == {
+                "steps": killed["step"] - 1,
+                "size": case["ranks"] - 1,
+                "lost": [found["own"][killed["rank"]]],
+                "joined": [],
+                "error_lost": error_lost,
+            }
+
+
+def test_stats_tell_who_has_joined(outcomes: dict[str, dict[str, Any]]) -> None:
+    found = outcomes["a killed rank's process starts anew"]
+    for number in (0, 2):
+        lost, joined = found["stats"][number]["membership"]
+        assert lost["lost"] == [found["own"][1]] and not lost["joined"]
+        assert joined["joined"] == [found["own"][3]] and not joined["lost"]
+        assert lost["error_lost"] and not joined["error_lost"] and not joined["reason"]
+    assert found["stats"][3]["membership"] == [], "from when it has joined"
+
+
+@pytest.mark.parametrize(
+    "name", ["a slow rank is named", "too few would be left without the slow rank"]
+)
+def test_a_slow_rank_is_named(outcomes: dict[str, dict[str, Any]], name: str) -> None:
+    (slow,), found = CASES[name]["events"], outcomes[name]
+    for stats in found["stats"]:
+        ((rank, ratio),) = stats["stragglers"].items()
+        assert int(rank) == found["own"][slow["rank"]] and 3.0 < ratio < 20.0
+        assert stats["membership"] == []
+
+
+@pytest.mark.parametrize(
+    "name", ["a slow rank is left out", "local steps: a slow rank is left out"]
+)
+def test_a_slow_rank_is_left_out(outcomes: dict[str, dict[str, Any]], name: str) -> None:
+    (slow,), found = CASES[name]["events"], outcomes[name]
+    rank = found["own"][slow["rank"]]
+    assert f"(rank {rank}), which was too slow in" in found["said"][slow["rank"]]
+    for said, stats in zip(found["said"], found["stats"], strict=True):
+        if said == "done":
+            (event,) = stats["membership"]
+            assert event["lost"] == [rank] and event["reason"] == f"rank {rank}: too slow"
+            assert not stats["stragglers"], "it is no member any more"

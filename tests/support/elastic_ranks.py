@@ -7,6 +7,9 @@ from this one, which has imported what takes time and runs the store. A case has
 ``events``: what happens to a rank, by its number in the order of starting, in the step of a
 number: ``kill``, ``kill in its exchange`` of local steps, ``kill at the end``, ``stop`` (and go on
 much later), ``raise`` (in the hook), ``leave``, ``kill the first that sends`` a new rank its state.
+``slow``, from that step on.
+``counts``: each rank's steps move its one parameter by a number of this list, and nothing else; its
+value is logged. ``straggler``: settings for slow ranks.
 ``late``: ranks that start when the first one has done so many steps.
 """
 
@@ -19,6 +22,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -43,6 +47,7 @@ HOOKS: dict[str, Any] = {
     "topk": lambda: hooks.error_feedback(hooks.topk(0.1)),
     "powersgd": lambda: hooks.error_feedback(hooks.powersgd(1)),
     "local": lambda: hooks.local_sgd(4),
+    "local mean": lambda: hooks.local_sgd(4, outer=hooks.outer_sgd(1.0, 0.0)),
     "local with error": lambda: hooks.local_sgd(
         3, hook=hooks.error_feedback(hooks.blockwise(bits=4)), outer=hooks.outer_sgd(1.0, 0.0)
     ),
@@ -63,6 +68,18 @@ def _model(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
 
 
+class _Counter(nn.Module):
+    """Moves its parameter by a number in each step of SGD with a learning rate of 1."""
+
+    def __init__(self, count: float) -> None:
+        super().__init__()
+        self._count = count
+        self.value = nn.Parameter(torch.zeros(1))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self._count * self.value
+
+
 def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -79,11 +96,13 @@ def _happens(
 ) -> None:
     """What an event makes of the step that begins."""
     if event["do"] == "kill":
-        model[0].weight.register_hook(lambda gradient: _die())
+        next(model.parameters()).register_hook(lambda gradient: _die())
     elif event["do"] == "kill at the end":
         commhook.step.step_group.StepGroup.end = lambda self: _die()  # type: ignore[attr-defined]
     elif event["do"] == "kill in its exchange":
         exchange_module.broadcast = lambda *args, **kwargs: _die()  # type: ignore[attr-defined]
+    elif event["do"] == "slow":
+        model.register_forward_pre_hook(lambda module, inputs: time.sleep(0.2))
     elif event["do"] == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif event["do"] == "raise":
@@ -96,9 +115,12 @@ def _happens(
 
 
 def _train(number: int, case: dict[str, Any], folder: Path, port: int) -> str:
-    model = _model(number)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
+    counts = case.get("counts")
+    model = _Counter(counts[number]) if counts else _model(number)
+    optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    if counts:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 1.0 if counts else 0.9)
     settings = commhook.Elastic(
         min_ranks=case.get("min_ranks", 1),
         grace=GRACE,
@@ -107,10 +129,13 @@ def _train(number: int, case: dict[str, Any], folder: Path, port: int) -> str:
         ranks=case["ranks"],
         name=folder.name,
         timeout=TIMEOUT,
+        **case.get("straggler", {}),
     )
     events = {event["step"]: event for event in case["events"] if event["rank"] == number}
     with (folder / f"steps{number}").open("w", buffering=1) as log:
         handle = commhook.attach(model, HOOKS[case["hook"]](), elastic=settings)
+        own = handle._road.elastic.ranks.membership.own  # type: ignore[attr-defined]
+        (folder / f"own{number}").write_text(str(own))
         views: list[int] = []
         handle.on_membership(lambda rank, size: views.append(size))
         while handle.steps < case["steps"]:
@@ -119,15 +144,22 @@ def _train(number: int, case: dict[str, Any], folder: Path, port: int) -> str:
                 _happens(event, handle, model, folder)
             inputs = torch.randn(8, 16)
             optimizer.zero_grad()
-            model(inputs).square().mean().backward()
+            loss = model(inputs)
+            (loss.sum() if counts else loss.square().mean()).backward()
             optimizer.step()
             scheduler.step()
             rate = optimizer.param_groups[0]["lr"]
             # Between exchanges of local steps each rank has parameters of its own.
             is_together = handle.steps % getattr(handle.hook, "H", 1) == 0
             digest = _digest(model) if is_together else None
+            if counts and is_together:
+                digest = model.value.item()
             print(json.dumps([handle.steps, digest, rate, views]), file=log)
             time.sleep(case.get("pause", 0.0))
+        stats = handle.stats()
+        events_seen = [asdict(event) for event in stats.membership]
+        seen = {"membership": events_seen, "stragglers": stats.stragglers}
+        (folder / f"stats{number}").write_text(json.dumps(seen))
         handle.remove()
     return "done"
 
@@ -166,10 +198,13 @@ def _run(case: dict[str, Any], folder: Path, port: int) -> dict[str, Any]:
     for number in stopped:
         os.kill(processes[number], signal.SIGCONT)
         os.waitpid(processes[number], 0)
-    found: dict[str, Any] = {"said": [], "steps": []}
+    found: dict[str, Any] = {"said": [], "steps": [], "stats": [], "own": []}
     for number in range(len(processes)):
         said, steps = folder / f"said{number}", folder / f"steps{number}"
         found["said"].append(said.read_text() if said.exists() else "killed")
+        found["own"].append(int((folder / f"own{number}").read_text()))
+        stats = folder / f"stats{number}"
+        found["stats"].append(json.loads(stats.read_text()) if stats.exists() else None)
         lines = steps.read_text().splitlines() if steps.exists() else []
         found["steps"].append([json.loads(line) for line in lines])
     return found

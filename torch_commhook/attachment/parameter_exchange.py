@@ -44,9 +44,7 @@ class ParameterExchange:
             of the parameter and the dtype of the anchor.
     """
 
-    def __init__(
-        self, attached: Attached, group: StepGroup, *, keeps_all: bool = False
-    ) -> None:
+    def __init__(self, attached: Attached, group: StepGroup, *, keeps_all: bool = False) -> None:
         hook = attached.hook
         assert isinstance(hook, local_sgd)
         self._attached = attached
