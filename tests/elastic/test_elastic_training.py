@@ -160,6 +160,24 @@ CASES: dict[str, dict[str, Any]] = {
         "counts": [3.0, 2.0, 6.0, 0.0],
         "events": [{"rank": 1, "step": 6, "do": "kill"}],
     },
+    "local steps: errors are those of before the exchange": {
+        "said": {0: "killed"},
+        "ranks": 3,
+        "steps": 2,
+        "hook": "local largest",
+        "counts": [5.0, 3.0, 1.0],
+        "events": [{"rank": 0, "step": 1, "do": "kill in its exchange"}],
+    },
+    "local steps: ranks that differ after each exchange come together": {
+        "said": {0: "killed"},
+        "ranks": 3,
+        "steps": 40,
+        "hook": "local with error reset",
+        "events": [{"rank": 0, "step": 8, "do": "kill"}],
+        "late": [6],
+        "pause": 0.02,
+        "together": 6,
+    },
     "a slow rank is named": {
         "ranks": 3,
         "steps": 12,
@@ -240,13 +258,32 @@ def test_all_that_go_on_hold_the_same(outcomes: dict[str, dict[str, Any]], name:
         assert 1 < late[0][0] < case["steps"], "the new rank was let in in between"
 
 
+def test_synchronize_brings_all_members_together(outcomes: dict[str, dict[str, Any]]) -> None:
+    found = outcomes["local steps: ranks that differ after each exchange come together"]
+    seen = [dict(stats["together"]) for stats in found["stats"] if stats is not None]
+    assert len(seen) == 3
+    for step in {step for each in seen for step in each}:
+        assert len({each[step] for each in seen if step in each}) == 1, step
+    assert min(map(len, seen)) > 2 and all(40 in each for each in seen)
+
+
 def test_a_lost_rank_costs_its_round_only(outcomes: dict[str, dict[str, Any]]) -> None:
     found = outcomes["local steps are counted"]
     values = {step: value for step, value, *_ in found["steps"][0] if value is not None}
     # A round of four steps by (3 + 2 + 6 + 0) / 4, then two by (3 + 6 + 0) / 3.
-    assert values == {4: -11.0, 8: -23.0, 12: -35.0}
+    assert values == {4: [-11.0, -8.25], 8: [-23.0, -17.25], 12: [-35.0, -26.25]}
     # The rank's steps on its own in between, and no more.
     assert [step for step, *_ in found["steps"][3]] == list(range(1, 14))
+
+
+def test_a_repeated_exchange_begins_with_the_errors_of_before(
+    outcomes: dict[str, dict[str, Any]],
+) -> None:
+    found = outcomes["local steps: errors are those of before the exchange"]
+    for number in (1, 2):
+        values = [value for _, value, *_ in found["steps"][number]]
+        # The larger number in the first step, and in the second twice the smaller one.
+        assert values == [[-2.0, 0.0], [-2.0, -3.0]]
 
 
 @pytest.mark.parametrize(

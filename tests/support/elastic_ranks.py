@@ -8,8 +8,9 @@ from this one, which has imported what takes time and runs the store. A case has
 number: ``kill``, ``kill in its exchange`` of local steps, ``kill at the end``, ``stop`` (and go on
 much later), ``raise`` (in the hook), ``leave``, ``kill the first that sends`` a new rank its state.
 ``slow``, from that step on.
-``counts``: each rank's steps move its one parameter by a number of this list, and nothing else; its
-value is logged. ``straggler``: settings for slow ranks.
+``counts``: each rank's steps move its two numbers by 1 and 0.75 times a number of this list, and
+nothing else; these are logged. ``straggler``: settings for slow ranks.
+``together``: ranks call ``synchronize()`` before each step whose number less one is a multiple.
 ``late``: ranks that start when the first one has done so many steps.
 """
 
@@ -48,6 +49,9 @@ HOOKS: dict[str, Any] = {
     "powersgd": lambda: hooks.error_feedback(hooks.powersgd(1)),
     "local": lambda: hooks.local_sgd(4),
     "local mean": lambda: hooks.local_sgd(4, outer=hooks.outer_sgd(1.0, 0.0)),
+    "local largest": lambda: hooks.local_sgd(
+        1, hook=hooks.error_feedback(hooks.topk(0.5)), outer=hooks.outer_sgd(1.0, 0.0)
+    ),
     "local with error": lambda: hooks.local_sgd(
         3, hook=hooks.error_feedback(hooks.blockwise(bits=4)), outer=hooks.outer_sgd(1.0, 0.0)
     ),
@@ -69,15 +73,16 @@ def _model(seed: int) -> nn.Module:
 
 
 class _Counter(nn.Module):
-    """Moves its parameter by a number in each step of SGD with a learning rate of 1."""
+    """Moves two numbers by as much in each step of SGD with a learning rate of 1."""
 
     def __init__(self, count: float) -> None:
         super().__init__()
         self._count = count
-        self.value = nn.Parameter(torch.zeros(1))
+        self.value = nn.Parameter(torch.zeros(2))
+        self.register_buffer("unused", torch.zeros(1))  # sent in each exchange
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self._count * self.value
+        return self._count * (self.value[0] + 0.75 * self.value[1])
 
 
 def _die() -> None:
@@ -138,7 +143,11 @@ def _train(number: int, case: dict[str, Any], folder: Path, port: int) -> str:
         (folder / f"own{number}").write_text(str(own))
         views: list[int] = []
         handle.on_membership(lambda rank, size: views.append(size))
+        together: list[tuple[int, str]] = []
         while handle.steps < case["steps"]:
+            if handle.steps % case.get("together", case["steps"]) == 0:
+                handle.synchronize()
+                together.append((handle.steps, _digest(model)))
             event = events.pop(handle.steps + 1, None)
             if event is not None:
                 _happens(event, handle, model, folder)
@@ -151,14 +160,21 @@ def _train(number: int, case: dict[str, Any], folder: Path, port: int) -> str:
             rate = optimizer.param_groups[0]["lr"]
             # Between exchanges of local steps each rank has parameters of its own.
             is_together = handle.steps % getattr(handle.hook, "H", 1) == 0
+            is_together &= not getattr(handle.hook, "error_reset", False)
             digest = _digest(model) if is_together else None
             if counts and is_together:
-                digest = model.value.item()
+                digest = model.value.tolist()
             print(json.dumps([handle.steps, digest, rate, views]), file=log)
             time.sleep(case.get("pause", 0.0))
+        handle.synchronize()
+        together.append((handle.steps, _digest(model)))
         stats = handle.stats()
         events_seen = [asdict(event) for event in stats.membership]
-        seen = {"membership": events_seen, "stragglers": stats.stragglers}
+        seen = {
+            "membership": events_seen,
+            "stragglers": stats.stragglers,
+            "together": together,
+        }
         (folder / f"stats{number}").write_text(json.dumps(seen))
         handle.remove()
     return "done"

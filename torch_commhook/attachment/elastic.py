@@ -134,21 +134,21 @@ class ElasticTraining:
 
     def step_ended(self, note: Tensor | None) -> bool:
         self.ranks.trained += 1
-        return self._ended(note)
+        return self._ended(note, lets_in=True)
 
     def count_local_step(self) -> None:
         self.ranks.trained += 1
         self._steps_measured += 1
 
-    def exchange_ended(self, note: Tensor | None) -> bool:
-        return self._ended(note)
+    def exchange_ended(self, note: Tensor | None, *, lets_in: bool) -> bool:
+        return self._ended(note, lets_in=lets_in)
 
     def use_group(self) -> None:
         reducer = self._reducer()
         assert reducer is not None
         reducer.go_on_between_steps()
 
-    def _ended(self, values: Tensor | None) -> bool:
+    def _ended(self, values: Tensor | None, *, lets_in: bool) -> bool:
         """Count what all ranks have done, and let in or leave out whom they want to."""
         pace, members = self._pace, self.ranks.view.members
         note = Note(len(members), compares=pace is not None, values=values)
@@ -161,7 +161,9 @@ class ElasticTraining:
             out = [members[place] for place in note.left_out()]
             if len(members) - len(out) < self._settings.min_ranks:
                 out = []
-            has_changed = self.ranks.step_ended(wants_change=note.wants_change, left_out=out)
+            has_changed = self.ranks.step_ended(
+                wants_change=note.wants_change and lets_in, left_out=out, lets_in=lets_in
+            )
         if pace is not None:
             pace.keep(self.ranks.view.members)
             if has_changed or values is None:

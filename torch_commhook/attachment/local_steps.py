@@ -391,7 +391,8 @@ class LocalSteps:
         if exchanged is not None:
             exchanged.move(unsent=unsent)
             self._have_moved(exchanged.traffic, together=at_the_end)
-        repeatable.end()
+        # Not by synchronize(): the new rank would call it, too, when the others are done with it.
+        repeatable.end(lets_in=not at_the_end)
 
     def _have_moved(self, traffic: list[BucketTraffic], *, together: bool = False) -> None:
         """Parameters are where an exchange has put them.

@@ -36,8 +36,13 @@ class ExchangeSurvivors(Protocol):
     def go_on(self, error: BaseException, *, has_results: bool) -> bool:
         """Agree with the other ranks on who goes on; as :meth:`Survivors.go_on`."""
 
-    def exchange_ended(self, note: Tensor | None) -> bool:
-        """Count an exchange; as :meth:`Survivors.step_ended`."""
+    def exchange_ended(self, note: Tensor | None, *, lets_in: bool) -> bool:
+        """Count an exchange; as :meth:`Survivors.step_ended`.
+
+        Args:
+            note: as there.
+            lets_in: whether new ranks may be let in now.
+        """
 
     def use_group(self) -> None:
         """Communicate among the ranks that are left."""
@@ -143,13 +148,17 @@ class RepeatableExchange:
             self._survivors.use_group()
         return counts
 
-    def end(self) -> None:
-        """Count the exchange, once the parameters have moved. New ranks are let in.
+    def end(self, *, lets_in: bool) -> None:
+        """Count the exchange, once the parameters have moved.
+
+        Args:
+            lets_in: whether new ranks may be let in now.
 
         Raises:
             BaseException: this rank does not go on.
         """
         if self._buffers is not None:
             self._survivors.unpack_buffers(self._buffers)
-        if self._survivors.exchange_ended(self._note) or self._has_changed:
+        has_changed = self._survivors.exchange_ended(self._note, lets_in=lets_in)
+        if has_changed or self._has_changed:
             self._survivors.use_group()

@@ -173,12 +173,15 @@ class ElasticRanks:
             )
         return counts
 
-    def step_ended(self, *, wants_change: bool, left_out: Collection[int] = ()) -> bool:
+    def step_ended(
+        self, *, wants_change: bool, left_out: Collection[int] = (), lets_in: bool = True
+    ) -> bool:
         """Count a step. Where ranks come or go, :attr:`group` is new then.
 
         Args:
             wants_change: whether some rank knows of somebody who is to be let in.
             left_out: who is to be left out, since it is slow.
+            lets_in: whether new ranks may be let in.
 
         Returns:
             Whether it is new.
@@ -200,7 +203,7 @@ class ElasticRanks:
         if left_out:
             named = ", ".join(f"rank {rank}" for rank in sorted(left_out))
             self._reason = f"{named}: too slow"
-        self._change(Lost(ended=frozenset(left_out)), None)
+        self._change(Lost(ended=frozenset(left_out)), None, lets_in=lets_in)
         self._connect()
         return True
 
@@ -214,7 +217,8 @@ class ElasticRanks:
 
     def _change(self, lost: Lost, cause: BaseException | None, *, lets_in: bool = True) -> None:
         if cause is not None and not self._reason:
-            self._reason = str(cause).removeprefix("torch_commhook: ")
+            said = str(cause).removeprefix("torch_commhook: ")
+            self._reason = said.partition(", as rank ")[0].partition("\n")[0]
         try:
             self.membership.change(self.steps, lost, lets_in=lets_in)
         except BaseException as error:
