@@ -258,6 +258,12 @@ def test_all_that_go_on_hold_the_same(outcomes: dict[str, dict[str, Any]], name:
         assert 1 < late[0][0] < case["steps"], "the new rank was let in in between"
 
 
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.get("late")])
+def test_new_ranks_begin_as_the_others_do(outcomes: dict[str, dict[str, Any]], name: str) -> None:
+    began = outcomes[name]["stats"][-1]["began"]
+    assert began == {"remembers": True, "at_anchor": True}
+
+
 def test_synchronize_brings_all_members_together(outcomes: dict[str, dict[str, Any]]) -> None:
     found = outcomes["local steps: ranks that differ after each exchange come together"]
     seen = [dict(stats["together"]) for stats in found["stats"] if stats is not None]

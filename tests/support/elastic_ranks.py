@@ -119,6 +119,20 @@ def _happens(
         elastic_module.send = partial(_send_or_die, folder / "died", elastic_module.send)
 
 
+def _began(handle: commhook.HookHandle, model: nn.Module) -> dict[str, bool]:
+    """Whether the buckets have the hook's memory, and the parameters are where rounds begin."""
+    state = handle.state_dict()
+    anchors = state.get("shared", {}).get("local_sgd_anchor", {})
+    return {
+        "remembers": all(state["buckets"]) and bool(state["buckets"]) if state else True,
+        "at_anchor": all(
+            torch.equal(each, anchors[name])
+            for name, each in model.named_parameters()
+            if name in anchors
+        ),
+    }
+
+
 def _train(number: int, case: dict[str, Any], folder: Path, port: int) -> str:
     counts = case.get("counts")
     model = _Counter(counts[number]) if counts else _model(number)
@@ -143,6 +157,7 @@ def _train(number: int, case: dict[str, Any], folder: Path, port: int) -> str:
         (folder / f"own{number}").write_text(str(own))
         views: list[int] = []
         handle.on_membership(lambda rank, size: views.append(size))
+        began = _began(handle, model)
         together: list[tuple[int, str]] = []
         while handle.steps < case["steps"]:
             if handle.steps % case.get("together", case["steps"]) == 0:
@@ -174,6 +189,7 @@ def _train(number: int, case: dict[str, Any], folder: Path, port: int) -> str:
             "membership": events_seen,
             "stragglers": stats.stragglers,
             "together": together,
+            "began": began,
         }
         (folder / f"stats{number}").write_text(json.dumps(seen))
         handle.remove()
