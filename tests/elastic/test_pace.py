@@ -26,6 +26,12 @@ def test_the_time_of_a_step_is_measured() -> None:
     pace.begin()
     clock.now = 6.0
     assert pace.seconds() == 6.0 and pace.seconds(4) == 1.5 and pace.seconds(0) is None
+    pace.end()
+    clock.now = 9.0
+    assert pace.seconds() == 6.0
+    pace.begin()
+    clock.now = 10.0
+    assert pace.seconds() == 1.0
     pace.skip()
     assert pace.seconds() is None
 

@@ -49,6 +49,13 @@ HOOKS: dict[str, Any] = {
     "powersgd": lambda: hooks.error_feedback(hooks.powersgd(1)),
     "local": lambda: hooks.local_sgd(4),
     "local mean": lambda: hooks.local_sgd(4, outer=hooks.outer_sgd(1.0, 0.0)),
+    "streaming": lambda: hooks.local_sgd(4, fragments=2, delay=1),
+    "streaming with error": lambda: hooks.local_sgd(
+        6, fragments=2, delay=2, mix=0.5, hook=hooks.error_feedback(hooks.blockwise(bits=4))
+    ),
+    "fragments": lambda: hooks.local_sgd(
+        4, fragments=2, hook=hooks.error_feedback(hooks.powersgd(1))
+    ),
     "local largest": lambda: hooks.local_sgd(
         1, hook=hooks.error_feedback(hooks.topk(0.5)), outer=hooks.outer_sgd(1.0, 0.0)
     ),
@@ -176,6 +183,7 @@ def _train(number: int, case: dict[str, Any], folder: Path, port: int) -> str:
             # Between exchanges of local steps each rank has parameters of its own.
             is_together = handle.steps % getattr(handle.hook, "H", 1) == 0
             is_together &= not getattr(handle.hook, "error_reset", False)
+            is_together &= not getattr(handle.hook, "is_streaming", False)
             digest = _digest(model) if is_together else None
             if counts and is_together:
                 digest = model.value.tolist()

@@ -25,7 +25,6 @@ from torch_commhook.elastic.transfer import (
     unpacked,
 )
 from torch_commhook.hooks.base import Hook
-from torch_commhook.hooks.local_sgd import local_sgd
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.reducer.reducer import Reducer
 from torch_commhook.step.attached_hook import Attached
@@ -102,6 +101,10 @@ class ElasticTraining:
     def stragglers(self) -> dict[int, float]:
         """The ranks that are slow, and their computing time over the median."""
         return {} if self._pace is None else self._pace.stragglers
+
+    def stop_clock(self) -> None:
+        if self._pace is not None:
+            self._pace.end()
 
     def note(self) -> Tensor:
         pace, view, own = self._pace, self.ranks.view, self.ranks.rank
@@ -286,9 +289,4 @@ def check_elastic_hook(attached: Attached) -> None:
         raise ValueError(
             "attach: with elastic, the hook must communicate among all ranks, got "
             f"'{attached.name}' with process groups of its own"
-        )
-    if isinstance(hook, local_sgd) and hook.is_streaming:
-        raise ValueError(
-            "attach: with elastic, local_sgd must have no fragments, delay or mix, got "
-            f"'{attached.name}'"
         )

@@ -312,15 +312,22 @@ class LocalSteps:
         self._is_counted = False
         background = self._background
         if background is not None and background.steps >= self.hook.delay:
-            self._end_background(background)
+            has_changed = self._end_background(background)
+            if has_changed:
+                return  # new ranks get what they need before the next step
         if self._background is not None or not self._round.is_due:
             return
         fragment = self._round.turn
         if not self.hook.delay:
-            self._exchange(self._pieces(fragment))
+            self._exchange(fragment)
             self._round.next_turn()
             return
-        begun = BackgroundExchange(self._replica, fragment, began_at=self._round.steps)
+        begun = BackgroundExchange(
+            self._replica,
+            fragment,
+            began_at=self._round.steps,
+            keeps_all=self._survivors is not None,
+        )
         self._background = begun
         begun.begin(self._attached, self._pieces(fragment))
         self._round.next_turn()
@@ -330,20 +337,30 @@ class LocalSteps:
     def synchronize(self) -> None:
         """Have the ranks together, with nothing that is not sent or on its way."""
         if self._background is not None:
-            self._end_background(self._background)
+            self._end_background(self._background, at_the_end=True)
         if self._is_at_rest:
             self._look_for_anchor()
-        self._exchange(self._pieces(), at_the_end=True)
+        self._exchange(at_the_end=True)
         self._round.reset()
 
-    def _end_background(self, background: BackgroundExchange) -> None:
+    def _end_background(self, background: BackgroundExchange, *, at_the_end: bool = False) -> bool:
         """End an exchange of a fragment, and move that: on all ranks, or on none.
+
+        Args:
+            background: the exchange.
+            at_the_end: whether ranks are brought together.
+
+        Returns:
+            Whether the ranks are others now.
 
         Raises:
             PeerError, Exception: as :meth:`_take_turn`.
             BaseException: the ranks do not know the outcome, and end the exchange after the next
                 step.
         """
+        survivors = self._survivors
+        if survivors is not None:
+            return self._end_among(survivors, background, lets_in=not at_the_end)
         replica = self._replica
         background.settle()
         background.fail_if(replica.share_failure(background.failure))
@@ -357,14 +374,51 @@ class LocalSteps:
             means = [background.means[name] for name in memory.names or ()]
             self.hook.move(memory, means, mix=self.hook.mix)
         self._have_moved(background.traffic)
+        return False
 
-    def _exchange(self, memories: list[BucketMemory], *, at_the_end: bool = False) -> None:
+    def _end_among(
+        self, survivors: ExchangeSurvivors, background: BackgroundExchange, *, lets_in: bool
+    ) -> bool:
+        """:meth:`_end_background` where ranks come and go.
+
+        The ranks agree on the outcome. If the exchange has failed on one of them, or a rank is
+        lost meanwhile, all exchange the fragment again, at once.
+        """
+        survivors.stop_clock()
+        background.settle()
+        self._background = None
+        fragment, why = background.fragment, RuntimeError("the exchange failed on another rank")
+
+        def has_failed() -> bool:
+            failed = self._replica.on_any_rank(background.failure is not None)
+            if failed:
+                background.fail_if(why)
+            return failed
+
+        repeatable = RepeatableExchange(self._attached, survivors, lambda: self._replica.group)
+        exchanged = repeatable.run(
+            lambda: self._pieces(fragment),
+            has_failed,
+            before_repeat=lambda: background.fail_if(why),
+        )
+        if exchanged is not None:
+            exchanged.move(mix=self.hook.mix)
+            self._have_moved(exchanged.traffic)
+        else:
+            assert background.means is not None
+            for memory in self._pieces(fragment):
+                means = [background.means[name] for name in memory.names or ()]
+                self.hook.move(memory, means, mix=self.hook.mix)
+            self._have_moved(background.traffic)
+        return repeatable.end(lets_in=lets_in)
+
+    def _exchange(self, fragment: int | None = None, *, at_the_end: bool = False) -> None:
         """Average how far the ranks have come, and move by that.
 
         A step of its own, on which the ranks agree before anything changes.
 
         Args:
-            memories: of what is exchanged.
+            fragment: that is exchanged; None for all.
             at_the_end: bring the ranks together: where they go on from places of their own, send
                 all that there is; where they are together, do nothing.
 
@@ -382,14 +436,14 @@ class LocalSteps:
         survivors = self._survivors
         if survivors is None:
             exchange = ParameterExchange(self._attached, self._replica.group)
-            if exchange.run(self._replica, memories, is_wanted, unsent=unsent):
+            if exchange.run(self._replica, self._pieces(fragment), is_wanted, unsent=unsent):
                 exchange.move(unsent=unsent, mix=0.0 if at_the_end else self.hook.mix)
                 self._have_moved(exchange.traffic, together=at_the_end)
             return
         repeatable = RepeatableExchange(self._attached, survivors, lambda: self._replica.group)
-        exchanged = repeatable.run(self._pieces, is_wanted, unsent=unsent)
+        exchanged = repeatable.run(lambda: self._pieces(fragment), is_wanted, unsent=unsent)
         if exchanged is not None:
-            exchanged.move(unsent=unsent)
+            exchanged.move(unsent=unsent, mix=0.0 if at_the_end else self.hook.mix)
             self._have_moved(exchanged.traffic, together=at_the_end)
         # Not by synchronize(): the new rank would call it, too, when the others are done with it.
         repeatable.end(lets_in=not at_the_end)
@@ -440,8 +494,9 @@ class LocalSteps:
         """Begin where another rank is. The hook's memory is loaded. Writes the parameters."""
         self.done, turn, steps = place
         self._round.repeat(turn, steps)
-        for memory in self._memories():
-            self.hook.return_to_start(memory)  # the other rank may be ahead of it
+        # With error_reset, the other rank is ahead of the anchor.
+        for memory in self._memories() if not self.hook.is_streaming else ():
+            self.hook.return_to_start(memory)
         self._versions = self._versions_now()
 
     # ---- state -----------------------------------------------------------------------------------

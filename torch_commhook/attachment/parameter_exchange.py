@@ -278,6 +278,7 @@ class BackgroundExchange:
         began_at: steps of the round when it began.
         steps: since it began.
         means: mean distances by parameter name, where these are known: of an exchange of a state.
+        keeps_all: as of :class:`ParameterExchange`.
 
     Attributes:
         fragment, began_at, steps, means: as given.
@@ -293,7 +294,9 @@ class BackgroundExchange:
         began_at: int,
         steps: int = 0,
         means: Mapping[str, Tensor] | None = None,
+        keeps_all: bool = False,
     ) -> None:
+        self._keeps_all = keeps_all
         self.fragment = fragment
         self.began_at = began_at
         self.steps = steps
@@ -312,7 +315,7 @@ class BackgroundExchange:
         What the hook raises is kept for the end, where the other ranks learn of it.
         """
         group = self._replica.group
-        self._exchange = ParameterExchange(attached, group)
+        self._exchange = ParameterExchange(attached, group, keeps_all=self._keeps_all)
         try:
             group.begin()
             self._has_begun = group.in_background = True

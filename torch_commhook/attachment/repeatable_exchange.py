@@ -24,6 +24,9 @@ class ExchangeSurvivors(Protocol):
     def count_local_step(self) -> None:
         """Count a step that this rank has taken on its own."""
 
+    def stop_clock(self) -> None:
+        """From here on, this rank waits for others."""
+
     def note(self) -> Tensor:
         """What this rank tells the others: uint8, flat. All take the maximum over the ranks."""
 
@@ -77,7 +80,8 @@ class RepeatableExchange:
         memories: Callable[[], Sequence[BucketMemory]],
         is_wanted: Callable[[], bool],
         *,
-        unsent: bool,
+        unsent: bool = False,
+        before_repeat: Callable[[], None] = lambda: None,
     ) -> ParameterExchange | None:
         """Average the distances among the ranks that are left.
 
@@ -85,6 +89,7 @@ class RepeatableExchange:
             memories: gives those of the buckets, which are others among other ranks.
             is_wanted: asked on all ranks: whether there is anything to average.
             unsent: as :meth:`ParameterExchange.send`.
+            before_repeat: called before the ranks become others, and repeat the exchange.
 
         Returns:
             The exchange, which has the means; None where there was nothing to average.
@@ -101,7 +106,7 @@ class RepeatableExchange:
             except BaseException as error:
                 # First: else the ranks would wait for each other.
                 raised = self._group().fail_with(error)
-                if self._goes_on(exchange, raised):
+                if self._goes_on(exchange, raised, before_repeat):
                     self._note, self._has_changed = None, True
                     break
         return exchange if self._wanted else None
@@ -131,7 +136,12 @@ class RepeatableExchange:
         self._has_results = True
         group.end()
 
-    def _goes_on(self, exchange: ParameterExchange, error: BaseException) -> bool:
+    def _goes_on(
+        self,
+        exchange: ParameterExchange,
+        error: BaseException,
+        before_repeat: Callable[[], None],
+    ) -> bool:
         """Agree on the ranks that are left. Returns whether the exchange counts.
 
         Raises:
@@ -145,14 +155,18 @@ class RepeatableExchange:
             raise
         if not counts:
             exchange.undo()
+            before_repeat()
             self._survivors.use_group()
         return counts
 
-    def end(self, *, lets_in: bool) -> None:
+    def end(self, *, lets_in: bool) -> bool:
         """Count the exchange, once the parameters have moved.
 
         Args:
             lets_in: whether new ranks may be let in now.
+
+        Returns:
+            Whether the ranks are others now.
 
         Raises:
             BaseException: this rank does not go on.
@@ -160,5 +174,7 @@ class RepeatableExchange:
         if self._buffers is not None:
             self._survivors.unpack_buffers(self._buffers)
         has_changed = self._survivors.exchange_ended(self._note, lets_in=lets_in)
-        if has_changed or self._has_changed:
+        has_changed |= self._has_changed
+        if has_changed:
             self._survivors.use_group()
+        return has_changed

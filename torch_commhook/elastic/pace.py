@@ -40,26 +40,34 @@ class Pace:
         self._steps = steps
         self._now = now
         self._began: float | None = None
+        self._ended: float | None = None
         self._counts: dict[int, int] = {}  # steps in a row in which a member was slow
         self.stragglers: dict[int, float] = {}
 
     def begin(self) -> None:
         """Begin to measure: a step has ended, and the next one begins."""
-        self._began = self._now()
+        self._began, self._ended = self._now(), None
+
+    def end(self) -> None:
+        """Measure no longer: this rank waits for others."""
+        self._ended = self._now()
 
     def skip(self) -> None:
         """Do not measure the step that is open: ranks connect in it, or repeat it."""
         self._began = None
 
     def seconds(self, steps: int = 1) -> float | None:
-        """The computing time of a step since :meth:`begin`; None where it is not measured.
+        """The computing time of a step from :meth:`begin` to :meth:`end`, or to now.
+
+        None where it is not measured.
 
         Args:
             steps: that were taken since then.
         """
         if self._began is None or steps < 1:
             return None
-        return (self._now() - self._began) / steps
+        ended = self._now() if self._ended is None else self._ended
+        return (ended - self._began) / steps
 
     def compare(self, own: int, seconds: Mapping[int, float]) -> None:
         """Compare the members' times of one step, and log who becomes a straggler.
