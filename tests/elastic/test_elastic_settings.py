@@ -1,4 +1,4 @@
-"""What ``Elastic`` refuses, and what cannot be attached with it."""
+"""What ``Elastic`` refuses."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from torch import nn
-
 import torch_commhook as commhook
-from torch_commhook import hooks
 
 
 @pytest.mark.parametrize(
@@ -38,10 +35,3 @@ def test_settings_that_are_refused(
 ) -> None:
     with pytest.raises(error, match=f"^Elastic: {re.escape(text)}"):
         commhook.Elastic(min_ranks=1, **settings)
-
-
-@pytest.mark.parametrize("streaming", [{"fragments": 2}, {"delay": 1}, {"mix": 0.5}])
-def test_fragments_in_the_background_are_refused(streaming: dict[str, Any]) -> None:
-    elastic = commhook.Elastic(min_ranks=1, store="localhost:1")
-    with pytest.raises(ValueError, match="local_sgd must have no fragments, delay or mix"):
-        commhook.attach(nn.Linear(4, 4), hooks.local_sgd(4, **streaming), elastic=elastic)

@@ -178,6 +178,14 @@ CASES: dict[str, dict[str, Any]] = {
         "pause": 0.02,
         "together": 6,
     },
+    "streaming: the lost rank does not count": {
+        "said": {0: "killed"},
+        "ranks": 3,
+        "steps": 5,
+        "hook": "in background",
+        "counts": [6.0, 3.0, 1.0],
+        "events": [{"rank": 0, "step": 3, "do": "kill"}],
+    },
     "streaming: a rank is killed": {
         "said": {1: "killed"},
         "ranks": 4,
@@ -350,6 +358,17 @@ def test_a_repeated_exchange_begins_with_the_errors_of_before(
         values = [value for _, value, *_ in found["steps"][number]]
         # The larger number in the first step, and in the second twice the smaller one.
         assert values == [[-2.0, 0.0], [-2.0, -3.0]]
+
+
+def test_an_exchange_in_background_is_repeated_at_once(
+    outcomes: dict[str, dict[str, Any]],
+) -> None:
+    found = outcomes["streaming: the lost rank does not count"]
+    for number in (1, 2):
+        values = {step: value for step, value, *_ in found["steps"][number] if value is not None}
+        # Three steps by (3 + 1) / 2, though the exchange had begun after two. Then one, whose
+        # exchange ends in the next step, and takes that back.
+        assert values == {3: [-6.0, -4.5], 5: [-8.0, -6.0]}
 
 
 @pytest.mark.parametrize(

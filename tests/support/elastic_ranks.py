@@ -49,6 +49,7 @@ HOOKS: dict[str, Any] = {
     "powersgd": lambda: hooks.error_feedback(hooks.powersgd(1)),
     "local": lambda: hooks.local_sgd(4),
     "local mean": lambda: hooks.local_sgd(4, outer=hooks.outer_sgd(1.0, 0.0)),
+    "in background": lambda: hooks.local_sgd(2, delay=1, outer=hooks.outer_sgd(1.0, 0.0)),
     "streaming": lambda: hooks.local_sgd(4, fragments=2, delay=1),
     "streaming with error": lambda: hooks.local_sgd(
         6, fragments=2, delay=2, mix=0.5, hook=hooks.error_feedback(hooks.blockwise(bits=4))
@@ -126,6 +127,16 @@ def _happens(
         elastic_module.send = partial(_send_or_die, folder / "died", elastic_module.send)
 
 
+def _is_together(handle: commhook.HookHandle) -> bool:
+    """Whether all ranks have the same parameters after a step."""
+    hook = handle.hook
+    if not isinstance(hook, hooks.local_sgd):
+        return True
+    if hook.error_reset or hook.mix or hook.fragments > 1:
+        return False
+    return handle.steps > hook.delay and (handle.steps - hook.delay) % hook.H == 0
+
+
 def _began(handle: commhook.HookHandle, model: nn.Module) -> dict[str, bool]:
     """Whether the buckets have the hook's memory, and the parameters are where rounds begin."""
     state = handle.state_dict()
@@ -180,10 +191,8 @@ def _train(number: int, case: dict[str, Any], folder: Path, port: int) -> str:
             optimizer.step()
             scheduler.step()
             rate = optimizer.param_groups[0]["lr"]
-            # Between exchanges of local steps each rank has parameters of its own.
-            is_together = handle.steps % getattr(handle.hook, "H", 1) == 0
-            is_together &= not getattr(handle.hook, "error_reset", False)
-            is_together &= not getattr(handle.hook, "is_streaming", False)
+            # Else each rank has parameters of its own.
+            is_together = _is_together(handle)
             digest = _digest(model) if is_together else None
             if counts and is_together:
                 digest = model.value.tolist()
