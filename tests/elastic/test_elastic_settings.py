@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+
 import torch_commhook as commhook
 
 

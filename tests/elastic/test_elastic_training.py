@@ -185,6 +185,7 @@ CASES: dict[str, dict[str, Any]] = {
         "hook": "in background",
         "counts": [6.0, 3.0, 1.0],
         "events": [{"rank": 0, "step": 3, "do": "kill"}],
+        "pause": 0.1,
     },
     "streaming: a rank is killed": {
         "said": {1: "killed"},
