@@ -312,8 +312,8 @@ class LocalSteps:
         self._is_counted = False
         background = self._background
         if background is not None and background.steps >= self.hook.delay:
-            has_changed = self._end_background(background)
-            if has_changed:
+            self._end_background(background)
+            if self._survivors is not None:
                 return  # new ranks get what they need before the next step
         if self._background is not None or not self._round.is_due:
             return
@@ -343,15 +343,12 @@ class LocalSteps:
         self._exchange(at_the_end=True)
         self._round.reset()
 
-    def _end_background(self, background: BackgroundExchange, *, at_the_end: bool = False) -> bool:
+    def _end_background(self, background: BackgroundExchange, *, at_the_end: bool = False) -> None:
         """End an exchange of a fragment, and move that: on all ranks, or on none.
 
         Args:
             background: the exchange.
             at_the_end: whether ranks are brought together.
-
-        Returns:
-            Whether the ranks are others now.
 
         Raises:
             PeerError, Exception: as :meth:`_take_turn`.
@@ -360,7 +357,8 @@ class LocalSteps:
         """
         survivors = self._survivors
         if survivors is not None:
-            return self._end_among(survivors, background, lets_in=not at_the_end)
+            self._end_among(survivors, background, lets_in=not at_the_end)
+            return
         replica = self._replica
         background.settle()
         background.fail_if(replica.share_failure(background.failure))
@@ -374,11 +372,10 @@ class LocalSteps:
             means = [background.means[name] for name in memory.names or ()]
             self.hook.move(memory, means, mix=self.hook.mix)
         self._have_moved(background.traffic)
-        return False
 
     def _end_among(
         self, survivors: ExchangeSurvivors, background: BackgroundExchange, *, lets_in: bool
-    ) -> bool:
+    ) -> None:
         """:meth:`_end_background` where ranks come and go.
 
         The ranks agree on the outcome. If the exchange has failed on one of them, or a rank is
@@ -410,7 +407,7 @@ class LocalSteps:
                 means = [background.means[name] for name in memory.names or ()]
                 self.hook.move(memory, means, mix=self.hook.mix)
             self._have_moved(background.traffic)
-        return repeatable.end(lets_in=lets_in)
+        repeatable.end(lets_in=lets_in)
 
     def _exchange(self, fragment: int | None = None, *, at_the_end: bool = False) -> None:
         """Average how far the ranks have come, and move by that.

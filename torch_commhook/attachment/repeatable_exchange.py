@@ -159,14 +159,11 @@ class RepeatableExchange:
             self._survivors.use_group()
         return counts
 
-    def end(self, *, lets_in: bool) -> bool:
+    def end(self, *, lets_in: bool) -> None:
         """Count the exchange, once the parameters have moved.
 
         Args:
             lets_in: whether new ranks may be let in now.
-
-        Returns:
-            Whether the ranks are others now.
 
         Raises:
             BaseException: this rank does not go on.
@@ -174,7 +171,5 @@ class RepeatableExchange:
         if self._buffers is not None:
             self._survivors.unpack_buffers(self._buffers)
         has_changed = self._survivors.exchange_ended(self._note, lets_in=lets_in)
-        has_changed |= self._has_changed
-        if has_changed:
+        if has_changed or self._has_changed:
             self._survivors.use_group()
-        return has_changed
