@@ -19,7 +19,7 @@ from torch_commhook.elastic.membership import LeftOutError, TooFewRanksError
 from torch_commhook.elastic.settings import Elastic
 from torch_commhook.hooks.traceable import traceable
 from torch_commhook.memory.resharding import reshard_states
-from torch_commhook.metrics import BucketStats, HookStats
+from torch_commhook.metrics import BucketStats, HookStats, MembershipEvent
 from torch_commhook.native.cpp_libraries import include_paths, load_cpp_hooks
 from torch_commhook.native.libraries import NativeLibraryError
 from torch_commhook.native.runtime import check_hook, parse_hook_result, run_hook
@@ -34,6 +34,7 @@ __all__ = [
     "HookHandle",
     "HookStats",
     "LeftOutError",
+    "MembershipEvent",
     "NativeLibraryError",
     "PeerError",
     "ProcessGroup",

@@ -129,6 +129,44 @@ class BucketStats:
             self.relative_error = math.sqrt(lost / values) if values else 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class MembershipEvent:
+    """Ranks were lost or have joined: of a hook that was attached with ``elastic``.
+
+    Ranks are named by the numbers that they have for life, as in the log.
+
+    Attributes:
+        steps: of the training, after which it happened.
+        size: number of ranks from then on.
+        lost: who was lost, has left, or was left out.
+        joined: who has joined.
+        reason: why ranks were lost, as this rank saw it; empty where none were.
+        error_lost: whether the hook's error memory of the lost ranks went with them.
+    """
+
+    steps: int
+    size: int
+    lost: tuple[int, ...] = ()
+    joined: tuple[int, ...] = ()
+    reason: str = ""
+    error_lost: bool = False
+
+    def __str__(self) -> str:
+        parts = []
+        if self.lost:
+            with_error = ", with its share of the error memory" if self.error_lost else ""
+            because = f" ({self.reason})" if self.reason else ""
+            parts.append(f"lost {_ranks(self.lost)}{with_error}{because}")
+        if self.joined:
+            parts.append(f"{_ranks(self.joined)} joined")
+        return f"after {self.steps} steps: {'; '.join(parts)}; {self.size} ranks go on"
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    listed = ", ".join(map(str, numbers))
+    return f"rank {listed}" if len(numbers) == 1 else f"ranks {listed}"
+
+
 @dataclass
 class HookStats:
     """What a hook has sent since it was attached, on this rank.
@@ -146,6 +184,9 @@ class HookStats:
         buckets: the buckets as they are now; DDP forms them anew after the first step.
         of_shards: whether the hook takes part in reduce-scatters, where each rank needs its shard
             of the sum alone.
+        membership: with ``elastic``: who was lost and who has joined, in order.
+        stragglers: with ``elastic`` and its ``straggler``: the ranks that are slow at the moment,
+            by the numbers that they have for life, and their computing time over the median.
     """
 
     steps: int = 0
@@ -158,6 +199,8 @@ class HookStats:
     world_size: int = 1
     buckets: list[BucketStats] = field(default_factory=list)
     of_shards: bool = field(default=False, repr=False)
+    membership: list[MembershipEvent] = field(default_factory=list, repr=False)
+    stragglers: dict[int, float] = field(default_factory=dict, repr=False)
 
     @property
     def compression_ratio(self) -> float | None:

@@ -98,6 +98,182 @@ CASES: dict[str, dict[str, Any]] = {
         "late": [5],
         "pause": 0.02,
     },
+    "local steps: a rank is killed between two exchanges": {
+        "said": {1: "killed"},
+        "ranks": 4,
+        "steps": 16,
+        "hook": "local",
+        "events": [{"rank": 1, "step": 6, "do": "kill"}],
+    },
+    "local steps: the first rank is killed in an exchange": {
+        "said": {0: "killed"},
+        "ranks": 3,
+        "steps": 12,
+        "hook": "local with error",
+        "events": [{"rank": 0, "step": 6, "do": "kill in its exchange"}],
+    },
+    "local steps: a rank is killed at the end of an exchange": {
+        "said": {2: "killed"},
+        "ranks": 4,
+        "steps": 12,
+        "hook": "local powersgd",
+        "events": [{"rank": 2, "step": 6, "do": "kill at the end"}],
+    },
+    "local steps: a rank is stopped": {
+        "said": {1: "LeftOutError"},
+        "ranks": 3,
+        "steps": 9,
+        "hook": "local with error",
+        "events": [{"rank": 1, "step": 5, "do": "stop"}],
+    },
+    "local steps: a rank leaves": {
+        "said": {1: "left"},
+        "ranks": 3,
+        "steps": 16,
+        "hook": "local",
+        "events": [{"rank": 1, "step": 6, "do": "leave"}],
+    },
+    "local steps: a killed rank's process starts anew": {
+        "said": {1: "killed"},
+        "ranks": 3,
+        "steps": 60,
+        "hook": "local powersgd",
+        "events": [{"rank": 1, "step": 5, "do": "kill"}],
+        "late": [8],
+        "pause": 0.02,
+    },
+    "local steps: the rank that gives a new one its state is killed while it does": {
+        "ranks": 3,
+        "steps": 60,
+        "hook": "local",
+        "events": [
+            {"rank": rank, "step": 2, "do": "kill the first that sends"} for rank in range(3)
+        ],
+        "late": [5],
+        "pause": 0.02,
+    },
+    "local steps are counted": {
+        "said": {1: "killed"},
+        "ranks": 4,
+        "steps": 13,
+        "hook": "local mean",
+        "counts": [3.0, 2.0, 6.0, 0.0],
+        "events": [{"rank": 1, "step": 6, "do": "kill"}],
+    },
+    "local steps: errors are those of before the exchange": {
+        "said": {0: "killed"},
+        "ranks": 3,
+        "steps": 2,
+        "hook": "local largest",
+        "counts": [5.0, 3.0, 1.0],
+        "events": [{"rank": 0, "step": 1, "do": "kill in its exchange"}],
+    },
+    "local steps: ranks that differ after each exchange come together": {
+        "said": {0: "killed"},
+        "ranks": 3,
+        "steps": 40,
+        "hook": "local with error reset",
+        "events": [{"rank": 0, "step": 8, "do": "kill"}],
+        "late": [6],
+        "pause": 0.02,
+        "together": 6,
+    },
+    "streaming: the lost rank does not count": {
+        "said": {0: "killed"},
+        "ranks": 3,
+        "steps": 5,
+        "hook": "in background",
+        "counts": [6.0, 3.0, 1.0],
+        "events": [{"rank": 0, "step": 3, "do": "kill"}],
+        "pause": 0.1,
+    },
+    "streaming: a rank is killed": {
+        "said": {1: "killed"},
+        "ranks": 4,
+        "steps": 20,
+        "hook": "streaming",
+        "events": [{"rank": 1, "step": 7, "do": "kill"}],
+        "together": 10,
+    },
+    "streaming: a rank is killed while an exchange is under way": {
+        "said": {0: "killed"},
+        "ranks": 3,
+        "steps": 20,
+        "hook": "streaming with error",
+        "events": [{"rank": 0, "step": 5, "do": "kill"}],
+        "together": 10,
+    },
+    "streaming: a rank is killed in the end of an exchange": {
+        "said": {0: "killed"},
+        "ranks": 3,
+        "steps": 20,
+        "hook": "streaming with error",
+        "events": [{"rank": 0, "step": 4, "do": "kill in its exchange"}],
+        "together": 10,
+    },
+    "streaming: a rank is stopped": {
+        "said": {2: "LeftOutError"},
+        "ranks": 3,
+        "steps": 12,
+        "hook": "streaming",
+        "events": [{"rank": 2, "step": 5, "do": "stop"}],
+        "together": 6,
+    },
+    "streaming: a killed rank's process starts anew": {
+        "said": {1: "killed"},
+        "ranks": 3,
+        "steps": 60,
+        "hook": "streaming with error",
+        "events": [{"rank": 1, "step": 5, "do": "kill"}],
+        "late": [8],
+        "pause": 0.02,
+        "together": 10,
+    },
+    "fragments: a killed rank's process starts anew": {
+        "said": {1: "killed"},
+        "ranks": 3,
+        "steps": 60,
+        "hook": "fragments",
+        "events": [{"rank": 1, "step": 5, "do": "kill"}],
+        "late": [8],
+        "pause": 0.02,
+        "together": 10,
+    },
+    "a slow rank is named": {
+        "ranks": 3,
+        "steps": 12,
+        "hook": "allreduce",
+        "events": [{"rank": 1, "step": 3, "do": "slow"}],
+        "pause": 0.03,
+        "straggler": {"straggler": 3.0, "straggler_steps": 4},
+    },
+    "a slow rank is left out": {
+        "said": {1: "LeftOutError"},
+        "ranks": 3,
+        "steps": 20,
+        "hook": "with error",
+        "events": [{"rank": 1, "step": 3, "do": "slow"}],
+        "pause": 0.03,
+        "straggler": {"straggler": 3.0, "straggler_steps": 4, "leave_out_stragglers": True},
+    },
+    "local steps: a slow rank is left out": {
+        "said": {2: "LeftOutError"},
+        "ranks": 3,
+        "steps": 20,
+        "hook": "local powersgd",
+        "events": [{"rank": 2, "step": 2, "do": "slow"}],
+        "pause": 0.03,
+        "straggler": {"straggler": 3.0, "straggler_steps": 2, "leave_out_stragglers": True},
+    },
+    "too few would be left without the slow rank": {
+        "ranks": 2,
+        "min_ranks": 2,
+        "steps": 12,
+        "hook": "allreduce",
+        "events": [{"rank": 0, "step": 2, "do": "slow"}],
+        "pause": 0.03,
+        "straggler": {"straggler": 3.0, "straggler_steps": 3, "leave_out_stragglers": True},
+    },
 }
 
 
@@ -120,7 +296,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 @pytest.mark.parametrize("name", CASES)
 def test_all_that_go_on_hold_the_same(outcomes: dict[str, dict[str, Any]], name: str) -> None:
     case, found = CASES[name], outcomes[name]
-    if name.startswith("the rank that gives"):  # whichever of them that is
+    if "the rank that gives" in name:  # whichever of them that is
         found["said"].remove("killed")
         found["steps"].remove(min(found["steps"][: case["ranks"]], key=len))
         case = {**case, "ranks": case["ranks"] - 1}
@@ -141,3 +317,113 @@ def test_all_that_go_on_hold_the_same(outcomes: dict[str, dict[str, Any]], name:
     if case.get("late"):
         late = found["steps"][case["ranks"]]
         assert 1 < late[0][0] < case["steps"], "the new rank was let in in between"
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.get("late")])
+def test_new_ranks_begin_as_the_others_do(outcomes: dict[str, dict[str, Any]], name: str) -> None:
+    began = outcomes[name]["stats"][-1]["began"]
+    # With fragments, a new rank begins where another one is.
+    is_at_anchor = "fragments" not in name and "streaming" not in name
+    assert began["remembers"] and (began["at_anchor"] or not is_at_anchor)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.get("together")])
+def test_synchronize_brings_all_members_together(
+    outcomes: dict[str, dict[str, Any]], name: str
+) -> None:
+    seen = [dict(each["together"]) for each in outcomes[name]["stats"] if each is not None]
+    assert len(seen) == outcomes[name]["said"].count("done") > 1
+    of_step: dict[int, set[str]] = {}
+    for each in seen:
+        for step, digest in each.items():
+            of_step.setdefault(step, set()).add(digest)
+    assert all(len(digests) == 1 for digests in of_step.values()), of_step
+    assert len({next(iter(digests)) for digests in of_step.values()}) == len(of_step) > 2
+    assert all(CASES[name]["steps"] in each for each in seen)
+
+
+def test_a_lost_rank_costs_its_round_only(outcomes: dict[str, dict[str, Any]]) -> None:
+    found = outcomes["local steps are counted"]
+    values = {step: value for step, value, *_ in found["steps"][0] if value is not None}
+    # A round of four steps by (3 + 2 + 6 + 0) / 4, then two by (3 + 6 + 0) / 3.
+    assert values == {4: [-11.0, -8.25], 8: [-23.0, -17.25], 12: [-35.0, -26.25]}
+    # The rank's steps on its own in between, and no more.
+    assert [step for step, *_ in found["steps"][3]] == list(range(1, 14))
+
+
+def test_a_repeated_exchange_begins_with_the_errors_of_before(
+    outcomes: dict[str, dict[str, Any]],
+) -> None:
+    found = outcomes["local steps: errors are those of before the exchange"]
+    for number in (1, 2):
+        values = [value for _, value, *_ in found["steps"][number]]
+        # The larger number in the first step, and in the second twice the smaller one.
+        assert values == [[-2.0, 0.0], [-2.0, -3.0]]
+
+
+def test_an_exchange_in_background_is_repeated_at_once(
+    outcomes: dict[str, dict[str, Any]],
+) -> None:
+    found = outcomes["streaming: the lost rank does not count"]
+    for number in (1, 2):
+        values = {step: value for step, value, *_ in found["steps"][number] if value is not None}
+        # Three steps by (3 + 1) / 2, though the exchange had begun after two. Then one, whose
+        # exchange ends in the next step, and takes that back.
+        assert values == {3: [-6.0, -4.5], 5: [-8.0, -6.0]}
+
+
+@pytest.mark.parametrize(
+    ("name", "error_lost"),
+    [("a rank is killed in its backward", False), ("the first rank is killed", True)],
+)
+def test_stats_tell_who_was_lost(
+    outcomes: dict[str, dict[str, Any]], name: str, error_lost: bool
+) -> None:
+    case, found = CASES[name], outcomes[name]
+    (killed,) = case["events"]
+    for said, stats in zip(found["said"], found["stats"], strict=True):
+        if said == "done":
+            (event,) = stats["membership"]
+            assert event.pop("reason")
+            assert event == {
+                "steps": killed["step"] - 1,
+                "size": case["ranks"] - 1,
+                "lost": [found["own"][killed["rank"]]],
+                "joined": [],
+                "error_lost": error_lost,
+            }
+
+
+def test_stats_tell_who_has_joined(outcomes: dict[str, dict[str, Any]]) -> None:
+    found = outcomes["a killed rank's process starts anew"]
+    for number in (0, 2):
+        lost, joined = found["stats"][number]["membership"]
+        assert lost["lost"] == [found["own"][1]] and not lost["joined"]
+        assert joined["joined"] == [found["own"][3]] and not joined["lost"]
+        assert lost["error_lost"] and not joined["error_lost"] and not joined["reason"]
+    assert found["stats"][3]["membership"] == [], "from when it has joined"
+
+
+@pytest.mark.parametrize(
+    "name", ["a slow rank is named", "too few would be left without the slow rank"]
+)
+def test_a_slow_rank_is_named(outcomes: dict[str, dict[str, Any]], name: str) -> None:
+    (slow,), found = CASES[name]["events"], outcomes[name]
+    for stats in found["stats"]:
+        ((rank, ratio),) = stats["stragglers"].items()
+        assert int(rank) == found["own"][slow["rank"]] and 3.0 < ratio < 20.0
+        assert stats["membership"] == []
+
+
+@pytest.mark.parametrize(
+    "name", ["a slow rank is left out", "local steps: a slow rank is left out"]
+)
+def test_a_slow_rank_is_left_out(outcomes: dict[str, dict[str, Any]], name: str) -> None:
+    (slow,), found = CASES[name]["events"], outcomes[name]
+    rank = found["own"][slow["rank"]]
+    assert f"(rank {rank}), which was too slow in" in found["said"][slow["rank"]]
+    for said, stats in zip(found["said"], found["stats"], strict=True):
+        if said == "done":
+            (event,) = stats["membership"]
+            assert event["lost"] == [rank] and event["reason"] == f"rank {rank}: too slow"
+            assert not stats["stragglers"], "it is no member any more"

@@ -196,6 +196,75 @@ def test_a_new_rank_is_let_in_where_the_others_change() -> None:
     assert late.is_new and not members[0].wanting()
 
 
+def test_a_new_rank_that_was_overlooked_asks_again() -> None:
+    store, signs, members = _started(2)
+    (late,) = _members(store, 1, signs)
+    store.append("wanting", f"{late.own} ")
+    signs.dead.add(late.own)
+    views = _together([lambda m=m: m.change(5) for m in members])
+    assert views[0].entries == 3 and late.own not in views[0].members
+    signs.dead.clear()
+    entered: list[View] = []
+    thread = threading.Thread(target=lambda: entered.append(late.enter(10.0)))
+    # As the store is after enter() has asked for the first time, which nobody sees any more.
+    store.set("view", View(2, views[0].members, (), 5, 4).as_text())
+    for member in members:
+        member.view = member.current()
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not members[0].wanting():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    views = _together([lambda m=m: m.change(6) for m in members])
+    thread.join(10)
+    assert entered == [views[0]] and views[0].members[-1] == late.own
+
+
+def test_new_ranks_wait_where_the_others_change_without_letting_in() -> None:
+    store, signs, members = _started(3, min_ranks=3)
+    lost = Lost(ended=frozenset([members[0].own]))
+    left = members[1:]
+    (late,) = _members(store, 1, signs)
+    entered: list[View] = []
+    thread = threading.Thread(target=lambda: entered.append(late.enter(10.0)))
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not left[0].wanting():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    # With the one that waits they are enough.
+    views = _together([lambda m=m: m.change(5, lost, lets_in=False) for m in left])
+    assert views[0] == views[1] and views[0].members == tuple(m.own for m in left)
+    assert left[0].wanting() == [late.own], "members still know that it waits"
+    views = _together([lambda m=m: m.change(6) for m in left])
+    thread.join(10)
+    assert {*views, *entered} == {views[0]}
+    assert views[0].members == (*(m.own for m in left), late.own) and late.is_new
+
+
+def test_a_new_rank_whose_view_has_gone_waits_for_the_next() -> None:
+    store, signs, members = _started(3)
+    (late,) = _members(store, 1, signs)
+    store.append("wanting", f"{late.own} ")
+    views = _together([lambda m=m: m.change(5) for m in members])
+    late.view, late.is_new = views[0], True
+    assert views[0].new == (late.own,)
+    left = members[1:]
+    lost = Lost(ended=frozenset([members[0].own]))
+    entered: list[View] = []
+    thread = threading.Thread(target=lambda: entered.append(late.change(5, lets_in=False)))
+    thread.start()
+    views = _together([lambda m=m: m.change(5, lost, lets_in=False) for m in left])
+    assert views[0].members == tuple(m.own for m in left)
+    deadline = time.monotonic() + 20
+    while not left[0].wanting():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    views = _together([lambda m=m: m.change(6) for m in left])
+    thread.join(10)
+    assert entered == [views[0]] and views[0].new == (late.own,) and late.view == views[0]
+
+
 def test_a_new_rank_that_was_lost_again_is_not_let_in() -> None:
     store, signs, members = _started(2)
     (late,) = _members(store, 1, signs)

@@ -5,8 +5,12 @@ from this one, which has imported what takes time and runs the store. A case has
 
 ``ranks``: how many begin. ``steps``: in all. ``hook``: a key of ``HOOKS``.
 ``events``: what happens to a rank, by its number in the order of starting, in the step of a
-number: ``kill``, ``stop`` (and go on much later), ``raise`` (in the hook), ``leave``, ``kill the
-first that sends`` a new rank its state.
+number: ``kill``, ``kill in its exchange`` of local steps, ``kill at the end``, ``stop`` (and go on
+much later), ``raise`` (in the hook), ``leave``, ``kill the first that sends`` a new rank its state.
+``slow``, from that step on.
+``counts``: each rank's steps move its two numbers by 1 and 0.75 times a number of this list, and
+nothing else; these are logged. ``straggler``: settings for slow ranks.
+``together``: ranks call ``synchronize()`` before each step whose number less one is a multiple.
 ``late``: ranks that start when the first one has done so many steps.
 """
 
@@ -19,6 +23,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -31,6 +36,7 @@ from torch import nn
 import torch_commhook as commhook
 from torch_commhook import hooks
 from torch_commhook.attachment import elastic as elastic_module
+from torch_commhook.attachment import repeatable_exchange as exchange_module
 from torch_commhook.reducer import reducer  # noqa: F401  (now, not in each fork)
 
 GRACE = 2.0
@@ -41,17 +47,50 @@ HOOKS: dict[str, Any] = {
     "with error": lambda: hooks.error_feedback(hooks.blockwise(bits=4)),
     "topk": lambda: hooks.error_feedback(hooks.topk(0.1)),
     "powersgd": lambda: hooks.error_feedback(hooks.powersgd(1)),
+    "local": lambda: hooks.local_sgd(4),
+    "local mean": lambda: hooks.local_sgd(4, outer=hooks.outer_sgd(1.0, 0.0)),
+    "in background": lambda: hooks.local_sgd(2, delay=1, outer=hooks.outer_sgd(1.0, 0.0)),
+    "streaming": lambda: hooks.local_sgd(4, fragments=2, delay=1),
+    "streaming with error": lambda: hooks.local_sgd(
+        6, fragments=2, delay=2, mix=0.5, hook=hooks.error_feedback(hooks.blockwise(bits=4))
+    ),
+    "fragments": lambda: hooks.local_sgd(
+        4, fragments=2, hook=hooks.error_feedback(hooks.powersgd(1))
+    ),
+    "local largest": lambda: hooks.local_sgd(
+        1, hook=hooks.error_feedback(hooks.topk(0.5)), outer=hooks.outer_sgd(1.0, 0.0)
+    ),
+    "local with error": lambda: hooks.local_sgd(
+        3, hook=hooks.error_feedback(hooks.blockwise(bits=4)), outer=hooks.outer_sgd(1.0, 0.0)
+    ),
+    "local powersgd": lambda: hooks.local_sgd(2, hook=hooks.error_feedback(hooks.powersgd(1))),
+    "local with error reset": lambda: hooks.local_sgd(
+        3, hook=hooks.error_feedback(hooks.topk(0.1)), error_reset=True
+    ),
 }
 
 
 def _digest(model: nn.Module) -> str:
-    values = [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
+    values = [each.detach().numpy().tobytes() for each in model.state_dict().values()]
     return hashlib.sha256(b"".join(values)).hexdigest()[:12]
 
 
 def _model(seed: int) -> nn.Module:
     torch.manual_seed(seed)  # others on each rank: new ones get those of the training
     return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+
+
+class _Counter(nn.Module):
+    """Moves two numbers by as much in each step of SGD with a learning rate of 1."""
+
+    def __init__(self, count: float) -> None:
+        super().__init__()
+        self._count = count
+        self.value = nn.Parameter(torch.zeros(2))
+        self.register_buffer("unused", torch.zeros(1))  # sent in each exchange
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self._count * (self.value[0] + 0.75 * self.value[1])
 
 
 def _die() -> None:
@@ -70,9 +109,13 @@ def _happens(
 ) -> None:
     """What an event makes of the step that begins."""
     if event["do"] == "kill":
-        model[0].weight.register_hook(lambda gradient: _die())
+        next(model.parameters()).register_hook(lambda gradient: _die())
     elif event["do"] == "kill at the end":
         commhook.step.step_group.StepGroup.end = lambda self: _die()  # type: ignore[attr-defined]
+    elif event["do"] == "kill in its exchange":
+        exchange_module.broadcast = lambda *args, **kwargs: _die()  # type: ignore[attr-defined]
+    elif event["do"] == "slow":
+        model.register_forward_pre_hook(lambda module, inputs: time.sleep(0.2))
     elif event["do"] == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif event["do"] == "raise":
@@ -84,10 +127,37 @@ def _happens(
         elastic_module.send = partial(_send_or_die, folder / "died", elastic_module.send)
 
 
+def _is_together(handle: commhook.HookHandle) -> bool:
+    """Whether all ranks have the same parameters after a step."""
+    hook = handle.hook
+    if not isinstance(hook, hooks.local_sgd):
+        return True
+    if hook.error_reset or hook.mix or hook.fragments > 1:
+        return False
+    return handle.steps > hook.delay and (handle.steps - hook.delay) % hook.H == 0
+
+
+def _began(handle: commhook.HookHandle, model: nn.Module) -> dict[str, bool]:
+    """Whether the buckets have the hook's memory, and the parameters are where rounds begin."""
+    state = handle.state_dict()
+    anchors = state.get("shared", {}).get("local_sgd_anchor", {})
+    return {
+        "remembers": all(state["buckets"]) and bool(state["buckets"]) if state else True,
+        "at_anchor": all(
+            torch.equal(each, anchors[name])
+            for name, each in model.named_parameters()
+            if name in anchors
+        ),
+    }
+
+
 def _train(number: int, case: dict[str, Any], folder: Path, port: int) -> str:
-    model = _model(number)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
+    counts = case.get("counts")
+    model = _Counter(counts[number]) if counts else _model(number)
+    optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    if counts:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 1.0 if counts else 0.9)
     settings = commhook.Elastic(
         min_ranks=case.get("min_ranks", 1),
         grace=GRACE,
@@ -96,24 +166,49 @@ def _train(number: int, case: dict[str, Any], folder: Path, port: int) -> str:
         ranks=case["ranks"],
         name=folder.name,
         timeout=TIMEOUT,
+        **case.get("straggler", {}),
     )
     events = {event["step"]: event for event in case["events"] if event["rank"] == number}
     with (folder / f"steps{number}").open("w", buffering=1) as log:
         handle = commhook.attach(model, HOOKS[case["hook"]](), elastic=settings)
+        own = handle._road.elastic.ranks.membership.own  # type: ignore[attr-defined]
+        (folder / f"own{number}").write_text(str(own))
         views: list[int] = []
         handle.on_membership(lambda rank, size: views.append(size))
+        began = _began(handle, model)
+        together: list[tuple[int, str]] = []
         while handle.steps < case["steps"]:
+            if handle.steps % case.get("together", case["steps"]) == 0:
+                handle.synchronize()
+                together.append((handle.steps, _digest(model)))
             event = events.pop(handle.steps + 1, None)
             if event is not None:
                 _happens(event, handle, model, folder)
             inputs = torch.randn(8, 16)
             optimizer.zero_grad()
-            model(inputs).square().mean().backward()
+            loss = model(inputs)
+            (loss.sum() if counts else loss.square().mean()).backward()
             optimizer.step()
             scheduler.step()
             rate = optimizer.param_groups[0]["lr"]
-            print(json.dumps([handle.steps, _digest(model), rate, views]), file=log)
+            # Else each rank has parameters of its own.
+            is_together = _is_together(handle)
+            digest = _digest(model) if is_together else None
+            if counts and is_together:
+                digest = model.value.tolist()
+            print(json.dumps([handle.steps, digest, rate, views]), file=log)
             time.sleep(case.get("pause", 0.0))
+        handle.synchronize()
+        together.append((handle.steps, _digest(model)))
+        stats = handle.stats()
+        events_seen = [asdict(event) for event in stats.membership]
+        seen = {
+            "membership": events_seen,
+            "stragglers": stats.stragglers,
+            "together": together,
+            "began": began,
+        }
+        (folder / f"stats{number}").write_text(json.dumps(seen))
         handle.remove()
     return "done"
 
@@ -152,10 +247,13 @@ def _run(case: dict[str, Any], folder: Path, port: int) -> dict[str, Any]:
     for number in stopped:
         os.kill(processes[number], signal.SIGCONT)
         os.waitpid(processes[number], 0)
-    found: dict[str, Any] = {"said": [], "steps": []}
+    found: dict[str, Any] = {"said": [], "steps": [], "stats": [], "own": []}
     for number in range(len(processes)):
         said, steps = folder / f"said{number}", folder / f"steps{number}"
         found["said"].append(said.read_text() if said.exists() else "killed")
+        found["own"].append(int((folder / f"own{number}").read_text()))
+        stats = folder / f"stats{number}"
+        found["stats"].append(json.loads(stats.read_text()) if stats.exists() else None)
         lines = steps.read_text().splitlines() if steps.exists() else []
         found["steps"].append([json.loads(line) for line in lines])
     return found

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from torch_commhook.attachment.buffers import buffers_of, unpack
 from torch_commhook.attachment.buffers import packed as pack_buffers
+from torch_commhook.elastic.pace import Note, Pace
 from torch_commhook.elastic.ranks import ElasticRanks, donors_of
 from torch_commhook.elastic.settings import Elastic
 from torch_commhook.elastic.transfer import (
@@ -37,7 +38,7 @@ class ElasticTraining:
 
     Args:
         model: which is trained.
-        attached: the hook.
+        attached: the hook that is attached first.
         settings: as a user gives them.
         parameters: names and parameters whose gradients are averaged.
         shared: names and values that must be the same on all ranks.
@@ -62,21 +63,59 @@ class ElasticTraining:
     ) -> None:
         self._broadcast_buffers = broadcast_buffers
         self._model = weakref.ref(model)
-        self._attached = attached
+        self._first_attached = attached
         self._settings = settings
+        self._reducer: Callable[[], Reducer | None] = lambda: None
+        self._pace: Pace | None = None
+        if settings.straggler is not None:
+            self._pace = Pace(settings.straggler, settings.straggler_steps)
+        self._steps_measured = 0  # since the pace was begun
         self._given = 0  # the last view whose new members have been given what they need
         self.ranks = ElasticRanks(settings)
         specs = [f"'{name}' of shape {tuple(p.shape)} and {p.dtype}" for name, p in parameters]
+        for name in ("straggler", "straggler_steps", "leave_out_stragglers"):
+            shared[f"Elastic's {name}"] = getattr(settings, name)
         self.ranks.check_same({"the parameters": specs, **shared})
+        self.ranks.lets_in_late = lambda: not self._attached.keeps_ranks_apart
+        self.ranks.keeps_error = lambda: self._attached.memory.error_bytes > 0
         self.ranks.enter()
+
+    def use(self, reducer: Reducer) -> None:
+        """Be the ranks of a reducer."""
+        self._reducer = weakref.ref(reducer)
+        reducer.survivors = self
+
+    @property
+    def _attached(self) -> Attached:
+        """The hook at the moment."""
+        reducer = self._reducer()
+        attached = None if reducer is None else reducer.attached
+        return self._first_attached if attached is None else attached
 
     @property
     def group(self) -> StepGroup:
         """The members' group at the moment."""
         return self.ranks.group
 
-    def wants_change(self) -> bool:
-        return self.ranks.wants_change()
+    @property
+    def stragglers(self) -> dict[int, float]:
+        """The ranks that are slow, and their computing time over the median."""
+        return {} if self._pace is None else self._pace.stragglers
+
+    def stop_clock(self) -> None:
+        if self._pace is not None:
+            self._pace.end()
+
+    def note(self) -> Tensor:
+        pace, view, own = self._pace, self.ranks.view, self.ranks.rank
+        note = Note(len(view.members), compares=pace is not None)
+        note.wants_change = self.ranks.wants_change()
+        if pace is not None:
+            note.write_time(own, pace.seconds(self._steps_measured))
+            if self._settings.leave_out_stragglers:
+                for rank in pace.stragglers:
+                    note.leave_out(view.members.index(rank))
+        return note.values
 
     def packed_buffers(self) -> Tensor | None:
         model = self._model()
@@ -89,13 +128,53 @@ class ElasticTraining:
             unpack(sent, buffers_of(model))
 
     def go_on(self, error: BaseException, *, has_results: bool) -> bool:
+        if self._pace is not None:
+            self._pace.skip()
         return self.ranks.go_on(error, has_results=has_results)
 
     def unreachable(self, error: RuntimeError) -> Exception:
         return self.ranks.unreachable(error)
 
-    def step_ended(self, wants_change: bool) -> bool:
-        return self.ranks.step_ended(wants_change)
+    def step_ended(self, note: Tensor | None) -> bool:
+        self.ranks.trained += 1
+        return self._ended(note, lets_in=True)
+
+    def count_local_step(self) -> None:
+        self.ranks.trained += 1
+        self._steps_measured += 1
+
+    def exchange_ended(self, note: Tensor | None, *, lets_in: bool) -> bool:
+        return self._ended(note, lets_in=lets_in)
+
+    def use_group(self) -> None:
+        reducer = self._reducer()
+        assert reducer is not None
+        reducer.go_on_between_steps()
+
+    def _ended(self, values: Tensor | None, *, lets_in: bool) -> bool:
+        """Count what all ranks have done, and let in or leave out whom they want to."""
+        pace, members = self._pace, self.ranks.view.members
+        note = Note(len(members), compares=pace is not None, values=values)
+        if values is None:
+            has_changed = self.ranks.step_ended(wants_change=False)
+        else:
+            if pace is not None:
+                times = {members[place]: each for place, each in note.times().items()}
+                pace.compare(self.ranks.membership.own, times)
+            out = [members[place] for place in note.left_out()]
+            if len(members) - len(out) < self._settings.min_ranks:
+                out = []
+            has_changed = self.ranks.step_ended(
+                wants_change=note.wants_change and lets_in, left_out=out, lets_in=lets_in
+            )
+        if pace is not None:
+            pace.keep(self.ranks.view.members)
+            if has_changed or values is None:
+                pace.skip()  # ranks connect in the next step
+            else:
+                pace.begin()
+            self._steps_measured = 0 if self._attached.keeps_ranks_apart else 1
+        return has_changed
 
     def leave(self) -> None:
         """Leaves the training."""
@@ -139,13 +218,15 @@ class ElasticTraining:
             except RuntimeError as error:
                 reducer.go_on_between_steps(error)
                 continue
-            self._load(unpacked(data))
+            self._load(unpacked(data), reducer)
             ranks.membership.is_new = False
 
     def _state(self) -> dict[str, Any]:
-        memory = self._attached.memory
+        memory, local_steps = self._attached.memory, self._attached.local_steps
         return {
             "steps": self.ranks.steps,
+            "trained": self.ranks.trained,
+            "place": None if local_steps is None else local_steps.place(),
             "tensors": {name: tensor.detach() for name, tensor in self._tensors().items()},
             "objects": states_of(self._settings.state),
             "hook": None if memory.remembers_nothing else memory.state_dict(),
@@ -156,7 +237,7 @@ class ElasticTraining:
         assert model is not None
         return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self, state: dict[str, Any], reducer: Reducer) -> None:
         own, given = self._tensors(), state["tensors"]
         with torch.no_grad():
             for name, tensor in own.items():
@@ -165,7 +246,10 @@ class ElasticTraining:
         memory = self._attached.memory
         if state["hook"] is not None:
             memory.load_state(memory.check_state(_of_new_rank(state["hook"], memory)))
-        self.ranks.steps = state["steps"]
+            reducer.memory_loaded(state["hook"]["buckets"])
+        if self._attached.local_steps is not None:
+            self._attached.local_steps.begin_at(state["place"])
+        self.ranks.steps, self.ranks.trained = state["steps"], state["trained"]
 
 
 def _of_new_rank(state: dict[str, Any], memory: HookMemory) -> dict[str, Any]:
@@ -185,19 +269,24 @@ def check_fits(attached: Attached, parameters: list[tuple[str, Tensor]]) -> None
     Raises:
         ValueError: it cannot.
     """
-    hook: Callable[..., Any] = attached.hook
-    if isinstance(hook, Hook) and hook.own_groups():
-        raise ValueError(
-            "attach: with elastic, the hook must communicate among all ranks, got "
-            f"'{attached.name}' with process groups of its own"
-        )
-    if attached.keeps_ranks_apart:
-        raise ValueError(
-            f"attach: with elastic, the hook must average gradients, got '{attached.name}'"
-        )
+    check_elastic_hook(attached)
     for name, parameter in parameters:
         if parameter.device.type != "cpu":
             raise ValueError(
                 f"attach: with elastic, parameters must be on the CPU, got '{name}' on "
                 f"{parameter.device}"
             )
+
+
+def check_elastic_hook(attached: Attached) -> None:
+    """Refuses a hook that ``elastic`` does not support.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    hook: Callable[..., Any] = attached.hook
+    if isinstance(hook, Hook) and hook.own_groups():
+        raise ValueError(
+            "attach: with elastic, the hook must communicate among all ranks, got "
+            f"'{attached.name}' with process groups of its own"
+        )

@@ -230,6 +230,9 @@ class HookHandle:
         for memory in attached.memory.bucket_memories():
             if memory.index < len(stats.buckets):
                 stats.buckets[memory.index].measured(memory.meters())
+        elastic = getattr(self._road, "elastic", None)
+        if elastic is not None:
+            stats.membership, stats.stragglers = elastic.ranks.events, elastic.stragglers
         return copy.deepcopy(stats)
 
     def log_to(self, writer: Any, step: int | None = None, *, prefix: str = "commhook/") -> None:
@@ -255,10 +258,11 @@ class HookHandle:
     def steps(self) -> int:
         """Steps of the training that have counted: on a new rank those before it came, too.
 
-        Without ``elastic``, those that the hook has taken since it was attached.
+        With local steps these are the optimizer's. Without ``elastic``, steps that the hook has
+        taken since it was attached; of local steps, exchanges.
         """
         elastic = getattr(self._road, "elastic", None)
-        return self._attached.memory.steps if elastic is None else elastic.ranks.steps
+        return self._attached.memory.steps if elastic is None else elastic.ranks.trained
 
     def on_membership(self, callback: Callable[[int, int], object]) -> None:
         """Call ``callback(rank, size)`` whenever ranks are lost or join; see :class:`Elastic`.

@@ -25,6 +25,7 @@ from torch_commhook.attachment.local_state import (
 )
 from torch_commhook.attachment.optimizer_steps import add_step_counter, remove_step_counter
 from torch_commhook.attachment.parameter_exchange import BackgroundExchange, ParameterExchange
+from torch_commhook.attachment.repeatable_exchange import ExchangeSurvivors, RepeatableExchange
 from torch_commhook.attachment.replica import Replica
 from torch_commhook.attachment.road import Road
 from torch_commhook.attachment.rounds import Round
@@ -129,6 +130,11 @@ class LocalSteps:
     def _replica(self) -> Replica:
         return self._road().replica
 
+    @property
+    def _survivors(self) -> ExchangeSurvivors | None:
+        """The ranks, where they come and go."""
+        return getattr(self._road(), "elastic", None)
+
     def _by_name(self) -> dict[str, Tensor]:
         """The parameters that there are, as the hook's memory has them."""
         return self._replica.find(self._names)
@@ -161,6 +167,7 @@ class LocalSteps:
             )
         if self._is_at_rest:
             self._look_for_anchor()
+        self._give_state()  # where the model's own forward was not called
         if not self._replica.counts_writes:
             gradients = [parameter.grad for parameter in self._living()]
             self._gradient_versions = {
@@ -172,6 +179,13 @@ class LocalSteps:
         """An optimizer is about to step parameters of these ids."""
         if not self._ids().isdisjoint(parameters):
             self._in_step = True
+            self._give_state()
+
+    def _give_state(self) -> None:
+        """Give new ranks what they need, before the first step after an exchange."""
+        survivors = self._survivors
+        if survivors is not None:
+            survivors.give_state()
 
     def count_optimizer_step(self, parameters: frozenset[int]) -> None:
         """An optimizer has stepped parameters of these ids."""
@@ -207,6 +221,9 @@ class LocalSteps:
         self._round.steps += 1
         if self._background is not None:
             self._background.steps += 1
+        survivors = self._survivors
+        if survivors is not None:
+            survivors.count_local_step()
         self._is_counted = True
         self.is_open = False
         self._stepped.clear()
@@ -296,14 +313,21 @@ class LocalSteps:
         background = self._background
         if background is not None and background.steps >= self.hook.delay:
             self._end_background(background)
+            if self._survivors is not None:
+                return  # new ranks get what they need before the next step
         if self._background is not None or not self._round.is_due:
             return
         fragment = self._round.turn
         if not self.hook.delay:
-            self._exchange(self._pieces(fragment))
+            self._exchange(fragment)
             self._round.next_turn()
             return
-        begun = BackgroundExchange(self._replica, fragment, began_at=self._round.steps)
+        begun = BackgroundExchange(
+            self._replica,
+            fragment,
+            began_at=self._round.steps,
+            keeps_all=self._survivors is not None,
+        )
         self._background = begun
         begun.begin(self._attached, self._pieces(fragment))
         self._round.next_turn()
@@ -313,20 +337,28 @@ class LocalSteps:
     def synchronize(self) -> None:
         """Have the ranks together, with nothing that is not sent or on its way."""
         if self._background is not None:
-            self._end_background(self._background)
+            self._end_background(self._background, at_the_end=True)
         if self._is_at_rest:
             self._look_for_anchor()
-        self._exchange(self._pieces(), at_the_end=True)
+        self._exchange(at_the_end=True)
         self._round.reset()
 
-    def _end_background(self, background: BackgroundExchange) -> None:
+    def _end_background(self, background: BackgroundExchange, *, at_the_end: bool = False) -> None:
         """End an exchange of a fragment, and move that: on all ranks, or on none.
+
+        Args:
+            background: the exchange.
+            at_the_end: whether ranks are brought together.
 
         Raises:
             PeerError, Exception: as :meth:`_take_turn`.
             BaseException: the ranks do not know the outcome, and end the exchange after the next
                 step.
         """
+        survivors = self._survivors
+        if survivors is not None:
+            self._end_among(survivors, background, lets_in=not at_the_end)
+            return
         replica = self._replica
         background.settle()
         background.fail_if(replica.share_failure(background.failure))
@@ -341,13 +373,49 @@ class LocalSteps:
             self.hook.move(memory, means, mix=self.hook.mix)
         self._have_moved(background.traffic)
 
-    def _exchange(self, memories: list[BucketMemory], *, at_the_end: bool = False) -> None:
+    def _end_among(
+        self, survivors: ExchangeSurvivors, background: BackgroundExchange, *, lets_in: bool
+    ) -> None:
+        """:meth:`_end_background` where ranks come and go.
+
+        The ranks agree on the outcome. If the exchange has failed on one of them, or a rank is
+        lost meanwhile, all exchange the fragment again, at once.
+        """
+        survivors.stop_clock()
+        background.settle()
+        self._background = None
+        fragment, why = background.fragment, RuntimeError("the exchange failed on another rank")
+
+        def has_failed() -> bool:
+            failed = self._replica.on_any_rank(background.failure is not None)
+            if failed:
+                background.fail_if(why)
+            return failed
+
+        repeatable = RepeatableExchange(self._attached, survivors, lambda: self._replica.group)
+        exchanged = repeatable.run(
+            lambda: self._pieces(fragment),
+            has_failed,
+            before_repeat=lambda: background.fail_if(why),
+        )
+        if exchanged is not None:
+            exchanged.move(mix=self.hook.mix)
+            self._have_moved(exchanged.traffic)
+        else:
+            assert background.means is not None
+            for memory in self._pieces(fragment):
+                means = [background.means[name] for name in memory.names or ()]
+                self.hook.move(memory, means, mix=self.hook.mix)
+            self._have_moved(background.traffic)
+        repeatable.end(lets_in=lets_in)
+
+    def _exchange(self, fragment: int | None = None, *, at_the_end: bool = False) -> None:
         """Average how far the ranks have come, and move by that.
 
         A step of its own, on which the ranks agree before anything changes.
 
         Args:
-            memories: of what is exchanged.
+            fragment: that is exchanged; None for all.
             at_the_end: bring the ranks together: where they go on from places of their own, send
                 all that there is; where they are together, do nothing.
 
@@ -362,10 +430,20 @@ class LocalSteps:
                 self._agree_on_anchors()
             return not at_the_end or self._replica.on_any_rank(self._is_apart())
 
-        exchange = ParameterExchange(self._attached, self._replica.group)
-        if exchange.run(self._replica, memories, is_wanted, unsent=unsent):
-            exchange.move(unsent=unsent, mix=0.0 if at_the_end else self.hook.mix)
-            self._have_moved(exchange.traffic, together=at_the_end)
+        survivors = self._survivors
+        if survivors is None:
+            exchange = ParameterExchange(self._attached, self._replica.group)
+            if exchange.run(self._replica, self._pieces(fragment), is_wanted, unsent=unsent):
+                exchange.move(unsent=unsent, mix=0.0 if at_the_end else self.hook.mix)
+                self._have_moved(exchange.traffic, together=at_the_end)
+            return
+        repeatable = RepeatableExchange(self._attached, survivors, lambda: self._replica.group)
+        exchanged = repeatable.run(lambda: self._pieces(fragment), is_wanted, unsent=unsent)
+        if exchanged is not None:
+            exchanged.move(unsent=unsent, mix=0.0 if at_the_end else self.hook.mix)
+            self._have_moved(exchanged.traffic, together=at_the_end)
+        # Not by synchronize(): the new rank would call it, too, when the others are done with it.
+        repeatable.end(lets_in=not at_the_end)
 
     def _have_moved(self, traffic: list[BucketTraffic], *, together: bool = False) -> None:
         """Parameters are where an exchange has put them.
@@ -400,6 +478,23 @@ class LocalSteps:
         if versions is None:
             return any(map(self.hook.has_moved, self._memories()))
         return versions != self._versions
+
+    # ---- a new rank ------------------------------------------------------------------------------
+
+    def place(self) -> tuple[int, int, int]:
+        """The place in a round, for :meth:`begin_at` on a new rank."""
+        return self.done, self._round.turn, self._round.steps
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def begin_at(self, place: tuple[int, int, int]) -> None:
+        """Begin where another rank is. The hook's memory is loaded. Writes the parameters."""
+        self.done, turn, steps = place
+        self._round.repeat(turn, steps)
+        # With error_reset, the other rank is ahead of the anchor.
+        for memory in self._memories() if not self.hook.is_streaming else ():
+            self.hook.return_to_start(memory)
+        self._versions = self._versions_now()
 
     # ---- state -----------------------------------------------------------------------------------
 

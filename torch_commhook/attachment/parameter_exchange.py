@@ -22,6 +22,7 @@ from torch_commhook.hooks.local_sgd import local_sgd
 from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.memory.bucket_with_memory import BucketWithMemory
+from torch_commhook.memory.states import ANCHOR, MOMENTUM
 from torch_commhook.metrics import BucketTraffic
 from torch_commhook.native.runtime import hook_on_bucket
 from torch_commhook.step.attached_hook import Attached
@@ -35,18 +36,21 @@ class ParameterExchange:
     Args:
         attached: the hook, a :class:`local_sgd`.
         group: the ranks.
+        keeps_all: whether :meth:`undo` restores all that the hook remembers. Else only what it has
+            not sent: ranks then go on together, with the same rest.
 
     Attributes:
         means: by :meth:`receive`, for each bucket a mean distance of each parameter, of the shape
             of the parameter and the dtype of the anchor.
     """
 
-    def __init__(self, attached: Attached, group: StepGroup) -> None:
+    def __init__(self, attached: Attached, group: StepGroup, *, keeps_all: bool = False) -> None:
         hook = attached.hook
         assert isinstance(hook, local_sgd)
         self._attached = attached
         self._hook = hook
         self._group = group
+        self._keeps_all = keeps_all
         self._averages: Hook = hook.hook
         self._memories: list[BucketMemory] = []
         self._calls: list[HookCall] = []
@@ -107,7 +111,7 @@ class ParameterExchange:
         """
         self._memories = list(memories)
         for memory in memories:
-            self._kept += self._hook.unsent(memory)
+            self._kept += self._copies(memory) if self._keeps_all else self._hook.unsent(memory)
         self._averages = allreduce() if unsent else self._hook.hook
         count = len(memories)
         for index, memory in enumerate(memories):
@@ -116,6 +120,14 @@ class ParameterExchange:
             where = hook_on_bucket(self._attached.name, index, count)
             with self._attached.gathering():
                 self._calls.append(HookCall.start_average(self._averages, bucket, where))
+
+    def _copies(self, memory: BucketMemory) -> list[tuple[Tensor, Tensor]]:
+        """All that an exchange changes before :meth:`move`, with copies."""
+        tensors = memory.changing_tensors(but=(ANCHOR, MOMENTUM))
+        found = [(tensor, tensor.clone()) for tensor in tensors]
+        for part in memory.parts.values():
+            found += self._copies(part)
+        return found
 
     def set_fragment(self, fragment: int) -> None:
         """Number the exchange, so that the ranks can check that they are at the same one.
@@ -266,6 +278,7 @@ class BackgroundExchange:
         began_at: steps of the round when it began.
         steps: since it began.
         means: mean distances by parameter name, where these are known: of an exchange of a state.
+        keeps_all: as of :class:`ParameterExchange`.
 
     Attributes:
         fragment, began_at, steps, means: as given.
@@ -281,7 +294,9 @@ class BackgroundExchange:
         began_at: int,
         steps: int = 0,
         means: Mapping[str, Tensor] | None = None,
+        keeps_all: bool = False,
     ) -> None:
+        self._keeps_all = keeps_all
         self.fragment = fragment
         self.began_at = began_at
         self.steps = steps
@@ -300,7 +315,7 @@ class BackgroundExchange:
         What the hook raises is kept for the end, where the other ranks learn of it.
         """
         group = self._replica.group
-        self._exchange = ParameterExchange(attached, group)
+        self._exchange = ParameterExchange(attached, group, keeps_all=self._keeps_all)
         try:
             group.begin()
             self._has_begun = group.in_background = True

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_commhook import collectives
 from torch_commhook.attachment.buffers import buffers_of, packed, unpack
-from torch_commhook.attachment.elastic import ElasticTraining
+from torch_commhook.attachment.elastic import ElasticTraining, check_elastic_hook
 from torch_commhook.attachment.forward_hook import BeforeForward
 from torch_commhook.attachment.join import ReducerJoinable
 from torch_commhook.attachment.parameters import check_not_in_ddp
@@ -94,7 +94,7 @@ class ReducerRoad:
             on_closed=self._reducer_closed,
         )
         if elastic is not None:
-            self.reducer.survivors = elastic
+            elastic.use(self.reducer)
             self.reducer.keep_buckets()  # new ranks do not know the order of others' gradients
         self._forward_handle = model.register_forward_pre_hook(BeforeForward(self))
         if isinstance(model, DistributedDataParallel):
@@ -185,7 +185,9 @@ class ReducerRoad:
         return self._group if self.elastic is None else self.elastic.group
 
     def check_fits(self, attached: Attached) -> None:
-        """Nothing: any hook averages whole gradients."""
+        """Refuses what ``elastic`` does not support. Else any hook averages whole gradients."""
+        if self.elastic is not None:
+            check_elastic_hook(attached)
 
     @property
     def parents(self) -> list[dist.ProcessGroup]:
@@ -343,7 +345,7 @@ class ReducerRoad:
         change = self._watched.change()
         if change is not None:
             # The other ranks may have nothing to say of theirs.
-            raise self._group.fail_with(RuntimeError(change))
+            raise self.group.fail_with(RuntimeError(change))
 
     @torch.compiler.disable
     def _check_parameters_untraced(self) -> None:

@@ -244,12 +244,20 @@ class Membership:
 
     # ---- changing --------------------------------------------------------------------------------
 
-    def change(self, steps: int, lost: Lost = Lost()) -> View:  # noqa: B008
+    def change(
+        self,
+        steps: int,
+        lost: Lost = Lost(),  # noqa: B008
+        *,
+        lets_in: bool = True,
+    ) -> View:
         """Agree with the others on who goes on, after a loss or to let new members in.
 
         Args:
             steps: that this rank has done.
             lost: whom it cannot reach.
+            lets_in: whether new members may take part from now on. If not, those that have not
+                trained yet wait for a later view.
 
         Returns:
             The next view, with this rank in it. Its ``steps`` are the most that a member has done.
@@ -270,7 +278,8 @@ class Membership:
             if current.number > view.number:
                 return self._take(view, current)
             now = self._now()
-            found = self._next(view, self._here(place), is_late=now - begun >= self._patience)
+            is_late = now - begun >= self._patience
+            found = self._next(view, self._here(place), is_late=is_late, lets_in=lets_in)
             if found is None:
                 since = now
             elif isinstance(found, str):
@@ -284,9 +293,13 @@ class Membership:
     def _take(self, before: View, current: View) -> View:
         """Go on with a view that others have agreed on.
 
+        A rank that has not trained yet, and is not in it, waits until it is let in again.
+
         Raises:
             LeftOutError: without this rank.
         """
+        if self.is_new and self.own not in current.members:
+            return self.enter(self._patience)
         if current.number > before.number + 1 or self.own not in current.members:
             raise LeftOutError(
                 f"torch_commhook: the other ranks go on without this one (rank {self.own}), of "
@@ -296,13 +309,16 @@ class Membership:
         self.is_new = self.own in current.new
         return current
 
-    def _next(self, view: View, here: Mapping[int, _Here], *, is_late: bool) -> View | str | None:
+    def _next(
+        self, view: View, here: Mapping[int, _Here], *, is_late: bool, lets_in: bool
+    ) -> View | str | None:
         """The view that follows; why there is none; or None while ranks are waited for.
 
         Args:
             view: the last one.
             here: its members that want another.
             is_late: whether those that are not here have had all their time.
+            lets_in: whether new members may take part.
         """
         left_before = self._left(view)
         here = {rank: each for rank, each in here.items() if rank not in left_before}
@@ -338,6 +354,9 @@ class Membership:
                 f"{len(left)} ranks are left and {len(wanting)} want to take part, "
                 f"of at least {self._min_ranks}"
             )
+        if not lets_in:
+            trained = tuple(rank for rank in left if rank not in new)
+            return View(view.number + 1, trained, (), steps, view.entries)
         members = (*left, *wanting)
         return View(view.number + 1, members, (*new, *wanting), steps, entries)
 

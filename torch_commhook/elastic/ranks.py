@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -20,6 +20,7 @@ from torch_commhook.elastic.door import Door
 from torch_commhook.elastic.membership import LeftOutError, Lost, Membership, View
 from torch_commhook.elastic.settings import Elastic
 from torch_commhook.elastic.signs import StoreSigns
+from torch_commhook.metrics import MembershipEvent
 from torch_commhook.step.connected_group import make_within
 from torch_commhook.step.rendezvous import can_append, hashed
 from torch_commhook.step.step_group import PeerError, StepGroup, tell_unreachable
@@ -36,15 +37,25 @@ class ElasticRanks:
     Attributes:
         settings: as given.
         membership: who takes part.
-        steps: that count, on this rank; of a new rank those of the training.
+        steps: that count, on this rank; of a new rank those of the training. With local steps,
+            exchanges.
+        trained: steps of the training that this rank's parameters have: with local steps, those.
         group: the ranks that take part at the moment.
+        events: who was lost, and who joined, since this rank takes part.
+        lets_in_late: whether new ranks may take part in a step that is repeated.
+        keeps_error: says whether a rank that is lost takes error memory with it.
     """
 
     group: StepGroup
 
     def __init__(self, settings: Elastic) -> None:
         self.settings = settings
-        self.steps = 0
+        self.steps = self.trained = 0
+        self.events: list[MembershipEvent] = []
+        self.lets_in_late: Callable[[], bool] = lambda: True
+        self.keeps_error: Callable[[], bool] = lambda: False
+        self._members: tuple[int, ...] = ()  # that were connected last
+        self._reason = ""  # for which the next members are others
         prefix = f"commhook-elastic/{hashed(settings.name)}"
         self._store: Any = dist.PrefixStore(prefix, _store_of(settings))
         if not can_append(self._store):
@@ -155,7 +166,7 @@ class ElasticRanks:
             self.leave()
             raise error
         _log.warning("rank %d: %s", self.membership.own, raised)
-        self._change(_lost(raised), raised)
+        self._change(_lost(raised), raised, lets_in=self.lets_in_late())
         self._connect()
         counts = self.view.steps > self.steps
         if counts and not has_results:
@@ -165,19 +176,37 @@ class ElasticRanks:
             )
         return counts
 
-    def step_ended(self, wants_change: bool) -> bool:
-        """Count a step. Where somebody is to be let in, :attr:`group` is new then.
+    def step_ended(
+        self, *, wants_change: bool, left_out: Collection[int] = (), lets_in: bool = True
+    ) -> bool:
+        """Count a step. Where ranks come or go, :attr:`group` is new then.
 
         Args:
-            wants_change: whether some rank knows of somebody.
+            wants_change: whether some rank knows of somebody who is to be let in.
+            left_out: who is to be left out, since it is slow.
+            lets_in: whether new ranks may be let in.
 
         Returns:
             Whether it is new.
+
+        Raises:
+            LeftOutError: this rank is left out.
         """
         self.steps += 1
-        if not wants_change:
+        if self.membership.own in left_out:
+            self.leave()
+            raise LeftOutError(
+                f"torch_commhook: the other ranks go on without this one (rank "
+                f"{self.membership.own}), which was too slow in {self.settings.straggler_steps} "
+                f"steps in a row: it computed for more than {self.settings.straggler:g} times "
+                "their median"
+            )
+        if not wants_change and not left_out:
             return False
-        self._change(Lost(), None)
+        if left_out:
+            named = ", ".join(f"rank {rank}" for rank in sorted(left_out))
+            self._reason = f"{named}: too slow"
+        self._change(Lost(ended=frozenset(left_out)), None, lets_in=lets_in)
         self._connect()
         return True
 
@@ -189,12 +218,17 @@ class ElasticRanks:
     def _others(self) -> list[int]:
         return [rank for rank in self.view.members if rank != self.membership.own]
 
-    def _change(self, lost: Lost, cause: BaseException | None) -> None:
+    def _change(self, lost: Lost, cause: BaseException | None, *, lets_in: bool = True) -> None:
+        if cause is not None and not self._reason:
+            said = str(cause).removeprefix("torch_commhook: ")
+            self._reason = said.partition(", as rank ")[0].partition("\n")[0]
         try:
-            self.membership.change(self.steps, lost)
+            self.membership.change(self.steps, lost, lets_in=lets_in)
         except BaseException as error:
             self.leave()
             raise error from cause
+        if self.membership.is_new:
+            self.steps = self.view.steps
 
     def _connect(self) -> None:
         """Connect to the members of the view, or of the next one if some cannot be reached."""
@@ -208,7 +242,8 @@ class ElasticRanks:
                 _log.warning("rank %d: view %d: %s", self.membership.own, view.number, error)
                 if self._base is not None:
                     tell_unreachable(self._base, error)
-                self._change(Lost(unreachable=self._door.unreachable(self._others())), error)
+                lost = Lost(unreachable=self._door.unreachable(self._others()))
+                self._change(lost, error, lets_in=self.lets_in_late())
                 continue
             _log.info(
                 "rank %d: view %d, rank %d of %d after %d steps",
@@ -218,9 +253,29 @@ class ElasticRanks:
                 len(view.members),
                 view.steps,
             )
+            self._note_event(view)
             for callback in self._callbacks:
                 callback(self.rank, len(view.members))
             return
+
+    def _note_event(self, view: View) -> None:
+        """Log who was lost and who has joined since ranks were connected last."""
+        before, now = self._members, view.members
+        self._members, reason, self._reason = now, self._reason, ""
+        lost = tuple(rank for rank in before if rank not in now)
+        joined = tuple(rank for rank in now if rank not in before)
+        if not before or not (lost or joined):
+            return
+        event = MembershipEvent(
+            steps=self.trained,
+            size=len(now),
+            lost=lost,
+            joined=joined,
+            reason=reason if lost else "",
+            error_lost=bool(lost) and self.keeps_error(),
+        )
+        self.events.append(event)
+        _log.warning("rank %d: %s", self.membership.own, event)
 
     def _make_group(self, view: View) -> None:
         # Through a connection of its own: one that waits for a rank does nothing else meanwhile.

@@ -30,6 +30,13 @@ class Elastic:
         ranks: how many begin; None for those that come within ``grace`` of one another.
         name: of the training, in the store.
         timeout: seconds that a new rank waits to be let in, and that a collective may take.
+        straggler: a rank is slow in a step if it computes for more than so many times the median of
+            all ranks; above 1. The log and :meth:`HookHandle.stats` name a rank that stays slow.
+            None compares nothing.
+        straggler_steps: a rank is named if it was slow in so many steps in a row; with
+            ``local_sgd``, in so many rounds.
+        leave_out_stragglers: whether the others go on without such a rank, if ``min_ranks`` are
+            left. It raises :class:`LeftOutError`.
 
     Raises:
         TypeError, ValueError: an attribute has a wrong type or value.
@@ -42,9 +49,12 @@ class Elastic:
     ranks: int | None = None
     name: str = "training"
     timeout: float = 1800.0
+    straggler: float | None = None
+    straggler_steps: int = 10
+    leave_out_stragglers: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("min_ranks", "ranks"):
+        for name in ("min_ranks", "ranks", "straggler_steps"):
             value = getattr(self, name)
             if name == "ranks" and value is None:
                 continue
@@ -62,6 +72,7 @@ class Elastic:
                 raise TypeError(f"Elastic: {name} must be a number of s, got {_C.type_name(value)}")
             if not 0 < value <= 1e6:
                 raise ValueError(f"Elastic: {name} must be a positive number of s, got {value}")
+        self._check_straggler()
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"Elastic: name must be a text, got {self.name!r}")
         if self.store is not None and not isinstance(self.store, (str, dist.Store)):
@@ -77,3 +88,19 @@ class Elastic:
                     raise TypeError(
                         f"Elastic: state[{number}] must have {method}(), got {_C.type_name(each)}"
                     )
+
+    def _check_straggler(self) -> None:
+        factor = self.straggler
+        if isinstance(factor, bool) or not isinstance(factor, (int, float, type(None))):
+            raise TypeError(
+                f"Elastic: straggler must be a number or None, got {_C.type_name(factor)}"
+            )
+        if factor is not None and not 1 < factor <= 1e6:
+            raise ValueError(f"Elastic: straggler must be a number above 1, got {factor}")
+        if not isinstance(self.leave_out_stragglers, bool):
+            raise TypeError(
+                "Elastic: leave_out_stragglers must be a bool, got "
+                f"{_C.type_name(self.leave_out_stragglers)}"
+            )
+        if self.leave_out_stragglers and factor is None:
+            raise ValueError("Elastic: leave_out_stragglers needs straggler, got None")

@@ -7,7 +7,7 @@ parameters; a new bucket begins with the pieces of its parameters.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -321,6 +321,18 @@ class BucketMemory:
         return self._owner is owner
 
     # ---- for the owner ---------------------------------------------------------------------------
+
+    def changing_tensors(self, *, but: Collection[str] = ()) -> list[Tensor]:
+        """All that a step changes of what is remembered, without its parts.
+
+        Args:
+            but: names of lists to leave out.
+        """
+        found = list(self.tensors.values())
+        for name, tensors in self.lists.items():
+            if name not in but:
+                found += [tensor for tensor in tensors if tensor is not None]
+        return found
 
     @property
     def is_empty(self) -> bool:

@@ -137,9 +137,7 @@ class HookMemory:
         """All that a step changes of what is remembered of the buckets that there are."""
         found: list[Tensor] = []
         for memory in self._memories_and_parts():
-            found += memory.tensors.values()
-            for tensors in memory.lists.values():
-                found += [tensor for tensor in tensors if tensor is not None]
+            found += memory.changing_tensors()
         return found
 
     def _buckets_change(self, replaced: Sequence[BucketMemory]) -> None:

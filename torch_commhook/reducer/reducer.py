@@ -414,7 +414,7 @@ class Reducer:
 
     def _step(self, attached: Attached) -> EagerStep:
         parts = attached, self._buckets.all, self.parameters, self.use, self.group
-        if self.survivors is None:
+        if self.survivors is None or attached.keeps_ranks_apart:
             return EagerStep(*parts)
         step = RepeatableStep(*parts)
         step.survives_with(self.survivors)
@@ -487,7 +487,7 @@ class Reducer:
             try:
                 if self.survivors.go_on(error, has_results=step.has_results):
                     step.apply()
-                    step.wants_change = False  # whoever it was is in by now
+                    step.note = None  # whoever was to be let in is in by now
                     self.go_on_between_steps()
                     return
                 step.put_memory_back()
@@ -510,7 +510,7 @@ class Reducer:
     def _let_in(self, step: RepeatableStep) -> None:
         """Count a step, and let in those that want to take part."""
         assert self.survivors is not None
-        if self.survivors.step_ended(step.wants_change):
+        if self.survivors.step_ended(step.note):
             self.go_on_between_steps()
 
     def go_on_between_steps(self, error: BaseException | None = None) -> None:

@@ -30,8 +30,11 @@ class Survivors(Protocol):
         Called where the parameters are what the last step has made of them.
         """
 
-    def wants_change(self) -> bool:
-        """Whether this rank knows of somebody who is to be let in, or of too few members."""
+    def note(self) -> Tensor:
+        """What this rank tells the others at the end of a step: uint8, flat.
+
+        All ranks take the maximum over them, element by element.
+        """
 
     def packed_buffers(self) -> Tensor | None:
         """The bytes of the model's buffers, of which all ranks take the first one's; or None."""
@@ -56,14 +59,17 @@ class Survivors(Protocol):
     def unreachable(self, error: RuntimeError) -> Exception:
         """Let the step fail, since this rank could not connect to all others; gives why."""
 
-    def step_ended(self, wants_change: bool) -> bool:
+    def step_ended(self, note: Tensor | None) -> bool:
         """A step counts on all ranks, and on this one its results are written.
 
         Args:
-            wants_change: whether some rank knows of somebody who is to be let in.
+            note: the maximum of :meth:`note` over the ranks; None where these have changed since.
 
         Returns:
             Whether the ranks are others now.
+
+        Raises:
+            LeftOutError: the others go on without this rank, which was too slow.
         """
 
 
@@ -73,14 +79,14 @@ class RepeatableStep(EagerStep):
     Attributes:
         failure: what has ended it early, until it is taken again.
         has_results: whether this rank has all results, and knows which parameters ranks have used.
-        wants_change: whether some rank knows of somebody who is to be let in.
+        note: what the ranks have told each other at its end; None where these have changed since.
     """
 
     _writes_late = True
 
     failure: BaseException | None = None
     has_results = False
-    wants_change = False
+    note: Tensor | None = None
     _survivors: Survivors
     _kept: KeptMemory
     _buffers: Tensor | None = None
@@ -120,9 +126,9 @@ class RepeatableStep(EagerStep):
         """
         if self.failure is not None:
             raise self.failure
+        note = self._survivors.note()  # first: it has the time until here
         self._start_all()
         used = self._use.locally_used(self._buckets, self.agreement)
-        note = torch.tensor([self._survivors.wants_change()], dtype=torch.uint8, device="cpu")
         # Before this rank says that it has all results: others may have to know what was used.
         maximum = begin_maximum(self._group.group, torch.cat([note, used]))
         buffers = self._survivors.packed_buffers()
@@ -130,7 +136,7 @@ class RepeatableStep(EagerStep):
         late = self._results()
         notes = maximum()
         self._buffers = None if sent is None else sent.wait()
-        self.wants_change, used = bool(notes[0]), notes[1:]
+        self.note, used = notes[: len(note)], notes[len(note) :]
         self._outcome = late, used, [started.call.traffic for started in self._started]
         self.has_results = True
         self.agreement.end()

@@ -45,6 +45,12 @@ class RanksApart(Protocol):
     def handle_gone(self) -> None:
         """The hook's handle is no more."""
 
+    def place(self) -> tuple[int, int, int]:
+        """The place in a round, for :meth:`begin_at` on a new rank."""
+
+    def begin_at(self, place: tuple[int, int, int]) -> None:
+        """Begin where another rank is. The hook's memory is loaded. Writes the parameters."""
+
     def state_dict(self) -> dict[str, Any]:
         """What the hook remembers, with the rank's parameters."""
 

@@ -398,13 +398,13 @@ class StepGroup:
         self._open = False
 
     def lose(self, rank: int | None, why: str) -> None:
-        """:meth:`fail` because of another rank.
+        """:meth:`fail` because of another rank. It ends a step in background, too.
 
         Args:
             rank: of the default group; None where nobody knows.
             why: as errors go on after "this step failed".
         """
-        self._fail_all(Reason(why, rank, has_ended=False))
+        self._fail_all(Reason(why, rank, has_ended=False), in_background=True)
 
     def fail(self, reason: BaseException | str) -> None:
         """Let the other ranks' collectives of this step end, and tell them why.
@@ -424,8 +424,8 @@ class StepGroup:
         text = f"on rank {self._global_rank}: {reason}"
         self._fail_all(Reason(text, self._global_rank))
 
-    def _fail_all(self, reason: Reason) -> None:
-        if not self._broken and not self.in_background:
+    def _fail_all(self, reason: Reason, *, in_background: bool = False) -> None:
+        if not self._broken and (in_background or not self.in_background):
             self._fail(reason)
             for sibling in self._others():
                 sibling._fail(reason)

@@ -1,0 +1,38 @@
+"""What ``Elastic`` refuses."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+import torch_commhook as commhook
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "text"),
+    [
+        ({"straggler": "2"}, TypeError, "straggler must be a number or None, got str"),
+        ({"straggler": True}, TypeError, "straggler must be a number or None, got bool"),
+        ({"straggler": 1.0}, ValueError, "straggler must be a number above 1, got 1.0"),
+        ({"straggler": float("nan")}, ValueError, "straggler must be a number above 1, got nan"),
+        ({"straggler_steps": 0}, ValueError, "straggler_steps must be at least 1, got 0"),
+        ({"straggler_steps": 2.0}, TypeError, "straggler_steps must be an int, got float"),
+        (
+            {"straggler": 2.0, "leave_out_stragglers": 1},
+            TypeError,
+            "leave_out_stragglers must be a bool, got int",
+        ),
+        (
+            {"leave_out_stragglers": True},
+            ValueError,
+            "leave_out_stragglers needs straggler, got None",
+        ),
+    ],
+)
+def test_settings_that_are_refused(
+    settings: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=f"^Elastic: {re.escape(text)}"):
+        commhook.Elastic(min_ranks=1, **settings)
