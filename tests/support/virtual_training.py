@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,7 @@ class Memory:
     """The hook's: an error for each bucket, of this rank alone."""
 
     remembers_nothing = True
+    error_bytes = 4 * _ELEMENTS
 
     def __init__(self, buckets: int) -> None:
         self.errors = [torch.zeros(_ELEMENTS) for _ in range(buckets)]
@@ -91,6 +92,9 @@ class Memory:
 
 class AttachedDouble:
     """The hook on a rank."""
+
+    keeps_ranks_apart = False
+    local_steps = None
 
     def __init__(self, buckets: int) -> None:
         self.memory = Memory(buckets)
@@ -195,8 +199,9 @@ class VirtualReducer:
     _use_group = Reducer._use_group
 
     def __init__(self, attached: AttachedDouble, survivors: ElasticTraining) -> None:
-        self._attached = attached
+        self._attached = self.attached = attached
         self.survivors = survivors
+        survivors.use(cast(Any, self))
         self.group = survivors.group
         self.device = torch.device("cpu")
         self._buckets = SimpleNamespace(prepare_memory=lambda attached: None)

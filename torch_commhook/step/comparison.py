@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -12,7 +14,7 @@ from torch_commhook.step.step_end import rounds_of
 _TAG = (1 << 30) - 15
 
 
-def all_alike(group: dist.ProcessGroup | dist.ProcessGroupGloo, own: bytes) -> bool:
+def all_alike(group: Any, own: bytes) -> bool:
     """Returns whether all ranks give the same bytes. All call this between the same two steps.
 
     It sends messages of its own, because an exchange in the background may be under way. Each rank

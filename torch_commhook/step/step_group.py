@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -177,8 +178,8 @@ class StepGroup:
         """The store through a connection of its own, which can wait beside this one's."""
         assert self._rendezvous is not None
         with suppress(RuntimeError, AttributeError, NotImplementedError):
-            clone: dist.Store = self._rendezvous.store.clone()
-            return clone
+            store: Any = self._rendezvous.store  # whose type does not tell of clone()
+            return cast(dist.Store, store.clone())
         return None
 
     @property
