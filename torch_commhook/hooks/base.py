@@ -300,6 +300,12 @@ class Hook(ABC):
             found += hook.own_groups()
         return found
 
+    def has_own_groups(self) -> bool:
+        """Whether it, or a hook inside, was given process groups, or makes some when attached."""
+        return bool(self._given_groups()) or any(
+            hook.has_own_groups() for hook in self.hooks_inside()
+        )
+
     def _given_groups(self) -> list[dist.ProcessGroup]:
         return [] if self.process_group is None else [self.process_group]
 
