@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from torch_commhook.collectives.gloo_groups import (
     destroy_group,
@@ -33,9 +34,10 @@ _THREADS = 2
 
 #: Exchanges of labels over a group that have begun: each has keys of its own.
 _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-#: For each group those over some of its ranks that were made here, by these ranks.
+#: For each group those over some of its ranks that were made here, by these ranks; the last one is
+#: in use.
 _made: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]
+    dist.ProcessGroup, dict[tuple[int, ...], list[dist.ProcessGroup]]
 ] = weakref.WeakKeyDictionary()
 
 
@@ -226,22 +228,21 @@ def group_over(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGr
     """A group over some ranks of another. These ranks make it at the same point.
 
     Over Gloo it connects two ranks when they first send each other something. It lives as long as
-    ``group``, and the next call returns it again.
+    ``group``, and the next call returns it again, unless it has been destroyed.
 
     Args:
         group: one that ``torch.distributed`` knows.
         ranks: of ``group``, in ascending order; this one is among them.
     """
-    made = _made.setdefault(group, {})
-    found = made.get(tuple(ranks))
-    if found is not None:
-        return found
+    made = _made.setdefault(group, {}).setdefault(tuple(ranks), [])
+    if made and made[-1] in distributed_c10d._world.pg_map:
+        return made[-1]
     known = group_ranks(group)
     assert known is not None
     members = [known[rank] for rank in ranks]
     if is_gloo(group):
         digest = hashlib.sha256(str(list(ranks)).encode()).hexdigest()[:16]
-        name = f"{group_name(group)}/commhook-{digest}"
+        name = f"{group_name(group)}/commhook-{digest}-{len(made)}"
         parent_store = group_store(group)
         assert parent_store is not None
         found = make_group(
@@ -257,8 +258,7 @@ def group_over(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGr
         # Gloo's threads must end before the interpreter does.
         weakref.finalize(group, destroy_group, found)
     else:
-        found = dist.new_group(
-            members, timeout=group_timeout(group), use_local_synchronization=True
-        )
-    made[tuple(ranks)] = found
+        timeout = group_timeout(group)
+        found = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
+    made.append(found)
     return found

@@ -160,11 +160,10 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
         return self.intra_groups[0] if self.intra_groups else None
 
     def check_ranks(self, group: dist.ProcessGroup) -> None:
-        if self.levels is not None:
-            self._find_groups(group)
-            if self._plain is not None:
-                self._plain.check_ranks(group)
-        elif len(self.intra_groups) == 1:
+        self._find_groups(group)
+        if self._plain is not None:
+            self._plain.check_ranks(group)
+        elif self.levels is None and len(self.intra_groups) == 1:
             self._check_rows(group)
 
     def _check_rows(self, group: dist.ProcessGroup) -> None:
@@ -195,7 +194,8 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
     # ---- groups of its own -----------------------------------------------------------------------
 
     def _find_groups(self, group: dist.ProcessGroup) -> None:
-        """Make the groups of the levels. All ranks of the model's group come here alike."""
+        if self.levels is None:
+            return
         if self._over is not None and not is_destroyed(self._over):
             if self._over is not group:
                 raise RuntimeError(
@@ -249,11 +249,6 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
         if self._plain is not None:
             return self._plain.has_stages_among(ranks)
         return self.has_stages
-
-    def _own_memory_of(self, bucket: GradBucket) -> BucketMemory:
-        if self.levels is not None:
-            self._find_groups(self.group(bucket))
-        return super()._own_memory_of(bucket)
 
     def _given_groups(self) -> list[dist.ProcessGroup]:
         return [] if self.inter_group is None else [*self.intra_groups, self.inter_group]
