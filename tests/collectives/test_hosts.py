@@ -63,7 +63,8 @@ def check(levels: Sequence[Any], ranks: int, sizes: tuple[int, ...] | None = Non
         assert all(len(each) == len(reached[0]) for each in reached)
     for rank in range(ranks):
         places = {
-            tuple(groups.index(other) for groups in found.inner[other]) for other in found.outer[rank]
+            tuple(groups.index(other) for groups in found.inner[other])
+            for other in found.outer[rank]
         }
         assert len(places) == 1 and len(found.outer[rank]) == units
         assert set().union(*(reached[other] for other in found.outer[rank])) == set(range(ranks))

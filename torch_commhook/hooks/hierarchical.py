@@ -356,8 +356,7 @@ def _checked_levels(levels: object) -> tuple[str | int, ...]:
     for level in levels:
         if not isinstance(level, (str, int)) or isinstance(level, bool):
             raise TypeError(
-                "hierarchical: levels must hold texts and numbers, got "
-                f"{type(level).__qualname__}"
+                f"hierarchical: levels must hold texts and numbers, got {type(level).__qualname__}"
             )
         is_one = level >= 1 if isinstance(level, int) else level == HOST or _is_named(level)
         if not is_one:
