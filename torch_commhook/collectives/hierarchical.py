@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -141,7 +142,9 @@ def _size_of(group: dist.ProcessGroup) -> int:
 def _checked_groups(
     intra_group: dist.ProcessGroup | Sequence[dist.ProcessGroup], inter_group: dist.ProcessGroup
 ) -> tuple[list[dist.ProcessGroup], dist.ProcessGroup]:
-    given = list(intra_group) if isinstance(intra_group, (list, tuple)) else [intra_group]
+    given: list[Any] = [intra_group]
+    if isinstance(intra_group, (list, tuple)):
+        given = list(intra_group)
     if not given:
         raise ValueError("hierarchical_all_reduce: intra_group must have a level, got none")
     intra_groups, inter_group = [resolve_group(each) for each in given], resolve_group(inter_group)

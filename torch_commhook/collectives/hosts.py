@@ -189,11 +189,11 @@ def numbered_labels(group: dist.ProcessGroup, labels: Sequence[str]) -> list[lis
     assert base is not None
     store = dist.PrefixStore(f"{group_name(group)}/commhook-labels{count}", base)
     own = json.dumps(list(labels))
-    if not base.has_extended_api():
+    if not base.has_extended_api():  # type: ignore[attr-defined]
         store.set(str(rank), own)
         every = [json.loads(store.get(str(other))) for other in range(size)]
         return _equally_many(_numbers(every))
-    store.append("labels", f"{rank} {own}\n")
+    store.append("labels", f"{rank} {own}\n")  # type: ignore[attr-defined]
     if store.add("told", 1) == size:  # the last one gives all the numbers
         lines = store.get("labels").decode().splitlines()
         texts = dict(line.split(" ", 1) for line in lines)
