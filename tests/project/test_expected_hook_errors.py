@@ -55,7 +55,7 @@ class TestHooks(expecttest.TestCase):
             hooks.adaptive(1.5)
             hooks.cpp(3)
             hooks.hierarchical(3, intra_group=0, inter_group=0)
-            hooks.hierarchical(codecs.sign(), intra_group=None, inter_group=None)
+            hooks.hierarchical(codecs.sign(), intra_group=0)
         """
         self.assertExpectedInline(
             refusals(calls, NAMES),
@@ -120,8 +120,8 @@ hooks.cpp(3)
     TypeError: cpp: name must be a str, got int
 hooks.hierarchical(3, intra_group=0, inter_group=0)
     TypeError: hierarchical: codec must be a Codec, got int; see torch_commhook.codecs
-hooks.hierarchical(codecs.sign(), intra_group=None, inter_group=None)
-    TypeError: hierarchical: intra_group must be a ProcessGroup, got None
+hooks.hierarchical(codecs.sign(), intra_group=0)
+    TypeError: hierarchical: inter_group must be a ProcessGroup, got None
 """,
         )
 

@@ -285,7 +285,7 @@ def check_elastic_hook(attached: Attached) -> None:
         ValueError: it cannot.
     """
     hook: Callable[..., Any] = attached.hook
-    if isinstance(hook, Hook) and hook.own_groups():
+    if isinstance(hook, Hook) and hook.has_own_groups():
         raise ValueError(
             "attach: with elastic, the hook must communicate among all ranks, got "
             f"'{attached.name}' with process groups of its own"

@@ -27,7 +27,6 @@ _NOT_WRITABLE = ("process_group",)
 #: Hooks that take such, and what to write instead, if anything.
 _NOT_WRITABLE_HOOKS = {
     "compressed": "write the codec's own name, as in blockwise(bits=4)",
-    "hierarchical": "write FILE.py:NAME",
 }
 #: Parts of hooks.
 _PARTS = ("outer_sgd",)
@@ -191,6 +190,8 @@ class _Builder:
                     f"gives {name} a {argument}, which can't be written on a command line"
                 )
         try:
+            if name == "hierarchical":
+                return _hierarchical(hook, arguments, keywords)
             return hook(*arguments, **keywords)
         except HookExpressionError:
             raise
@@ -222,6 +223,19 @@ class _Builder:
             f"{self.kind} {_shortened(self.text)!r} {what}; a {self.kind} is one of {names}, "
             f"{self.forms}"
         )
+
+
+def _hierarchical(
+    hook: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
+) -> Any:
+    """The hook, whose codec is written as the hook that has it: ``hierarchical(blockwise())``."""
+    from torch_commhook.hooks import compressed
+
+    def codec_of(value: Any) -> Any:
+        return value.codec if type(value) is compressed else value
+
+    given = {name: codec_of(value) for name, value in keywords.items()}
+    return hook(*map(codec_of, arguments), **given)
 
 
 class _CodecBuilder(_Builder):

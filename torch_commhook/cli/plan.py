@@ -1,7 +1,8 @@
 """``commhook plan``: what each hook would cost over a link, and whether it pays.
 
 The command measures a hook's computing on this machine, on a bucket of random gradients in square
-matrices. It counts the hook's bytes with ranks that are threads. From both it computes a step's
+matrices. It counts the hook's bytes with ranks that are threads. Among more than 16 ranks, or on
+several nodes, the bytes of most hooks follow from formulas instead. From both it computes a step's
 time. A third of the step's computing is the forward, and the rest is the backward, which fills the
 buckets in turn. Hooks compute on the same processor. A bucket's messages go on the wire once it is
 full, and wait for one another as Gloo's do.
@@ -18,7 +19,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch_commhook.cli import plan_sharded
@@ -31,6 +32,16 @@ from torch_commhook.cli.hook_cost import (
     unwrap_hook,
 )
 from torch_commhook.cli.hook_expression import HookExpressionError, parse_hook
+from torch_commhook.cli.plan_formulas import (
+    MOST_SIMULATED,
+    Formula,
+    bytes_out_of_node,
+    count_connections,
+    count_messages,
+    encoding_of,
+    formula_of,
+    with_ranks_per_node,
+)
 from torch_commhook.cli.plan_parser import BUCKET_CAPS_MB, build_parser
 from torch_commhook.cli.plan_step import agreement_of, round_trips, through_seconds
 from torch_commhook.cli.report import format_bytes
@@ -60,7 +71,7 @@ DEFAULT_HOOKS = (
 )
 _BUCKET_NUMBER_BYTES = 4  # gradients in float32
 _MOST_BUCKETS = 10_000  # past which one more makes no difference
-_CALLS = ("issued", "agreement")
+_CALLS = ("issued", "agreement", "members")
 #: A backward computes the products of a forward twice over.
 _FORWARD = 1 / 3
 
@@ -77,6 +88,9 @@ class Measured:
         every: steps in which it communicates once.
         issued: what a rank issues then, for all gradients as one bucket.
         agreement: what it issues at the end of a step.
+        connections: of a rank, which the hook adds when it is attached.
+        members: as in :class:`torch_commhook.cli.plan_formulas.Formula`; empty where nobody has
+            said how many nodes there are, or the hook has no formulas.
     """
 
     hook: str
@@ -86,6 +100,8 @@ class Measured:
     every: int = 1
     issued: tuple[Issued, ...] = field(default=(), repr=False)
     agreement: tuple[Issued, ...] = field(default=(), repr=False)
+    connections: int = 0
+    members: dict[str, list[Sequence[int]]] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +111,16 @@ class Cost(Measured):
     Attributes:
         wire_seconds: that the bytes take on the link, with the headers of their packets.
         round_trips: that follow one another in a step.
+        messages: that a rank sends.
+        node_bytes: that a node's ranks send to other nodes; None where that is not known.
         step_seconds: with what the step computes anyway, as far as that does not hide the rest.
         ratio: of that to the step of the first hook.
     """
 
     wire_seconds: float
     round_trips: float
+    messages: float
+    node_bytes: float | None
     step_seconds: float
     ratio: float
 
@@ -111,6 +131,8 @@ def measure(
     elements: int,
     world_size: int,
     bucket_cap_mb: Sequence[float] = BUCKET_CAPS_MB,
+    nodes: int | None = None,
+    connections: int = 1,
 ) -> list[Measured]:
     """What each hook computes and sends.
 
@@ -119,6 +141,8 @@ def measure(
         elements: of the model.
         world_size: ranks.
         bucket_cap_mb: of the buckets, as :func:`bucket_sizes` takes them.
+        nodes: that the ranks are on, as many consecutive ones on each; None where nobody asks.
+        connections: as :func:`torch_commhook.attach` takes them.
 
     Raises:
         HookExpressionError: what is no hook.
@@ -133,8 +157,8 @@ def measure(
             raise HookExpressionError(f"the hook {text!r} is plain DDP: write allreduce()")
         try:
             inner, steps, around = unwrap_hook(hook)
-            sent, issued = record_traffic(inner, elements, world_size)
-            computed = measure_seconds(inner, elements, bucket)
+            sends = _sends(inner, elements, world_size, nodes)
+            computed = _compute_seconds(inner, elements, bucket, world_size)
             computed += sum(measure_pass(one, elements, bucket) for one in around)
         except Exception as error:  # a hook may be a user's, and raise anything
             said = " ".join(f"{type(error).__name__}: {error}".split())
@@ -143,9 +167,47 @@ def measure(
             raise HookError(f"the hook {text!r} can't be planned: {said}") from error
         overlaps = not getattr(hook, "keeps_ranks_apart", False)
         found.append(
-            Measured(text, sent / steps, computed / steps, overlaps, steps, issued, agreement)
+            Measured(
+                text,
+                sends.bytes_sent / steps,
+                computed / steps,
+                overlaps,
+                steps,
+                sends.issued,
+                agreement,
+                count_connections(sends.hook, sends.issued, world_size, connections),
+                sends.members,
+            )
         )
     return found
+
+
+def _sends(hook: Any, elements: int, world_size: int, nodes: int | None) -> Formula:
+    """What a hook sends: by formulas among many ranks or on nodes, else by simulation."""
+
+    def simulated(ranks: int) -> tuple[float, tuple[Issued, ...]]:
+        return record_traffic(hook, elements, ranks)
+
+    found = None
+    if nodes is not None:
+        with_ranks_per_node(hook, world_size // nodes)
+    if nodes is not None or world_size > MOST_SIMULATED:
+        found = formula_of(hook, elements, world_size, nodes or 1, simulated)
+    if found is None:
+        return Formula(*simulated(world_size), {}, hook)
+    return found if nodes is not None else replace(found, members={})
+
+
+def _compute_seconds(hook: Any, elements: int, bucket: int, world_size: int) -> float:
+    """What a hook computes: a hierarchical one adds up exactly, and encodes a share."""
+    parts, encoding = encoding_of(hook, world_size)
+    computed = measure_seconds(encoding, -(-elements // parts), -(-bucket // parts))
+    return computed + (measure_pass(_add_up, elements, bucket) if parts > 1 else 0.0)
+
+
+def _add_up(gradient: Any) -> None:
+    """What a rank of a node does beside: gathers gradients, adds up its share, writes results."""
+    gradient.copy_(gradient.clone() + gradient)
 
 
 def plan(
@@ -166,6 +228,7 @@ def plan(
         delay_seconds: of a message, one way.
     """
     costs: list[Cost] = []
+    shares = [size / sum(buckets) for size in buckets]
     for each in measured:
         step = _step_seconds(each, compute_seconds, bits_per_second, buckets, delay_seconds)
         first = costs[0].step_seconds if costs else step
@@ -174,11 +237,19 @@ def plan(
                 **vars(each),
                 wire_seconds=each.bytes_sent * 8 / bits_per_second / PAYLOAD,
                 round_trips=round_trips(each.issued, each.agreement, len(buckets)) / each.every,
+                messages=count_messages(each.issued, each.agreement, shares) / each.every,
+                node_bytes=_node_bytes(each, shares),
                 step_seconds=step,
                 ratio=step / first if first else 1.0,
             )
         )
     return costs
+
+
+def _node_bytes(measured: Measured, shares: Sequence[float]) -> float | None:
+    if not measured.members:
+        return None
+    return bytes_out_of_node(measured.issued, measured.members, shares) / measured.every
 
 
 def bucket_sizes(elements: int, bucket_cap_mb: Sequence[float]) -> list[int]:
@@ -271,9 +342,16 @@ def _layout(options: argparse.Namespace) -> plan_sharded.Layout | None:
         TrainConfig(parallel=options.parallel, ranks=options.world, **given), given
     )
     if config.parallel == "ddp":
+        if options.nodes is not None and options.world % options.nodes:
+            raise ShardedOptionError(
+                f"argument --nodes: must divide the {options.world} ranks, got {options.nodes}"
+            )
         return None
-    if options.delay:
-        raise ShardedOptionError("argument --delay: is for --parallel ddp alone")
+    for name in ("delay", "nodes"):
+        if getattr(options, name):
+            raise ShardedOptionError(f"argument --{name}: is for --parallel ddp alone")
+    if options.connections > 1:
+        raise ShardedOptionError("argument --connections: is for --parallel ddp alone")
     shards = config.shard_ranks
     after = {"yes": shards, "no": 1}.get(options.reshard_after_forward)
     if after is None:
@@ -295,6 +373,8 @@ def _of_ddp(options: argparse.Namespace) -> tuple[list[Cost], str]:
             elements=options.model_size,
             world_size=options.world,
             bucket_cap_mb=caps,
+            nodes=options.nodes,
+            connections=options.connections,
         ),
         bits_per_second=options.link,
         compute_seconds=options.compute_ms / 1e3,
@@ -381,13 +461,19 @@ def _memory_notes(costs: Sequence[plan_sharded.Cost], layout: plan_sharded.Layou
 def _table(
     costs: Sequence[Cost], options: argparse.Namespace, bucket_cap_mb: Sequence[float]
 ) -> str:
-    is_far = options.delay > 0
-    header = ["hook", "sent per step", *["round trips"] * is_far]
+    on_nodes = options.nodes is not None
+    has_delay = options.delay > 0
+    is_far = has_delay or on_nodes
+    has_connections = on_nodes or options.connections > 1
+    header = ["hook", "sent per step", *["out of a node", "messages"] * on_nodes]
+    header += [*["connections"] * has_connections, *["round trips"] * is_far]
     header += ["wire", "computing", "step", f"x {costs[0].hook}", "pays"]
     rows = [
         (
             cost.hook,
             format_bytes(cost.bytes_sent),
+            *[_bytes_or_unknown(cost.node_bytes), f"{cost.messages:.4g}"] * on_nodes,
+            *[str(cost.connections)] * has_connections,
             *[f"{cost.round_trips:.3g}"] * is_far,
             *_times(cost.wire_seconds, cost.compute_seconds, cost.step_seconds),
             f"{cost.ratio:.2f}",
@@ -395,14 +481,19 @@ def _table(
         )
         for cost in costs
     ]
-    link = f"{options.link / 1e6:g} Mbit/s" + f" and {options.delay:g} ms" * is_far
+    link = f"{options.link / 1e6:g} Mbit/s" + f" and {options.delay:g} ms" * has_delay
+    ranks = f"{options.world} ranks" + f" on {options.nodes} nodes" * on_nodes
     what = (
-        f"{options.model_size / 1e6:g} M elements, {options.world} ranks, "
+        f"{options.model_size / 1e6:g} M elements, {ranks}, "
         f"{link} each way, a step of {options.compute_ms:g} ms without "
         f"communication, buckets of {' '.join(f'{cap:g}' for cap in bucket_cap_mb)} MiB, "
         f"{_threads(options)}"
     )
     return "\n".join([what, *_aligned(header, rows)])
+
+
+def _bytes_or_unknown(count: float | None) -> str:
+    return "?" if count is None else format_bytes(count)
 
 
 def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

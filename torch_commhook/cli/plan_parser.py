@@ -11,6 +11,11 @@ from torch_commhook.cli.main import OneLineParser
 from torch_commhook.cli.train_config import PARALLEL
 
 BUCKET_CAPS_MB = (1.0, 25.0)  # DDP's
+#: An hour: the longest link is one of light minutes.
+_MOST_DELAY_MS = 3_600_000
+#: Some days.
+_MOST_COMPUTE_MS = 1_000_000_000
+_MOST_CONNECTIONS = 16  # attach's
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 _BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 
@@ -32,12 +37,30 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--delay",
-        type=_milliseconds,
+        type=_delay,
         default=0.0,
         metavar="MS",
         help="of ddp: of each message, one way, in ms; a round trip takes two delays (0)",
     )
     parser.add_argument("--world", type=_ranks, default=2, help="ranks (2)")
+    parser.add_argument(
+        "--nodes",
+        type=_ranks,
+        help=(
+            "of ddp: that the ranks are on, as many consecutive ones on each; shows messages, "
+            "connections and round trips of a rank, and what a node sends to others"
+        ),
+    )
+    parser.add_argument(
+        "--connections",
+        type=_connections,
+        default=1,
+        metavar="N",
+        help=(
+            "of ddp: as attach takes them; they are counted, and change no time, since the link "
+            "is taken to be filled by one (1)"
+        ),
+    )
     parser.add_argument(
         "--compute-ms",
         type=_milliseconds,
@@ -139,13 +162,27 @@ def _ranks(text: str) -> int:
     return int(text)
 
 
-def _milliseconds(text: str) -> float:
+def _connections(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST_CONNECTIONS:
+        raise argparse.ArgumentTypeError(
+            f"must be a number from 1 to {_MOST_CONNECTIONS}, got {text!r}"
+        )
+    return int(text)
+
+
+def _delay(text: str) -> float:
+    return _milliseconds(text, _MOST_DELAY_MS)
+
+
+def _milliseconds(text: str, most: float = _MOST_COMPUTE_MS) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of milliseconds, got {text!r}")
+    if not 0 <= value <= most:
+        raise argparse.ArgumentTypeError(
+            f"must be a number of milliseconds from 0 to {most:.0f}, got {text!r}"
+        )
     return value
 
 

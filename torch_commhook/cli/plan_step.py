@@ -66,7 +66,7 @@ def through_seconds(
         issue(when, parts, partial(go_on, rest, before | {name}))
 
     for when, share in zip(ready, shares, strict=True):
-        chain = _with_exchanges([each.scaled(share) for each in issued])
+        chain = with_exchanges([each.scaled(share) for each in issued])
         link.at(when, partial(go_on, chain, frozenset()))
     link.finish()
     link.at(end, partial(go_on, list(agreement), frozenset()))
@@ -74,7 +74,7 @@ def through_seconds(
     return end
 
 
-def _with_exchanges(chain: list[Issued]) -> list[Issued]:
+def with_exchanges(chain: list[Issued]) -> list[Issued]:
     """The calls as they are over Gloo, where few ranks exchange messages.
 
     A simulated group has no exchanges: there a hook's sums are all-reduces.

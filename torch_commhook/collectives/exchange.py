@@ -29,7 +29,7 @@ from torch_commhook.spans import sent
 MOST_RANKS = 16
 #: Of a message for which connections in one direction each are faster, among so many ranks.
 _LARGE_BYTES = 128 * 1024
-_FEW_RANKS = 4
+MOST_IN_BOTH_DIRECTIONS = 4
 
 
 def exchanges(group: dist.ProcessGroup) -> bool:
@@ -58,7 +58,7 @@ def takes_turns(group: dist.ProcessGroup, longest: int) -> bool:
 
 def has_few_ranks(group: dist.ProcessGroup) -> bool:
     """Whether a connection for each direction makes exchanges of large messages faster."""
-    return group.size() <= _FEW_RANKS
+    return group.size() <= MOST_IN_BOTH_DIRECTIONS
 
 
 class Place:

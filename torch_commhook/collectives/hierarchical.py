@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +38,7 @@ def hierarchical_all_reduce(
     tensors: Tensor | Sequence[Tensor],
     codec: Codec,
     *,
-    intra_group: dist.ProcessGroup,
+    intra_group: dist.ProcessGroup | Sequence[dist.ProcessGroup],
     inter_group: dist.ProcessGroup,
     scale: float = 1.0,
     out: Tensor | Sequence[Tensor] | None = None,
@@ -55,6 +57,8 @@ def hierarchical_all_reduce(
     the node brings the shares together. So the links between nodes carry compressed messages of
     each element once for each node, and the links inside exact ones. All ranks get the same bits.
 
+    Nodes may be nested, as hosts in a rack: each level then adds up the shares of the level inside.
+
     On the CPU over Gloo, in groups of up to 16 ranks, the call waits for no stage, and those of
     several calls are under way at once: each is issued by the thread that ends the one before. If a
     rank fails between two stages, its later calls with this ``inter_group`` fail alike, and the
@@ -65,7 +69,9 @@ def hierarchical_all_reduce(
     Args:
         tensors: as :func:`compressed_all_reduce` takes them.
         codec: the same on all ranks.
-        intra_group: the ranks of this node; equally many on all nodes.
+        intra_group: the ranks of this node; equally many on all nodes. Of nested nodes a group for
+            each level, from the innermost on: the ranks that have this rank's place in the parts of
+            its node, one of each.
         inter_group: the ranks that have this rank's place in their nodes, one of each.
         scale: factor of the sum.
         out: written; as in :func:`compressed_all_reduce`.
@@ -83,13 +89,13 @@ def hierarchical_all_reduce(
         TypeError, ValueError, RuntimeError: as :func:`compressed_all_reduce`.
     """
     sources = listed_tensors("hierarchical_all_reduce", "tensors", tensors)
-    intra_group, inter_group = _checked_groups(intra_group, inter_group)
+    intra_groups, inter_group = _checked_groups(intra_group, inter_group)
     numel = sum(tensor.numel() for tensor in sources)
     if out is None:
         out = sources[0].new_empty(numel)
     destinations = listed_tensors("hierarchical_all_reduce", "out", out)
     check_out("hierarchical_all_reduce", destinations, numel)
-    begin, end = share_range(numel, rank=group_rank(intra_group), ranks=intra_group.size())
+    begin, end = share_range(numel, **place_in_node(intra_groups))
     buffers = MessageBuffers() if buffers is None else buffers
     arguments = SumArguments(
         codec, scale, error, shard_error, rounding, buffers, meter, error_decay=error_decay
@@ -105,17 +111,20 @@ def hierarchical_all_reduce(
         return _write(done.value().view(-1)[:numel], destinations, mode)
 
     stream = nullcontext() if is_traced else beside(device, buffers.stream, used)
-    in_background = not is_traced and _waits_for_nothing(device, intra_group, inter_group)
+    in_background = not is_traced and _waits_for_nothing(device, *intra_groups, inter_group)
     with torch.no_grad(), stream:
-        flat = _flattened(sources, carry, buffers, intra_group.size())
+        flat = _flattened(sources, carry, buffers, math.prod(map(_size_of, intra_groups)))
         if in_background:
-            gathered = _in_background(flat, end - begin, arguments, intra_group, inter_group)
+            gathered = _in_background(flat, end - begin, arguments, intra_groups, inter_group)
             return then(gathered, finish, device)
-        own = reduce_scatter(flat, group=intra_group).wait()
+        own = flat
+        for group in intra_groups:
+            own = reduce_scatter(own, group=group).wait()
         if end > begin:  # the last share may be shorter than the others
             _start_over_nodes(own[: end - begin], arguments, inter_group).wait()
-
-        return then_beside(all_gather(own, group=intra_group), finish, device)
+        for group in reversed(intra_groups[1:]):
+            own = all_gather(own, group=group).wait().view(-1)
+        return then_beside(all_gather(own, group=intra_groups[0]), finish, device)
 
 
 def _write(
@@ -126,18 +135,29 @@ def _write(
     return destinations[0]
 
 
+def _size_of(group: dist.ProcessGroup) -> int:
+    return group.size()
+
+
 def _checked_groups(
-    intra_group: dist.ProcessGroup, inter_group: dist.ProcessGroup
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    intra_group, inter_group = resolve_group(intra_group), resolve_group(inter_group)
-    if intra_group is inter_group and intra_group.size() > 1:
-        raise ValueError(
-            "hierarchical_all_reduce: intra_group and inter_group must have this rank alone in "
-            "common, got the same group"
-        )
-    for group in (intra_group, inter_group):
+    intra_group: dist.ProcessGroup | Sequence[dist.ProcessGroup], inter_group: dist.ProcessGroup
+) -> tuple[list[dist.ProcessGroup], dist.ProcessGroup]:
+    given: list[Any] = [intra_group]
+    if isinstance(intra_group, (list, tuple)):
+        given = list(intra_group)
+    if not given:
+        raise ValueError("hierarchical_all_reduce: intra_group must have a level, got none")
+    intra_groups, inter_group = [resolve_group(each) for each in given], resolve_group(inter_group)
+    groups = [*intra_groups, inter_group]
+    for number, group in enumerate(groups):
+        if any(group is other for other in groups[:number]) and group.size() > 1:
+            raise ValueError(
+                "hierarchical_all_reduce: intra_group and inter_group must have this rank alone in "
+                "common, got the same group"
+            )
+    for group in groups:
         check_place("hierarchical_all_reduce", group)
-    return intra_group, inter_group
+    return intra_groups, inter_group
 
 
 def _check_carry(carry: object, numel: int) -> None:
@@ -170,7 +190,7 @@ def _in_background(
     flat: Tensor,
     numel: int,
     arguments: SumArguments,
-    intra_group: dist.ProcessGroup,
+    intra_groups: Sequence[dist.ProcessGroup],
     inter_group: dist.ProcessGroup,
 ) -> torch.futures.Future[Tensor]:
     """All stages, each issued by the thread that ends the one before.
@@ -179,14 +199,36 @@ def _in_background(
         flat: this rank's values, a share for each rank of the node.
         numel: elements of this rank's own share, which may be shorter.
         arguments: of the sum over the nodes.
-        intra_group, inter_group: the groups.
+        intra_groups: of the levels, from the innermost on.
+        inter_group: the ranks with this rank's place in their nodes.
 
     Returns:
-        A Future of all shares' sums, of shape ``(ranks of the node, elements)``.
+        A Future of all shares' sums, as many elements as ``flat``.
     """
-    ranks, mode = intra_group.size(), _mode_of_now(False)
     if arguments.codec.exchange == "all_to_all" and inter_group.size() > 1:
         second_group(inter_group)  # made here, by all ranks at the same point
+    # Here, since the stages are issued where nobody counts.
+    if numel:
+        note_collective(*compressed_bytes(arguments.codec, numel, inter_group))
+    nbytes = tensor_bytes(flat)
+    for level, group in enumerate(intra_groups):
+        ranks = group.size()
+        # Of the reduce-scatter and the all-gather; the first reduce-scatter counts itself.
+        note_collective(nbytes // ranks * (ranks - 1) * (1 if level == 0 else 2))
+        nbytes //= ranks
+    return _in_level(flat, numel, arguments, intra_groups, inter_group)
+
+
+def _in_level(
+    flat: Tensor,
+    numel: int,
+    arguments: SumArguments,
+    intra_groups: Sequence[dist.ProcessGroup],
+    inter_group: dist.ProcessGroup,
+) -> torch.futures.Future[Tensor]:
+    """The stages of :func:`_in_background` in the first of these levels, and beyond it."""
+    intra_group, *beyond = intra_groups
+    ranks, mode = intra_group.size(), _mode_of_now(False)
     first = reduce_scatter(flat, group=intra_group)
     last = place_in(intra_group) if ranks > 1 else None
     with mode():
@@ -194,12 +236,11 @@ def _in_background(
     outputs = [as_bytes(row) for row in gathered]
     if last is not None:
         last.expect(0, outputs)
-    # Here, since the stages are issued where nobody counts.
-    if numel:
-        note_collective(*compressed_bytes(arguments.codec, numel, inter_group))
-    note_collective(tensor_bytes(flat) // ranks * (ranks - 1))
 
-    def between_nodes(own: Tensor) -> torch.futures.Future[Tensor]:
+    def over_nodes(own: Tensor) -> torch.futures.Future[Tensor]:
+        if beyond:
+            with mode(), counting(WireMeter()):
+                return _in_level(own, numel, arguments, beyond, inter_group)
         if numel == 0:
             return completed(own)
 
@@ -211,14 +252,15 @@ def _in_background(
             sums = _start_over_nodes(own[:numel], arguments, inter_group)
             return then(sums, summed, flat.device)
 
-    def in_node(own: Tensor) -> torch.futures.Future[Tensor]:
+    def in_node(sums: Tensor) -> torch.futures.Future[Tensor]:
         if last is None:
-            return completed(own)
+            return completed(sums)
         with mode():
-            return last.exchange(0, [as_bytes(own)] * ranks, outputs, gathered)
+            return last.exchange(0, [as_bytes(sums.view(-1))] * ranks, outputs, gathered)
 
     # All ranks issue the sums over the nodes in the same order.
-    summed = staged(first, lambda own: own, between_nodes, lambda own: own, inter_group)
+    order = beyond[0] if beyond else inter_group
+    summed = staged(first, lambda own: own, over_nodes, lambda own: own, order)
     return chained(summed, in_node, lambda gathered: gathered)
 
 
@@ -265,11 +307,23 @@ def share_range(numel: int, *, rank: int, ranks: int) -> tuple[int, int]:
     return min(numel, share * rank), min(numel, share * (rank + 1))
 
 
+def place_in_node(intra_groups: Sequence[dist.ProcessGroup]) -> dict[str, int]:
+    """Whose share of the elements this rank has: its number among so many ranks of a node."""
+    rank, ranks = 0, 1
+    for group in intra_groups:
+        rank, ranks = rank * group.size() + group_rank(group), ranks * group.size()
+    return {"rank": rank, "ranks": ranks}
+
+
 def inter_shard_range(
-    codec: Codec, numel: int, *, intra_group: dist.ProcessGroup, inter_group: dist.ProcessGroup
+    codec: Codec,
+    numel: int,
+    *,
+    intra_groups: Sequence[dist.ProcessGroup],
+    inter_group: dist.ProcessGroup,
 ) -> tuple[int, int]:
     """The elements ``[begin, end)`` whose sum over the nodes a rank encodes."""
-    begin, end = share_range(numel, rank=group_rank(intra_group), ranks=intra_group.size())
+    begin, end = share_range(numel, **place_in_node(intra_groups))
     ranks = {"rank": group_rank(inter_group), "world_size": inter_group.size()}
     first, last = shard_range(codec, end - begin, **ranks)
     return begin + first, begin + last

@@ -171,6 +171,7 @@ class Hook(ABC):
         group = self.group(bucket)
         own.rank, own.world_size, own.group = group_rank(group), group.size(), group
         own.on_step = self.step_counted
+        self._find_groups(group)
         memory = own.memory_of_bucket(bucket.parameters(), bucket.index(), self.prepare)
         if bucket.index() == 0:  # the step before has come to an end
             if own.has_begun:
@@ -290,6 +291,15 @@ class Hook(ABC):
         own, memory = resolve_group(own), memory_of(bucket)
         return own if memory is None else memory.stand_in(own)
 
+    def _find_groups(self, group: dist.ProcessGroup) -> None:
+        """Make the process groups that the hook finds out itself, or a hook inside, if it has none.
+
+        Args:
+            group: that the average is over. All of its ranks call this at the same point.
+        """
+        for hook in self.hooks_inside():
+            hook._find_groups(group)
+
     def own_groups(self) -> list[dist.ProcessGroup]:
         """Process groups that it was given, itself or a hook inside.
 
@@ -299,6 +309,12 @@ class Hook(ABC):
         for hook in self.hooks_inside():
             found += hook.own_groups()
         return found
+
+    def has_own_groups(self) -> bool:
+        """Whether it, or a hook inside, was given process groups, or makes some when attached."""
+        return bool(self._given_groups()) or any(
+            hook.has_own_groups() for hook in self.hooks_inside()
+        )
 
     def _given_groups(self) -> list[dist.ProcessGroup]:
         return [] if self.process_group is None else [self.process_group]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+import math
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,17 +15,31 @@ from torch import Tensor
 from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives.agreement import gather
-from torch_commhook.collectives.gloo_groups import group_ranks
+from torch_commhook.collectives.gloo_groups import group_ranks, is_destroyed
 from torch_commhook.collectives.group_place import group_rank
 from torch_commhook.collectives.hierarchical import (
     hierarchical_all_reduce,
     inter_shard_range,
+    place_in_node,
     share_range,
+)
+from torch_commhook.collectives.hosts import (
+    HOST,
+    Nesting,
+    group_over,
+    known_group,
+    label_of_host,
+    nest,
+    numbered_labels,
 )
 from torch_commhook.collectives.plain import resolve_group
 from torch_commhook.hooks.base import Hook, result_tensor
-from torch_commhook.hooks.compressed import check_dense, rounding_of, traits_of_codec
+from torch_commhook.hooks.compressed import check_dense, compressed, rounding_of, traits_of_codec
+from torch_commhook.hooks.mean import allreduce
 from torch_commhook.memory.bucket_memory import BucketMemory
+
+#: The levels that are meant where none are given.
+AUTO = "auto"
 
 
 class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
@@ -30,17 +48,42 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
     See :func:`torch_commhook.collectives.hierarchical_all_reduce`. With error feedback each rank
     remembers what its share of the node's sum has lost: ``1 / ranks of the node`` of the elements.
 
+    Without groups the hook finds out which ranks share a host, and makes the groups when it is
+    attached. If all ranks share one host, it does as :class:`allreduce`. If no two do, it does as
+    :class:`compressed`. If hosts have different numbers of ranks, a node is a part of a host: as
+    many ranks as divide all of these numbers. With a number of 1 there are no nodes of several
+    ranks.
+
+    A list of ``levels`` nests nodes, from the innermost on. Sums are exact in all of them, and go
+    through the codec between units of the last::
+
+        hooks.hierarchical(codecs.blockwise(), levels=["host", f"rack={os.environ['RACK']}"])
+
     Args:
         codec: what becomes of a node's gradients on the wire.
-        intra_group: the ranks of this node; equally many on all nodes.
+        intra_group: the ranks of this node; equally many on all nodes. Of nested nodes a list of
+            groups: see :func:`hierarchical_all_reduce`.
         inter_group: the ranks that have this rank's place in their nodes, one of each.
+        levels: without groups: ``"auto"``, which is ``["host"]``, or a list with one entry for each
+            level. ``"host"`` has the ranks of one machine that see the same network. A text
+            ``"name=value"`` has the ranks that give the same value. A number has so many
+            consecutive units of the level inside, or ranks in the innermost level.
         seed: of random numbers; see :class:`compressed`.
 
+    Attributes:
+        sizes: ranks of this rank's group in each level, from the innermost on, and then the number
+            of units that the codec is between. Levels with one rank each are left out. None before
+            the hook has found the groups.
+
     Raises:
-        TypeError: no codec, or no process groups.
-        ValueError: this rank is in none of a group, or the groups have another rank in common. When
-            it is attached: they do not take in all ranks of the model and no others, or ranks of an
-            ``inter_group`` have other places in their nodes.
+        TypeError: no codec, or no process groups; levels of other types.
+        ValueError: this rank is in none of a group, or the groups have another rank in common;
+            levels that are none, or are given beside groups. When it is attached: the groups do not
+            take in all ranks of the model and no others, or ranks of an ``inter_group`` have other
+            places in their nodes; a number of ``levels`` that does not divide the units; a unit
+            whose ranks are in different units of the next level; a process group that
+            ``torch.distributed`` does not know.
+        RuntimeError: without groups, the hook is used over a second process group.
     """
 
     _commhook_traceable = True
@@ -49,8 +92,9 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
         self,
         codec: Codec,
         *,
-        intra_group: dist.ProcessGroup,
-        inter_group: dist.ProcessGroup,
+        intra_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
+        inter_group: dist.ProcessGroup | None = None,
+        levels: str | Sequence[str | int] = AUTO,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -59,34 +103,74 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
                 f"hierarchical: codec must be a Codec, got {type(codec).__qualname__}; see "
                 "torch_commhook.codecs"
             )
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            raise TypeError(f"hierarchical: seed must be an int, got {type(seed).__qualname__}")
         self.codec = codec
         self.traits = traits_of_codec(codec)
         self.seed = seed
-        for name, group in (("intra_group", intra_group), ("inter_group", inter_group)):
-            if group is None:
-                raise TypeError(f"hierarchical: {name} must be a ProcessGroup, got None")
-        if not isinstance(seed, int) or isinstance(seed, bool):
-            raise TypeError(f"hierarchical: seed must be an int, got {type(seed).__qualname__}")
-        self.intra_group = resolve_group(intra_group)
-        self.inter_group = resolve_group(inter_group)
-        self._check_groups()
+        self.sizes: tuple[int, ...] | None = None
+        #: None where groups were given.
+        self.levels: tuple[str | int, ...] | None = None
+        #: What does the work where there are no nodes of several ranks, or only one node.
+        self._plain: Hook | None = None
+        self._over: dist.ProcessGroup | None = None
+        self.intra_groups: list[dist.ProcessGroup] = []
+        self.inter_group: dist.ProcessGroup | None = None
+        if intra_group is None and inter_group is None:
+            self.levels = _checked_levels(levels)
+        else:
+            self._take_groups(intra_group, inter_group, levels)
         self._node_plan = f"node's share of {self} {id(codec)}"
         self._shard_plan = f"shard of {self} {id(codec)}"
 
+    def _take_groups(self, intra_group: Any, inter_group: Any, levels: object) -> None:
+        if levels != AUTO:
+            raise ValueError(
+                "hierarchical: levels must be left out where groups are given, got "
+                f"{levels!r} beside groups"
+            )
+        given = list(intra_group) if isinstance(intra_group, (list, tuple)) else [intra_group]
+        named = [("intra_group", group) for group in given] or [("intra_group", None)]
+        for name, group in (*named, ("inter_group", inter_group)):
+            if group is None:
+                raise TypeError(f"hierarchical: {name} must be a ProcessGroup, got None")
+        self.intra_groups = [resolve_group(group) for group in given]
+        self.inter_group = resolve_group(inter_group)
+        self.sizes = tuple(group.size() for group in (*self.intra_groups, self.inter_group))
+        self._check_groups()
+
     def _check_groups(self) -> None:
         """Refuse groups with more than this rank in common, where it is known who is in them."""
-        nodes, places = group_ranks(self.intra_group), group_ranks(self.inter_group)
-        if nodes is None or places is None:
-            return
-        both = sorted(set(nodes) & set(places))
-        if len(both) > 1:
-            raise ValueError(
-                "hierarchical: intra_group and inter_group must have this rank alone in common, "
-                f"got ranks {nodes} and {places}, which share {both}"
-            )
+        assert self.inter_group is not None
+        for number, group in enumerate(self.intra_groups):
+            for other in (*self.intra_groups[:number], self.inter_group):
+                nodes, places = group_ranks(group), group_ranks(other)
+                if nodes is None or places is None:
+                    continue
+                both = sorted(set(nodes) & set(places))
+                if len(both) > 1:
+                    raise ValueError(
+                        "hierarchical: intra_group and inter_group must have this rank alone in "
+                        f"common, got ranks {nodes} and {places}, which share {both}"
+                    )
+
+    @property
+    def intra_group(self) -> dist.ProcessGroup | None:
+        """The ranks of the innermost node; None before the hook has found them, or without any."""
+        return self.intra_groups[0] if self.intra_groups else None
 
     def check_ranks(self, group: dist.ProcessGroup) -> None:
-        every = gather(group, [group_ranks(self.intra_group), group_ranks(self.inter_group)])
+        self._find_groups(group)
+        if self._plain is not None:
+            self._plain.check_ranks(group)
+        elif self.levels is None and len(self.intra_groups) == 1:
+            self._check_rows(group)
+
+    def _check_rows(self, group: dist.ProcessGroup) -> None:
+        """Refuse groups that are no rows and columns of the model's ranks."""
+        assert self.inter_group is not None
+        own = [group_ranks(self.intra_groups[0]), group_ranks(self.inter_group)]
+        every = gather(group, own)
         of_model = group_ranks(group)
         if every is None or of_model is None or any(None in groups for groups in every):
             return
@@ -107,47 +191,135 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
                         f"{node} and rank {other} place {place} of {groups_of[other][0]}"
                     )
 
-    def _given_groups(self) -> list[dist.ProcessGroup]:
-        return [self.intra_group, self.inter_group]
+    # ---- groups of its own -----------------------------------------------------------------------
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"{self}: can't be pickled, since its process groups belong to this process; make one "
-            "where it is used"
-        )
+    def _find_groups(self, group: dist.ProcessGroup) -> None:
+        if self.levels is None:
+            return
+        if self._over is not None and not is_destroyed(self._over):
+            if self._over is not group:
+                raise RuntimeError(
+                    f"{self}: its groups are over other ranks, or another process group, than this "
+                    "model's; make a hook for each process group"
+                )
+            return
+        known, rank = known_group(group), group_rank(group)
+        nesting = self._nesting(known)
+        self._warn_of_uneven(nesting, rank)
+        *inner, units = nesting.sizes
+        self.intra_groups, self.inter_group, self._plain = [], None, None
+        if units == 1:
+            self._plain = allreduce()
+        elif not inner:
+            self._plain = compressed(self.codec, seed=self.seed)
+        else:
+            # In this order on all ranks.
+            self.intra_groups = [group_over(known, ranks) for ranks in nesting.inner[rank]]
+            self.inter_group = group_over(known, nesting.outer[rank])
+        self.sizes = nesting.sizes
+        self._over = group
+
+    def _nesting(self, group: dist.ProcessGroup) -> Nesting:
+        assert self.levels is not None
+        labels = [
+            label_of_host() if level == HOST else level.partition("=")[2]
+            for level in self.levels
+            if isinstance(level, str)
+        ]
+        numbers = iter(numbered_labels(group, labels) if labels else ())
+        levels = [level if isinstance(level, int) else next(numbers) for level in self.levels]
+        return nest(levels, group.size())
+
+    def _warn_of_uneven(self, nesting: Nesting, rank: int) -> None:
+        assert self.levels is not None
+        for number, counts in nesting.uneven if rank == 0 else ():
+            size = math.gcd(*counts)
+            warnings.warn(
+                f"{self}: levels[{number}] has units of {', '.join(map(str, counts))} parts; it "
+                f"adds up exactly among {size} of them at a time, which divides all these numbers",
+                stacklevel=2,
+            )
+
+    @property
+    def lets_stages_wait(self) -> bool:
+        """Whether the hook that it has become waits for no result in :meth:`average`."""
+        return self._plain is not None and self._plain.lets_stages_wait
+
+    def has_stages_among(self, ranks: int) -> bool:
+        if self._plain is not None:
+            return self._plain.has_stages_among(ranks)
+        return self.has_stages
+
+    def _given_groups(self) -> list[dist.ProcessGroup]:
+        return [] if self.inter_group is None else [*self.intra_groups, self.inter_group]
+
+    def has_own_groups(self) -> bool:
+        return True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        if self._over is not None:
+            memo[id(self._over)] = self._over
+        return super().__deepcopy__(memo)
+
+    def __reduce__(self) -> Any:
+        if self.levels is None:
+            raise TypeError(
+                f"{self}: can't be pickled, since its process groups belong to this process; make "
+                "one where it is used"
+            )
+        return partial(hierarchical, levels=self.levels, seed=self.seed), (self.codec,)
+
+    # ---- averages --------------------------------------------------------------------------------
 
     def prepare(self, memory: BucketMemory) -> None:
-        nodes, ranks = self.inter_group.size(), self.intra_group.size()
+        if self._plain is not None:
+            self._plain.prepare(memory)
+            return
+        if self.inter_group is None:
+            raise RuntimeError(
+                f"{self}: it finds out which ranks share a host when it is attached, or called "
+                "with a bucket"
+            )
+        place = place_in_node(self.intra_groups)
+        nodes, ranks = self.inter_group.size(), place["ranks"]
         if nodes * ranks != memory.world_size:
             raise ValueError(
                 f"hierarchical: its groups must take in all {memory.world_size} ranks that are "
                 f"averaged over, got {nodes} nodes of {ranks} ranks"
             )
         if memory.with_error and self.codec.takes_error:
-            groups = {"intra_group": self.intra_group, "inter_group": self.inter_group}
-            ranks = self.intra_group.size()
             memory.flat("error")
-            share = share_range(memory.numel, rank=group_rank(self.intra_group), ranks=ranks)
+            share = share_range(memory.numel, **place)
             of_node = memory.shard("node_error", *share, factor=1)
-            shard = inter_shard_range(self.codec, memory.numel, **groups)
+            shard = inter_shard_range(
+                self.codec,
+                memory.numel,
+                intra_groups=self.intra_groups,
+                inter_group=self.inter_group,
+            )
             of_shard = memory.shard("node_shard_error", *shard, factor=memory.world_size)
             memory.plans[self._node_plan] = of_node
             memory.plans[self._shard_plan] = of_shard
         rounding_of(self.codec, self.seed, memory)
 
     def shards(self, memory: BucketMemory) -> list[str]:
+        if self._plain is not None:
+            return self._plain.shards(memory)
         found = (memory.plans.get(plan) for plan in (self._node_plan, self._shard_plan))
         return [name for name in found if name is not None]
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        if self._plain is not None:
+            return self._plain.average(bucket)
         check_dense(self, bucket)
         memory = self.memory(bucket)
+        assert self.inter_group is not None
         return hierarchical_all_reduce(
             bucket.sources(),
             self.codec,
-            intra_group=memory.stand_in(self.intra_group),
+            intra_group=[memory.stand_in(group) for group in self.intra_groups],
             inter_group=memory.stand_in(self.inter_group),
-            scale=1.0 / (self.intra_group.size() * self.inter_group.size()),
+            scale=1.0 / (place_in_node(self.intra_groups)["ranks"] * self.inter_group.size()),
             out=result_tensor(bucket, memory),
             carry=memory.tensors.get("error"),
             error=memory.tensors.get(memory.plans.get(self._node_plan, "")),
@@ -159,5 +331,42 @@ class hierarchical(Hook):  # noqa: N801 (a hook is written as it is called)
         )
 
     def __repr__(self) -> str:
-        nodes, ranks = self.inter_group.size(), self.intra_group.size()
-        return f"hierarchical({self.codec}, {nodes} nodes of {ranks} ranks)"
+        if self.levels is None:
+            assert self.sizes is not None
+            *inner, nodes = self.sizes
+            ranks = " x ".join(map(str, inner))
+            return f"hierarchical({self.codec}, {nodes} nodes of {ranks} ranks)"
+        # Without the values, since ranks compare what they attach.
+        levels = [
+            level.partition("=")[0] if isinstance(level, str) else level for level in self.levels
+        ]
+        return f"hierarchical({self.codec}, levels={levels})"
+
+
+def _checked_levels(levels: object) -> tuple[str | int, ...]:
+    if levels == AUTO:
+        return (HOST,)
+    if not isinstance(levels, (list, tuple)):
+        raise TypeError(
+            "hierarchical: levels must be 'auto' or a list such as ['host', 'rack=7'], got "
+            f"{levels!r}"
+        )
+    if not levels:
+        raise ValueError("hierarchical: levels must have an entry for each level, got none")
+    for level in levels:
+        if not isinstance(level, (str, int)) or isinstance(level, bool):
+            raise TypeError(
+                f"hierarchical: levels must hold texts and numbers, got {type(level).__qualname__}"
+            )
+        is_one = level >= 1 if isinstance(level, int) else level == HOST or _is_named(level)
+        if not is_one:
+            raise ValueError(
+                "hierarchical: a level must be 'host', a text such as 'rack=7' or a number from 1, "
+                f"got {level!r}"
+            )
+    return tuple(levels)
+
+
+def _is_named(level: str) -> bool:
+    name, _, value = level.partition("=")
+    return name.isidentifier() and name != HOST and bool(value)

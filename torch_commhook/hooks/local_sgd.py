@@ -175,7 +175,7 @@ class local_sgd(Hook):  # noqa: N801 (a hook is written as it is called)
             raise TypeError(
                 f"local_sgd: error_reset must be a bool, got {type(error_reset).__qualname__}"
             )
-        if error_reset and (not hook.keeps_error or hook.splits_buckets or hook.own_groups()):
+        if error_reset and (not hook.keeps_error or hook.splits_buckets or hook.has_own_groups()):
             raise ValueError(
                 "local_sgd: with error_reset, hook must remember what it loses of each bucket, and "
                 f"average over the model's ranks, got {hook}; use error_feedback"

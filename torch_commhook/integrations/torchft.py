@@ -93,7 +93,7 @@ def _check(manager: Any, model: nn.Module, hook: Callable[..., Any]) -> None:
             f"attach_to: model must be a module that does not average gradients itself, got "
             f"{type(model).__qualname__}; give the module inside"
         )
-    if isinstance(hook, Hook) and hook.own_groups():
+    if isinstance(hook, Hook) and hook.has_own_groups():
         raise ValueError(
             f"attach_to: hook '{hook!r}' must have no process group of its own; it averages over "
             "the manager's quorum"

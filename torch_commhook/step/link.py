@@ -7,11 +7,8 @@ packet that is lost. Over a far link several connections then carry more than on
 from __future__ import annotations
 
 import hashlib
-import os
-import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -19,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_commhook.collectives.exchange import exchange
+from torch_commhook.collectives.hosts import machine
 
 #: That a link is tried with, and that it has if that is faster.
 MANY = 4
@@ -89,21 +87,11 @@ def measure_link(group: dist.ProcessGroup, connect: Callable[[], object]) -> Lin
 
 def _is_local(group: dist.ProcessGroup) -> bool:
     """Whether all ranks are on one machine, and see the same network."""
-    digest = hashlib.sha256(_machine().encode()).digest()
+    digest = hashlib.sha256(machine().encode()).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
     every = own.new_empty((group.size(), own.numel()))
     exchange([own] * group.size(), list(every), every, group).wait()
     return bool((every == own).all())
-
-
-def _machine() -> str:
-    """A text that processes have in common if they are on one machine and see the same network."""
-    try:
-        booted = Path("/proc/sys/kernel/random/boot_id").read_text()
-        network = os.stat("/proc/self/ns/net")
-    except OSError:  # another system than Linux
-        return platform.node()
-    return f"{booted} {network.st_dev} {network.st_ino}"
 
 
 def _round_trip(group: dist.ProcessGroup) -> float:

@@ -1,0 +1,309 @@
+"""What ``commhook plan`` says of many ranks on nodes: formulas, and how they are checked."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankPool
+from torch import nn
+
+from torch_commhook import GradBucket, attach, codecs, hooks, run_hook
+from torch_commhook.cli.hook_cost import gradients_of
+from torch_commhook.cli.hook_expression import parse_hook
+from torch_commhook.cli.main import main
+from torch_commhook.cli.plan import measure, plan
+from torch_commhook.cli.plan_formulas import (
+    Formula,
+    bytes_out_of_node,
+    count_connections,
+    count_messages,
+    formula_of,
+)
+from torch_commhook.cli.plan_step import agreement_of
+from torch_commhook.collectives import exchange
+from torch_commhook.process_group.simulated.link import Issued
+from torch_commhook.step import step_end
+from torch_commhook.testing import run_ranks, simulate
+
+HOOKS = [
+    "allreduce()",
+    "cast()",
+    "blockwise()",
+    "error_feedback(blockwise(bits=4))",
+    "fp8()",
+    "momentum(sign(), 0.9)",
+    "randomk(0.1)",
+    "topk(0.01)",
+    "chunk_topk()",
+    "powersgd(rank=2)",
+    "hierarchical(blockwise(), levels=[4])",
+    "error_feedback(hierarchical(sign(), levels=[2, 2]))",
+    "hierarchical(topk(0.01), levels=[8])",
+    "hierarchical(randomk(0.1), levels=[2])",
+    "hierarchical(blockwise(), levels=[1])",
+]
+ELEMENTS = 5_003
+
+
+def _no_simulation(ranks: int) -> Any:
+    raise AssertionError("formulas need none")
+
+
+def _formula(text: str, ranks: int, nodes: int = 1, elements: int = ELEMENTS) -> Formula:
+    def simulated(few: int) -> Any:
+        assert text.startswith("powersgd")
+        return _simulated(text, few)
+
+    found = formula_of(parse_hook(text), elements, ranks, nodes, simulated)
+    assert found is not None
+    return found
+
+
+def _simulated(text: str, ranks: int) -> tuple[float, tuple[Issued, ...]]:
+    gradients = [gradients_of(ELEMENTS, ELEMENTS) for _ in range(ranks)]
+    found = simulate(parse_hook(text), gradients, steps=2, timeout=600)
+    return found.wire_bytes, tuple(found.issued)
+
+
+def _with_numbered_groups(issued: Any) -> list[tuple[int, Any]]:
+    numbers: dict[str, int] = {}
+    return [(numbers.setdefault(one.group, len(numbers)), one.traffic) for one in issued]
+
+
+@pytest.mark.parametrize("ranks", [8, 32])
+@pytest.mark.parametrize("text", HOOKS)
+@pytest.mark.filterwarnings("ignore:.*are more bytes than cast")
+def test_formulas_are_what_simulated_ranks_do(text: str, ranks: int) -> None:
+    sent, issued = _simulated(text, ranks)
+    formula = _formula(text, ranks)
+    assert _with_numbered_groups(formula.issued) == _with_numbered_groups(issued)
+    assert formula.bytes_sent == pytest.approx(sent, rel=1e-3)  # the simulation rounds
+
+
+@pytest.mark.parametrize("text", ["blockwise()", "hierarchical(blockwise(), levels=[8, 4])"])
+def test_formulas_are_what_many_simulated_ranks_do(text: str) -> None:
+    sent, issued = _simulated(text, 128)
+    formula = _formula(text, 128)
+    assert _with_numbered_groups(formula.issued) == _with_numbered_groups(issued)
+    assert formula.bytes_sent == sent
+
+
+@pytest.mark.parametrize("numel", [1, 7, 1000])
+def test_formulas_of_few_elements(numel: int) -> None:
+    gradients = [[torch.randn(numel)] for _ in range(8)]
+    for text in ("blockwise()", "hierarchical(blockwise(), levels=[4])"):
+        found = simulate(parse_hook(text), gradients)
+        formula = _formula(text, 8, elements=numel)
+        assert formula.bytes_sent == found.wire_bytes
+
+
+def test_hooks_without_formulas() -> None:
+    adaptive = hooks.adaptive(1000)
+    assert formula_of(adaptive, 100, 32, 1, _no_simulation) is None
+    named = hooks.hierarchical(codecs.sign(), levels=["rack=1"])
+    assert formula_of(named, 100, 32, 1, _no_simulation) is None
+
+
+# ---- between nodes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("levels", "ranks"), [([4], 8), ([2, 2], 16), ([8], 32), ([8, 4], 128)])
+def test_bytes_out_of_a_node_are_those_of_the_groups_between_nodes(
+    levels: list[int], ranks: int
+) -> None:
+    """Of two levels the second is between nodes, too."""
+
+    def on_rank(rank: int) -> list[int]:
+        hook = hooks.hierarchical(codecs.blockwise(), levels=levels)
+        handle = attach(nn.Linear(64, 64, bias=False), hook)
+        own = hook.own_groups()
+        before = [group.bytes_sent for group in own]
+        parameter = torch.zeros(64, 64, requires_grad=True)
+        run_hook(hook, None, GradBucket([parameter], [torch.ones(64, 64)])).wait()
+        handle.remove()
+        return [group.bytes_sent - sent for group, sent in zip(own, before, strict=True)]
+
+    per_node = levels[0]
+    sent = run_ranks(on_rank, ranks, timeout=120)
+    formula = _formula(
+        f"hierarchical(blockwise(), levels={levels})", ranks, ranks // per_node, 4096
+    )
+    found = bytes_out_of_node(formula.issued, formula.members, [1.0])
+    wanted = sum(sum(of_groups[1:]) for of_groups in sent[:per_node])
+    assert found == pytest.approx(wanted, rel=2e-2)  # ranks' shards differ by a block
+
+
+def test_bytes_out_of_a_node_of_hooks_among_all_ranks() -> None:
+    def out(text: str, ranks: int, nodes: int, elements: int = 1 << 20) -> float:
+        formula = _formula(text, ranks, nodes, elements)
+        return bytes_out_of_node(formula.issued, formula.members, [1.0])
+
+    # Around a ring one rank of a node sends to another node.
+    assert out("allreduce()", 32, 4) == pytest.approx(2 * (4 << 20) * 31 / 32)
+    # Of 7 others 4 are on the other node.
+    (call, _) = _formula("blockwise()", 8, 2, 1 << 20).issued
+    assert out("blockwise()", 8, 2) == pytest.approx(2 * 4 * call.traffic.carried * 4 / 7, rel=1e-3)
+    assert out("allreduce()", 32, 1) == out("blockwise()", 8, 1) == 0
+    nodes = out("hierarchical(blockwise(), levels=[8])", 32, 4)
+    assert nodes == pytest.approx(2 * (1 << 20) * 3 / 4 * 1.016, rel=0.01)
+
+
+# ---- messages, round trips and connections of processes ------------------------------------------
+
+BUCKETS, WIDTH = 5, 64
+
+
+def _counted(rank: int, text: str, levels: Any) -> tuple[int, int]:
+    """The messages of a step, and the connections that the hook has added."""
+    before = _established()
+    hook = parse_hook(text)
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BUCKETS)]
+    model = nn.Sequential(*layers)
+    handle = attach(model, hook, bucket_cap_mb=WIDTH * WIDTH * 4 / (1 << 20), connections=levels)
+    for _ in range(2):  # buckets are formed anew after the first
+        model(torch.ones(1, WIDTH)).sum().backward()
+    connections = _established() - before
+    count = 0
+    start, agree = exchange.Place.exchange, step_end.StepEnd.any_rank
+
+    def counted(place: Any, stage: int, inputs: Any, *arguments: Any) -> Any:
+        nonlocal count
+        count += len(inputs) - 1
+        return start(place, stage, inputs, *arguments)
+
+    def agreed(end: Any, *arguments: Any) -> bool:
+        nonlocal count
+        count += sum(map(len, step_end.rounds_of(end.group.size())))
+        return agree(end, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange.Place, "exchange", counted)
+        patch.setattr(step_end.StepEnd, "any_rank", agreed)
+        model(torch.ones(1, WIDTH)).sum().backward()
+    assert len(handle.stats().buckets) == BUCKETS
+    dist.barrier()
+    handle.remove()
+    return count, connections
+
+
+def _established() -> int:
+    """TCP connections of this process."""
+    sockets = set()
+    for name in ("tcp", "tcp6"):
+        with open(f"/proc/self/net/{name}") as table:
+            rows = [line.split() for line in table.readlines()[1:]]
+        sockets |= {row[9] for row in rows if row[3] == "01"}
+    found = 0
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{number}")
+        except OSError:
+            continue
+        found += target.startswith("socket:[") and target[8:-1] in sockets
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "connections"),
+    [
+        ("allreduce()", 1),
+        ("blockwise()", 1),
+        ("blockwise()", 3),
+        ("topk(0.01)", 1),
+        ("hierarchical(blockwise(), levels=[2])", 1),
+    ],
+)
+def test_messages_and_connections_of_processes(
+    four_ranks: RankPool, text: str, connections: int
+) -> None:
+    check_counts(four_ranks, text, connections)
+
+
+@pytest.mark.parametrize(("text", "connections"), [("blockwise()", 1), ("allreduce()", 2)])
+def test_messages_and_connections_of_two_processes(
+    two_ranks: RankPool, text: str, connections: int
+) -> None:
+    check_counts(two_ranks, text, connections)
+
+
+def check_counts(ranks: RankPool, text: str, connections: int) -> None:
+    size = ranks.world_size
+    formula = _formula(text, size, 1, BUCKETS * WIDTH * WIDTH)
+    messages = count_messages(formula.issued, agreement_of(size), [1 / BUCKETS] * BUCKETS)
+    added = count_connections(formula.hook, formula.issued, size, connections)
+    assert ranks.run(_counted, text, connections) == [(messages, added)] * size
+
+
+def test_round_trips_of_nodes() -> None:
+    """As in test_round_trips.py, where processes take so many."""
+    found = measure(["hierarchical(blockwise())"], elements=25 << 14, world_size=4, nodes=2)
+    (cost,) = plan(found, bits_per_second=1e12, buckets=[1] * 25)
+    assert cost.round_trips == 3.5
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        # Rings and agreements connect a rank to those at distances of powers of two.
+        ("allreduce()", 20),
+        # The first stage to all others, the second around a ring.
+        ("blockwise()", 999 + 20),
+        ("topk(0.01)", 20),
+        # The model's two groups, the two of a node, and those between nodes.
+        ("hierarchical(blockwise(), levels=[8])", 20 + 20 + 7 + 7 + 124 + 14),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*are more bytes than cast")
+def test_connections_of_a_thousand_ranks(text: str, wanted: int) -> None:
+    formula = _formula(text, 1000, 125)
+    assert count_connections(formula.hook, formula.issued, 1000) == wanted
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def test_a_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model-size", "100k", "--world", "1000", "--nodes", "125", "--hooks"]
+    arguments += ["allreduce()", "hierarchical(blockwise())"]
+    assert main([*arguments, "--json"]) == 0
+    flat, nested = json.loads(capsys.readouterr().out)
+    assert flat["bytes_sent"] == pytest.approx(2 * 400_000 * 0.999, rel=1e-3)
+    assert flat["node_bytes"] == pytest.approx(flat["bytes_sent"])
+    assert flat["connections"] == 20 and nested["connections"] == 192
+    assert nested["node_bytes"] < flat["node_bytes"] / 2
+    assert nested["round_trips"] < flat["round_trips"] / 10
+    assert nested["messages"] < flat["messages"]
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("0.1 M elements, 1000 ranks on 125 nodes, 1000 Mbit/s each way")
+    for name in ("out of a node", "messages", "connections", "round trips"):
+        assert name in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--delay", "1e30"], "must be a number of milliseconds from 0 to 3600000, got '1e30'"),
+        (["--delay", "-1"], "must be a number of milliseconds from 0 to 3600000, got '-1'"),
+        (["--compute-ms", "1e30"], "must be a number of milliseconds from 0 to 1000000000"),
+        (["--connections", "17"], "must be a number from 1 to 16, got '17'"),
+        (["--world", "10", "--nodes", "3"], "--nodes: must divide the 10 ranks, got 3"),
+        (["--nodes", "0"], "must be a number from 1 to 1024"),
+        (["--parallel", "fsdp", "--nodes", "2"], "--nodes: is for --parallel ddp alone"),
+        (["--parallel", "fsdp", "--connections", "2"], "--connections: is for --parallel ddp"),
+    ],
+)
+def test_what_is_refused(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    try:
+        status = main(["plan", *arguments])
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    assert status == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,308 @@
+"""What hooks send among many ranks on several nodes, by formulas.
+
+Tests compare the calls with those that simulated ranks make, and the connections with those of
+processes. A hook without formulas is simulated instead.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch_commhook.cli.plan_step import with_exchanges
+
+if TYPE_CHECKING:
+    from torch_commhook.process_group.simulated.link import Issued
+
+#: A simulated run of more ranks takes minutes; formulas are used instead.
+MOST_SIMULATED = 16
+_MODEL = "model"
+_EACH_TO_EACH = ("all_to_all_single", "exchange", "expected exchange")
+#: Ranks with which a hook is simulated that only adds up.
+_FEW = 2
+
+
+@dataclass(frozen=True)
+class Formula:
+    """What a hook does in a step for all gradients as one bucket.
+
+    Attributes:
+        bytes_sent: by the rank that sends most.
+        issued: what rank 0 issues.
+        members: by a group's name, for each rank of the first node, the ranks of its group.
+        hook: what does the work: another one where there is only one node, say.
+    """
+
+    bytes_sent: float
+    issued: tuple[Issued, ...]
+    members: dict[str, list[Sequence[int]]]
+    hook: Any
+
+
+def formula_of(
+    hook: Any,
+    elements: int,
+    ranks: int,
+    nodes: int,
+    simulated: Callable[[int], tuple[float, tuple[Issued, ...]]],
+) -> Formula | None:
+    """What a hook sends, by formulas; None where there are none for it.
+
+    Args:
+        hook: after :func:`unwrap_hook`.
+        elements: of the gradients, in float32.
+        ranks: on all nodes.
+        nodes: with equally many consecutive ranks each.
+        simulated: the bytes and calls of the hook among so many simulated ranks.
+    """
+    from torch_commhook import hooks
+
+    inside = hook
+    while type(inside) in (hooks.error_feedback, hooks.momentum):
+        inside = inside.hook
+    every: list[Sequence[int]] = [range(ranks)] * (ranks // nodes)
+    if type(inside) is hooks.hierarchical and inside.levels is not None:
+        return _hierarchical(inside, elements, ranks, nodes, every)
+    if type(inside) is hooks.powersgd:
+        issued = tuple(_among(each, ranks) for each in simulated(_FEW)[1])
+        return Formula(sum(each.traffic.carried for each in issued), issued, {_MODEL: every}, hook)
+    flat = _flat(inside, elements, ranks)
+    return None if flat is None else Formula(*flat, {_MODEL: every}, hook)
+
+
+def _flat(hook: Any, elements: int, ranks: int) -> tuple[float, tuple[Issued, ...]] | None:
+    from torch_commhook import hooks
+    from torch_commhook.collectives.wide_sum import LEAST_RANKS, padded_numel
+
+    if type(hook) is hooks.compressed:
+        return encoded_sum(hook.codec, elements, ranks, _MODEL)
+    if type(hook) is hooks.cast and ranks >= LEAST_RANKS:
+        nbytes = 2 * padded_numel(elements, ranks)
+        share = nbytes // ranks
+        return _added_up(
+            _call(_MODEL, "all_to_all_single", ranks, nbytes, share * (ranks - 1)),
+            _call(_MODEL, "all_gather_single", ranks, share, share * (ranks - 1)),
+        )
+    if type(hook) in (hooks.allreduce, hooks.cast):
+        return _added_up(
+            _all_reduce(_MODEL, ranks, elements * (4 - 2 * (type(hook) is hooks.cast)))
+        )
+    return None
+
+
+def encoded_sum(
+    codec: Any, elements: int, ranks: int, group: str
+) -> tuple[float, tuple[Issued, ...]]:
+    """The bytes and calls of ``compressed_all_reduce``."""
+    if ranks == 1:
+        return 0.0, ()
+    others = ranks - 1
+    if codec.exchange == "all_gather":
+        nbytes = codec.nbytes(elements)
+        return _added_up(_call(group, "all_gather_single", ranks, nbytes, nbytes * others))
+    if codec.exchange == "all_reduce":
+        return _added_up(_all_reduce(group, ranks, codec.nbytes(elements)))
+    sizes = [shard.nbytes for shard in codec.shards(elements, ranks)]
+    total, longest = sum(sizes), max(sizes)
+    issued = (
+        _call(group, "all_to_all_single", ranks, total, total - sizes[0]),
+        # Shards are padded to the longest.
+        _call(group, "all_gather_single", ranks, longest, longest * others),
+    )
+    return total - min(sizes) + longest * others, issued
+
+
+def _hierarchical(
+    hook: Any, elements: int, ranks: int, nodes: int, every: list[Sequence[int]]
+) -> Formula | None:
+    from torch_commhook import hooks
+    from torch_commhook.collectives.hosts import HOST, nest
+
+    per_node = ranks // nodes
+    levels: list[Any] = []
+    for level in hook.levels:
+        if level == HOST:
+            levels.append([rank // per_node for rank in range(ranks)])
+        elif isinstance(level, int):
+            levels.append(level)
+        else:
+            return None  # nobody knows who gives which value
+    nesting = nest(levels, ranks)
+    *inner, units = nesting.sizes
+    if units == 1 or not inner:
+        plain = hooks.allreduce() if units == 1 else hooks.compressed(hook.codec)
+        flat = _flat(plain, elements, ranks)
+        return None if flat is None else Formula(*flat, {_MODEL: every}, plain)
+    members: dict[str, list[Sequence[int]]] = {
+        f"level {level}": [nesting.inner[rank][level] for rank in range(per_node)]
+        for level in range(len(inner))
+    }
+    members["nodes"] = [nesting.outer[rank] for rank in range(per_node)]
+    share = -(-elements // math.prod(inner))
+    nbytes = 4 * share * math.prod(inner)
+    scatters, gathers = [], []
+    for level, size in enumerate(inner):
+        name, carried = f"level {level}", nbytes // size * (size - 1)
+        scatters.append(_call(name, "all_to_all_single", size, nbytes, carried))
+        nbytes //= size
+        gathers.append(_call(name, "all_gather_single", size, nbytes, carried))
+    sent, between = encoded_sum(hook.codec, min(share, elements), units, "nodes")
+    issued = (*scatters, *between, *reversed(gathers))
+    exact = sum(each.traffic.carried for each in (*scatters, *gathers))
+    return Formula(exact + sent, issued, members, hook)
+
+
+def _added_up(*issued: Issued) -> tuple[float, tuple[Issued, ...]]:
+    return sum(each.traffic.carried for each in issued), issued
+
+
+def _call(group: str, operation: str, ranks: int, nbytes: float, carried: float) -> Issued:
+    from torch_commhook.process_group.gloo_messages import Traffic
+    from torch_commhook.process_group.simulated.link import Issued
+
+    # Rank 0 is the root of calls that have one.
+    return Issued(group, Traffic(operation, ranks, nbytes, carried, True))
+
+
+def _all_reduce(group: str, ranks: int, nbytes: float) -> Issued:
+    return _call(group, "allreduce", ranks, nbytes, _ring_bytes(nbytes, ranks))
+
+
+def _ring_bytes(nbytes: float, ranks: int) -> float:
+    from torch_commhook.metrics import ring_all_reduce_bytes
+
+    return ring_all_reduce_bytes(round(nbytes), ranks)
+
+
+def _among(issued: Issued, ranks: int) -> Issued:
+    """An all-reduce among more ranks."""
+    return _all_reduce(_MODEL, ranks, issued.traffic.nbytes)
+
+
+# ---- of any calls --------------------------------------------------------------------------------
+
+
+def count_messages(
+    issued: Sequence[Issued], agreement: Sequence[Issued], shares: Sequence[float]
+) -> int:
+    """The messages that a rank sends in a step.
+
+    Args:
+        issued: for all gradients as one bucket.
+        agreement: at the end of a step.
+        shares: of each bucket in the gradients.
+    """
+    from torch_commhook.process_group.gloo_messages import messages_of
+
+    found = sum(part.count for each in agreement for part in messages_of(each.traffic))
+    for share, buckets in Counter(shares).items():
+        calls = with_exchanges([each.scaled(share) for each in issued])
+        found += buckets * sum(part.count for each in calls for part in messages_of(each.traffic))
+    return found
+
+
+def count_connections(hook: Any, issued: Sequence[Issued], ranks: int, connections: int = 1) -> int:
+    """The connections of rank 0 that the hook adds when it is attached, and uses.
+
+    Args:
+        hook: a hook of the library.
+        issued: what it issues for all gradients.
+        ranks: of the model.
+        connections: as :func:`torch_commhook.attach` takes them.
+    """
+    from torch_commhook.collectives.exchange import MOST_IN_BOTH_DIRECTIONS, MOST_RANKS
+    from torch_commhook.collectives.gloo_backend import MOST_IN_FULL_MESH, neighbours
+
+    if ranks == 1:
+        return 0
+    sizes = {each.group: each.traffic.ranks for each in issued}
+    with_all = {each.group for each in issued if each.traffic.operation in _EACH_TO_EACH}
+    own = set(sizes) if len(sizes) > 1 else set()  # those of levels, beside the model's
+
+    def of_group(size: int, reaches_all: bool) -> int:
+        if size <= MOST_IN_FULL_MESH or reaches_all:
+            return size - 1
+        return len(neighbours(0, size))
+
+    def more(size: int) -> int:
+        pairs = 2 if size <= MOST_IN_BOTH_DIRECTIONS else 1
+        return (connections - 1) * pairs * (size - 1) if 1 < size <= MOST_RANKS else 0
+
+    model_reaches_all = not own and bool(with_all)
+    found = of_group(ranks, model_reaches_all) + more(ranks)
+    has_stages = getattr(hook, "has_stages_among", None)
+    if has_stages is not None and has_stages(ranks):
+        found += of_group(ranks, False)
+    for name in own:
+        size = sizes[name]
+        found += of_group(size, name in with_all) + more(size)
+        if has_stages is not None and has_stages(size):
+            found += of_group(size, False)
+    return found
+
+
+def bytes_out_of_node(
+    issued: Sequence[Issued], members: Mapping[str, list[Sequence[int]]], shares: Sequence[float]
+) -> float:
+    """The bytes that all ranks of the first node send to other nodes in a step.
+
+    Args:
+        issued: for all gradients as one bucket.
+        members: as in :class:`Formula`.
+        shares: of each bucket in the gradients.
+    """
+    sent = 0.0
+    for share, buckets in Counter(shares).items():
+        for each in with_exchanges([each.scaled(share) for each in issued]):
+            for rank, group in enumerate(members[each.group]):
+                sent += buckets * _bytes_out(each, rank, group, len(members[each.group]))
+    return sent
+
+
+def _bytes_out(issued: Issued, rank: int, group: Sequence[int], per_node: int) -> float:
+    """The bytes of a call that one rank sends to other nodes."""
+    traffic = issued.traffic
+    if traffic.operation in _EACH_TO_EACH:
+        outside = sum(other >= per_node for other in group)
+        return traffic.carried * outside / (traffic.ranks - 1)
+    # Around a ring.
+    following = group[(group.index(rank) + 1) % len(group)]
+    return traffic.carried * (following >= per_node)
+
+
+def with_ranks_per_node(hook: Any, per_node: int) -> Any:
+    """Have hierarchical hooks inside take nodes of so many consecutive ranks for hosts."""
+    from torch_commhook import hooks
+    from torch_commhook.collectives.hosts import HOST
+
+    if type(hook) is hooks.hierarchical and hook.levels is not None:
+        hook.levels = tuple(per_node if level == HOST else level for level in hook.levels)
+    for inside in hook.hooks_inside() if isinstance(hook, hooks.Hook) else ():
+        with_ranks_per_node(inside, per_node)
+    return hook
+
+
+def encoding_of(hook: Any, ranks: int) -> tuple[int, Any]:
+    """How many shares of the elements ranks encode, and a hook that encodes one as ``hook`` does.
+
+    Args:
+        hook: after :func:`unwrap_hook`.
+        ranks: of the model.
+    """
+    from torch_commhook import hooks
+
+    inside = hook.hook if type(hook) in (hooks.error_feedback, hooks.momentum) else hook
+    if type(inside) is not hooks.hierarchical or inside.levels is None:
+        return 1, hook
+    numbers = [level for level in inside.levels if isinstance(level, int)]
+    parts = min(math.prod(numbers), ranks)
+    plain = hooks.compressed(inside.codec, seed=inside.seed)
+    if inside is hook:
+        return parts, plain
+    around = copy.copy(hook)
+    around.hook = plain
+    return parts, around
