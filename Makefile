@@ -14,6 +14,7 @@
 #   make bench-link       steps over links of 200 Mbit/s and 1 Gbit/s; root, iproute2, 15 minutes
 #   make bench-far        the same at 200 Mbit/s and 50 ms; root, iproute2, half an hour
 #   make bench-round-trips   steps over links of given delays; root, iproute2, ten minutes
+#   make bench-attach     attaching over links of given delays; root, iproute2, ten minutes
 #   make bench-wan        time to a loss over a slow and far link; root, iproute2, two hours
 #   make bench-sharded    sharded models over links of 200 Mbit/s; root, iproute2, 15 minutes
 #   make bench-plan       what plan foretells of these steps, beside them; a minute
@@ -51,7 +52,7 @@ LONG_RUN = PYTHONPATH=$(CURDIR)/tests/support:$(PYTHONPATH) $(VENV)/bin/python t
 PASSED = $(if $(ARGS),,$(LONG_RUN)/called_for.py --passed $@)
 NATIVE = setup.py build_support.py $(shell find csrc cuda -type f)
 
-.PHONY: train test test-long test-integrations long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-loss-sharded bench-loss-local bench-link bench-far bench-round-trips bench-wan bench-sharded bench-plan bench-throttle results cuda-compile gpu gpu-carry test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback elastic-histories clean
+.PHONY: train test test-long test-integrations long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-loss-sharded bench-loss-local bench-link bench-far bench-round-trips bench-attach bench-wan bench-sharded bench-plan bench-throttle results cuda-compile gpu gpu-carry test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback elastic-histories clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/built
@@ -111,6 +112,9 @@ bench-link: $(VENV)/built
 bench-far: $(VENV)/built
 	$(VENV)/bin/python benchmarks/bench_link.py --rates 200mbit --delay 25 $(ARGS)
 	$(VENV)/bin/python benchmarks/bench_link.py --rates 200mbit --delay 25 --streamed $(ARGS)
+
+bench-attach: $(VENV)/built
+	$(VENV)/bin/python benchmarks/bench_attach.py $(ARGS)
 
 bench-round-trips: $(VENV)/built
 	$(VENV)/bin/python benchmarks/bench_round_trips.py $(ARGS)
