@@ -273,13 +273,14 @@ class Faults:
 
     def _one(self, kind: str, host: int) -> None:
         training, victim = self._training, self._training.of_host(host)
-        others = [each for each in training.training() if each is not victim]
+        members = training.training()
         fault = Fault(kind, host, round(self._now(), 3))
         self.found.append(fault)
         stays = self._chance.uniform(*self._options.held) * self._options.grace
         begun = time.monotonic()
-        fault.held = self._do(kind, victim, stays)
+        victim = self._do(kind, victim, stays)
         ended = time.monotonic()
+        fault.host, fault.held = victim.host, round(ended - begun, 3)
         if kind != "kill":
             if not training.wait(lambda: victim.has_ended, _NOTICES_WITHIN):
                 fault.said = "did not notice it"
@@ -290,17 +291,16 @@ class Faults:
             fault.noticed = round(time.monotonic() - ended, 3)
             fault.said = fault.said or training.said(victim)
         training.wait(lambda: False, self._options.restart_after)
-        new = training.start(host)
-        self._follow(fault, begun, others, new)
+        others = [each for each in members if each is not victim]
+        self._follow(fault, begun, others, training.start(victim.host))
 
-    def _do(self, kind: str, victim: Process, stays: float) -> float:
-        """Do it, and undo it; gives for how long it was so."""
-        training, begun = self._training, time.monotonic()
+    def _do(self, kind: str, victim: Process, stays: float) -> Process:
+        """Do it, and undo it; gives the rank without which the others go on."""
+        training = self._training
         if kind == "kill":
             os.kill(victim.pid, signal.SIGKILL)
             training.wait(lambda: victim.has_ended, 5.0)
-            return 0.0
-        if kind == "stop":
+        elif kind == "stop":
             os.kill(victim.pid, signal.SIGSTOP)
             training.wait(lambda: False, stays)
             os.kill(victim.pid, signal.SIGCONT)
@@ -309,13 +309,11 @@ class Faults:
             training.wait(lambda: False, stays)
             training.lab.set_link(victim.host, up=True)
         else:
-            other = (victim.host + 1) % training.plan.ranks
-            with training.lab.apart(victim.host, other):
-                training.wait(lambda: self._has_gone(victim.host, other), _NOTICES_WITHIN)
-        return round(time.monotonic() - begun, 3)
-
-    def _has_gone(self, *hosts: int) -> bool:
-        return any(self._training.of_host(host).has_ended for host in hosts)
+            other = training.of_host((victim.host + 1) % training.plan.ranks)
+            with training.lab.apart(victim.host, other.host):
+                training.wait(lambda: victim.has_ended or other.has_ended, _NOTICES_WITHIN)
+            victim = other if other.has_ended else victim
+        return victim
 
     def _follow(self, fault: Fault, begun: float, others: list[Process], new: Process) -> None:
         """Wait until the ranks are all there again, and measure what that took."""
@@ -340,7 +338,7 @@ class Faults:
             joining = join_seconds(new.log, training.logs, usual_step(times))
             fault.joining = None if joining is None else round(joining, 3)
         print(
-            f"{len(self.found):3d}. at {fault.at:6.1f} s, {fault.kind} host {fault.host} for "
+            f"{len(self.found):3d}. at {fault.at:6.1f} s, {fault.kind}, host {fault.host}, "
             f"{fault.held:.1f} s: {_seconds(fault.lost)} lost, back after {_seconds(fault.away)} "
             f"({_seconds(fault.joining)} more in that step) {fault.said[:100]}",
             flush=True,
@@ -425,8 +423,8 @@ def undisturbed(lab: Lab, plan: Plan, data: TextData, options: argparse.Namespac
 
 def disturbed(
     lab: Lab, plan: Plan, data: TextData, options: argparse.Namespace
-) -> tuple[Training, list[Fault], float]:
-    """Train with faults; gives the seconds of the time that counts, too."""
+) -> tuple[Training, list[Fault], float, float]:
+    """Train with faults; gives the beginning of the time that counts, too, and its seconds."""
     training = Training(lab, plan, data)
     try:
         _begin(training)
@@ -438,7 +436,7 @@ def disturbed(
         _finish(training)
     finally:
         training.kill_all()
-    return training, faults.found, seconds
+    return training, faults.found, begun, seconds
 
 
 def held_out_losses(plan: Plan, data: TextData) -> dict[int, float]:
@@ -454,10 +452,34 @@ def held_out_losses(plan: Plan, data: TextData) -> dict[int, float]:
     return dict(sorted(losses.items()))
 
 
+def rates_of(
+    times: dict[int, float], begun: float, seconds: float, faults: Sequence[Fault]
+) -> tuple[float, float]:
+    """Steps per second over the time that counts, and over its stretches without a fault.
+
+    Args:
+        times: of all steps.
+        begun: when that time began.
+        seconds: how long it was.
+        faults: in it. A stretch begins when the lost rank has done a step again.
+    """
+    within = {step: t - begun for step, t in times.items() if 0 <= t - begun <= seconds}
+    quiet_steps, quiet_seconds, since = 0, 0.0, 0.0
+    for until, then in [(each.at, each.at + (each.away or _HANG)) for each in faults] + [
+        (seconds, seconds)
+    ]:
+        stretch = [t for t in within.values() if since <= t <= until]
+        if len(stretch) > 1:
+            quiet_steps += len(stretch) - 1
+            quiet_seconds += stretch[-1] - stretch[0]
+        since = then
+    return steps_per_second(within), quiet_steps / quiet_seconds if quiet_seconds else 0.0
+
+
 def figures_of(
     faults: Sequence[Fault],
     seconds: float,
-    rates: tuple[float, float],
+    rates: tuple[float, float, float],
     losses: tuple[dict[int, float], dict[int, float]],
     training: Training,
 ) -> dict[str, Any]:
@@ -466,7 +488,7 @@ def figures_of(
     Args:
         faults: all of them.
         seconds: of the disturbed run.
-        rates: steps per second, undisturbed and disturbed.
+        rates: steps per second: undisturbed, disturbed, and in the stretches without a fault.
         losses: on held-out text, undisturbed and disturbed.
         training: the disturbed one.
     """
@@ -485,7 +507,9 @@ def figures_of(
         "kept": round(kept, 5),
         "steps_per_second_undisturbed": round(rates[0], 4),
         "steps_per_second": round(rates[1], 4),
-        "ratio_of_steps_per_second": round(rates[1] / rates[0], 5),
+        "steps_per_second_between_faults": round(rates[2], 4),
+        "ratio_to_undisturbed": round(rates[1] / rates[0], 5),
+        "ratio_to_between_faults": round(rates[1] / rates[2], 5),
         "loss_step": step,
         "loss_undisturbed": None if step is None else losses[0][step],
         "loss": None if step is None else losses[1][step],
@@ -612,10 +636,10 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         calm_rate = steps_per_second(paced, _COUNTED_FROM)
         print(f"undisturbed: {calm_rate:.2f} steps per second, {len(times)} steps", flush=True)
         other = replace(plan, folder=str(folder / "disturbed"), name="disturbed")
-        training, faults, seconds = disturbed(lab, other, data, options)
+        training, faults, begun, seconds = disturbed(lab, other, data, options)
     losses = held_out_losses(plan, data), held_out_losses(other, data)
-    rate = steps_per_second(step_times(training.logs), _COUNTED_FROM)
-    figures = figures_of(faults, seconds, (calm_rate, rate), losses, training)
+    rates = rates_of(step_times(training.logs), begun, seconds, faults)
+    figures = figures_of(faults, seconds, (calm_rate, *rates), losses, training)
     kept = {k: v for k, v in vars(options).items() if not isinstance(v, Path) and k != "keep"}
     return {
         "name": "bench_elastic",
