@@ -67,10 +67,11 @@ class PeerError(RuntimeError):
     _reason: Reason | None = None
 
 
+#: What Gloo says of a connection to a host that does not answer, whose processes may be alive.
+_NO_ANSWER = r"Connection timed out|No route to host|Network is unreachable"
 #: What Gloo says of a connection that another rank has closed, or that was lost with its process.
 _CONNECTION_LOST = re.compile(
-    r"closed by peer|reset by peer|Broken pipe|Socket closed|pair closure"
-    r"|Connection timed out|No route to host|Network is unreachable"
+    rf"closed by peer|reset by peer|Broken pipe|Socket closed|pair closure|{_NO_ANSWER}"
 )
 _EXCHANGE_WITH = re.compile(r"exchange: with rank (\d+): ")
 
@@ -93,7 +94,8 @@ class StepGroup:
         parent: the ranks that take part; None for the default group.
         meets_again: whether the same ranks go on after a step that failed. Else whoever has made
             the group makes another one, over the ranks that are left.
-        connect_within: for how long ranks wait for each other to connect; None for ``timeout``.
+        connect_within: for how long ranks wait for each other to connect, and a connection for an
+            answer of its host; None for ``timeout``, and 15 s.
 
     Attributes:
         group: what hooks communicate through. After a step that failed its connections are others.
@@ -445,18 +447,20 @@ class StepGroup:
         """:meth:`fail` because of a connection that was lost; gives what to raise.
 
         A rank that closes its connections says why before it does. Where none has said anything, a
-        process has ended.
+        process has ended, unless its host does not answer.
         """
         lost = self._ranks[1 - self.rank] if self.size == 2 else None
         found = _EXCHANGE_WITH.search(str(error))
         if found is not None and int(found[1]) in self._ranks:
             lost = int(found[1])
         who = "another rank" if lost is None else f"rank {lost}"
+        has_ended = re.search(_NO_ANSWER, str(error)) is None
         text = (
-            f"since the process of {who} ended, or left the others without saying why, as rank "
-            f"{self._global_rank} saw: {error}"
+            f"since the process of {who} ended, or left the others without saying why"
+            if has_ended
+            else f"since the host of {who} did not answer"
         )
-        reason = Reason(text, lost)
+        reason = Reason(f"{text}, as rank {self._global_rank} saw: {error}", lost, has_ended)
         self._fail_all(reason)  # the first reason that a rank has given stays
         explained = _peer_error(self._reason() or reason)
         explained.__cause__ = error
