@@ -97,7 +97,7 @@ class Fault:
         said: by which error its process has ended; empty where it was killed.
         noticed: seconds from the end of the fault to that of the process.
         away: seconds from the fault to its new process's first step.
-        joining: seconds by which that step took longer than usual.
+        joining: seconds by which that step and the one before took longer than usual.
     """
 
     kind: str
@@ -340,7 +340,7 @@ class Faults:
         print(
             f"{len(self.found):3d}. at {fault.at:6.1f} s, {fault.kind}, host {fault.host}, "
             f"{fault.held:.1f} s: {_seconds(fault.lost)} lost, back after {_seconds(fault.away)} "
-            f"({_seconds(fault.joining)} more in that step) {fault.said[:100]}",
+            f"({_seconds(fault.joining)} for joining) {fault.said[:100]}",
             flush=True,
         )
 
@@ -411,7 +411,8 @@ def undisturbed(lab: Lab, plan: Plan, data: TextData, options: argparse.Namespac
         training.wait(lambda: False, options.calm_minutes * 60)
         rate = steps_per_second(step_times(training.logs), _COUNTED_FROM)
         # The next copy that both runs have is that of the last step that this one has.
-        last = int(rate * options.minutes * 60) + 2 * _COUNTED_FROM + plan.every
+        wanted = options.loss_steps or int(rate * options.minutes * 60)
+        last = wanted + 2 * _COUNTED_FROM + plan.every
         training.end_at(max(last, _steps_done(training) + 2 * _COUNTED_FROM))
         (training.folder / elastic_rank.FREE).touch()
         training.wait(lambda: all(each.has_ended for each in training.processes), 3600.0)
@@ -571,6 +572,12 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="over which the steps of the undisturbed run are timed; it goes on as fast as it can "
         "until it has as many as the other (default: 5)",
     )
+    add(
+        "--loss-steps",
+        type=int,
+        metavar="N",
+        help="compare the losses after about so many steps (default: after all)",
+    )
     add("--seed", type=int, default=1, help="of the faults (default: 1)")
     add("--kinds", nargs="+", choices=(*KINDS, APART), default=list(KINDS))
     add("--ranks", type=int, default=8, help="default: 8")
@@ -591,7 +598,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="S",
         help="seconds until a new process begins, for its imports (default: 3)",
     )
-    add("--pace", type=float, default=0.2, help="seconds of a step's computation (default: 0.2)")
+    add("--pace", type=float, default=0.1, help="seconds of a step's computation (default: 0.1)")
     add("--hook", default="error_feedback(blockwise(bits=4))", help="default: %(default)s")
     add("--rate", type=rate_argument, default=parse_rate("1gbit"), help="default: 1gbit")
     add("--keep", type=Path, metavar="FOLDER", help="where to keep what the ranks write")

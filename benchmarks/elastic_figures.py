@@ -104,7 +104,10 @@ def common_step_after(remaining: Collection[Log], fault: float) -> float | None:
 
 
 def join_seconds(new: Log, logs: Sequence[Log], usual: float) -> float | None:
-    """By how much longer than usual a step took because a rank joined in it.
+    """By how much longer than usual two steps took because a rank joined after the first.
+
+    The ranks connect at the end of the first. In the second one the others wait for the new rank,
+    which gets its state.
 
     Args:
         new: the rank's process.
@@ -118,6 +121,6 @@ def join_seconds(new: Log, logs: Sequence[Log], usual: float) -> float | None:
         return None
     times = step_times(logs)
     joined = new.lines[0].step
-    if joined - 1 not in times or joined not in times:
+    if joined - 2 not in times:
         return None
-    return max(0.0, times[joined] - times[joined - 1] - usual)
+    return max(0.0, times[joined] - times[joined - 2] - 2 * usual)

@@ -151,7 +151,7 @@ def _train(plan: Plan, data: TextData, host: int, process: int) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = plan.interface
     folder = Path(plan.folder)
     model = model_of(plan)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=plan.lr, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=plan.lr, betas=(0.9, 0.95), fused=True)
     handle = commhook.attach(
         model,
         parse_hook(plan.hook),

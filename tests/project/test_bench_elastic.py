@@ -38,10 +38,11 @@ def test_a_process_that_joined_before_counts_its_own_changes(figures: Any) -> No
 
 
 def test_time_that_others_wait_for_a_rank_that_joins(figures: Any) -> None:
-    old = _log(figures, 0, [(1.0, 1, "a", 0), (2.0, 2, "b", 0), (4.0, 3, "c", 1)])
+    old = _log(figures, 0, [(1.0, 1, "a", 0), (2.0, 2, "b", 0), (3.5, 3, "c", 1), (5.0, 4, "d", 1)])
     new = _log(figures, 1, [])
     assert figures.join_seconds(new, [old, new], 1.0) is None
-    new.lines.append(figures.Line(4.1, 3, "c", 1.0, 0))
+    new.lines.append(figures.Line(5.1, 4, "d", 1.0, 0))
+    # They connect in step 3, and wait for the new rank in step 4.
     assert figures.join_seconds(new, [old, new], 1.0) == pytest.approx(1.1)
 
 
