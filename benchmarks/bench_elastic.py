@@ -30,6 +30,7 @@ from elastic_figures import (
     join_seconds,
     other_bits,
     out_of_order,
+    seconds_of_other_changes,
     step_times,
     steps_per_second,
     usual_step,
@@ -55,6 +56,7 @@ _STORE_PORT = 29400
 _HANG = 60.0
 #: A rank that the others have left out has so long to notice that, when it can.
 _NOTICES_WITHIN = 30.0
+_SETTLES = 1.0  # after a rank's first step, the others may still be writing that down
 _POLL = 0.02
 _COUNTED_FROM = 20  # the steps before are a warm-up
 _TEXT_BYTES = 16_000_000
@@ -483,6 +485,7 @@ def figures_of(
     rates: tuple[float, float, float],
     losses: tuple[dict[int, float], dict[int, float]],
     training: Training,
+    begun: float,
 ) -> dict[str, Any]:
     """What is measured, and whether it is good enough.
 
@@ -492,19 +495,27 @@ def figures_of(
         rates: steps per second: undisturbed, disturbed, and in the stretches without a fault.
         losses: on held-out text, undisturbed and disturbed.
         training: the disturbed one.
+        begun: when the time that counts began.
     """
+    episodes = [(0.0, begun)]  # the beginning, and faults with all that follows from them
+    episodes += [
+        (begun + each.at, begun + each.at + (each.away or _HANG) + _SETTLES) for each in faults
+    ]
+    usual = usual_step(step_times(training.logs))
+    other = seconds_of_other_changes(training.logs, episodes, usual)
     lost = sum(fault.lost or 0.0 for fault in faults)
     joining = sum(fault.joining or 0.0 for fault in faults)
     common = sorted(losses[0].keys() & losses[1].keys())
     step = common[-1] if common else None
     apart = abs(losses[1][step] / losses[0][step] - 1) if step is not None else None
     wrong = other_bits(training.logs)
-    kept = 1 - (lost + joining) / seconds
+    kept = 1 - (lost + joining + other) / seconds
     never = [fault for fault in faults if fault.lost is None or fault.away is None]
     return {
         "seconds": round(seconds, 1),
         "seconds_lost": round(lost, 2),
         "seconds_joining": round(joining, 2),
+        "seconds_lost_without_a_fault": round(other, 2),
         "kept": round(kept, 5),
         "steps_per_second_undisturbed": round(rates[0], 4),
         "steps_per_second": round(rates[1], 4),
@@ -581,7 +592,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=1, help="of the faults (default: 1)")
     add("--kinds", nargs="+", choices=(*KINDS, APART), default=list(KINDS))
     add("--ranks", type=int, default=8, help="default: 8")
-    add("--grace", type=float, default=1.0, help="as of Elastic, in seconds (default: 1)")
+    add("--grace", type=float, default=0.7, help="as of Elastic, in seconds (default: 0.7)")
     add(
         "--held",
         type=float,
@@ -646,7 +657,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         training, faults, begun, seconds = disturbed(lab, other, data, options)
     losses = held_out_losses(plan, data), held_out_losses(other, data)
     rates = rates_of(step_times(training.logs), begun, seconds, faults)
-    figures = figures_of(faults, seconds, (calm_rate, *rates), losses, training)
+    figures = figures_of(faults, seconds, (calm_rate, *rates), losses, training, begun)
     kept = {k: v for k, v in vars(options).items() if not isinstance(v, Path) and k != "keep"}
     return {
         "name": "bench_elastic",

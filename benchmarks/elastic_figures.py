@@ -124,3 +124,26 @@ def join_seconds(new: Log, logs: Sequence[Log], usual: float) -> float | None:
     if joined - 2 not in times:
         return None
     return max(0.0, times[joined] - times[joined - 2] - 2 * usual)
+
+
+def seconds_of_other_changes(
+    logs: Sequence[Log], episodes: Sequence[tuple[float, float]], usual: float
+) -> float:
+    """By how much longer than usual steps took in which the ranks changed, though nothing happened.
+
+    Args:
+        logs: of all processes.
+        episodes: the beginning and the end of the time in which a fault changed the ranks.
+        usual: seconds of a step.
+    """
+    times = step_times(logs)
+    changed = {
+        line.step
+        for log in logs
+        for before, line in pairwise(log.lines)
+        if line.changes > before.changes
+        and not any(begin <= line.time <= end for begin, end in episodes)
+    }
+    return sum(
+        max(0.0, times[step] - times[step - 1] - usual) for step in changed if step - 1 in times
+    )

@@ -62,3 +62,11 @@ def test_rates_are_those_of_the_slowest_rank(figures: Any) -> None:
     assert times == {t: t + 0.5 for t in range(1, 7)}
     assert figures.steps_per_second(times, 3) == pytest.approx(1.0)
     assert figures.usual_step(times) == pytest.approx(1.0)
+
+
+def test_changes_of_the_ranks_that_no_fault_explains_count(figures: Any) -> None:
+    lines = [(1.0, 1, "a", 0), (2.0, 2, "b", 0), (4.0, 3, "c", 1), (7.0, 4, "d", 2)]
+    logs = [_log(figures, 0, lines), _log(figures, 1, lines)]
+    assert figures.seconds_of_other_changes(logs, [], 1.0) == pytest.approx(1.0 + 2.0)
+    assert figures.seconds_of_other_changes(logs, [(3.5, 4.5)], 1.0) == pytest.approx(2.0)
+    assert figures.seconds_of_other_changes(logs, [(3.5, 8.0)], 1.0) == 0.0
