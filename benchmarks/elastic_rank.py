@@ -6,6 +6,7 @@ of the processors that all ranks share.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import faulthandler
 import hashlib
@@ -152,6 +153,7 @@ def _train(plan: Plan, data: TextData, host: int, process: int) -> None:
     folder = Path(plan.folder)
     model = model_of(plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=plan.lr, betas=(0.9, 0.95), fused=True)
+    _warm_up(model, optimizer, plan, data)  # while the others do not wait for this rank
     handle = commhook.attach(
         model,
         parse_hook(plan.hook),
@@ -186,6 +188,21 @@ def _train(plan: Plan, data: TextData, host: int, process: int) -> None:
             if handle.steps % plan.every == 0:
                 _copy(model, copy_of(folder, handle.steps))
     handle.remove()
+
+
+def _warm_up(
+    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, data: TextData
+) -> None:
+    """Take a step that changes nothing: a process's first one takes longer than those after it."""
+    windows = training_batch(data, seed=plan.seed, step=0, rank=0, batch=plan.batch, seq=plan.seq)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    nothing = copy.deepcopy(optimizer.state_dict())
+    for _ in range(2):
+        model(windows[:, :-1], windows[:, 1:]).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.load_state_dict(nothing)
+    model.load_state_dict(before)
 
 
 def _last_step(folder: Path) -> int:
