@@ -244,7 +244,7 @@ class ElasticRanks:
         if group is not None:
             group.close()
         if self._base is not None:
-            destroy_group(self._base)
+            destroy_group(self._base, in_background=True)
             self._base = None
 
     # ---- signs of life ---------------------------------------------------------------------------

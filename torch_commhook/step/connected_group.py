@@ -145,12 +145,17 @@ def make_within(most: timedelta, make: Callable[[], dist.ProcessGroup]) -> dist.
     return made[0]
 
 
-def destroy_all(groups: Sequence[ConnectedGroup]) -> None:
-    """Give groups up."""
+def destroy_all(groups: Sequence[ConnectedGroup], *, in_background: bool = False) -> None:
+    """Give groups up.
+
+    Args:
+        groups: the groups.
+        in_background: as ``gloo_groups.close_connections``.
+    """
     for each in groups:  # all before the first goes, whose connections the next one's take
         finish_exchanges(each.group)
     for each in groups:
-        destroy_group(each.group)
+        destroy_group(each.group, in_background=in_background)
 
 
 def _wait_for_all(connected: Any) -> None:

@@ -420,10 +420,12 @@ class StepGroup:
             return
         self._broken = True
         self._rendezvous.tell(reason)
-        if not reason.has_ended:  # nobody else ends what waits for that rank
+        # Nobody else ends what waits for a rank that may be alive. Nor does closing in background.
+        if not reason.has_ended or not self._meets_again:
             for own in self._own:
                 own.cut()
-        close_connections(*(own.group for own in self._own))
+        groups = [own.group for own in self._own]
+        close_connections(*groups, in_background=not self._meets_again)
 
     def fail_with(self, error: BaseException) -> BaseException:
         """:meth:`fail` because of an error.
@@ -478,10 +480,16 @@ class StepGroup:
         return _peer_error(Reason(text, None))
 
     def close(self) -> None:
-        """Give the group up. Happens by itself when the object goes, or the interpreter ends."""
+        """Give the group up. Happens by itself when the object goes, or the interpreter ends.
+
+        Where the ranks do not meet again, connections are closed in the background.
+        """
         self._broken = True
         self._forget_step_end()
-        self._end()
+        if self._meets_again:
+            self._end()
+        elif self._end.detach() is not None:
+            destroy_all(self._own, in_background=True)
 
     def _reason(self) -> Reason | None:
         return None if self._rendezvous is None else self._rendezvous.reason()
