@@ -189,6 +189,12 @@ class ElasticRanks:
     def _change(self, lost: Lost, cause: BaseException | None) -> None:
         try:
             self.membership.change(self.steps, lost)
+        except dist.DistNetworkError as error:
+            self.leave()
+            raise RuntimeError(
+                "torch_commhook: the store does not answer through which the ranks agree on who "
+                f"goes on ({error}); run another one, and start all ranks again"
+            ) from (cause or error)
         except BaseException as error:
             self.leave()
             raise error from cause
