@@ -14,8 +14,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +35,7 @@ _NEAR_INTERFACE = "eth1"
 _PREFIX = "netlab"
 _BRIDGE, _SWITCH = "br0", "switch"
 _MOST_HOSTS = 250
+_NOBODY = "02:00:00:00:00:00"  # no host's network card: their addresses are drawn by chance
 _PORT = 29500  # of the rendezvous: hosts have their ports for themselves
 _END_SECONDS = 10.0
 _UP_SECONDS = 10.0
@@ -279,6 +280,42 @@ class Lab:
             for host in range(self.hosts):
                 raise_buffers(self.namespace(host), limit)
             self._buffer_limit = limit
+
+    def set_link(self, host: int, *, up: bool) -> None:
+        """Cut a host off, as if its cable were pulled at the switch, or let it back.
+
+        Raises:
+            ValueError: there is no such host.
+            LabError: outside of the ``with`` block, or the lab has no switch: it has two hosts.
+        """
+        self.namespace(host)
+        self._check_switch("Lab.set_link")
+        call("ip", "-n", self._switch, "link", "set", _port(host), "up" if up else "down")
+
+    @contextmanager
+    def apart(self, first: int, second: int) -> Iterator[None]:
+        """Let two hosts not reach each other in a ``with`` block, though both reach all others.
+
+        Raises:
+            ValueError: there is no such host.
+            LabError: outside of the lab's ``with`` block, or it has no switch: it has two hosts.
+        """
+        self._check_switch("Lab.apart")
+        for host, other in ((first, second), (second, first)):
+            # Frames to a network card that there is none of.
+            place = [self.address(other), "dev", INTERFACE]
+            entry = ["lladdr", _NOBODY, "nud", "permanent"]
+            call("ip", "-n", self.namespace(host), "neigh", "replace", *place, *entry)
+        try:
+            yield
+        finally:
+            for host, other in ((first, second), (second, first)):
+                place = [self.address(other), "dev", INTERFACE]
+                call("ip", "-n", self.namespace(host), "neigh", "del", *place)
+
+    def _check_switch(self, what: str) -> None:
+        if not self._has_switch:
+            raise LabError(f"{what}: needs a lab with more than two hosts, which are on a switch")
 
     def link_bytes(self) -> list[Link]:
         """What has passed each host's link since it was made."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 
+import pytest
+
 from torch_commhook.collectives.lost_hosts import SECONDS, cut, noticing_lost_hosts
 
 
@@ -32,6 +34,21 @@ def test_connections_that_are_made_inside_notice() -> None:
     assert [_timeout(each) for each in before] == [0, 0]
     for each in (*before, *inside, *pair):
         each.close()
+
+
+@pytest.mark.parametrize("seconds", [0.1, 2, 3, 6, 10, 15, 60])
+def test_a_host_counts_as_lost_after_the_time_that_is_given(seconds: float) -> None:
+    with noticing_lost_hosts(seconds):
+        client, accepted = _connected()
+    names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
+    idle, between, count = (
+        client.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names
+    )
+    assert count >= 1
+    assert max(2, seconds) * 0.6 <= idle + between * count <= max(2, seconds)
+    assert _timeout(client) == max(2, seconds) * 1000
+    client.close()
+    accepted.close()
 
 
 def test_connections_that_are_cut() -> None:

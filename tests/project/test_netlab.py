@@ -6,6 +6,7 @@ where they are.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -393,6 +394,32 @@ def test_gloo_finds_its_ranks() -> None:
     with Lab(hosts=2, rate="1gbit") as made:
         assert made.run([sys.executable, "-c", script], timeout=120, output=keep) == 0
     assert lines == [b"[3.0, 3.0, 3.0]\n"] * 2
+
+
+def _reaches(made: Lab, host: int, other: int) -> bool:
+    """Whether a host gets an answer of another one: here, that nobody listens."""
+    script = (
+        "import socket, sys; end = socket.socket(); end.settimeout(1.0);"
+        f"sys.exit(end.connect_ex(({made.address(other)!r}, 9)) != {errno.ECONNREFUSED})"
+    )
+    command = ["ip", "netns", "exec", made.namespace(host), sys.executable, "-c", script]
+    return subprocess.run(command, timeout=LIMIT_SECONDS).returncode == 0
+
+
+@needs_namespaces
+def test_hosts_are_cut_off_and_come_back() -> None:
+    with Lab(hosts=3, rate="1gbit") as made:
+        assert _reaches(made, 0, 1)
+        made.set_link(1, up=False)
+        assert not _reaches(made, 0, 1) and not _reaches(made, 1, 2) and _reaches(made, 0, 2)
+        made.set_link(1, up=True)
+        wait_for(lambda: _reaches(made, 0, 1), "host 1 does not come back")
+        with made.apart(0, 1):
+            assert not _reaches(made, 0, 1) and not _reaches(made, 1, 0)
+            assert _reaches(made, 0, 2) and _reaches(made, 2, 1)
+        assert _reaches(made, 0, 1)
+    with Lab(hosts=2, rate="1gbit") as made, pytest.raises(LabError, match="more than two hosts"):
+        made.set_link(0, up=False)
 
 
 @needs_namespaces

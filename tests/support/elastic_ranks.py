@@ -1,7 +1,9 @@
 """Trains on ranks that come and go, and prints what each has seen: a line of JSON for each case.
 
 The arguments are a folder, and cases as JSON. The ranks of a case are processes that are forked
-from this one, which has imported what takes time and runs the store. A case has:
+from this one, which has imported what takes time. It must have no threads: a rank that is forked
+while one holds a lock, such as that of the C library's look-ups of hosts, waits for it forever. So
+the store has a process of its own. A case has:
 
 ``ranks``: how many begin. ``steps``: in all. ``hook``: a key of ``HOOKS``.
 ``events``: what happens to a rank, by its number in the order of starting, in the step of a
@@ -259,11 +261,32 @@ def _run(case: dict[str, Any], folder: Path, port: int) -> dict[str, Any]:
     return found
 
 
+def _start_store() -> tuple[int, int]:
+    """Fork a process that runs a store until this one has ended; its process id, and the port."""
+    port, told = os.pipe()
+    process = os.fork()
+    if process == 0:
+        parent = os.getppid()
+        store = dist.TCPStore("localhost", 0, is_master=True, timeout=timedelta(seconds=TIMEOUT))
+        os.write(told, str(store.port).encode())
+        while os.getppid() == parent:
+            time.sleep(0.1)
+        os._exit(0)
+    found = int(os.read(port, 16))
+    os.close(port)
+    os.close(told)
+    return process, found
+
+
 def main(folder: str, cases: str) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("localhost", 0, is_master=True, timeout=timedelta(seconds=TIMEOUT))
-    for number, case in enumerate(json.loads(cases)):
-        print(json.dumps(_run(case, Path(folder) / str(number), store.port)), flush=True)
+    store, port = _start_store()
+    try:
+        for number, case in enumerate(json.loads(cases)):
+            print(json.dumps(_run(case, Path(folder) / str(number), port)), flush=True)
+    finally:
+        os.kill(store, signal.SIGKILL)
+        os.waitpid(store, 0)
 
 
 if __name__ == "__main__":

@@ -235,8 +235,13 @@ def use_addresses(group: dist.ProcessGroup, addresses: _C.AddressStore) -> None:
 
 
 @left_to_python
-def destroy_group(group: dist.ProcessGroup) -> None:
-    """Forget a group that :func:`make_group` has made, and end its threads."""
+def destroy_group(group: dist.ProcessGroup, *, in_background: bool = False) -> None:
+    """Forget a group that :func:`make_group` has made, and end its threads.
+
+    Args:
+        group: the group.
+        in_background: as :func:`close_connections`.
+    """
     world = distributed_c10d._world
     if group in world.pg_map:  # or torch.distributed has ended itself
         # Not destroy_process_group(), which asks the backends that a failed step has dropped.
@@ -254,19 +259,28 @@ def destroy_group(group: dist.ProcessGroup) -> None:
         ):
             table.pop(group, None)
         torch._C._distributed_c10d._unregister_process_group(name)
-    close_connections(group)
+    close_connections(group, in_background=in_background)
 
 
-def close_connections(*groups: dist.ProcessGroup) -> None:
-    """Take groups' backends off, so that the other ranks' collectives on them end."""
+def close_connections(*groups: dist.ProcessGroup, in_background: bool = False) -> None:
+    """Take groups' backends off, so that the other ranks' collectives on them end.
+
+    Args:
+        groups: the groups.
+        in_background: return before connections are closed, which takes a tenth of a second. The
+            interpreter's end waits for that.
+    """
     for group in groups:  # of all first, since they take the connections of two
         stop_exchanges(group)
     taken = [_C.TakenBackends(group) for group in groups]
     # What has connected lazily never ends where a message has come whose receiver has given up.
     in_time = all(group.size() <= MOST_IN_FULL_MESH for group in groups)
-    if isinstance(threading.current_thread(), threading._DummyThread):
-        # A thread that Python has not started may be a backend's own, which drops what its callback
-        # has kept, and must not wait for its own end. The interpreter's end waits for this one.
+    # A thread that Python has not started may be a backend's own, which drops what its callback has
+    # kept, and must not wait for its own end.
+    is_foreign = isinstance(threading.current_thread(), threading._DummyThread)
+    # What the interpreter calls at its end is too late for another thread.
+    if is_foreign or (in_background and threading.main_thread().is_alive()):
+        # The interpreter's end waits for it.
         arguments = taken, in_time
         threading.Thread(target=_close, args=arguments, name="commhook-close").start()
     else:

@@ -16,16 +16,19 @@ Socket = tuple[str, str]
 
 #: A host is lost that has not answered for so long, in seconds.
 SECONDS = 15
-#: Without a message a socket asks its peer after so long, and then again and again, in seconds.
-_IDLE, _BETWEEN = 5, 2
+#: Less than two questions take: TCP counts them in whole seconds.
+_LEAST_SECONDS = 2
 _FDS = "/proc/self/fd"
 
 
 @contextmanager
-def noticing_lost_hosts() -> Iterator[list[Socket]]:
+def noticing_lost_hosts(seconds: float = SECONDS) -> Iterator[list[Socket]]:
     """Let the TCP connections that are made inside notice it when their peers vanish.
 
     Does nothing where the system does not tell which connections there are.
+
+    Args:
+        seconds: after which a host counts as lost that does not answer; 2 at least.
 
     Yields:
         Filled with these connections in the end, and those that other threads have made meanwhile.
@@ -35,7 +38,7 @@ def noticing_lost_hosts() -> Iterator[list[Socket]]:
     yield made
     for each in _sockets() - before:
         with suppress(OSError), _opened(each) as own:  # it may have been closed since
-            _ask_from_time_to_time(own)
+            _ask_from_time_to_time(own, max(_LEAST_SECONDS, round(seconds)))
             made.append(each)
 
 
@@ -80,14 +83,15 @@ def _sockets() -> set[Socket]:
     return found
 
 
-def _ask_from_time_to_time(own: socket.socket) -> None:
+def _ask_from_time_to_time(own: socket.socket, seconds: int) -> None:
     own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    count = (SECONDS - _IDLE) // _BETWEEN
+    # Without a message it asks after a third of the time, and then again and again.
+    idle, between = max(1, seconds // 3), max(1, seconds // 7)
     for option, value in (
-        ("TCP_KEEPIDLE", _IDLE),
-        ("TCP_KEEPINTVL", _BETWEEN),
-        ("TCP_KEEPCNT", count),
-        ("TCP_USER_TIMEOUT", SECONDS * 1000),
+        ("TCP_KEEPIDLE", idle),
+        ("TCP_KEEPINTVL", between),
+        ("TCP_KEEPCNT", (seconds - idle) // between),
+        ("TCP_USER_TIMEOUT", seconds * 1000),
     ):
         if hasattr(socket, option):
             own.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -224,6 +224,12 @@ class ElasticRanks:
             self._reason = said.partition(", as rank ")[0].partition("\n")[0]
         try:
             self.membership.change(self.steps, lost, lets_in=lets_in)
+        except dist.DistNetworkError as error:
+            self.leave()
+            raise RuntimeError(
+                "torch_commhook: the store does not answer through which the ranks agree on who "
+                f"goes on ({error}); run another one, and start all ranks again"
+            ) from (cause or error)
         except BaseException as error:
             self.leave()
             raise error from cause
@@ -302,7 +308,7 @@ class ElasticRanks:
         if group is not None:
             group.close()
         if self._base is not None:
-            destroy_group(self._base)
+            destroy_group(self._base, in_background=True)
             self._base = None
 
     # ---- signs of life ---------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch_commhook.collectives.gloo_groups import (
     make_group,
     use_addresses,
 )
-from torch_commhook.collectives.lost_hosts import cut, noticing_lost_hosts
+from torch_commhook.collectives.lost_hosts import SECONDS, cut, noticing_lost_hosts
 from torch_commhook.step.comparison import all_alike
 from torch_commhook.step.rendezvous import hashed
 
@@ -37,8 +37,9 @@ class ConnectedGroup:
         like: a group over the same ranks, as which it times out too.
         description: what it is for, as PyTorch's flight recorder shows it.
         threads: so many collectives are under way at once.
-        connect_within: for how long ranks wait for each other to connect; None for as long as
-            collectives may take.
+        connect_within: for how long ranks wait for each other to connect, and a connection for an
+            answer of its host. None: as long as collectives may take to connect, and
+            ``lost_hosts.SECONDS`` for an answer.
     """
 
     def __init__(
@@ -57,9 +58,12 @@ class ConnectedGroup:
         self.ranks = dist.get_process_group_ranks(like)
         self.timeout: timedelta = group_timeout(like)
         own_store = dist.PrefixStore(f"{self.place}/1", store)
+        self._lost_after: float = SECONDS
+        if connect_within is not None:
+            self._lost_after = min(SECONDS, connect_within.total_seconds())
 
         def make() -> dist.ProcessGroup:
-            with noticing_lost_hosts() as self._sockets:
+            with noticing_lost_hosts(self._lost_after) as self._sockets:
                 group = make_group(
                     own_store,
                     self.rank,
@@ -87,7 +91,7 @@ class ConnectedGroup:
         """New connections."""
         own_store = dist.PrefixStore(self.place, store)
         size = len(self.ranks)
-        with noticing_lost_hosts() as sockets:
+        with noticing_lost_hosts(self._lost_after) as sockets:
             backend, addresses = gloo_backend(
                 own_store, self.rank, size, self.timeout, self.threads
             )
@@ -144,9 +148,14 @@ def make_within(most: timedelta, make: Callable[[], dist.ProcessGroup]) -> dist.
     return made[0]
 
 
-def destroy_all(groups: Sequence[ConnectedGroup]) -> None:
-    """Give groups up."""
+def destroy_all(groups: Sequence[ConnectedGroup], *, in_background: bool = False) -> None:
+    """Give groups up.
+
+    Args:
+        groups: the groups.
+        in_background: as ``gloo_groups.close_connections``.
+    """
     for each in groups:  # all before the first goes, whose connections the next one's take
         finish_exchanges(each.group)
     for each in groups:
-        destroy_group(each.group)
+        destroy_group(each.group, in_background=in_background)

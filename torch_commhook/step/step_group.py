@@ -69,10 +69,11 @@ class PeerError(RuntimeError):
     _reason: Reason | None = None
 
 
+#: What Gloo says of a connection to a host that does not answer, whose processes may be alive.
+_NO_ANSWER = r"Connection timed out|No route to host|Network is unreachable"
 #: What Gloo says of a connection that another rank has closed, or that was lost with its process.
 _CONNECTION_LOST = re.compile(
-    r"closed by peer|reset by peer|Broken pipe|Socket closed|pair closure"
-    r"|Connection timed out|No route to host|Network is unreachable"
+    rf"closed by peer|reset by peer|Broken pipe|Socket closed|pair closure|{_NO_ANSWER}"
 )
 _EXCHANGE_WITH = re.compile(r"exchange: with rank (\d+): ")
 
@@ -95,7 +96,8 @@ class StepGroup:
         parent: the ranks that take part; None for the default group.
         meets_again: whether the same ranks go on after a step that failed. Else whoever has made
             the group makes another one, over the ranks that are left.
-        connect_within: for how long ranks wait for each other to connect; None for ``timeout``.
+        connect_within: for how long ranks wait for each other to connect, and a connection for an
+            answer of its host; None for ``timeout``, and 15 s.
         has_stages: whether the hook's collectives follow one another: then the group of second
             stages connects at the same time.
 
@@ -446,10 +448,12 @@ class StepGroup:
             return
         self._broken = True
         self._rendezvous.tell(reason)
-        if not reason.has_ended:  # nobody else ends what waits for that rank
+        # Nobody else ends what waits for a rank that may be alive. Nor does closing in background.
+        if not reason.has_ended or not self._meets_again:
             for own in self._own:
                 own.cut()
-        close_connections(*(own.group for own in self._own))
+        groups = [own.group for own in self._own]
+        close_connections(*groups, in_background=not self._meets_again)
 
     def fail_with(self, error: BaseException) -> BaseException:
         """:meth:`fail` because of an error.
@@ -473,18 +477,20 @@ class StepGroup:
         """:meth:`fail` because of a connection that was lost; gives what to raise.
 
         A rank that closes its connections says why before it does. Where none has said anything, a
-        process has ended.
+        process has ended, unless its host does not answer.
         """
         lost = self._ranks[1 - self.rank] if self.size == 2 else None
         found = _EXCHANGE_WITH.search(str(error))
         if found is not None and int(found[1]) in self._ranks:
             lost = int(found[1])
         who = "another rank" if lost is None else f"rank {lost}"
+        has_ended = re.search(_NO_ANSWER, str(error)) is None
         text = (
-            f"since the process of {who} ended, or left the others without saying why, as rank "
-            f"{self._global_rank} saw: {error}"
+            f"since the process of {who} ended, or left the others without saying why"
+            if has_ended
+            else f"since the host of {who} did not answer"
         )
-        reason = Reason(text, lost)
+        reason = Reason(f"{text}, as rank {self._global_rank} saw: {error}", lost, has_ended)
         self._fail_all(reason)  # the first reason that a rank has given stays
         explained = _peer_error(self._reason() or reason)
         explained.__cause__ = error
@@ -502,10 +508,16 @@ class StepGroup:
         return _peer_error(Reason(text, None))
 
     def close(self) -> None:
-        """Give the group up. Happens by itself when the object goes, or the interpreter ends."""
+        """Give the group up. Happens by itself when the object goes, or the interpreter ends.
+
+        Where the ranks do not meet again, connections are closed in the background.
+        """
         self._broken = True
         self._forget_step_end()
-        self._end()
+        if self._meets_again:
+            self._end()
+        elif self._end.detach() is not None:
+            destroy_all(self._own, in_background=True)
 
     def _reason(self) -> Reason | None:
         return None if self._rendezvous is None else self._rendezvous.reason()
