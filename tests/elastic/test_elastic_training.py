@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 from repository import SUPPORT
-
-pytestmark = pytest.mark.skipif(
-    "COMMHOOK_ELASTIC" not in os.environ,
-    reason="one of about twenty runs did not end in time, for a cause that is not known yet: "
-    "COMMHOOK_ELASTIC=1 runs it",
-)
 
 #: ``said``: how processes end, where not with "done". The rest is for ``elastic_ranks.py``.
 CASES: dict[str, dict[str, Any]] = {

@@ -10,13 +10,13 @@ from torch_commhook.elastic.ranks import ElasticRanks
 
 
 class _WithoutStore:
-    def change(self, steps: int, lost: Lost) -> None:
+    def change(self, steps: int, lost: Lost, *, lets_in: bool) -> None:
         raise dist.DistNetworkError("Broken pipe")
 
 
 def test_the_error_names_the_store_and_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = object.__new__(ElasticRanks)
-    ranks.steps = 3
+    ranks.steps, ranks._reason = 3, ""
     ranks.membership = _WithoutStore()  # type: ignore[assignment]
     left = []
     monkeypatch.setattr(ranks, "leave", lambda: left.append(True))

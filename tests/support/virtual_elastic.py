@@ -246,7 +246,8 @@ class VirtualStepGroup(StepGroup):
         name = base.store._prefix
         self.group: Any = Group(world, name, own, base.members, TIMEOUT)
         self._own = [ConnectedDouble(self.group)]  # type: ignore[list-item]
-        self._end = self.group.close
+        # Closes at once, as nothing is in the background here.
+        self._end: Any = SimpleNamespace(detach=self.group.close)
         if self.size > 1:
             self.group.connect(connect_within.total_seconds())
 
@@ -315,7 +316,7 @@ def _make_group(
     return Base(store, rank, members)
 
 
-def _close_connections(*groups: Group) -> None:
+def _close_connections(*groups: Group, in_background: bool = False) -> None:
     for group in groups:
         group.close()
 
@@ -346,7 +347,10 @@ def virtual_time() -> Iterator[None]:
         register=lambda call: the_world().process.exits.append(call),
         unregister=lambda call: the_world().process.exits.remove(call),
     )
-    dist = SimpleNamespace(PrefixStore=lambda prefix, store: store.under(prefix))
+    dist = SimpleNamespace(
+        PrefixStore=lambda prefix, store: store.under(prefix),
+        DistNetworkError=torch.distributed.DistNetworkError,
+    )
     quiet = SimpleNamespace(warning=lambda *args: None, info=lambda *args: None)
     places: dict[Any, dict[str, Any]] = {
         ranks_module: {
@@ -357,7 +361,7 @@ def virtual_time() -> Iterator[None]:
             "_log": quiet,
             "_store_of": lambda settings: WorldStore(the_world()),
             "atexit": atexit,
-            "destroy_group": lambda group: None,
+            "destroy_group": lambda group, in_background=False: None,
             "dist": dist,
             "make_group": _make_group,
             "make_within": lambda within, make: make(),
