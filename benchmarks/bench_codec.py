@@ -37,7 +37,7 @@ def bytes_per_element(codecs: Sequence[Codec], shards: int) -> int:
     """Of all that one shape needs: five times its values, and each codec's messages.
 
     Args:
-        codecs: that are measured.
+        codecs: those that are measured.
         shards: how many numbers of shards are tried.
     """
     numel = 1 << 20

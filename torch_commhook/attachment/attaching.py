@@ -209,10 +209,7 @@ def _attach(
     shared["the scaler's scale"] = scale
     shared["connections"] = attached.connections
     is_new = road is None
-    if road is None:
-        step_group = StepGroup(group, has_stages=attached.has_stages_among(group.size()))
-    else:
-        step_group = road.group
+    step_group = StepGroup(group) if road is None else road.group
     try:
         check_agreement(group, parameters, shared, step_group.all_alike)
         if road is None:

@@ -45,6 +45,8 @@ _more: weakref.WeakKeyDictionary[
     dist.ProcessGroup, list[tuple[dist.ProcessGroup, dist.ProcessGroup]]
 ] = weakref.WeakKeyDictionary()
 _made: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+#: Those that connect when messages are sent.
+_lazy: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 #: Where the ranks of groups of the library's own have left their addresses.
 _addresses: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.AddressStore] = (
     weakref.WeakKeyDictionary()
@@ -203,6 +205,8 @@ def make_group(
     group._set_group_desc(description)
     _make_known(group, store, name, ranks)
     _made.add(group)
+    if lazily or len(ranks) > MOST_IN_FULL_MESH:
+        _lazy.add(group)
     return group
 
 
@@ -273,8 +277,9 @@ def close_connections(*groups: dist.ProcessGroup, in_background: bool = False) -
     for group in groups:  # of all first, since they take the connections of two
         stop_exchanges(group)
     taken = [_C.TakenBackends(group) for group in groups]
-    # What has connected lazily never ends where a message has come whose receiver has given up.
-    in_time = all(group.size() <= MOST_IN_FULL_MESH for group in groups)
+    # A backend that has connected lazily may never close: where a message has come whose receiver
+    # has given up.
+    in_time = not any(group in _lazy for group in groups)
     # A thread that Python has not started may be a backend's own, which drops what its callback has
     # kept, and must not wait for its own end.
     is_foreign = isinstance(threading.current_thread(), threading._DummyThread)
@@ -296,7 +301,11 @@ def _close(taken: Sequence[_C.TakenBackends], in_time: bool) -> None:
         close()
         return
     thread = threading.Thread(target=close, name="commhook-close", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter ends
+        close()
+        return
     thread.join(_MOST_TO_CLOSE)
     if thread.is_alive():
         _log.warning("connections could not be closed within %g s", _MOST_TO_CLOSE)

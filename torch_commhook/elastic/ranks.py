@@ -287,7 +287,8 @@ class ElasticRanks:
         # Through a connection of its own: one that waits for a rank does nothing else meanwhile.
         store = dist.PrefixStore(f"view{view.number}", self._store.clone())
         within = timedelta(seconds=self.settings.grace)
-        store.set_timeout(within)
+        if not isinstance(self.settings.store, dist.HashStore):  # which is its own clone
+            store.set_timeout(within)
         name = f"{self.settings.name}, view {view.number}"
         make = partial(
             make_group,

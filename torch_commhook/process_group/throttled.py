@@ -144,9 +144,14 @@ class ThrottledProcessGroup(WrapperProcessGroup):
             )
         if threads is not None and threads < 1:
             raise ValueError(f"{type(self).__name__}: threads must be at least 1, got {threads}")
-        self.bandwidth = float(bandwidth)
-        self.latency = float(latency)
-        self.burst = float(burst)
+        try:
+            self.bandwidth, self.latency, self.burst = (
+                float(value) for value in (bandwidth, latency, burst)
+            )
+        except OverflowError:
+            raise ValueError(
+                f"{type(self).__name__}: bandwidth, latency and burst must fit into a float"
+            ) from None
         self.threads = group_threads(parent) if threads is None else threads
         self._use(_ClockedLink(self.bandwidth, self.latency, self.burst))
         if is_gloo(parent):

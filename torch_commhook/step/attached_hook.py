@@ -109,10 +109,6 @@ class Attached:
             return None
         return self.memory.memory_of_bucket(parameters, index, self.hook.prepare)
 
-    def has_stages_among(self, ranks: int) -> bool:
-        """Whether the hook's collectives follow one another, among so many ranks."""
-        return isinstance(self.hook, Hook) and self.hook.has_stages_among(ranks)
-
     def use_group(self, group: StepGroup, device: torch.device) -> None:
         """Be told of the group that the hook communicates through; all ranks are.
 
@@ -139,7 +135,7 @@ class Attached:
         if device.type != "cpu":  # there both stages share one communicator
             return
         # After a failed step the groups have no backend, which torch 2.15 asks for their size.
-        if self.has_stages_among(group.size):
+        if self.hook.has_stages_among(group.size):
             group.prepare_second_stage()
         for own in self.hook.own_groups():
             if self.hook.has_stages_among(own.size()):

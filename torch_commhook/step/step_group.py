@@ -20,11 +20,9 @@ import logging
 import re
 import weakref
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -98,8 +96,6 @@ class StepGroup:
             the group makes another one, over the ranks that are left.
         connect_within: for how long ranks wait for each other to connect, and a connection for an
             answer of its host; None for ``timeout``, and 15 s.
-        has_stages: whether the hook's collectives follow one another: then the group of second
-            stages connects at the same time.
 
     Attributes:
         group: what hooks communicate through. After a step that failed its connections are others.
@@ -115,7 +111,6 @@ class StepGroup:
         *,
         meets_again: bool = True,
         connect_within: timedelta | None = None,
-        has_stages: bool = False,
     ) -> None:
         self.parent = resolve_group(parent)
         self._meets_again = meets_again
@@ -157,32 +152,9 @@ class StepGroup:
         # Gloo's threads must end before the interpreter does.
         self._end = weakref.finalize(self, destroy_all, self._own)
         if self.recovers:
-            self._connect_first(has_stages)
+            self.group = self._make(self.name, self.parent, _described(self.parent))
         groups_by_name[self.name] = self
         _siblings.setdefault(self.parent, weakref.WeakSet()).add(self)
-
-    def _connect_first(self, has_stages: bool) -> None:
-        """Make :attr:`group`, and beside it the group of its second stages where that is wanted."""
-        description = _described(self.parent)
-        first = partial(self._connected, self.name, self.parent, description)
-        store = self._second_store() if has_stages else None
-        if store is None:
-            self.group = self._provide(first(), self.parent)
-            return
-        named = f"{self.name}/second", self.parent, second_stages(description)
-        with ThreadPoolExecutor(1, thread_name_prefix="commhook-connect") as pool:
-            second = pool.submit(self._connected, *named, store=store)
-            own = first()
-        self.group = self._provide(own, self.parent, second.result())
-        second_group(self.group)
-
-    def _second_store(self) -> dist.Store | None:
-        """The store through a connection of its own, which can wait beside this one's."""
-        assert self._rendezvous is not None
-        with suppress(RuntimeError, AttributeError, NotImplementedError):
-            store: Any = self._rendezvous.store  # whose type does not tell of clone()
-            return cast(dist.Store, store.clone())
-        return None
 
     @property
     def recovers(self) -> bool:
@@ -559,42 +531,18 @@ class StepGroup:
             reason = self._rendezvous.wait_for_all(name, like.size())
             if reason is not None:
                 raise _peer_error(reason)
-        return self._provide(self._connected(name, like, description, threads), like)
-
-    def _connected(
-        self,
-        name: str,
-        like: dist.ProcessGroup,
-        description: str,
-        threads: int = MOST_UNDER_WAY,
-        *,
-        store: dist.Store | None = None,
-    ) -> ConnectedGroup:
-        assert self._rendezvous is not None
-        return ConnectedGroup(
-            self._rendezvous.store if store is None else store,
+        own = ConnectedGroup(
+            self._rendezvous.store,
             name,
             like,
             description,
             threads,
             connect_within=self._connect_within,
         )
-
-    def _provide(
-        self, own: ConnectedGroup, like: dist.ProcessGroup, made: ConnectedGroup | None = None
-    ) -> dist.ProcessGroup:
-        """Keep a group, and let :func:`second_group` have the one for its second stages.
-
-        Args:
-            own: the group.
-            like: a group over the same ranks.
-            made: for the second stages; None to make it when it is asked for.
-        """
         self._own.append(own)
         itself = weakref.ref(self)
         # The group itself has no backend after a failed step.
         model = weakref.ref(like)
-        name, description = own.name, own.description
 
         def second() -> dist.ProcessGroup | None:
             step_group, alike = itself(), model()
@@ -602,11 +550,7 @@ class StepGroup:
                 return None
             return step_group._make(f"{name}/second", alike, second_stages(description))
 
-        if made is None:
-            provide_second_group(own.group, second)
-        else:
-            there = self._provide(made, like)
-            provide_second_group(own.group, lambda: there)
+        provide_second_group(own.group, second)
         return own.group
 
 

@@ -65,7 +65,9 @@ void for_each_block(const Segments& segments, int64_t begin, int64_t end, int64_
             }
           };
           pass(std::max<int64_t>(0, count - kMaxBlock) / size * size);
-          segments.prefetch_after(segment);
+          if (count > 0) {
+            segments.prefetch_after(segment);
+          }
           pass(count / size * size);
         }
         append(segment, data, position, count);

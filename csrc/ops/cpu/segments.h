@@ -45,12 +45,15 @@ class Segments {
   void walk(int64_t begin, int64_t end, const Row& row, const Strided& strided) const;
 
   // Asks for the first bytes of the tensors that follow one, which processors do not look ahead to.
-  void prefetch_after(const Segment& segment) const {
+  // Inlined, since compilers drop calls of what they take to do nothing.
+  __attribute__((always_inline)) void prefetch_after(const Segment& segment) const {
     constexpr int64_t kBytes = 8 * 1024;
     constexpr int64_t kLine = 64;
+    constexpr int64_t kMostTensors = 8;
+    const int64_t after = segments_.data() + segments_.size() - (&segment + 1);
+    const Segment* const end = &segment + 1 + std::min(after, kMostTensors);
     int64_t left = kBytes;
-    for (const Segment* next = &segment + 1;
-         next != segments_.data() + segments_.size() && left > 0; ++next) {
+    for (const Segment* next = &segment + 1; next != end && left > 0; ++next) {
       const int64_t bytes = std::min(left, (next->end - next->begin) * next->element_size);
       for (int64_t i = 0; i < bytes; i += kLine) {
         __builtin_prefetch(next->data + i);

@@ -1,7 +1,11 @@
 #include "runtime/membership/address_store.h"
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
 #include <optional>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 
 namespace commhook {
@@ -18,10 +22,23 @@ std::optional<std::pair<std::string, int64_t>> parts_of(const std::string& key) 
   return std::pair(key.substr(0, key.size() - digits.size()), std::stoll(digits));
 }
 
+// Whether a store is PyTorch's own over TCP, whose multiGet waits by itself, for the store's
+// timeout.
+bool is_of_tcp(const c10::intrusive_ptr<c10d::Store>& store) {
+  auto inner = store;
+  while (auto* const prefixed = dynamic_cast<c10d::PrefixStore*>(inner.get())) {
+    inner = prefixed->getUnderlyingStore();
+  }
+  return dynamic_cast<c10d::TCPStore*>(inner.get()) != nullptr;
+}
+
 }  // namespace
 
 AddressStore::AddressStore(c10::intrusive_ptr<c10d::Store> store, std::vector<int64_t> ranks)
-    : Store(store->getTimeout()), store_(std::move(store)), ranks_(std::move(ranks)) {}
+    : Store(store->getTimeout()),
+      store_(std::move(store)),
+      waits_in_multi_get_(is_of_tcp(store_)),
+      ranks_(std::move(ranks)) {}
 
 c10::intrusive_ptr<c10d::Store> AddressStore::clone() {
   return c10::make_intrusive<AddressStore>(store_->clone(), ranks_);
@@ -69,13 +86,14 @@ bool AddressStore::read_with_others(const std::string& key,
       }
     }
   }
-  const bool reads_at_once = store_->hasExtendedApi();
-  if (!reads_at_once || timeout != timeout_) {
-    store_->wait(keys, timeout);  // multiGet waits by itself, for the store's own timeout
+  if (!waits_in_multi_get_ || timeout != timeout_) {
+    store_->wait(keys, timeout);
   }
   std::vector<std::vector<uint8_t>> values;
-  if (reads_at_once) {
+  if (store_->hasExtendedApi()) {
     values = store_->multiGet(keys);
+    TORCH_CHECK(values.size() == keys.size(), "AddressStore: the store has ", values.size(),
+                " values for ", keys.size(), " keys");
   } else {
     for (const auto& each : keys) {
       values.push_back(store_->get(each));
