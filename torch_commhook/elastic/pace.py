@@ -140,7 +140,9 @@ class Note:
         self._size = size
         self._compares = compares
         length = 1 + 3 * size * compares
-        self.values = torch.zeros(length, dtype=torch.uint8) if values is None else values
+        self.values = (
+            torch.zeros(length, dtype=torch.uint8, device="cpu") if values is None else values
+        )
 
     @property
     def wants_change(self) -> bool:
@@ -153,7 +155,9 @@ class Note:
 
     def write_time(self, place: int, seconds: float | None) -> None:
         """Write the computing time of the member at a place."""
-        self._rows()[:2, place] = torch.tensor(coded_seconds(seconds), dtype=torch.uint8)
+        self._rows()[:2, place] = torch.tensor(
+            coded_seconds(seconds), dtype=torch.uint8, device="cpu"
+        )
 
     def times(self) -> dict[int, float]:
         """The times that were measured, by place."""

@@ -30,7 +30,10 @@ def all_alike(group: Any, own: bytes) -> bool:
     size, rank = group.size(), group.rank()
     are_alike = True
     rounds = rounds_of(size)
-    received = [[torch.empty(len(own) + 1, dtype=torch.uint8) for _ in each] for each in rounds]
+    received = [
+        [torch.empty(len(own) + 1, dtype=torch.uint8, device="cpu") for _ in each]
+        for each in rounds
+    ]
     works: list[list[dist.Work]] = []
     try:
         for distances, outputs in zip(rounds, received, strict=True):
