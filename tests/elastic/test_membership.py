@@ -56,6 +56,21 @@ def _together(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     return found
 
 
+def _entering(late: Membership) -> tuple[list[View], threading.Thread]:
+    """Where the view comes that has a new rank, and the thread in which it waits for that."""
+    entered: list[View] = []
+    thread = threading.Thread(target=lambda: entered.append(late.enter(10.0)))
+    thread.start()
+    return entered, thread
+
+
+def _wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def _started(count: int, **settings: Any) -> tuple[dist.Store, Signs, list[Membership]]:
     store, signs = dist.HashStore(), Signs()
     members = _members(store, count, signs, **settings)
@@ -181,13 +196,8 @@ def test_ranks_that_leave_before_the_step_do_not_count_among_min_ranks() -> None
 def test_a_new_rank_is_let_in_where_the_others_change() -> None:
     store, signs, members = _started(2)
     (late,) = _members(store, 1, signs)
-    entered: list[View] = []
-    thread = threading.Thread(target=lambda: entered.append(late.enter(10.0)))
-    thread.start()
-    deadline = time.monotonic() + 20
-    while not members[0].wanting():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    entered, thread = _entering(late)
+    _wait_until(members[0].wanting)
     views = _together([lambda m=m: m.change(5) for m in members])
     thread.join(10)
     assert {*views, *entered} == {views[0]}
@@ -196,42 +206,13 @@ def test_a_new_rank_is_let_in_where_the_others_change() -> None:
     assert late.is_new and not members[0].wanting()
 
 
-def test_a_new_rank_that_was_overlooked_asks_again() -> None:
-    store, signs, members = _started(2)
-    (late,) = _members(store, 1, signs)
-    store.append("wanting", f"{late.own} ")
-    signs.dead.add(late.own)
-    views = _together([lambda m=m: m.change(5) for m in members])
-    assert views[0].entries == 3 and late.own not in views[0].members
-    signs.dead.clear()
-    entered: list[View] = []
-    thread = threading.Thread(target=lambda: entered.append(late.enter(10.0)))
-    # As the store is after enter() has asked for the first time, which nobody sees any more.
-    store.set("view", View(2, views[0].members, (), 5, 4).as_text())
-    for member in members:
-        member.view = member.current()
-    thread.start()
-    deadline = time.monotonic() + 20
-    while not members[0].wanting():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    views = _together([lambda m=m: m.change(6) for m in members])
-    thread.join(10)
-    assert entered == [views[0]] and views[0].members[-1] == late.own
-
-
 def test_new_ranks_wait_where_the_others_change_without_letting_in() -> None:
     store, signs, members = _started(3, min_ranks=3)
     lost = Lost(ended=frozenset([members[0].own]))
     left = members[1:]
     (late,) = _members(store, 1, signs)
-    entered: list[View] = []
-    thread = threading.Thread(target=lambda: entered.append(late.enter(10.0)))
-    thread.start()
-    deadline = time.monotonic() + 20
-    while not left[0].wanting():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    entered, thread = _entering(late)
+    _wait_until(left[0].wanting)
     # With the one that waits they are enough.
     views = _together([lambda m=m: m.change(5, lost, lets_in=False) for m in left])
     assert views[0] == views[1] and views[0].members == tuple(m.own for m in left)
@@ -256,10 +237,7 @@ def test_a_new_rank_whose_view_has_gone_waits_for_the_next() -> None:
     thread.start()
     views = _together([lambda m=m: m.change(5, lost, lets_in=False) for m in left])
     assert views[0].members == tuple(m.own for m in left)
-    deadline = time.monotonic() + 20
-    while not left[0].wanting():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    _wait_until(left[0].wanting)
     views = _together([lambda m=m: m.change(6) for m in left])
     thread.join(10)
     assert entered == [views[0]] and views[0].new == (late.own,) and late.view == views[0]
@@ -278,22 +256,23 @@ def test_a_rank_that_was_overlooked_asks_again() -> None:
     store, signs, members = _started(2)
     (late,) = _members(store, 1, signs)
     signs.dead.add(late.own)  # it has just stood still
-    entered: list[View] = []
-    thread = threading.Thread(target=lambda: entered.append(late.enter(10.0)))
-    thread.start()
-    deadline = time.monotonic() + 20
-    while not store.check(["wanted"]) or store.add("wanted", 0) < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    entered, thread = _entering(late)
+    _wait_until(lambda: store.check(["wanted"]) and store.add("wanted", 0) >= 3)
     (view, _) = _together([lambda m=m: m.change(5) for m in members])
     assert late.own not in view.members
     signs.dead.clear()
-    while not members[0].wanting():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    _wait_until(members[0].wanting)
     views = _together([lambda m=m: m.change(5) for m in members])
     thread.join(10)
     assert entered == [views[0]] and views[0].new == (late.own,)
+
+
+def test_a_rank_that_is_always_overlooked_gives_up() -> None:
+    store, signs, _ = _started(2)
+    (late,) = _members(store, 1, signs)
+    late._asking = lambda view: ([], 0)  # type: ignore[method-assign]
+    with pytest.raises(TooFewRanksError, match="0 ranks want to"):
+        late.enter(0.2)
 
 
 class _BusyStore:

@@ -350,7 +350,6 @@ def virtual_time() -> Iterator[None]:
     dist = SimpleNamespace(
         PrefixStore=lambda prefix, store: store.under(prefix),
         DistNetworkError=torch.distributed.DistNetworkError,
-        HashStore=torch.distributed.HashStore,
     )
     quiet = SimpleNamespace(warning=lambda *args: None, info=lambda *args: None)
     places: dict[Any, dict[str, Any]] = {

@@ -56,7 +56,7 @@ def gloo_backend(
         dist.ProcessGroupGloo.create_device(interface=name, lazy_init=is_lazy)
         for name in interfaces
     ] or [dist.ProcessGroupGloo.create_default_device(lazy_init=is_lazy)]
-    known = list(range(size)) if size <= MOST_IN_FULL_MESH else neighbours(rank, size)
+    known = neighbours(rank, size) if is_lazy else list(range(size))
     addresses = _C.AddressStore(store, known)
     return dist.ProcessGroupGloo(addresses, rank, size, options), addresses
 

@@ -277,27 +277,31 @@ def close_connections(*groups: dist.ProcessGroup, in_background: bool = False) -
     for group in groups:  # of all first, since they take the connections of two
         stop_exchanges(group)
     taken = [_C.TakenBackends(group) for group in groups]
-    # A backend that has connected lazily may never close: where a message has come whose receiver
-    # has given up.
-    in_time = not any(group in _lazy for group in groups)
+    is_lazy = any(group in _lazy for group in groups)
     # A thread that Python has not started may be a backend's own, which drops what its callback has
     # kept, and must not wait for its own end.
     is_foreign = isinstance(threading.current_thread(), threading._DummyThread)
     # What the interpreter calls at its end is too late for another thread.
     if is_foreign or (in_background and threading.main_thread().is_alive()):
         # The interpreter's end waits for it.
-        arguments = taken, in_time
+        arguments = taken, is_lazy
         threading.Thread(target=_close, args=arguments, name="commhook-close").start()
     else:
-        _close(taken, in_time)
+        _close(taken, is_lazy)
 
 
-def _close(taken: Sequence[_C.TakenBackends], in_time: bool) -> None:
+def _close(taken: Sequence[_C.TakenBackends], is_lazy: bool) -> None:
+    """Close backends.
+
+    One that has connected lazily may never end: its thread spins if a message has come whose
+    receiver has given up. So nobody waits for it longer than a while.
+    """
+
     def close() -> None:
         for backends in taken:
             backends.close()
 
-    if in_time:
+    if not is_lazy:
         close()
         return
     thread = threading.Thread(target=close, name="commhook-close", daemon=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -95,7 +94,8 @@ def hierarchical_all_reduce(
         out = sources[0].new_empty(numel)
     destinations = listed_tensors("hierarchical_all_reduce", "out", out)
     check_out("hierarchical_all_reduce", destinations, numel)
-    begin, end = share_range(numel, **place_in_node(intra_groups))
+    place = place_in_node(intra_groups)
+    begin, end = share_range(numel, **place)
     buffers = MessageBuffers() if buffers is None else buffers
     arguments = SumArguments(
         codec, scale, error, shard_error, rounding, buffers, meter, error_decay=error_decay
@@ -113,7 +113,7 @@ def hierarchical_all_reduce(
     stream = nullcontext() if is_traced else beside(device, buffers.stream, used)
     in_background = not is_traced and _waits_for_nothing(device, *intra_groups, inter_group)
     with torch.no_grad(), stream:
-        flat = _flattened(sources, carry, buffers, math.prod(map(_size_of, intra_groups)))
+        flat = _flattened(sources, carry, buffers, place["ranks"])
         if in_background:
             gathered = _in_background(flat, end - begin, arguments, intra_groups, inter_group)
             return then(gathered, finish, device)
@@ -133,10 +133,6 @@ def _write(
     with mode():
         bucket_ops.unflatten_into(sums, destinations)
     return destinations[0]
-
-
-def _size_of(group: dist.ProcessGroup) -> int:
-    return group.size()
 
 
 def _checked_groups(

@@ -10,6 +10,8 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
+from torch_commhook.step.rendezvous import innermost
+
 #: So many members are tried at once.
 _AT_ONCE = 64
 
@@ -64,10 +66,7 @@ def own_address(store: dist.Store) -> str:
     if interface:
         with suppress(OSError):
             return _address_of(interface)
-    inner = store
-    while isinstance(inner, dist.PrefixStore):
-        inner = inner.underlying_store
-    host = getattr(inner, "host", None)
+    host = getattr(innermost(store), "host", None)
     if host:
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 1))  # sends nothing

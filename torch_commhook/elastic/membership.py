@@ -179,13 +179,13 @@ class Membership:
                 self.is_new = self.own in view.new
                 return view
             wanting, entries = self._asking(view)
-            if self.own not in wanting:  # the others had no sign of life when they read that
+            is_heard = self.own in wanting
+            if not is_heard:  # the others had no sign of life when they read that
                 self._ask()
-                continue
             if len(wanting) != seen:
                 seen, seen_at = len(wanting), self._now()
             waited = self._now() - seen_at
-            if self._may_begin(view, wanting, waited):
+            if is_heard and self._may_begin(view, wanting, waited):
                 if waited >= wanting.index(self.own) * _TURN:
                     self._begin(view, wanting, entries)
             elif self._now() - begun > timeout:

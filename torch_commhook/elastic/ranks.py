@@ -22,7 +22,7 @@ from torch_commhook.elastic.settings import Elastic
 from torch_commhook.elastic.signs import StoreSigns
 from torch_commhook.metrics import MembershipEvent
 from torch_commhook.step.connected_group import make_within
-from torch_commhook.step.rendezvous import can_append, hashed
+from torch_commhook.step.rendezvous import can_append, hashed, innermost
 from torch_commhook.step.step_group import PeerError, StepGroup, tell_unreachable
 
 _log = logging.getLogger("torch_commhook.elastic")
@@ -285,10 +285,11 @@ class ElasticRanks:
 
     def _make_group(self, view: View) -> None:
         # Through a connection of its own: one that waits for a rank does nothing else meanwhile.
-        store = dist.PrefixStore(f"view{view.number}", self._store.clone())
+        own = self._store.clone()
         within = timedelta(seconds=self.settings.grace)
-        if not isinstance(self.settings.store, dist.HashStore):  # which is its own clone
-            store.set_timeout(within)
+        if innermost(own) is not innermost(self._store):  # a HashStore is its own clone
+            own.set_timeout(within)
+        store = dist.PrefixStore(f"view{view.number}", own)
         name = f"{self.settings.name}, view {view.number}"
         make = partial(
             make_group,

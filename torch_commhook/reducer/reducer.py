@@ -488,7 +488,6 @@ class Reducer:
                 if self.survivors.go_on(error, has_results=step.has_results):
                     step.apply()
                     step.note = None  # whoever was to be let in is in by now
-                    self.go_on_between_steps()
                     return
                 step.put_memory_back()
             except BaseException:
@@ -510,7 +509,8 @@ class Reducer:
     def _let_in(self, step: RepeatableStep) -> None:
         """Count a step, and let in those that want to take part."""
         assert self.survivors is not None
-        if self.survivors.step_ended(step.note):
+        has_changed = self.survivors.step_ended(step.note)
+        if has_changed or step.note is None:
             self.go_on_between_steps()
 
     def go_on_between_steps(self, error: BaseException | None = None) -> None:

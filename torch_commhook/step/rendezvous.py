@@ -217,6 +217,13 @@ class _Tries:
                 self._store.delete_key(f"{place}/{rank}")
 
 
+def innermost(store: dist.Store) -> dist.Store:
+    """The store that others only put a prefix before."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
 def can_append(store: Any) -> bool:
     """Whether a store of ``torch.distributed`` has ``append``, which its type does not tell."""
     has: bool = store.has_extended_api()
