@@ -10,7 +10,6 @@ import json
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,9 +22,8 @@ import torch.distributed as dist
 from bench_round_trips import RATE, slope
 from counting_store import CountingStore
 from harness import Job, Report, Samples, parse, parser
-from lab_bench import check_hooks, delay_argument, finish_run, run_on_links, use_one_thread
+from lab_bench import check_hooks, delay_argument, finish_run, run_on_delays, use_one_thread
 from link_rank import WARM_UP, goes_on, set_link
-from netlab import Lab
 from torch import nn
 
 import torch_commhook
@@ -123,23 +121,12 @@ def run_rank(path: Path) -> None:
     dist.destroy_process_group()
 
 
-def measure(hosts: int, plan: Plan, delays: Sequence[float]) -> list[dict[str, list[Any]]]:
-    """Run :func:`measure_rank` on this number of hosts."""
-    with tempfile.TemporaryDirectory() as name, Lab(hosts, RATE, delay=0.0) as lab:
-
-        def change(number: int) -> None:
-            lab.set_delay(0.0 if number == WARM_UP else delays[number])
-
-        found: list[dict[str, list[Any]]] = run_on_links(
-            lab, Path(name), Path(__file__).name, plan, change, timeout=3600.0
-        )
-        return found
-
-
 def add_table(report: Report, hosts: int, options: argparse.Namespace) -> list[bool]:
     """Measure attaching among so many ranks; whether each hook is within its limit."""
     plan = Plan(list(options.hooks), len(options.delay), options.rounds, options.seconds)
-    found = measure(hosts, plan, options.delay)
+    found: list[dict[str, list[Any]]] = run_on_delays(
+        hosts, RATE, Path(__file__).name, plan, options.delay
+    )
     jobs, samples, within = [], {}, []
     for text in plan.hooks:
 

@@ -10,7 +10,6 @@ import json
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,10 +19,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from harness import Against, Job, Report, Samples, parse, parser
-from lab_bench import check_hooks, delay_argument, finish_run, run_on_links, use_one_thread
+from lab_bench import check_hooks, delay_argument, finish_run, run_on_delays, use_one_thread
 from layer_buckets import step_of
 from link_rank import WARM_UP, goes_on, set_link
-from netlab import Lab
 
 from torch_commhook.cli.hook_expression import NO_HOOK
 
@@ -108,19 +106,6 @@ def run_rank(path: Path) -> None:
     dist.destroy_process_group()
 
 
-def measure(hosts: int, plan: Plan, delays: Sequence[float]) -> list[dict[str, list[float]]]:
-    """Run :func:`measure_rank` on this number of hosts."""
-    with tempfile.TemporaryDirectory() as name, Lab(hosts, RATE, delay=0.0) as lab:
-
-        def change(number: int) -> None:
-            lab.set_delay(0.0 if number == WARM_UP else delays[number])
-
-        found: list[dict[str, list[float]]] = run_on_links(
-            lab, Path(name), Path(__file__).name, plan, change, timeout=3600.0
-        )
-        return found
-
-
 def slope(delays: Sequence[float], seconds: Sequence[float]) -> float:
     """Round trips in a step: how its seconds grow with the seconds of a round trip."""
     return statistics.linear_regression([2 * delay for delay in delays], seconds).slope
@@ -132,7 +117,9 @@ def add_table(report: Report, hosts: int, options: argparse.Namespace) -> tuple[
     plan = Plan(
         names, len(options.delay), options.width, options.steps, options.rounds, options.seconds
     )
-    found = measure(hosts, plan, options.delay)
+    found: list[dict[str, list[float]]] = run_on_delays(
+        hosts, RATE, Path(__file__).name, plan, options.delay
+    )
     jobs, samples, within, limited = [], {}, 0, 0
     for text in names:
         job = BASELINE if text == NO_HOOK else text

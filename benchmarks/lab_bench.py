@@ -6,13 +6,14 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 from harness import Report
-from link_rank import LINK, link_file
+from link_rank import LINK, WARM_UP, link_file
 from machine import FOLDER
 from netlab import Lab, LabError, Stopped, format_rate, parse_rate, stopped_by_signals
 from netlab.distance import MOST_DELAY, check_distance
@@ -131,6 +132,28 @@ def run_on_links(
             print_line(rank, is_error, line)
 
     return run_ranks(lab, folder, program, plan, timeout=timeout, output=take)
+
+
+def run_on_delays(
+    hosts: int, rate: str, program: str, plan: Any, delays: Sequence[float], timeout: float = 3600.0
+) -> Any:
+    """:func:`run_on_links` in a lab of its own, on links that have a delay each.
+
+    Args:
+        hosts: how many there are.
+        rate: of all links.
+        program, plan, timeout: as :func:`run_on_links` takes them; links are indices in ``delays``.
+        delays: of the links, each way, in seconds. Ranks warm up on links without one.
+
+    Returns:
+        As :func:`run_ranks`, with its errors.
+    """
+    with tempfile.TemporaryDirectory() as name, Lab(hosts, rate, delay=0.0) as lab:
+
+        def change(number: int) -> None:
+            lab.set_delay(0.0 if number == WARM_UP else delays[number])
+
+        return run_on_links(lab, Path(name), program, plan, change, timeout)
 
 
 def finish(name: str, run: Callable[[], Found], then: Callable[[Found], int]) -> int:
