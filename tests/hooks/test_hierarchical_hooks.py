@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from failing_reduce import fails_between
 from rank_pool import RankPool
 from torch import nn
 
-from torch_commhook import GradBucket, PeerError, attach, codecs, hooks
+from torch_commhook import GradBucket, attach, codecs, hooks
 from torch_commhook.collectives import hierarchical, hierarchical_all_reduce
 from torch_commhook.metrics import WireMeter, counting
 from torch_commhook.process_group import WrapperProcessGroup
@@ -100,27 +101,7 @@ def test_sums_of_two_nodes_under_way_at_once(four_ranks: RankPool) -> None:
 
 
 def _fails_between(rank: int) -> list[str]:
-    """A step in which rank 2 can't add up what comes from the other node, and the next one."""
-    hook = hooks.hierarchical(codecs.blockwise(), **_nodes(2, 2))
-    model = nn.Sequential(*(nn.Linear(40, 40, bias=False) for _ in range(5)))
-    handle = attach(model, hook, bucket_cap_mb=40 * 40 * 4 / (1 << 20))
-    found = []
-    for fails in (rank == 2, False):
-        model.zero_grad()
-        with pytest.MonkeyPatch.context() as patch:
-            if fails:
-                patch.setattr(type(hook.codec), "reduce", _raise)
-            try:
-                model(torch.full((1, 40), 1.0)).sum().backward()
-                found.append("right")
-            except (ValueError, PeerError) as error:
-                found.append(type(error).__name__)
-    handle.remove()
-    return found
-
-
-def _raise(*args: object, **keywords: object) -> None:
-    raise ValueError("no sum")
+    return fails_between(rank, hooks.hierarchical(codecs.blockwise(), **_nodes(2, 2)))
 
 
 def test_a_rank_that_fails_between_nodes(four_ranks: RankPool) -> None:

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from failing_reduce import fails_between
 from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_commhook import Elastic, GradBucket, PeerError, attach, codecs, hooks
+from torch_commhook import Elastic, GradBucket, attach, codecs, hooks
 from torch_commhook.collectives import hierarchical_all_reduce
 from torch_commhook.metrics import WireMeter, counting
 from torch_commhook.testing import run_ranks, simulate
@@ -297,27 +298,7 @@ def test_a_rank_that_fails_between_levels(eight_ranks: RankPool) -> None:
 
 
 def _fails(rank: int) -> list[str]:
-    """A step in which rank 2 can't add up what comes from other racks, and the next one."""
-    hook = hooks.hierarchical(codecs.blockwise(), levels=[2, 2])
-    model = nn.Sequential(*(nn.Linear(40, 40, bias=False) for _ in range(5)))
-    handle = attach(model, hook, bucket_cap_mb=40 * 40 * 4 / (1 << 20))
-    found = []
-    for fails in (rank == 2, False):
-        model.zero_grad()
-        with pytest.MonkeyPatch.context() as patch:
-            if fails:
-                patch.setattr(type(hook.codec), "reduce", _raise)
-            try:
-                model(torch.full((1, 40), 1.0)).sum().backward()
-                found.append("right")
-            except (ValueError, PeerError) as error:
-                found.append(type(error).__name__)
-    handle.remove()
-    return found
-
-
-def _raise(*args: object, **keywords: object) -> None:
-    raise ValueError("no sum")
+    return fails_between(rank, hooks.hierarchical(codecs.blockwise(), levels=[2, 2]))
 
 
 # ---- copies and errors ---------------------------------------------------------------------------
