@@ -7,27 +7,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import random
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import elastic_rank
 import torch
+from elastic_faults import APART, KINDS, Fault, Faults
 from elastic_figures import (
-    Line,
-    Log,
-    common_step_after,
-    join_seconds,
     other_bits,
     out_of_order,
     seconds_of_other_changes,
@@ -35,6 +29,7 @@ from elastic_figures import (
     steps_per_second,
     usual_step,
 )
+from elastic_processes import HANG, Training
 from elastic_rank import Plan
 from lab_bench import check_hooks, finish, rate_argument
 from machine import FOLDER, environment
@@ -48,307 +43,10 @@ RESULTS = FOLDER / "results" / "bench_elastic.json"
 KEPT_AT_LEAST = 0.977
 #: Of the loss of an undisturbed run.
 LOSS_WITHIN = 0.01
-KINDS = ("kill", "stop", "cut")
-#: Two hosts that cannot reach each other, though both reach the store.
-APART = "apart"
 _STORE_PORT = 29400
-#: No new step for so long is a hang.
-_HANG = 60.0
-#: A rank that the others have left out has so long to notice that, when it can.
-_NOTICES_WITHIN = 30.0
 _SETTLES = 1.0  # after a rank's first step, the others may still be writing that down
-_POLL = 0.02
 _COUNTED_FROM = 20  # the steps before are a warm-up
 _TEXT_BYTES = 16_000_000
-
-
-class HangError(LabError):
-    """No rank has done a step for too long."""
-
-
-@dataclass
-class Process:
-    """A rank's process.
-
-    Attributes:
-        number: that no other process of the training has.
-        host: on which it runs.
-        pid: its process id.
-        log: its steps, as far as they have been read.
-        has_ended: whether it has.
-    """
-
-    number: int
-    host: int
-    pid: int
-    log: Log
-    has_ended: bool = False
-    read: int = 0  # bytes of its log
-
-
-@dataclass
-class Fault:
-    """What has happened to a rank.
-
-    Attributes:
-        kind: one of ``KINDS``, or ``APART``.
-        host: the rank's.
-        at: seconds since the training's first step.
-        held: seconds for which it was stopped or cut off.
-        lost: seconds from the fault to the end of the next common step; None if there was none.
-        said: by which error its process has ended; empty where it was killed.
-        noticed: seconds from the end of the fault to that of the process.
-        away: seconds from the fault to its new process's first step.
-        joining: seconds by which that step and the one before took longer than usual.
-    """
-
-    kind: str
-    host: int
-    at: float
-    held: float = 0.0
-    lost: float | None = None
-    said: str = ""
-    noticed: float | None = None
-    away: float | None = None
-    joining: float | None = None
-
-
-class Training:
-    """The processes of one training, on the hosts of a lab.
-
-    Args:
-        lab: the hosts; the last one has the store.
-        plan: of the training.
-        data: to train on.
-    """
-
-    def __init__(self, lab: Lab, plan: Plan, data: TextData) -> None:
-        self.lab = lab
-        self.plan = plan
-        self.folder = Path(plan.folder)
-        self.processes: list[Process] = []
-        #: Processes that have ended though nothing happened to them: host and error.
-        self.unexpected: list[tuple[int, str]] = []
-        self._data = data
-        self._last_new = time.monotonic()
-        self.folder.mkdir()
-
-    def start(self, host: int) -> Process:
-        """Start a rank on a host."""
-        number = len(self.processes)
-        pid = elastic_rank.start(self.plan, self._data, self.lab.namespace(host), host, number)
-        process = Process(number, host, pid, Log(host))
-        self.processes.append(process)
-        return process
-
-    def of_host(self, host: int) -> Process:
-        """The last process of a host."""
-        return [each for each in self.processes if each.host == host][-1]
-
-    @property
-    def logs(self) -> list[Log]:
-        """Of all processes."""
-        return [process.log for process in self.processes]
-
-    def training(self) -> list[Process]:
-        """The processes that take part."""
-        return [each for each in self.processes if not each.has_ended and each.log.lines]
-
-    def poll(self) -> None:
-        """Read what is new.
-
-        Raises:
-            HangError: nothing has been, for too long.
-        """
-        for process in self.processes:
-            if self._read(process):
-                self._last_new = time.monotonic()
-            if not process.has_ended:
-                ended, _ = os.waitpid(process.pid, os.WNOHANG)
-                process.has_ended = ended != 0
-        if time.monotonic() - self._last_new > _HANG:
-            self.dump()
-            raise HangError(f"bench_elastic: no step for {_HANG:g} s; see {self.folder}")
-
-    def _read(self, process: Process) -> bool:
-        with suppress(FileNotFoundError):
-            with elastic_rank.log_of(self.folder, process.number).open("rb") as file:
-                file.seek(process.read)
-                new = file.read()
-            whole = new[: new.rfind(b"\n") + 1]
-            process.read += len(whole)
-            process.log.lines += [Line(*json.loads(line)) for line in whole.splitlines()]
-            return bool(whole)
-        return False
-
-    def wait(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Wait until a condition holds, or for so many seconds; whether it does."""
-        deadline = time.monotonic() + seconds
-        while True:
-            self.poll()
-            if condition():
-                return True
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_POLL)
-
-    def said(self, process: Process) -> str:
-        """How a process has ended by itself."""
-        with suppress(FileNotFoundError):
-            return elastic_rank.said_of(self.folder, process.number).read_text()
-        return ""
-
-    def dump(self) -> None:
-        """Have all ranks write where their threads are."""
-        for process in self.processes:
-            if not process.has_ended:
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGCONT)
-                    os.kill(process.pid, elastic_rank.DUMP_SIGNAL)
-        time.sleep(2.0)
-
-    def end_at(self, step: int) -> None:
-        """Let all ranks end after a step that none has come to yet."""
-        path = self.folder / elastic_rank.END
-        part = path.with_name(f"{path.name}.part")
-        part.write_text(str(step))
-        part.replace(path)
-
-    def restart_ended(self, spared: int | None = None) -> None:
-        """Start ranks again that have ended though nothing has happened to them.
-
-        Args:
-            spared: a host whose rank is somebody else's business.
-        """
-        for host in range(self.plan.ranks):
-            process = self.of_host(host)
-            if process.has_ended and host != spared:
-                said = self.said(process) or "killed"
-                print(f"  host {host}: ended by itself: {said}", flush=True)
-                self.unexpected.append((host, said))
-                self.start(host)
-
-    def kill_all(self) -> None:
-        """End what still runs."""
-        for process in self.processes:
-            if not process.has_ended:
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
-                    os.waitpid(process.pid, 0)
-                process.has_ended = True
-
-
-# ---- faults --------------------------------------------------------------------------------------
-
-
-class Faults:
-    """What happens to the ranks of a training, drawn by chance.
-
-    Args:
-        training: of which all ranks take part.
-        options: the command line.
-    """
-
-    def __init__(self, training: Training, options: argparse.Namespace) -> None:
-        self._training = training
-        self._options = options
-        self._chance = random.Random(options.seed)
-        self._begun = time.monotonic()
-        self.found: list[Fault] = []
-
-    def run(self) -> None:
-        """All faults, spread over the time, and then its rest."""
-        options, training = self._options, self._training
-        interval = options.minutes * 60 / options.faults
-        for number in range(options.faults):
-            at = (number + self._chance.uniform(0.05, 0.4)) * interval
-            while not training.wait(lambda at=at: self._now() >= at, 1.0):
-                training.restart_ended()
-            kind = self._chance.choice(options.kinds)
-            host = self._chance.randrange(training.plan.ranks)
-            self._one(kind, host)
-        while not training.wait(lambda: self._now() >= options.minutes * 60, 1.0):
-            training.restart_ended()
-
-    def _now(self) -> float:
-        return time.monotonic() - self._begun
-
-    def _one(self, kind: str, host: int) -> None:
-        training, victim = self._training, self._training.of_host(host)
-        members = training.training()
-        fault = Fault(kind, host, round(self._now(), 3))
-        self.found.append(fault)
-        stays = self._chance.uniform(*self._options.held) * self._options.grace
-        begun = time.monotonic()
-        victim = self._do(kind, victim, stays)
-        ended = time.monotonic()
-        fault.host, fault.held = victim.host, round(ended - begun, 3)
-        if kind != "kill":
-            if not training.wait(lambda: victim.has_ended, _NOTICES_WITHIN):
-                fault.said = "did not notice it"
-                os.kill(victim.pid, elastic_rank.DUMP_SIGNAL)
-                time.sleep(1.0)
-                os.kill(victim.pid, signal.SIGKILL)
-                training.wait(lambda: victim.has_ended, 5.0)
-            fault.noticed = round(time.monotonic() - ended, 3)
-            fault.said = fault.said or training.said(victim)
-        training.wait(lambda: False, self._options.restart_after)
-        others = [each for each in members if each is not victim]
-        self._follow(fault, begun, others, training.start(victim.host))
-
-    def _do(self, kind: str, victim: Process, stays: float) -> Process:
-        """Do it, and undo it; gives the rank without which the others go on."""
-        training = self._training
-        if kind == "kill":
-            os.kill(victim.pid, signal.SIGKILL)
-            training.wait(lambda: victim.has_ended, 5.0)
-        elif kind == "stop":
-            os.kill(victim.pid, signal.SIGSTOP)
-            training.wait(lambda: False, stays)
-            os.kill(victim.pid, signal.SIGCONT)
-        elif kind == "cut":
-            training.lab.set_link(victim.host, up=False)
-            training.wait(lambda: False, stays)
-            training.lab.set_link(victim.host, up=True)
-        else:
-            other = training.of_host((victim.host + 1) % training.plan.ranks)
-            with training.lab.apart(victim.host, other.host):
-                training.wait(lambda: victim.has_ended or other.has_ended, _NOTICES_WITHIN)
-            victim = other if other.has_ended else victim
-        return victim
-
-    def _follow(self, fault: Fault, begun: float, others: list[Process], new: Process) -> None:
-        """Wait until the ranks are all there again, and measure what that took."""
-        training = self._training
-
-        def lost() -> float | None:
-            logs = [each.log for each in others if not each.has_ended]
-            return common_step_after(logs, begun)
-
-        def is_back() -> bool:
-            training.restart_ended(spared=fault.host)
-            return lost() is not None and (bool(new.log.lines) or new.has_ended)
-
-        training.wait(is_back, _HANG)
-        common = lost()
-        fault.lost = None if common is None else round(common - begun, 3)
-        if new.log.lines:
-            fault.away = round(new.log.lines[0].time - begun, 3)
-            joined = new.log.lines[0].step
-            training.wait(lambda: joined in step_times(training.logs), 5.0)
-            times = step_times(training.logs)
-            joining = join_seconds(new.log, training.logs, usual_step(times))
-            fault.joining = None if joining is None else round(joining, 3)
-        print(
-            f"{len(self.found):3d}. at {fault.at:6.1f} s, {fault.kind}, host {fault.host}, "
-            f"{fault.held:.1f} s: {_seconds(fault.lost)} lost, back after {_seconds(fault.away)} "
-            f"({_seconds(fault.joining)} for joining) {fault.said[:100]}",
-            flush=True,
-        )
-
-
-def _seconds(value: float | None) -> str:
-    return "never" if value is None else f"{value:.2f} s"
 
 
 # ---- runs ----------------------------------------------------------------------------------------
@@ -385,7 +83,7 @@ def _begin(training: Training) -> None:
             for each in training.processes
         )
 
-    if not training.wait(all_train, _HANG):
+    if not training.wait(all_train, HANG):
         said = [training.said(each) for each in training.processes]
         raise LabError(f"bench_elastic: not all ranks train: {said}; see {training.folder}")
 
@@ -396,7 +94,7 @@ def _finish(training: Training) -> None:
     def all_ended() -> bool:
         return all(process.has_ended for process in training.processes)
 
-    training.wait(all_ended, 2 * _HANG)
+    training.wait(all_ended, 2 * HANG)
     training.poll()
     training.kill_all()
 
@@ -468,7 +166,7 @@ def rates_of(
     """
     within = {step: t - begun for step, t in times.items() if 0 <= t - begun <= seconds}
     quiet_steps, quiet_seconds, since = 0, 0.0, 0.0
-    for until, then in [(each.at, each.at + (each.away or _HANG)) for each in faults] + [
+    for until, then in [(each.at, each.at + (each.away or HANG)) for each in faults] + [
         (seconds, seconds)
     ]:
         stretch = [t for t in within.values() if since <= t <= until]
@@ -499,7 +197,7 @@ def figures_of(
     """
     episodes = [(0.0, begun)]  # the beginning, and faults with all that follows from them
     episodes += [
-        (begun + each.at, begun + each.at + (each.away or _HANG) + _SETTLES) for each in faults
+        (begun + each.at, begun + each.at + (each.away or HANG) + _SETTLES) for each in faults
     ]
     usual = usual_step(step_times(training.logs))
     other = seconds_of_other_changes(training.logs, episodes, usual)
