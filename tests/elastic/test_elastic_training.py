@@ -91,6 +91,44 @@ CASES: dict[str, dict[str, Any]] = {
         "late": [5],
         "pause": 0.02,
     },
+    "in pieces: a new rank is let in": {
+        "ranks": 2,
+        "steps": 80,
+        "hook": "powersgd",
+        "events": [],
+        "late": [5],
+        "pause": 0.02,
+        "in_pieces": 300,
+    },
+    "in pieces: a killed rank's process starts anew": {
+        "said": {1: "killed"},
+        "ranks": 3,
+        "steps": 80,
+        "hook": "with error",
+        "events": [{"rank": 1, "step": 5, "do": "kill"}],
+        "late": [8],
+        "pause": 0.02,
+        "in_pieces": 300,
+    },
+    "in pieces: the rank that gives a new one its state is killed while it does": {
+        "ranks": 3,
+        "steps": 80,
+        "hook": "topk",
+        "events": [{"rank": rank, "step": 2, "do": "kill in a piece"} for rank in range(3)],
+        "late": [5],
+        "pause": 0.02,
+        "in_pieces": 300,
+    },
+    "in pieces: the mean": {
+        "ranks": 2,
+        "steps": 60,
+        "hook": "allreduce",
+        "events": [],
+        "late": [5],
+        "pause": 0.02,
+        "in_pieces": 300,
+        "counts": [3.0, 1.0, 8.0],
+    },
     "local steps: a rank is killed between two exchanges": {
         "said": {1: "killed"},
         "ranks": 4,
@@ -299,6 +337,9 @@ def test_all_that_go_on_hold_the_same(outcomes: dict[str, dict[str, Any]], name:
     of_step: dict[int, list[Any]] = {}
     for number, steps in enumerate(found["steps"]):
         for step, *values, _ in steps:
+            if values[0] == "joining":
+                assert number >= case["ranks"] and of_step[step][1:] == values[1:]
+                continue
             assert of_step.setdefault(step, values) == values, (number, step)
     # Each step counts once, on each rank that is there to its end.
     assert sorted(of_step) == list(range(1, case["steps"] + 1))
@@ -318,6 +359,27 @@ def test_new_ranks_begin_as_the_others_do(outcomes: dict[str, dict[str, Any]], n
     # With fragments, a new rank begins where another one is.
     is_at_anchor = "fragments" not in name and "streaming" not in name
     assert began["remembers"] and (began["at_anchor"] or not is_at_anchor)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("in pieces")])
+def test_a_new_rank_has_all_after_some_steps(
+    outcomes: dict[str, dict[str, Any]], name: str
+) -> None:
+    case, found = CASES[name], outcomes[name]
+    steps = found["steps"][-1]
+    partial = [step for step, digest, *_ in steps if digest == "joining"]
+    first = steps[0][0]
+    # The last of them tells that it has all.
+    pieces = 1 if "counts" in case else 3
+    assert len(partial) > pieces and partial == list(range(first, first + len(partial)))
+    assert len(partial) < len(steps)
+    if "counts" not in case:
+        return
+    values = {step: value for step, value, *_ in found["steps"][0]}
+    for step in range(2, case["steps"] + 1):
+        moved = values[step - 1][0] - values[step][0]
+        mean = 2.0 if step <= partial[-1] else 4.0
+        assert moved == mean, step
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.get("together")])

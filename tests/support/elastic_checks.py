@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from virtual_training import StepError, Trainer, TrainingPlan
+from virtual_training import Counted, StepError, Trainer, TrainingPlan
 
 from torch_commhook.elastic.membership import LeftOutError, TooFewRanksError, View
 from torch_commhook.step.step_group import PeerError
@@ -103,9 +103,10 @@ def _trainings(views: Sequence[View]) -> list[list[View]]:
 def _steps_of_training(run: Outcome, views: Sequence[View]) -> Iterator[str]:
     """The steps of a training: each has one result, among the members of one view."""
     by_own = {each.own: each for each in run.trainers}
+    partial: list[tuple[int, Counted]] = []
     # The view with which each rank's part has ended.
     last = {own: view for view in run.views for own in view.members}
-    results: dict[int, dict[tuple[str, frozenset[int]], list[int]]] = {}
+    results: dict[int, dict[tuple[str, frozenset[int], frozenset[int]], list[int]]] = {}
     for own, view in last.items():
         # It ended before it knew its number; or it has not seen this training, but another one.
         if own not in by_own or view not in views:
@@ -118,19 +119,27 @@ def _steps_of_training(run: Outcome, views: Sequence[View]) -> Iterator[str]:
                 continue
             if after and each.step > after[0].steps + 1:
                 yield f"rank {own} has counted step {each.step} after {after[0]} without it"
-            key = each.digest, each.senders
+            if own in each.joining:  # it does not hold all yet
+                partial.append((own, each))
+                continue
+            key = each.digest, each.senders, each.joining
             results.setdefault(each.step, {}).setdefault(key, []).append(own)
     for step, found in sorted(results.items()):
         if len(found) > 1:
             who = sorted(found.values())
             yield f"step {step} has {len(found)} results: of ranks {who}"
             return
-        ((_, senders),) = found
-        of_step = [view for view in views if set(view.members) == senders and view.steps < step]
+        ((_, senders, joining),) = found
+        members = senders | joining
+        of_step = [view for view in views if set(view.members) == members and view.steps < step]
         if not of_step:
             yield f"step {step} has the gradients of {sorted(senders)}, which are no view"
         elif any(v.number > of_step[-1].number and v.steps < step for v in views):
             yield f"step {step} has the gradients of {sorted(senders)}, which were a view before"
+    for own, each in partial:
+        found = results.get(each.step, {})
+        if found and not any(key[1:] == (each.senders, each.joining) for key in found):
+            yield f"rank {own}, which joins, has another step {each.step} than the others"
     if results and sorted(results) != list(range(1, max(results) + 1)):
         yield f"the steps {sorted(results)} have been counted"
 

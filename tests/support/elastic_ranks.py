@@ -8,8 +8,10 @@ the store has a process of its own. A case has:
 ``ranks``: how many begin. ``steps``: in all. ``hook``: a key of ``HOOKS``.
 ``events``: what happens to a rank, by its number in the order of starting, in the step of a
 number: ``kill``, ``kill in its exchange`` of local steps, ``kill at the end``, ``stop`` (and go on
-much later), ``raise`` (in the hook), ``leave``, ``kill the first that sends`` a new rank its state.
+much later), ``raise`` (in the hook), ``leave``, ``kill the first that sends`` a new rank its state,
+``kill in a piece``: the first that sends a third piece.
 ``slow``, from that step on.
+``in_pieces``: new ranks get their state in pieces, of which the first has so many bytes.
 ``counts``: each rank's steps move its two numbers by 1 and 0.75 times a number of this list, and
 nothing else; these are logged. ``straggler``: settings for slow ranks.
 ``together``: ranks call ``synchronize()`` before each step whose number less one is a multiple.
@@ -39,6 +41,7 @@ import torch_commhook as commhook
 from torch_commhook import hooks
 from torch_commhook.attachment import elastic as elastic_module
 from torch_commhook.attachment import repeatable_exchange as exchange_module
+from torch_commhook.elastic import joining
 from torch_commhook.reducer import reducer  # noqa: F401  (now, not in each fork)
 
 GRACE = 2.0
@@ -106,6 +109,14 @@ def _send_or_die(mark: Path, send: Any, *args: Any) -> None:
     send(*args)
 
 
+def _send_piece_or_die(mark: Path, send: Any, donor: joining.Donor) -> None:
+    donor.sent = getattr(donor, "sent", 0) + 1  # type: ignore[attr-defined]
+    if donor.sent == 3:  # type: ignore[attr-defined]
+        _send_or_die(mark, send, donor)
+    else:
+        send(donor)
+
+
 def _happens(
     event: dict[str, Any], handle: commhook.HookHandle, model: nn.Module, folder: Path
 ) -> None:
@@ -127,6 +138,9 @@ def _happens(
         raise SystemExit
     elif event["do"] == "kill the first that sends":
         elastic_module.send = partial(_send_or_die, folder / "died", elastic_module.send)
+    elif event["do"] == "kill in a piece":
+        send = partial(_send_piece_or_die, folder / "died", joining.Donor._send)
+        joining.Donor._send = lambda self: send(self)  # type: ignore[method-assign]
 
 
 def _is_together(handle: commhook.HookHandle) -> bool:
@@ -154,6 +168,9 @@ def _began(handle: commhook.HookHandle, model: nn.Module) -> dict[str, bool]:
 
 
 def _train(number: int, case: dict[str, Any], folder: Path, port: int) -> str:
+    if "in_pieces" in case:
+        joining.AT_ONCE, joining._FIRST_BYTES = 0, case["in_pieces"]
+        joining._MOST_BYTES = 2 * case["in_pieces"]
     counts = case.get("counts")
     model = _Counter(counts[number]) if counts else _model(number)
     optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -189,6 +206,7 @@ def _train(number: int, case: dict[str, Any], folder: Path, port: int) -> str:
             inputs = torch.randn(8, 16)
             optimizer.zero_grad()
             loss = model(inputs)
+            joins = handle.is_joining  # in this step
             (loss.sum() if counts else loss.square().mean()).backward()
             optimizer.step()
             scheduler.step()
@@ -198,6 +216,8 @@ def _train(number: int, case: dict[str, Any], folder: Path, port: int) -> str:
             digest = _digest(model) if is_together else None
             if counts and is_together:
                 digest = model.value.tolist()
+            if joins:
+                digest = "joining"
             print(json.dumps([handle.steps, digest, rate, views]), file=log)
             time.sleep(case.get("pause", 0.0))
         handle.synchronize()

@@ -8,6 +8,7 @@ is an exchange of flags, as ``StepEnd`` makes one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from torch import Tensor
 from virtual_world import Endpoint, Process, World, WorldStore, the_world
 
 from torch_commhook.attachment import elastic as attachment_module
+from torch_commhook.elastic import joining as joining_module
 from torch_commhook.elastic import ranks as ranks_module
 from torch_commhook.elastic import transfer as transfer_module
 from torch_commhook.elastic.membership import Membership
@@ -288,9 +290,20 @@ class _Thread:
 
     def __init__(self, target: Callable[[], object], name: str, daemon: bool) -> None:
         self._target = target
+        self._has_ended = False
 
     def start(self) -> None:
-        the_world().process.start(self._target)
+        process = the_world().process
+
+        def run() -> None:
+            self._target()
+            self._has_ended = True
+            process.notify()
+
+        process.start(run)
+
+    def join(self) -> None:
+        the_world().wait_until(lambda: self._has_ended, 1e9)
 
 
 def _event() -> Event:
@@ -329,15 +342,14 @@ def _watch(ranks: ElasticRanks) -> None:
         signs.watch(ranks._others())
 
 
-def _send(data: Tensor, group: Group, rank: int) -> None:
-    _real_send(data, Transferred(group), rank)  # type: ignore[arg-type]
+def _transferred(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of :mod:`transfer` over connections of virtual time."""
 
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        return function(*(Transferred(each) if isinstance(each, Group) else each for each in args))
 
-def _receive(group: Group, rank: int) -> Tensor:
-    return _real_receive(Transferred(group), rank)  # type: ignore[arg-type]
-
-
-_real_send, _real_receive = transfer_module.send, transfer_module.receive
+    return call
 
 
 @contextmanager
@@ -352,6 +364,11 @@ def virtual_time() -> Iterator[None]:
         DistNetworkError=torch.distributed.DistNetworkError,
     )
     quiet = SimpleNamespace(warning=lambda *args: None, info=lambda *args: None)
+    transferred = {
+        name: _transferred(getattr(transfer_module, name))
+        for name in ("receive", "receive_number", "send", "send_number")
+    }
+    clock = SimpleNamespace(monotonic=lambda: the_world().now)
     places: dict[Any, dict[str, Any]] = {
         ranks_module: {
             "Door": _door,
@@ -370,11 +387,15 @@ def virtual_time() -> Iterator[None]:
         },
         attachment_module: {
             "_log": quiet,
-            "receive": _receive,
-            "send": _send,
-            "threading": SimpleNamespace(Thread=_Thread),
+            **{name: transferred[name] for name in ("receive", "send", "send_number")},
         },
-        transfer_module: {"_PIECE": 1024},
+        joining_module: {
+            "AT_ONCE": 0,
+            "_FIRST_BYTES": 16,
+            "threading": SimpleNamespace(Thread=_Thread),
+            "time": clock,
+        },
+        transfer_module: {"_PIECE": 1024, **transferred},
         repeatable_module: {"begin_maximum": _begin_maximum, "broadcast": _broadcast},
         step_group_module: {"close_connections": _close_connections},
         ElasticRanks: {"_watch": _watch},

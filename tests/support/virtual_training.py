@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -76,15 +76,15 @@ class Memory:
     def __init__(self, buckets: int) -> None:
         self.errors = [torch.zeros(_ELEMENTS) for _ in range(buckets)]
         self.steps = 0
-        self.size = 0
+        self.averaged = 0
 
     def changing_tensors(self) -> Iterator[Tensor]:
         yield from self.errors
 
-    def change_ranks(self, rank: int, size: int) -> None:
+    def change_ranks(self, rank: int, size: int, *, averaged: int) -> None:
         for error in self.errors:
-            error.mul_(size / (self.size or size))
-        self.size = size
+            error.mul_(averaged / (self.averaged or averaged))
+        self.averaged = averaged
 
     def count_step(self) -> None:
         self.steps += 1
@@ -148,12 +148,15 @@ class VirtualStep(RepeatableStep):
     def _start(self, state: Any, gradients: list[Tensor] | None = None) -> None:
         self._next += 1
         self.trainer.fail_where_planned()
-        size, own = self._group.size, self._group.group.own
+        size, who = self._group.size, frozenset([self._group.group.own])
+        if self._survivors.is_joining:
+            state.gradient.zero_()
+            who = frozenset()
         error = self.attached.memory.errors[state.index]
         wanted = state.gradient + error
         sent = (wanted * 4).round() / 4
         error.copy_(wanted - sent)
-        values = [(sent[rank::size].clone(), frozenset([own])) for rank in range(size)]
+        values = [(sent[rank::size].clone(), who) for rank in range(size)]
         tag = self._group.group.begin_exchange("bucket", values)
         self._started.append(Started(state, values, tag))
 
@@ -170,6 +173,11 @@ class VirtualStep(RepeatableStep):
                 senders |= theirs
             late.append((started.bucket, (result, senders)))
         return late
+
+    def _of_those_that_give(self, results: Any) -> Any:
+        self.trainer.joining = self.trainer.training.joining
+        scale = self._group.size / self._survivors.averaged
+        return [(bucket, (result * scale, senders)) for bucket, (result, senders) in results]
 
     def _apply(self, late: Any, used: Tensor, traffic: Any) -> None:
         self.attached.memory.count_step()
@@ -197,6 +205,7 @@ class VirtualReducer:
     _let_in = Reducer._let_in
     go_on_between_steps = Reducer.go_on_between_steps
     _use_group = Reducer._use_group
+    change_memory = Reducer.change_memory
 
     def __init__(self, attached: AttachedDouble, survivors: ElasticTraining) -> None:
         self._attached = self.attached = attached
@@ -231,18 +240,34 @@ class Model(nn.Module):
         self.register_buffer("statistic", torch.zeros(3))
 
 
-class Optimizer:
+class Optimizer(torch.optim.Optimizer):
     """Momentum, and a count of steps."""
 
-    def __init__(self, buckets: int) -> None:
-        self.momentum = [torch.zeros(_ELEMENTS) for _ in range(buckets)]
-        self.count = 0
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters, {"count": 0})
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"momentum": self.momentum, "count": self.count}
+    @property
+    def count(self) -> int:
+        count: int = self.param_groups[0]["count"]
+        return count
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.momentum, self.count = state["momentum"], state["count"]
+    @property
+    def momentum(self) -> list[Tensor]:
+        return [self.state[key]["momentum"] for key in self._parameters if key in self.state]
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        found: list[Tensor] = self.param_groups[0]["params"]
+        return found
+
+    def move(self, index: int, result: Tensor) -> None:
+        """Takes a step with a parameter."""
+        parameter = self._parameters[index]
+        state = self.state[parameter]
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros(_ELEMENTS)
+        state["momentum"].mul_(0.9).add_(result)
+        parameter -= 0.1 * state["momentum"]
 
 
 @dataclass
@@ -253,12 +278,14 @@ class Counted:
         step: its number.
         digest: of parameters, buffers and the optimizer's state after it.
         senders: whose gradients are in it.
+        joining: who has taken part with zeros.
         count: of the optimizer.
     """
 
     step: int
     digest: str
     senders: frozenset[int]
+    joining: frozenset[int]
     count: int
 
 
@@ -269,6 +296,7 @@ class Trainer:
         own: its number in the training; None before it has one.
         counted: the steps that it has counted.
         said: how it ended; None while it runs.
+        joining: who takes part with zeros in the step that is open.
         written: the gradients that the step has written.
         repeated: how often it has repeated a step.
     """
@@ -287,6 +315,7 @@ class Trainer:
         self.used = torch.ones(training.buckets, dtype=torch.uint8)
         self.repeated = 0
         self._random = random.Random(seed)
+        self.joining: frozenset[int] = frozenset()
         self._fails = False
 
     def main(self) -> None:
@@ -306,7 +335,7 @@ class Trainer:
     def train(self) -> None:
         world, plan = self.world, self.whole
         self.model = Model(self.process.number, plan.buckets)
-        self.optimizer = Optimizer(plan.buckets)
+        self.optimizer = Optimizer(self.model.parameters())
         self.attached = AttachedDouble(plan.buckets)
         settings = Elastic(
             min_ranks=plan.min_ranks,
@@ -332,7 +361,7 @@ class Trainer:
             raise
         while ranks.steps < plan.steps:
             world.point("between")
-            training.give_state()
+            training.before_forward()
             self._fails = self.plan.raises_at == ranks.steps + 1
             if self.plan.leaves_at == ranks.steps + 1:
                 break
@@ -359,17 +388,17 @@ class Trainer:
             digest.update(tensor.numpy().tobytes())
         (senders,) = {senders for _, senders, _ in self.written.values()}
         self.counted.append(
-            Counted(self.ranks.steps, digest.hexdigest(), senders, self.optimizer.count)
+            Counted(
+                self.ranks.steps, digest.hexdigest(), senders, self.joining, self.optimizer.count
+            )
         )
 
     @torch.no_grad()
     def optimize(self) -> None:
-        self.optimizer.count += 1
-        for index, parameter in enumerate(self.model.parameters()):
-            result, _, is_used = self.written[index]
+        self.optimizer.param_groups[0]["count"] += 1
+        for index, (result, _, is_used) in self.written.items():
             if is_used:
-                self.optimizer.momentum[index] = self.optimizer.momentum[index] * 0.9 + result
-                parameter -= 0.1 * self.optimizer.momentum[index]
+                self.optimizer.move(index, result)
 
     def fail_where_planned(self) -> None:
         if self._fails:

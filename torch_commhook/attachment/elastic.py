@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,14 +12,21 @@ from torch import Tensor, nn
 
 from torch_commhook.attachment.buffers import buffers_of, unpack
 from torch_commhook.attachment.buffers import packed as pack_buffers
+from torch_commhook.attachment.user_warning import warn_user
+from torch_commhook.elastic import joining
+from torch_commhook.elastic.joining import Donor, InBackground, NewRank
 from torch_commhook.elastic.pace import Note, Pace
+from torch_commhook.elastic.pieces import Pieces
 from torch_commhook.elastic.ranks import ElasticRanks, donors_of
 from torch_commhook.elastic.settings import Elastic
 from torch_commhook.elastic.transfer import (
+    groups_of,
+    load_groups,
     load_states,
     packed,
     receive,
     send,
+    send_number,
     states_of,
     unpacked,
 )
@@ -71,6 +77,10 @@ class ElasticTraining:
             self._pace = Pace(settings.straggler, settings.straggler_steps)
         self._steps_measured = 0  # since the pace was begun
         self._given = 0  # the last view whose new members have been given what they need
+        self._joining_of_view = 0, frozenset[int]()  # a view, and who of it is joining
+        self._donors: dict[int, Donor] = {}  # by new member, where this rank is its donor
+        self._new_rank: NewRank | None = None  # this one, where it gets its state in pieces
+        self._in_step = (0, 0)  # the view and the step whose pieces are on their way
         self.ranks = ElasticRanks(settings)
         specs = [f"'{name}' of shape {tuple(p.shape)} and {p.dtype}" for name, p in parameters]
         for name in ("straggler", "straggler_steps", "leave_out_stragglers"):
@@ -98,6 +108,35 @@ class ElasticTraining:
         return self.ranks.group
 
     @property
+    def joining(self) -> frozenset[int]:
+        """The members that take part with zeros, since they do not have the whole state yet."""
+        view = self.ranks.view
+        if self._joining_of_view[0] != view.number:
+            in_pieces = view.steps > 0 and self._is_large and not self._attached.keeps_ranks_apart
+            self._joining_of_view = view.number, frozenset(view.new if in_pieces else ())
+        return self._joining_of_view[1]
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether this rank is one of them."""
+        return self.ranks.membership.own in self.joining
+
+    @property
+    def _is_large(self) -> bool:
+        model = self._model()
+        assert model is not None
+        return sum(each.nbytes for each in model.parameters()) > joining.AT_ONCE
+
+    @property
+    def averaged(self) -> int:
+        return len(self.ranks.view.members) - len(self.joining)
+
+    @property
+    def leader(self) -> int:
+        members = self.ranks.view.members
+        return next(place for place, each in enumerate(members) if each not in self.joining)
+
+    @property
     def stragglers(self) -> dict[int, float]:
         """The ranks that are slow, and their computing time over the median."""
         return {} if self._pace is None else self._pace.stragglers
@@ -108,7 +147,9 @@ class ElasticTraining:
 
     def note(self) -> Tensor:
         pace, view, own = self._pace, self.ranks.view, self.ranks.rank
-        note = Note(len(view.members), compares=pace is not None)
+        note = Note(len(view.members), compares=pace is not None, joins=bool(self.joining))
+        if self._new_rank is not None and self._new_rank.has_all:
+            note.write_has_all(own)
         note.wants_change = self.ranks.wants_change()
         if pace is not None:
             note.write_time(own, pace.seconds(self._steps_measured))
@@ -154,7 +195,8 @@ class ElasticTraining:
     def _ended(self, values: Tensor | None, *, lets_in: bool) -> bool:
         """Count what all ranks have done, and let in or leave out whom they want to."""
         pace, members = self._pace, self.ranks.view.members
-        note = Note(len(members), compares=pace is not None, values=values)
+        joins = bool(self.joining)
+        note = Note(len(members), compares=pace is not None, joins=joins, values=values)
         if values is None:
             has_changed = self.ranks.step_ended(wants_change=False)
         else:
@@ -167,6 +209,8 @@ class ElasticTraining:
             has_changed = self.ranks.step_ended(
                 wants_change=note.wants_change and lets_in, left_out=out, lets_in=lets_in
             )
+            if joins and not has_changed:
+                self._have_joined(members[place] for place in note.having_all())
         if pace is not None:
             pace.keep(self.ranks.view.members)
             if has_changed or values is None:
@@ -178,58 +222,180 @@ class ElasticTraining:
 
     def leave(self) -> None:
         """Leaves the training."""
+        if self._new_rank is not None:
+            warn_user(
+                "torch_commhook: this rank leaves before it has the whole state of the training: "
+                "its parameters are not the training's"
+            )
         self.ranks.leave()
 
     # ---- what new ranks get ----------------------------------------------------------------------
 
+    def before_forward(self) -> None:
+        """:meth:`give_state`. If it fails, it fails again where the step begins."""
+        try:
+            self.give_state()
+        except RuntimeError as error:
+            _log.info("rank %d: before its step: %s", self.ranks.membership.own, error)
+
     def give_state(self) -> None:
-        """Sends new ranks their state, if this rank is their donor.
+        """Sends new ranks their state, if this rank is their donor; or receives a piece of it.
 
         Called where the parameters are what the last step has made of them.
         """
         ranks, view = self.ranks, self.ranks.view
-        if view.number == self._given:
+        if view.number != self._in_step[0]:
+            self._donors = {}
+        elif self._new_rank is not None and not self.is_joining:
+            self._get_rest(self._new_rank)
+        for new in self._donors.keys() - self.joining:
+            self._donors.pop(new).end(packed(self._rest()))
+        if self.joining:
+            self._exchange_pieces()
+        if view.number == self._given or ranks.membership.is_new:
             return
         self._given = view.number
         own = ranks.membership.own
-        places = [view.members.index(new) for new, donor in donors_of(view).items() if donor == own]
-        if places:
-            data, group = packed(self._state()), ranks.group.group
+        for new, donor in donors_of(view).items():
+            if donor == own and new not in self.joining:
+                self._give_all(view.members.index(new))
 
-            def give() -> None:
-                for place in places:
-                    try:
-                        send(data, group, place)
-                    except RuntimeError as error:  # it is lost, or another rank is
-                        _log.warning("rank %d: a new rank did not get its state: %s", own, error)
+    def _give_all(self, place: int) -> None:
+        data, group, own = packed(self._state()), self.ranks.group.group, self.ranks.membership.own
 
-            threading.Thread(target=give, name="commhook-state", daemon=True).start()
+        def give() -> None:
+            try:
+                send(data, group, place)
+            except RuntimeError as error:  # it is lost, or another rank is
+                _log.warning("rank %d: a new rank did not get its state: %s", own, error)
+
+        InBackground(give)
+
+    def _exchange_pieces(self) -> None:
+        """Once a step, before any rank can be at its end."""
+        ranks, view = self.ranks, self.ranks.view
+        before, self._in_step = self._in_step, (view.number, ranks.steps)
+        if self._in_step == before:
+            return
+        is_first, group, own = before[0] != view.number, ranks.group.group, ranks.membership.own
+        if self._new_rank is not None:
+            self._new_rank.begin_step(group, self._own_donor(), is_first=is_first)
+            return
+        members = [each for each, donor in donors_of(view).items() if donor == own]
+        if is_first and members:
+            head, pieces = packed(self._state(whole=False)), self._pieces()
+            for each in members:
+                self._donors[each] = Donor(pieces, group, view.members.index(each), head)
+        for sender in self._donors.values():
+            sender.begin_step()
+
+    def take_state(self) -> None:
+        if self._new_rank is not None:
+            self._new_rank.receive()
+
+    def write_state(self) -> None:
+        if self._new_rank is not None:
+            self._new_rank.write()
+
+    def _have_joined(self, ranks: Iterable[int]) -> None:
+        """The step has ended in which these have told that they have all pieces."""
+        view, joining = self._joining_of_view
+        left = joining.difference(ranks)
+        if left == joining:
+            return
+        self._joining_of_view = view, left
+        reducer = self._reducer()
+        assert reducer is not None
+        reducer.change_memory()  # the mean is over more ranks
+
+    def _get_rest(self, new_rank: NewRank) -> None:
+        """The last that this rank lacks.
+
+        Raises:
+            RuntimeError: a connection was closed.
+        """
+        own = self.ranks.membership.own
+        others = new_rank.end(self.ranks.group.group, self._own_donor(), self._load_tensors)
+        self._new_rank, self.ranks.membership.is_new = None, False
+        _log.info("rank %d has the whole state after %d steps", own, self.ranks.steps)
+        if others:
+            _log.warning(
+                "rank %d: %d parameters and what optimizers remember of them were sent again, "
+                "while the others waited: an optimizer does not change each element by itself",
+                own,
+                others,
+            )
 
     def begin(self, reducer: Reducer) -> None:
         """Waits for the state if this rank is new; sends it to the ranks that begin if not."""
-        ranks = self.ranks
-        if not ranks.membership.is_new:
+        membership = self.ranks.membership
+        if not membership.is_new:
             self.give_state()
-        while ranks.membership.is_new:
-            view = ranks.view
+        while membership.is_new and not membership.has_begun:
+            view, group = self.ranks.view, self.ranks.group.group
             try:
-                donor = view.members.index(donors_of(view)[ranks.membership.own])
-                data = receive(ranks.group.group, donor)
+                donor = self._own_donor()
+                data = receive(group, donor)
+                if self.is_joining:
+                    send_number(0, group, donor)
             except RuntimeError as error:
                 reducer.go_on_between_steps(error)
                 continue
-            self._load(unpacked(data), reducer)
-            ranks.membership.is_new = False
+            state = unpacked(data)
+            self._load(state, reducer)
+            if self.is_joining:
+                self._new_rank = NewRank(self._pieces())
+                self._in_step = view.number, -1
+            else:
+                membership.is_new = False
+            break
+        membership.has_begun = True
 
-    def _state(self) -> dict[str, Any]:
+    def _own_donor(self) -> int:
+        """Who gives this new rank its state, by its place."""
+        view = self.ranks.view
+        return view.members.index(donors_of(view)[self.ranks.membership.own])
+
+    def _pieces(self) -> Pieces:
+        model = self._model()
+        assert model is not None
+        return Pieces(list(model.parameters()), self._optimizers)
+
+    @property
+    def _others_than_optimizers(self) -> list[Any]:
+        optimizers = self._optimizers
+        return [each for each in self._settings.state if each not in optimizers]
+
+    @property
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those of which new ranks may get the state in pieces."""
+        return [each for each in self._settings.state if isinstance(each, torch.optim.Optimizer)]
+
+    def _state(self, *, whole: bool = True) -> dict[str, Any]:
+        """What a new rank needs before its first step; all that it needs, if that is the whole."""
         memory, local_steps = self._attached.memory, self._attached.local_steps
         return {
             "steps": self.ranks.steps,
             "trained": self.ranks.trained,
             "place": None if local_steps is None else local_steps.place(),
+            "hook": None if memory.remembers_nothing else memory.state_dict(),
+            **(self._whole() if whole else self._rest()),
+        }
+
+    def _whole(self) -> dict[str, Any]:
+        return {
             "tensors": {name: tensor.detach() for name, tensor in self._tensors().items()},
             "objects": states_of(self._settings.state),
-            "hook": None if memory.remembers_nothing else memory.state_dict(),
+        }
+
+    def _rest(self) -> dict[str, Any]:
+        """What does not come in pieces."""
+        model = self._model()
+        assert model is not None
+        return {
+            "tensors": dict(model.named_buffers()),
+            "objects": states_of(self._others_than_optimizers),
+            "groups": [groups_of(each) for each in self._optimizers],
         }
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -238,11 +404,8 @@ class ElasticTraining:
         return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
     def _load(self, state: dict[str, Any], reducer: Reducer) -> None:
-        own, given = self._tensors(), state["tensors"]
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(given[name])
-        load_states(self._settings.state, state["objects"])
+        """Write what a donor's :meth:`_state` has given."""
+        self._load_tensors(state)
         memory = self._attached.memory
         if state["hook"] is not None:
             memory.load_state(memory.check_state(_of_new_rank(state["hook"], memory)))
@@ -250,6 +413,18 @@ class ElasticTraining:
         if self._attached.local_steps is not None:
             self._attached.local_steps.begin_at(state["place"])
         self.ranks.steps, self.ranks.trained = state["steps"], state["trained"]
+
+    def _load_tensors(self, state: dict[str, Any]) -> None:
+        own = self._tensors()
+        with torch.no_grad():
+            for name, tensor in state["tensors"].items():
+                own[name].copy_(tensor)
+        if "groups" in state:
+            load_states(self._others_than_optimizers, state["objects"])
+            for optimizer, groups in zip(self._optimizers, state["groups"], strict=True):
+                load_groups(optimizer, groups)
+        else:
+            load_states(self._settings.state, state["objects"])
 
 
 def _of_new_rank(state: dict[str, Any], memory: HookMemory) -> dict[str, Any]:

@@ -264,6 +264,16 @@ class HookHandle:
         elastic = getattr(self._road, "elastic", None)
         return self._attached.memory.steps if elastic is None else elastic.ranks.trained
 
+    @property
+    def is_joining(self) -> bool:
+        """Whether this rank gets the state of a training in pieces, and does not have all yet.
+
+        Until then its parameters and its loss mean nothing, and its gradients do not count. False
+        without ``elastic``.
+        """
+        elastic = getattr(self._road, "elastic", None)
+        return elastic is not None and bool(elastic.is_joining)
+
     def on_membership(self, callback: Callable[[int, int], object]) -> None:
         """Call ``callback(rank, size)`` whenever ranks are lost or join; see :class:`Elastic`.
 

@@ -319,7 +319,7 @@ class ReducerRoad:
             _notify(self._joinable)
             send = True
         if self.elastic is not None:
-            self.elastic.give_state()
+            self.elastic.before_forward()
         if send and module.training and self._broadcast_buffers:
             self._send_buffers(module)
 

@@ -129,6 +129,7 @@ class Membership:
         own: this process's number, which no other process of the training ever has.
         view: who takes part; None before :meth:`enter`.
         is_new: whether this process has yet to get what it needs, from a member that has trained.
+        has_begun: whether it takes part in steps, though it may be new.
     """
 
     def __init__(
@@ -154,6 +155,7 @@ class Membership:
         self.own: int = store.add("ranks", 1)
         self.view: View | None = None
         self.is_new = True
+        self.has_begun = False
 
     # ---- coming ----------------------------------------------------------------------------------
 
@@ -293,12 +295,12 @@ class Membership:
     def _take(self, before: View, current: View) -> View:
         """Go on with a view that others have agreed on.
 
-        A rank that has not trained yet, and is not in it, waits until it is let in again.
+        A rank that has not taken a step yet, and is not in it, waits until it is let in again.
 
         Raises:
             LeftOutError: without this rank.
         """
-        if self.is_new and self.own not in current.members:
+        if self.is_new and not self.has_begun and self.own not in current.members:
             return self.enter(self._patience)
         if current.number > before.number + 1 or self.own not in current.members:
             raise LeftOutError(

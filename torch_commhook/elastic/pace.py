@@ -130,16 +130,20 @@ class Note:
     Args:
         size: of the members.
         compares: whether they compare their times.
+        joins: whether some of them get their state in pieces.
         values: uint8, as all members have written it; None to write one.
 
     Attributes:
         values: uint8, flat.
     """
 
-    def __init__(self, size: int, *, compares: bool, values: Tensor | None = None) -> None:
+    def __init__(
+        self, size: int, *, compares: bool, joins: bool = False, values: Tensor | None = None
+    ) -> None:
         self._size = size
         self._compares = compares
-        length = 1 + 3 * size * compares
+        self._joins = joins
+        length = 1 + size * (3 * compares + joins)
         self.values = (
             torch.zeros(length, dtype=torch.uint8, device="cpu") if values is None else values
         )
@@ -175,5 +179,13 @@ class Note:
         """The places of the members that are to be left out."""
         return self._rows()[2].nonzero().flatten().tolist() if self._compares else []
 
+    def write_has_all(self, place: int) -> None:
+        """Write that the member at a place has got all pieces."""
+        self.values[-self._size :][place] = 1
+
+    def having_all(self) -> list[int]:
+        """The places of the members that have got all pieces just now."""
+        return self.values[-self._size :].nonzero().flatten().tolist() if self._joins else []
+
     def _rows(self) -> Tensor:
-        return self.values[1:].view(3, self._size)
+        return self.values[1 : 1 + 3 * self._size].view(3, self._size)

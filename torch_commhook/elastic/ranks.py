@@ -233,7 +233,7 @@ class ElasticRanks:
         except BaseException as error:
             self.leave()
             raise error from cause
-        if self.membership.is_new:
+        if self.membership.is_new and not self.membership.has_begun:
             self.steps = self.view.steps
 
     def _connect(self) -> None:

@@ -41,8 +41,7 @@ def send(data: Tensor, group: dist.ProcessGroup, rank: int) -> None:
     Raises:
         RuntimeError: the connection was closed.
     """
-    length = torch.tensor([data.numel()], dtype=torch.int64, device="cpu")
-    group.send([length], rank, _TAG).wait()
+    send_number(data.numel(), group, rank)
     for piece in data.split(_PIECE):
         group.send([piece], rank, _TAG).wait()
 
@@ -53,17 +52,59 @@ def receive(group: dist.ProcessGroup, rank: int) -> Tensor:
     Raises:
         RuntimeError: the connection was closed.
     """
-    length = torch.zeros(1, dtype=torch.int64, device="cpu")
-    group.recv([length], rank, _TAG).wait()
-    data = torch.empty(int(length), dtype=torch.uint8, device="cpu")
+    length = receive_number(group, rank)
+    data = torch.empty(length, dtype=torch.uint8, device="cpu")
     for piece in data.split(_PIECE):
         group.recv([piece], rank, _TAG).wait()
     return data
 
 
+def send_number(number: int, group: dist.ProcessGroup, rank: int) -> None:
+    """Send an int to a rank of a group.
+
+    Raises:
+        RuntimeError: the connection was closed.
+    """
+    group.send([torch.tensor([number], dtype=torch.int64, device="cpu")], rank, _TAG).wait()
+
+
+def receive_number(group: dist.ProcessGroup, rank: int) -> int:
+    """What a rank of a group sends by :func:`send_number`.
+
+    Raises:
+        RuntimeError: the connection was closed.
+    """
+    number = torch.zeros(1, dtype=torch.int64, device="cpu")
+    group.recv([number], rank, _TAG).wait()
+    return int(number)
+
+
 def states_of(objects: Sequence[Any]) -> list[Any]:
     """Returns the state of each object."""
     return [each.state_dict() for each in objects]
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The settings of an optimizer's groups of parameters, without these."""
+    return [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def load_groups(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
+    """Load what :func:`groups_of` gave.
+
+    Raises:
+        ValueError: the optimizers have other numbers of groups.
+    """
+    if len(optimizer.param_groups) != len(groups):
+        raise ValueError(
+            f"Elastic: optimizers must be the same on all ranks: another rank's has {len(groups)} "
+            f"groups of parameters, this one's {len(optimizer.param_groups)}"
+        )
+    for own, given in zip(optimizer.param_groups, groups, strict=True):
+        own.update(given)
 
 
 def load_states(objects: Sequence[Any], states: Sequence[Any]) -> None:

@@ -53,7 +53,7 @@ class HookMemory:
 
     def __init__(self) -> None:
         self.rank = 0
-        self.world_size = 1
+        self.world_size = self._averaged = 1
         self.any_rank_loads = False
         self._seen_steps = 0  # by the host
         self.replays = Replays()
@@ -88,6 +88,7 @@ class HookMemory:
         """Name the model's parameters, and say which of how many ranks this is."""
         self.store.add_names(named)
         self.rank, self.world_size = rank, world_size
+        self._averaged = world_size
 
     def new_for_same_model(self) -> HookMemory:
         """An empty one, for another hook."""
@@ -120,18 +121,24 @@ class HookMemory:
                 del self._buckets[first]
         self.store.replace_parameter(before, now)
 
-    def change_ranks(self, rank: int, world_size: int) -> None:
+    def change_ranks(self, rank: int, world_size: int, *, averaged: int) -> None:
         """Go on among other ranks. The mean of what all ranks have yet to send stays what it was.
 
         What shards remember is this rank's to send. Buckets are to be asked for anew.
+
+        Args:
+            rank: this process's among them.
+            world_size: how many there are.
+            averaged: how many of them take part with gradients of their own. The mean is over
+                these; what the others have yet to send counts, too.
         """
         self._buckets_change(list(self._buckets.values()))
         for memory in self._buckets.values():
             memory.return_shards()
         self._buckets = WeakIdKeyDictionary()
         # The mean is over other ranks: as in reshard_states.
-        self.store.rescale_errors(world_size / self.world_size)
-        self.rank, self.world_size = rank, world_size
+        self.store.rescale_errors(averaged / self._averaged)
+        self.rank, self.world_size, self._averaged = rank, world_size, averaged
 
     def changing_tensors(self) -> list[Tensor]:
         """All that a step changes of what is remembered of the buckets that there are."""

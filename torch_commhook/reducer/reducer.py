@@ -538,8 +538,16 @@ class Reducer:
         group = self.group = self.survivors.group
         attached = self._attached
         if attached is not None:
-            attached.memory.change_ranks(group.rank, group.size)
             attached.use_group(group, self.device)
+        self.change_memory()
+
+    def change_memory(self) -> None:
+        """Have the hook remember what it does among the ranks that take part now."""
+        assert self.survivors is not None
+        attached = self._attached
+        if attached is not None:
+            averaged = self.survivors.averaged
+            attached.memory.change_ranks(self.group.rank, self.group.size, averaged=averaged)
         self._buckets.prepare_memory(attached)
 
     # ---- failure ---------------------------------------------------------------------------------

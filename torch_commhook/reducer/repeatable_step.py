@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from torch_commhook.buckets.results import scaled_result
 from torch_commhook.collectives.plain import broadcast
 from torch_commhook.memory.kept_memory import KeptMemory
 from torch_commhook.metrics import BucketTraffic
@@ -30,6 +31,28 @@ class Survivors(Protocol):
         Called where the parameters are what the last step has made of them.
         """
 
+    def take_state(self) -> None:
+        """Wait for what this rank gets of the training's state in this step, if it is new.
+
+        Raises:
+            RuntimeError: a connection was closed.
+        """
+
+    def write_state(self) -> None:
+        """Write what :meth:`take_state` has waited for: the step counts."""
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether this rank takes part with zeros, since it does not have the whole state yet."""
+
+    @property
+    def averaged(self) -> int:
+        """How many ranks take part with gradients of their own: the mean is over these."""
+
+    @property
+    def leader(self) -> int:
+        """The first rank that has the whole state, by its place in the group."""
+
     def note(self) -> Tensor:
         """What this rank tells the others at the end of a step: uint8, flat.
 
@@ -37,10 +60,10 @@ class Survivors(Protocol):
         """
 
     def packed_buffers(self) -> Tensor | None:
-        """The bytes of the model's buffers, of which all ranks take the first one's; or None."""
+        """The bytes of the model's buffers, of which all ranks take the leader's; or None."""
 
     def unpack_buffers(self, sent: Tensor) -> None:
-        """Write the buffers of the first rank."""
+        """Write the buffers of the leader."""
 
     def go_on(self, error: BaseException, *, has_results: bool) -> bool:
         """Agree with the other ranks on who goes on after a failure.
@@ -132,18 +155,38 @@ class RepeatableStep(EagerStep):
         # Before this rank says that it has all results: others may have to know what was used.
         maximum = begin_maximum(self._group.group, torch.cat([note, used]))
         buffers = self._survivors.packed_buffers()
-        sent = None if buffers is None else broadcast(buffers, src=0, group=self._group.group)
-        late = self._results()
+        group, leader = self._group.group, self._survivors.leader
+        sent = None if buffers is None else broadcast(buffers, src=leader, group=group)
+        late = self._of_those_that_give(self._results())
         notes = maximum()
         self._buffers = None if sent is None else sent.wait()
         self.note, used = notes[: len(note)], notes[len(note) :]
         self._outcome = late, used, [started.call.traffic for started in self._started]
+        self._survivors.take_state()
         self.has_results = True
         self.agreement.end()
         self.apply()
 
+    def _start(self, state: BucketState, gradients: list[Tensor] | None = None) -> None:
+        if self._survivors.is_joining:
+            for parameter in state.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+        super()._start(state, gradients)
+
+    def _of_those_that_give(
+        self, results: list[tuple[BucketState, Tensor]]
+    ) -> list[tuple[BucketState, Tensor]]:
+        """The means over the ranks that give gradients, of those over all ranks."""
+        size, averaged = self._group.size, self._survivors.averaged
+        if size == averaged:
+            return results
+        scale = size / averaged
+        return [(state, scaled_result(result, scale, state.dtype)) for state, result in results]
+
     def apply(self) -> None:
         """Let the step count: all ranks have all results."""
+        self._survivors.write_state()
         self._apply(*self._outcome)
         if self._buffers is not None:
             self._survivors.unpack_buffers(self._buffers)

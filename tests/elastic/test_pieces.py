@@ -1,0 +1,165 @@
+"""A new rank that gets its state in pieces has the bits of the others in the end."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torch_commhook.elastic.pieces import Pieces, sum_of_bits
+from torch_commhook.elastic.transfer import groups_of, load_groups, packed, unpacked
+
+_Make = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, _Make] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "AdamW, one by one": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.1),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
+}
+
+
+def _model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(7, 5), nn.Conv2d(3, 4, 3), nn.Linear(1, 1), nn.Linear(5, 3))
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model.register_parameter("empty", nn.Parameter(torch.empty(0, 3)))
+    model.register_parameter("short", nn.Parameter(torch.randn(6).bfloat16()))
+    model.register_parameter("frozen", nn.Parameter(torch.randn(9), requires_grad=False))
+    return model
+
+
+def _step(models: list[nn.Module], optimizers: list[torch.optim.Optimizer], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    shared = [
+        torch.randn(each.shape, generator=generator).to(each.dtype) if each.requires_grad else None
+        for each in models[0].parameters()
+    ]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for parameter, gradient in zip(model.parameters(), shared, strict=True):
+            parameter.grad = None if gradient is None else gradient.clone()
+        optimizer.step()
+
+
+def _both(make: _Make, done: int) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+    """A rank that has done some steps, and a new one."""
+    models = [_model(0), _model(1)]
+    optimizers = [make(model.parameters()) for model in models]
+    for seed in range(done):
+        _step(models[:1], optimizers[:1], seed)
+    load_groups(optimizers[1], groups_of(optimizers[0]))
+    return models, optimizers
+
+
+def _remember_the_same(state: Any, other: Any) -> bool:
+    if isinstance(state, dict):
+        keys = state.keys()
+        return keys == other.keys() and all(_remember_the_same(state[k], other[k]) for k in keys)
+    same: bool = torch.equal(state, other) if isinstance(state, Tensor) else state == other
+    return same
+
+
+def _are_equal(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> bool:
+    own, new = (dict(model.named_parameters()) for model in models)
+    parameters = all(torch.equal(own[name], new[name]) for name in own)
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    assert states[0].keys() == states[1].keys()
+    groups = states[0]["param_groups"] == states[1]["param_groups"]
+    return parameters and groups and _remember_the_same(*(each["state"] for each in states))
+
+
+@pytest.mark.parametrize("nbytes", [1, 60, 400, 1 << 20])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_has_come_stays_as_the_others_have_it(name: str, nbytes: int) -> None:
+    models, optimizers = _both(OPTIMIZERS[name], 3)
+    donor, new = (
+        Pieces(list(model.parameters()), [optimizer])
+        for model, optimizer in zip(models, optimizers, strict=True)
+    )
+    at, seed = 0, 100
+    while at < donor.numel:
+        before = at
+        parts, at = donor.take(at, nbytes)
+        assert before < at
+        new.put(unpacked(packed(parts)))
+        _step(models, optimizers, seed)
+        seed += 1
+    assert new.sums() == donor.sums()
+    assert _are_equal(models, optimizers)
+
+
+def test_an_optimizer_that_looks_at_whole_parameters_is_found_out() -> None:
+    models, optimizers = _both(
+        lambda all_: torch.optim.Adafactor([p for p in all_ if p.numel()], lr=0.1), 3
+    )
+    donor, new = (
+        Pieces(list(model.parameters()), [optimizer])
+        for model, optimizer in zip(models, optimizers, strict=True)
+    )
+    at, seed = 0, 100
+    while at < donor.numel:
+        parts, at = donor.take(at, 40)
+        new.put(parts)
+        _step(models, optimizers, seed)
+        seed += 1
+    pairs = enumerate(zip(donor.sums(), new.sums(), strict=True))
+    different = [index for index, (theirs, own) in pairs if theirs != own]
+    assert different and not _are_equal(models, optimizers)
+    new.put(unpacked(packed(donor.whole(different))))
+    assert new.sums() == donor.sums() and _are_equal(models, optimizers)
+
+
+def test_a_parameter_of_which_nothing_is_remembered() -> None:
+    models, optimizers = _both(OPTIMIZERS["AdamW"], 0)
+    _step(models[1:], optimizers[1:], 5)  # the new rank's alone
+    donor, new = (
+        Pieces(list(model.parameters()), [optimizer])
+        for model, optimizer in zip(models, optimizers, strict=True)
+    )
+    parts, _ = donor.take(0, 1 << 20)
+    new.put(parts)
+    assert donor.sums() == new.sums() and not optimizers[1].state
+
+
+def test_parameters_that_an_optimizer_alone_has() -> None:
+    extra = [nn.Parameter(torch.full((4,), float(number))) for number in range(2)]
+    models = [nn.Linear(2, 2) for _ in extra]
+    optimizers = [
+        torch.optim.SGD([*model.parameters(), each], lr=0.1, momentum=0.9)
+        for model, each in zip(models, extra, strict=True)
+    ]
+    donor, new = (
+        Pieces(list(model.parameters()), [optimizer])
+        for model, optimizer in zip(models, optimizers, strict=True)
+    )
+    assert donor.numel == 10
+    new.put(donor.take(0, 1 << 20)[0])
+    assert torch.equal(*extra)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64],
+)
+def test_other_bits_have_another_sum(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    tensor = (torch.randn(11, 3) * 9).to(dtype)
+    other = tensor.t().clone().t()
+    assert sum_of_bits(other) == sum_of_bits(tensor)
+    other[3, 1] = not other[3, 1] if dtype == torch.bool else other[3, 1] * 2 + 1
+    assert sum_of_bits(other) != sum_of_bits(tensor)
+    assert sum_of_bits(copy.deepcopy(tensor)) == sum_of_bits(tensor)

@@ -1,0 +1,212 @@
+"""How a new rank gets the state of a training in pieces, while all ranks go on with their steps.
+
+It takes part in each step with zeros, and its own optimizer applies the results as all others do. In
+each step one member, the donor, sends it some elements of the parameters as they are before this
+step, with what optimizers remember of these. It writes them before its optimizer takes the step. So
+what it has got stays as the others have it. Once it has all, the donor sends the rest, which is
+small, and numbers to compare. From then on it is a rank as the others are.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_commhook.elastic import transfer
+from torch_commhook.elastic.pieces import Part, Pieces
+
+_T = TypeVar("_T")
+
+#: Parameters of fewer bytes are sent at once, while the others wait.
+AT_ONCE = 4 << 20
+#: A piece is to take so much of a step's time.
+_SHARE = 0.4
+_FIRST_BYTES = 1 << 20
+_MOST_BYTES = 1 << 28
+
+
+class InBackground(Generic[_T]):
+    """A call on a thread of its own.
+
+    Args:
+        call: is called.
+    """
+
+    def __init__(self, call: Callable[[], _T]) -> None:
+        self._call = call
+        self._found: list[_T | RuntimeError] = []
+        self._thread = threading.Thread(target=self._run, name="commhook-state", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._found.append(self._call())
+        except RuntimeError as error:
+            self._found.append(error)
+
+    def result(self) -> _T:
+        """Wait for what the call returns.
+
+        Raises:
+            RuntimeError: that it has raised.
+        """
+        self._thread.join()
+        (found,) = self._found
+        if isinstance(found, RuntimeError):
+            raise found
+        return found
+
+
+class Donor:
+    """Sends a new rank what it lacks, in pieces.
+
+    Args:
+        pieces: of this rank.
+        group: of the ranks.
+        place: of the new rank in it.
+        head: what it needs before its first step: flat bytes.
+    """
+
+    def __init__(
+        self, pieces: Pieces, group: dist.ProcessGroup, place: int, head: Tensor
+    ) -> None:
+        self._pieces = pieces
+        self._group = group
+        self._place = place
+        self._head: Tensor | None = head
+        self._at = 0
+        self._bytes = _FIRST_BYTES
+        self._began: float | None = None
+        self._took = 0.0
+        self._sends: InBackground[None] | None = None
+
+    def begin_step(self) -> None:
+        """Send the piece of the step that begins. The parameters stay as they are until it ends."""
+        now = time.monotonic()
+        if self._sends is not None:
+            self._sends.result()
+        if self._began is not None and self._took > 0:
+            factor = _SHARE * (now - self._began) / self._took
+            self._bytes = int(self._bytes * min(2.0, max(0.5, factor)))
+            self._bytes = min(_MOST_BYTES, max(1, self._bytes))
+        self._began = now
+        self._sends = InBackground(self._send)
+
+    def _send(self) -> None:
+        if self._head is not None:
+            transfer.send(self._head, self._group, self._place)
+            self._head = None
+            self._at = transfer.receive_number(self._group, self._place)
+        began = time.monotonic()
+        parts, self._at = self._pieces.take(self._at, self._bytes)
+        transfer.send(transfer.packed((self._at, parts)), self._group, self._place)
+        transfer.receive_number(self._group, self._place)  # it has come
+        self._took = time.monotonic() - began if parts else 0.0
+
+    def end(self, rest: Tensor) -> None:
+        """Send what is left, where all elements have come and the next step begins.
+
+        Args:
+            rest: flat bytes.
+        """
+        before = self._sends
+
+        def send() -> None:
+            if before is not None:
+                before.result()
+            sums = self._pieces.sums()
+            transfer.send(transfer.packed(sums), self._group, self._place)
+            transfer.send(rest, self._group, self._place)
+            wanted = transfer.unpacked(transfer.receive(self._group, self._place))
+            if wanted:
+                parts = self._pieces.whole(wanted)
+                transfer.send(transfer.packed(parts), self._group, self._place)
+
+        self._sends = InBackground(send)
+
+
+class NewRank:
+    """What a new rank has got of a training.
+
+    Args:
+        pieces: of this rank.
+
+    Attributes:
+        at: so many elements have come.
+    """
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+        self.at = 0
+        self._receives: InBackground[tuple[int, list[Part]]] | None = None
+        self._piece: tuple[int, list[Part]] | None = None
+
+    @property
+    def has_all(self) -> bool:
+        """Whether all elements have come."""
+        return self.at == self._pieces.numel
+
+    def begin_step(self, group: dist.ProcessGroup, donor: int, *, is_first: bool) -> None:
+        """Receive the piece of the step that begins.
+
+        Args:
+            group: of the ranks.
+            donor: who sends it, by its place in the group.
+            is_first: whether this is the first of this donor's, which sends the head before.
+        """
+        at, self._piece = self.at, None
+
+        def receive() -> tuple[int, list[Part]]:
+            if is_first:
+                transfer.receive(group, donor)  # this rank has had one
+                transfer.send_number(at, group, donor)
+            piece: tuple[int, list[Part]] = transfer.unpacked(transfer.receive(group, donor))
+            transfer.send_number(1, group, donor)
+            return piece
+
+        self._receives = InBackground(receive)
+
+    def receive(self) -> None:
+        """Wait for the piece of the step.
+
+        Raises:
+            RuntimeError: the connection was closed.
+        """
+        if self._receives is not None:
+            receives, self._receives = self._receives, None
+            self._piece = receives.result()
+
+    def write(self) -> None:
+        """Write the piece of the step, which counts."""
+        if self._piece is not None:
+            (self.at, parts), self._piece = self._piece, None
+            self._pieces.put(parts)
+
+    def end(self, group: dist.ProcessGroup, donor: int, load: Callable[[Any], object]) -> int:
+        """Receive what is left, and what differs.
+
+        Args:
+            group: of the ranks.
+            donor: who sends it, by its place in the group.
+            load: is given what :meth:`Donor.end` was given, unpacked.
+
+        Returns:
+            How many parameters differed, and were sent again.
+
+        Raises:
+            RuntimeError: the connection was closed.
+        """
+        sums = transfer.unpacked(transfer.receive(group, donor))
+        load(transfer.unpacked(transfer.receive(group, donor)))
+        pairs = enumerate(zip(sums, self._pieces.sums(), strict=True))
+        wanted = [index for index, (theirs, own) in pairs if theirs != own]
+        transfer.send(transfer.packed(wanted), group, donor)
+        if wanted:
+            self._pieces.put(transfer.unpacked(transfer.receive(group, donor)))
+        return len(wanted)

@@ -1,0 +1,214 @@
+"""A model's parameters and what optimizers remember of them, which a new rank gets in pieces."""
+
+from __future__ import annotations
+
+import zlib
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Remembered(NamedTuple):
+    """Something that an optimizer remembers of some elements of a parameter.
+
+    Attributes:
+        value: of the parameter's shape: of these elements, flat. Else whole; tensors of more than
+            one element come with the parameter's last element.
+        is_of_elements: which it is.
+    """
+
+    value: Any
+    is_of_elements: bool
+
+
+class Part(NamedTuple):
+    """Some elements of a parameter.
+
+    Attributes:
+        parameter: its number.
+        first: the first of these elements, flat.
+        value: flat.
+        states: what each optimizer remembers of them, by name; None where it remembers nothing.
+    """
+
+    parameter: int
+    first: int
+    value: Tensor
+    states: list[dict[str, Remembered] | None]
+
+
+class Pieces:
+    """The elements of all parameters, one after the other.
+
+    Args:
+        parameters: the model's, in the same order on all ranks. Those that only the optimizers have
+            are added.
+        optimizers: of these.
+
+    Attributes:
+        numel: places of all parameters together: one for each element, and for an empty one.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        self._optimizers = list(optimizers)
+        of_optimizers = (
+            each
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for each in group["params"]
+        )
+        by_id = {id(each): each for each in (*parameters, *of_optimizers)}
+        self._parameters = list(by_id.values())
+        self._starts = list(accumulate(map(_length, self._parameters), initial=0))
+        self.numel: int = self._starts.pop()
+
+    def take(self, first: int, nbytes: int) -> tuple[list[Part], int]:
+        """Copy the elements from a place on.
+
+        Args:
+            first: the place.
+            nbytes: about so many bytes; one element at least. Of a parameter that is not contiguous
+                all elements are copied.
+
+        Returns:
+            The copies, and the place after them.
+        """
+        parts: list[Part] = []
+        at = first
+        while at < self.numel and (nbytes > 0 or not parts):
+            index = bisect_right(self._starts, at) - 1
+            parameter, begin = self._parameters[index], at - self._starts[index]
+            end = _length(parameter)
+            if parameter.is_contiguous():
+                of_element = max(1, self._bytes_of_element(parameter))
+                end = min(end, begin + max(1, nbytes // of_element))
+            parts.append(self._copied(index, begin, end))
+            nbytes -= sum(_bytes_of(parts[-1]))
+            at = self._starts[index] + end
+        return parts, at
+
+    def whole(self, indices: Collection[int]) -> list[Part]:
+        """Copy all elements of some parameters."""
+        return [self._copied(index, 0, self._parameters[index].numel()) for index in indices]
+
+    @torch.no_grad()
+    def put(self, parts: Sequence[Part]) -> None:
+        """Write what another rank has copied."""
+        for part in parts:
+            parameter = self._parameters[part.parameter]
+            _write(parameter, part.first, part.value)
+            for optimizer, values in zip(self._optimizers, part.states, strict=True):
+                if values is None:
+                    optimizer.state.pop(parameter, None)
+                    continue
+                state = optimizer.state[parameter]
+                for name, remembered in values.items():
+                    value = remembered.value
+                    if remembered.is_of_elements:
+                        whole = _like(parameter, value, state.get(name))
+                        _write(whole, part.first, value)
+                        value = whole
+                    state[name] = value
+
+    def sums(self) -> list[int]:
+        """A number for each parameter, of its bits and those that optimizers remember of it.
+
+        Ranks with other bits have other numbers, but for a chance of 1 in billions.
+        """
+        return [self._sum(parameter) for parameter in self._parameters]
+
+    def _sum(self, parameter: Tensor) -> int:
+        total = sum_of_bits(parameter)
+        for place, optimizer in enumerate(self._optimizers, 2):
+            state: dict[str, Any] = optimizer.state.get(parameter, {})
+            for number, name in enumerate(sorted(state, key=str)):
+                value = state[name]
+                if isinstance(value, Tensor):
+                    total += place * (number + 1) * sum_of_bits(value)
+                else:
+                    total += zlib.crc32(f"{place} {name} {value!r}".encode())
+        return total
+
+    def _bytes_of_element(self, parameter: Tensor) -> int:
+        states = (optimizer.state.get(parameter, {}) for optimizer in self._optimizers)
+        sizes: list[int] = [
+            value.element_size()
+            for state in states
+            for value in state.values()
+            if _goes_along(value, parameter)
+        ]
+        return parameter.element_size() + sum(sizes)
+
+    def _copied(self, index: int, begin: int, end: int) -> Part:
+        parameter = self._parameters[index]
+        states: list[dict[str, Remembered] | None] = []
+        for optimizer in self._optimizers:
+            if parameter not in optimizer.state:
+                states.append(None)
+                continue
+            values: dict[str, Remembered] = {}
+            for name, value in optimizer.state[parameter].items():
+                if _goes_along(value, parameter):
+                    values[name] = Remembered(_flat(value, begin, end), True)
+                elif not isinstance(value, Tensor):
+                    values[name] = Remembered(value, False)
+                elif value.numel() == 1 or end >= parameter.numel():
+                    values[name] = Remembered(value.detach().clone(), False)
+            states.append(values)
+        return Part(index, begin, _flat(parameter, begin, end), states)
+
+
+def _length(parameter: Tensor) -> int:
+    """How many places a parameter takes: an optimizer remembers something of empty ones, too."""
+    return max(1, parameter.numel())
+
+
+def _goes_along(value: object, parameter: Tensor) -> bool:
+    """Whether something that an optimizer remembers has an element for each of the parameter's."""
+    return (
+        isinstance(value, Tensor)
+        and value.numel() > 1
+        and value.shape == parameter.shape
+        and value.is_contiguous() == parameter.is_contiguous()
+    )
+
+
+def _flat(tensor: Tensor, begin: int, end: int) -> Tensor:
+    return tensor.detach().reshape(-1)[begin:end].clone()
+
+
+def _write(tensor: Tensor, first: int, value: Tensor) -> None:
+    if value.numel() == tensor.numel():
+        tensor.copy_(value.view(tensor.shape))
+    else:
+        tensor.view(-1)[first : first + value.numel()].copy_(value)
+
+
+def _like(parameter: Tensor, value: Tensor, before: object) -> Tensor:
+    """A tensor for a value of each of a parameter's elements: the one from before, where it fits."""
+    if _goes_along(before, parameter) and isinstance(before, Tensor) and before.dtype == value.dtype:
+        return before
+    return torch.zeros_like(parameter, dtype=value.dtype)
+
+
+def sum_of_bits(tensor: Tensor) -> int:
+    """The sum of a tensor's elements, each read as an integer."""
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    as_integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = tensor.reshape(-1).view(as_integer[tensor.element_size()])
+    return int(bits.sum(dtype=torch.int64))
+
+
+def _bytes_of(part: Part) -> Iterator[int]:
+    yield part.value.nbytes
+    for state in part.states:
+        for value, _ in (state or {}).values():
+            yield value.nbytes if isinstance(value, Tensor) else 8
