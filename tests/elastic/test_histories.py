@@ -11,6 +11,7 @@ import pytest
 from elastic_history import History, run_histories
 
 from torch_commhook.elastic import membership as membership_module
+from torch_commhook.elastic.joining import NewRank
 from torch_commhook.elastic.membership import LeftOutError, Lost, Membership, View
 from torch_commhook.elastic.ranks import ElasticRanks
 from torch_commhook.step.step_group import StepGroup
@@ -89,9 +90,22 @@ def _go_on_with_any_number(
     return View(view.number + 1, left, (), steps, view.entries)
 
 
+def _write_nothing(self: NewRank) -> None:
+    """Pieces come, and are not written."""
+    if self._piece is not None:
+        (self.at, _), self._piece = self._piece, None
+
+
+def _need_no_more_pieces(self: NewRank) -> bool:
+    """A new rank says too early that it has all."""
+    return True
+
+
 @pytest.mark.parametrize(
     ("place", "name", "bug"),
     [
+        (NewRank, "write", _write_nothing),
+        (NewRank, "has_all", property(_need_no_more_pieces)),
         (Membership, "_take", _let_stale_members_in),
         (Membership, "_entry", _call_new_members_trained),
         (Membership, "_propose", _write_any_view),
@@ -99,7 +113,7 @@ def _go_on_with_any_number(
         (ElasticRanks, "go_on", _repeat_counted_steps),
         (StepGroup, "end", _end_alone),
     ],
-    ids=lambda value: value.__name__.strip("_") if callable(value) else str(value),
+    ids=lambda value: getattr(getattr(value, "fget", value), "__name__", str(value)).strip("_"),
 )
 def test_a_planted_bug_is_found(place: type, name: str, bug: Callable[..., object]) -> None:
     with mock.patch.object(place, name, bug):

@@ -81,6 +81,8 @@ def _order_of_views(views: Sequence[View]) -> Iterator[str]:
 
 def _own_steps(trainer: Trainer) -> Iterator[str]:
     number = trainer.process.number
+    if trainer.sent_again:
+        yield f"process {number}: {trainer.sent_again} parameters had other bits when it had joined"
     steps = [each.step for each in trainer.counted]
     if steps != list(range(steps[0], steps[0] + len(steps))) if steps else False:
         yield f"process {number} has counted the steps {steps}"

@@ -387,6 +387,7 @@ def virtual_time() -> Iterator[None]:
         },
         attachment_module: {
             "_log": quiet,
+            "warn_user": lambda message: None,
             **{name: transferred[name] for name in ("receive", "send", "send_number")},
         },
         joining_module: {

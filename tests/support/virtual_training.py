@@ -296,6 +296,7 @@ class Trainer:
         own: its number in the training; None before it has one.
         counted: the steps that it has counted.
         said: how it ended; None while it runs.
+        sent_again: parameters that it got twice when it joined in pieces.
         joining: who takes part with zeros in the step that is open.
         written: the gradients that the step has written.
         repeated: how often it has repeated a step.
@@ -315,6 +316,7 @@ class Trainer:
         self.used = torch.ones(training.buckets, dtype=torch.uint8)
         self.repeated = 0
         self._random = random.Random(seed)
+        self.sent_again = 0
         self.joining: frozenset[int] = frozenset()
         self._fails = False
 
@@ -366,6 +368,7 @@ class Trainer:
             if self.plan.leaves_at == ranks.steps + 1:
                 break
             self.one_step(reducer)
+        self.sent_again = training.sent_again
         training.leave()
 
     def one_step(self, reducer: Any) -> None:

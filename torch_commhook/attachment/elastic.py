@@ -52,6 +52,7 @@ class ElasticTraining:
 
     Attributes:
         ranks: who takes part.
+        sent_again: parameters that this rank, which has joined in pieces, got twice.
 
     Raises:
         RuntimeError: something differs from the other ranks; too few have come.
@@ -79,7 +80,9 @@ class ElasticTraining:
         self._given = 0  # the last view whose new members have been given what they need
         self._joining_of_view = 0, frozenset[int]()  # a view, and who of it is joining
         self._donors: dict[int, Donor] = {}  # by new member, where this rank is its donor
+        self._last_sends: list[Donor] = []  # of new members that have all from this step on
         self._new_rank: NewRank | None = None  # this one, where it gets its state in pieces
+        self.sent_again = 0
         self._in_step = (0, 0)  # the view and the step whose pieces are on their way
         self.ranks = ElasticRanks(settings)
         specs = [f"'{name}' of shape {tuple(p.shape)} and {p.dtype}" for name, p in parameters]
@@ -245,11 +248,13 @@ class ElasticTraining:
         """
         ranks, view = self.ranks, self.ranks.view
         if view.number != self._in_step[0]:
-            self._donors = {}
+            self._donors, self._last_sends = {}, []
         elif self._new_rank is not None and not self.is_joining:
             self._get_rest(self._new_rank)
         for new in self._donors.keys() - self.joining:
-            self._donors.pop(new).end(packed(self._rest()))
+            donor = self._donors.pop(new)
+            donor.end(packed(self._rest()))
+            self._last_sends.append(donor)
         if self.joining:
             self._exchange_pieces()
         if view.number == self._given or ranks.membership.is_new:
@@ -292,6 +297,9 @@ class ElasticTraining:
     def take_state(self) -> None:
         if self._new_rank is not None:
             self._new_rank.receive()
+        ends, self._last_sends = self._last_sends, []
+        for donor in (*self._donors.values(), *ends):
+            donor.wait()
 
     def write_state(self) -> None:
         if self._new_rank is not None:
@@ -315,7 +323,8 @@ class ElasticTraining:
             RuntimeError: a connection was closed.
         """
         own = self.ranks.membership.own
-        others = new_rank.end(self.ranks.group.group, self._own_donor(), self._load_tensors)
+        group, donor = self.ranks.group.group, self._own_donor()
+        self.sent_again = others = new_rank.end(group, donor, self._load_tensors)
         self._new_rank, self.ranks.membership.is_new = None, False
         _log.info("rank %d has the whole state after %d steps", own, self.ranks.steps)
         if others:
@@ -368,8 +377,15 @@ class ElasticTraining:
 
     @property
     def _optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those of which new ranks may get the state in pieces."""
-        return [each for each in self._settings.state if isinstance(each, torch.optim.Optimizer)]
+        """Those whose state new ranks may get in pieces."""
+        plain = torch.optim.Optimizer
+        return [
+            each
+            for each in self._settings.state
+            if isinstance(each, plain)
+            and type(each).state_dict is plain.state_dict
+            and type(each).load_state_dict is plain.load_state_dict
+        ]
 
     def _state(self, *, whole: bool = True) -> dict[str, Any]:
         """What a new rank needs before its first step; all that it needs, if that is the whole."""

@@ -1,10 +1,10 @@
 """How a new rank gets the state of a training in pieces, while all ranks go on with their steps.
 
-It takes part in each step with zeros, and its own optimizer applies the results as all others do. In
-each step one member, the donor, sends it some elements of the parameters as they are before this
-step, with what optimizers remember of these. It writes them before its optimizer takes the step. So
-what it has got stays as the others have it. Once it has all, the donor sends the rest, which is
-small, and numbers to compare. From then on it is a rank as the others are.
+It takes part in each step with zeros, and its own optimizer applies the results as all others do.
+In each step one member, the donor, sends it some elements of the parameters as they are before
+this step, with what optimizers remember of these. The new rank writes them before its optimizer
+takes the step. So what it has stays as the others have it. Once it has all elements, the donor
+sends the rest, which is small, and numbers to compare. From then on it is like any other rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -89,8 +88,6 @@ class Donor:
     def begin_step(self) -> None:
         """Send the piece of the step that begins. The parameters stay as they are until it ends."""
         now = time.monotonic()
-        if self._sends is not None:
-            self._sends.result()
         if self._began is not None and self._took > 0:
             factor = _SHARE * (now - self._began) / self._took
             self._bytes = int(self._bytes * min(2.0, max(0.5, factor)))
@@ -109,17 +106,23 @@ class Donor:
         transfer.receive_number(self._group, self._place)  # it has come
         self._took = time.monotonic() - began if parts else 0.0
 
+    def wait(self) -> None:
+        """Wait until the new rank has got what was sent in this step.
+
+        Raises:
+            RuntimeError: a connection was closed.
+        """
+        if self._sends is not None:
+            self._sends.result()
+
     def end(self, rest: Tensor) -> None:
         """Send what is left, where all elements have come and the next step begins.
 
         Args:
             rest: flat bytes.
         """
-        before = self._sends
 
         def send() -> None:
-            if before is not None:
-                before.result()
             sums = self._pieces.sums()
             transfer.send(transfer.packed(sums), self._group, self._place)
             transfer.send(rest, self._group, self._place)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -126,13 +126,7 @@ class Pieces:
     def _sum(self, parameter: Tensor) -> int:
         total = sum_of_bits(parameter)
         for place, optimizer in enumerate(self._optimizers, 2):
-            state: dict[str, Any] = optimizer.state.get(parameter, {})
-            for number, name in enumerate(sorted(state, key=str)):
-                value = state[name]
-                if isinstance(value, Tensor):
-                    total += place * (number + 1) * sum_of_bits(value)
-                else:
-                    total += zlib.crc32(f"{place} {name} {value!r}".encode())
+            total += place * _sum_of(optimizer.state.get(parameter, {}))
         return total
 
     def _bytes_of_element(self, parameter: Tensor) -> int:
@@ -191,9 +185,11 @@ def _write(tensor: Tensor, first: int, value: Tensor) -> None:
 
 
 def _like(parameter: Tensor, value: Tensor, before: object) -> Tensor:
-    """A tensor for a value of each of a parameter's elements: the one from before, where it fits."""
-    if _goes_along(before, parameter) and isinstance(before, Tensor) and before.dtype == value.dtype:
-        return before
+    """A tensor with a value for each of a parameter's elements: that of before, where it fits."""
+    if _goes_along(before, parameter):
+        assert isinstance(before, Tensor)
+        if before.dtype == value.dtype:
+            return before
     return torch.zeros_like(parameter, dtype=value.dtype)
 
 
@@ -205,6 +201,17 @@ def sum_of_bits(tensor: Tensor) -> int:
     as_integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = tensor.reshape(-1).view(as_integer[tensor.element_size()])
     return int(bits.sum(dtype=torch.int64))
+
+
+def _sum_of(value: Any) -> int:
+    """A number for what an optimizer remembers."""
+    if isinstance(value, Tensor):
+        return sum_of_bits(value)
+    if isinstance(value, Mapping):
+        value = [each for key in sorted(value, key=str) for each in (str(key), value[key])]
+    if isinstance(value, (list, tuple)):
+        return sum(place * _sum_of(each) for place, each in enumerate(value, 1))
+    return zlib.crc32(repr(value).encode())
 
 
 def _bytes_of(part: Part) -> Iterator[int]:
