@@ -72,9 +72,7 @@ class Donor:
         head: what it needs before its first step: flat bytes.
     """
 
-    def __init__(
-        self, pieces: Pieces, group: dist.ProcessGroup, place: int, head: Tensor
-    ) -> None:
+    def __init__(self, pieces: Pieces, group: dist.ProcessGroup, place: int, head: Tensor) -> None:
         self._pieces = pieces
         self._group = group
         self._place = place
