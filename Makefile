@@ -16,6 +16,7 @@
 #   make bench-round-trips   steps over links of given delays; root, iproute2, ten minutes
 #   make bench-attach     attaching over links of given delays; root, iproute2, ten minutes
 #   make bench-wan        time to a loss over a slow and far link; root, iproute2, two hours
+#   make bench-joining    what a new rank costs the others; root, iproute2, five minutes
 #   make bench-elastic    ranks that are killed, stopped or cut off; root, iproute2, 45 minutes
 #   make bench-sharded    sharded models over links of 200 Mbit/s; root, iproute2, 15 minutes
 #   make bench-plan       what plan foretells of these steps, beside them; a minute
@@ -53,7 +54,7 @@ LONG_RUN = PYTHONPATH=$(CURDIR)/tests/support:$(PYTHONPATH) $(VENV)/bin/python t
 PASSED = $(if $(ARGS),,$(LONG_RUN)/called_for.py --passed $@)
 NATIVE = setup.py build_support.py $(shell find csrc cuda -type f)
 
-.PHONY: train test test-long test-integrations long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-loss-sharded bench-loss-local bench-link bench-far bench-round-trips bench-attach bench-wan bench-elastic bench-sharded bench-plan bench-throttle results cuda-compile gpu gpu-carry test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback elastic-histories clean
+.PHONY: train test test-long test-integrations long-runs distributed-suite wrapper-suite lint format bench bench-loss bench-loss-sharded bench-loss-local bench-link bench-far bench-round-trips bench-attach bench-joining bench-wan bench-elastic bench-sharded bench-plan bench-throttle results cuda-compile gpu gpu-carry test-torch test-asan test-tsan modes kill-and-resume soak soak-hooks balance error-feedback elastic-histories clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/built
@@ -122,6 +123,9 @@ bench-round-trips: $(VENV)/built
 
 bench-wan: $(VENV)/built $(INTEGRATIONS)/installed
 	$(INTEGRATIONS)/bin/python benchmarks/bench_wan.py $(ARGS)
+
+bench-joining: $(VENV)/built
+	$(VENV)/bin/python benchmarks/bench_joining.py $(ARGS)
 
 bench-elastic: $(VENV)/built
 	$(VENV)/bin/python benchmarks/bench_elastic.py $(ARGS)

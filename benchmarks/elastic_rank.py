@@ -183,7 +183,8 @@ def _train(plan: Plan, data: TextData, host: int, process: int) -> None:
                 time.sleep(max(0.0, begun + plan.pace - time.monotonic()))
             loss.backward()
             optimizer.step()
-            line = [time.monotonic(), handle.steps, _digest(model), loss.item(), len(changes)]
+            changed = len(changes) - 1
+            line = [time.monotonic(), handle.steps, _digest(model), loss.item(), changed]
             print(json.dumps(line), file=log)
             if handle.steps % plan.every == 0:
                 _copy(model, copy_of(folder, handle.steps))

@@ -449,6 +449,15 @@ def test_stats_tell_who_was_lost(
             }
 
 
+def test_a_callback_is_told_of_the_ranks_and_of_their_changes(
+    outcomes: dict[str, dict[str, Any]],
+) -> None:
+    found = outcomes["a killed rank's process starts anew"]
+    for number, expected in ((0, [3, 2, 3]), (2, [3, 2, 3]), (3, [3])):
+        *_, sizes = found["steps"][number][-1]
+        assert sizes == expected
+
+
 def test_stats_tell_who_has_joined(outcomes: dict[str, dict[str, Any]]) -> None:
     found = outcomes["a killed rank's process starts anew"]
     for number in (0, 2):

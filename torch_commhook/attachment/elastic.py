@@ -252,9 +252,9 @@ class ElasticTraining:
         elif self._new_rank is not None and not self.is_joining:
             self._get_rest(self._new_rank)
         for new in self._donors.keys() - self.joining:
-            donor = self._donors.pop(new)
-            donor.end(packed(self._rest()))
-            self._last_sends.append(donor)
+            sender = self._donors.pop(new)
+            sender.end(packed(self._rest()))
+            self._last_sends.append(sender)
         if self.joining:
             self._exchange_pieces()
         if view.number == self._given or ranks.membership.is_new:
@@ -298,8 +298,8 @@ class ElasticTraining:
         if self._new_rank is not None:
             self._new_rank.receive()
         ends, self._last_sends = self._last_sends, []
-        for donor in (*self._donors.values(), *ends):
-            donor.wait()
+        for sender in (*self._donors.values(), *ends):
+            sender.wait()
 
     def write_state(self) -> None:
         if self._new_rank is not None:

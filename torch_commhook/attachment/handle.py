@@ -275,10 +275,10 @@ class HookHandle:
         return elastic is not None and bool(elastic.is_joining)
 
     def on_membership(self, callback: Callable[[int, int], object]) -> None:
-        """Call ``callback(rank, size)`` whenever ranks are lost or join; see :class:`Elastic`.
+        """Call ``callback(rank, size)`` now, and whenever ranks are lost or join.
 
         The thread that trains calls it, between two steps or before it repeats a step. For data
-        samplers.
+        samplers. See :class:`Elastic`.
 
         Raises:
             RuntimeError: the hook was not attached with ``elastic``.

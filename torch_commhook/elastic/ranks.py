@@ -97,7 +97,8 @@ class ElasticRanks:
         return self.view.members.index(self.membership.own)
 
     def on_membership(self, callback: Callable[[int, int], object]) -> None:
-        """Call a function with this process's rank and the number of ranks when these change."""
+        """Call a function with this process's rank and the number of ranks: now, and on changes."""
+        callback(self.rank, len(self.view.members))
         self._callbacks.append(callback)
 
     # ---- coming and going ------------------------------------------------------------------------
