@@ -201,15 +201,13 @@ class VirtualReducer:
 
     _begin_step = Reducer._begin_step
     _finish = Reducer._finish
-    _go_on = Reducer._go_on
-    _let_in = Reducer._let_in
-    go_on_between_steps = Reducer.go_on_between_steps
-    _use_group = Reducer._use_group
+    use_group = Reducer.use_group
     change_memory = Reducer.change_memory
+    forget_step = Reducer.forget_step
 
     def __init__(self, attached: AttachedDouble, survivors: ElasticTraining) -> None:
         self._attached = self.attached = attached
-        self.survivors = survivors
+        self.recovery: Any = None
         survivors.use(cast(Any, self))
         self.group = survivors.group
         self.device = torch.device("cpu")
@@ -356,7 +354,7 @@ class Trainer:
         self.own = ranks.membership.own
         reducer: Any = VirtualReducer(self.attached, training)
         try:
-            reducer.go_on_between_steps()
+            reducer.recovery.go_on_between_steps()
             training.begin(reducer)
         except BaseException:
             training.leave()

@@ -32,6 +32,7 @@ from torch_commhook.elastic.transfer import (
 )
 from torch_commhook.hooks.base import Hook
 from torch_commhook.memory.hook_memory import HookMemory
+from torch_commhook.reducer.recovery import Recovery
 from torch_commhook.reducer.reducer import Reducer
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.step_group import StepGroup
@@ -96,7 +97,7 @@ class ElasticTraining:
     def use(self, reducer: Reducer) -> None:
         """Be the ranks of a reducer."""
         self._reducer = weakref.ref(reducer)
-        reducer.survivors = self
+        reducer.recovery = Recovery(reducer, self)
 
     @property
     def _attached(self) -> Attached:
@@ -104,6 +105,12 @@ class ElasticTraining:
         reducer = self._reducer()
         attached = None if reducer is None else reducer.attached
         return self._first_attached if attached is None else attached
+
+    @property
+    def _recovery(self) -> Recovery:
+        reducer = self._reducer()
+        assert reducer is not None and reducer.recovery is not None
+        return reducer.recovery
 
     @property
     def group(self) -> StepGroup:
@@ -191,9 +198,7 @@ class ElasticTraining:
         return self._ended(note, lets_in=lets_in)
 
     def use_group(self) -> None:
-        reducer = self._reducer()
-        assert reducer is not None
-        reducer.go_on_between_steps()
+        self._recovery.go_on_between_steps()
 
     def _ended(self, values: Tensor | None, *, lets_in: bool) -> bool:
         """Count what all ranks have done, and let in or leave out whom they want to."""
@@ -348,7 +353,7 @@ class ElasticTraining:
                 if self.is_joining:
                     send_number(0, group, donor)
             except RuntimeError as error:
-                reducer.go_on_between_steps(error)
+                self._recovery.go_on_between_steps(error)
                 continue
             state = unpacked(data)
             self._load(state, reducer)

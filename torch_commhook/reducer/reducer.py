@@ -32,7 +32,8 @@ from torch_commhook.reducer.formed_buckets import FormedBuckets
 from torch_commhook.reducer.parameter_hooks import ParameterHooks
 from torch_commhook.reducer.parameter_use import ParameterUse
 from torch_commhook.reducer.parameters import ReducerParameters
-from torch_commhook.reducer.repeatable_step import RepeatableStep, Survivors
+from torch_commhook.reducer.recovery import Recovery
+from torch_commhook.reducer.repeatable_step import RepeatableStep
 from torch_commhook.reducer.tracing import expected_hooks, note_backward, reducers
 from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.step_group import StepGroup
@@ -61,8 +62,7 @@ class Reducer:
     Attributes:
         attached: the hook; with none, gradients stay as they are.
         group: the ranks.
-        survivors: the same, where the training goes on when some are lost; given before the first
-            step.
+        recovery: where the training goes on when ranks are lost; given before the first step.
         device: of the first parameter.
         parameters: those whose gradients are averaged.
         use: which of these have got gradients.
@@ -86,7 +86,7 @@ class Reducer:
     ) -> None:
         self._attached: Attached | None = None
         self.group = group
-        self.survivors: Survivors | None = None
+        self.recovery: Recovery | None = None
         self.parameters = ReducerParameters(named_parameters, sparse)
         self.device = self.parameters.tensors[0].device
         self._should_sync = should_sync
@@ -128,8 +128,8 @@ class Reducer:
         before, self._attached = self._attached, attached
         if before is not None and before.keeps_ranks_apart:
             self.use.all_are_own()
-        if attached is not None and self.survivors is not None:
-            self.go_on_between_steps()
+        if attached is not None and self.recovery is not None:
+            self.recovery.go_on_between_steps()
         elif attached is not None:
             attached.use_group(self.group, self.device)
         if self._is_under_way():  # that backward goes on with what its own hook remembers
@@ -377,7 +377,7 @@ class Reducer:
 
         The last that Python sees of it: the compiler knows what is remembered as tensors alone.
         """
-        if self.survivors is not None:
+        if self.recovery is not None:
             raise RuntimeError(
                 "torch_commhook: with elastic, backward must be eager: compiled autograd was on "
                 "where the hook is attached to ranks that come and go"
@@ -414,10 +414,10 @@ class Reducer:
 
     def _step(self, attached: Attached) -> EagerStep:
         parts = attached, self._buckets.all, self.parameters, self.use, self.group
-        if self.survivors is None or attached.keeps_ranks_apart:
+        if self.recovery is None or attached.keeps_ranks_apart:
             return EagerStep(*parts)
         step = RepeatableStep(*parts)
-        step.survives_with(self.survivors)
+        step.survives_with(self.recovery.survivors)
         return step
 
     def _begin_step(self, step: EagerStep) -> None:
@@ -437,16 +437,16 @@ class Reducer:
             step.finish()
             self._agree_on_order(step.attached)
         except BaseException as error:
-            if not isinstance(step, RepeatableStep):
+            if self.recovery is None or not isinstance(step, RepeatableStep):
                 self._abort(step, error)
-            self._go_on(step, error)
+            self.recovery.go_on(step, error)
         # The step has been agreed on: what is raised from here on is this rank's own affair.
         try:
             step.run_post_accumulate_hooks()
         finally:
             self._step_ended()
-            if isinstance(step, RepeatableStep):
-                self._let_in(step)
+            if self.recovery is not None and isinstance(step, RepeatableStep):
+                self.recovery.count(step)
 
     def _agree_on_order(self, attached: Attached) -> None:
         """Agree on the order in which buckets are to be formed anew, where they are to be.
@@ -472,81 +472,18 @@ class Reducer:
             self._order.settle()
             self._fill_buckets(order)
 
-    # ---- ranks that are lost ---------------------------------------------------------------------
-
-    def _go_on(self, step: RepeatableStep, error: BaseException) -> None:
-        """Take a step again among the ranks that are left, or let it count.
-
-        Raises:
-            BaseException: this rank does not go on.
-        """
-        assert self.survivors is not None
-        while True:
-            error = step.agreement.fail_with(error)  # else the ranks would wait for each other
-            step.drain(error)
-            try:
-                if self.survivors.go_on(error, has_results=step.has_results):
-                    step.apply()
-                    step.note = None  # whoever was to be let in is in by now
-                    return
-                step.put_memory_back()
-            except BaseException:
-                step.drop()
-                self._reset()
-                raise
-            try:
-                self._use_group()
-            except RuntimeError as again:
-                error = self.survivors.unreachable(again)
-                continue
-            try:
-                self.survivors.give_state()
-                step.repeat(self.group)
-                return
-            except BaseException as again:
-                error = again
-
-    def _let_in(self, step: RepeatableStep) -> None:
-        """Count a step, and let in those that want to take part."""
-        assert self.survivors is not None
-        has_changed = self.survivors.step_ended(step.note)
-        if has_changed or step.note is None:
-            self.go_on_between_steps()
-
-    def go_on_between_steps(self, error: BaseException | None = None) -> None:
-        """Use the group of the ranks that are left. No step is under way on this rank.
-
-        Args:
-            error: after which they are to agree first on who is left; None if they have.
-
-        Raises:
-            BaseException: this rank does not go on.
-        """
-        assert self.survivors is not None
-        while True:
-            if error is not None:
-                self.survivors.go_on(error, has_results=False)
-            try:
-                self._use_group()
-                return
-            except RuntimeError as again:
-                error = self.survivors.unreachable(again)
-
-    def _use_group(self) -> None:
-        """Go on among other ranks, of which the buckets' memory has other shards."""
-        assert self.survivors is not None
-        group = self.group = self.survivors.group
-        attached = self._attached
-        if attached is not None:
-            attached.use_group(group, self.device)
+    def use_group(self, group: StepGroup) -> None:
+        """Go on among other ranks. No step is under way, or one that is to be repeated."""
+        self.group = group
+        if self._attached is not None:
+            self._attached.use_group(group, self.device)
         self.change_memory()
 
     def change_memory(self) -> None:
         """Have the hook remember what it does among the ranks that take part now."""
-        assert self.survivors is not None
-        attached = self._attached
+        assert self.recovery is not None
+        attached, averaged = self._attached, self.recovery.survivors.averaged
         if attached is not None:
-            averaged = self.survivors.averaged
             attached.memory.change_ranks(self.group.rank, self.group.size, averaged=averaged)
         self._buckets.prepare_memory(attached)
 
@@ -566,6 +503,10 @@ class Reducer:
             step.drop()
         self._reset()
         raise raised
+
+    def forget_step(self) -> None:
+        """Forget the backward that is under way, whose step has failed."""
+        self._reset()
 
     def _abandon(self) -> None:
         """Forget a backward that was left by an exception."""
