@@ -27,7 +27,7 @@ from link_rank import WARM_UP, goes_on, set_link
 from torch import nn
 
 import torch_commhook
-from torch_commhook.cli.hook_expression import parse_hook
+from torch_commhook.hooks.expressions import parse_hook
 
 HOOKS = ("allreduce()", "blockwise()")
 #: Round trips that attaching may take, among any number of ranks.

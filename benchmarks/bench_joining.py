@@ -27,8 +27,8 @@ from netlab import Lab, format_rate
 from torch import nn
 
 import torch_commhook
-from torch_commhook.cli.hook_expression import parse_hook
 from torch_commhook.elastic import joining
+from torch_commhook.hooks.expressions import parse_hook
 
 HOOK = "error_feedback(blockwise(bits=4))"
 WAYS = ("at once", "in pieces")

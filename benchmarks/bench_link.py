@@ -29,8 +29,8 @@ from link_rank import ALONE, PYTORCH, WARM_UP, Plan
 from machine import FOLDER
 from netlab import Lab, parse_rate
 
-from torch_commhook.cli.hook_expression import NO_HOOK
 from torch_commhook.cli.train_config import TrainConfig
+from torch_commhook.hooks.expressions import NO_HOOK
 
 HOSTS = 2
 DEFAULT_HOOKS = (

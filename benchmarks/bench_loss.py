@@ -18,8 +18,8 @@ from typing import Any
 
 from machine import FOLDER, environment
 
-from torch_commhook.cli.hook_expression import parse_hook
 from torch_commhook.cli.train_config import TrainConfig
+from torch_commhook.hooks.expressions import parse_hook
 
 RESULTS = FOLDER / "results" / "bench_loss.json"
 PICTURES = FOLDER.parent / "docs" / "images"

@@ -23,7 +23,7 @@ from lab_bench import check_hooks, delay_argument, finish_run, run_on_delays, us
 from layer_buckets import step_of
 from link_rank import WARM_UP, goes_on, set_link
 
-from torch_commhook.cli.hook_expression import NO_HOOK
+from torch_commhook.hooks.expressions import NO_HOOK
 
 #: Fast enough that the bytes of a step do not count.
 RATE = "10gbit"

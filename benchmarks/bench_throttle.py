@@ -31,7 +31,7 @@ from layer_buckets import step_of
 from link_rank import goes_on
 from netlab import Lab, parse_rate
 
-from torch_commhook.cli.hook_expression import NO_HOOK
+from torch_commhook.hooks.expressions import NO_HOOK
 from torch_commhook.process_group import ThrottledProcessGroup, register
 
 MEGABYTES = (1, 8)

@@ -30,8 +30,8 @@ from machine import FOLDER, environment
 from netlab import Lab, parse_rate
 from wan_rank import TORCHFT, Plan
 
-from torch_commhook.cli.hook_expression import NO_HOOK
 from torch_commhook.cli.train_config import TrainConfig
+from torch_commhook.hooks.expressions import NO_HOOK
 
 RESULTS = FOLDER / "results" / "bench_wan.json"
 PICTURE = FOLDER.parent / "docs" / "images" / "wan.png"

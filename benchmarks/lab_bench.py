@@ -19,7 +19,7 @@ from netlab import Lab, LabError, Stopped, format_rate, parse_rate, stopped_by_s
 from netlab.distance import MOST_DELAY, check_distance
 from netlab.ranks import print_line
 
-from torch_commhook.cli.hook_expression import HookExpressionError, check_hook
+from torch_commhook.hooks.expressions import HookExpressionError, check_hook
 
 Found = TypeVar("Found")
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import torch_commhook
-from torch_commhook.cli.hook_expression import parse_hook
+from torch_commhook.hooks.expressions import parse_hook
 
 #: DDP makes its buckets anew after the first.
 _FIRST_STEPS = 3

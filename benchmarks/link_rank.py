@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_commhook.cli.hook_expression import NO_HOOK
 from torch_commhook.cli.place import Place
 from torch_commhook.cli.text_data import TextData, read_text, split_text
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.train_rank import Run, prepare, train_step
 from torch_commhook.cli.world import Mean, World
+from torch_commhook.hooks.expressions import NO_HOOK
 
 #: Each rank trains by itself, at the same time: what a step takes without a network.
 ALONE = "no communication"

@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import torch_commhook
-from torch_commhook.cli.hook_expression import parse_hook
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.transformer import ByteTransformer
+from torch_commhook.hooks.expressions import parse_hook
 
 ALONE = "no communication"
 FLOAT32 = "fully_shard, float32"

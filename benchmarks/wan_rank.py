@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from link_rank import PYTORCH, Alone, carried
 
-from torch_commhook.cli.hook_expression import NO_HOOK
 from torch_commhook.cli.place import Place, read_place
 from torch_commhook.cli.rank_process import finish
 from torch_commhook.cli.text_data import TextData, read_text, split_text
@@ -36,6 +35,7 @@ from torch_commhook.cli.train_rank import (
 )
 from torch_commhook.cli.transformer import ByteTransformer
 from torch_commhook.cli.world import World
+from torch_commhook.hooks.expressions import NO_HOOK
 
 
 @dataclass(frozen=True)

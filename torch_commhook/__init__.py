@@ -17,6 +17,7 @@ from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.buckets.layout import BucketLayout
 from torch_commhook.elastic.membership import LeftOutError, TooFewRanksError
 from torch_commhook.elastic.settings import Elastic
+from torch_commhook.hooks.expressions import HookExpressionError, parse_hook
 from torch_commhook.hooks.traceable import traceable
 from torch_commhook.memory.resharding import reshard_states
 from torch_commhook.metrics import BucketStats, HookStats, MembershipEvent
@@ -31,6 +32,7 @@ __all__ = [
     "BucketStats",
     "Elastic",
     "GradBucket",
+    "HookExpressionError",
     "HookHandle",
     "HookStats",
     "LeftOutError",
@@ -49,6 +51,7 @@ __all__ = [
     "hooks",
     "include_paths",
     "load_cpp_hooks",
+    "parse_hook",
     "parse_hook_result",
     "process_group",
     "reshard_states",

@@ -13,8 +13,8 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_commhook import PeerError, attach, hooks
-from torch_commhook.cli.hook_expression import parse_hook
 from torch_commhook.collectives import gloo_groups
+from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.step import link as links
 from torch_commhook.step.link import MANY, Link, measure_link
 

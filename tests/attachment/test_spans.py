@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.profiler import ProfilerActivity, profile
 
 from torch_commhook import GradBucket, attach, codecs, collectives, hooks, spans
-from torch_commhook.cli.hook_expression import parse_hook
+from torch_commhook.hooks.expressions import parse_hook
 
 STEPS = 2
 ONCE = ["encode", "wire", "decode"]

@@ -14,7 +14,6 @@ from torch import nn
 
 from torch_commhook import GradBucket, attach, codecs, hooks, run_hook
 from torch_commhook.cli.hook_cost import gradients_of
-from torch_commhook.cli.hook_expression import parse_hook
 from torch_commhook.cli.main import main
 from torch_commhook.cli.plan import measure, plan
 from torch_commhook.cli.plan_formulas import (
@@ -26,6 +25,7 @@ from torch_commhook.cli.plan_formulas import (
 )
 from torch_commhook.cli.plan_step import agreement_of
 from torch_commhook.collectives import exchange
+from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.process_group.simulated.link import Issued
 from torch_commhook.step import step_end
 from torch_commhook.testing import run_ranks, simulate

@@ -11,12 +11,12 @@ from train_errors import train_error
 
 from torch_commhook import hooks as library_hooks
 from torch_commhook.cli import train
-from torch_commhook.cli.hook_expression import HookExpressionError, check_hook
 from torch_commhook.cli.main import main
 from torch_commhook.cli.outputs import checkpoint_path
 from torch_commhook.cli.place import Place, read_place
 from torch_commhook.cli.train_config import MOST_RANKS
 from torch_commhook.cli.train_options import available_cores, parse_options
+from torch_commhook.hooks.expressions import HookExpressionError, check_hook
 
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 

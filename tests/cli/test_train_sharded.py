@@ -18,12 +18,12 @@ from train_processes import hooks_file, read_metrics, start_train
 
 from torch_commhook.cli import parallel
 from torch_commhook.cli.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from torch_commhook.cli.hook_expression import HookExpressionError, parse_codec
 from torch_commhook.cli.place import Place
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.train_options import parse_options
 from torch_commhook.cli.train_rank import make_optimizer
 from torch_commhook.cli.transformer import ByteTransformer
+from torch_commhook.hooks.expressions import HookExpressionError, parse_codec
 from torch_commhook.testing import run_ranks
 
 processes = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")

@@ -17,9 +17,9 @@ from settings import threads
 from torch import Tensor, nn
 
 from torch_commhook import GradBucket, attach, collectives, hooks, run_hook
-from torch_commhook.cli.hook_expression import parse_hook
 from torch_commhook.collectives import gloo_groups
 from torch_commhook.collectives.wide_sum import sum_rows
+from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.metrics import ring_all_reduce_bytes
 from torch_commhook.process_group import register
 from torch_commhook.testing import run_ranks, simulate

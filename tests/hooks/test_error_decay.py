@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from torch_commhook import GradBucket, attach, hooks
-from torch_commhook.cli.hook_expression import parse_hook
 from torch_commhook.codecs import CODECS, Codec
 from torch_commhook.codecs.error_decay import decay_error
 from torch_commhook.codecs.seeds import mix_seeds
 from torch_commhook.collectives import compressed_all_reduce, compressed_reduce_scatter
 from torch_commhook.collectives.sum_arguments import shard_range
+from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.memory.states import FOLDED_INTO
 from torch_commhook.testing import run_ranks, simulate
 

@@ -17,7 +17,7 @@ from remembering_hooks import hook_of
 from torch import Tensor, nn
 
 from torch_commhook import GradBucket, HookHandle, attach, hooks, reshard_states
-from torch_commhook.cli.hook_expression import parse_hook
+from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.memory.bucket_memory import BucketMemory
 from torch_commhook.testing import run_ranks
 

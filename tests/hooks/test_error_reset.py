@@ -24,8 +24,8 @@ from rank_pool import RankPool
 from torch import Tensor, nn
 
 from torch_commhook import GradBucket, PeerError, attach, collectives
-from torch_commhook.cli.hook_expression import parse_hook
 from torch_commhook.hooks import local_sgd
+from torch_commhook.hooks.expressions import parse_hook
 
 pytestmark = pytest.mark.usefixtures("no_hook_on_optimizers_left")
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import attach, hooks
-from torch_commhook.cli.hook_expression import parse_hook
+from torch_commhook.hooks.expressions import parse_hook
 
 
 def _other_buckets(rank: int, ddp_first: bool) -> float:

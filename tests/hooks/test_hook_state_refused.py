@@ -9,7 +9,7 @@ import torch
 from rank_pool import RankPool
 from state_training import attached, net, train
 
-from torch_commhook.cli.hook_expression import parse_hook
+from torch_commhook.hooks.expressions import parse_hook
 
 
 def _wrong(rank: int) -> None:

@@ -17,7 +17,7 @@ from remembering_hooks import WITH_ERROR_FEEDBACK
 from torch import nn
 
 from torch_commhook import HookHandle, attach, codecs, hooks, reshard_states
-from torch_commhook.cli.hook_expression import parse_hook
+from torch_commhook.hooks.expressions import parse_hook
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import attach
-from torch_commhook.cli.hook_expression import parse_hook
+from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.unsent import keep_unsent
 from torch_commhook.testing import run_ranks

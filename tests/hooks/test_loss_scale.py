@@ -14,7 +14,7 @@ from scaled_training import SCALES, Counted, Steps, attached, batch, gradients, 
 from torch import Tensor
 
 from torch_commhook import codecs, hooks, reshard_states
-from torch_commhook.cli.hook_expression import parse_hook
+from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.testing import run_ranks
 
 CODECS = (

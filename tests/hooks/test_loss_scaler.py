@@ -13,7 +13,7 @@ from scaled_training import Counted, attached, backward_of, batch, gradients
 from torch import Tensor, nn
 
 from torch_commhook import hooks
-from torch_commhook.cli.hook_expression import parse_hook
+from torch_commhook.hooks.expressions import parse_hook
 
 
 def _counted(road: str, scale: float) -> tuple[Counted, nn.Module, Any]:

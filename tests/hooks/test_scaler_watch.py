@@ -10,7 +10,7 @@ from scaled_training import Steps, attached, batch
 from torch import Tensor, nn
 
 from torch_commhook import attach
-from torch_commhook.cli.hook_expression import parse_hook
+from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.memory import scaler_watch
 
 

@@ -17,7 +17,7 @@ from rank_pool import RankPool
 from torch import Tensor, nn
 
 from torch_commhook import attach
-from torch_commhook.cli.hook_expression import parse_hook
+from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.metrics import BucketTraffic, as_text, from_text
 
 

@@ -26,7 +26,7 @@ from torchft.process_group import (
 from torchft_replicas import BACK, KILLED, STEPS, Net, plain, run
 
 from torch_commhook import attach, hooks
-from torch_commhook.cli.hook_expression import parse_hook
+from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.integrations.torchft import attach_to
 from torch_commhook.process_group import RecordingProcessGroup
 

@@ -22,7 +22,7 @@ from repository import ROOT, SUPPORT
 from torch import Tensor, nn
 
 from torch_commhook import attach, hooks
-from torch_commhook.cli.hook_expression import parse_hook
+from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.integrations.torchtitan import attach_to
 
 pytest.importorskip("torchtitan")

@@ -13,9 +13,9 @@ from rank_pool import RankPool
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import torch_commhook
-from torch_commhook.cli.hook_expression import parse_hook
 from torch_commhook.collectives.exchange import exchange
 from torch_commhook.collectives.gloo_groups import second_group
+from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.process_group import ThrottledProcessGroup, register, throttled
 from torch_commhook.process_group.gloo_messages import EXCHANGE, EXPECTED, Traffic
 from torch_commhook.process_group.slow_link import GlooGroup

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from repository import ROOT
 
-from torch_commhook.cli.hook_expression import check_hook
+from torch_commhook.hooks.expressions import check_hook
 
 
 @pytest.fixture

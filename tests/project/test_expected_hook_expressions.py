@@ -7,7 +7,7 @@ import expecttest
 import named_hooks
 from refusals import refusals
 
-from torch_commhook.cli.hook_expression import HookExpressionError, parse_hook
+from torch_commhook.hooks.expressions import HookExpressionError, parse_hook
 
 
 class TestExpressions(expecttest.TestCase):

@@ -21,8 +21,8 @@ from torch import nn
 
 from torch_commhook import attach
 from torch_commhook.cli import plan, plan_sharded
-from torch_commhook.cli.hook_expression import parse_hook
 from torch_commhook.cli.main import main
+from torch_commhook.hooks.expressions import parse_hook
 from torch_commhook.metrics import HookStats
 from torch_commhook.process_group import RecordingProcessGroup
 from torch_commhook.testing import run_ranks

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_commhook import codecs, hooks
-from torch_commhook.cli.hook_expression import parse_hook
+from torch_commhook.hooks.expressions import parse_hook
 
 #: Of each codec.
 WITH_ERROR_FEEDBACK = [

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_commhook import HookHandle, attach
-from torch_commhook.cli.hook_expression import parse_hook
+from torch_commhook.hooks.expressions import parse_hook
 
 
 def net() -> nn.Module:

@@ -29,6 +29,7 @@ from torch_commhook.collectives import resolve_group
 from torch_commhook.collectives.agreement import check_agreement
 from torch_commhook.collectives.group_place import check_not_managed, group_rank
 from torch_commhook.elastic.settings import Elastic
+from torch_commhook.hooks.expressions import as_hook
 from torch_commhook.memory.hook_memory import HookMemory
 from torch_commhook.memory.loss_scale import Scaler, checked_scale
 from torch_commhook.native.runtime import hook_name
@@ -51,7 +52,7 @@ _DEFAULTS: dict[str, Any] = {
 # Over 80 lines: the docstring tells each argument and error.
 def attach(
     model: torch.nn.Module,
-    hook: Callable[..., Any],
+    hook: Callable[..., Any] | str,
     *,
     state: object = None,
     scaler: Scaler | None = None,
@@ -62,7 +63,7 @@ def attach(
     init_sync: bool | None = None,
     connections: int | None = None,
     elastic: Elastic | None = None,
-    shard_hook: Callable[..., Any] | None = None,
+    shard_hook: Callable[..., Any] | str | None = None,
     weights: Codec | None = None,
 ) -> HookHandle:
     """Let a model's gradients travel through a communication hook.
@@ -80,7 +81,8 @@ def attach(
             returns a ``Future[Tensor]`` or a tensor: the average of the bucket's gradients over the
             ranks, as many elements as the bucket has, of its dtype. It gets a
             :class:`torch_commhook.GradBucket`, and should communicate through
-            ``bucket.process_group()``.
+            ``bucket.process_group()``. Or a text that :func:`torch_commhook.parse_hook` reads, such
+            as ``"error_feedback(blockwise(bits=4))"``.
         state: passed to a callable of your own as its first argument.
         scaler: the ``torch.amp.GradScaler`` that scales the loss, or another object with its
             ``get_scale()``. The hook rescales its error memory when the scale changes, and
@@ -107,7 +109,8 @@ def attach(
             are.
 
     Returns:
-        A handle that removes or replaces the hook and tells what it sent.
+        A handle that removes or replaces the hook and tells what it sent. In a ``with`` statement
+        it removes the hook at the end.
 
     An exception that the hook raises comes out of ``backward()`` with its type and traceback, and
     the next backward works. On Gloo the other ranks get a :class:`PeerError` in the same step; over
@@ -123,10 +126,10 @@ def attach(
             :func:`torch_commhook.check_hook` refuses the hook; a parameter is a DTensor that
             ``fully_shard()`` has not made, or FullyShardedDataParallel has flattened it; on a
             sharded model, a hook that needs more than a rank has there.
-        ValueError: an annotation of the hook says that it is none; a scale that is not positive and
-            finite (in a later ``backward()`` too); connections out of range; a setting that DDP has
-            itself; no parameter requires grad; a parameter is on the meta device, or has an
-            optimizer in backward.
+        ValueError: a text is no hook expression; an annotation of the hook says that it is none; a
+            scale that is not positive and finite (in a later ``backward()`` too); connections out
+            of range; a setting that DDP has itself; no parameter requires grad; a parameter is on
+            the meta device, or has an optimizer in backward.
         RuntimeError: a hook is attached already, or to another model with one of the parameters, or
             was registered with DDP itself; replicate() was applied to a module; the ranks'
             parameters differ; a step over the group has failed, whose collectives may still be
@@ -134,6 +137,8 @@ def attach(
     """
     model = _checked_module(model)
     check_connections(connections)
+    checked = as_hook(hook)
+    beside = None if shard_hook is None else as_hook(shard_hook)
     given = {
         "bucket_cap_mb": bucket_cap_mb,
         "gradient_as_bucket_view": gradient_as_bucket_view,
@@ -145,11 +150,11 @@ def attach(
         _check_none_given({"process_group": process_group, **given}, _SHARDED)
         return attach_sharded(
             model,
-            hook,
+            checked,
             state=state,
             scaler=scaler,
             connections=connections,
-            shard_hook=shard_hook,
+            shard_hook=beside,
             weights=weights,
             attached_to=partial(_attached_to, weakref.ref(model)),
         )
@@ -161,7 +166,7 @@ def attach(
     scale = None if scaler is None else checked_scale(scaler)
     memory = HookMemory()
     memory.scaler = scaler
-    attached = Attached.checked(hook, state, memory)
+    attached = Attached.checked(checked, state, memory)
     attached.connections = connections
     if elastic is not None:
         if process_group is not None or connections is not None:

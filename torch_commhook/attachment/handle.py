@@ -21,6 +21,7 @@ from torch_commhook.buckets.grad_bucket import GradBucket
 from torch_commhook.collectives.agreement import gather_along
 from torch_commhook.hooks import __name__ as hooks_module
 from torch_commhook.hooks.base import Hook
+from torch_commhook.hooks.expressions import as_hook
 from torch_commhook.memory.merging import merged_states, on_the_host
 from torch_commhook.memory.scaler_watch import stop_watching_for_scaler, watch_for_scaler
 from torch_commhook.memory.states import LOCAL_STEPS, comparable_form
@@ -86,8 +87,14 @@ class HookHandle:
             if not road.is_alive and not road.is_closing:
                 roads.pop(model, None)
 
+    def __enter__(self) -> HookHandle:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.remove()
+
     @outside_inference_mode
-    def replace(self, hook: Callable[..., Any], *, state: object = None) -> None:
+    def replace(self, hook: Callable[..., Any] | str, *, state: object = None) -> None:
         """Put another hook in this one's place, from the next backward on.
 
         Statistics begin anew, and the new hook remembers nothing: what the old one had not sent
@@ -104,14 +111,15 @@ class HookHandle:
                 f"HookHandle.replace: hook '{self._attached.name}' is not attached any more; "
                 "use attach()"
             )
-        replacement, error = None, None
+        replacement, error, given = None, None, hook
         try:
+            given = as_hook(hook, "HookHandle.replace")
             memory = self._attached.memory.new_for_same_model()
-            replacement = Attached.checked(hook, state, memory, "HookHandle.replace")
+            replacement = Attached.checked(given, state, memory, "HookHandle.replace")
             self._road.check_fits(replacement)
         except Exception as refused:
             error = refused
-        shared: dict[str, object] = {"the hook": printed_hook(hook)}
+        shared: dict[str, object] = {"the hook": printed_hook(given)}
         self._road.agree("HookHandle.replace", error, shared)
         assert replacement is not None
         self._logged = None

@@ -146,7 +146,7 @@ def _averaged(rank: int, hook: str) -> torch.Tensor:
     import torch
 
     from torch_commhook import attach
-    from torch_commhook.cli.hook_expression import parse_hook
+    from torch_commhook.hooks.expressions import parse_hook
 
     model = torch.nn.Linear(4, 4)
     handle = attach(model, parse_hook(hook))

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torch_commhook.cli.hook_expression import parse_codec, parse_hook
 from torch_commhook.cli.report import fp32_bytes_per_step
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.cli.transformer import ByteTransformer
+from torch_commhook.hooks.expressions import parse_codec, parse_hook
 from torch_commhook.metrics import HookStats, ring_all_reduce_bytes
 
 _FP32_BYTES = 4

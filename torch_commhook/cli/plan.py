@@ -31,7 +31,6 @@ from torch_commhook.cli.hook_cost import (
     record_traffic,
     unwrap_hook,
 )
-from torch_commhook.cli.hook_expression import HookExpressionError, parse_hook
 from torch_commhook.cli.plan_formulas import (
     MOST_SIMULATED,
     Formula,
@@ -47,6 +46,7 @@ from torch_commhook.cli.plan_step import agreement_of, round_trips, through_seco
 from torch_commhook.cli.report import format_bytes
 from torch_commhook.cli.sharded_options import ShardedOptionError, resolve_sharded
 from torch_commhook.cli.train_config import TrainConfig
+from torch_commhook.hooks.expressions import HookExpressionError, parse_hook
 
 if TYPE_CHECKING:
     from torch_commhook.process_group.simulated.link import Issued

@@ -6,9 +6,9 @@ import argparse
 import math
 import re
 
-from torch_commhook.cli.hook_expression import NO_HOOK
 from torch_commhook.cli.main import OneLineParser
 from torch_commhook.cli.train_config import PARALLEL
+from torch_commhook.hooks.expressions import NO_HOOK
 
 BUCKET_CAPS_MB = (1.0, 25.0)  # DDP's
 #: An hour: the longest link is one of light minutes.

@@ -24,8 +24,8 @@ from torch_commhook.cli.hook_cost import (
     median_seconds,
     unwrap_hook,
 )
-from torch_commhook.cli.hook_expression import parse_codec, parse_hook
 from torch_commhook.cli.sharded_options import ShardedOptionError, check_hook_fits, check_weights
+from torch_commhook.hooks.expressions import parse_codec, parse_hook
 
 #: Parameters and gradients in float32.
 _NUMBER_BYTES = 4

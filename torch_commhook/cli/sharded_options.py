@@ -6,7 +6,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torch_commhook.cli.hook_expression import (
+from torch_commhook.cli.train_config import TrainConfig
+from torch_commhook.hooks.expressions import (
     NO_HOOK,
     HookExpressionError,
     check_hook,
@@ -14,7 +15,6 @@ from torch_commhook.cli.hook_expression import (
     parse_codec,
     parse_hook,
 )
-from torch_commhook.cli.train_config import TrainConfig
 
 if TYPE_CHECKING:  # it imports torch, which DDP's options do not need
     from torch_commhook.memory.hook_memory import HookMemory

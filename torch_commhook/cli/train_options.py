@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_commhook.cli.hook_expression import NO_HOOK, HookExpressionError, check_hook
 from torch_commhook.cli.outputs import (
     OutputError,
     check_apart,
@@ -23,6 +22,7 @@ from torch_commhook.cli.sharded_options import ShardedOptionError, check_sharded
 from torch_commhook.cli.text_data import DataError, read_text
 from torch_commhook.cli.train_config import MEMORY_FIELDS, MODEL_FIELDS, MOST_RANKS, TrainConfig
 from torch_commhook.cli.train_parser import build_parser
+from torch_commhook.hooks.expressions import NO_HOOK, HookExpressionError, check_hook
 
 if TYPE_CHECKING:  # it imports torch, which only --resume needs
     from torch_commhook.cli.checkpoint import Checkpoint

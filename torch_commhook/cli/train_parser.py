@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch_commhook.cli.hook_expression import NO_HOOK
 from torch_commhook.cli.main import OneLineParser
 from torch_commhook.cli.outputs import METRICS, PLOT, SUMMARY
 from torch_commhook.cli.train_config import MOST, MOST_RANKS, PARALLEL, TrainConfig
+from torch_commhook.hooks.expressions import NO_HOOK
 
 _Number = TypeVar("_Number", int, float)
 

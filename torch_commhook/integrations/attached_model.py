@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_commhook.attachment.attaching import attach
 from torch_commhook.attachment.handle import HookHandle
 from torch_commhook.attachment.sharded.fsdp import trains_shards
-from torch_commhook.cli.hook_expression import parse_hook
+from torch_commhook.hooks.expressions import parse_hook
 
 
 def hook_of(hook: str | Callable[..., Any]) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from named_hooks import HOOKS
 
-from torch_commhook.cli.hook_expression import (
+from torch_commhook.hooks.expressions import (
     HookExpressionError,
     check_hook,
     parse_hook,

@@ -1,4 +1,4 @@
-"""Reads a hook from the command line: ``cast(bfloat16)``, ``none`` or ``my_hooks.py:my_hook``.
+"""Reads a hook that is written as text: ``cast(bfloat16)``, ``none`` or ``my_hooks.py:my_hook``.
 
 An expression is parsed, never evaluated as Python: calls of the public names of
 ``torch_commhook.hooks``, whose arguments are constants, names of dtypes, lists and tuples of those,
@@ -22,6 +22,8 @@ from typing import Any
 #: The expression for DDP as it is, with no hook.
 NO_HOOK = "none"
 
+#: How dtypes are often called.
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
 #: Arguments of hooks that are objects of a running program.
 _NOT_WRITABLE = ("process_group",)
 #: Hooks that take such, and what to write instead, if anything.
@@ -43,7 +45,10 @@ class HookExpressionError(ValueError):
 
 
 def parse_hook(expression: str, hooks: ModuleType | None = None) -> Any:
-    """The hook that ``expression`` describes; None for ``none``.
+    """Return the hook that ``expression`` describes; None for ``none``.
+
+    An expression is read, not run: it is a call of a hook of the library, whose arguments are
+    constants, dtypes, and further such calls. A Python file that it names is run.
 
     Args:
         expression: a call such as ``cast(bfloat16)``, a bare name such as ``allreduce``, ``none``,
@@ -51,8 +56,12 @@ def parse_hook(expression: str, hooks: ModuleType | None = None) -> Any:
         hooks: the module whose public names may be called; ``torch_commhook.hooks`` where None.
 
     Raises:
-        HookExpressionError: the expression is not of this form, a name is unknown, the file
-            doesn't run, or the arguments don't suit the hook.
+        HookExpressionError: a ValueError: the expression is not of this form, a name is unknown,
+            the file doesn't run, or the arguments don't suit the hook.
+
+    Example:
+        >>> torch_commhook.parse_hook("error_feedback(blockwise(bits=4))")
+        error_feedback(blockwise(bits=4))
     """
     text = expression.strip()
     if text.lower() == NO_HOOK:
@@ -64,6 +73,24 @@ def parse_hook(expression: str, hooks: ModuleType | None = None) -> Any:
 
         hooks = library_hooks
     return _Builder(text, hooks).build()
+
+
+def as_hook(hook: Any, op: str = "attach") -> Any:
+    """A hook that may be given as an expression.
+
+    Args:
+        hook: the hook, or an expression of it.
+        op: what it was given to, for errors.
+
+    Raises:
+        HookExpressionError: as :func:`parse_hook`; or the expression is ``none``.
+    """
+    if not isinstance(hook, str):
+        return hook
+    found = parse_hook(hook)
+    if found is None:
+        raise HookExpressionError(f"{op}: {hook!r} is no hook; hooks.allreduce() is the plain mean")
+    return found
 
 
 def parse_codec(expression: str) -> Any:
@@ -207,8 +234,11 @@ class _Builder:
             return value
         if name in self.names:  # a wrapper's inner hook may be a bare name too
             return self._call(node, [], {})
+        meant = _SHORT_DTYPES.get(name.lower())
+        hint = "" if meant is None else f" (did you mean {meant!r}?)"
         raise self._error(
-            f"has the argument {_shortened(name)!r}, which is neither a dtype nor a {self.kind}"
+            f"has the argument {_shortened(name)!r}, which is neither a dtype nor a "
+            f"{self.kind}{hint}"
         )
 
     def _unknown(self, name: str) -> HookExpressionError:

@@ -1,0 +1,66 @@
+"""Hooks that are given as text, and handles in a ``with`` statement."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import torch_commhook
+from torch_commhook import HookExpressionError, attach, hooks
+
+TEXT = "error_feedback(blockwise(bits=4))"
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_hook_as_text() -> None:
+    handle = attach(nn.Linear(4, 4), TEXT)
+    assert str(handle.hook) == str(hooks.error_feedback(hooks.blockwise(bits=4)))
+    handle.replace("cast(bfloat16)")
+    assert str(handle.hook) == str(hooks.cast(torch.bfloat16))
+    handle.remove()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("blokwise", "unknown hook 'blokwise' (did you mean 'blockwise'?)"),
+        ("cast(bf16)", "neither a dtype nor a hook (did you mean 'bfloat16'?)"),
+        ("none", "attach: 'none' is no hook; hooks.allreduce() is the plain mean"),
+        ("adaptive(1e6)", "adaptive: budget must be an int"),
+    ],
+)
+def test_a_text_that_is_no_hook(text: str, message: str) -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(HookExpressionError) as raised:
+        attach(model, text)
+    assert message in str(raised.value)
+    attach(model, "allreduce").remove()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_refused_text_leaves_the_old_hook() -> None:
+    with attach(nn.Linear(4, 4), "allreduce") as handle:
+        with pytest.raises(HookExpressionError, match="blokwise"):
+            handle.replace("blokwise")
+        assert str(handle.hook) == "allreduce()" and handle.is_attached
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_end_of_a_with_statement_removes_the_hook() -> None:
+    model = nn.Linear(4, 4)
+    with attach(model, hooks.allreduce()) as handle:
+        model(torch.ones(2, 4)).sum().backward()
+        assert handle.is_attached
+    assert not handle.is_attached and handle.stats().steps == 1
+    with pytest.raises(ZeroDivisionError), attach(model, "allreduce") as handle:
+        raise ZeroDivisionError
+    assert not handle.is_attached
+    with attach(model, "allreduce") as handle:
+        handle.remove()
+
+
+def test_the_parser_is_public() -> None:
+    assert str(torch_commhook.parse_hook(TEXT)) == str(hooks.error_feedback(hooks.blockwise(bits=4)))
+    assert torch_commhook.parse_hook("none") is None
