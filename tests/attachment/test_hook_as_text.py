@@ -14,7 +14,8 @@ TEXT = "error_feedback(blockwise(bits=4))"
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_hook_as_text() -> None:
-    handle = attach(nn.Linear(4, 4), TEXT)
+    model = nn.Linear(4, 4)
+    handle = attach(model, TEXT)
     assert str(handle.hook) == str(hooks.error_feedback(hooks.blockwise(bits=4)))
     handle.replace("cast(bfloat16)")
     assert str(handle.hook) == str(hooks.cast(torch.bfloat16))
@@ -41,7 +42,8 @@ def test_a_text_that_is_no_hook(text: str, message: str) -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_refused_text_leaves_the_old_hook() -> None:
-    with attach(nn.Linear(4, 4), "allreduce") as handle:
+    model = nn.Linear(4, 4)
+    with attach(model, "allreduce") as handle:
         with pytest.raises(HookExpressionError, match="blokwise"):
             handle.replace("blokwise")
         assert str(handle.hook) == "allreduce()" and handle.is_attached
@@ -62,5 +64,6 @@ def test_the_end_of_a_with_statement_removes_the_hook() -> None:
 
 
 def test_the_parser_is_public() -> None:
-    assert str(torch_commhook.parse_hook(TEXT)) == str(hooks.error_feedback(hooks.blockwise(bits=4)))
+    made = hooks.error_feedback(hooks.blockwise(bits=4))
+    assert str(torch_commhook.parse_hook(TEXT)) == str(made)
     assert torch_commhook.parse_hook("none") is None
