@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +12,7 @@ from rank_pool import RankPool
 
 from torch_commhook.step import step_end
 from torch_commhook.step.step_end import StepEnd, agree_on_used
+from torch_commhook.step.step_group import StepGroup
 
 
 def _agree(rank: int, used: list[list[int]], most_at_once: int) -> list[int]:
@@ -71,3 +75,32 @@ def test_each_rank_hears_of_all(size: int) -> None:
                 heard[rank] |= before[(rank - distance) % size]
     assert all(each == set(range(size)) for each in heard)
     assert len(step_end.rounds_of(size)) == (1 if size <= 16 else (size - 1).bit_length())
+
+
+def _ends_while_another_thread_gives_up(rank: int) -> bool:
+    group = StepGroup(dist.group.WORLD)
+    group.begin()
+    thread = None
+    if rank == 0:
+        rendezvous, is_telling = group._rendezvous, threading.Event()
+        assert rendezvous is not None
+        tell = rendezvous.tell
+
+        def tell_slowly(reason: object) -> None:
+            is_telling.set()
+            time.sleep(0.5)
+            tell(reason)  # type: ignore[arg-type]
+
+        rendezvous.tell = tell_slowly  # type: ignore[method-assign]
+        thread = threading.Thread(target=group.lose, args=(1, "since rank 1 is silent"))
+        thread.start()
+        is_telling.wait()
+    group.end()  # the flags of both ranks come
+    if thread is not None:
+        thread.join()
+    group.close()
+    return True
+
+
+def test_a_rank_that_is_given_up_meanwhile_still_ends_the_step(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_ends_while_another_thread_gives_up, timeout=30) == [True, True]

@@ -286,6 +286,7 @@ class StepGroup:
         """
         if not self._broken:
             return
+        self._forget_step_end()
         if not self._meets_again:
             raise self.explain("the step has failed already")
         assert self._rendezvous is not None
@@ -349,6 +350,8 @@ class StepGroup:
 
     def _end_of_step(self) -> StepEnd:
         step_end, self._step_end = self._step_end, None
+        if step_end is None and self._broken:
+            raise self.explain("the step has failed already")
         return step_end or StepEnd(self.group)
 
     def end_agreed(self, agree: Callable[[], object]) -> None:
@@ -375,11 +378,13 @@ class StepGroup:
     def lose(self, rank: int | None, why: str) -> None:
         """:meth:`fail` because of another rank. It ends a step in background, too.
 
+        Another thread than the one that takes the step may call this.
+
         Args:
             rank: of the default group; None where nobody knows.
             why: as errors go on after "this step failed".
         """
-        self._fail_all(Reason(why, rank, has_ended=False), in_background=True)
+        self._fail_all(Reason(why, rank, has_ended=False), lost=True)
 
     def fail(self, reason: BaseException | str) -> None:
         """Let the other ranks' collectives of this step end, and tell them why.
@@ -399,23 +404,26 @@ class StepGroup:
         text = f"on rank {self._global_rank}: {reason}"
         self._fail_all(Reason(text, self._global_rank))
 
-    def _fail_all(self, reason: Reason, *, in_background: bool = False) -> None:
-        if not self._broken and (in_background or not self.in_background):
-            self._fail(reason)
+    def _fail_all(self, reason: Reason, *, lost: bool = False) -> None:
+        if not self._broken and (lost or not self.in_background):
+            self._fail(reason, lost=lost)
             for sibling in self._others():
-                sibling._fail(reason)
+                sibling._fail(reason, lost=lost)
 
     def _others(self) -> list[StepGroup]:
         siblings = _siblings.get(self.parent, ())
         return [each for each in siblings if each is not self and not each.in_background]
 
-    def _fail(self, reason: Reason) -> None:
+    def _fail(self, reason: Reason, *, lost: bool = False) -> None:
         if self._open:
             _lost.update(self._outside)
             for outside in list(self._outside):
                 give_up(outside)
         self._open = False
-        self._forget_step_end()
+        if not lost:
+            # Else the thread that takes the step forgets it. A connection that holds a message
+            # which nobody asks for any more does not tell of its end, and that thread may wait.
+            self._forget_step_end()
         if self._rendezvous is None or self._broken:
             return
         self._broken = True
