@@ -399,7 +399,7 @@ class ElasticTraining:
             "steps": self.ranks.steps,
             "trained": self.ranks.trained,
             "place": None if local_steps is None else local_steps.place(),
-            "hook": None if memory.remembers_nothing else memory.state_dict(),
+            "hook": None if memory.remembers_nothing else _without_own(memory.state_dict()),
             **(self._whole() if whole else self._rest()),
         }
 
@@ -448,11 +448,29 @@ class ElasticTraining:
             load_states(self._settings.state, state["objects"])
 
 
+def _without_own(state: dict[str, Any]) -> dict[str, Any]:
+    """A rank's state of the hook, with one number in place of each tensor that is its own."""
+    (own,) = [key for key in state if key.startswith("rank")]
+    return {
+        **state,
+        own: {
+            kind: {
+                name: torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tensor.shape)
+                for name, tensor in tensors.items()
+            }
+            for kind, tensors in state[own].items()
+        },
+    }
+
+
 def _of_new_rank(state: dict[str, Any], memory: HookMemory) -> dict[str, Any]:
     """Turns another rank's state of the hook into that of a new rank, with empty error memory."""
     (other,) = [key for key in state if key.startswith("rank")]
     zeros = {
-        kind: {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        kind: {
+            name: torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+            for name, tensor in tensors.items()
+        }
         for kind, tensors in state.pop(other).items()
     }
     rank, world_size = memory.place
