@@ -172,7 +172,9 @@ class HookStats:
     """What a hook has sent since it was attached, on this rank.
 
     Attributes:
-        steps: backward passes that communicated.
+        steps: backward passes that communicated; with ``local_sgd``, exchanges.
+        local_steps: with ``local_sgd``: steps of the optimizer. Else 0.
+        gradient_bytes: of the gradients in all steps, local ones too, before compression.
         bytes_sent: in all; None where nobody counts, as in :class:`BucketStats`.
         bytes_sent_last_step: in the last of the steps, over all buckets.
         bytes_received, bytes_received_last_step: the same of what came.
@@ -190,6 +192,8 @@ class HookStats:
     """
 
     steps: int = 0
+    local_steps: int = field(default=0, repr=False)
+    gradient_bytes: int = field(default=0, repr=False)
     bytes_sent: int | None = 0
     bytes_sent_last_step: int | None = 0
     bytes_received: int | None = 0
@@ -217,6 +221,23 @@ class HookStats:
         if self.of_shards:
             plain /= 2
         return plain / self.bytes_sent_last_step if self.bytes_sent_last_step else None
+
+    @property
+    def total_ratio(self) -> float | None:
+        """How many times less was sent in all steps than all-reduces of all gradients would send.
+
+        With ``local_sgd``, than an all-reduce in each of the optimizer's steps would send. With
+        ``of_shards``, than reduce-scatters would send. None where nobody counts, or nothing was
+        sent.
+        """
+        plain: float = ring_all_reduce_bytes(self.gradient_bytes, self.world_size)
+        if self.of_shards:
+            plain /= 2
+        return plain / self.bytes_sent if self.bytes_sent else None
+
+    def __str__(self) -> str:
+        """A table: what was sent in all, and each bucket in the last step."""
+        return _table(self)
 
     def scalars(self, before: HookStats | None = None) -> dict[str, float]:
         """Numbers for a log, by name: what is not known is left out.
@@ -271,9 +292,22 @@ def count_bucket(
     *,
     first: bool,
     steps: int = 1,
+    of_gradients: bool = True,
 ) -> None:
-    """Add what one bucket sent, in each of so many steps; ``first``: a step begins with it."""
+    """Add what one bucket sent, in each of so many steps.
+
+    Args:
+        stats: to which it is added.
+        index: of the bucket.
+        bucket_count: how many there are.
+        traffic: of the bucket in one step.
+        first: whether a step begins with it.
+        steps: how many there were.
+        of_gradients: whether the bucket's values are gradients of these steps.
+    """
     numel, dtype, sent, received = traffic
+    if of_gradients:
+        stats.gradient_bytes += steps * numel * dtype.itemsize
     if first:
         stats.steps += steps
         stats.bytes_sent_last_step = stats.bytes_received_last_step = 0
@@ -288,6 +322,50 @@ def count_bucket(
         counted.bytes_received = _sum(counted.bytes_received, received, steps)
     stats.bytes_sent_last_step = _sum(stats.bytes_sent_last_step, sent)
     stats.bytes_received_last_step = _sum(stats.bytes_received_last_step, received)
+
+
+def _table(stats: HookStats) -> str:
+    steps = f"{stats.steps} steps"
+    if stats.local_steps:
+        steps = f"{stats.steps} exchanges after {stats.local_steps} steps"
+    ratio = stats.total_ratio
+    less = "" if ratio is None else f", {ratio:.1f} times less than plain all-reduces"
+    sent = "an unknown number of bytes" if stats.bytes_sent is None else _bytes(stats.bytes_sent)
+    lines = [f"{steps} on {stats.world_size} ranks: this rank sent {sent}{less}"]
+    if not stats.buckets:
+        return lines[0]
+    lines[0] += "; in the last step:"
+    rows: list[tuple[str, ...]] = [
+        ("bucket", "elements", "dtype", "sent", "received", "error", *STAGES)
+    ]
+    for each in stats.buckets:
+        mean = [getattr(each, f"{stage}_seconds") / max(1, stats.steps) for stage in STAGES]
+        rows.append(
+            (
+                str(each.index),
+                f"{each.numel:,}",
+                str(each.dtype).removeprefix("torch."),
+                _bytes(each.bytes_sent_last_step),
+                _bytes(each.bytes_received_last_step),
+                "" if each.relative_error is None else f"{each.relative_error:.2g}",
+                *("" if seconds == 0.0 else f"{seconds * 1e3:.3g} ms" for seconds in mean),
+            )
+        )
+    used = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in used]
+    for row in zip(*used, strict=True):
+        cells = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _bytes(number: int | None) -> str:
+    if number is None:
+        return "?"
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number} B"
 
 
 def _sum(a: int | None, b: int | None, times: int = 1) -> int | None:

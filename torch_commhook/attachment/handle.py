@@ -413,6 +413,7 @@ def begin_hook(first: Road, attached: Attached, op: str) -> None:
     try:
         if isinstance(hook, Hook):
             hook.check_ranks(group)
+            hook.check_parameters(attached.memory.store.named_parameters())
         road.attached = attached
         _begin_local_steps(first, attached)
     except Exception as raised:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -219,6 +220,9 @@ class LocalSteps:
     def _count(self) -> None:
         self.done += 1
         self._round.steps += 1
+        stats = self._attached.stats
+        stats.local_steps += 1
+        stats.gradient_bytes += self._gradient_bytes
         if self._background is not None:
             self._background.steps += 1
         survivors = self._survivors
@@ -227,6 +231,11 @@ class LocalSteps:
         self._is_counted = True
         self.is_open = False
         self._stepped.clear()
+
+    @cached_property
+    def _gradient_bytes(self) -> int:
+        own = (p.to_local() if isinstance(p, DTensor) else p for p in self._living())
+        return sum(parameter.nbytes for parameter in own)
 
     def _living(self) -> list[Tensor]:
         """The parameters, as optimizers have them."""
@@ -461,7 +470,10 @@ class LocalSteps:
         self._versions = self._versions_now()
         attached.memory.count_step()
         for index, each in enumerate(traffic):
-            count_bucket(attached.stats, index, len(traffic), each, first=index == 0)
+            is_first = index == 0
+            count_bucket(
+                attached.stats, index, len(traffic), each, first=is_first, of_gradients=False
+            )
 
     def _is_apart(self) -> bool:
         """Whether this rank's parameters may be elsewhere than others'."""

@@ -113,6 +113,20 @@ class Hook(ABC):
         for hook in self.hooks_inside():
             hook.check_ranks(group)
 
+    def check_parameters(self, named: "Sequence[tuple[str, Tensor]]") -> None:
+        """Refuse a model whose parameters do not fit the hook.
+
+        Called before the hook is used.
+
+        Args:
+            named: names and parameters.
+
+        Raises:
+            ValueError: they do not fit.
+        """
+        for hook in self.hooks_inside():
+            hook.check_parameters(named)
+
     def prepare(self, memory: BucketMemory) -> None:  # noqa: B027 (most remember nothing)
         """Ask for what the hook remembers of a bucket, before the first :meth:`average` of it.
 

@@ -34,6 +34,9 @@ _COMPARE: dict[str, Callable[[int, int], bool]] = {
     ">": lambda a, b: a > b,
 }
 
+#: Names of parameters in an error.
+_SHOWN = 5
+
 
 class policy(Hook):  # noqa: N801 (a hook is written as it is called)
     """Average each parameter's gradient with the hook of the first rule that it meets.
@@ -56,7 +59,8 @@ class policy(Hook):  # noqa: N801 (a hook is written as it is called)
 
     Raises:
         TypeError: no such pairs, or no hooks of the library.
-        ValueError: a condition that cannot be read, or a hook that is about the whole model.
+        ValueError: a condition that cannot be read, or a hook that is about the whole model; in
+            :func:`torch_commhook.attach`, a condition that no parameter of the model meets.
     """
 
     _lets_stages_wait = True
@@ -106,6 +110,18 @@ class policy(Hook):  # noqa: N801 (a hook is written as it is called)
             if _meets(condition, name, parameter):
                 return number
         return len(self.rules)
+
+    def check_parameters(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        super().check_parameters(named)
+        if self._has_default_rules:
+            return
+        for condition, _ in self.rules:
+            if not any(_meets(condition, name, parameter) for name, parameter in named):
+                names = ", ".join(repr(name) for name, _ in named[:_SHOWN])
+                more = ", ..." if len(named) > _SHOWN else ""
+                raise ValueError(
+                    f"policy: no parameter meets {condition!r}; the model has {names}{more}"
+                )
 
     def prepare(self, memory: BucketMemory) -> None:
         names = memory.names
