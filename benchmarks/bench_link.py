@@ -28,6 +28,7 @@ from lab_bench import (
 from link_rank import ALONE, PYTORCH, WARM_UP, Plan
 from machine import FOLDER
 from netlab import Lab, parse_rate
+from pictures import draw_rates, times_of
 
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.hooks.expressions import NO_HOOK
@@ -160,27 +161,8 @@ def run(options: argparse.Namespace) -> Report:
 
 def draw(report: Report, rates: Sequence[int], path: Path) -> None:
     """A picture of the step's time over the links' rate, a line for each job."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)  # no pyplot: that would look for a display
-    axes = figure.subplots()
-    times: dict[str, list[float]] = {}
-    for row in report.rows[: len(report.rows) // len(report.options.bucket_cap_mb)]:
-        times.setdefault(row.job, []).append(row.seconds)
-    order = sorted(range(len(rates)), key=lambda i: rates[i])
-    for job, seconds in times.items():
-        style = {"color": "black", "linestyle": ":"} if job == ALONE else {"marker": "o"}
-        axes.plot([rates[i] / 1e6 for i in order], [seconds[i] for i in order], label=job, **style)
-    axes.set(xscale="log", yscale="log", xlabel="link (Mbit/s each way)", ylabel="step (s)")
-    ticks = [rates[i] / 1e6 for i in order]
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
-    axes.set_xticks([], minor=True)
-    axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    rows = [{"job": row.job, "seconds": row.seconds} for row in report.rows]
+    draw_rates(times_of(rows, len(rates)), rates, path)
 
 
 def _caps(text: str) -> tuple[float, ...]:

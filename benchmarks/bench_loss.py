@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import FOLDER, environment
+from pictures import legend_below, new_figure, save, styles
 
 from torch_commhook.cli.train_config import TrainConfig
 from torch_commhook.hooks.expressions import parse_hook
@@ -171,19 +172,13 @@ def _times(run: dict[str, Any], seconds: dict[str, float]) -> list[float]:
 def _curves(
     runs: Sequence[dict[str, Any]], places: Sequence[list[float]], what: str, path: Path
 ) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 7), layout="constrained")
-    FigureCanvasAgg(figure)  # no pyplot: that would look for a display
-    axes = figure.subplots()
-    for run, where in zip(runs, places, strict=True):
-        axes.plot(where, run["curve"][: len(where)], label=run["hook"])
+    figure, axes = new_figure(8, 7)
+    for run, where, style in zip(runs, places, styles(len(runs)), strict=True):
+        axes.plot(where, run["curve"][: len(where)], label=run["hook"], **style)
     axes.set(xlabel=what, ylabel="loss, nats per byte", xscale="log")
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", fontsize="small")
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=100)
+    axes.set_title(f"loss of training over {what}")
+    legend_below(figure, 1)
+    save(figure, path)
 
 
 def _step_seconds() -> dict[str, float]:

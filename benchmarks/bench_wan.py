@@ -28,6 +28,7 @@ from lab_bench import (
 from link_rank import PYTORCH
 from machine import FOLDER, environment
 from netlab import Lab, parse_rate
+from pictures import legend_below, new_figure, save, styles
 from wan_rank import TORCHFT, Plan
 
 from torch_commhook.cli.train_config import TrainConfig
@@ -151,31 +152,23 @@ def print_table(rows: Sequence[dict[str, Any]]) -> bool:
 
 def draw(runs: Sequence[dict[str, Any]], link: str, path: Path) -> None:
     """Held-out loss over time, of the first seed."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    FigureCanvasAgg(figure)  # no pyplot: that would look for a display
-    axes = figure.subplots()
+    figure, axes = new_figure(8, 6)
     seed = min(run["seed"] for run in runs)
-    for run in runs:
-        if run["seed"] == seed:
-            plain = run["way"] == NO_HOOK
-            style = {"color": "black", "linestyle": ":"} if plain else {}
-            label = BASELINE if plain else run["way"]
-            axes.plot(run["seconds"], run["losses"], label=label, **style)
-            if plain:
-                axes.axhline(run["losses"][-1], color="0.7", linewidth=0.8)
+    first = [run for run in runs if run["seed"] == seed]
+    for run, style in zip(first, styles(len(first)), strict=True):
+        plain = run["way"] == NO_HOOK
+        label = BASELINE if plain else run["way"]
+        axes.plot(run["seconds"], run["losses"], label=label, **style)
+        if plain:
+            axes.axhline(run["losses"][-1], color="0.7", linewidth=0.8)
     axes.set(
         title=f"held-out loss over time, link of {link} each way",
         xlabel="seconds",
         ylabel="loss, nats per byte",
         xscale="log",
     )
-    axes.grid(alpha=0.3, which="both")
-    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    legend_below(figure, 2)
+    save(figure, path)
 
 
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:

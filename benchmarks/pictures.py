@@ -1,0 +1,166 @@
+"""How pictures of results look, and those of stored ones.
+
+``python benchmarks/pictures.py`` draws pictures again from what runs have stored.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from machine import FOLDER
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PICTURES = FOLDER.parent / "docs" / "images"
+RESULTS = FOLDER / "results"
+#: The curves of the picture on the front page, from the slowest on.
+FRONT = {
+    "DDP": "DDP",
+    "cast()": "bfloat16",
+    "blockwise()": "8 bits",
+    "error_feedback(blockwise(bits=4))": "4 bits, error feedback",
+    "powersgd(rank=2)": "PowerSGD, rank 2",
+    "no communication": "no communication",
+}
+#: Tell apart for most who do not see all colours, and in print by their dashes.
+_COLORS = (
+    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c564b", "#7f7f7f"),
+    *("#6a3d9a", "#b8860b", "#800000", "#17becf", "#556b2f", "#ff7f9f", "#191970", "#a0a000"),
+)
+_DASHES = ("-", "--", "-.", ":")
+#: Of a legend, side by side.
+_CHARACTERS = 90
+
+
+def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
+    """A figure with one pair of axes, for files alone: no display is needed."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)  # no pyplot: that would look for a display
+    axes: Axes = figure.subplots()
+    axes.grid(alpha=0.3)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return figure, axes
+
+
+def styles(count: int) -> list[dict[str, Any]]:
+    """Colours and dashes of so many lines, which no two share."""
+    dashes = cycle(_DASHES)
+    found: list[dict[str, Any]] = []
+    while len(found) < count:
+        dash = next(dashes)
+        found += [{"color": color, "linestyle": dash} for color in _COLORS]
+    return found[:count]
+
+
+def legend_below(figure: Figure, columns: int) -> None:
+    """A legend under the axes, where it hides nothing. Long names have several lines."""
+    width = _CHARACTERS // columns
+    lines, names = figure.axes[0].get_legend_handles_labels()
+    wrapped = ["\n".join(textwrap.wrap(name, width)) for name in names]
+    place = "outside lower center"
+    figure.legend(lines, wrapped, loc=place, ncols=columns, fontsize="small", frameon=False)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a picture."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+# ---- steps over links ----------------------------------------------------------------------------
+
+
+def draw_rates(times: Mapping[str, Sequence[float]], rates: Sequence[float], path: Path) -> None:
+    """The time of a step over the rate of links, a line for each job.
+
+    Args:
+        times: of each job: seconds, for each rate.
+        rates: of the links, in bits per second.
+        path: of the picture.
+    """
+    figure, axes = new_figure(8, 7)
+    order = sorted(range(len(rates)), key=lambda i: rates[i])
+    for (job, seconds), style in zip(times.items(), styles(len(times)), strict=True):
+        ordered = [seconds[i] for i in order]
+        axes.plot([rates[i] / 1e6 for i in order], ordered, label=job, marker="o", **style)
+    _rates_and_seconds(axes, [rates[i] / 1e6 for i in order])
+    axes.set_title("time of a training step, two ranks")
+    legend_below(figure, 1)
+    save(figure, path)
+
+
+def draw_front(times: Mapping[str, Sequence[float]], rates: Sequence[float], path: Path) -> None:
+    """:func:`draw_rates` for the front page: few lines, each with its name at its end."""
+    figure, axes = new_figure(8, 4.5)
+    order = sorted(range(len(rates)), key=lambda i: rates[i])
+    ends = []
+    for (job, name), style in zip(FRONT.items(), styles(len(FRONT)), strict=True):
+        seconds = [times[job][i] for i in order]
+        style["linestyle"] = ":" if job == "no communication" else "-"
+        axes.plot([rates[i] / 1e6 for i in order], seconds, marker="o", linewidth=2, **style)
+        ends.append((seconds[0], name, style["color"]))
+    _rates_and_seconds(axes, [rates[i] / 1e6 for i in order])
+    below = 0.0
+    for seconds, name, color in sorted(ends):  # none over another
+        place = max(seconds, below * 1.14)
+        below = place
+        axes.annotate(
+            name,
+            (rates[order[0]] / 1e6, place),
+            xytext=(-10, 0),
+            textcoords="offset points",
+            ha="right",
+            va="center",
+            color=color,
+            annotation_clip=False,
+        )
+    axes.spines["left"].set_visible(False)
+    axes.yaxis.tick_right()
+    axes.yaxis.set_label_position("right")
+    axes.set_title("time of a training step: 10.8 million parameters, two ranks")
+    save(figure, path)
+
+
+def _rates_and_seconds(axes: Axes, rates: Sequence[float]) -> None:
+    axes.set(xscale="log", yscale="log", xlabel="rate of the link (Mbit/s)", ylabel="step (s)")
+    axes.set_xticks(rates, [f"{rate:g}" for rate in rates], minor=False)
+    axes.set_xticks([], minor=True)
+    ticks = (0.2, 0.3, 0.5, 1.0, 2.0, 4.0)
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
+    axes.set_yticks([], minor=True)
+
+
+def times_of(rows: Sequence[Mapping[str, Any]], tables: int) -> dict[str, list[float]]:
+    """The seconds of each job of ``bench_link``, for each of so many links."""
+    first: dict[str, list[float]] = {}
+    for row in rows:
+        seconds = first.setdefault(row["job"], [])
+        if len(seconds) < tables:
+            seconds.append(row["seconds"])
+    return first
+
+
+def main() -> None:
+    from bench_loss import draw as draw_losses
+
+    draw_losses(json.loads((RESULTS / "bench_loss.json").read_text())["runs"])
+    stored = json.loads((RESULTS / "bench_link.json").read_text())
+    rates = stored["options"]["rates"]
+    times = times_of(stored["rows"], len(rates))
+    draw_rates(times, rates, PICTURES / "link.png")
+    draw_front(times, rates, PICTURES / "step_time.png")
+
+
+if __name__ == "__main__":
+    main()
