@@ -1,13 +1,18 @@
-"""Backends of Gloo with as many threads as a step has collectives."""
+"""Backends of Gloo with as many threads as a step has collectives, and their connections."""
 
 from __future__ import annotations
 
 import os
+import threading
+from dataclasses import dataclass
 from datetime import timedelta
+from queue import SimpleQueue
 
+import torch
 import torch.distributed as dist
 
 from torch_commhook import _C
+from torch_commhook.collectives.lost_hosts import cut
 
 #: Among more ranks a group connects those two that send each other something, when they first do.
 MOST_IN_FULL_MESH = 16
@@ -16,49 +21,117 @@ MOST_IN_FULL_MESH = 16
 #: where they are under way at the same time. A thread that waits for work costs 16 KiB of memory.
 MOST_UNDER_WAY = 32
 _INTERFACES = "GLOO_SOCKET_IFNAME"
+# Those of agreements are one below and two below.
+_TAG = (1 << 30) - 17
 
 
-def gloo_backend(
+@dataclass
+class GlooBackend:
+    """What the library knows of a backend of Gloo that it has made.
+
+    Attributes:
+        addresses: the store in which the backend has left this rank's address.
+        last: one of its messages, which has come. Whoever ends the backend lets go of it last. None
+            before :func:`connect`.
+    """
+
+    addresses: _C.AddressStore
+    last: dist.Work | None = None
+
+
+def add_gloo(
+    group: dist.ProcessGroup,
     store: dist.Store,
-    rank: int,
-    size: int,
     timeout: timedelta,
     threads: int = MOST_UNDER_WAY,
-    *,
-    lazily: bool = False,
-) -> tuple[dist.ProcessGroupGloo, _C.AddressStore]:
-    """Connect to the other ranks; all make theirs at the same point.
+) -> GlooBackend:
+    """Give a process group a backend of Gloo for the CPU. It connects to nobody yet.
 
-    Among many ranks this connects nobody: a collective connects a rank to those that it exchanges
-    messages with. Addresses are read from the store in one request.
+    :func:`connect` connects ranks that often send each other something. Two other ranks are
+    connected when one first sends the other something.
 
     Args:
+        group: without a backend for the CPU.
         store: for this backend alone.
-        rank: this process's.
-        size: the number of ranks.
         timeout: of its collectives.
         threads: so many of these are under way at once.
-        lazily: connect among few ranks, too, when messages are sent.
-
-    Returns:
-        The backend, and the store in which it has left this rank's address.
-
-    Raises:
-        RuntimeError: a rank does not come within ``timeout``.
     """
+    rank, size = group.rank(), group.size()
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     options._threads = threads
     # As PyTorch reads it.
     interfaces = [name for name in os.environ.get(_INTERFACES, "").split(",") if name]
-    is_lazy = lazily or size > MOST_IN_FULL_MESH
+    # Gloo's other way connects one rank after another, which takes a round trip for each.
     options._devices = [
-        dist.ProcessGroupGloo.create_device(interface=name, lazy_init=is_lazy)
-        for name in interfaces
-    ] or [dist.ProcessGroupGloo.create_default_device(lazy_init=is_lazy)]
-    known = neighbours(rank, size) if is_lazy else list(range(size))
-    addresses = _C.AddressStore(store, known)
-    return dist.ProcessGroupGloo(addresses, rank, size, options), addresses
+        dist.ProcessGroupGloo.create_device(interface=name, lazy_init=True) for name in interfaces
+    ] or [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
+    addresses = _C.AddressStore(store, partners(rank, size))
+    # Nobody else holds the backend, so that it ends where its group is closed.
+    backend = dist.ProcessGroupGloo(addresses, rank, size, options)
+    backend._set_sequence_number_for_group()
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return GlooBackend(addresses)
+
+
+def connect(group: dist.ProcessGroup, backend: GlooBackend, timeout: timedelta) -> None:
+    """Connect to the ranks of :func:`partners`, to all at once. All ranks do at the same point.
+
+    A rank that returns has heard from all of its partners, and told them. It may close its
+    connections without failing theirs.
+
+    Args:
+        group: whose backend it is.
+        backend: by :func:`add_gloo`.
+        timeout: of its collectives.
+
+    Raises:
+        RuntimeError: a rank does not come within the timeout, or its process has ended.
+    """
+    peers = partners(group.rank(), group.size())
+    if not peers:
+        return
+    backend.addresses.read(timeout)  # those of all, in one request
+    outcomes: SimpleQueue[dist.Work | BaseException] = SimpleQueue()
+    for peer in peers:  # each waits until its rank is connected
+        arguments = group, peer, outcomes
+        threading.Thread(
+            target=_greet, args=arguments, name="commhook-connect", daemon=True
+        ).start()
+    try:
+        for _ in peers:
+            outcome = outcomes.get()
+            if isinstance(outcome, BaseException):
+                raise outcome
+            backend.last = outcome
+    except BaseException:
+        cut(backend.addresses)  # else others would wait for this rank's messages
+        raise
+
+
+def _greet(
+    group: dist.ProcessGroup, peer: int, outcomes: SimpleQueue[dist.Work | BaseException]
+) -> None:
+    """Exchange a byte with another rank, and say how that went."""
+    works: list[dist.Work] = []
+    try:
+        received, sent = (torch.zeros(1, dtype=torch.uint8, device="cpu") for _ in range(2))
+        works.append(group.recv([received], peer, _TAG))
+        works.append(group.send([sent], peer, _TAG))
+        for work in works:
+            work.wait()
+        outcome: dist.Work | BaseException = works[0]
+    except BaseException as error:
+        outcome = error
+    works.clear()  # a Work that somebody has keeps its connections open
+    outcomes.put(outcome)
+
+
+def partners(rank: int, size: int) -> list[int]:
+    """The ranks that one is connected to from the start: all of a few, of many its neighbours."""
+    if size <= MOST_IN_FULL_MESH:
+        return [other for other in range(size) if other != rank]
+    return neighbours(rank, size)
 
 
 def neighbours(rank: int, size: int) -> list[int]:

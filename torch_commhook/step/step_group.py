@@ -27,7 +27,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FakeProcessGroup
 
 from torch_commhook.autograd.running_backward import RunningBackward
 from torch_commhook.collectives import resolve_group
@@ -289,12 +288,15 @@ class StepGroup:
         if not self._meets_again:
             raise self.explain("the step has failed already")
         assert self._rendezvous is not None
-        backends: list[dist.ProcessGroupGloo] = []
+        backends: list[dist.ProcessGroup] = []
         try:
             store = self._rendezvous.meet()
             for own in self._own:
                 backends.append(own.backend(store))
-        except RuntimeError as error:
+        except BaseException as error:
+            close_connections(*backends)
+            if not isinstance(error, RuntimeError):
+                raise
             if self._rendezvous.catch_up():  # another rank was quick to fail again
                 raise self.explain(error) from error
             raise RuntimeError(
@@ -303,7 +305,7 @@ class StepGroup:
             ) from error
         self._rendezvous.epoch += 1
         for own, backend in zip(self._own, backends, strict=True):
-            own.take(dist.ProcessGroup.BackendType.GLOO, backend)
+            own.take(backend)
             renew_turns(own.group)
         self._broken = False
 
@@ -315,8 +317,7 @@ class StepGroup:
         """
         if self._broken:
             for own in self._own:
-                fake = FakeProcessGroup._create_internal(own.rank, len(own.ranks))
-                own.take(dist.ProcessGroup.BackendType.CUSTOM, fake)
+                own.take_fake()
 
     def end(self) -> None:
         """End a step that went well on this rank; wait for the others where that finds failures."""

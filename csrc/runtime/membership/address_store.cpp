@@ -48,7 +48,8 @@ void AddressStore::set(const std::string& key, const std::vector<uint8_t>& value
   {
     const std::lock_guard lock(mutex_);
     known_[key] = value;
-    own_.push_back(key);
+    own_keys_.push_back(key);
+    own_values_.push_back(value);
   }
   store_->set(key, value);
 }
@@ -57,10 +58,32 @@ void AddressStore::remove_own() {
   std::vector<std::string> keys;
   {
     const std::lock_guard lock(mutex_);
-    keys.swap(own_);
+    keys.swap(own_keys_);
   }
   for (const auto& key : keys) {
     store_->deleteKey(key);
+  }
+}
+
+std::vector<std::vector<uint8_t>> AddressStore::own() const {
+  const std::lock_guard lock(mutex_);
+  return own_values_;
+}
+
+void AddressStore::read(const std::chrono::milliseconds& timeout) {
+  std::vector<std::string> own_keys;
+  {
+    const std::lock_guard lock(mutex_);
+    own_keys = own_keys_;
+  }
+  for (const auto& own : own_keys) {
+    const auto parts = parts_of(own);
+    if (!parts) {
+      continue;
+    }
+    for (const auto rank : ranks_) {
+      read_with_others(parts->first + std::to_string(rank), timeout);
+    }
   }
 }
 
