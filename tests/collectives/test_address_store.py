@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -13,9 +15,13 @@ import torch.distributed as dist
 from torch_commhook import _C
 from torch_commhook.collectives.gloo_backend import (
     MOST_IN_FULL_MESH,
-    gloo_backend,
+    GlooBackend,
+    add_gloo,
+    connect,
     neighbours,
 )
+
+_TIMEOUT = timedelta(seconds=30)
 
 
 class CountingStore(dist.Store):
@@ -60,59 +66,84 @@ class CountingStore(dist.Store):
     deleteKey = delete_key  # noqa: N815
 
 
-def _connected(size: int, extended: bool = True) -> tuple[list[Any], list[CountingStore]]:
-    """Backends of so many ranks in this process, and the stores that they have asked."""
-    base = dist.HashStore()
-    stores = [CountingStore(base, extended) for _ in range(size)]
-    made: list[Any] = [None] * size
+@dataclass
+class Ranks:
+    """The ranks of a group, in this process."""
 
-    def make(rank: int) -> None:
-        made[rank] = gloo_backend(stores[rank], rank, size, timedelta(seconds=30), 1)
-        made[rank][0].barrier().wait()
+    stores: list[CountingStore]
+    groups: list[dist.ProcessGroup]
+    backends: list[GlooBackend]
 
-    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return made, stores
+    def each(self, do: Callable[[int], object]) -> None:
+        """Do something on each rank at once."""
+        threads = [threading.Thread(target=do, args=(rank,)) for rank in range(len(self.stores))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+
+    def close(self) -> None:
+        """End all connections."""
+        for group, backend in zip(self.groups, self.backends, strict=True):
+            last, backend.last = backend.last, None
+            _C.TakenBackends(group, backend.addresses, last).close()
+
+
+@pytest.fixture
+def connected() -> Iterator[Callable[..., Ranks]]:
+    """Makes a group of so many ranks, connected."""
+    made: list[Ranks] = []
+
+    def make(size: int, extended: bool = True) -> Ranks:
+        base = dist.HashStore()
+        stores = [CountingStore(base, extended) for _ in range(size)]
+        groups = [dist.ProcessGroup(store, rank, size) for rank, store in enumerate(stores)]
+        backends = [
+            add_gloo(group, store, _TIMEOUT, 1)
+            for group, store in zip(groups, stores, strict=True)
+        ]
+        ranks = Ranks(stores, groups, backends)
+        ranks.each(lambda rank: connect(groups[rank], backends[rank], _TIMEOUT))
+        made.append(ranks)
+        return ranks
+
+    yield make
+    for ranks in made:
+        ranks.close()
 
 
 @pytest.mark.parametrize("size", [2, 5, MOST_IN_FULL_MESH])
-def test_addresses_are_read_in_one_request(size: int) -> None:
-    made, stores = _connected(size)
-    for store in stores:
+def test_addresses_are_read_in_one_request(connected: Callable[..., Ranks], size: int) -> None:
+    ranks = connected(size)
+    ranks.each(lambda rank: ranks.groups[rank].barrier().wait())
+    for store in ranks.stores:
         assert store.requests == ["set", "wait", "multi_get"]
-    assert stores[0].store.num_keys() == size
-    for _, addresses in made:
-        addresses.remove_own()
-    assert stores[0].store.num_keys() == 0
+    assert ranks.stores[0].store.num_keys() == size
+    for backend in ranks.backends:
+        backend.addresses.remove_own()
+    assert ranks.stores[0].store.num_keys() == 0
 
 
-def test_a_store_that_gives_one_key_at_a_time() -> None:
-    _, stores = _connected(3, extended=False)
-    assert stores[0].requests == ["set", "wait", "get", "get"]
+def test_a_store_that_gives_one_key_at_a_time(connected: Callable[..., Ranks]) -> None:
+    assert connected(3, extended=False).stores[0].requests == ["set", "wait", "get", "get"]
 
 
-def test_many_ranks_connect_to_their_neighbours_alone() -> None:
+def test_few_ranks_are_connected_to_all(connected: Callable[..., Ranks]) -> None:
+    ranks = connected(5)
+    for backend in ranks.backends:
+        assert len(backend.addresses.sockets()) == 4
+
+
+def test_many_ranks_connect_to_their_neighbours_alone(connected: Callable[..., Ranks]) -> None:
     size = MOST_IN_FULL_MESH + 4
-    made, stores = _connected(size)
-    for store in stores:
-        assert store.requests == ["set", "wait", "multi_get"]
+    ranks = connected(size)
     # An all-reduce in a ring needs nobody else.
     tensors = [torch.full((1000,), float(rank)) for rank in range(size)]
-
-    def reduce(rank: int) -> None:
-        made[rank][0].allreduce([tensors[rank]]).wait()
-
-    threads = [threading.Thread(target=reduce, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for store, tensor in zip(stores, tensors, strict=True):
+    ranks.each(lambda rank: ranks.groups[rank].allreduce([tensors[rank]]).wait())
+    for rank, (store, backend) in enumerate(zip(ranks.stores, ranks.backends, strict=True)):
         assert store.requests == ["set", "wait", "multi_get"]
-        assert tensor.tolist() == [size * (size - 1) / 2] * 1000
+        assert len(backend.addresses.sockets()) == len(neighbours(rank, size))
+        assert tensors[rank].tolist() == [size * (size - 1) / 2] * 1000
 
 
 def test_neighbours() -> None:
