@@ -148,11 +148,12 @@ def test_many_ranks_connect_to_their_neighbours_alone(connected: Callable[..., R
 
 def test_neighbours() -> None:
     assert neighbours(0, 2) == [1]
-    assert neighbours(0, 8) == [1, 2, 4, 6, 7]
+    assert neighbours(0, 20) == [1, 2, 3, 4, 8, 12, 16, 17, 18, 19]
     for size in (17, 100, 1000):
         for rank in (0, size // 2, size - 1):
             near = neighbours(rank, size)
-            assert len(near) <= 2 * (size - 1).bit_length()
+            # Of the ranks' number to the base of 4.
+            assert len(near) <= 6 * ((size - 1).bit_length() + 1) // 2
             assert rank not in near
             assert all(rank in neighbours(other, size) for other in near)
 

@@ -20,6 +20,8 @@ MOST_IN_FULL_MESH = 16
 #: default. A collective in a ring takes a round trip for each of its hops, which the others share
 #: where they are under way at the same time. A thread that waits for work costs 16 KiB of memory.
 MOST_UNDER_WAY = 32
+#: After each round of an agreement among many a rank knows of so many times as many.
+_BASE = 4
 _INTERFACES = "GLOO_SOCKET_IFNAME"
 # Those of agreements are one below and two below.
 _TAG = (1 << 30) - 17
@@ -135,11 +137,27 @@ def partners(rank: int, size: int) -> list[int]:
 
 
 def neighbours(rank: int, size: int) -> list[int]:
-    """The ranks that one exchanges messages with in collectives of rings, and of doubled distances.
+    """The ranks that one exchanges messages with in rings, doubled distances, and agreements.
 
-    These are barriers, agreements at a step's end, and all-reduces.
+    These are barriers, broadcasts, all-reduces, and what ranks tell each other in rounds.
     """
-    distances = [1 << bit for bit in range((size - 1).bit_length())]
+    distances = [distance for each in rounds_among_many(size) for distance in each]
     return sorted(
         {(rank + sign * distance) % size for distance in distances for sign in (1, -1)} - {rank}
     )
+
+
+def rounds_among_many(size: int) -> list[list[int]]:
+    """The distances at which ranks tell each other in each round, until all know of all.
+
+    In each round a rank tells three others, so that it knows of four times as many ranks after it.
+    That halves the rounds of doubled distances, which are among these, for half as many messages
+    more.
+    """
+    rounds = []
+    distance = 1
+    while distance < size:
+        multiples = [digit * distance for digit in range(1, _BASE)]
+        rounds.append([multiple for multiple in multiples if multiple < size])
+        distance *= _BASE
+    return rounds
