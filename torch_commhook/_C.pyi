@@ -1,6 +1,7 @@
 """The runtime, in C++ (csrc/runtime)."""
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Protocol, overload
 
 import torch

@@ -100,8 +100,7 @@ def test_the_end_of_a_backend_leaves_the_others_alone() -> None:
     assert _edge_triggered() == 0
     tensors = [torch.full((1000,), float(rank)) for rank in range(2)]
     works = [
-        group.allreduce([tensor])
-        for group, tensor in zip(second.groups, tensors, strict=True)
+        group.allreduce([tensor]) for group, tensor in zip(second.groups, tensors, strict=True)
     ]
     for work in works:
         work.wait()

@@ -137,7 +137,7 @@ std::vector<GlooSocket> GlooLoops::sockets() const {
   std::vector<GlooSocket> found;
   for (const auto& loop : loops_) {
     for (const auto& each : watched_by(loop.epoll)) {
-      struct stat status {};
+      struct stat status{};
       if (is_tcp(each.fd) && !listens(each.fd) && fstat(each.fd, &status) == 0) {
         found.push_back({each.fd, static_cast<uint64_t>(status.st_ino)});
       }
