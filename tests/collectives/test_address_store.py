@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,6 +19,7 @@ from torch_commhook.collectives.gloo_backend import (
     add_gloo,
     connect,
     neighbours,
+    partners,
 )
 
 _TIMEOUT = timedelta(seconds=30)
@@ -94,7 +95,7 @@ def connected() -> Iterator[Callable[..., Ranks]]:
     """Makes a group of so many ranks, connected."""
     made: list[Ranks] = []
 
-    def make(size: int, extended: bool = True) -> Ranks:
+    def make(size: int, extended: bool = True, greetings: Sequence[bytes] | None = None) -> Ranks:
         base = dist.HashStore()
         stores = [CountingStore(base, extended) for _ in range(size)]
         groups = [dist.ProcessGroup(store, rank, size) for rank, store in enumerate(stores)]
@@ -102,7 +103,8 @@ def connected() -> Iterator[Callable[..., Ranks]]:
             add_gloo(group, store, _TIMEOUT, 1) for group, store in zip(groups, stores, strict=True)
         ]
         ranks = Ranks(stores, groups, backends)
-        ranks.each(lambda rank: connect(groups[rank], backends[rank], _TIMEOUT))
+        told = greetings or [b""] * size
+        ranks.each(lambda rank: connect(groups[rank], backends[rank], _TIMEOUT, told[rank]))
         made.append(ranks)
         return ranks
 
@@ -125,6 +127,22 @@ def test_addresses_are_read_in_one_request(connected: Callable[..., Ranks], size
 
 def test_a_store_that_gives_one_key_at_a_time(connected: Callable[..., Ranks]) -> None:
     assert connected(3, extended=False).stores[0].requests == ["set", "wait", "get", "get"]
+
+
+@pytest.mark.parametrize("size", [2, 5, MOST_IN_FULL_MESH + 4])
+@pytest.mark.parametrize("other", [None, 1], ids=["alike", "rank-1-differs"])
+def test_greetings(connected: Callable[..., Ranks], size: int, other: int | None) -> None:
+    ranks = connected(size, greetings=[b"b" if rank == other else b"a" for rank in range(size)])
+    for rank, backend in enumerate(ranks.backends):
+        hears_other = other is not None and (rank == other or other in partners(rank, size))
+        own = b"b" if rank == other else b"a"
+        assert backend.take_greeting(own) is not hears_other
+        assert backend.take_greeting(own) is None  # asked once
+
+
+def test_another_greeting_than_is_asked_about(connected: Callable[..., Ranks]) -> None:
+    for backend in connected(2).backends:
+        assert backend.take_greeting(b"a") is None
 
 
 def test_few_ranks_are_connected_to_all(connected: Callable[..., Ranks]) -> None:

@@ -10,6 +10,7 @@ from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torch_commhook import _C
 from torch_commhook.collectives.lost_hosts import cut
@@ -23,8 +24,10 @@ MOST_UNDER_WAY = 32
 #: After each round of an agreement among many a rank knows of so many times as many.
 _BASE = 4
 _INTERFACES = "GLOO_SOCKET_IFNAME"
-# Those of agreements are one below and two below.
+# Those of agreements are above.
 _TAG = (1 << 30) - 17
+#: Of a greeting, whatever it says: a longer one than was asked for would end the process.
+_GREETING_BYTES = 32
 
 
 @dataclass
@@ -35,10 +38,22 @@ class GlooBackend:
         addresses: the store in which the backend has left this rank's address.
         last: one of its messages, which has come. Whoever ends the backend lets go of it last. None
             before :func:`connect`.
+        greeting: what this rank has told its partners; None where nobody may ask about it.
+        is_greeted_alike: whether its partners have told it the same.
     """
 
     addresses: _C.AddressStore
     last: dist.Work | None = None
+    greeting: bytes | None = None
+    is_greeted_alike: bool = False
+
+    def take_greeting(self, own: bytes) -> bool | None:
+        """Whether the partners' greetings were ``own`` as well; None if this rank's was not.
+
+        The next call gives None.
+        """
+        greeting, self.greeting = self.greeting, None
+        return self.is_greeted_alike if greeting == own else None
 
 
 def add_gloo(
@@ -76,7 +91,9 @@ def add_gloo(
     return GlooBackend(addresses)
 
 
-def connect(group: dist.ProcessGroup, backend: GlooBackend, timeout: timedelta) -> None:
+def connect(
+    group: dist.ProcessGroup, backend: GlooBackend, timeout: timedelta, greeting: bytes = b""
+) -> None:
     """Connect to the ranks of :func:`partners`, to all at once. All ranks do at the same point.
 
     A rank that returns has heard from all of its partners, and told them. It may close its
@@ -86,6 +103,7 @@ def connect(group: dist.ProcessGroup, backend: GlooBackend, timeout: timedelta) 
         group: whose backend it is.
         backend: by :func:`add_gloo`.
         timeout: of its collectives.
+        greeting: told to the partners, as :meth:`GlooBackend.take_greeting` says; 32 bytes at most.
 
     Raises:
         RuntimeError: a rank does not come within the timeout, or its process has ended.
@@ -94,35 +112,42 @@ def connect(group: dist.ProcessGroup, backend: GlooBackend, timeout: timedelta) 
     if not peers:
         return
     backend.addresses.read(timeout)  # those of all, in one request
-    outcomes: SimpleQueue[dist.Work | BaseException] = SimpleQueue()
+    outcomes: SimpleQueue[tuple[dist.Work, bool] | BaseException] = SimpleQueue()
+    told = torch.frombuffer(bytearray(greeting.ljust(_GREETING_BYTES, b"\0")), dtype=torch.uint8)
     for peer in peers:  # each waits until its rank is connected
-        arguments = group, peer, outcomes
+        arguments = group, peer, told, outcomes
         threading.Thread(
             target=_greet, args=arguments, name="commhook-connect", daemon=True
         ).start()
+    is_alike = True
     try:
         for _ in peers:
             outcome = outcomes.get()
             if isinstance(outcome, BaseException):
                 raise outcome
-            backend.last = outcome
+            backend.last, is_equal = outcome
+            is_alike = is_alike and is_equal
     except BaseException:
         cut(backend.addresses)  # else others would wait for this rank's messages
         raise
+    backend.greeting, backend.is_greeted_alike = greeting, is_alike
 
 
 def _greet(
-    group: dist.ProcessGroup, peer: int, outcomes: SimpleQueue[dist.Work | BaseException]
+    group: dist.ProcessGroup,
+    peer: int,
+    told: Tensor,
+    outcomes: SimpleQueue[tuple[dist.Work, bool] | BaseException],
 ) -> None:
-    """Exchange a byte with another rank, and say how that went."""
+    """Exchange greetings with another rank, and say how that went."""
     works: list[dist.Work] = []
     try:
-        received, sent = (torch.zeros(1, dtype=torch.uint8, device="cpu") for _ in range(2))
+        received = torch.empty_like(told)
         works.append(group.recv([received], peer, _TAG))
-        works.append(group.send([sent], peer, _TAG))
+        works.append(group.send([told], peer, _TAG))
         for work in works:
             work.wait()
-        outcome: dist.Work | BaseException = works[0]
+        outcome: tuple[dist.Work, bool] | BaseException = works[0], torch.equal(received, told)
     except BaseException as error:
         outcome = error
     works.clear()  # a Work that somebody has keeps its connections open

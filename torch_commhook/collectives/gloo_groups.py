@@ -195,15 +195,24 @@ def make_group(
     return group
 
 
-def connect_group(group: dist.ProcessGroup) -> GlooBackend:
+def connect_group(group: dist.ProcessGroup, greeting: bytes = b"") -> GlooBackend:
     """Connect a group of the library's own, as :func:`gloo_backend.connect` does.
+
+    Args:
+        group: by :func:`make_group` or :func:`make_backend`.
+        greeting: as :func:`gloo_backend.connect`.
 
     Raises:
         RuntimeError: a rank does not come within the group's timeout, or its process has ended.
     """
     backend = _backends[group]
-    connect(group, backend, group_timeout(group))
+    connect(group, backend, group_timeout(group), greeting)
     return backend
+
+
+def take_greeting(group: dist.ProcessGroup, own: bytes) -> bool | None:
+    """:meth:`GlooBackend.take_greeting` of a group of the library's own."""
+    return _backends[group].take_greeting(own)
 
 
 def make_backend(

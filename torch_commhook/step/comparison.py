@@ -14,7 +14,7 @@ from torch_commhook.step.step_end import rounds_of
 _TAG = (1 << 30) - 15
 
 
-def all_alike(group: Any, own: bytes) -> bool:
+def all_alike(group: Any, own: bytes, first: bool | None = None) -> bool:
     """Returns whether all ranks give the same bytes. All call this between the same two steps.
 
     It sends messages of its own, because an exchange in the background may be under way. Each rank
@@ -23,13 +23,15 @@ def all_alike(group: Any, own: bytes) -> bool:
     Args:
         group: of Gloo, or a backend of such a group.
         own: this rank's bytes, equally many on all ranks.
+        first: whether the first round's ranks have given the same bytes, where they were told when
+            ranks connected.
 
     Raises:
         RuntimeError: a connection was closed, or the group's timeout is over.
     """
     size, rank = group.size(), group.rank()
-    are_alike = True
-    rounds = rounds_of(size)
+    are_alike = first is not False
+    rounds = rounds_of(size)[0 if first is None else 1 :]
     received = [
         [torch.empty(len(own) + 1, dtype=torch.uint8, device="cpu") for _ in each]
         for each in rounds

@@ -41,6 +41,7 @@ class ConnectedGroup:
         connect_within: for how long ranks wait for each other to connect, and a connection for an
             answer of its host. None: as long as collectives may take to connect, and
             ``lost_hosts.SECONDS`` for an answer.
+        greeting: as ``gloo_backend.connect`` takes it.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class ConnectedGroup:
         description: str,
         threads: int = MOST_UNDER_WAY,
         connect_within: timedelta | None = None,
+        greeting: bytes = b"",
     ) -> None:
         self.name = name
         self.threads = threads
@@ -74,7 +76,7 @@ class ConnectedGroup:
                 threads=threads,
             )
             try:
-                self._connect(group)
+                self._connect(group, greeting)
             except BaseException:
                 destroy_group(group)
                 raise
@@ -87,8 +89,8 @@ class ConnectedGroup:
         """Where in a store the ranks meet; groups of a name may have ranks of their own."""
         return hashed(self.name, self.ranks)
 
-    def _connect(self, group: dist.ProcessGroup) -> None:
-        self._connections = connect_group(group).addresses
+    def _connect(self, group: dist.ProcessGroup, greeting: bytes = b"") -> None:
+        self._connections = connect_group(group, greeting).addresses
         notice_lost_hosts(self._connections, self._lost_after)
 
     def backend(self, store: dist.Store) -> dist.ProcessGroup:

@@ -43,6 +43,7 @@ from torch_commhook.collectives.gloo_groups import (
     provide_second_group,
     second_group,
     second_stages,
+    take_greeting,
 )
 from torch_commhook.collectives.group_place import group_rank
 from torch_commhook.collectives.symmetric import give_up
@@ -95,6 +96,8 @@ class StepGroup:
             the group makes another one, over the ranks that are left.
         connect_within: for how long ranks wait for each other to connect, and a connection for an
             answer of its host; None for ``timeout``, and 15 s.
+        greeting: what the first :attr:`all_alike` is asked about, which then takes less time; a
+            digest of at most 32 bytes.
 
     Attributes:
         group: what hooks communicate through. After a step that failed its connections are others.
@@ -110,6 +113,7 @@ class StepGroup:
         *,
         meets_again: bool = True,
         connect_within: timedelta | None = None,
+        greeting: bytes = b"",
     ) -> None:
         self.parent = resolve_group(parent)
         self._meets_again = meets_again
@@ -151,7 +155,8 @@ class StepGroup:
         # Gloo's threads must end before the interpreter does.
         self._end = weakref.finalize(self, destroy_all, self._own)
         if self.recovers:
-            self.group = self._make(self.name, self.parent, _described(self.parent))
+            description = _described(self.parent)
+            self.group = self._make(self.name, self.parent, description, greeting=greeting)
         groups_by_name[self.name] = self
         _siblings.setdefault(self.parent, weakref.WeakSet()).add(self)
 
@@ -508,7 +513,7 @@ class StepGroup:
 
     def _all_alike(self, own: bytes) -> bool:
         self.connect()
-        return all_alike(self.group, own)
+        return all_alike(self.group, own, take_greeting(self.group, own))
 
     def prepare_second_stage(self) -> None:
         """Make the group for hooks whose collectives follow one another; all ranks do."""
@@ -521,6 +526,7 @@ class StepGroup:
         like: dist.ProcessGroup,
         description: str,
         threads: int = MOST_UNDER_WAY,
+        greeting: bytes = b"",
     ) -> dist.ProcessGroup:
         """A group over the ranks of ``like``, and one for its second stages when that is wanted.
 
@@ -539,6 +545,7 @@ class StepGroup:
             description,
             threads,
             connect_within=self._connect_within,
+            greeting=greeting,
         )
         self._own.append(own)
         itself = weakref.ref(self)
