@@ -214,6 +214,7 @@ def _attach(
     )
     try:
         check_agreement(group, parameters, shared, step_group.all_alike)
+        step_group.expect_comparison()  # of begin_hook
         if road is None:
             road = roads[model] = _new_road(model, parameters, step_group, settings)
     except BaseException:

@@ -48,7 +48,7 @@ from torch_commhook.collectives.gloo_groups import (
 from torch_commhook.collectives.group_place import group_rank
 from torch_commhook.collectives.symmetric import give_up
 from torch_commhook.collectives.turns import renew_turns
-from torch_commhook.step.comparison import all_alike, all_alike_by_maximum
+from torch_commhook.step.comparison import Comparison, all_alike_by_maximum
 from torch_commhook.step.connected_group import ConnectedGroup, destroy_all
 from torch_commhook.step.connections import MoreConnections
 from torch_commhook.step.rendezvous import Reason, Rendezvous
@@ -126,6 +126,7 @@ class StepGroup:
         self.in_background = False
         self._backward: RunningBackward | None = None  # of the last step
         self._step_end: StepEnd | None = None  # of the step that is open, where ranks agree
+        self._comparison: Comparison | None = None  # the next one, where it is under way
         count = _counts.get(self.parent, 0)
         _counts[self.parent] = count + 1
         #: By which compiled code finds the object; the same over its life.
@@ -348,10 +349,14 @@ class StepGroup:
             used.copy_(begin_maximum(self.group, used)())
         self._open = False
 
-    def _forget_step_end(self) -> None:
+    def _forget_messages(self) -> None:
+        """Give up what this rank has asked others for."""
         if self._step_end is not None:
             self._step_end.forget()
             self._step_end = None
+        if self._comparison is not None:
+            self._comparison.forget()
+            self._comparison = None
 
     def _end_of_step(self) -> StepEnd:
         step_end, self._step_end = self._step_end, None
@@ -421,7 +426,7 @@ class StepGroup:
             for outside in list(self._outside):
                 give_up(outside)
         self._open = False
-        self._forget_step_end()
+        self._forget_messages()
         if self._rendezvous is None or self._broken:
             return
         self._broken = True
@@ -491,7 +496,7 @@ class StepGroup:
         Where the ranks do not meet again, connections are closed in the background.
         """
         self._broken = True
-        self._forget_step_end()
+        self._forget_messages()
         if self._meets_again:
             self._end()
         elif self._end.detach() is not None:
@@ -513,7 +518,15 @@ class StepGroup:
 
     def _all_alike(self, own: bytes) -> bool:
         self.connect()
-        return all_alike(self.group, own, take_greeting(self.group, own))
+        comparison, self._comparison = self._comparison, None
+        if comparison is None:
+            comparison = Comparison(self.group, len(own), take_greeting(self.group, own))
+        return comparison.all_alike(own)
+
+    def expect_comparison(self) -> None:
+        """Let the next :attr:`all_alike`, of a digest of 32 bytes, take half a round trip less."""
+        if self.recovers and not self._broken and self._comparison is None:
+            self._comparison = Comparison(self.group, 32)
 
     def prepare_second_stage(self) -> None:
         """Make the group for hooks whose collectives follow one another; all ranks do."""
