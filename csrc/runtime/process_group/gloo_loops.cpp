@@ -22,7 +22,7 @@ namespace commhook {
 #ifdef __linux__
 namespace {
 
-const std::string kFiles = "/proc/self/fd";
+constexpr const char* kFiles = "/proc/self/fd";
 
 // A file that an epoll waits for.
 struct Watched {
@@ -47,13 +47,13 @@ std::vector<Watched> watched_by(int epoll) {
 
 std::vector<int> epolls() {
   std::vector<int> found;
-  DIR* const folder = opendir(kFiles.c_str());
+  DIR* const folder = opendir(kFiles);
   if (folder == nullptr) {
     return found;
   }
   while (const dirent* const entry = readdir(folder)) {
     std::array<char, 32> target{};
-    const std::string path = kFiles + "/" + entry->d_name;
+    const std::string path = std::string(kFiles) + "/" + entry->d_name;
     const auto length = readlink(path.c_str(), target.data(), target.size());
     if (length > 0 && std::string(target.data(), length) == "anon_inode:[eventpoll]") {
       found.push_back(std::atoi(entry->d_name));
