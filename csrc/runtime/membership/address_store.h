@@ -45,7 +45,6 @@ class AddressStore : public c10d::Store {
   bool read_with_others(const std::string& key, const std::chrono::milliseconds& timeout);
 
   const c10::intrusive_ptr<c10d::Store> store_;
-  const bool waits_in_multi_get_;
   const std::vector<int64_t> ranks_;
   mutable std::mutex mutex_;
   std::map<std::string, std::vector<uint8_t>> known_;
