@@ -23,9 +23,7 @@ std::optional<std::pair<std::string, int64_t>> parts_of(const std::string& key) 
 }  // namespace
 
 AddressStore::AddressStore(c10::intrusive_ptr<c10d::Store> store, std::vector<int64_t> ranks)
-    : Store(store->getTimeout()),
-      store_(std::move(store)),
-      ranks_(std::move(ranks)) {}
+    : Store(store->getTimeout()), store_(std::move(store)), ranks_(std::move(ranks)) {}
 
 c10::intrusive_ptr<c10d::Store> AddressStore::clone() {
   return c10::make_intrusive<AddressStore>(store_->clone(), ranks_);
