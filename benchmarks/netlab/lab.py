@@ -44,7 +44,7 @@ _UP_SECONDS = 10.0
 _LEAST_BURST = 128 * 1024
 _BURST_SECONDS = 0.005  # by which a busy kernel may be late; what it missed would be lost
 
-# More hosts do not ask for each other's addresses: the kernel keeps 1,024 answers, of all namespaces.
+# More hosts do not ask for each other's addresses: the kernel keeps 1,024, of all namespaces.
 _MOST_ASKING = 16
 
 _numbers = itertools.count()
