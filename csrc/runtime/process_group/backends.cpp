@@ -1,9 +1,10 @@
 #include "runtime/process_group/backends.h"
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <utility>
 
@@ -26,23 +27,32 @@ struct Backends : c10d::ProcessGroup {
   }
 };
 
-// The loops of a backend that is ending.
+// How far the end of a backend has come.
 struct Ending {
   explicit Ending(const std::vector<std::vector<uint8_t>>& addresses) : loops(addresses) {}
 
   const GlooLoops loops;
-  // Whether no collective is under way any more.
-  std::atomic<bool> is_idle{false};
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool is_idle = false;       // no collective is under way any more
+  bool is_let_go = false;     // nothing here holds the backend any more
+  bool is_looked_at = false;  // since then, help() has seen whether loops are left
+  bool are_gone = false;      // the loops
 };
 
 // Lets loops end that would not by themselves. Returns once they have.
 void help(const std::shared_ptr<Ending>& ending) {
   // Most end by themselves. A loop that still serves collectives is slowed down.
   milliseconds pause = kFirstPause;
-  do {
-    std::this_thread::sleep_for(pause);
+  std::unique_lock lock(ending->mutex);
+  while (!ending->are_gone) {
+    ending->changed.wait_for(lock, pause,
+                             [&] { return ending->is_let_go && !ending->is_looked_at; });
     pause = std::min(2 * pause, kLongestPause);
-  } while (ending->loops.quieten(ending->is_idle));
+    ending->are_gone = !ending->loops.quieten(ending->is_idle);
+    ending->is_looked_at = ending->is_let_go;
+    ending->changed.notify_all();
+  }
 }
 
 }  // namespace
@@ -70,17 +80,28 @@ void TakenBackends::close() {
     const auto own = std::count(backends_.begin(), backends_.end(), each);
     return each.use_count() == static_cast<uint32_t>(own);
   });
-  std::thread(help, ending).detach();
+  std::thread helper(help, ending);
   backends_.clear();  // waits for collectives under way
-  if (is_ours) {
-    ending->is_idle = true;
-    if (last_ != nullptr) {
-      // The connections are still there, and nobody uses them. One that waited until it can send
-      // would end the process if that happened while the loop ends.
-      (void)ending->loops.quieten(true);
-    }
+  std::unique_lock lock(ending->mutex);
+  ending->is_idle = is_ours;
+  if (is_ours && last_ != nullptr) {
+    // The connections are still there, and nobody uses them. One that waited until it can send
+    // would end the process if that happened while the loop ends.
+    (void)ending->loops.quieten(true);
   }
+  lock.unlock();
   last_.reset();
+  lock.lock();
+  ending->is_let_go = true;
+  ending->changed.notify_all();
+  ending->changed.wait(lock, [&] { return ending->are_gone || ending->is_looked_at; });
+  const bool are_gone = ending->are_gone;
+  lock.unlock();
+  if (are_gone) {
+    helper.join();
+  } else {
+    helper.detach();  // a Work that somebody has keeps them
+  }
 }
 
 }  // namespace commhook
