@@ -159,7 +159,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser(__doc__.splitlines()[0])
     options.set_defaults(rounds=5, seconds=120.0)
     add = options.add_argument
-    add("--hosts", type=int, nargs="+", default=[2, 4, 8], help="of the labs (default: 2 4 8)")
+    add(
+        "--hosts",
+        type=int,
+        nargs="+",
+        default=[2, 4, 8, 16, 32],
+        help="of the labs (default: 2 4 8 16 32)",
+    )
     add(
         "--delay",
         type=delay_argument,

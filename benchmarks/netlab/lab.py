@@ -44,6 +44,9 @@ _UP_SECONDS = 10.0
 _LEAST_BURST = 128 * 1024
 _BURST_SECONDS = 0.005  # by which a busy kernel may be late; what it missed would be lost
 
+# More hosts do not ask for each other's addresses: the kernel keeps 1,024, of all namespaces.
+_MOST_ASKING = 16
+
 _numbers = itertools.count()
 
 
@@ -181,6 +184,19 @@ class Lab:
         if self._is_far:
             ports = [(_port(host), str(self._shown(host)["address"])) for host in range(self.hosts)]
             self._forwarder = Forwarder(self._switch, ports, self.delay or 0.0, self.loss)
+        if self.hosts > _MOST_ASKING:
+            self._tell_addresses()
+
+    def _tell_addresses(self) -> None:
+        """Let each host know the others' network cards, so that it need not ask for them."""
+        cards = [str(self._shown(host)["address"]) for host in range(self.hosts)]
+        entries = [
+            f"neigh replace {self.address(host)} lladdr {card} dev {INTERFACE} nud permanent\n"
+            for host, card in enumerate(cards)
+        ]
+        for host in range(self.hosts):
+            others = "".join(entries[:host] + entries[host + 1 :])
+            call("ip", "-n", self.namespace(host), "-batch", "-", stdin=others)
 
     def _make_switch(self, switch: str, device: str, *, has_bridge: bool) -> None:
         """Make a namespace to which each host's interface ``device`` has a link."""

@@ -249,19 +249,25 @@ def test_round_trips_of_nodes() -> None:
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        # Rings and agreements connect a rank to those at distances of powers of two.
-        ("allreduce()", 20),
+        # Rings and agreements connect a rank to those at 1, 2 and 3 times each power of 4.
+        ("allreduce()", 30),
         # The first stage to all others, the second around a ring.
-        ("blockwise()", 999 + 20),
-        ("topk(0.01)", 20),
+        ("blockwise()", 999 + 30),
+        ("topk(0.01)", 30),
         # The model's two groups, the two of a node, and those between nodes.
-        ("hierarchical(blockwise(), levels=[8])", 20 + 20 + 7 + 7 + 124 + 14),
+        ("hierarchical(blockwise(), levels=[8])", 30 + 30 + 7 + 7 + 124 + 20),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*are more bytes than cast")
 def test_connections_of_a_thousand_ranks(text: str, wanted: int) -> None:
     formula = _formula(text, 1000, 125)
     assert count_connections(formula.hook, formula.issued, 1000) == wanted
+
+
+@pytest.mark.parametrize("size", [2, 16, 17, 100, 1000])
+def test_messages_of_an_agreement(size: int) -> None:
+    told = sum(map(len, step_end.rounds_of(size)))
+    assert count_messages((), agreement_of(size), []) == told <= max(15, size - 1)
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -274,7 +280,7 @@ def test_a_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     flat, nested = json.loads(capsys.readouterr().out)
     assert flat["bytes_sent"] == pytest.approx(2 * 400_000 * 0.999, rel=1e-3)
     assert flat["node_bytes"] == pytest.approx(flat["bytes_sent"])
-    assert flat["connections"] == 20 and nested["connections"] == 192
+    assert flat["connections"] == 30 and nested["connections"] == 218
     assert nested["node_bytes"] < flat["node_bytes"] / 2
     assert nested["round_trips"] < flat["round_trips"] / 10
     assert nested["messages"] < flat["messages"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -13,9 +15,14 @@ import torch.distributed as dist
 from torch_commhook import _C
 from torch_commhook.collectives.gloo_backend import (
     MOST_IN_FULL_MESH,
-    gloo_backend,
+    GlooBackend,
+    add_gloo,
+    connect,
     neighbours,
+    partners,
 )
+
+_TIMEOUT = timedelta(seconds=30)
 
 
 class CountingStore(dist.Store):
@@ -60,68 +67,110 @@ class CountingStore(dist.Store):
     deleteKey = delete_key  # noqa: N815
 
 
-def _connected(size: int, extended: bool = True) -> tuple[list[Any], list[CountingStore]]:
-    """Backends of so many ranks in this process, and the stores that they have asked."""
-    base = dist.HashStore()
-    stores = [CountingStore(base, extended) for _ in range(size)]
-    made: list[Any] = [None] * size
+@dataclass
+class Ranks:
+    """The ranks of a group, in this process."""
 
-    def make(rank: int) -> None:
-        made[rank] = gloo_backend(stores[rank], rank, size, timedelta(seconds=30), 1)
-        made[rank][0].barrier().wait()
+    stores: list[CountingStore]
+    groups: list[dist.ProcessGroup]
+    backends: list[GlooBackend]
 
-    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return made, stores
+    def each(self, do: Callable[[int], object]) -> None:
+        """Do something on each rank at once."""
+        threads = [threading.Thread(target=do, args=(rank,)) for rank in range(len(self.stores))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+
+    def close(self) -> None:
+        """End all connections."""
+        for group, backend in zip(self.groups, self.backends, strict=True):
+            last, backend.last = backend.last, None
+            _C.TakenBackends(group, backend.addresses, last).close()
+
+
+@pytest.fixture
+def connected() -> Iterator[Callable[..., Ranks]]:
+    """Makes a group of so many ranks, connected."""
+    made: list[Ranks] = []
+
+    def make(size: int, extended: bool = True, greetings: Sequence[bytes] | None = None) -> Ranks:
+        base = dist.HashStore()
+        stores = [CountingStore(base, extended) for _ in range(size)]
+        groups = [dist.ProcessGroup(store, rank, size) for rank, store in enumerate(stores)]
+        backends = [
+            add_gloo(group, store, _TIMEOUT, 1) for group, store in zip(groups, stores, strict=True)
+        ]
+        ranks = Ranks(stores, groups, backends)
+        told = greetings or [b""] * size
+        ranks.each(lambda rank: connect(groups[rank], backends[rank], _TIMEOUT, told[rank]))
+        made.append(ranks)
+        return ranks
+
+    yield make
+    for ranks in made:
+        ranks.close()
 
 
 @pytest.mark.parametrize("size", [2, 5, MOST_IN_FULL_MESH])
-def test_addresses_are_read_in_one_request(size: int) -> None:
-    made, stores = _connected(size)
-    for store in stores:
+def test_addresses_are_read_in_one_request(connected: Callable[..., Ranks], size: int) -> None:
+    ranks = connected(size)
+    ranks.each(lambda rank: ranks.groups[rank].barrier().wait())
+    for store in ranks.stores:
         assert store.requests == ["set", "wait", "multi_get"]
-    assert stores[0].store.num_keys() == size
-    for _, addresses in made:
-        addresses.remove_own()
-    assert stores[0].store.num_keys() == 0
+    assert ranks.stores[0].store.num_keys() == size
+    for backend in ranks.backends:
+        backend.addresses.remove_own()
+    assert ranks.stores[0].store.num_keys() == 0
 
 
-def test_a_store_that_gives_one_key_at_a_time() -> None:
-    _, stores = _connected(3, extended=False)
-    assert stores[0].requests == ["set", "wait", "get", "get"]
+def test_a_store_that_gives_one_key_at_a_time(connected: Callable[..., Ranks]) -> None:
+    assert connected(3, extended=False).stores[0].requests == ["set", "wait", "get", "get"]
 
 
-def test_many_ranks_connect_to_their_neighbours_alone() -> None:
+@pytest.mark.parametrize("size", [2, 5, MOST_IN_FULL_MESH + 4])
+@pytest.mark.parametrize("other", [None, 1], ids=["alike", "rank-1-differs"])
+def test_greetings(connected: Callable[..., Ranks], size: int, other: int | None) -> None:
+    ranks = connected(size, greetings=[b"b" if rank == other else b"a" for rank in range(size)])
+    for rank, backend in enumerate(ranks.backends):
+        hears_other = other is not None and (rank == other or other in partners(rank, size))
+        own = b"b" if rank == other else b"a"
+        assert backend.take_greeting(own) is not hears_other
+        assert backend.take_greeting(own) is None  # asked once
+
+
+def test_another_greeting_than_is_asked_about(connected: Callable[..., Ranks]) -> None:
+    for backend in connected(2).backends:
+        assert backend.take_greeting(b"a") is None
+
+
+def test_few_ranks_are_connected_to_all(connected: Callable[..., Ranks]) -> None:
+    ranks = connected(5)
+    for backend in ranks.backends:
+        assert len(backend.addresses.sockets()) == 4
+
+
+def test_many_ranks_connect_to_their_neighbours_alone(connected: Callable[..., Ranks]) -> None:
     size = MOST_IN_FULL_MESH + 4
-    made, stores = _connected(size)
-    for store in stores:
-        assert store.requests == ["set", "wait", "multi_get"]
+    ranks = connected(size)
     # An all-reduce in a ring needs nobody else.
     tensors = [torch.full((1000,), float(rank)) for rank in range(size)]
-
-    def reduce(rank: int) -> None:
-        made[rank][0].allreduce([tensors[rank]]).wait()
-
-    threads = [threading.Thread(target=reduce, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for store, tensor in zip(stores, tensors, strict=True):
+    ranks.each(lambda rank: ranks.groups[rank].allreduce([tensors[rank]]).wait())
+    for rank, (store, backend) in enumerate(zip(ranks.stores, ranks.backends, strict=True)):
         assert store.requests == ["set", "wait", "multi_get"]
-        assert tensor.tolist() == [size * (size - 1) / 2] * 1000
+        assert len(backend.addresses.sockets()) == len(neighbours(rank, size))
+        assert tensors[rank].tolist() == [size * (size - 1) / 2] * 1000
 
 
 def test_neighbours() -> None:
     assert neighbours(0, 2) == [1]
-    assert neighbours(0, 8) == [1, 2, 4, 6, 7]
+    assert neighbours(0, 20) == [1, 2, 3, 4, 8, 12, 16, 17, 18, 19]
     for size in (17, 100, 1000):
         for rank in (0, size // 2, size - 1):
             near = neighbours(rank, size)
-            assert len(near) <= 2 * (size - 1).bit_length()
+            # Of the ranks' number to the base of 4.
+            assert len(near) <= 6 * ((size - 1).bit_length() + 1) // 2
             assert rank not in near
             assert all(rank in neighbours(other, size) for other in near)
 

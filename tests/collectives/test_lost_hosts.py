@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 import pytest
 
-from torch_commhook.collectives.lost_hosts import SECONDS, cut, noticing_lost_hosts
+from torch_commhook.collectives.lost_hosts import SECONDS, cut, notice_lost_hosts
+
+
+class Connections:
+    """Stands for those of a backend."""
+
+    def __init__(self, *sockets: socket.socket) -> None:
+        self._sockets = [(each.fileno(), os.fstat(each.fileno()).st_ino) for each in sockets]
+
+    def sockets(self) -> list[tuple[int, int]]:
+        return self._sockets
 
 
 def _connected() -> tuple[socket.socket, socket.socket]:
@@ -22,24 +33,21 @@ def _timeout(connection: socket.socket) -> int:
     return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
 
 
-def test_connections_that_are_made_inside_notice() -> None:
-    before = _connected()
-    with noticing_lost_hosts() as made:
-        inside = _connected()
-        pair = socket.socketpair()  # which is no TCP connection
-    assert len(made) == 2
+def test_connections_that_notice() -> None:
+    inside, others = _connected(), _connected()
+    notice_lost_hosts(Connections(*inside))
     for each in inside:
         assert each.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         assert _timeout(each) == SECONDS * 1000
-    assert [_timeout(each) for each in before] == [0, 0]
-    for each in (*before, *inside, *pair):
+    assert [_timeout(each) for each in others] == [0, 0]
+    for each in (*inside, *others):
         each.close()
 
 
 @pytest.mark.parametrize("seconds", [0.1, 2, 3, 6, 10, 15, 60])
 def test_a_host_counts_as_lost_after_the_time_that_is_given(seconds: float) -> None:
-    with noticing_lost_hosts(seconds):
-        client, accepted = _connected()
+    client, accepted = _connected()
+    notice_lost_hosts(Connections(client), seconds)
     names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
     idle, between, count = (
         client.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names
@@ -52,10 +60,9 @@ def test_a_host_counts_as_lost_after_the_time_that_is_given(seconds: float) -> N
 
 
 def test_connections_that_are_cut() -> None:
-    with noticing_lost_hosts() as made:
-        first, second = _connected()
-    with noticing_lost_hosts() as others:
-        third, fourth = _connected()
+    first, second = _connected()
+    third, fourth = _connected()
+    made, others = Connections(first, second), Connections(third, fourth)
     first.close()
     # Another one may have its number by now, and is left alone.
     fifth, sixth = _connected()

@@ -239,7 +239,7 @@ class VirtualStepGroup(StepGroup):
         self.size, self.rank = len(base.members), base.own_rank
         self.timeout = SimpleNamespace(total_seconds=lambda: TIMEOUT)  # type: ignore[assignment]
         self._open = self._broken = self.in_background = False
-        self._step_end = None
+        self._step_end = self._comparison = None
         self._ranks = list(base.members)
         self._rendezvous = base.rendezvous() if self.size > 1 else None
         self._agrees = self.shares_used = self.size > 1

@@ -26,7 +26,7 @@ from torch_commhook.attachment.sharded.attaching import attach_sharded
 from torch_commhook.attachment.sharded.fsdp import trains_shards
 from torch_commhook.codecs.base import Codec
 from torch_commhook.collectives import resolve_group
-from torch_commhook.collectives.agreement import check_agreement
+from torch_commhook.collectives.agreement import check_agreement, digest_of
 from torch_commhook.collectives.group_place import check_not_managed, group_rank
 from torch_commhook.elastic.settings import Elastic
 from torch_commhook.hooks.expressions import as_hook
@@ -214,9 +214,12 @@ def _attach(
     shared["the scaler's scale"] = scale
     shared["connections"] = attached.connections
     is_new = road is None
-    step_group = StepGroup(group) if road is None else road.group
+    step_group = (
+        StepGroup(group, greeting=digest_of(parameters, shared)) if road is None else road.group
+    )
     try:
         check_agreement(group, parameters, shared, step_group.all_alike)
+        step_group.expect_comparison()  # of begin_hook
         if road is None:
             road = roads[model] = _new_road(model, parameters, step_group, settings)
     except BaseException:

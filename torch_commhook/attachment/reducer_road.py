@@ -30,6 +30,8 @@ from torch_commhook.step.attached_hook import Attached
 from torch_commhook.step.step_group import StepGroup, check_is_free
 
 _BROADCAST_BYTES = 250 << 20  # in flight, as in DDP
+#: Of a model that is broadcast as a copy, while the ranks go on attaching.
+_MOST_COPIED_BYTES = 64 << 20
 
 
 class ReducerRoad:
@@ -68,8 +70,10 @@ class ReducerRoad:
         self._group = group
         self.elastic = elastic
         init_sync = init_sync and elastic is None  # new ranks get more than parameters
+        # What rank 0 has sent, what tells when it has come, and where it belongs.
+        self._first_values: tuple[Tensor, dist.Work, list[Tensor]] | None = None
         if init_sync and self._group.size > 1:
-            self.broadcast_from(0)
+            self._begin_first_broadcast()
         self._watched = WatchedParameters(model, parameters, in_ddp=False)
         self._seen_in_forward = False  # the parameters, since the last step
         self._sync = True
@@ -132,6 +136,8 @@ class ReducerRoad:
 
     @attached.setter
     def attached(self, attached: Attached | None) -> None:
+        if attached is None or attached.keeps_ranks_apart:
+            self._end_first_broadcast()
         self.reducer.attached = attached
         if attached is None:
             self._close()
@@ -200,7 +206,10 @@ class ReducerRoad:
             if error is not None:
                 raise error
             return
-        agree(self.group.parent, what, error, settings, self.group.all_alike)
+        try:
+            agree(self.group.parent, what, error, settings, self.group.all_alike)
+        finally:
+            self._end_first_broadcast()
 
     def parameter_buckets(self) -> list[list[Tensor]]:
         """The parameters of each bucket, in order."""
@@ -228,18 +237,46 @@ class ReducerRoad:
 
     def broadcast_from(self, rank: int) -> None:
         """Give all ranks one rank's parameters and buffers."""
+        tensors = self._shared_tensors()
+        if tensors:
+            group = seen_by_cpp(self._group.parent)
+            dist._broadcast_coalesced(group, tensors, _BROADCAST_BYTES, rank)
+
+    def _begin_first_broadcast(self) -> None:
+        """Give all ranks those of rank 0, if they are few while the ranks go on attaching."""
+        tensors = self._shared_tensors()
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        is_plain = self._group.recovers and all(
+            type(tensor) is Tensor
+            and tensor.device.type == "cpu"
+            and tensor.layout is torch.strided
+            for tensor in tensors
+        )
+        if not is_plain or not tensors or nbytes > _MOST_COPIED_BYTES:
+            self.broadcast_from(0)
+            return
+        sent = packed(tensors)
+        work = dist.broadcast(sent, group=self._group.parent, group_src=0, async_op=True)
+        self._first_values = sent, work, tensors
+
+    def _end_first_broadcast(self) -> None:
+        if self._first_values is None:
+            return
+        (sent, work, tensors), self._first_values = self._first_values, None
+        work.wait()
+        if self._group.rank != 0:
+            unpack(sent, tensors)
+
+    def _shared_tensors(self) -> list[Tensor]:
         model = self.model()
         assert model is not None
         tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
         # Of frozen parameters that are DTensors each rank has its own part.
-        tensors = [
+        return [
             tensor
             for tensor in tensors
             if tensor.is_leaf and tensor.numel() and not hasattr(tensor, "device_mesh")
         ]
-        if tensors:
-            group = seen_by_cpp(self._group.parent)
-            dist._broadcast_coalesced(group, tensors, _BROADCAST_BYTES, rank)
 
     def shadow_step(self) -> None:
         """Take part in a step of the others, with zeros."""

@@ -130,7 +130,8 @@ def agreement_of(world_size: int) -> list[Issued]:
     from torch_commhook.step.step_end import rounds_of
 
     return [
-        Issued("", Traffic(EXPECTED, world_size, len(distances), len(distances)))
+        # To as many ranks as there are distances.
+        Issued("", Traffic(EXPECTED, len(distances) + 1, len(distances), len(distances)))
         for distances in rounds_of(world_size)
         if distances
     ]

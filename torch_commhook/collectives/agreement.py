@@ -169,6 +169,15 @@ def _digest(*values: object) -> bytes:
     return hashlib.sha256(repr(values).encode()).digest()
 
 
+def digest_of(parameters: Sequence[tuple[str, Tensor]], settings: dict[str, object]) -> bytes:
+    """What :func:`check_agreement` asks first about: 32 bytes."""
+    return _digest(_specs(parameters), settings)
+
+
+def _specs(parameters: Sequence[tuple[str, Tensor]]) -> list[str]:
+    return [f"'{name}' of shape {tuple(p.shape)} and {p.dtype}" for name, p in parameters]
+
+
 def check_agreement(
     group: dist.ProcessGroup,
     parameters: Sequence[tuple[str, Tensor]],
@@ -191,9 +200,9 @@ def check_agreement(
     size = group.size()
     if size == 1 or group not in distributed_c10d._world.pg_map:
         return
-    specs = [f"'{name}' of shape {tuple(p.shape)} and {p.dtype}" for name, p in parameters]
-    if all_alike is not None and all_alike(_digest(specs, settings)):
+    if all_alike is not None and all_alike(digest_of(parameters, settings)):
         return
+    specs = _specs(parameters)
     every: list[Any] = [None] * size
     dist.all_gather_object(every, (specs, settings), group=group)
     ranks = dist.get_process_group_ranks(group)

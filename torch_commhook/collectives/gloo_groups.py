@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -16,17 +15,14 @@ from torch.distributed import distributed_c10d
 
 from torch_commhook import _C
 from torch_commhook.collectives.gloo_backend import (
-    MOST_IN_FULL_MESH,
     MOST_UNDER_WAY,
-    gloo_backend,
+    GlooBackend,
+    add_gloo,
+    connect,
 )
 from torch_commhook.native.dynamo import left_to_python
 
 _CPU = torch.device("cpu")
-#: Seconds after which nobody waits for connections that do not close.
-_MOST_TO_CLOSE = 2.0
-
-_log = logging.getLogger(__name__)
 
 #: Makes the group of second stages for another.
 _Provider = Callable[[], dist.ProcessGroup | None]
@@ -45,12 +41,8 @@ _more: weakref.WeakKeyDictionary[
     dist.ProcessGroup, list[tuple[dist.ProcessGroup, dist.ProcessGroup]]
 ] = weakref.WeakKeyDictionary()
 _made: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-#: Those that connect when messages are sent.
-_lazy: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-#: Where the ranks of groups of the library's own have left their addresses.
-_addresses: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.AddressStore] = (
-    weakref.WeakKeyDictionary()
-)
+#: Of groups of the library's own.
+_backends: weakref.WeakKeyDictionary[dist.ProcessGroup, GlooBackend] = weakref.WeakKeyDictionary()
 _providers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Provider] = weakref.WeakKeyDictionary()
 
 
@@ -175,9 +167,10 @@ def make_group(
     *,
     description: str,
     threads: int = MOST_UNDER_WAY,
-    lazily: bool = False,
 ) -> dist.ProcessGroup:
     """A process group over Gloo, known to ``torch.distributed``. All of its ranks must make it.
+
+    It connects to nobody yet: see :func:`connect_group`.
 
     Args:
         store: for this group alone.
@@ -187,7 +180,6 @@ def make_group(
         timeout: of its collectives.
         description: what the group is for, as PyTorch's flight recorder and logs show it.
         threads: so many collectives are under way at once.
-        lazily: as :func:`gloo_backend`.
     """
     # Not new_group(), which all ranks of the default group would have to call, and which gives a
     # backend two threads.
@@ -195,18 +187,46 @@ def make_group(
         raise ValueError(f"torch_commhook: there is a process group {name!r} already")
     group = dist.ProcessGroup(store, rank, len(ranks))
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    cpu_store = dist.PrefixStore("cpu/", store)
-    backend, _addresses[group] = gloo_backend(
-        cpu_store, rank, len(ranks), timeout, threads, lazily=lazily
-    )
-    backend._set_sequence_number_for_group()
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    _backends[group] = add_gloo(group, dist.PrefixStore("cpu/", store), timeout, threads)
     group._set_group_name(name)  # type: ignore[arg-type]
     group._set_group_desc(description)
     _make_known(group, store, name, ranks)
     _made.add(group)
-    if lazily or len(ranks) > MOST_IN_FULL_MESH:
-        _lazy.add(group)
+    return group
+
+
+def connect_group(group: dist.ProcessGroup, greeting: bytes = b"") -> GlooBackend:
+    """Connect a group of the library's own, as :func:`gloo_backend.connect` does.
+
+    Args:
+        group: by :func:`make_group` or :func:`make_backend`.
+        greeting: as :func:`gloo_backend.connect`.
+
+    Raises:
+        RuntimeError: a rank does not come within the group's timeout, or its process has ended.
+    """
+    backend = _backends[group]
+    connect(group, backend, group_timeout(group), greeting)
+    return backend
+
+
+def take_greeting(group: dist.ProcessGroup, own: bytes) -> bool | None:
+    """:meth:`GlooBackend.take_greeting` of a group of the library's own."""
+    return _backends[group].take_greeting(own)
+
+
+def make_backend(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, threads: int
+) -> dist.ProcessGroup:
+    """A new backend for a group that has lost its own, in a group that nobody knows.
+
+    Args:
+        store: for this backend alone.
+        rank, size: of the group.
+        timeout, threads: as :func:`make_group`.
+    """
+    group = dist.ProcessGroup(store, rank, size)
+    _backends[group] = add_gloo(group, store, timeout, threads)
     return group
 
 
@@ -227,15 +247,18 @@ def _make_known(
     torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]
 
 
-def use_addresses(group: dist.ProcessGroup, addresses: _C.AddressStore) -> None:
-    """Note where a group's new backend has left its address, and take that of the last one away.
+def move_backend(source: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
+    """Give a group the backend of another one, and take its last address out of the store.
 
-    The other ranks must have connected to the new backend.
+    Args:
+        source: by :func:`make_backend`. It has none from then on.
+        group: by :func:`make_group`, with connections that are closed. All ranks have connected to
+            the new backend.
     """
-    before, _addresses[group] = _addresses.get(group), addresses
-    if before is not None:
-        with suppress(RuntimeError):  # the store may have gone with its process
-            before.remove_own()
+    before, _backends[group] = _backends[group], _backends.pop(source)
+    group._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, source._get_backend(_CPU))
+    with suppress(RuntimeError):  # the store may have gone with its process
+        before.addresses.remove_own()
 
 
 @left_to_python
@@ -276,43 +299,29 @@ def close_connections(*groups: dist.ProcessGroup, in_background: bool = False) -
     """
     for group in groups:  # of all first, since they take the connections of two
         stop_exchanges(group)
-    taken = [_C.TakenBackends(group) for group in groups]
-    is_lazy = any(group in _lazy for group in groups)
+    taken = [_taken(group) for group in groups]
     # A thread that Python has not started may be a backend's own, which drops what its callback has
     # kept, and must not wait for its own end.
     is_foreign = isinstance(threading.current_thread(), threading._DummyThread)
     # What the interpreter calls at its end is too late for another thread.
     if is_foreign or (in_background and threading.main_thread().is_alive()):
         # The interpreter's end waits for it.
-        arguments = taken, is_lazy
-        threading.Thread(target=_close, args=arguments, name="commhook-close").start()
+        threading.Thread(target=_close, args=(taken,), name="commhook-close").start()
     else:
-        _close(taken, is_lazy)
+        _close(taken)
 
 
-def _close(taken: Sequence[_C.TakenBackends], is_lazy: bool) -> None:
-    """Close backends.
+def _taken(group: dist.ProcessGroup) -> _C.TakenBackends:
+    backend = _backends.get(group)
+    if backend is None:
+        return _C.TakenBackends(group, None, None)
+    last, backend.last = backend.last, None
+    return _C.TakenBackends(group, backend.addresses, last)
 
-    One that has connected lazily may never end: its thread spins if a message has come whose
-    receiver has given up. So nobody waits for it longer than a while.
-    """
 
-    def close() -> None:
-        for backends in taken:
-            backends.close()
-
-    if not is_lazy:
-        close()
-        return
-    thread = threading.Thread(target=close, name="commhook-close", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:  # the interpreter ends
-        close()
-        return
-    thread.join(_MOST_TO_CLOSE)
-    if thread.is_alive():
-        _log.warning("connections could not be closed within %g s", _MOST_TO_CLOSE)
+def _close(taken: Sequence[_C.TakenBackends]) -> None:
+    for backends in taken:
+        backends.close()
 
 
 # ---- for second stages ---------------------------------------------------------------------------
@@ -351,6 +360,11 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
         description = second_stages(f"commhook: collectives of {group_description(group)}")
         timeout = group_timeout(group)
         found = make_group(store, group.rank(), ranks, name, timeout, description=description)
+        try:
+            connect_group(found)
+        except BaseException:
+            destroy_group(found)
+            raise
         # Gloo's threads must end before the interpreter does.
         weakref.finalize(group, destroy_group, found)
     if found is not None:

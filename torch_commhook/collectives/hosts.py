@@ -253,7 +253,6 @@ def group_over(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGr
             group_timeout(group),
             description=f"commhook: {len(ranks)} ranks of {group_description(group)}",
             threads=_THREADS,
-            lazily=True,
         )
         # Gloo's threads must end before the interpreter does.
         weakref.finalize(group, destroy_group, found)

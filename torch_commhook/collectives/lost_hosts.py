@@ -8,79 +8,53 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
-
-#: An open socket: its number, and what it is, which no other socket ever has.
-Socket = tuple[str, str]
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Protocol
 
 #: A host is lost that has not answered for so long, in seconds.
 SECONDS = 15
 #: Less than two questions take: TCP counts them in whole seconds.
 _LEAST_SECONDS = 2
-_FDS = "/proc/self/fd"
 
 
-@contextmanager
-def noticing_lost_hosts(seconds: float = SECONDS) -> Iterator[list[Socket]]:
-    """Let the TCP connections that are made inside notice it when their peers vanish.
+class Connections(Protocol):
+    """Of one backend of Gloo, such as the store of its addresses knows."""
 
-    Does nothing where the system does not tell which connections there are.
+    def sockets(self) -> list[tuple[int, int]]:
+        """The descriptor of each connection, and its inode. None where the system tells none."""
+
+
+def notice_lost_hosts(connections: Connections, seconds: float = SECONDS) -> None:
+    """Let the TCP connections that there are now notice it when their peers vanish.
 
     Args:
+        connections: of a backend.
         seconds: after which a host counts as lost that does not answer; 2 at least.
-
-    Yields:
-        Filled with these connections in the end, and those that other threads have made meanwhile.
     """
-    made: list[Socket] = []
-    before = _sockets()
-    yield made
-    for each in _sockets() - before:
-        with suppress(OSError), _opened(each) as own:  # it may have been closed since
+    for own in _opened(connections):
+        with suppress(OSError):
             _ask_from_time_to_time(own, max(_LEAST_SECONDS, round(seconds)))
-            made.append(each)
 
 
-def cut(sockets: Collection[Socket]) -> None:
+def cut(connections: Connections) -> None:
     """End connections, so that whoever waits for a message on them gets an error.
 
     Args:
-        sockets: such as :func:`noticing_lost_hosts` has given; those that are closed are left out.
+        connections: of a backend.
     """
-    there = _sockets()
-    for each in sockets:
-        if each in there:
-            with suppress(OSError), _opened(each) as own:
-                own.shutdown(socket.SHUT_RDWR)
+    for own in _opened(connections):
+        with suppress(OSError):
+            own.shutdown(socket.SHUT_RDWR)
 
 
-@contextmanager
-def _opened(which: Socket) -> Iterator[socket.socket]:
-    """A TCP connection.
-
-    Raises:
-        OSError: it is none, or another one, or closed.
-    """
-    number = os.dup(int(which[0]))
-    with socket.socket(fileno=number) as own:
-        is_tcp = own.family in (socket.AF_INET, socket.AF_INET6) and own.type == socket.SOCK_STREAM
-        if not is_tcp or os.readlink(f"{_FDS}/{number}") != which[1]:
-            raise OSError("no such connection")
-        own.getpeername()  # raises for one that listens
-        yield own
-
-
-def _sockets() -> set[Socket]:
-    """All that are open."""
-    found = set()
-    with suppress(OSError):
-        for name in os.listdir(_FDS):
-            with suppress(OSError):
-                what = os.readlink(f"{_FDS}/{name}")
-                if what.startswith("socket:"):
-                    found.add((name, what))
-    return found
+def _opened(connections: Connections) -> Iterator[socket.socket]:
+    """The connections that are open still, each under a descriptor of its own."""
+    for number, inode in connections.sockets():
+        with suppress(OSError), socket.socket(fileno=os.dup(number)) as own:
+            # Another file may have got the number meanwhile.
+            if os.fstat(own.fileno()).st_ino == inode:
+                yield own
 
 
 def _ask_from_time_to_time(own: socket.socket, seconds: int) -> None:

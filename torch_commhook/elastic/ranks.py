@@ -301,7 +301,6 @@ class ElasticRanks:
             timedelta(seconds=self.settings.timeout),
             description=name,
             threads=1,
-            lazily=True,
         )
         self._base = make_within(within, make)
         self.group = StepGroup(self._base, meets_again=False, connect_within=within)

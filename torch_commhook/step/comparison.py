@@ -14,49 +14,79 @@ from torch_commhook.step.step_end import rounds_of
 _TAG = (1 << 30) - 15
 
 
-def all_alike(group: Any, own: bytes) -> bool:
-    """Returns whether all ranks give the same bytes. All call this between the same two steps.
+class Comparison:
+    """Whether all ranks give the same bytes. All make it, and then ask it, at the same points.
 
     It sends messages of its own, because an exchange in the background may be under way. Each rank
-    asks for all messages at once, so that those of later rounds take half a round trip.
+    asks for all messages at once, when it makes its comparison. So the messages of all rounds take
+    half a round trip, and those of the first as well if the ranks are asked that much later.
 
     Args:
-        group: of Gloo, or a backend of such a group.
-        own: this rank's bytes, equally many on all ranks.
+        group: of Gloo, or a backend of such a group. It has no other comparison under way.
+        nbytes: that each rank gives.
+        first: whether the first round's ranks have given the same bytes, where they were told when
+            ranks connected.
 
     Raises:
-        RuntimeError: a connection was closed, or the group's timeout is over.
+        RuntimeError: a connection was closed.
     """
-    size, rank = group.size(), group.rank()
-    are_alike = True
-    rounds = rounds_of(size)
-    received = [
-        [torch.empty(len(own) + 1, dtype=torch.uint8, device="cpu") for _ in each]
-        for each in rounds
-    ]
-    works: list[list[dist.Work]] = []
-    try:
-        for distances, outputs in zip(rounds, received, strict=True):
-            works.append([])
-            for distance, output in zip(distances, outputs, strict=True):
-                works[-1].append(group.recv([output], (rank - distance) % size, _TAG))
-        for distances, outputs, under_way in zip(rounds, received, works, strict=True):
-            flag = b"\1" if are_alike else b"\0"
-            sent = torch.frombuffer(bytearray(own + flag), dtype=torch.uint8)
-            for distance in distances:
-                under_way.append(group.send([sent], (rank + distance) % size, _TAG))
-            while under_way:
-                under_way.pop(0).wait()
-            # A rank clears its flag if a rank that it has heard of differs.
-            are_alike = are_alike and all(torch.equal(output, sent) for output in outputs)
-    finally:
-        for under_way in works:  # a Work that somebody has keeps its connection open
-            under_way.clear()
-    return are_alike
+
+    def __init__(self, group: Any, nbytes: int, first: bool | None = None) -> None:
+        self._group = group
+        self._nbytes = nbytes
+        self._are_alike = first is not False
+        self._rounds = rounds_of(group.size())[0 if first is None else 1 :]
+        self._received = [
+            [torch.empty(nbytes + 1, dtype=torch.uint8, device="cpu") for _ in each]
+            for each in self._rounds
+        ]
+        self._works: list[list[dist.Work]] = []
+        try:
+            for distances, outputs in zip(self._rounds, self._received, strict=True):
+                self._works.append([])
+                for distance, output in zip(distances, outputs, strict=True):
+                    self._works[-1].append(group.recv([output], self._at(-distance), _TAG))
+        except BaseException:
+            self.forget()
+            raise
+
+    def _at(self, distance: int) -> int:
+        rank: int = self._group.rank()
+        return (rank + distance) % int(self._group.size())
+
+    def all_alike(self, own: bytes) -> bool:
+        """Whether all ranks give the same bytes.
+
+        Raises:
+            RuntimeError: a connection was closed, or the group's timeout is over.
+        """
+        assert len(own) == self._nbytes
+        try:
+            for distances, outputs, works in zip(
+                self._rounds, self._received, self._works, strict=True
+            ):
+                flag = b"\1" if self._are_alike else b"\0"
+                sent = torch.frombuffer(bytearray(own + flag), dtype=torch.uint8)
+                for distance in distances:
+                    works.append(self._group.send([sent], self._at(distance), _TAG))
+                while works:
+                    works.pop(0).wait()
+                # A rank clears its flag if a rank that it has heard of differs.
+                self._are_alike = self._are_alike and all(
+                    torch.equal(output, sent) for output in outputs
+                )
+        finally:
+            self.forget()
+        return self._are_alike
+
+    def forget(self) -> None:
+        """Give up what has not come: a Work that somebody has keeps its connection open."""
+        for works in self._works:
+            works.clear()
 
 
 def all_alike_by_maximum(group: dist.ProcessGroup, own: bytes) -> bool:
-    """As :func:`all_alike`, by one all-reduce over a group of any backend that has the maximum."""
+    """As :class:`Comparison`, by one all-reduce over a group of any backend with a maximum."""
     device = distributed_c10d._get_object_coll_device(group)
     digest = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
     both = torch.cat([digest, 255 - digest])  # the maximum of the second half is the minimum

@@ -8,18 +8,20 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
 
-from torch_commhook.collectives.gloo_backend import MOST_UNDER_WAY, gloo_backend
+from torch_commhook.collectives.gloo_backend import MOST_UNDER_WAY
 from torch_commhook.collectives.gloo_groups import (
     close_connections,
+    connect_group,
     destroy_group,
     finish_exchanges,
     group_timeout,
+    make_backend,
     make_group,
-    use_addresses,
+    move_backend,
 )
-from torch_commhook.collectives.lost_hosts import SECONDS, cut, noticing_lost_hosts
-from torch_commhook.step.comparison import all_alike
+from torch_commhook.collectives.lost_hosts import SECONDS, cut, notice_lost_hosts
 from torch_commhook.step.rendezvous import hashed
 
 _CPU = torch.device("cpu")
@@ -28,8 +30,7 @@ _CPU = torch.device("cpu")
 class ConnectedGroup:
     """A Gloo group of the library's own, whose connections can be made anew.
 
-    All ranks are connected when it is made: one that closes its connections before another has seen
-    all of them would make that one's connecting fail, as if its process had ended.
+    Its ranks are connected when it is made, many of them to their neighbours.
 
     Args:
         store: in which nobody else meets under ``name``.
@@ -40,6 +41,7 @@ class ConnectedGroup:
         connect_within: for how long ranks wait for each other to connect, and a connection for an
             answer of its host. None: as long as collectives may take to connect, and
             ``lost_hosts.SECONDS`` for an answer.
+        greeting: as ``gloo_backend.connect`` takes it.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class ConnectedGroup:
         description: str,
         threads: int = MOST_UNDER_WAY,
         connect_within: timedelta | None = None,
+        greeting: bytes = b"",
     ) -> None:
         self.name = name
         self.threads = threads
@@ -63,21 +66,20 @@ class ConnectedGroup:
             self._lost_after = min(SECONDS, connect_within.total_seconds())
 
         def make() -> dist.ProcessGroup:
-            with noticing_lost_hosts(self._lost_after) as self._sockets:
-                group = make_group(
-                    own_store,
-                    self.rank,
-                    self.ranks,
-                    name,
-                    self.timeout,
-                    description=description,
-                    threads=threads,
-                )
-                try:
-                    all_alike(group, b"")
-                except BaseException:
-                    destroy_group(group)  # else others would wait for this rank's messages
-                    raise
+            group = make_group(
+                own_store,
+                self.rank,
+                self.ranks,
+                name,
+                self.timeout,
+                description=description,
+                threads=threads,
+            )
+            try:
+                self._connect(group, greeting)
+            except BaseException:
+                destroy_group(group)
+                raise
             return group
 
         self.group = make() if connect_within is None else make_within(connect_within, make)
@@ -87,29 +89,43 @@ class ConnectedGroup:
         """Where in a store the ranks meet; groups of a name may have ranks of their own."""
         return hashed(self.name, self.ranks)
 
-    def backend(self, store: dist.Store) -> dist.ProcessGroupGloo:
-        """New connections."""
+    def _connect(self, group: dist.ProcessGroup, greeting: bytes = b"") -> None:
+        self._connections = connect_group(group, greeting).addresses
+        notice_lost_hosts(self._connections, self._lost_after)
+
+    def backend(self, store: dist.Store) -> dist.ProcessGroup:
+        """New connections, in a group that nobody knows.
+
+        Raises:
+            RuntimeError: a rank does not come within the group's timeout, or its process has ended.
+        """
         own_store = dist.PrefixStore(self.place, store)
-        size = len(self.ranks)
-        with noticing_lost_hosts(self._lost_after) as sockets:
-            backend, addresses = gloo_backend(
-                own_store, self.rank, size, self.timeout, self.threads
-            )
-            all_alike(backend, b"")
-        self._sockets = sockets
-        use_addresses(self.group, addresses)
-        return backend
+        fresh = make_backend(own_store, self.rank, len(self.ranks), self.timeout, self.threads)
+        try:
+            self._connect(fresh)
+        except BaseException:
+            close_connections(fresh)
+            raise
+        return fresh
 
     def cut(self) -> None:
         """End the connections, so that collectives under way fail that wait for a silent rank."""
-        cut(self._sockets)
+        cut(self._connections)
 
-    def take(
-        self, kind: dist.ProcessGroup.BackendType, backend: torch._C._distributed_c10d.Backend
-    ) -> None:
-        """Communicate through a backend from here on."""
+    def take(self, fresh: dist.ProcessGroup) -> None:
+        """Communicate through the connections of :meth:`backend` from here on."""
         close_connections(self.group)
-        self.group._register_backend(_CPU, kind, backend)
+        move_backend(fresh, self.group)
+        self._set_name()
+
+    def take_fake(self) -> None:
+        """Have a backend that does not communicate."""
+        close_connections(self.group)
+        fake = FakeProcessGroup._create_internal(self.rank, len(self.ranks))
+        self.group._register_backend(_CPU, dist.ProcessGroup.BackendType.CUSTOM, fake)
+        self._set_name()
+
+    def _set_name(self) -> None:
         self.group._set_group_name(self.name)  # type: ignore[arg-type]
         self.group._set_group_desc(self.description)
 

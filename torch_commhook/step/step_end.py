@@ -1,9 +1,9 @@
 """How the ranks of a group agree at the end of a step, over Gloo.
 
 Each rank tells all others that its part went well. Each has asked for that when the step began, so
-that it takes half a round trip; many ranks tell each other in as many rounds as their number has
-bits (dissemination). A rank that failed has closed its connections, which ends
-the wait of the others. The maps of used parameters follow only if each rank left some unused.
+that it takes half a round trip; many ranks tell each other in rounds, in each of which a rank hears
+of four times as many (dissemination). A rank that failed has closed its connections, which ends the
+wait of the others. The maps of used parameters follow only if each rank left some unused.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch_commhook.collectives.exchange import (
     has_places,
     place_in,
 )
+from torch_commhook.collectives.gloo_backend import rounds_among_many
 
 #: Among more ranks, a message to each of the others takes longer than several round trips.
 _MOST_AT_ONCE = 16
@@ -149,4 +150,4 @@ def rounds_of(size: int) -> list[list[int]]:
     """The ranks that a rank tells in each round, by their distance from it."""
     if size <= _MOST_AT_ONCE:
         return [list(range(1, size))]
-    return [[1 << bit] for bit in range((size - 1).bit_length())]
+    return rounds_among_many(size)

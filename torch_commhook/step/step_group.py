@@ -27,7 +27,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FakeProcessGroup
 
 from torch_commhook.autograd.running_backward import RunningBackward
 from torch_commhook.collectives import resolve_group
@@ -44,11 +43,12 @@ from torch_commhook.collectives.gloo_groups import (
     provide_second_group,
     second_group,
     second_stages,
+    take_greeting,
 )
 from torch_commhook.collectives.group_place import group_rank
 from torch_commhook.collectives.symmetric import give_up
 from torch_commhook.collectives.turns import renew_turns
-from torch_commhook.step.comparison import all_alike, all_alike_by_maximum
+from torch_commhook.step.comparison import Comparison, all_alike_by_maximum
 from torch_commhook.step.connected_group import ConnectedGroup, destroy_all
 from torch_commhook.step.connections import MoreConnections
 from torch_commhook.step.rendezvous import Reason, Rendezvous
@@ -96,6 +96,8 @@ class StepGroup:
             the group makes another one, over the ranks that are left.
         connect_within: for how long ranks wait for each other to connect, and a connection for an
             answer of its host; None for ``timeout``, and 15 s.
+        greeting: what the first :attr:`all_alike` is asked about, which then takes less time; a
+            digest of at most 32 bytes.
 
     Attributes:
         group: what hooks communicate through. After a step that failed its connections are others.
@@ -111,6 +113,7 @@ class StepGroup:
         *,
         meets_again: bool = True,
         connect_within: timedelta | None = None,
+        greeting: bytes = b"",
     ) -> None:
         self.parent = resolve_group(parent)
         self._meets_again = meets_again
@@ -123,6 +126,7 @@ class StepGroup:
         self.in_background = False
         self._backward: RunningBackward | None = None  # of the last step
         self._step_end: StepEnd | None = None  # of the step that is open, where ranks agree
+        self._comparison: Comparison | None = None  # the next one, where it is under way
         count = _counts.get(self.parent, 0)
         _counts[self.parent] = count + 1
         #: By which compiled code finds the object; the same over its life.
@@ -152,7 +156,8 @@ class StepGroup:
         # Gloo's threads must end before the interpreter does.
         self._end = weakref.finalize(self, destroy_all, self._own)
         if self.recovers:
-            self.group = self._make(self.name, self.parent, _described(self.parent))
+            description = _described(self.parent)
+            self.group = self._make(self.name, self.parent, description, greeting=greeting)
         groups_by_name[self.name] = self
         _siblings.setdefault(self.parent, weakref.WeakSet()).add(self)
 
@@ -286,16 +291,19 @@ class StepGroup:
         """
         if not self._broken:
             return
-        self._forget_step_end()
+        self._forget_messages()
         if not self._meets_again:
             raise self.explain("the step has failed already")
         assert self._rendezvous is not None
-        backends: list[dist.ProcessGroupGloo] = []
+        backends: list[dist.ProcessGroup] = []
         try:
             store = self._rendezvous.meet()
             for own in self._own:
                 backends.append(own.backend(store))
-        except RuntimeError as error:
+        except BaseException as error:
+            close_connections(*backends)
+            if not isinstance(error, RuntimeError):
+                raise
             if self._rendezvous.catch_up():  # another rank was quick to fail again
                 raise self.explain(error) from error
             raise RuntimeError(
@@ -304,7 +312,7 @@ class StepGroup:
             ) from error
         self._rendezvous.epoch += 1
         for own, backend in zip(self._own, backends, strict=True):
-            own.take(dist.ProcessGroup.BackendType.GLOO, backend)
+            own.take(backend)
             renew_turns(own.group)
         self._broken = False
 
@@ -316,8 +324,7 @@ class StepGroup:
         """
         if self._broken:
             for own in self._own:
-                fake = FakeProcessGroup._create_internal(own.rank, len(own.ranks))
-                own.take(dist.ProcessGroup.BackendType.CUSTOM, fake)
+                own.take_fake()
 
     def end(self) -> None:
         """End a step that went well on this rank; wait for the others where that finds failures."""
@@ -343,10 +350,14 @@ class StepGroup:
             used.copy_(begin_maximum(self.group, used)())
         self._open = False
 
-    def _forget_step_end(self) -> None:
+    def _forget_messages(self) -> None:
+        """Give up what this rank has asked others for."""
         if self._step_end is not None:
             self._step_end.forget()
             self._step_end = None
+        if self._comparison is not None:
+            self._comparison.forget()
+            self._comparison = None
 
     def _end_of_step(self) -> StepEnd:
         step_end, self._step_end = self._step_end, None
@@ -423,7 +434,7 @@ class StepGroup:
         if not lost:
             # Else the thread that takes the step forgets it. A connection that holds a message
             # which nobody asks for any more does not tell of its end, and that thread may wait.
-            self._forget_step_end()
+            self._forget_messages()
         if self._rendezvous is None or self._broken:
             return
         self._broken = True
@@ -493,7 +504,7 @@ class StepGroup:
         Where the ranks do not meet again, connections are closed in the background.
         """
         self._broken = True
-        self._forget_step_end()
+        self._forget_messages()
         if self._meets_again:
             self._end()
         elif self._end.detach() is not None:
@@ -515,7 +526,15 @@ class StepGroup:
 
     def _all_alike(self, own: bytes) -> bool:
         self.connect()
-        return all_alike(self.group, own)
+        comparison, self._comparison = self._comparison, None
+        if comparison is None:
+            comparison = Comparison(self.group, len(own), take_greeting(self.group, own))
+        return comparison.all_alike(own)
+
+    def expect_comparison(self) -> None:
+        """Let the next :attr:`all_alike`, of a digest of 32 bytes, take half a round trip less."""
+        if self.recovers and not self._broken and self._comparison is None:
+            self._comparison = Comparison(self.group, 32)
 
     def prepare_second_stage(self) -> None:
         """Make the group for hooks whose collectives follow one another; all ranks do."""
@@ -528,6 +547,7 @@ class StepGroup:
         like: dist.ProcessGroup,
         description: str,
         threads: int = MOST_UNDER_WAY,
+        greeting: bytes = b"",
     ) -> dist.ProcessGroup:
         """A group over the ranks of ``like``, and one for its second stages when that is wanted.
 
@@ -546,6 +566,7 @@ class StepGroup:
             description,
             threads,
             connect_within=self._connect_within,
+            greeting=greeting,
         )
         self._own.append(own)
         itself = weakref.ref(self)

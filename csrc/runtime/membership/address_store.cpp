@@ -4,8 +4,6 @@
 
 #include <algorithm>
 #include <optional>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 
 namespace commhook {
@@ -22,23 +20,10 @@ std::optional<std::pair<std::string, int64_t>> parts_of(const std::string& key) 
   return std::pair(key.substr(0, key.size() - digits.size()), std::stoll(digits));
 }
 
-// Whether a store is PyTorch's own over TCP, whose multiGet waits by itself, for the store's
-// timeout.
-bool is_of_tcp(const c10::intrusive_ptr<c10d::Store>& store) {
-  auto inner = store;
-  while (auto* const prefixed = dynamic_cast<c10d::PrefixStore*>(inner.get())) {
-    inner = prefixed->getUnderlyingStore();
-  }
-  return dynamic_cast<c10d::TCPStore*>(inner.get()) != nullptr;
-}
-
 }  // namespace
 
 AddressStore::AddressStore(c10::intrusive_ptr<c10d::Store> store, std::vector<int64_t> ranks)
-    : Store(store->getTimeout()),
-      store_(std::move(store)),
-      waits_in_multi_get_(is_of_tcp(store_)),
-      ranks_(std::move(ranks)) {}
+    : Store(store->getTimeout()), store_(std::move(store)), ranks_(std::move(ranks)) {}
 
 c10::intrusive_ptr<c10d::Store> AddressStore::clone() {
   return c10::make_intrusive<AddressStore>(store_->clone(), ranks_);
@@ -48,7 +33,8 @@ void AddressStore::set(const std::string& key, const std::vector<uint8_t>& value
   {
     const std::lock_guard lock(mutex_);
     known_[key] = value;
-    own_.push_back(key);
+    own_keys_.push_back(key);
+    own_values_.push_back(value);
   }
   store_->set(key, value);
 }
@@ -57,10 +43,32 @@ void AddressStore::remove_own() {
   std::vector<std::string> keys;
   {
     const std::lock_guard lock(mutex_);
-    keys.swap(own_);
+    keys.swap(own_keys_);
   }
   for (const auto& key : keys) {
     store_->deleteKey(key);
+  }
+}
+
+std::vector<std::vector<uint8_t>> AddressStore::own() const {
+  const std::lock_guard lock(mutex_);
+  return own_values_;
+}
+
+void AddressStore::read(const std::chrono::milliseconds& timeout) {
+  std::vector<std::string> own_keys;
+  {
+    const std::lock_guard lock(mutex_);
+    own_keys = own_keys_;
+  }
+  for (const auto& own : own_keys) {
+    const auto parts = parts_of(own);
+    if (!parts) {
+      continue;
+    }
+    for (const auto rank : ranks_) {
+      read_with_others(parts->first + std::to_string(rank), timeout);
+    }
   }
 }
 
@@ -86,11 +94,13 @@ bool AddressStore::read_with_others(const std::string& key,
       }
     }
   }
-  if (!waits_in_multi_get_ || timeout != timeout_) {
+  const bool reads_many = store_->hasExtendedApi();
+  // Reading many keys waits by itself, for the store's timeout.
+  if (!reads_many || timeout != timeout_) {
     store_->wait(keys, timeout);
   }
   std::vector<std::vector<uint8_t>> values;
-  if (store_->hasExtendedApi()) {
+  if (reads_many) {
     values = store_->multiGet(keys);
     TORCH_CHECK(values.size() == keys.size(), "AddressStore: the store has ", values.size(),
                 " values for ", keys.size(), " keys");

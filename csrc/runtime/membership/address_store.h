@@ -1,6 +1,7 @@
 // Where the ranks of a Gloo group leave their addresses.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <map>
 #include <mutex>
@@ -18,8 +19,15 @@ class AddressStore : public c10d::Store {
   // those of others are read one by one.
   AddressStore(c10::intrusive_ptr<c10d::Store> store, std::vector<int64_t> ranks);
 
+  // Reads the addresses of all ranks that are read together, once they have written them.
+  // Throws if they have not within the timeout.
+  void read(const std::chrono::milliseconds& timeout);
+
   // Takes what this rank has written out of the store. Other ranks must not need it any more.
   void remove_own();
+
+  // What this rank has written, also after remove_own().
+  [[nodiscard]] std::vector<std::vector<uint8_t>> own() const;
 
   c10::intrusive_ptr<c10d::Store> clone() override;
   void set(const std::string& key, const std::vector<uint8_t>& value) override;
@@ -37,11 +45,11 @@ class AddressStore : public c10d::Store {
   bool read_with_others(const std::string& key, const std::chrono::milliseconds& timeout);
 
   const c10::intrusive_ptr<c10d::Store> store_;
-  const bool waits_in_multi_get_;
   const std::vector<int64_t> ranks_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::map<std::string, std::vector<uint8_t>> known_;
-  std::vector<std::string> own_;
+  std::vector<std::string> own_keys_;
+  std::vector<std::vector<uint8_t>> own_values_;
 };
 
 }  // namespace commhook

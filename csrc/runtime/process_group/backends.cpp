@@ -1,9 +1,22 @@
 #include "runtime/process_group/backends.h"
 
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <thread>
 #include <utility>
+
+#include "runtime/process_group/gloo_loops.h"
 
 namespace commhook {
 namespace {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds kFirstPause(50);
+constexpr milliseconds kLongestPause(1000);
 
 // A member of the class's own, since PyTorch has no way to take a backend off.
 struct Backends : c10d::ProcessGroup {
@@ -14,9 +27,39 @@ struct Backends : c10d::ProcessGroup {
   }
 };
 
+// How far the end of a backend has come.
+struct Ending {
+  explicit Ending(const std::vector<std::vector<uint8_t>>& addresses) : loops(addresses) {}
+
+  const GlooLoops loops;
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool is_idle = false;       // no collective is under way any more
+  bool is_let_go = false;     // nothing here holds the backend any more
+  bool is_looked_at = false;  // since then, help() has seen whether loops are left
+  bool are_gone = false;      // the loops
+};
+
+// Lets loops end that would not by themselves. Returns once they have.
+void help(const std::shared_ptr<Ending>& ending) {
+  // Most end by themselves. A loop that still serves collectives is slowed down.
+  milliseconds pause = kFirstPause;
+  std::unique_lock lock(ending->mutex);
+  while (!ending->are_gone) {
+    ending->changed.wait_for(lock, pause,
+                             [&] { return ending->is_let_go && !ending->is_looked_at; });
+    pause = std::min(2 * pause, kLongestPause);
+    ending->are_gone = !ending->loops.quieten(ending->is_idle);
+    ending->is_looked_at = ending->is_let_go;
+    ending->changed.notify_all();
+  }
+}
+
 }  // namespace
 
-TakenBackends::TakenBackends(c10d::ProcessGroup& group) {
+TakenBackends::TakenBackends(c10d::ProcessGroup& group, std::vector<std::vector<uint8_t>> addresses,
+                             c10::intrusive_ptr<c10d::Work> last)
+    : addresses_(std::move(addresses)), last_(std::move(last)) {
   const auto [by_type, by_device] = Backends::take(group);
   for (const auto& each : by_type) {
     backends_.push_back(each.second);
@@ -26,6 +69,39 @@ TakenBackends::TakenBackends(c10d::ProcessGroup& group) {
   }
 }
 
-void TakenBackends::close() { backends_.clear(); }
+void TakenBackends::close() {
+  if (addresses_.empty() || backends_.empty()) {
+    backends_.clear();
+    return;
+  }
+  const auto ending = std::make_shared<Ending>(addresses_);
+  addresses_.clear();
+  const bool is_ours = std::all_of(backends_.begin(), backends_.end(), [this](const auto& each) {
+    const auto own = std::count(backends_.begin(), backends_.end(), each);
+    return each.use_count() == static_cast<uint32_t>(own);
+  });
+  std::thread helper(help, ending);
+  backends_.clear();  // waits for collectives under way
+  std::unique_lock lock(ending->mutex);
+  ending->is_idle = is_ours;
+  if (is_ours && last_ != nullptr) {
+    // The connections are still there, and nobody uses them. One that waited until it can send
+    // would end the process if that happened while the loop ends.
+    (void)ending->loops.quieten(true);
+  }
+  lock.unlock();
+  last_.reset();
+  lock.lock();
+  ending->is_let_go = true;
+  ending->changed.notify_all();
+  ending->changed.wait(lock, [&] { return ending->are_gone || ending->is_looked_at; });
+  const bool are_gone = ending->are_gone;
+  lock.unlock();
+  if (are_gone) {
+    helper.join();
+  } else {
+    helper.detach();  // a Work that somebody has keeps them
+  }
+}
 
 }  // namespace commhook
